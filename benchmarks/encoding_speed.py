@@ -15,7 +15,7 @@ import torch
 from benchmarks.encoding_bytes import attached
 from benchmarks.figures import Figure
 from benchmarks.learner import Learner
-from monitor.save.torch_codecs import decode, encode_into
+from monitor.save.torch_codecs import decode, encode
 from store.encoding import BF16, BF16_INT8, CHUNK, INT8_BLOCK, INT8_SQRT_BLOCK, encoding_named
 from store.encoding.base import Bytes
 from store.encoding.compression import FRAME_HEADER, pack_chunk, unpack_body
@@ -156,9 +156,9 @@ def _in_numpy(name: str, values: torch.Tensor) -> tuple[Callable[[], object], Ca
 
 def _in_torch(name: str, values: torch.Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
     data = torch.empty(encoding_named(name).stored_bytes(values.numel(), "F32"), dtype=torch.uint8)
-    if not bool(encode_into(values, name, data)):
+    if not encode(values, name, data)[1]:
         raise RuntimeError(f"{name} cannot hold the state that was trained")
-    return partial(encode_into, values, name, data), partial(decode, data, name, torch.empty_like(values))
+    return partial(encode, values, name, data), partial(decode, data, name, torch.empty_like(values))
 
 
 def _encoded(name: str, values: torch.Tensor) -> list[Bytes]:

@@ -9,9 +9,10 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from monitor.adapters import adapter_for
+from monitor.adapters.base import Adapter
 from monitor.adapters.frozen import SkipFrozenAdapter
 from monitor.checkpointer import Checkpointer
 from monitor.config.load import Config, load_config
@@ -42,15 +43,23 @@ from store.location import mount_of
 _COLLECTIVE_SETTINGS = ("every", "auto", "bounds", "budget", "resume", "layers", "encoding", "frozen", "preemption")
 """Settings that decide which collectives a rank enters, and when. Others may differ: paths, timeouts, the endpoint."""
 
-_DEFAULT_FILE = "driftpoint.yaml"
-"""The configuration that the command line reads by default."""
+_DEFAULT_FILE = "driftpoint.yaml"  # the configuration that the command line reads by default
 
 
 def check_same_config(job: JobContext) -> None:
     """Raise ConfigError, on all ranks, if a rank's collective settings differ from rank 0's. Collective."""
     local = _collective_settings(job)
     rank0: Mapping[str, Any] = job.group.broadcast(local)
-    run_on_all_ranks(job.group, lambda: _require_equal(local, rank0))
+
+    def check() -> None:
+        for key, value in rank0.items():
+            if local[key] != value:
+                raise ConfigError(
+                    f"{key} is {local[key]} on this rank and {value} on rank 0: all ranks must use the same "
+                    "configuration, otherwise collectives deadlock"
+                )
+
+    run_on_all_ranks(job.group, check)
 
 
 def _collective_settings(job: JobContext) -> dict[str, Any]:
@@ -59,15 +68,6 @@ def _collective_settings(job: JobContext) -> dict[str, Any]:
     settings["memory"] = plain(job.config.memory.model_dump(include={"enabled", "every", "versions", "peers"}))
     drift = ", needs drift" if job.policy.needs_drift else ""
     return {**settings, "policy": f"{job.policy.name}{', observed' if job.observing else ''}{drift}"}
-
-
-def _require_equal(local: Mapping[str, Any], rank0: Mapping[str, Any]) -> None:
-    for key, value in rank0.items():
-        if local[key] != value:
-            raise ConfigError(
-                f"{key} is {local[key]} on this rank and {value} on rank 0: all ranks must use the same configuration, "
-                "otherwise collectives deadlock"
-            )
 
 
 def startup_message(job: JobContext, metrics: Metrics, *, has_commits: bool, unset: bool) -> str:
@@ -242,7 +242,7 @@ def _build_job(
     settings = load_config(config)
     adapter = adapter_for(target)
     if settings.frozen == "skip":
-        adapter = SkipFrozenAdapter(adapter)
+        adapter = cast("Adapter", SkipFrozenAdapter(adapter))
     user = UserState(state)
     to_tree({"framework": adapter.run_state(), "user": user.capture()})  # raises now if something cannot be stored
     layers = find_layers(

@@ -16,8 +16,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_STOP_TIMEOUT = 2.0
-"""Seconds that an idle thread gets to exit."""
+_STOP_TIMEOUT = 2.0  # seconds that an idle thread gets to exit
 
 
 @dataclass(frozen=True)
@@ -40,11 +39,6 @@ class BackgroundWorker(Generic[T]):
         self._last = 0
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
-
-    def running(self, number: int) -> bool:
-        """Return whether a submitted task is not finished."""
-        with self._lock:
-            return number in self._open
 
     def submit(self, task: Callable[[], T]) -> int:
         """Queue a task and return its number, counted from 1."""

@@ -24,7 +24,7 @@ from monitor.decide.budget_tracker import BudgetTracker
 from monitor.decide.decider import Decider
 from monitor.distributed import collect_messages
 from monitor.events import AttachEvent, DecisionEvent, MeasuredEvent, ResumeEvent
-from monitor.memory.tier import memory_tier
+from monitor.memory.tier import MemoryTier
 from monitor.observe.units import LocalUnit, Surveyor
 from monitor.preemption import FinalSave, Preemption
 from monitor.resume.read import ReadBuffers
@@ -60,6 +60,7 @@ class Checkpointer:
         config: The validated settings.
         metrics: Metrics of this job, served on the configured port by rank 0.
         certificate: Steps, encodings and exactness of the resumed state, on all ranks. None if nothing was resumed.
+        resumed: The full result of the last resume, which ``certificate`` sums up. None if nothing was resumed.
         preempted: True once the job was preempted and the last save is done: leave the training loop.
     """
 
@@ -74,6 +75,7 @@ class Checkpointer:
         self.config = job.config
         self.metrics = metrics
         self.certificate: Certificate | None = None
+        self.resumed: ResumeResult | None = None
         self.preempted = False
         self._job = job
         self._group = job.group
@@ -86,10 +88,10 @@ class Checkpointer:
         saver = None if opened is None else Saver(job, opened)
         self._saver: Saver | DryRunSaver = saver or DryRunSaver(job)
         self._saver.reserve(job.table.local())
-        self._memory = memory_tier(job, opened, saver)
+        in_memory = job.config.memory.enabled
+        self._memory = MemoryTier(job, opened, saver) if opened and saver and in_memory else None
         self._surveyor = Surveyor(job.adapter, job.table)
         self._step = job.completed_steps() or 0
-        self._resumed: ResumeResult | None = None
         self._resume_called = False
         self._updates = 0
         job.adapter.before_update(self._count_update)
@@ -124,11 +126,6 @@ class Checkpointer:
     def rank(self) -> int:
         """Rank of this process in the job."""
         return self._group.rank
-
-    @property
-    def resumed(self) -> ResumeResult | None:
-        """The full result of the last resume, None if nothing was resumed. ``certificate`` is its summary."""
-        return self._resumed
 
     @property
     def holds_commits(self) -> bool:
@@ -188,7 +185,7 @@ class Checkpointer:
 
     def _adopt(self, result: ResumeResult, catalog: Catalog) -> None:
         """Count steps and measure drift from the resumed state."""
-        self._resumed = result
+        self.resumed = result
         self._saver.forget_bases()
         self._step = result.resume_point.save.step
         self.certificate = build_certificate(result)
@@ -385,7 +382,7 @@ class Checkpointer:
         self._resume_called = True
 
     def _mark_proven(self) -> None:
-        opened, resumed = self._opened, self._resumed
+        opened, resumed = self._opened, self.resumed
         if self._proven or resumed is None or opened is None or resumed.memory is not None:
             return
         self._proven = True

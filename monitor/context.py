@@ -10,7 +10,7 @@ from monitor.config.load import Config
 from monitor.decide.schedule import Schedule
 from monitor.distributed import Group
 from monitor.events import Listeners
-from monitor.ledger import Ledger
+from monitor.ledger import JobFacts, Ledger
 from monitor.observe.drift_meter import DriftMeter
 from monitor.observe.units import UnitTable
 from monitor.run_state import UserState
@@ -28,15 +28,16 @@ class JobContext:
     table: UnitTable
     meter: DriftMeter
     user: UserState
-    pace: Schedule
-    """When to decide; alike on all ranks."""
+    pace: Schedule  # when to decide; alike on all ranks
     listeners: Listeners
-    observing: bool = False
-    """Everything is measured and nothing is written."""
-    steps: Callable[[], int] | None = None
-    """Counts optimizer steps if the framework does not."""
-    ledger: Ledger = field(default_factory=Ledger)
-    """Advances on rank 0 only; a resume resets it on all ranks."""
+    observing: bool = False  # everything is measured and nothing is written
+    steps: Callable[[], int] | None = None  # counts optimizer steps if the framework does not
+    ledger: Ledger = field(default_factory=Ledger)  # advances on rank 0 only; a resume resets it on all ranks
+
+    def facts(self, store_id: str) -> JobFacts:
+        """Return what the manifests of this job in a store have in common."""
+        layers, tensors = self.table.layer_records(), self.table.tensor_records()
+        return JobFacts(store_id, self.adapter.framework, self.policy.name, layers, tensors)
 
     def completed_steps(self) -> int | None:
         """Return the optimizer steps taken so far, or None if neither the framework nor ``steps`` counts them."""

@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from typing_extensions import override
@@ -47,16 +46,14 @@ from store.metrics_server import EndpointSecurity
 _log = logging.getLogger("driftpoint")
 
 _CONNECT_TIMEOUT = 1.0  # all times in seconds
-_MESSAGE_TIMEOUT = 10.0
-"""For the daemon to take or send a line."""
+_MESSAGE_TIMEOUT = 10.0  # for the daemon to take or send a line
 _START_TIMEOUT = 60.0
 _MAX_STARTS, _START_PERIOD = 3, 3600.0
 """Daemons that one trainer starts in a period."""
 _RETRY_DELAY = 10.0
 """Least time between two attempts to connect. A further attempt also needs a new update to send."""
 _POLL_INTERVAL = 0.1
-_CLOSE_TIMEOUT = 1.0
-"""For the final message at the end of a job."""
+_CLOSE_TIMEOUT = 1.0  # for the final message at the end of a job
 
 
 class _ConnectionLostError(Exception):
@@ -65,12 +62,6 @@ class _ConnectionLostError(Exception):
 
 class _RejectedError(Exception):
     """The daemon refused this job, or was asked to shut down."""
-
-
-@dataclass(frozen=True)
-class _Outbox:
-    status: StatusUpdate
-    unregister: Unregister | None  # the last message
 
 
 class DaemonClient(SaveListener):
@@ -197,12 +188,14 @@ class DaemonClient(SaveListener):
     def _serve(self, connection: socket.socket, lines: _LineBuffer) -> None:
         """Send updates and read messages until the job ends or the connection is lost."""
         while True:
-            outbox = self._take_outbox()
-            if outbox is not None:
-                self._send(connection, outbox.status, lines)
-                if outbox.unregister is not None:
-                    self._send(connection, outbox.unregister, lines)
-                    return
+            with self._lock:
+                unsent, self._unsent = self._unsent, False
+                status, last = self._status, self._unregister
+            if unsent or last is not None:
+                self._send(connection, status, lines)
+            if last is not None:
+                self._send(connection, last, lines)
+                return
             ready, _, _ = select.select([connection.fileno(), self._wake], [], [])
             if self._wake in ready:
                 self._clear_wake()
@@ -240,11 +233,6 @@ class DaemonClient(SaveListener):
         with self._lock:
             return self._unregister is not None
 
-    def _take_outbox(self) -> _Outbox | None:
-        with self._lock:
-            unsent, self._unsent = self._unsent, False
-            return _Outbox(self._status, self._unregister) if unsent or self._unregister is not None else None
-
     def _wait(self, seconds: float | None) -> None:
         """Wait for an update or the end of the job; with ``seconds`` for the end alone."""
         deadline = None if seconds is None else time.monotonic() + seconds
@@ -267,8 +255,6 @@ class DaemonClient(SaveListener):
 
 
 class _LineBuffer:
-    """Splits received bytes into lines."""
-
     def __init__(self) -> None:
         self._rest = b""
 
@@ -289,7 +275,6 @@ class _DaemonStarter:
         self._process: subprocess.Popen[bytes] | None = None
 
     def may_start(self) -> bool:
-        """Return whether the rate limit allows another daemon."""
         return len(self._times) < _MAX_STARTS or time.monotonic() - self._times[0] > _START_PERIOD
 
     def start(self, closing: Callable[[], bool]) -> socket.socket:

@@ -27,23 +27,18 @@ class Group(Protocol):
 
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:
         """Return the element-wise maximum over ranks."""
-        ...
 
     def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Return the element-wise sum over ranks of a float64 tensor."""
-        ...
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value."""
-        ...
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order."""
-        ...
 
     def async_flag(self) -> AsyncFlag:
         """Create an :class:`AsyncFlag`. Collective."""
-        ...
 
 
 class AsyncFlag(Protocol):
@@ -57,7 +52,6 @@ class AsyncFlag(Protocol):
         Raises:
             RuntimeError: Another rank is gone.
         """
-        ...
 
 
 class SingleProcessGroup:

@@ -80,7 +80,6 @@ class CommitEvent:
 
     @property
     def save(self) -> SaveId:
-        """Id of the committed save."""
         return self.drawn.manifest.save
 
 

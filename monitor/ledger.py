@@ -19,7 +19,7 @@ from store.commit import Group
 from store.encoding import encoding_named
 from store.errors import DamagedError, NotFiniteError, SaveError
 from store.fragments import covered_numel
-from store.names import SaveId, Unit
+from store.names import RAW, SaveId, Unit
 from store.resolve import Resolution
 from store.schema import (
     Entry,
@@ -56,8 +56,7 @@ class CommitDraft:
     kept: Mapping[Unit, UnitRecord]
     """Present versions, with drift and staleness as of this save; ``saved`` replaces some."""
     saved: Mapping[Unit, Choice]
-    sizes: Mapping[Unit, UnitSize]
-    """Of all units, over all ranks."""
+    sizes: Mapping[Unit, UnitSize]  # of all units, over all ranks
     groups: Mapping[str, GroupRecord]
 
 
@@ -148,7 +147,7 @@ def build_manifest(draft: CommitDraft, group: Group) -> PreparedCommit:
     stored = _stored_units(group)
     for unit in draft.saved:
         actual, expected = stored.get(unit), draft.sizes[unit]
-        if actual is None or (actual.numel, actual.members) != (expected.numel, expected.members):
+        if actual is None or (actual.size.numel, actual.size.members) != (expected.numel, expected.members):
             raise SaveError(f"save {draft.save}: the segments hold {actual} of {unit}, expected {expected}")
     dropped = tuple(unit for unit in draft.saved if unit.layer in nonfinite)
     units = [_unit_record(draft, unit, dropped, stored, errors) for unit in draft.sizes]
@@ -156,11 +155,19 @@ def build_manifest(draft: CommitDraft, group: Group) -> PreparedCommit:
         raise NotFiniteError(
             f"save {draft.save}: all layers to be saved have NaN or Inf; the previous versions stay", dropped
         )
+    written = sum(stored[unit].size.nbytes for unit in draft.saved)
+    # Compression frames take a few bytes: a small state that does not compress grows a little.
+    avoided = max(0, sum(size.nbytes for size in draft.sizes.values()) - written)
+    manifest = manifest_of(draft, units, {**draft.groups, draft.save.name: group.record}, avoided)
+    return PreparedCommit(manifest, dropped, drift)
+
+
+def manifest_of(
+    draft: CommitDraft, units: Sequence[UnitRecord], groups: Mapping[str, GroupRecord], bytes_avoided: int
+) -> ManifestRecord:
+    """Build the manifest of ``units``, with those of the ``groups`` that they are in."""
     referenced = {name for record in units for name in (record.save, *record.bases)}
-    groups = {name: record for name, record in draft.groups.items() if name in referenced}
-    groups[draft.save.name] = group.record
-    written = sum(stored[unit].nbytes for unit in draft.saved)
-    manifest = ManifestRecord(
+    return ManifestRecord(
         store_id=draft.facts.store_id,
         step=draft.save.step,
         epoch=draft.save.epoch,
@@ -170,14 +177,12 @@ def build_manifest(draft: CommitDraft, group: Group) -> PreparedCommit:
         policy=draft.facts.policy,
         created=datetime.now(UTC).isoformat(timespec="milliseconds"),
         previous=draft.previous.name if draft.previous else None,
-        # Compression frames take a few bytes: a small state that does not compress grows a little.
-        bytes_avoided=max(0, sum(size.nbytes for size in draft.sizes.values()) - written),
+        bytes_avoided=bytes_avoided,
         layers=draft.facts.layers,
         tensors=dict(draft.facts.tensors),
-        groups=groups,
+        groups={name: record for name, record in groups.items() if name in referenced},
         units=tuple(units),
     )
-    return PreparedCommit(manifest, dropped, drift)
 
 
 def _unit_record(
@@ -196,22 +201,28 @@ def _unit_record(
                 dropped,
             )
         return record.model_copy(update={"drift": None}) if unit in dropped else record
-    actual = stored[unit]
-    error = errors.get(unit, 0.0)
+    actual, error = stored[unit], errors.get(unit, 0.0)
+    record = new_version(unit, draft.save, actual.size, choice.reason, encoding=actual.encoding, error=error)
+    return record.model_copy(update={"drift": error, "bases": actual.bases})
+
+
+def new_version(
+    unit: Unit, save: SaveId, size: UnitSize, reason: str, *, encoding: str = RAW, error: float = 0.0
+) -> UnitRecord:
+    """Return the record of a unit that ``save`` holds in ``size.nbytes`` bytes, at no distance from the live state."""
     return UnitRecord(
         layer=unit.layer,
         slot=unit.slot,
-        save=draft.save.name,
-        encoding=actual.encoding,
-        numel=actual.numel,
-        nbytes=actual.nbytes,
-        drift=error,
+        save=save.name,
+        encoding=encoding,
+        numel=size.numel,
+        nbytes=size.nbytes,
+        drift=0.0,
         staleness=0,
         moving=is_moving(unit),
         error=error,
-        bases=actual.bases,
-        reason=choice.reason,
-        members=actual.members,
+        reason=reason,
+        members=size.members,
     )
 
 
@@ -247,11 +258,7 @@ def _combine_measures(group: Group) -> tuple[set[str], dict[Unit, float], dict[U
 
 @dataclass(frozen=True)
 class _StoredUnit:
-    """A unit in the segments of a save."""
-
-    numel: int
-    nbytes: int
-    members: str
+    size: UnitSize  # nbytes: as stored
     encoding: str
     bases: tuple[str, ...]
 
@@ -264,9 +271,7 @@ def _stored_units(group: Group) -> dict[Unit, _StoredUnit]:
     # Fragments do not overlap, so the unit's number of elements means that none is missing.
     return {
         unit: _StoredUnit(
-            covered_numel(found),
-            sum(entry.nbytes for entry in found),
-            members_digest(members_of(found)),
+            UnitSize(covered_numel(found), sum(one.nbytes for one in found), members_digest(members_of(found))),
             _encoding_of(found),
             tuple(sorted({entry.base for entry in found if entry.base is not None})),
         )

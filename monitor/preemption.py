@@ -20,7 +20,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -44,14 +44,9 @@ ECHO = 1.0
 """Seconds in which a repeated signal counts as the same one: schedulers signal a process and its parents, which forward
 it."""
 
-_MARGIN = 0.05
-"""Share of the grace period reserved for exiting."""
-
-_MIN_MARGIN = 0.2
-"""Seconds reserved for exiting at least."""
-
-_MAX_SAVES = 8
-"""Last saves at most: each is expected to use most of the time left."""
+_MARGIN = 0.05  # share of the grace period reserved for exiting
+_MIN_MARGIN = 0.2  # seconds reserved for exiting at least
+_MAX_SAVES = 8  # last saves at most: each is expected to use most of the time left
 
 _EXPIRED = b"driftpoint: preempted: grace period expired before the save finished; the previous commit is intact\n"
 
@@ -66,8 +61,7 @@ class SignalWatcher:
         self._owner = os.getpid()
         self._arrivals: dict[int, float] = {}
         self._handlers: list[_Handler] = []
-        self.first: float | None = None
-        """Time of the first signal; None until one arrives."""
+        self.first: float | None = None  # time of the first signal; None until one arrives
         if threading.current_thread() is threading.main_thread():
             for name in names:
                 self._install(signal.Signals[name])
@@ -120,8 +114,13 @@ class _Handler:
         signal.signal(number, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        if not self._heard(number):
-            self._pass_on(number, frame)
+        if self._heard(number):
+            return
+        if callable(self._previous):
+            self._previous(number, frame)
+            return
+        signal.signal(number, self._previous)
+        os.kill(os.getpid(), number)
 
     def _heard(self, number: int) -> bool:
         """Return whether any watcher recorded it: earlier checkpointers of this process have handlers below."""
@@ -136,24 +135,14 @@ class _Handler:
         if present is self and threading.current_thread() is threading.main_thread():
             signal.signal(self._number, self._previous)
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        if callable(self._previous):
-            self._previous(number, frame)
-            return
-        signal.signal(number, self._previous)
-        os.kill(os.getpid(), number)
-
 
 @dataclass(frozen=True)
 class Deadline:
     """Deadlines on this process's monotonic clock."""
 
-    heard: float
-    """Time of the first signal on any rank."""
-    at: float
-    """When saves must be durable."""
-    end: float
-    """When the process must have exited."""
+    heard: float  # time of the first signal on any rank
+    at: float  # when saves must be durable
+    end: float  # when the process must have exited
 
     @property
     def left(self) -> float:
@@ -162,7 +151,6 @@ class Deadline:
 
     @property
     def passed(self) -> float:
-        """Seconds since the signal."""
         return time.monotonic() - self.heard
 
     @property
@@ -282,14 +270,17 @@ class FinalSave:
         self.saver.wait(deadline.left)
         report = self._save(request, deadline, saved)
         first, saves = report, 1
-        while report.skipped is None and saves < _MAX_SAVES and self._more_to_save(deadline):
+        while report.skipped is None and saves < _MAX_SAVES:
+            stale = any(age != 0 for age in self._ages())  # on rank 0
+            if not self.job.group.broadcast(stale and deadline.left > 0.0):
+                break
             report, saves = self._save(request, deadline, saved), saves + 1
         if self.job.group.rank == 0:
             self.job.listeners.on_preempted(self._outcome(deadline.passed, report.skipped))
         return replace(first, saved=saved, preempted=True)
 
-    def _more_to_save(self, deadline: Deadline) -> bool:
-        return bool(self.job.group.broadcast(bool(stale_units(self.job, self.step)) and deadline.left > 0.0))
+    def _ages(self) -> list[int | None]:
+        return [self.job.ledger.staleness(unit, self.step) for unit in self.job.table.sizes if is_moving(unit)]
 
     def _save(self, request: SaveRequest, deadline: Deadline, saved: dict[Unit, Choice]) -> StepReport:
         report = self.decide(request)
@@ -305,7 +296,7 @@ class FinalSave:
 
     def _outcome(self, seconds: float, skipped: str | None) -> PreemptedEvent:
         ledger, moving = self.job.ledger, [unit for unit in self.job.table.sizes if is_moving(unit)]
-        ages = [ledger.staleness(unit, self.step) for unit in moving]
+        ages = self._ages()
         complete = ages.count(0) == len(moving)
         records = [ledger.versions[unit] for unit in moving] if complete else []
         return PreemptedEvent(
@@ -318,9 +309,3 @@ class FinalSave:
             exact=complete and all(one.version == ledger.newest and not is_lossy(one.encoding) for one in records),
             newest=ledger.newest,
         )
-
-
-def stale_units(job: JobContext, step: int) -> Mapping[Unit, int | None]:
-    """Return the moving units whose newest version is not of this step, with their staleness. Rank 0."""
-    ages = {unit: job.ledger.staleness(unit, step) for unit in job.table.sizes if is_moving(unit)}
-    return {unit: staleness for unit, staleness in ages.items() if staleness != 0}

@@ -35,25 +35,19 @@ class UserState:
                     f"state[{index}] is a {type(item).__name__} without state_dict() and load_state_dict(): add both "
                     "methods, or remove it from state=[...]"
                 )
-        self._objects = list(objects)
+        self.objects = list(objects)
 
     def __len__(self) -> int:
-        return len(self._objects)
-
-    @property
-    def objects(self) -> Sequence[Any]:
-        """The objects, in order."""
-        return tuple(self._objects)
+        return len(self.objects)
 
     def capture(self) -> list[Any]:
-        """Return the states of the objects, in order."""
-        return [state_of(item) for item in self._objects]
+        return [state_of(item) for item in self.objects]
 
     def require(self, states: Sequence[Any]) -> None:
         """Raise ModelMismatchError unless there are as many saved states as objects."""
-        if len(states) != len(self._objects):
+        if len(states) != len(self.objects):
             raise ModelMismatchError(
-                f"the store holds the state of {len(states)} objects, state=[...] has {len(self._objects)}: pass the "
+                f"the store holds the state of {len(states)} objects, state=[...] has {len(self.objects)}: pass the "
                 "same objects in the same order as when they were saved"
             )
 
@@ -61,7 +55,7 @@ class UserState:
         """Return (name for messages, object, its saved state) of each; call :meth:`require` first."""
         return [
             (f"state[{index}] (a {type(item).__name__})", item, state)
-            for index, (item, state) in enumerate(zip(self._objects, states, strict=True))
+            for index, (item, state) in enumerate(zip(self.objects, states, strict=True))
         ]
 
 

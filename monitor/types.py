@@ -18,8 +18,7 @@ Sizes = Mapping[Unit, tuple[int, str, float, float | None]]
 class SaveRequest:
     """A save that the policy did not decide."""
 
-    reason: str
-    """Recorded for every unit."""
+    reason: str  # recorded for every unit
     budget_bytes: Callable[[], float] | None = None
     """Bytes that can become durable before the job ends, called on rank 0. None: save everything, without a limit."""
 
@@ -36,27 +35,18 @@ class DecisionResult:
     ``stats``, ``choices``, ``seen``, ``offered`` and ``commits`` are set on rank 0 only. ``saved``, ``incomplete`` and
     ``interval`` are the same on all ranks."""
 
-    stats: tuple[UnitStats, ...]
-    """All units, including those measured after the policy chose."""
+    stats: tuple[UnitStats, ...]  # all units, including those measured after the policy chose
     choices: Mapping[Unit, Choice]
     saved: Mapping[Unit, Choice]
-    drift: Mapping[Unit, float | None]
-    """Of the measured units; None where it is not finite."""
-    mine: Mapping[Unit, Measure]
-    """This rank's share of the measurements on live tensors."""
-    incomplete: tuple[Unit, ...]
-    """Units that a commit of this decision would lack."""
-    forced: bool = False
-    """Requested by ``save()`` or by a preemption."""
-    interval: int | None = None
-    """Steps to the next decision, if they vary."""
-    seen: tuple[UnitStats, ...] = ()
-    """The units as the policy saw them."""
-    offered: float | None = None
-    """Bytes that the policy was offered."""
+    drift: Mapping[Unit, float | None]  # of the measured units; None where it is not finite
+    mine: Mapping[Unit, Measure]  # this rank's share of the measurements on live tensors
+    incomplete: tuple[Unit, ...]  # units that a commit of this decision would lack
+    forced: bool = False  # requested by ``save()`` or by a preemption
+    interval: int | None = None  # steps to the next decision, if they vary
+    seen: tuple[UnitStats, ...] = ()  # the units as the policy saw them
+    offered: float | None = None  # bytes that the policy was offered
     commits: int = 0
-    preempted: bool = False
-    """Limited to the time left before the job ends."""
+    preempted: bool = False  # limited to the time left before the job ends
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,13 @@ class Resolution:
         for version in self.versions.values():
             yield from version.sources
 
+    def slots(self) -> dict[str, dict[str, str]]:
+        """Return the stored slots of each parameter, with their dtypes."""
+        slots: dict[str, dict[str, str]] = {}
+        for source in self.sources():
+            slots.setdefault(source.fqn, {})[source.slot] = source.dtype
+        return slots
+
 
 def resolve(catalog: Catalog, save: SaveId, bad: Set[RejectedVersion] = frozenset()) -> Resolution:
     """Find a whole version of every unit of a manifest. Raises DamagedError if a unit or the run state has none."""

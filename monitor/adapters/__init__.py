@@ -20,8 +20,7 @@ _ACCEPTED = (
 def adapter_for(target: Any) -> Adapter:
     """Return the adapter of a DeepSpeed engine or a ``(model, optimizer)`` tuple.
 
-    Raise UnsupportedError for anything else.
-    """
+    Raise UnsupportedError for anything else."""
     if isinstance(target, tuple | list) and len(target) == 2:
         model, optimizer = target
         return adapter_for(model) if _is_engine(model) else _module_adapter(model, optimizer)

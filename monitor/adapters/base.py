@@ -31,30 +31,24 @@ class FragmentPlace:
     """A fragment that a load will fill; its memory need not exist yet."""
 
     fragment: Fragment
-    dtype: torch.dtype
-    """dtype of the live tensor."""
+    dtype: torch.dtype  # of the live tensor
 
 
 @dataclass(frozen=True)
 class TensorInfo:
     """One parameter or persistent buffer of the model."""
 
-    shape: tuple[int, ...]
-    """Global shape."""
-    dtype: str
-    """dtype of the working copy, as safetensors names it (``BF16``, ``F32``, ...)."""
-    kind: str
-    """``trainable``, ``frozen`` or ``buffer``."""
-    aliases: tuple[str, ...] = ()
-    """Other names of the same tensor (tied weights) in the module tree."""
+    shape: tuple[int, ...]  # global shape
+    dtype: str  # dtype of the working copy, as safetensors names it (``BF16``, ``F32``, ...)
+    kind: str  # ``trainable``, ``frozen`` or ``buffer``
+    aliases: tuple[str, ...] = ()  # other names of the same tensor (tied weights) in the module tree
 
 
 @dataclass(frozen=True)
 class StateVersions:
     """Version counters of weights and optimizer state: equal if neither was changed. No value is read."""
 
-    optimizer: str
-    """Class name."""
+    optimizer: str  # class name
     weights: int
     state: int
 
@@ -76,8 +70,7 @@ class Adapter(Protocol):
 
     A load is checked first, without changing anything: :meth:`expected`, :meth:`check_run_state`. Then follow, in this
     order: the states of :meth:`objects`, :meth:`prepare_load`, copying into the pieces of :meth:`held`,
-    :meth:`load_run_state`, :meth:`finish_load`.
-    """
+    :meth:`load_run_state`, :meth:`finish_load`."""
 
     framework: str
     module: torch.nn.Module
@@ -87,78 +80,62 @@ class Adapter(Protocol):
 
     def completed_steps(self) -> int | None:
         """Return the number of optimizer steps taken, or None if the framework does not count them."""
-        ...
 
     def cache_lookups(self) -> AbstractContextManager[None]:
         """Cache lookups inside the context, in which nothing of the job may change."""
-        ...
 
     def check_attached(self) -> None:
         """Raise UnsupportedError if the job is no longer the attached one.
 
         Cases: the optimizer holds a parameter that is not in the model; an engine has another optimizer or module."""
-        ...
 
     def state_versions(self) -> StateVersions | None:
         """Return version counters of the optimizer's weights and state.
 
         None if a replaced optimizer is always detected without them."""
-        ...
 
     def before_update(self, hook: Callable[[], None]) -> None:
         """Call ``hook`` in the training thread whenever an optimizer step is about to change the state."""
-        ...
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Return every parameter and persistent buffer by fqn, tied ones once, in model order. Same on all ranks."""
-        ...
 
     def owned(self) -> list[Piece]:
         """Return the pieces that this rank saves, in a fixed order."""
-        ...
 
     def held(self) -> list[Piece]:
         """Return all pieces on this rank, which a load has to fill."""
-        ...
 
     def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[FragmentPlace]:
         """Return the places :meth:`held` will have after :meth:`prepare_load` with the same ``slots``.
 
         Changes nothing. Raises the errors that those two would raise."""
-        ...
 
     def prepare_load(self, slots: Mapping[str, Mapping[str, str]]) -> None:
         """Create optimizer state before :meth:`held` is called; slots[fqn][slot] is its dtype."""
-        ...
 
     def finish_load(self) -> None:
         """Refresh everything derived from the loaded state (bf16 working weights, gathered parameters). Collective."""
-        ...
 
     def run_state(self) -> dict[str, Any]:
         """Return counters, loss scaler, scheduler, hyperparameters per param group and scalars per parameter.
 
         Plain values and tensors only. Parameters are named by fqn, never by index, so that it fits any
         stage and world size."""
-        ...
 
     def objects(self) -> Mapping[str, Any]:
         """Return the framework's objects that load their own state (a learning-rate scheduler).
 
         Keyed as their state is in :meth:`run_state`."""
-        ...
 
     def check_run_state(self, state: Mapping[str, Any]) -> None:
         """Raise the errors that :meth:`load_run_state` would raise. Changes nothing."""
-        ...
 
     def load_run_state(self, state: Mapping[str, Any]) -> None:
         """Load a :meth:`run_state`, except :meth:`objects`; it may be of another stage, world size or framework."""
-        ...
 
     def layout_facts(self) -> dict[str, Any]:
         """Return JSON values from which the merger rebuilds the framework's own checkpoint layout."""
-        ...
 
 
 T = TypeVar("T")
@@ -168,8 +145,7 @@ class StepCache:
     """Caches values by key inside :meth:`enabled` only. The values are shared: do not change them.
 
     One decision asks a dozen times for the names of a model's parameters, and each lookup walks the module tree, which
-    takes longer than everything else in a decision. Between two decisions a script may change anything.
-    """
+    takes longer than everything else in a decision. Between two decisions a script may change anything."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] | None = None

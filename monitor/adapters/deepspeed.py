@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from monitor.adapters.base import Adapter, Piece, StateVersions
+from monitor.adapters.base import Adapter, Piece
 from monitor.adapters.deepspeed_base import (
+    EngineAdapter,
     FlatPartition,
     Placement,
     ZeroAdapter,
     check_engine_state,
     engine_facts,
-    engine_objects,
     engine_state,
     load_engine_state,
     require_same_engine,
@@ -61,10 +61,8 @@ def _check_parallelism(engine: Any) -> None:
         raise UnsupportedError("ZenFlow is not supported; remove zero_optimization.zenflow")
 
 
-class Stage0Adapter(PyTorchAdapter):
+class Stage0Adapter(EngineAdapter, PyTorchAdapter):
     """Adapter of an engine without ZeRO, in fp32: replicas, with DeepSpeed's counters and scheduler."""
-
-    framework = "deepspeed"
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -73,21 +71,12 @@ class Stage0Adapter(PyTorchAdapter):
     def _collect_tensors(self, module: nn.Module) -> ModuleTensors:
         return ModuleTensors(module)  # with the names that DeepSpeed's own files use
 
-    def completed_steps(self) -> int | None:
-        return int(self.engine.global_steps)
-
     def check_attached(self) -> None:
         require_same_engine(self.engine, self.module, self.optimizer)
         super().check_attached()
 
-    def state_versions(self) -> StateVersions | None:
-        return None  # check_attached() detects another optimizer
-
     def run_state(self) -> dict[str, Any]:
         return {**super().run_state(), **engine_state(self.engine)}
-
-    def objects(self) -> Mapping[str, Any]:
-        return engine_objects(self.engine)
 
     def check_run_state(self, state: Mapping[str, Any]) -> None:
         super().check_run_state(state)
@@ -106,22 +95,20 @@ class Zero12Adapter(ZeroAdapter):
 
     Each param group is one flat tensor, cut into equal partitions, one per rank. A parameter's offset is derived from
     the address of its view in the flat tensor, not from DeepSpeed's parameter mappings: with ``round_robin_gradients``
-    those are in another order than the data.
-    """
+    those are in another order than the data."""
 
     def _flats(self) -> list[FlatPartition]:
-        """Return one per param group."""
         names = self._inventory.names()
-        return [self._flat(index, names) for index in range(len(self._param_lists()))]
+        return [self._flat(index, names) for index in range(len(self._lists()))]
 
     def finish_load(self) -> None:
         self._zero.update_lp_params()  # each rank casts its partition of the masters, then all gather
 
     def _flat(self, index: int, names: ParameterNames) -> FlatPartition:
-        masters, working = self._masters()[index], self._working()[index]
+        params, working, masters = self._lists()[index]
         size = masters.numel()
         first = dist.get_rank(self._zero.real_dp_process_group[index]) * size
-        placed = _in_memory_order(self._param_lists()[index], working, names)
+        placed = _in_memory_order(params, working, names)
         placements = []
         for fqn, offset, numel in placed:
             start, stop = max(offset, first), min(offset + numel, first + size)
@@ -130,7 +117,7 @@ class Zero12Adapter(ZeroAdapter):
         return FlatPartition(masters, index, tuple(fqn for fqn, _, _ in placed), tuple(placements))
 
     def _unpartitioned(self) -> tuple[list[Piece], list[Piece]]:
-        inside = {id(parameter) for group in self._param_lists() for parameter in group}
+        inside = {id(parameter) for group, _, _ in self._lists() for parameter in group}
         replicated = [
             whole_piece(fqn, WEIGHTS if parameter.requires_grad else FROZEN, parameter)
             for fqn, parameter in self._inventory.parameters().items()
@@ -150,14 +137,13 @@ class Zero12Adapter(ZeroAdapter):
             "param_alignment_paddings": [
                 [int(padding) for padding in group] for group in getattr(self._zero, "round_robin_bit16_padding", [])
             ],
-            "param_groups": [self._group_facts(index) for index in range(len(self._param_lists()))],
+            "param_groups": [self._group_facts(index) for index in range(len(self._lists()))],
         }
 
     def _group_facts(self, index: int) -> dict[str, Any]:
-        names, working = self._inventory.names(), self._working()[index]
-        params = self._param_lists()[index]
+        names, (params, working, masters) = self._inventory.names(), self._lists()[index]
         placed = _in_memory_order(params, working, names)
-        size, count = self._masters()[index].numel(), int(self._zero.partition_count[index])
+        size, count = masters.numel(), int(self._zero.partition_count[index])
         end = placed[-1][1] + placed[-1][2]
         return {
             "params": [names.of(parameter, "ZeRO") for parameter in params],
@@ -174,14 +160,10 @@ class Zero12Adapter(ZeroAdapter):
             return "bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition"
         return "bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups"
 
-    def _param_lists(self) -> Sequence[Sequence[nn.Parameter]]:
-        return cast("Sequence[Sequence[nn.Parameter]]", getattr(self._zero, self._attributes()[0]))
-
-    def _working(self) -> Sequence[torch.Tensor]:
-        return cast("Sequence[torch.Tensor]", getattr(self._zero, self._attributes()[1]))
-
-    def _masters(self) -> Sequence[torch.Tensor]:
-        return cast("Sequence[torch.Tensor]", getattr(self._zero, self._attributes()[2]))
+    def _lists(self) -> list[tuple[Sequence[nn.Parameter], torch.Tensor, torch.Tensor]]:
+        """Return the parameters, flat working weights and master partition of each param group."""
+        params, working, masters = (getattr(self._zero, name) for name in self._attributes())
+        return list(zip(params, working, masters, strict=True))
 
 
 def _in_memory_order(
@@ -209,11 +191,9 @@ class Zero3Adapter(ZeroAdapter):
 
     Every parameter is cut into ceil(numel / world size) slices, one per rank; the slices of a sub-group are consecutive
     in one flat partition. The padding on the last ranks is cut off. Parameters that are not in the optimizer (frozen
-    ones) have their slice in ``param.ds_tensor``.
-    """
+    ones) have their slice in ``param.ds_tensor``."""
 
     def _flats(self) -> list[FlatPartition]:
-        """Return one per sub-group (several in a param group that ``sub_group_size`` splits)."""
         names = self._inventory.names()
         return [self._flat(index, names) for index in range(len(self._zero.fp16_groups))]
 
@@ -260,20 +240,18 @@ class Zero3Adapter(ZeroAdapter):
             raise UnsupportedError("partial optimizer offload (ratio below 1) is not supported; set its ratio to 1.0")
         if getattr(zero, "use_muon", False):
             raise UnsupportedError("Muon at ZeRO stage 3 is not supported; use stage 1 or 2")
+        parameter: Any
         for fqn, parameter in self._inventory.parameters().items():
-            self._check_parameter(fqn, parameter)
-
-    def _check_parameter(self, fqn: str, parameter: Any) -> None:
-        if not hasattr(parameter, "ds_tensor"):
-            raise UnsupportedError(
-                f"{fqn} is not partitioned by ZeRO-3: add it to the model before deepspeed.initialize"
-            )
-        if dist.get_world_size(parameter.ds_process_group) != self._world_size:
-            raise UnsupportedError(
-                f"{fqn} is partitioned over some of the ranks (MiCS or AutoEP), which is not supported: turn it off"
-            )
-        if hasattr(parameter.ds_tensor, "ds_quant_scale"):
-            raise UnsupportedError(f"{fqn} is quantized; set zero_quantized_nontrainable_weights to false")
+            if not hasattr(parameter, "ds_tensor"):
+                raise UnsupportedError(
+                    f"{fqn} is not partitioned by ZeRO-3: add it to the model before deepspeed.initialize"
+                )
+            if dist.get_world_size(parameter.ds_process_group) != self._world_size:
+                raise UnsupportedError(
+                    f"{fqn} is partitioned over some of the ranks (MiCS or AutoEP), which is not supported: turn it off"
+                )
+            if hasattr(parameter.ds_tensor, "ds_quant_scale"):
+                raise UnsupportedError(f"{fqn} is quantized; set zero_quantized_nontrainable_weights to false")
 
     def _stage_facts(self) -> dict[str, Any]:
         return {

@@ -66,9 +66,21 @@ def require_same_engine(engine: Any, module: Any, optimizer: Any) -> None:
             )
 
 
-def engine_objects(engine: Any) -> dict[str, Any]:
-    """Return the learning-rate scheduler as :meth:`monitor.adapters.base.Adapter.objects` does."""
-    return {} if engine.lr_scheduler is None else {"lr_scheduler": engine.lr_scheduler}
+class EngineAdapter:
+    """What the adapters of all engines have in common."""
+
+    framework = "deepspeed"
+    engine: Any
+
+    def completed_steps(self) -> int | None:
+        """Return the steps at accumulation boundaries, those skipped for an overflow included, as DeepSpeed counts."""
+        return int(self.engine.global_steps)
+
+    def state_versions(self) -> StateVersions | None:
+        return None  # check_attached() detects another optimizer
+
+    def objects(self) -> Mapping[str, Any]:
+        return {} if self.engine.lr_scheduler is None else {"lr_scheduler": self.engine.lr_scheduler}
 
 
 def check_engine_state(engine: Any, state: Mapping[str, Any]) -> None:
@@ -158,7 +170,7 @@ def engine_facts(engine: Any, inventory: ModuleTensors) -> dict[str, Any]:
         "zero_stage": int(engine.zero_optimization_stage()),
         "world_size": dist.get_world_size(),
         "mp_world_size": int(engine.mp_world_size),
-        "dtype": _precision(engine),
+        "dtype": "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
         "ds_config": as_json(engine._config._param_dict),
         "zero_optimizer": type(optimizer).__name__,
         "optimizer": type(engine.basic_optimizer).__name__,
@@ -178,12 +190,6 @@ def engine_facts(engine: Any, inventory: ModuleTensors) -> dict[str, Any]:
     }
 
 
-def _precision(engine: Any) -> str:
-    if engine.bfloat16_enabled():
-        return "bf16"
-    return "fp16" if engine.fp16_enabled() else "fp32"
-
-
 @dataclass(frozen=True)
 class Placement:
     """Position of a piece of a parameter in a flat partition.
@@ -201,20 +207,15 @@ class Placement:
 class FlatPartition:
     """One flat partition of master weights on this rank, by which the base optimizer's state is keyed."""
 
-    tensor: torch.Tensor
-    """1-d."""
-    group: int
-    """Index of its param group."""
-    fqns: tuple[str, ...]
-    """Every parameter in it over all ranks, in order."""
-    placements: tuple[Placement, ...]
-    """The pieces on this rank; everything between and behind them is padding."""
+    tensor: torch.Tensor  # 1-d
+    group: int  # index of its param group
+    fqns: tuple[str, ...]  # every parameter in it over all ranks, in order
+    placements: tuple[Placement, ...]  # the pieces on this rank; everything between and behind them is padding
 
 
-class ZeroAdapter(ABC):
+class ZeroAdapter(EngineAdapter, ABC):
     """Adapter of a ZeRO engine; subclasses describe the layout of their stages."""
 
-    framework = "deepspeed"
     state_is_private = True
 
     def __init__(self, engine: Any) -> None:
@@ -250,10 +251,6 @@ class ZeroAdapter(ABC):
 
     # ---- Adapter
 
-    def completed_steps(self) -> int | None:
-        """Return the steps at accumulation boundaries, those skipped for an overflow included, as DeepSpeed counts."""
-        return int(self.engine.global_steps)
-
     def cache_lookups(self) -> AbstractContextManager[None]:
         return self._inventory.cache.enabled()
 
@@ -277,9 +274,6 @@ class ZeroAdapter(ABC):
                 f"{(unknown or [len(groups) - 1])[0]}), so they would not be saved; give them to "
                 "deepspeed.initialize, or take them out"
             )
-
-    def state_versions(self) -> StateVersions | None:
-        return None  # check_attached() detects another optimizer
 
     def before_update(self, hook: Callable[[], None]) -> None:
         # Master weights and moments change only in the optimizer that ZeRO wraps.
@@ -321,8 +315,7 @@ class ZeroAdapter(ABC):
         """Fit the slots of each flat partition to those that ``slots`` names for any parameter in it.
 
         Missing ones are created with zeros, others dropped. If ``slots`` names one for only some parameters of a
-        partition, the others' pieces become zeros.
-        """
+        partition, the others' pieces become zeros."""
         for flat in self.flats():
             fit_slots(self._base_optimizer, flat.tensor, _wanted_slots(flat, slots))
             state = self._base_optimizer.state.get(flat.tensor, {})
@@ -346,9 +339,6 @@ class ZeroAdapter(ABC):
             "slots": slots,
             **engine_state(self.engine),
         }
-
-    def objects(self) -> Mapping[str, Any]:
-        return engine_objects(self.engine)
 
     def check_run_state(self, state: Mapping[str, Any]) -> None:
         match_groups(state["param_groups"], self._groups())
@@ -431,5 +421,4 @@ class ZeroAdapter(ABC):
 
 
 def _wanted_slots(flat: FlatPartition, slots: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Return the slots that any parameter in a flat partition has."""
     return {slot: dtype for fqn in flat.fqns for slot, dtype in slots.get(fqn, {}).items()}

@@ -7,13 +7,12 @@ Training thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from monitor.adapters.base import Adapter, FragmentPlace, Piece, StateVersions, TensorInfo
+from monitor.adapters.base import Adapter, FragmentPlace, Piece, TensorInfo
 from monitor.distributed import Group
 from store.errors import ModelMismatchError, UnsupportedError
 from store.names import FROZEN, LEFT_OUT
@@ -26,13 +25,12 @@ _FACTORS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 
 
 class SkipFrozenAdapter:
-    """An adapter without the parameters that ``inner`` calls frozen. Call :meth:`agree` on all ranks before use."""
+    """An adapter without the parameters that ``inner`` calls frozen. Call :meth:`agree` on all ranks before use.
+
+    What it does not define itself is that of ``inner``."""
 
     def __init__(self, inner: Adapter) -> None:
         self._inner = inner
-        self.framework = inner.framework
-        self.module = inner.module
-        self.state_is_private = inner.state_is_private
         self._skipped = {fqn: 0 for fqn, info in inner.tensors().items() if info.kind == "frozen"}
         for piece in inner.owned():
             if not self._is_saved(piece):
@@ -43,11 +41,8 @@ class SkipFrozenAdapter:
         parts = group.all_gather(self._skipped)
         self._skipped = {fqn: sum(part.get(fqn, 0) for part in parts) % (1 << 64) for fqn in self._skipped}
 
-    def completed_steps(self) -> int | None:
-        return self._inner.completed_steps()
-
-    def cache_lookups(self) -> AbstractContextManager[None]:
-        return self._inner.cache_lookups()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
     def check_attached(self) -> None:
         self._inner.check_attached()
@@ -57,12 +52,6 @@ class SkipFrozenAdapter:
                     f"{fqn} was frozen when the job attached, so `frozen: skip` left it out, and is trained now: "
                     "unfreeze it before monitor.attach, or set `frozen: save`"
                 )
-
-    def state_versions(self) -> StateVersions | None:
-        return self._inner.state_versions()
-
-    def before_update(self, hook: Callable[[], None]) -> None:
-        self._inner.before_update(hook)
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         return {fqn: info for fqn, info in self._inner.tensors().items() if fqn not in self._skipped}
@@ -76,24 +65,19 @@ class SkipFrozenAdapter:
     def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[FragmentPlace]:
         return [place for place in self._inner.expected(slots) if self._is_saved(place)]
 
-    def prepare_load(self, slots: Mapping[str, Mapping[str, str]]) -> None:
-        self._inner.prepare_load(slots)
-
-    def finish_load(self) -> None:
-        self._inner.finish_load()
-
     def run_state(self) -> dict[str, Any]:
         return {**self._inner.run_state(), LEFT_OUT: self._fingerprints()}
 
-    def objects(self) -> Mapping[str, Any]:
-        return self._inner.objects()
-
     def check_run_state(self, state: Mapping[str, Any]) -> None:
         self._inner.check_run_state(state)
-        require_same_frozen(state, self._fingerprints())
-
-    def load_run_state(self, state: Mapping[str, Any]) -> None:
-        self._inner.load_run_state(state)
+        saved, live = state.get(LEFT_OUT) or {}, self._fingerprints()
+        differing = sorted(fqn for fqn in saved.keys() | live.keys() if saved.get(fqn) != live.get(fqn))
+        if differing:
+            raise ModelMismatchError(
+                "the store holds no frozen weights (`frozen: skip`), and those of this job differ from those it was "
+                f"saved with: {listed(differing, 1)}. Load the same base model, in the same dtype, before "
+                "monitor.attach"
+            )
 
     def layout_facts(self) -> dict[str, Any]:
         return {**self._inner.layout_facts(), LEFT_OUT: sorted(self._skipped)}
@@ -105,25 +89,13 @@ class SkipFrozenAdapter:
         return piece.fragment.slot != FROZEN or piece.fragment.fqn not in self._skipped
 
 
-def require_same_frozen(state: Mapping[str, Any], live: Mapping[str, str]) -> None:
-    """Raise ModelMismatchError, naming the tensors, unless ``live`` has the fingerprints in the saved run state."""
-    saved = state.get(LEFT_OUT) or {}
-    differing = sorted(fqn for fqn in saved.keys() | live.keys() if saved.get(fqn) != live.get(fqn))
-    if differing:
-        raise ModelMismatchError(
-            "the store holds no frozen weights (`frozen: skip`), and those of this job differ from those it was saved "
-            f"with: {listed(differing, 1)}. Load the same base model, in the same dtype, before monitor.attach"
-        )
-
-
 @torch.no_grad()
 def fingerprint(values: torch.Tensor, start: int) -> int:
     """Return a 64-bit sum over a 1-d contiguous tensor that begins at element ``start`` of its parameter.
 
     Every element is mixed with its index, and the results are added modulo 2**64, so the fingerprints of pieces add up
     to that of the parameter at any world size. Different values have equal fingerprints once in 2**64. Bits count: 0.0
-    is not -0.0. Not cryptographic. Reads the tensor on its device, in chunks.
-    """
+    is not -0.0. Not cryptographic. Reads the tensor on its device, in chunks."""
     words = values.view(_WORDS[values.element_size()]) if values.element_size() in _WORDS else values.view(torch.int64)
     per_element = words.numel() // max(1, values.numel())
     total = 0

@@ -152,11 +152,8 @@ class ShardedModuleTensors(ModuleTensors):
 
     def reshard(self) -> None:
         """Register the sharded parameters. Not a collective; the next forward gathers again."""
-        for part in self.cache.get("parts", self._parts):
+        for part in self.cache.get("parts", lambda: [p for p in self._module.modules() if isinstance(p, FSDPModule)]):
             part.reshard()
-
-    def _parts(self) -> list[FSDPModule]:
-        return [part for part in self._module.modules() if isinstance(part, FSDPModule)]
 
     def _check_sharding(self) -> None:
         pass  # RowRanges refuses unsupported placements

@@ -17,23 +17,11 @@ from store.errors import UnsupportedError
 from store.names import Fragment
 
 _TORCH_OF: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
 _NAME_OF: dict[torch.dtype, str] = {dtype: name for name, dtype in _TORCH_OF.items()}
 
 
@@ -58,9 +46,6 @@ class ParameterNames:
 
     def __init__(self, by_id: Mapping[int, str]) -> None:
         self._by_id = by_id
-
-    def __contains__(self, parameter: object) -> bool:
-        return id(parameter) in self._by_id
 
     def of(self, parameter: torch.Tensor, holder: str) -> str:
         """Return the fqn of a parameter that ``holder`` holds. Raise UnsupportedError if it is not in the model."""
@@ -87,8 +72,7 @@ class ModuleTensors:
     """Names of a module's parameters and persistent buffers.
 
     The canonical name of a tied tensor is the first in the module's own order; the others are aliases.
-    ``naming`` maps a name in the module tree to the fqn.
-    """
+    ``naming`` maps a name in the module tree to the fqn."""
 
     def __init__(self, module: nn.Module, naming: Callable[[str], str] = str) -> None:
         self._module = module

@@ -19,11 +19,9 @@ from store.names import BUFFER, FROZEN, WEIGHTS
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Hyperparameters that choose an implementation and do not change the result: a load keeps them as configured."""
 
-NOT_STATE: Final = frozenset({WEIGHTS, FROZEN, BUFFER})
-"""Slots that are not optimizer state."""
+NOT_STATE: Final = frozenset({WEIGHTS, FROZEN, BUFFER})  # slots that are not optimizer state
 
-_INT_STEP = frozenset({"SparseAdam", "LBFGS"})
-"""Optimizers of torch whose step count is not a tensor."""
+_INT_STEP = frozenset({"SparseAdam", "LBFGS"})  # optimizers of torch whose step count is not a tensor
 
 LiveGroups = Sequence[tuple[Sequence[str], dict[str, Any]]]
 """(fqns, param group) of each param group of a live optimizer."""
@@ -58,8 +56,7 @@ def match_groups(saved: Sequence[Mapping[str, Any]], live: LiveGroups) -> list[M
     """Return the saved hyperparameters of each live group, matched by the parameters in it, not by position.
 
     Changes nothing. Raises ModelMismatchError if a group has no parameter in the saved state, parameters that were
-    saved with different values, or a tensor that the saved value does not fit.
-    """
+    saved with different values, or a tensor that the saved value does not fit."""
     hyper_of = {fqn: group["hyper"] for group in saved for fqn in group["params"]}
     matched = [_hyper_for(index, fqns, hyper_of) for index, (fqns, _) in enumerate(live)]
     for index, ((_, group), hyper) in enumerate(zip(live, matched, strict=True)):
@@ -141,8 +138,7 @@ def _like(live: Any, value: Any) -> Any:
 def slots_of(state: Mapping[str, Any], parameter: torch.Tensor) -> list[str]:
     """Return the sorted keys of a parameter's state that are slots: tensors of its shape.
 
-    ``step`` is never a slot, not even for a parameter without dimensions.
-    """
+    ``step`` is never a slot, not even for a parameter without dimensions."""
     return sorted(
         key
         for key, value in state.items()
@@ -261,8 +257,7 @@ def common_scalars(fqns: Sequence[str], saved: Mapping[str, Any]) -> tuple[set[s
     """Return (slots, scalars) that the parameters of a flat partition had in common; empty if none had any state.
 
     A flat partition has one step count for all of them. Raises ModelMismatchError if they differ, UnsupportedError for
-    scalars with dimensions.
-    """
+    scalars with dimensions."""
     scalars_of, names_of = saved["scalars"], saved.get("slots", {})
     known = [fqn for fqn in fqns if scalars_of.get(fqn) or names_of.get(fqn)]
     if not known:

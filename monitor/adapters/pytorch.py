@@ -35,8 +35,7 @@ from monitor.adapters.optimizer_state import (
 from store.errors import UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS
 
-SMALL = 16_384
-"""Tensors with fewer elements are written by one rank: slices would cost more than they save."""
+SMALL = 16_384  # tensors with fewer elements are written by one rank: slices would cost more than they save
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,7 @@ class Replica:
 def even_slice(numel: int, rank: int, world_size: int) -> tuple[int, int]:
     """Return (start, numel) of a rank's part of ``numel`` elements in slices of ceil(numel / world size).
 
-    The last ranks may get fewer elements or none.
-    """
+    The last ranks may get fewer elements or none."""
     part = -(-numel // world_size)
     start = min(rank * part, numel)
     return start, min(part, numel - start)
@@ -69,8 +67,7 @@ def partition_replicas(replicas: Iterable[Replica]) -> list[Piece]:
     Computed without a collective. A small tensor's writer follows from its name alone, so state that an optimizer keeps
     only on ranks with elements to update does not change the writers of other tensors. Buffers are all saved by the
     first rank: where ranks disagree (running statistics that are not synchronized), the values of one rank are saved,
-    not a mixture, and it is the rank whose buffers DistributedDataParallel broadcasts.
-    """
+    not a mixture, and it is the rank whose buffers DistributedDataParallel broadcasts."""
     out: list[Piece] = []
     for replica in replicas:
         fragment = replica.piece.fragment
@@ -247,17 +244,16 @@ class PyTorchAdapter:
             yield self._replica(fqn, BUFFER, buffer)
 
     def _groups(self) -> list[tuple[list[str], dict[str, Any]]]:
-        names = self._inventory.names()
+        names, kind = self._inventory.names(), type(self.optimizer).__name__
         return [
-            ([names.of(parameter, self._group_label(index)) for parameter in group["params"]], group)
+            ([names.of(parameter, f"param group {index} of {kind}") for parameter in group["params"]], group)
             for index, group in enumerate(self.optimizer.param_groups)
         ]
 
     def _optimized(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
-        names = self._inventory.names()
-        for index, group in enumerate(self.optimizer.param_groups):
-            for parameter in group["params"]:
-                yield names.of(parameter, self._group_label(index)), parameter, group
+        for fqns, group in self._groups():
+            for fqn, parameter in zip(fqns, group["params"], strict=True):
+                yield fqn, parameter, group
 
     def _groups_to_restore(self, saved: Mapping[str, Any]) -> LiveGroups:
         # Frozen parameters in a group do not matter: ZeRO drops them from its groups.
@@ -273,9 +269,6 @@ class PyTorchAdapter:
     ) -> dict[str, Any]:
         scalars = saved["scalars"].get(fqn, {})
         return restored_scalars(self.optimizer, parameter, group, scalars, saved.get("optimizer"))
-
-    def _group_label(self, index: int) -> str:
-        return f"param group {index} of {type(self.optimizer).__name__}"
 
 
 def _require_no_state(wrapper: Any, optimizer: torch.optim.Optimizer) -> None:

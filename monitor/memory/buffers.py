@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import mmap
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -67,7 +68,6 @@ class SharedMemoryBuffers:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """The existing payloads."""
         return () if self.arena is None else self.arena.slots
 
     @property
@@ -91,9 +91,7 @@ class SharedMemoryBuffers:
         log_errors(lambda: clear_old(tier.base))  # on every node
         try:
             self.arena = Arena(tier, session.epoch, rank, self._versions, session.files)
-            self.arena.take_over(kept)
-            # The memory of an older snapshot that is kept becomes the last payload later.
-            for slot in self.arena.slots[: -1 if self.arena.spares(kept) else None]:
+            for slot in slots_to_reserve(self.arena, kept):
                 self.at(slot, nbytes)
         except (StoreError, OSError) as error:
             return str(error)
@@ -115,28 +113,34 @@ class SharedMemoryBuffers:
             return None
         found = None if kept is None else arena.holding(kept)
         for other in (one for one in arena.slots if one != found):
-            log_errors(lambda other=other: arena.drop(other))  # type: ignore[misc]
+            log_errors(partial(arena.drop, other))
         return found
 
     def take_rest(self, world_size: int) -> None:
         """Call :meth:`store.memory.arena.Arena.take_rest`, and log errors."""
-        arena = self.arena
-        if arena is not None:
-            log_errors(lambda: arena.take_rest(world_size))
+        if self.arena is not None:
+            log_errors(partial(self.arena.take_rest, world_size))
 
     def keep_only(self, slot: int) -> None:
         """Free all payloads but this one, which may hold the newest state."""
         self.pins.release()
-        arena = self.arena
-        for other in (one for one in self.slots if one != slot):
-            log_errors(lambda other=other: arena.give_back(other))  # type: ignore[misc,union-attr]
+        if self.arena is not None:
+            for other in (one for one in self.slots if one != slot):
+                log_errors(partial(self.arena.give_back, other))
 
     def close(self, *, remove: bool) -> None:
         """Close the memory, and free it if ``remove``."""
         self.pins.release()
         arena, self.arena = self.arena, None
         if arena is not None:
-            log_errors(lambda: arena.close(remove=remove))
+            log_errors(partial(arena.close, remove=remove))
+
+
+def slots_to_reserve(arena: Arena, kept: SaveId | None) -> tuple[int, ...]:
+    """Take over the memory of earlier incarnations, except ``kept``. Return the payloads that need memory now."""
+    arena.take_over(kept)
+    # The memory of an older snapshot that is kept becomes the last payload later.
+    return arena.slots[: -1 if arena.spares(kept) else None]
 
 
 def log_errors(action: Callable[[], object]) -> None:

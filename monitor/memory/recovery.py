@@ -40,8 +40,7 @@ from store.schema import ManifestRecord
 
 _log = logging.getLogger("driftpoint")
 
-_BROADCAST_LIMIT = 64 << 20
-"""Maximum bytes that rank 0 broadcasts."""
+_BROADCAST_LIMIT = 64 << 20  # maximum bytes that rank 0 broadcasts
 
 
 @dataclass(frozen=True)
@@ -58,10 +57,10 @@ class MemoryCandidate:
 
 @dataclass(frozen=True)
 class _NewestCommit:
-    """The newest commit that can be resumed, and the oldest version of a moving layer in it, by name."""
+    """The newest commit that can be resumed, and the oldest version of a moving layer in it."""
 
-    newest: str
-    oldest: str
+    newest: SaveId
+    oldest: SaveId
 
 
 @dataclass(frozen=True)
@@ -93,12 +92,14 @@ def find_newest_snapshot(
     Returns:
         The snapshot; None, on all ranks, if the store is as good.
     """
-    suspect = run_on_rank0(group, lambda: _newest_suspect(catalog))
-    node = _scan(tier, catalog, None if suspect is None else SaveId.parse(suspect))
+    suspect = run_on_rank0(group, lambda: max(catalog.suspects().saves, default=None))
+    node = _scan(tier, catalog, suspect)
     on_disk = run_on_rank0(group, lambda: _newest_commit(catalog))
     reports = group.all_gather(_report(tier, node, on_disk))
+    nodes = [report.node for report in reports]
+    first = nodes.index(nodes[group.rank]) == group.rank  # of the ranks on its node
     for name in _candidates(reports):
-        found = _assemble(SaveId.parse(name), node, group, speaks=_speaks_for_node(reports, group.rank))
+        found = _assemble(SaveId.parse(name), node, group, speaks=first)
         older = run_on_all_ranks(group, partial(_previous, name, node, reports, on_disk))
         over = partial(_overlaid, catalog, on_disk=on_disk, older=older)
         candidate = run_on_all_ranks(group, partial(over, found))
@@ -145,26 +146,14 @@ def newest_on_disk(catalog: Catalog, group: Group) -> Resolution | None:
 
     None, on all ranks, if there is none: then the next save is a full one."""
 
-    def name() -> str | None:
-        catalog.forget()
-        try:
-            return newest_resumable(catalog)[0].manifest.save.name
-        except StoreError:
-            return None
-
-    found = run_on_rank0(group, name)
+    found = run_on_rank0(group, partial(_newest_commit, catalog))
     if found is None:
         return None
     try:
-        return run_on_all_ranks(group, lambda: resolve(catalog, SaveId.parse(found)))
+        return run_on_all_ranks(group, partial(resolve, catalog, found.newest))
     except StoreError as error:
         _log.warning("the newest commit cannot be read, so the next save is a full one: %s", error)
         return None
-
-
-def _newest_suspect(catalog: Catalog) -> str | None:
-    found = max(catalog.suspects().saves, default=None)
-    return None if found is None else found.name
 
 
 def _scan(tier: Tier, catalog: Catalog, suspect: SaveId | None) -> NodeIndex:
@@ -196,7 +185,7 @@ def _newest_commit(catalog: Catalog) -> _NewestCommit | None:
     except StoreError:
         return None  # a resume from the store reports it
     oldest = min((unit.version for unit in manifest.units if unit.moving), default=manifest.save)
-    return _NewestCommit(manifest.save.name, oldest.name)
+    return _NewestCommit(manifest.save, oldest)
 
 
 def _with_remote(found: MemoryVersion, reports: list[_NodeReport], replication: Replication) -> MemoryVersion:
@@ -224,7 +213,7 @@ def _overlaid(
     """Return the store with the snapshot on top, and ``older`` in between; None if nothing in it is newer."""
     if found is None:
         return None
-    newest = None if on_disk is None else SaveId.parse(on_disk.newest)
+    newest = None if on_disk is None else on_disk.newest
     if newest is None or found.save > newest:
         files = catalog.files if older is None else Overlay(catalog.files, older, _following(older, newest))
         manifest = _following(found, newest if older is None else older.save)
@@ -253,7 +242,7 @@ def _previous(
     """Return the snapshot before that one, if it is of the same epoch and newer than every commit.
 
     Only on a single node, where all ranks can read all of it."""
-    save, newest = SaveId.parse(name), None if on_disk is None else SaveId.parse(on_disk.newest)
+    save, newest = SaveId.parse(name), None if on_disk is None else on_disk.newest
     if len({report.node for report in reports}) > 1:
         return None
     for other in sorted(node.versions, reverse=True):
@@ -266,9 +255,7 @@ def _previous(
 
 
 def _report(tier: Tier, node: NodeIndex, on_disk: _NewestCommit | None) -> _NodeReport:
-    newer = {
-        save: held for save, held in node.versions.items() if on_disk is None or save > SaveId.parse(on_disk.oldest)
-    }
+    newer = {save: held for save, held in node.versions.items() if on_disk is None or save > on_disk.oldest}
     return _NodeReport(
         node_id(tier),
         {save.name: tuple(sorted(held)) for save, held in newer.items()},
@@ -284,11 +271,6 @@ def _candidates(reports: list[_NodeReport]) -> list[str]:
             ranks.setdefault(name, set()).update(there)
     whole = [name for name, there in ranks.items() if there == set(range(len(there)))]
     return sorted(whole, key=SaveId.parse, reverse=True)
-
-
-def _speaks_for_node(reports: list[_NodeReport], rank: int) -> bool:
-    """Return whether this rank reports the records of its node."""
-    return next(index for index, report in enumerate(reports) if report.node == reports[rank].node) == rank
 
 
 def _assemble(save: SaveId, node: NodeIndex, group: Group, *, speaks: bool) -> MemoryVersion | None:
@@ -361,11 +343,8 @@ def _missing_pieces(
 
 def _needed_entries(resolution: Resolution, save: SaveId, adapter: Adapter) -> set[Piece]:
     index = FragmentIndex(resolution.sources())
-    slots: dict[str, dict[str, str]] = {}
-    for source in resolution.sources():
-        slots.setdefault(source.entry.fqn, {})[source.entry.slot] = source.entry.dtype
     try:
-        places = adapter.expected(slots)
+        places = adapter.expected(resolution.slots())
     except UsageError:
         return set()  # the resume reports it
     found = set()

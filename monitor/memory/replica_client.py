@@ -10,24 +10,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from monitor.background import BackgroundWorker
-from monitor.memory.transport import Answer, Connection, Endpoint, Get, Put, Request, new_connection
+from monitor.memory.transport import Connection, Endpoint, Get, Put, Request, new_connection
 from store.errors import DriftpointError, MissingError, PeerError
 from store.memory.layout import RECORD_LIMIT, parse_record, read_whole
 from store.names import SaveId
 
 _log = logging.getLogger("driftpoint")
 
-_SILENCE = 10.0
-"""Seconds without a byte after which a peer counts as gone."""
-
-_RETRY_DELAYS = (5.0, 20.0, 60.0, 300.0)
-"""Seconds without another attempt, by the number of failures in a row."""
-
+_SILENCE = 10.0  # seconds without a byte after which a peer counts as gone
+_RETRY_DELAYS = (5.0, 20.0, 60.0, 300.0)  # seconds without another attempt, by the number of failures in a row
 _JOIN_TIMEOUT = 2.0
 
 
@@ -38,15 +33,6 @@ def transfer_timeout(timeout: float) -> float:
 
 class _AbortedError(PeerError):
     """This rank ended the transfer itself."""
-
-
-@dataclass(frozen=True)
-class _Offer:
-    turn: int
-    save: SaveId
-    record: Path
-    payload: Path
-    keep: SaveId | None
 
 
 class ReplicaSender:
@@ -65,14 +51,12 @@ class ReplicaSender:
         self._writer: BackgroundWorker[float] = BackgroundWorker(f"driftpoint-sender-{rank}")
         self._lock = threading.Lock()
         self._connection: Connection | None = None
-        self._turn = 0
-        """Offers made before it last changed are not sent."""
+        self._turn = 0  # offers made before it last changed are not sent
         self._stopped = False
         self._retry_at = 0.0
         self._failures = 0
         self._logged = ""
-        self.sent: SaveId | None = None
-        """Newest version that the target has of this rank."""
+        self.sent: SaveId | None = None  # newest version that the target has of this rank
 
     @property
     def busy(self) -> bool:
@@ -89,7 +73,7 @@ class ReplicaSender:
             keep: Replica that the target must not overwrite.
         """
         if time.monotonic() >= self._retry_at and not self._stopped:
-            self._writer.submit(partial(self._send, _Offer(self._turn, save, record, payload, keep)))
+            self._writer.submit(partial(self._send, self._turn, save, record, payload, keep))
 
     def collect(self) -> tuple[list[float], bool]:
         """Return the seconds that versions took since the last call, and whether any failed. Training thread."""
@@ -119,46 +103,41 @@ class ReplicaSender:
 
     # Background thread.
 
-    def _send(self, offer: _Offer) -> float:
+    def _send(self, turn: int, save: SaveId, record: Path, payload: Path, keep: SaveId | None) -> float:
         began = time.monotonic()
         try:
-            self._transfer(offer, began + self._timeout)
+            self._transfer(turn, record, payload, keep, began + self._timeout)
         except Exception as error:
-            if offer.turn != self._turn:
+            if turn != self._turn:
                 raise _AbortedError("the transfer was aborted") from error
             self._retry_at = time.monotonic() + _RETRY_DELAYS[min(self._failures, len(_RETRY_DELAYS) - 1)]
             self._failures += 1
             raise
         if self._failures:
-            _log.warning("rank %d: replicated to rank %d again, step %d", self._rank, self._target, offer.save.step)
-        self._failures, self.sent = 0, offer.save
+            _log.warning("rank %d: replicated to rank %d again, step %d", self._rank, self._target, save.step)
+        self._failures, self.sent = 0, save
         return time.monotonic() - began
 
-    def _transfer(self, offer: _Offer, deadline: float) -> None:
-        record = read_whole(offer.record, RECORD_LIMIT)
-        nbytes = parse_record(record, str(offer.record)).part.payload_bytes
-        keep = None if offer.keep is None else offer.keep.name
+    def _transfer(self, turn: int, path: Path, payload: Path, keep: SaveId | None, deadline: float) -> None:
+        record = read_whole(path, RECORD_LIMIT)
+        nbytes = parse_record(record, str(path)).part.payload_bytes
         connection = new_connection(self._endpoint, transfer_timeout(self._timeout), deadline)
         try:
             with self._lock:
-                if offer.turn != self._turn:
+                if turn != self._turn:
                     raise _AbortedError("the transfer was aborted")
                 self._connection = connection
             connection.connect(self._endpoint, self._key)
-            connection.send(Request(request=Put(rank=self._rank, keep=keep, record=len(record), payload=nbytes)))
+            kept = None if keep is None else keep.name
+            connection.send(Request(request=Put(rank=self._rank, keep=kept, record=len(record), payload=nbytes)))
             connection.send_bytes(record)
-            self._require_ok(connection)
-            connection.send_file(offer.payload, 0, nbytes)
-            self._require_ok(connection)
+            connection.require_ok(self._timeout)  # the peer reserves memory
+            connection.send_file(payload, 0, nbytes)
+            connection.require_ok(self._timeout)  # the peer hashes all of it
         finally:
             with self._lock:
                 self._connection = None
             connection.close()
-
-    def _require_ok(self, connection: Connection) -> None:
-        answer = connection.receive(Answer, self._timeout)  # the peer reserves memory, or hashes all of it
-        if not answer.ok:
-            raise PeerError(answer.why)
 
     def _log_failure(self, error: BaseException | None) -> None:
         expected, text = isinstance(error, DriftpointError), str(error)
@@ -190,8 +169,7 @@ class RemoteNode:
         self._endpoint, self._key, self._silence = endpoint, key, transfer_timeout(timeout)
         self._connection: Connection | None = None
         self._failure: str | None = None
-        self.nbytes = 0
-        """Bytes read so far."""
+        self.nbytes = 0  # bytes read so far
 
     def read(self, save: SaveId, rank: int, offset: int, target: memoryview) -> None:
         """Fill ``target`` from a payload. Raises MissingError if that fails."""
@@ -220,9 +198,7 @@ class RemoteNode:
             connection.connect(self._endpoint, self._key)
             self._connection = connection
         self._connection.send(Request(request=request))
-        answer = self._connection.receive(Answer)
-        if not answer.ok:
-            raise PeerError(answer.why)
+        self._connection.require_ok()
         self._connection.receive_into(target.cast("B") if target.nbytes else target)
 
 

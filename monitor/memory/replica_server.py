@@ -15,12 +15,13 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 import xxhash
 
-from monitor.memory.buffers import log_errors
+from monitor.memory.buffers import log_errors, slots_to_reserve
 from monitor.memory.transport import Address, Answer, Connection, Endpoint, Get, Put, Request
 from store.errors import DamagedError, PeerError, StorageError, StoreError
 from store.memory.arena import Arena
@@ -32,24 +33,17 @@ from store.storage.local import Files
 
 _log = logging.getLogger("driftpoint")
 
-_LOCK_TIMEOUT = 5.0
-"""Seconds that the training thread waits for a transfer that was just aborted."""
-
+_LOCK_TIMEOUT = 5.0  # seconds that the training thread waits for a transfer that was just aborted
 _HASH_CHUNK = 1 << 20
-
 _MAX_CONNECTIONS = 256
 _ACCEPT_RETRY = 1.0
-_IDLE_TIMEOUT = 900.0
-"""Seconds between two requests of a peer; in a resume all ranks may wait for one of them."""
+_IDLE_TIMEOUT = 900.0  # seconds between two requests of a peer; in a resume all ranks may wait for one of them
 
-ServedPayloads = Mapping[tuple[SaveId, int], Path]
-"""Files of payloads by version and rank."""
+ServedPayloads = Mapping[tuple[SaveId, int], Path]  # files of payloads by version and rank
 
 
 @dataclass
 class _Source:
-    """Replicas of one owner."""
-
     arena: Arena
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -82,8 +76,7 @@ class ReplicaStore:
             for rank, nbytes in needs.items():
                 arena = Arena(tier, epoch, rank, self._versions, files)
                 self._sources[rank] = _Source(arena)
-                arena.take_over(kept)
-                for slot in arena.slots[: -1 if arena.spares(kept) else None]:
+                for slot in slots_to_reserve(arena, kept):
                     arena.room(slot, nbytes)
         except (StoreError, OSError) as error:
             return str(error)
@@ -93,7 +86,7 @@ class ReplicaStore:
         """Drop all replicas except those of the version that the job went back to. Training thread."""
         for arena in self._locked_arenas():
             for slot in (one for one in arena.slots if kept is None or arena.holding(kept) != one):
-                log_errors(lambda slot=slot, arena=arena: arena.drop(slot))  # type: ignore[misc]
+                log_errors(partial(arena.drop, slot))
 
     def take_rest(self, world_size: int) -> bool:
         """Call :meth:`store.memory.arena.Arena.take_rest`. Return False, without waiting, during a transfer."""
@@ -101,7 +94,7 @@ class ReplicaStore:
             if not source.lock.acquire(blocking=False):
                 return False
             try:
-                log_errors(lambda arena=source.arena: arena.take_rest(world_size))  # type: ignore[misc]
+                log_errors(partial(source.arena.take_rest, world_size))
             finally:
                 source.lock.release()
         return True
@@ -109,7 +102,7 @@ class ReplicaStore:
     def close(self, *, remove: bool) -> None:
         """Close the memory, and give it back if ``remove``. Training thread."""
         for arena in self._locked_arenas():
-            log_errors(lambda arena=arena: arena.close(remove=remove))  # type: ignore[misc]
+            log_errors(partial(arena.close, remove=remove))
         self._sources.clear()
 
     def receive(self, put: Put, connection: Connection) -> None:

@@ -80,7 +80,8 @@ class Replication:
         self._server: ReplicaServer | None = None
         self._sender: ReplicaSender | None = None
         self._remote_nodes: Sequence[RemoteNode] = ()
-        self._replicated: SaveId | None = None
+        self.replicated: SaveId | None = None
+        """The snapshot that all ranks are known to have in their own memory and on another node."""
 
     @property
     def reachable(self) -> bool:
@@ -91,11 +92,6 @@ class Replication:
     def on(self) -> bool:
         """Whether snapshots are replicated. The same on all ranks."""
         return self._sender is not None
-
-    @property
-    def replicated(self) -> SaveId | None:
-        """The snapshot that all ranks are known to have in their own memory and on another node."""
-        return self._replicated
 
     def connect(self, tier: Tier) -> None:
         """Exchange nodes and addresses, and start listening, once. Collective."""
@@ -128,8 +124,11 @@ class Replication:
             kept: Snapshot that the job resumed.
         """
         self.connect(tier)
-        self._done_reading()
-        self._replicated = self._replicated if self._replicated == kept else None
+        for node in self._remote_nodes:  # a resume read from them; all ranks have their state now
+            node.close()
+        self._remote_nodes = ()
+        self.serve({})
+        self.replicated = self.replicated if self.replicated == kept else None
         if self._sender is not None:
             self._replicas.keep_only_version(kept)
         elif self._server is not None:
@@ -164,15 +163,15 @@ class Replication:
         first = self._group.rank == 0
         if first and sending.failed:  # the rank that failed logs the reason
             self._job.listeners.on_background_failure(BackgroundFailureEvent("peer"))
-        if latest is not None and latest != self._replicated and not sending.busy and not sending.behind:
-            self._replicated = latest
+        if latest is not None and latest != self.replicated and not sending.busy and not sending.behind:
+            self.replicated = latest
             if first:
                 self._job.listeners.on_replication((), latest.step)
 
     def keep_at_peers(self, newest: SaveId | None) -> SaveId | None:
         """Return the snapshot that peers must keep during the next one. ``newest``: what stays in local memory."""
-        self._replicated = self._replicated if self._replicated == newest else None
-        return self._replicated
+        self.replicated = self.replicated if self.replicated == newest else None
+        return self.replicated
 
     def serve(self, payloads: ServedPayloads) -> None:
         """Let other ranks read these payloads, and no others."""
@@ -223,13 +222,6 @@ class Replication:
             self._server.close()
             self._server = None
         self._replicas.close(remove=remove)
-
-    def _done_reading(self) -> None:
-        """Close the connections that a resume read from; all ranks have their state."""
-        for node in self._remote_nodes:
-            node.close()
-        self._remote_nodes = ()
-        self.serve({})
 
     def _open_server(self) -> tuple[ReplicaServer | None, str | None]:
         try:

@@ -12,17 +12,17 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from monitor.adapters.base import versions_of
 from monitor.adapters.module_tensors import dtype_name
 from monitor.context import JobContext
-from monitor.observe.units import LocalUnit, is_moving
-from monitor.run_state import capture_run_state, to_tree
+from monitor.ledger import CommitDraft, manifest_of, new_version
+from monitor.observe.units import LocalUnit
+from monitor.save.save_task import empty_segment, with_run_state
 from monitor.save.saver import Saver
 from monitor.save.staging import AsyncCopy, EncodedCopy, EncodingLoss, as_bytes
 from monitor.save.store_session import StoreSession
@@ -31,12 +31,12 @@ from store.errors import SaveError
 from store.memory.arena import Arena
 from store.memory.layout import READER, VersionRecord
 from store.names import BUFFER, FROZEN, RAW, Fragment, SaveId, Unit
-from store.schema import Entry, ManifestRecord, MeasureRecord, PartRecord, StateTensor, UnitRecord, digest, seal
+from store.schema import Entry, ManifestRecord, MeasureRecord, PartRecord, StateTensor, digest, seal
+from store.segment import SegmentDraft
 from store.state_tree import Leaf
 
 _ALIGN = 64
-_MARGIN = 1 << 20
-"""Bytes reserved in a payload beyond the fragments, for the run state, which may grow."""
+_MARGIN = 1 << 20  # bytes reserved in a payload beyond the fragments, for the run state, which may grow
 _NO_COPY = torch.empty(0)
 
 
@@ -53,7 +53,6 @@ class Placement:
 
     @cached_property
     def encoded(self) -> EncodedCopy | None:
-        """The copy, if it is encoded."""
         return None if self.encoding == RAW else EncodedCopy(self.source, self.encoding, self.copy, _NO_COPY)
 
 
@@ -63,17 +62,11 @@ class Version:
 
     arena: Arena
     slot: int
-    save: SaveId
-    store_id: str
+    segment: SegmentDraft  # without fragments
+    run_leaves: Sequence[Leaf]  # of the segment
     claim: str  # token of the claim of the save's epoch
-    rank: int
-    world_size: int
-    plan: str
     placements: Sequence[Placement]
     fragments_end: int  # bytes of all fragments; the tensors of the run state follow
-    run_state: Any
-    run_leaves: Sequence[Leaf]
-    facts: Mapping[str, Any]
     head: ManifestRecord | None
     copying: AsyncCopy
 
@@ -94,21 +87,22 @@ def seal_snapshot(version: Version) -> float:
         _require_finite(one)
     entries = tuple(_entry(one) for one in version.placements)
     tensors, end = _write_leaves(version)
+    segment = version.segment
     part = PartRecord(
-        store_id=version.store_id,
-        step=version.save.step,
-        epoch=version.save.epoch,
-        rank=version.rank,
-        world_size=version.world_size,
-        plan=version.plan,
+        store_id=segment.store_id,
+        step=segment.save.step,
+        epoch=segment.save.epoch,
+        rank=segment.rank,
+        world_size=segment.world_size,
+        plan=segment.plan,
         payload_bytes=end,
         header_bytes=0,
         header_xxh3_128=digest(b""),
         entries=entries,
         measures=_lost(version.placements),
-        run_state=version.run_state,
+        run_state=segment.run_state,
         run_tensors=tensors,
-        facts=dict(version.facts),
+        facts=dict(segment.facts),
     )
     version.arena.seal(version.slot, VersionRecord(reader=READER, claim=version.claim, part=part, head=version.head))
     return time.monotonic() - began
@@ -149,47 +143,27 @@ class SnapshotManifest:
 
     def manifest(self, save: SaveId, store_id: str) -> ManifestRecord:
         """Return the manifest without the snapshot's own group and encoding errors: not all parts exist yet."""
-        job, ledger = self._job, self._job.ledger
-        kept = ledger.kept(save.step, {}, job.table.sizes)
-        previous = self._saver.newest
-        units = [kept[unit] if unit.slot == FROZEN else self._fresh(unit, save) for unit in job.table.sizes]
-        reached = {name for record in units for name in (record.save, *record.bases)}
-        return ManifestRecord(
-            store_id=store_id,
-            step=save.step,
-            epoch=save.epoch,
-            commits=ledger.commits,
+        job, ledger, sizes = self._job, self._job.ledger, self._job.table.sizes
+        draft = CommitDraft(
+            facts=job.facts(store_id),
+            save=save,
             world_size=job.group.world_size,
-            framework=job.adapter.framework,
-            policy=job.policy.name,
-            created=datetime.now(UTC).isoformat(timespec="milliseconds"),
-            previous=previous.name if previous else None,
-            bytes_avoided=0,
-            layers=job.table.layer_records(),
-            tensors=job.table.tensor_records(),
-            groups={name: record for name, record in ledger.groups.items() if name in reached},
-            units=tuple(units),
+            commits=ledger.commits,
+            previous=self._saver.newest,
+            kept=ledger.kept(save.step, {}, sizes),
+            saved={},
+            sizes=sizes,
+            groups=ledger.groups,
         )
+        units = [
+            draft.kept[unit] if unit.slot == FROZEN else new_version(unit, save, size, "kept in memory")
+            for unit, size in sizes.items()
+        ]
+        return manifest_of(draft, units, draft.groups, bytes_avoided=0)
 
     def _committed(self, unit: Unit) -> bool:
         version = self._job.ledger.versions.get(unit)
         return version is not None and version.version.step >= self._changed_at.get(unit, 0)
-
-    def _fresh(self, unit: Unit, save: SaveId) -> UnitRecord:
-        size = self._job.table.sizes[unit]
-        return UnitRecord(
-            layer=unit.layer,
-            slot=unit.slot,
-            save=save.name,
-            encoding=RAW,
-            numel=size.numel,
-            nbytes=size.nbytes,
-            drift=0.0,
-            staleness=0,
-            moving=is_moving(unit),
-            reason="kept in memory",
-            members=size.members,
-        )
 
     def _current_versions(self) -> int:
         """Return the sum of autograd's version counters of frozen parameters, which the script may still change."""
@@ -218,29 +192,14 @@ class SnapshotStager:
         """Stage a snapshot in ``allocate(nbytes)``, the payload ``slot``.
 
         Raises StorageError, and any exception of the user's objects."""
-        job, rank = self._job, self._job.group.rank
-        tree, leaves = to_tree(capture_run_state(job.adapter, job.user, rank))
+        store_id = self._session.catalog.store_id
+        segment = with_run_state(empty_segment(self._job, store_id, save, self._manifest.plan(save)), self._job)
+        leaves = cast("Sequence[Leaf]", segment.run_leaves)
         spare = max(sum(len(leaf.data) for leaf in leaves), _MARGIN)
         placements, end = _placements(_moving(local), self._encodings, allocate, spare)
         copying = self._start_copies(placements)
-        first, store_id = rank == 0, self._session.catalog.store_id
-        return Version(
-            arena=arena,
-            slot=slot,
-            save=save,
-            store_id=store_id,
-            claim=self._session.token,
-            rank=rank,
-            world_size=job.group.world_size,
-            plan=self._manifest.plan(save),
-            placements=placements,
-            fragments_end=end,
-            run_state=tree,
-            run_leaves=leaves,
-            facts=job.adapter.layout_facts() if first else {},
-            head=self._manifest.manifest(save, store_id) if first else None,
-            copying=copying,
-        )
+        head = self._manifest.manifest(save, store_id) if segment.rank == 0 else None
+        return Version(arena, slot, segment, leaves, self._session.token, placements, end, head, copying)
 
     def _start_copies(self, placements: Sequence[Placement]) -> AsyncCopy:
         """Copy buffers at once, since a forward may change them; start the other copies."""
@@ -329,7 +288,6 @@ def _entry(one: Placement) -> Entry:
 
 
 def _lost(placements: Sequence[Placement]) -> tuple[MeasureRecord, ...]:
-    """Return the encoding errors by unit."""
     found: dict[Unit, EncodingLoss] = {}
     for one in placements:
         if one.encoded is not None:
@@ -337,15 +295,7 @@ def _lost(placements: Sequence[Placement]) -> tuple[MeasureRecord, ...]:
             total.error_sq += one.encoded.lost.error_sq
             total.decoded_sq += one.encoded.lost.decoded_sq
     return tuple(
-        MeasureRecord(
-            layer=unit.layer,
-            slot=unit.slot,
-            moved_sq=0.0,
-            reference_sq=0.0,
-            finite=True,
-            error_sq=lost.error_sq,
-            decoded_sq=lost.decoded_sq,
-        )
+        MeasureRecord(layer=unit.layer, slot=unit.slot, moved_sq=0.0, reference_sq=0.0, finite=True, **vars(lost))
         for unit, lost in found.items()
     )
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,8 @@ from monitor.memory.recovery import MemoryCandidate, find_newest_snapshot, rolle
 from monitor.memory.replication import Replication, ReplicationStatus
 from monitor.memory.snapshot import SnapshotManifest, SnapshotStager, Version, seal_snapshot
 from monitor.observe.units import LocalUnit
-from monitor.save.saver import Saver
-from monitor.save.staging import AsyncCopy
+from monitor.save.saver import Saver, SaveStatus
+from monitor.save.staging import UnfinishedCopy
 from monitor.save.store_session import StoreSession
 from store.catalog import Catalog
 from store.errors import StorageError, StoreError
@@ -39,23 +39,7 @@ from store.names import SaveId, Unit
 
 _log = logging.getLogger("driftpoint")
 
-_FAILURES = 3
-"""Consecutive snapshots that may fail before the memory tier is turned off."""
-
-
-def memory_tier(job: JobContext, session: StoreSession | None, saver: Saver | None) -> MemoryTier | None:
-    """Return the memory tier of a job that saves, if the configuration enables it."""
-    if session is None or saver is None or not job.config.memory.enabled:
-        return None
-    return MemoryTier(job, session, saver)
-
-
-@dataclass(frozen=True)
-class TierAgreement:
-    """Whether a snapshot may begin, over all ranks."""
-
-    skip: str | None  # why no snapshot may begin now
-    changed: bool  # whether the pieces of any rank changed
+_FAILURES = 3  # consecutive snapshots that may fail before the memory tier is turned off
 
 
 @dataclass(frozen=True)
@@ -89,9 +73,8 @@ class MemoryTier:
         self._old_left = False  # memory of earlier incarnations is to be reused once a snapshot is replicated
         self._last_problem: str | None = None
         self._failures = 0
-        self._copying: AsyncCopy | None = None
         self._disabled = False
-        job.adapter.before_update(self._before_update)
+        self._copies = UnfinishedCopy(job.adapter, self._waited)
 
     @property
     def newest(self) -> SaveId | None:
@@ -145,7 +128,7 @@ class MemoryTier:
         """Return whether to take a snapshot of this step. The same on all ranks."""
         return self._buffers.arena is not None and not self._disabled and self._schedule.due(step)
 
-    def settle(self, step: int, changed: bool, trouble: bool) -> TierAgreement:
+    def settle(self, step: int, changed: bool, trouble: bool) -> SaveStatus:
         """Finish the pending snapshot on all ranks, and agree whether the next may begin. Collective.
 
         Args:
@@ -170,23 +153,23 @@ class MemoryTier:
         if any_busy or (any_changed and self._saver.in_progress):
             # The table of a pending save must not change until it is settled.
             self._replication.agreed(ReplicationStatus(*sent), None)
-            return TierAgreement("busy", any_changed)
+            return SaveStatus("busy", any_changed)
         if pending is not None and pending.abandoned:
             self._pending = self._outcome = None
         elif pending is not None:
             self._finish(pending, outcome, any_failed)
         self._replication.agreed(ReplicationStatus(*sent), latest if latest == self.newest else None)
         if sent[0]:
-            return TierAgreement("busy", any_changed)
+            return SaveStatus("busy", any_changed)
         if self._old_left:  # no rank resumes from earlier incarnations now, and nothing is being sent
             self._buffers.take_rest(self._group.world_size)
             self._old_left = not self._replication.take_rest()
         if any_off:
             self._disable(f"{_FAILURES} versions in a row failed: {self._last_problem or 'on another rank'}")
-            return TierAgreement("off", any_changed)
+            return SaveStatus("off", any_changed)
         if any_trouble or newest != -oldest:
-            return TierAgreement("unsupported", any_changed)
-        return TierAgreement("unready" if any_unready else None, any_changed)
+            return SaveStatus("unsupported", any_changed)
+        return SaveStatus("unready" if any_unready else None, any_changed)
 
     def snapshot(self, step: int, local: Mapping[Unit, LocalUnit], began: float) -> None:
         """Stage a snapshot of this step. ``began``: ``perf_counter()`` when training began to wait. Collective."""
@@ -200,16 +183,14 @@ class MemoryTier:
         try:
             version = self._stage(save, local, slot)
         except Exception as error:  # noqa: BLE001 - the edge to the user's own objects: kept as the version's failure
-            self._pending = _Pending(self._writer.submit(_raising(error)), save, slot)
+            self._pending = _Pending(self._writer.submit(partial(_fail, error)), save, slot)
         else:
             self._pending = _Pending(self._writer.submit(lambda: self._seal(version, keep)), save, slot)
-            self._copying = version.copying
+            self._copies.set(version.copying)
         self._schedule.stalled(time.perf_counter() - began)
 
     def finish_copies(self) -> None:
-        """Return once the copies of the pending snapshot are complete."""
-        if self._copying is not None:
-            self._copying.finish()
+        self._copies.finish()
 
     def close(self, *, remove: bool) -> None:
         """Close the memory; ``remove`` it even if it is newer than every commit. Otherwise only if it is not."""
@@ -247,20 +228,13 @@ class MemoryTier:
         return self._stager.stage(save, local, arena, slot, partial(self._buffers.at, slot))
 
     def _seal(self, version: Version, keep: SaveId | None) -> float:
-        """Seal a snapshot and send it. Background thread."""
         seconds = seal_snapshot(version)
-        self._replication.offer(version.arena, version.slot, version.save, keep)
+        self._replication.offer(version.arena, version.slot, version.segment.save, keep)
         return seconds
 
-    def _before_update(self) -> None:
-        """Finish the copies before an optimizer step changes the state."""
-        copying, self._copying = self._copying, None
-        if copying is not None:
-            began = time.perf_counter()
-            copying.finish()
-            waited = time.perf_counter() - began
-            self._job.listeners.on_snapshot_copy_wait(waited)
-            self._schedule.stalled(waited)
+    def _waited(self, seconds: float) -> None:
+        self._job.listeners.on_snapshot_copy_wait(seconds)
+        self._schedule.stalled(seconds)
 
     def _collect(self) -> None:
         for done in self._writer.finished():
@@ -295,12 +269,11 @@ class MemoryTier:
         """Stop writing to memory before a resume looks for snapshots.
 
         A snapshot that is not finished in time is abandoned; its payload is not reused before it is finished."""
-        if self._copying is not None:
-            self._copying.finish()
+        self._copies.finish()
         joined = self._writer.join(self._job.config.timeouts.close)
         self._replication.break_off()
         self._collect()
-        self._copying = None
+        self._copies.set(None)
         if joined:
             self._pending = self._outcome = None
         elif self._pending is not None:
@@ -320,8 +293,5 @@ class MemoryTier:
             self._buffers.keep_only(self._newest[0])
 
 
-def _raising(error: Exception) -> Callable[[], float]:
-    def fail() -> float:
-        raise error
-
-    return fail
+def _fail(error: Exception) -> float:
+    raise error

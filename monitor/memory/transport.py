@@ -31,11 +31,9 @@ _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _LOOPBACK = (int(socket.AF_INET), "127.0.0.1")
 
-Address = tuple[int, str]
-"""Address family, and an address of this machine."""
+Address = tuple[int, str]  # address family, and an address of this machine
 
-Endpoint = tuple[int, str, int]
-"""Address family, address and port of a server."""
+Endpoint = tuple[int, str, int]  # address family, address and port of a server
 
 R = TypeVar("R", bound=Record)
 
@@ -134,6 +132,12 @@ class Connection:
         except ValidationError as error:
             raise PeerError(f"a peer sends a message that is not understood: {bytes(data[:200])!r}") from error
 
+    def require_ok(self, patience: float | None = None) -> None:
+        """Receive an :class:`Answer`. Raise its reason if it is a refusal."""
+        answer = self.receive(Answer, patience)
+        if not answer.ok:
+            raise PeerError(answer.why)
+
     def send_bytes(self, data: bytes | memoryview) -> None:
         view = memoryview(data)
         with _as_peer_error():
@@ -209,8 +213,7 @@ def own_address() -> Address:
     """Return the address that gloo uses for the process group, over which the ranks reach each other already.
 
     It is that of the interface in GLOO_SOCKET_IFNAME, else of the host's name, else the loopback's. Raises OSError if
-    the interface does not exist.
-    """
+    the interface does not exist."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
     found = _interface_addresses(interface) if interface else _host_addresses()
     return next((address for address in found if _can_bind(address)), _LOOPBACK)

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from monitor.config.load import Config
@@ -27,7 +28,6 @@ from monitor.resume.select import (
     resolve_commit,
     select_commit,
     select_run_state,
-    stored_slots,
 )
 from monitor.run_state import UserState
 from monitor.save.store_session import open_existing_store
@@ -46,12 +46,9 @@ class PredictionOverride:
     """A wrong prediction and the actual resume point. The field names are the keys of a JSON file."""
 
     store_id: str
-    foreseen: str
-    """Save whose run state was predicted."""
-    onward: str
-    """Save whose run state was resumed."""
-    group: Mapping[str, Any]
-    """Record of the segment group of ``onward``."""
+    foreseen: str  # save whose run state was predicted
+    onward: str  # save whose run state was resumed
+    group: Mapping[str, Any]  # record of the segment group of ``onward``
 
 
 def read_override(config: Config, store_id: str) -> PredictionOverride | None:
@@ -90,8 +87,7 @@ def _path(config: Config) -> Path:
 class ResumePrediction:
     """The expected result of a resume."""
 
-    save: SaveId
-    """Save whose run state will be loaded; the job continues from its step."""
+    save: SaveId  # save whose run state will be loaded; the job continues from its step
     user: list[Any] | None
     """This rank's state of the objects in ``state=[...]``; None if the commit has none (it was imported)."""
     memory: bool
@@ -109,7 +105,7 @@ def predict_resume(config: Config, group: Group, objects: int) -> ResumePredicti
     if config.memory.enabled:
         tier = Tier(Path(config.memory.path), catalog.store_id)
         snapshot = find_newest_snapshot(tier, catalog, None, group)
-    user = UserState([_Placeholder()] * objects)
+    user = UserState([SimpleNamespace(state_dict=dict, load_state_dict=dict)] * objects)  # they do not exist yet
     point = memory_or_store(lambda view: _predict_resume_point(view, config, group, user), catalog, snapshot)
     if point is None:
         return None
@@ -118,16 +114,12 @@ def predict_resume(config: Config, group: Group, objects: int) -> ResumePredicti
 
 
 def _apply_override(predicted: SaveId, catalog: Catalog, config: Config, group: Group) -> ResumePrediction | None:
-    def read() -> dict[str, Any] | None:
-        override = read_override(config, catalog.store_id)
-        return None if override is None else asdict(override)
-
-    override = run_on_rank0(group, read)
-    if override is None or override["foreseen"] != predicted.name:
+    override = run_on_rank0(group, partial(read_override, config, catalog.store_id))
+    if override is None or override.foreseen != predicted.name:
         return None
-    save = SaveId.parse(override["onward"])
-    state = read_run_state(catalog, save, GroupRecord(**override["group"]), group)
-    return None if state is None else ResumePrediction(save, state["user"], False)
+    save = SaveId.parse(override.onward)
+    found = read_run_state(catalog, save, GroupRecord(**override.group), group)
+    return None if found.problem else ResumePrediction(save, found.state["user"], False)
 
 
 def _predict_resume_point(catalog: Catalog, config: Config, group: Group, user: UserState) -> ResumePoint | None:
@@ -138,18 +130,7 @@ def _predict_resume_point(catalog: Catalog, config: Config, group: Group, user: 
             return None
         catalog.forget()
         resolution = run_on_all_ranks(group, partial(resolve_commit, catalog, SaveId.parse(name), bad))
-        slots = stored_slots(resolution)
-        point = select_run_state(catalog, resolution, slots, group, user=user, settings=config.resume)
+        point = select_run_state(catalog, resolution, resolution.slots(), group, user=user, settings=config.resume)
         if not isinstance(point, RejectedVersion):
             return point
         bad |= {point}
-
-
-class _Placeholder:
-    """Stands for a user object that does not exist yet."""
-
-    def state_dict(self) -> Mapping[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        pass

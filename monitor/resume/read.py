@@ -28,16 +28,14 @@ from store.segment import read_entry
 from store.storage.local import Files
 from store.text import listed
 
-Slots = dict[str, dict[str, str]]
-"""fqn -> slot -> dtype as stored."""
+Slots = dict[str, dict[str, str]]  # fqn -> slot -> dtype as stored
 
 T = TypeVar("T")
 
 _OPTIMIZER_MARKERS = frozenset({"betas", "momentum", "alpha", "rho", "lr_decay", "etas", "lambd", "nesterov"})
 """Hyperparameters that distinguish kinds of optimizers, in all implementations."""
 
-_CHUNK = 1 << 22
-"""Elements checked at once: the checks need several times the memory of their input."""
+_CHUNK = 1 << 22  # elements checked at once: the checks need several times the memory of their input
 
 
 def require_model(manifest: ManifestRecord, adapter: Adapter) -> None:
@@ -178,14 +176,11 @@ class ReadBuffers:
 class ReadResult:
     """The values that a rank needs, verified, in host memory."""
 
-    values: Mapping[Fragment, torch.Tensor]
-    """Of each live fragment: 1-d, in the dtype as stored."""
+    values: Mapping[Fragment, torch.Tensor]  # of each live fragment: 1-d, in the dtype as stored
     bad: frozenset[RejectedVersion]
     """Versions that are damaged or cannot be read. If not empty, ``values`` must not be used."""
-    notes: tuple[str, ...]
-    """Slots that the store does not have."""
-    rounded: tuple[str, ...]
-    """Values that the live dtypes cannot hold."""
+    notes: tuple[str, ...]  # slots that the store does not have
+    rounded: tuple[str, ...]  # values that the live dtypes cannot hold
 
 
 def read_fragments(

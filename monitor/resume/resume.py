@@ -29,7 +29,7 @@ from monitor.resume.read import (
     require_optimizer,
     require_slots,
 )
-from monitor.resume.select import ResumePoint, resolve_commit, select_commit, select_run_state, stored_slots
+from monitor.resume.select import ResumePoint, resolve_commit, select_commit, select_run_state
 from monitor.run_state import StateLoader, UserState, restore_rng
 from store.catalog import Catalog
 from store.certificate import Certificate, certify, mark_memory_sources
@@ -49,18 +49,13 @@ class ResumeResult:
 
     resolution: Resolution
     resume_point: ResumePoint
-    notes: tuple[str, ...]
-    """Messages about everything damaged, skipped or converted."""
+    notes: tuple[str, ...]  # messages about everything damaged, skipped or converted
     rounded: tuple[str, ...]
     """Values that the live dtypes cannot hold, over all ranks. If not empty, the state is not exact."""
-    memory: SaveId | None = None
-    """The in-memory snapshot that was resumed, if any."""
-    kept: frozenset[SaveId] = frozenset()
-    """That snapshot, and an older one that parts of the state come from."""
-    replicas: frozenset[int] = frozenset()
-    """Ranks of the snapshot that were read from a peer's replica."""
-    passed_over: int = 0
-    """Newer commits that were not used, since they are damaged or suspect."""
+    memory: SaveId | None = None  # the in-memory snapshot that was resumed, if any
+    kept: frozenset[SaveId] = frozenset()  # that snapshot, and an older one that parts of the state come from
+    replicas: frozenset[int] = frozenset()  # ranks of the snapshot that were read from a peer's replica
+    passed_over: int = 0  # newer commits that were not used, since they are damaged or suspect
 
 
 @dataclass(frozen=True)
@@ -105,7 +100,9 @@ def resume(
         catalog.forget()
         plan = run_on_all_ranks(group, partial(_plan, catalog, SaveId.parse(name), bad, adapter))
         _require_same_versions(plan.resolution, group)
-        _require_slots(plan, group)
+        local = sorted({place.fragment.slot for place in plan.places})
+        live: set[str] = set().union(*group.all_gather(local))
+        require_slots({slot for slots in plan.slots.values() for slot in slots}, live)
         point = select_run_state(catalog, plan.resolution, plan.slots, group, user=user, settings=settings)
         if isinstance(point, RejectedVersion):
             bad |= {point}
@@ -125,7 +122,7 @@ def _plan(catalog: Catalog, save: SaveId, bad: frozenset[RejectedVersion], adapt
     adapter.check_attached()
     resolution = resolve_commit(catalog, save, bad)
     require_model(resolution.manifest, adapter)
-    slots = stored_slots(resolution)
+    slots = resolution.slots()
     return _Plan(resolution, slots, adapter.expected(slots))
 
 
@@ -139,12 +136,6 @@ def _require_same_versions(resolution: Resolution, group: Group) -> None:
             f"rank {differing[0]} and rank 0 resolved different versions from the store, so one of them cannot read "
             "files that the other can. Nothing was resumed. Check that both see the same mount, then restart the job"
         )
-
-
-def _require_slots(plan: _Plan, group: Group) -> None:
-    local = sorted({place.fragment.slot for place in plan.places})
-    live: set[str] = set().union(*group.all_gather(local))
-    require_slots({slot for slots in plan.slots.values() for slot in slots}, live)
 
 
 def _missing_state_notes(state: Mapping[str, Any], user: UserState) -> list[str]:

@@ -33,18 +33,14 @@ from store.segment import read_leaves
 class ResumePoint:
     """The run state that a job continues from."""
 
-    save: SaveId
-    """The save of this run state; the job continues from its step."""
-    state: Mapping[str, Any]
-    """``framework``, ``user`` and ``rng`` of this rank."""
-    generators: bool
-    """Whether ``rng`` belongs to this rank."""
-    notes: tuple[str, ...] = ()
-    """Closer saves that cannot be used."""
+    save: SaveId  # the save of this run state; the job continues from its step
+    state: Mapping[str, Any]  # ``framework``, ``user`` and ``rng`` of this rank
+    generators: bool  # whether ``rng`` belongs to this rank
+    notes: tuple[str, ...] = ()  # closer saves that cannot be used
 
 
 @dataclass(frozen=True)
-class _RunStateRead:
+class RunStateRead:
     """One rank's run state of a save. problem: why it cannot be used; empty if it can."""
 
     state: Mapping[str, Any]
@@ -63,8 +59,11 @@ def select_run_state(
     saves = run_saves(resolution, effective if settings.at == "effective" else own.step)
     notes: list[str] = []
     for save, record in saves.items():
-        found = _read_on_all_ranks(catalog, save, record, group)
-        problem = found.problem or ("" if save == own else _mismatch_on_any_rank(found.state, slots, user, group))
+        found = read_run_state(catalog, save, record, group)
+        problem = found.problem
+        if not problem and save != own:
+            mismatch = run_on_all_ranks(group, partial(_mismatch, found.state, slots, user))
+            problem = _first_problem(group, mismatch)
         if problem and save == own:
             break
         if problem:
@@ -73,17 +72,11 @@ def select_run_state(
         point = ResumePoint(save, found.state, found.generators, tuple(notes))
         if save == own or settings.data == "back":
             return point
-        latest = _read_on_all_ranks(catalog, own, saves[own], group)
+        latest = read_run_state(catalog, own, saves[own], group)
         if latest.problem:
             return RejectedVersion(own)
         return run_on_all_ranks(group, partial(_keep_newest_data_position, point, latest, user))
     return RejectedVersion(own)
-
-
-def read_run_state(catalog: Catalog, save: SaveId, record: GroupRecord, group: Group) -> Mapping[str, Any] | None:
-    """Return this rank's run state of a save; None on all ranks if any rank has none. Collective."""
-    found = _read_on_all_ranks(catalog, save, record, group)
-    return None if found.problem else found.state
 
 
 def is_schedule(item: Any) -> bool:
@@ -95,7 +88,7 @@ def is_schedule(item: Any) -> bool:
     return any(base.__module__ == "deepspeed.runtime.lr_schedules" for base in type(item).__mro__)
 
 
-def _keep_newest_data_position(point: ResumePoint, latest: _RunStateRead, user: UserState) -> ResumePoint:
+def _keep_newest_data_position(point: ResumePoint, latest: RunStateRead, user: UserState) -> ResumePoint:
     """Combine the schedules of the resume point with the generators and other objects of the commit itself."""
     then, now = point.state["user"], latest.state["user"]
     if then is not None and now is not None:
@@ -106,24 +99,20 @@ def _keep_newest_data_position(point: ResumePoint, latest: _RunStateRead, user: 
     return replace(point, state=state, generators=latest.generators)
 
 
-def _read_on_all_ranks(catalog: Catalog, save: SaveId, record: GroupRecord, group: Group) -> _RunStateRead:
-    """Read this rank's run state of a save; ``problem`` is that of the first rank that has one."""
+def read_run_state(catalog: Catalog, save: SaveId, record: GroupRecord, group: Group) -> RunStateRead:
+    """Read this rank's run state of a save; ``problem`` is that of the first rank that has one. Collective."""
     found = run_on_all_ranks(group, lambda: _read(catalog, save, record, group.rank))
     return replace(found, problem=_first_problem(group, found.problem))
-
-
-def _mismatch_on_any_rank(state: Mapping[str, Any], slots: Slots, user: UserState, group: Group) -> str:
-    return _first_problem(group, run_on_all_ranks(group, lambda: _mismatch(state, slots, user)))
 
 
 def _first_problem(group: Group, problem: str) -> str:
     return next((one for one in group.all_gather(problem) if one), "")
 
 
-def _read(catalog: Catalog, save: SaveId, record: GroupRecord, rank: int) -> _RunStateRead:
+def _read(catalog: Catalog, save: SaveId, record: GroupRecord, rank: int) -> RunStateRead:
     parts = catalog.group(save, record)
     if parts.problems or len(parts.parts) != record.world_size:
-        return _RunStateRead({}, False, "; ".join(parts.problems) or "parts are missing")
+        return RunStateRead({}, False, "; ".join(parts.problems) or "parts are missing")
     first = parts.parts[0]
     try:
         # Additional ranks get rank 0's objects and keep their own generators.
@@ -133,8 +122,8 @@ def _read(catalog: Catalog, save: SaveId, record: GroupRecord, rank: int) -> _Ru
     except UnreachableError:
         raise
     except (DamagedError, StorageError) as error:
-        return _RunStateRead({}, False, str(error))
-    return _RunStateRead(state, rank < record.world_size and state["rng"] is not None)
+        return RunStateRead({}, False, str(error))
+    return RunStateRead(state, rank < record.world_size and state["rng"] is not None)
 
 
 def _tree(catalog: Catalog, part: PartRecord) -> dict[str, Any]:
@@ -191,11 +180,3 @@ def _retry_later(catalog: Catalog) -> None:
     """Wait and drop cached records: a read error may be transient."""
     time.sleep(0.2)
     catalog.forget()
-
-
-def stored_slots(resolution: Resolution) -> Slots:
-    """Return the stored slots of each parameter, with their dtypes."""
-    slots: Slots = {}
-    for source in resolution.sources():
-        slots.setdefault(source.entry.fqn, {})[source.entry.slot] = source.entry.dtype
-    return slots

@@ -6,21 +6,23 @@ under the observed policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from monitor.adapters.module_tensors import dtype_name
 from monitor.context import JobContext
 from monitor.events import SaveBeginEvent
-from monitor.observe.units import LocalUnit, is_moving
+from monitor.ledger import new_version
+from monitor.observe.units import LocalUnit
 from monitor.save.saver import SaveStatus
 from monitor.save.torch_codecs import decode, encode
 from monitor.types import DecisionResult
 from policies.encodings import expected_bytes, expected_error
 from store.encoding import encoding_named
 from store.names import RAW, Fragment, SaveId, Unit
-from store.schema import UnitRecord
 
 
 class DryRunSaver:
@@ -35,23 +37,13 @@ class DryRunSaver:
 
     failed = False
 
-    def reserve(self, local: Mapping[Unit, LocalUnit]) -> None: ...
+    def _nothing(self, *_: Any, **__: Any) -> None: ...
+
+    reserve = return_buffers = finish_copies = forget_bases = upkeep = flush = close = _nothing
 
     def borrow_buffers(self, local: Mapping[Unit, LocalUnit]) -> Mapping[Fragment, torch.Tensor]:
         del local
         return {}
-
-    def return_buffers(self, local: Mapping[Unit, LocalUnit], buffers: Mapping[Fragment, torch.Tensor]) -> None: ...
-
-    def finish_copies(self) -> None: ...
-
-    def forget_bases(self) -> None: ...
-
-    def upkeep(self, job: Callable[[], None], what: str) -> None: ...
-
-    def flush(self, timeout: float) -> None: ...
-
-    def close(self, timeout: float, clean: bool) -> None: ...
 
     def claim_name(self, step: int) -> str | None: ...
 
@@ -70,19 +62,10 @@ class DryRunSaver:
             if unit in local:
                 self._meter.reset(unit, [_decoded(tensor, choice.encoding) for tensor in local[unit].tensors])
             size, encoding, one = self._table.sizes[unit], choice.encoding or RAW, stats.get(unit)
-            self._ledger.versions[unit] = UnitRecord(
-                layer=unit.layer,
-                slot=unit.slot,
-                save=SaveId(step, 0).name,
-                encoding=encoding,
-                numel=size.numel,
-                nbytes=size.nbytes if one is None else int(expected_bytes(one, encoding)),
-                drift=0.0,
-                staleness=0,
-                moving=is_moving(unit),
-                reason=choice.reason,
-                members=size.members,
-                error=0.0 if one is None else expected_error(one, encoding),
+            stored = size if one is None else replace(size, nbytes=int(expected_bytes(one, encoding)))
+            error = 0.0 if one is None else expected_error(one, encoding)
+            self._ledger.versions[unit] = new_version(
+                unit, SaveId(step, 0), stored, choice.reason, encoding=encoding, error=error
             )
         self._ledger.commits += 1
         self._table.lost -= decided.saved.keys()

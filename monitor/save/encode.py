@@ -35,17 +35,13 @@ from store.segment import StagedFragment
 LEVELS: tuple[int | None, ...] = (None, 1, 3, 6)
 """zstd levels in rising order. Above 6, byte planes of training state hardly get smaller for the time it takes."""
 
-SHARE = 0.5
-"""Share of the time between two saves that writing a segment may take."""
+SHARE = 0.5  # share of the time between two saves that writing a segment may take
 
 LIFE = 16
 """Maximum number of deltas to one base. It bounds the damage of a corrupt base, for a sixteenth of a full save each."""
 
-_REST = 16
-"""Saves without deltas of a fragment after a delta did not pay."""
-
-_PAYS = 0.9
-"""A first delta larger than this share of its base does not pay."""
+_REST = 16  # saves without deltas of a fragment after a delta did not pay
+_PAYS = 0.9  # a first delta larger than this share of its base does not pay
 
 _LEAST_SUM = 1e-20
 """Float32 sums of squares above this lose less than float32 precision to squares that underflow."""
@@ -203,10 +199,11 @@ class Packer:
             reached: Saves that the newest commit refers to; others may be pruned at any time.
         """
         if seconds > 0.0:
-            self._learn(done, seconds)
-        for fragment in [one for one, left in self._resting.items() if left <= 1]:
-            del self._resting[fragment]
-        self._resting = {fragment: left - 1 for fragment, left in self._resting.items()}
+            made = [data for _, _, data, _ in done.made]
+            nbytes = sum(data.encoding.stored_bytes(data.numel, data.dtype) for data in made)
+            written, making = sum(data.written for data in made), sum(data.seconds for data in made)
+            self._chooser.learn(done.level, nbytes, written, making, max(0.0, seconds - making))
+        self._resting = {fragment: left - 1 for fragment, left in self._resting.items() if left > 1}
         for unit, fragment, data, retained in done.made:
             if not moved(unit):
                 continue
@@ -224,12 +221,6 @@ class Packer:
         """Take no deltas to earlier saves: the job rolled back, perhaps because they are damaged."""
         self._bases = {}
         self._resting = {}
-
-    def _learn(self, done: SavePacking, seconds: float) -> None:
-        made = [data for _, _, data, _ in done.made]
-        nbytes = sum(data.encoding.stored_bytes(data.numel, data.dtype) for data in made)
-        making = sum(data.seconds for data in made)
-        self._chooser.learn(done.level, nbytes, sum(data.written for data in made), making, max(0.0, seconds - making))
 
     def _note_delta(self, fragment: Fragment, nbytes: int) -> None:
         base = self._bases.get(fragment)
@@ -283,7 +274,9 @@ def encode_unit(
             lost.decoded_sq += staged.lost.decoded_sq
         else:
             chosen = RAW if isinstance(staged, EncodedCopy) else _applicable_encoding(encoding, copy)
-            source = _encode_copy(chosen, copy, lost)
+            known = encoding_named(chosen)
+            chunks = partial(_raw_chunks, copy) if known.lossless else partial(_lossy_chunks, copy, known, lost)
+            source = EncodedEntry(known, copy.numel(), dtype_name(copy.dtype), chunks)
             if chosen != encoding:  # the relative error of the unit is over all of its values
                 lost.decoded_sq += sum(_squared(piece.float()) for piece in torch.split(copy, CHUNK))
         plain = chosen == RAW and not packing.active
@@ -309,12 +302,6 @@ def _applicable_encoding(encoding: str, copy: torch.Tensor) -> str:
     if known.lossless or not known.applies(dtype_name(copy.dtype)):
         return RAW
     return encoding if in_range(copy, encoder_named(encoding).unsigned) else RAW
-
-
-def _encode_copy(name: str, copy: torch.Tensor, lost: EncodingLoss) -> EncodedEntry:
-    encoding = encoding_named(name)
-    chunks = partial(_raw_chunks, copy) if encoding.lossless else partial(_lossy_chunks, copy, encoding, lost)
-    return EncodedEntry(encoding, copy.numel(), dtype_name(copy.dtype), chunks)
 
 
 def _raw_chunks(copy: torch.Tensor) -> Iterator[Bytes]:

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from monitor.context import JobContext
 from monitor.ledger import CommitDraft, PreparedCommit, build_manifest
 from monitor.observe.drift_meter import DriftMeter, Signature, measure_record
+from monitor.run_state import capture_run_state, to_tree
 from monitor.save.encode import SavePacking, encode_unit
 from monitor.save.staging import AsyncCopy, StagedUnit
 from store.catalog import Catalog
@@ -47,12 +49,9 @@ class Progress:
     """Units whose copies the meter holds until the save is settled. A save may fail before it has all of them."""
     signatures: dict[Unit, Signature] = field(default_factory=dict)
     """Signatures of the staged values that were measured in the background thread."""
-    attempted: bool = False
-    """The manifest may exist, even if an error was raised."""
-    prepared: PreparedCommit | None = None
-    """The commit, once it is durable."""
-    write_seconds: float = 0.0
-    """Time to write the segment, from the first byte encoded to the last one durable."""
+    attempted: bool = False  # the manifest may exist, even if an error was raised
+    prepared: PreparedCommit | None = None  # the commit, once it is durable
+    write_seconds: float = 0.0  # time to write the segment, from the first byte encoded to the last one durable
 
 
 @dataclass(frozen=True)
@@ -86,6 +85,19 @@ class SaveResult:
     written_bytes: int = 0  # over all ranks; rank 0 only
 
 
+def empty_segment(job: JobContext, store_id: str, save: SaveId, plan: str) -> SegmentDraft:
+    """Return this rank's segment without its fragments and the run state."""
+    rank, world_size = job.group.rank, job.group.world_size
+    return SegmentDraft(store_id, save, rank, world_size, plan, fragments=(), run_state=None, run_leaves=(), facts={})
+
+
+def with_run_state(segment: SegmentDraft, job: JobContext) -> SegmentDraft:
+    """Add the run state as it is now, and on rank 0 the layout. Raises any exception of the user's objects."""
+    tree, leaves = to_tree(capture_run_state(job.adapter, job.user, segment.rank))
+    facts = job.adapter.layout_facts() if segment.rank == 0 else {}
+    return replace(segment, run_state=tree, run_leaves=leaves, facts=facts)
+
+
 def run_save(task: SaveTask) -> SaveResult:
     """Run a save. If it raises a DriftpointError, no commit was acknowledged."""
     began = time.monotonic()
@@ -115,7 +127,10 @@ def prune_after_commit(task: SaveTask) -> None:
     except StorageError as error:
         notes.append(f"LATEST was not updated: {error}")
     try:
-        notes += _prune(task.files, commit_plan)
+        plan = plan_prune(commit_plan.catalog, commit_plan.retention)
+        execute(task.files, plan)
+        commit_plan.catalog.retain(plan.keep)
+        notes += [f"pruning: {plan.blocked}"] if plan.blocked else []
     except (StorageError, DamagedError) as error:
         notes.append(f"pruning stopped: {error}")
     if notes:
@@ -159,8 +174,7 @@ class _Encoding:
         assert self._before is not None
         if self._unit.unit not in self._task.progress.metered:
             self._task.meter_stage(self._unit)
-        lost = self._encoded.lost
-        return self._before.model_copy(update={"error_sq": lost.error_sq, "decoded_sq": lost.decoded_sq})
+        return self._before.model_copy(update=vars(self._encoded.lost))
 
     def _measure_copies(self) -> MeasureRecord:
         measure = self._task.meter.measure(self._unit.unit, self._unit.copies)
@@ -178,10 +192,3 @@ def _commit(task: SaveTask, commit_plan: CommitPlan, began: float) -> SaveResult
     commit(task.files, prepared.manifest)
     task.progress.prepared = prepared
     return SaveResult(prepared, time.monotonic() - began, group.record.payload_bytes)
-
-
-def _prune(files: Files, commit_plan: CommitPlan) -> list[str]:
-    plan = plan_prune(commit_plan.catalog, commit_plan.retention)
-    execute(files, plan)
-    commit_plan.catalog.retain(plan.keep)
-    return [f"pruning: {plan.blocked}"] if plan.blocked else []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -17,13 +17,21 @@ from monitor.background import BackgroundWorker, TaskResult
 from monitor.context import JobContext
 from monitor.distributed import run_on_rank0
 from monitor.events import BackgroundFailureEvent, CommitEvent, SaveBeginEvent, SaveFailedEvent
-from monitor.ledger import CommitDraft, JobFacts, PreparedCommit
+from monitor.ledger import CommitDraft, PreparedCommit
 from monitor.observe.drift_meter import Signature
 from monitor.observe.units import LocalUnit
-from monitor.run_state import capture_run_state, to_tree
 from monitor.save.encode import Packer, SavePacking
-from monitor.save.save_task import CommitPlan, SaveResult, SaveTask, discard, prune_after_commit, run_save
-from monitor.save.staging import AsyncCopy, StagedUnit, Stager, encoded_bytes
+from monitor.save.save_task import (
+    CommitPlan,
+    SaveResult,
+    SaveTask,
+    discard,
+    empty_segment,
+    prune_after_commit,
+    run_save,
+    with_run_state,
+)
+from monitor.save.staging import AsyncCopy, StagedUnit, Stager, UnfinishedCopy, encoded_bytes
 from monitor.save.store_session import StoreSession
 from monitor.types import DecisionResult
 from store.encoding import encoding_named
@@ -39,9 +47,9 @@ _log = logging.getLogger("driftpoint")
 
 @dataclass(frozen=True)
 class SaveStatus:
-    """Whether a save may begin, over all ranks."""
+    """Whether a save, or a snapshot in memory, may begin, over all ranks."""
 
-    skip: str | None  # why no save may begin now
+    skip: str | None  # why none may begin now
     changed: bool  # whether the pieces of any rank changed
 
 
@@ -65,33 +73,22 @@ class Saver:
         self._meter = job.meter
         self._listeners = job.listeners
         self._session = session
-        self._facts = JobFacts(
-            store_id=session.catalog.store_id,
-            framework=job.adapter.framework,
-            policy=job.policy.name,
-            layers=job.table.layer_records(),
-            tensors=job.table.tensor_records(),
-        )
         self._stager = Stager(job.meter, job.config.encode)
         self._packer = Packer(job.config.packing, job.config.differences)
         self._began: float | None = None
         self._writer: BackgroundWorker[SaveResult | None] = BackgroundWorker(f"driftpoint-writer-{job.group.rank}")
         self._pending: _Pending | None = None
         self._outcome: TaskResult[SaveResult | None] | None = None
-        self._copying: AsyncCopy | None = None
         staging = job.config.staging
-        self._lazy = staging == "lazy" or (staging == "auto" and job.adapter.state_is_private)
+        # Whether copies are made during the next forward and backward.
+        self.lazy = staging == "lazy" or (staging == "auto" and job.adapter.state_is_private)
         self._upkeep: dict[int, str] = {}
-        self._fenced = self._failed = False
-        job.adapter.before_update(self._before_update)
+        self._fenced = False
+        self.failed = False  # whether the save that this rank finished last failed
+        self._copies = UnfinishedCopy(job.adapter, job.listeners.on_copy_wait)
         self._highest_step = self._highest_snapshot = -1
         self._root = session.files.root if isinstance(session.files, LocalFiles) else None
         self._check_free_space()
-
-    @property
-    def lazy(self) -> bool:
-        """Whether copies are made during the next forward and backward."""
-        return self._lazy
 
     @property
     def in_progress(self) -> bool:
@@ -145,7 +142,7 @@ class Saver:
             if unit in local
         )
         copying.start()
-        if not self._lazy:
+        if not self.lazy:
             copying.finish()
         commit_plan = None
         if self._group.rank == 0:
@@ -159,7 +156,7 @@ class Saver:
             if unit.measure is not None and encoding_named(unit.encoding).lossless:
                 task.meter_stage(unit)
         self._outcome = None
-        self._copying = copying
+        self._copies.set(copying)
         self._pending = _Pending(self._writer.submit(lambda: run_save(task)), task, frozenset(decided.saved))
         if commit_plan is not None:
             self.upkeep(lambda: prune_after_commit(task), f"tidying up after the commit of step {step}")
@@ -203,11 +200,6 @@ class Saver:
         self._upkeep[self._writer.submit(job)] = what
 
     @property
-    def failed(self) -> bool:
-        """Whether the save that this rank finished last failed."""
-        return self._failed
-
-    @property
     def newest(self) -> SaveId | None:
         """The newest commit of the job, settled or not. Rank 0 only."""
         self._collect()
@@ -238,9 +230,7 @@ class Saver:
         self._collect()
 
     def finish_copies(self) -> None:
-        """Return once the copies of the pending save are complete."""
-        if self._copying is not None:
-            self._copying.finish()
+        self._copies.finish()
 
     def close(self, timeout: float, clean: bool) -> None:
         """Wait for the pending save, report its outcome and release the store.
@@ -273,19 +263,11 @@ class Saver:
 
         self._session.epoch, self._session.token = run_on_rank0(self._group, claim)
 
-    def _before_update(self) -> None:
-        """Finish the copies before an optimizer step changes the state."""
-        copying, self._copying = self._copying, None
-        if copying is not None:
-            began = time.perf_counter()
-            copying.finish()
-            self._listeners.on_copy_wait(time.perf_counter() - began)
-
     def _collect(self) -> None:
         for done in self._writer.finished():
             if self._pending is not None and done.number == self._pending.number:
                 self._outcome = done
-                self._failed = done.error is not None
+                self.failed = done.error is not None
                 self._fenced = self._fenced or isinstance(done.error, FencedError)
             elif done.error is not None:
                 message = f"{self._upkeep.get(done.number, 'upkeep')} failed: {done.error}"
@@ -338,31 +320,18 @@ class Saver:
         """Return the segment without its fragments, and the error if the run state cannot be captured.
 
         Such an error does not stop training: the save fails and is reported like any other."""
-        unstorable, facts = None, {}
-        try:
-            tree, leaves = to_tree(capture_run_state(self._job.adapter, self._job.user, self._group.rank))
-            facts = self._job.adapter.layout_facts() if self._group.rank == 0 else {}
-        except UsageError as error:
-            tree, leaves, unstorable = None, [], error
-        except Exception as error:  # noqa: BLE001 - the edge to the user's own objects: kept as the save's failure
-            tree, leaves, unstorable = None, [], UnsupportedError(f"the run state could not be captured: {error!r}")
         plan = [save.name, [[unit.layer, unit.slot, choice.encoding] for unit, choice in decided.saved.items()]]
-        segment = SegmentDraft(
-            store_id=self._session.catalog.store_id,
-            save=save,
-            rank=self._group.rank,
-            world_size=self._group.world_size,
-            plan=digest(seal(plan)),
-            fragments=(),
-            run_state=tree,
-            run_leaves=leaves,
-            facts=facts,
-        )
-        return segment, unstorable
+        segment = empty_segment(self._job, self._session.catalog.store_id, save, digest(seal(plan)))
+        try:
+            return with_run_state(segment, self._job), None
+        except UsageError as error:
+            return segment, error
+        except Exception as error:  # noqa: BLE001 - the edge to the user's own objects: kept as the save's failure
+            return segment, UnsupportedError(f"the run state could not be captured: {error!r}")
 
     def _commit_plan(self, save: SaveId, decided: DecisionResult) -> CommitPlan:
         draft = CommitDraft(
-            facts=replace(self._facts, tensors=self._job.table.tensor_records()),
+            facts=self._job.facts(self._session.catalog.store_id),
             save=save,
             world_size=self._group.world_size,
             commits=self._job.ledger.commits + 1,

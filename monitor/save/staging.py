@@ -7,24 +7,25 @@ and backward (``lazy``); then the next optimizer step waits for the copies that 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
+from monitor.adapters.base import Adapter
 from monitor.adapters.module_tensors import dtype_name
 from monitor.observe.drift_meter import DriftMeter, Measure, Signature, measure_record
 from monitor.observe.units import LocalUnit
-from monitor.save.torch_codecs import encoder_named
-from store.encoding import CHUNK, chunk_sizes, encoding_named
+from monitor.save.torch_codecs import encoded_chunks, encoder_named, true_on
+from store.encoding import CHUNK, encoding_named
 from store.encoding.base import Bytes
 from store.errors import SaveError
 from store.names import BUFFER, FROZEN, Fragment, Unit
 from store.schema import MeasureRecord
 
-_HUGE = 3.3e38
-"""Larger values may round to infinity, so they are stored raw."""
+_HUGE = 3.3e38  # larger values may round to infinity, so they are stored raw
 
 
 def in_range(values: torch.Tensor, unsigned: bool) -> torch.Tensor:
@@ -61,10 +62,8 @@ class EncodedCopy:
     encoding: str
     encoded: torch.Tensor
     copy: torch.Tensor
-    held: bool = False
-    """Whether the encoding holds all values; set by :meth:`finish`."""
-    lost: EncodingLoss = field(default_factory=EncodingLoss)
-    """Set by :meth:`finish`."""
+    held: bool = False  # whether the encoding holds all values; set by :meth:`finish`
+    lost: EncodingLoss = field(default_factory=EncodingLoss)  # set by :meth:`finish`
     _result: torch.Tensor | None = None
 
     def begin(self) -> None:
@@ -76,20 +75,17 @@ class EncodedCopy:
 
     @torch.no_grad()
     def _encode(self) -> None:
-        encoding, encoder, device = encoding_named(self.encoding), encoder_named(self.encoding), self.source.device
-        sums = torch.zeros(2, dtype=torch.float64, device=device)
-        held, at = torch.ones((), dtype=torch.bool, device=device), 0
+        encoder, device = encoder_named(self.encoding), self.source.device
+        sums, held = torch.zeros(2, dtype=torch.float64, device=device), true_on(device)
         scratch = torch.empty(min(CHUNK, self.source.numel()), dtype=torch.float32, device=device)
-        for values in torch.split(self.source, CHUNK):
-            stop = at + encoding.stored_bytes(values.numel(), "F32")
-            out = torch.empty(stop - at, dtype=torch.uint8, device=device)
+        for values_at, bytes_at in encoded_chunks(self.source.numel(), self.encoding):
+            values, out = self.source[values_at], torch.empty_like(self.encoded[bytes_at], device=device)
             decoded = scratch[: values.numel()]
             held &= encoder.encode(values, out) & in_range(values, encoder.unsigned)
             encoder.decode(out, decoded)
             sums[1] += decoded.double().square().sum()
             sums[0] += decoded.sub_(values).double().square().sum()
-            self.encoded[at:stop].copy_(out, non_blocking=True)
-            at = stop
+            self.encoded[bytes_at].copy_(out, non_blocking=True)
         result = torch.cat((held.double().view(1), sums))
         self._result = torch.empty(3, dtype=torch.float64, pin_memory=result.is_cuda).copy_(result, non_blocking=True)
 
@@ -104,12 +100,10 @@ class EncodedCopy:
 
     def chunks(self) -> Iterator[Bytes]:
         """Yield the encoded chunks and decode each one into ``copy``. Background thread."""
-        encoding, encoder, at, start = encoding_named(self.encoding), encoder_named(self.encoding), 0, 0
-        for size in chunk_sizes(self.copy.numel()):
-            stop = at + encoding.stored_bytes(size, "F32")
-            encoder.decode(self.encoded[at:stop], self.copy[start : start + size])
-            yield self.encoded[at:stop].numpy()
-            at, start = stop, start + size
+        encoder = encoder_named(self.encoding)
+        for values_at, bytes_at in encoded_chunks(self.copy.numel(), self.encoding):
+            encoder.decode(self.encoded[bytes_at], self.copy[values_at])
+            yield self.encoded[bytes_at].numpy()
 
 
 class StagingPool:
@@ -156,24 +150,13 @@ class StagingPool:
         if pinned and _fits(buffers, tensors) and not self._free.get(unit):
             self.give(unit, buffers)
 
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of free buffers."""
-        return sum(
-            buffer.numel() * buffer.element_size()
-            for sets in self._free.values()
-            for buffers in sets
-            for buffer in buffers
-        ) + sum(buffer.numel() for buffers in self._bytes.values() for buffer in buffers)
-
 
 class AsyncCopy:
     """Copies the live tensors of one save into host buffers.
 
     The training thread adds and starts. The first thread that calls :meth:`finish` completes the copies, and the other
     one waits for it, so training never depends on a background thread that hangs. Until then buffers are not read and
-    sources do not change. On CUDA the copies run in a side stream into pinned memory, after all work queued before.
-    """
+    sources do not change. On CUDA the copies run in a side stream into pinned memory, after all work queued before."""
 
     def __init__(self) -> None:
         self._versions: list[tuple[torch.Tensor, int]] = []
@@ -238,6 +221,30 @@ class AsyncCopy:
                 "the state was changed between two optimizer steps while it was copied, so this save is given up; "
                 "set `staging: eager`, or do not change parameters after ckpt.step()"
             )
+
+
+class UnfinishedCopy:
+    """The copies of the last save, which the next optimizer step waits for. ``waited`` gets the seconds of a wait."""
+
+    def __init__(self, adapter: Adapter, waited: Callable[[float], None]) -> None:
+        self._copying: AsyncCopy | None = None
+        self._waited = waited
+        adapter.before_update(self._before_update)
+
+    def set(self, copying: AsyncCopy | None) -> None:
+        self._copying = copying
+
+    def finish(self) -> None:
+        """Return once the copies are complete."""
+        if self._copying is not None:
+            self._copying.finish()
+
+    def _before_update(self) -> None:
+        copying, self._copying = self._copying, None
+        if copying is not None:
+            began = time.perf_counter()
+            copying.finish()
+            self._waited(time.perf_counter() - began)
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

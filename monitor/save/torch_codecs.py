@@ -19,7 +19,6 @@ import torch
 from store.encoding import (
     BF16,
     BF16_INT8,
-    CHUNK,
     INT8_BLOCK,
     INT8_SQRT_BLOCK,
     RAW,
@@ -38,8 +37,7 @@ CUDA_PIECE = 1 << 20
 _INFINITE = 0x7F800000
 _INT_MIN = -(1 << 31)
 _STEP = GRID + 1
-_LEAST_SQRT_BITS = (127 - 62) << 23
-"""Bits of int8.LEAST_SQRT_SCALE, 2**-62."""
+_LEAST_SQRT_BITS = (127 - 62) << 23  # bits of int8.LEAST_SQRT_SCALE, 2**-62
 
 
 def encoder_named(name: str) -> Encoder:
@@ -49,8 +47,9 @@ def encoder_named(name: str) -> Encoder:
     return _ENCODERS[name]
 
 
-def encode(values: torch.Tensor, name: str, out: torch.Tensor | None = None) -> tuple[torch.Tensor, bool]:
-    """Encode a fragment. Waits for the device once; :func:`encode_into` does not.
+@torch.no_grad()
+def encode(values: torch.Tensor, name: str, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Encode a fragment, without waiting for its device.
 
     Args:
         values: Contiguous float32 of any shape; for raw any dtype.
@@ -58,30 +57,20 @@ def encode(values: torch.Tensor, name: str, out: torch.Tensor | None = None) -> 
         out: 1-d uint8 of the encoded size to fill; by default a new tensor.
 
     Returns:
-        The encoded bytes, on the device of the values, and whether the encoding can hold the values. If it cannot,
-        the bytes are undefined: store the fragment raw.
+        The encoded bytes, and a bool tensor that says whether the encoding can hold the values, both on their device.
+        If it cannot, the bytes are undefined: store the fragment raw.
     """
     if out is None:
         out = torch.empty(stored_bytes(values, name), dtype=torch.uint8, device=values.device)
-    return out, bool(encode_into(values, name, out))
-
-
-@torch.no_grad()
-def encode_into(values: torch.Tensor, name: str, out: torch.Tensor) -> torch.Tensor:
-    """Encode into ``out`` without waiting: return on the device, as a bool tensor, whether the values can be held."""
     _check(values, out, stored_bytes(values, name))
-    flat = _flat(values)
-    good = true_on(values.device)
+    flat, good = _flat(values), true_on(values.device)
     if name == RAW:
         out.copy_(flat.view(torch.uint8))
-        return good
-    encoding, encoder, at = encoding_named(name), encoder_named(name), 0
-    for index, size in enumerate(chunk_sizes(flat.numel())):
-        stop = at + lanes_bytes(encoding.lanes(size, "F32"))
-        start = index * CHUNK
-        good &= encoder.encode(flat[start : start + size], out[at:stop])
-        at = stop
-    return good
+        return out, good
+    encoder = encoder_named(name)
+    for values_at, bytes_at in encoded_chunks(flat.numel(), name):
+        good &= encoder.encode(flat[values_at], out[bytes_at])
+    return out, good
 
 
 @torch.no_grad()
@@ -89,20 +78,25 @@ def decode(data: torch.Tensor, name: str, out: torch.Tensor) -> torch.Tensor:
     """Decode a fragment into ``out`` (contiguous; float32, or any dtype for raw) and return it.
 
     ``data`` is 1-d uint8 on the same device, written by :func:`encode` with True. Bytes from a store are not checked
-    here but in :mod:`store.encoding`.
-    """
+    here but in :mod:`store.encoding`."""
     _check(out, data, stored_bytes(out, name))
     flat = _flat(out)
     if name == RAW:
         flat.view(torch.uint8).copy_(data)
         return out
-    encoding, encoder, at = encoding_named(name), encoder_named(name), 0
-    for index, size in enumerate(chunk_sizes(flat.numel())):
-        stop = at + lanes_bytes(encoding.lanes(size, "F32"))
-        start = index * CHUNK
-        encoder.decode(data[at:stop], flat[start : start + size])
-        at = stop
+    encoder = encoder_named(name)
+    for values_at, bytes_at in encoded_chunks(flat.numel(), name):
+        encoder.decode(data[bytes_at], flat[values_at])
     return out
+
+
+def encoded_chunks(numel: int, name: str) -> Iterator[tuple[slice, slice]]:
+    """Yield the elements and the encoded bytes of each chunk of a float32 fragment."""
+    encoding, start, at = encoding_named(name), 0, 0
+    for size in chunk_sizes(numel):
+        stop = at + lanes_bytes(encoding.lanes(size, "F32"))
+        yield slice(start, start + size), slice(at, stop)
+        start, at = start + size, stop
 
 
 def stored_bytes(values: torch.Tensor, name: str) -> int:
@@ -139,8 +133,7 @@ class Encoder(Protocol):
         """Fill ``out`` (1-d uint8) with one encoded chunk of ``values`` (1-d float32, contiguous).
 
         Return whether all values can be held, as a 0-d bool tensor; if not, ``out`` is undefined. Both tensors are on
-        one device, which is not waited for.
-        """
+        one device, which is not waited for."""
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
         """Fill ``out`` (1-d float32) with the values of one chunk that ``encode`` wrote."""

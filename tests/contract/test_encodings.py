@@ -79,7 +79,7 @@ def bounds(encoding: Encoding, values: Floats) -> NDArray[np.float64]:
 
 def in_torch(name: str, values: Floats) -> tuple[NDArray[np.uint8], bool]:
     data, good = encoders.encode(torch.from_numpy(values.copy()), name)
-    return data.numpy(), good
+    return data.numpy(), bool(good)
 
 
 def same(one: Floats, other: Floats) -> bool:

@@ -19,8 +19,7 @@ import torch
 import monitor.memory.snapshot
 import monitor.memory.tier
 import store.segment
-from monitor.memory.tier import MemoryTier
-from monitor.save.staging import AsyncCopy
+from monitor.save.staging import AsyncCopy, UnfinishedCopy
 from store.errors import DamagedError, StoreError
 from store.memory.arena import Arena
 from store.memory.index import scan_node
@@ -120,7 +119,7 @@ def _into_first(real: Any) -> Any:
 
 def do_not_wait_for_the_copies(patch: pytest.MonkeyPatch) -> None:
     """The record before the copy is complete: hashes of what is there by then. The optimizer comes after the record."""
-    real, before_update = monitor.memory.snapshot.seal_snapshot, MemoryTier._before_update
+    real, before_update = monitor.memory.snapshot.seal_snapshot, UnfinishedCopy._before_update
     recorded = threading.Event()
 
     def seal(version: Any) -> float:
@@ -129,19 +128,19 @@ def do_not_wait_for_the_copies(patch: pytest.MonkeyPatch) -> None:
         finally:
             recorded.set()
 
-    def before(tier: MemoryTier) -> None:
-        if tier._copying is not None:
+    def before(copies: UnfinishedCopy) -> None:  # the saver's never has any here
+        if copies._copying is not None:
             assert recorded.wait(180)
             recorded.clear()
-        before_update(tier)
+        before_update(copies)
 
     patch.setattr(monitor.memory.tier, "seal_snapshot", seal)
-    patch.setattr(MemoryTier, "_before_update", before)
+    patch.setattr(UnfinishedCopy, "_before_update", before)
 
 
 def do_not_wait_before_the_update(patch: pytest.MonkeyPatch) -> None:
     """The optimizer does not wait for the copies, and nobody asks whether they are torn. They come after it."""
-    patch.setattr(MemoryTier, "_before_update", lambda _: None)
+    patch.setattr(UnfinishedCopy, "_before_update", lambda _: None)
     patch.setattr(AsyncCopy, "require_whole", lambda _: None)
     real, updated = monitor.memory.snapshot.seal_snapshot, threading.Event()
 

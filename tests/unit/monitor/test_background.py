@@ -57,11 +57,11 @@ def test_join_gives_up_in_time_and_tells(writer: BackgroundWorker[str]) -> None:
     number = writer.submit(slow)
     assert begun.wait(180)
     assert not writer.join(0)
-    assert writer.running(number)
+    assert not writer.wait(number, 0.0)
     assert writer.finished() == []
     go_on.set()
     assert writer.join(180)
-    assert not writer.running(number)
+    assert writer.wait(number, 0.0)
     assert [one.result for one in writer.finished()] == ["late"]
 
 

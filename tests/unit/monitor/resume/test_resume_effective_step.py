@@ -404,7 +404,7 @@ def test_data_that_goes_on_needs_the_newest_run_state(store: Path) -> None:
 def test_a_refused_resume_changes_nothing(store: Path) -> None:
     trained(store, 4, 7)
     with run(store, seed=5, **parity(4)) as other:
-        other.ckpt._job.user._objects.append(Loader())
+        other.ckpt._job.user.objects.append(Loader())
         before = {name: p.detach().clone() for name, p in other.model.named_parameters()}
         with pytest.raises(ModelMismatchError, match="2 objects"):
             other.ckpt.resume()

@@ -299,7 +299,7 @@ def test_an_object_that_changes_the_model_so_that_it_fits_no_more(store: Path) -
     with job.ckpt, pytest.raises(ModelMismatchError, match=r"Remove objects that change the shape or dtype"):
         job.ckpt.resume()
     assert {p.dtype for p in job.model.parameters()} == {torch.float32}
-    assert job.ckpt._job.user._objects[0].count == 1
+    assert job.ckpt._job.user.objects[0].count == 1
 
 
 def test_the_optimizer_itself_may_be_among_the_objects(tmp_path: Path) -> None:
@@ -333,7 +333,7 @@ def test_after_a_refusal_the_right_objects_resume(store: Path) -> None:
     with job.ckpt:
         with pytest.raises(ModelMismatchError):
             job.ckpt.resume()
-        job.ckpt._job.user._objects.pop()
+        job.ckpt._job.user.objects.pop()
         assert job.ckpt.resume() == 2
         assert job.ckpt.certificate is not None and job.ckpt.certificate.exact
     assert job.state[0].count == 7
