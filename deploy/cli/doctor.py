@@ -35,21 +35,14 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 StoreArgument = Annotated[
     StorePath | None,
     typer.Argument(
-        metavar="[STORE]",
-        parser=place_of,
-        help="Store directory (existing or planned), or s3://BUCKET/PREFIX.",
-        show_default=False,
+        metavar="[STORE]", parser=place_of, help="Store directory (existing or planned), or s3://BUCKET/PREFIX."
     ),
 ]
 ConfigOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--config", "-c", metavar="FILE", help="The job's YAML (./driftpoint.yaml if it exists).", show_default=False
-    ),
+    Path | None, typer.Option("--config", "-c", metavar="FILE", help="The job's YAML (./driftpoint.yaml if it exists).")
 ]
 ParametersOption = Annotated[
-    str | None,
-    typer.Option("--parameters", metavar="N", help="Number of model parameters: 350M, 8b.", show_default=False),
+    str | None, typer.Option("--parameters", metavar="N", help="Number of model parameters: 350M, 8b.")
 ]
 NodesOption = Annotated[int, typer.Option("--nodes", min=1, metavar="N", help="Number of nodes of the job.")]
 PatienceOption = Annotated[

@@ -11,33 +11,17 @@ from deploy import console as output
 from deploy.cli import replay
 from deploy.console import DebugOption, JsonOption
 
-ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="llama-8b, llama-70b or llama-405b.", show_default=False)
-]
-GpusOption = Annotated[
-    int | None, typer.Option("--gpus", min=1, metavar="N", help="Number of GPUs (1024).", show_default=False)
-]
-StepOption = Annotated[
-    float | None, typer.Option("--step-seconds", min=0, metavar="S", help="Seconds per step.", show_default=False)
-]
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="llama-8b, llama-70b or llama-405b.")]
+GpusOption = Annotated[int | None, typer.Option("--gpus", min=1, metavar="N", help="Number of GPUs (1024).")]
+StepOption = Annotated[float | None, typer.Option("--step-seconds", min=0, metavar="S", help="Seconds per step.")]
 DriftOption = Annotated[
-    float | None,
-    typer.Option("--drift", min=0, metavar="D", help="Drift of the weights over 10 steps.", show_default=False),
+    float | None, typer.Option("--drift", min=0, metavar="D", help="Drift of the weights over 10 steps.")
 ]
 RateOption = Annotated[
-    float | None,
-    typer.Option(
-        "--learning-rate", min=0, metavar="LR", help="Learning rate, instead of --drift (1e-4).", show_default=False
-    ),
+    float | None, typer.Option("--learning-rate", min=0, metavar="LR", help="Learning rate, instead of --drift (1e-4).")
 ]
-EveryOption = Annotated[
-    int | None,
-    typer.Option("--every", min=1, metavar="N", help="Steps between decisions (25).", show_default=False),
-]
-HoursOption = Annotated[
-    float | None,
-    typer.Option("--hours", min=0, metavar="H", help="Hours of training (24).", show_default=False),
-]
+EveryOption = Annotated[int | None, typer.Option("--every", min=1, metavar="N", help="Steps between decisions (25).")]
+HoursOption = Annotated[float | None, typer.Option("--hours", min=0, metavar="H", help="Hours of training (24).")]
 
 
 def estimate(

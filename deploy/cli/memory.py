@@ -30,9 +30,7 @@ app = typer.Typer(
     epilog=EPILOG, help="List or free the snapshots in this node's shared memory.", invoke_without_command=True
 )
 
-StoreOption = Annotated[
-    str | None, typer.Argument(metavar="[STORE]", help="Directory or URL of the store, or its id.", show_default=False)
-]
+StoreOption = Annotated[str | None, typer.Argument(metavar="[STORE]", help="Directory or URL of the store, or its id.")]
 AllOption = Annotated[bool, typer.Option("--all", help="Free those of all stores.")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 

@@ -68,13 +68,9 @@ SourceArgument = Annotated[
         parser=place_of,
         help="A store (a directory or s3://BUCKET/PREFIX), or a checkpoint of a framework (or the directory of "
         "several). Not needed with a recipe that names its sources.",
-        show_default=False,
     ),
 ]
-OutOption = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="Directory to write; it must not exist yet.", show_default=False),
-]
+OutOption = Annotated[Path | None, typer.Option(metavar="DIR", help="Directory to write; it must not exist yet.")]
 StepOption = Annotated[
     str | None,
     typer.Option(
@@ -82,16 +78,13 @@ StepOption = Annotated[
         help="A step, a save such as 00000120-000003, a tag, or a bound such as '<= 120'. "
         "Default: the newest that can be rebuilt of a store, `latest` of a DeepSpeed directory, the newest complete "
         "Trainer checkpoint.",
-        show_default=False,
     ),
 ]
 LayoutOption = Annotated[
-    str,
-    typer.Option(metavar="LAYOUT", help="native, deepspeed, universal, hf, dcp, trainer or torch."),
+    str, typer.Option(metavar="LAYOUT", help="native, deepspeed, universal, hf, dcp, trainer or torch.")
 ]
 StageOption = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="ZeRO stage to write, 1 to 3 (deepspeed).", show_default="the source's"),
+    int | None, typer.Option(metavar="N", help="ZeRO stage to write, 1 to 3 (deepspeed).", show_default="the source's")
 ]
 WorldOption = Annotated[
     int | None,
@@ -113,8 +106,7 @@ FilesOption = Annotated[
     ),
 ]
 RecipeOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Recipe that combines layers of several checkpoints.", show_default=False),
+    Path | None, typer.Option(metavar="FILE", help="Recipe that combines layers of several checkpoints.")
 ]
 WorkersOption = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Number of threads.", show_default="processors, up to 8")

@@ -146,14 +146,11 @@ def _value(one: str, text: str) -> Any:
 PolicyArgument = Annotated[
     str,
     typer.Argument(
-        metavar="POLICY",
-        help="my.py:Mine, package.module:Mine, the name of a policy, or a YAML configuration.",
-        show_default=False,
+        metavar="POLICY", help="my.py:Mine, package.module:Mine, the name of a policy, or a YAML configuration."
     ),
 ]
 SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Set a parameter of the policy; repeatable."),
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a parameter of the policy; repeatable.")
 ]
 
 
@@ -189,11 +186,7 @@ def _check_policy_file(word: str, given: Sequence[str]) -> Checked:
 
 
 def _as_json(checked: Checked) -> dict[str, Any]:
-    return {
-        "policy": checked.policy,
-        "holds": checked.holds,
-        "checks": [asdict(one) for one in checked.findings],
-    }
+    return {"policy": checked.policy, "holds": checked.holds, "checks": [asdict(one) for one in checked.findings]}
 
 
 def _draw(console: Console, checked: Checked) -> None:

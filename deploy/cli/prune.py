@@ -34,10 +34,7 @@ _DEFAULT = Retention()
 
 DryRunOption = Annotated[bool, typer.Option("--dry-run", "-n", help="Only list what would be deleted.")]
 KeepLastOption = Annotated[int, typer.Option(min=1, metavar="N", help="Keep the newest N commits.")]
-KeepEveryOption = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="N", help="Also keep one commit in every N steps.", show_default=False),
-]
+KeepEveryOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="Also keep one commit in every N steps.")]
 LogSpacedOption = Annotated[
     bool, typer.Option("--log-spaced/--no-log-spaced", help="Also keep older commits at increasing distances.")
 ]

@@ -29,74 +29,48 @@ PolicyOption = Annotated[
         metavar="POLICY",
         help="A configuration to replay: a YAML file, a name, '{name: parity, k: 4}' or '{policy: full, every: 50}'. "
         "Repeatable; default: the recorded one.",
-        show_default=False,
     ),
 ]
 PlotOption = Annotated[
-    Path | None,
-    typer.Option("--plot", metavar="FILE", help="Write a plot to this file (needs matplotlib).", show_default=False),
+    Path | None, typer.Option("--plot", metavar="FILE", help="Write a plot to this file (needs matplotlib).")
 ]
 MtbfOption = Annotated[
-    list[float] | None,
-    typer.Option("--mtbf", metavar="HOURS", help="Mean time between failures (3, 12, 48).", show_default=False),
+    list[float] | None, typer.Option("--mtbf", metavar="HOURS", help="Mean time between failures (3, 12, 48).")
 ]
 RestartOption = Annotated[
     float, typer.Option("--restart-seconds", min=0, metavar="S", help="Seconds from a failure to the next step.")
 ]
 GpuPriceOption = Annotated[
     float | None,
-    typer.Option(
-        "--price-per-gpu-hour", min=0, metavar="PRICE", help="Price of a GPU hour, in any currency.", show_default=False
-    ),
+    typer.Option("--price-per-gpu-hour", min=0, metavar="PRICE", help="Price of a GPU hour, in any currency."),
 ]
 WrittenPriceOption = Annotated[
-    float | None,
-    typer.Option(
-        "--price-per-tb-written", min=0, metavar="PRICE", help="Price of writing 10^12 bytes.", show_default=False
-    ),
+    float | None, typer.Option("--price-per-tb-written", min=0, metavar="PRICE", help="Price of writing 10^12 bytes.")
 ]
 RecommendOption = Annotated[
     bool, typer.Option("--recommend", help="Find the configuration with the least expected damage; print its YAML.")
 ]
 BytesOption = Annotated[
-    float | None,
-    typer.Option("--bytes-per-hour", min=0, metavar="BYTES", help="With --recommend: upper limit.", show_default=False),
+    float | None, typer.Option("--bytes-per-hour", min=0, metavar="BYTES", help="With --recommend: upper limit.")
 ]
 StallOption = Annotated[
-    float | None,
-    typer.Option(
-        "--stall-share", min=0, max=1, metavar="SHARE", help="With --recommend: upper limit.", show_default=False
-    ),
+    float | None, typer.Option("--stall-share", min=0, max=1, metavar="SHARE", help="With --recommend: upper limit.")
 ]
 LossOption = Annotated[
     float | None,
-    typer.Option(
-        "--max-loss-minutes",
-        min=0,
-        metavar="MIN",
-        help="With --recommend: most training lost by a failure.",
-        show_default=False,
-    ),
+    typer.Option("--max-loss-minutes", min=0, metavar="MIN", help="With --recommend: most training lost by a failure."),
 ]
 ExactOption = Annotated[bool, typer.Option("--exact", help="With --recommend: only lossless encodings.")]
 StorageOption = Annotated[
     float | None,
     typer.Option(
-        "--storage-gbps",
-        min=0,
-        metavar="GB/S",
-        help="Write speed of all ranks together, in 10^9 bytes per second.",
-        show_default=False,
+        "--storage-gbps", min=0, metavar="GB/S", help="Write speed of all ranks together, in 10^9 bytes per second."
     ),
 ]
 CopyOption = Annotated[
     float | None,
     typer.Option(
-        "--copy-gbps",
-        min=0,
-        metavar="GB/S",
-        help="Blocking copy speed of one rank, in 10^9 bytes per second.",
-        show_default=False,
+        "--copy-gbps", min=0, metavar="GB/S", help="Blocking copy speed of one rank, in 10^9 bytes per second."
     ),
 ]
 

@@ -22,12 +22,10 @@ if TYPE_CHECKING:
 
 
 OutOption = Annotated[
-    Path | None,
-    typer.Option("--out", "-o", metavar="FILE", help="File to write (STORE.report.html).", show_default=False),
+    Path | None, typer.Option("--out", "-o", metavar="FILE", help="File to write (STORE.report.html).")
 ]
 TraceOption = Annotated[
-    Path | None,
-    typer.Option("--trace", metavar="FILE", help="Drift trace of the job (STORE.trace.jsonl).", show_default=False),
+    Path | None, typer.Option("--trace", metavar="FILE", help="Drift trace of the job (STORE.trace.jsonl).")
 ]
 VerifyOption = Annotated[bool, typer.Option("--verify", help="Verify every byte first, like `driftpoint verify`.")]
 

@@ -29,14 +29,11 @@ DEFAULT_EXIT_IDLE = 3600.0
 """Same as in :class:`monitor.config.load.Config`, whose import would load torch into this long-lived process."""
 
 CommandArgument = Annotated[
-    list[str],
-    typer.Argument(metavar="-- COMMAND...", help="The training command and its arguments.", show_default=False),
+    list[str], typer.Argument(metavar="-- COMMAND...", help="The training command and its arguments.")
 ]
 ConfigOption = Annotated[
     Path | None,
-    typer.Option(
-        "--config", "-c", metavar="FILE", help=f"The job's YAML; {CONFIG} unless --store is given.", show_default=False
-    ),
+    typer.Option("--config", "-c", metavar="FILE", help=f"The job's YAML; {CONFIG} unless --store is given."),
 ]
 StoreOption = Annotated[
     StorePath | None,
@@ -64,7 +61,6 @@ MetricsOption = Annotated[
         min=0,
         max=65535,
         help="Serve metrics on this port (0: a free one), with host and TLS of the YAML's `metrics:`.",
-        show_default=False,
     ),
 ]
 EventsOption = Annotated[

@@ -29,7 +29,6 @@ StepArgument = Annotated[
         metavar="[STEP]",
         help="A step (of the newest epoch that has it), or a save such as 00000120-000003. "
         "Default: the commit that a resume would take.",
-        show_default=False,
     ),
 ]
 LongOption = Annotated[

@@ -11,9 +11,7 @@ from deploy import console as output
 from deploy.cli import replay
 from deploy.console import DebugOption, JsonOption
 
-TraceArgument = Annotated[
-    Path, typer.Argument(metavar="TRACE", help="Drift trace of a job, STORE.trace.jsonl.", show_default=False)
-]
+TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE", help="Drift trace of a job, STORE.trace.jsonl.")]
 
 
 def simulate(
