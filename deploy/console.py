@@ -125,7 +125,7 @@ StoreArgument = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 MemoryOption = Annotated[
-    Path, typer.Option("--memory", metavar="PATH", help="Shared memory directory: the job's `memory: {path: ...}`.")
+    Path, typer.Option(metavar="PATH", help="Shared memory directory: the job's `memory: {path: ...}`.")
 ]
 
 

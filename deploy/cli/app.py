@@ -16,7 +16,6 @@ import typer
 from deploy.cli import (
     daemon,
     doctor,
-    estimate,
     import_checkpoint,
     init,
     memory,
@@ -45,9 +44,8 @@ for _early in (init.init, doctor.doctor, init.schema):  # commands that need no 
     app.command(epilog=EPILOG)(_early)
 for _command in (status.status, show.show, verify.verify, merge.merge, prune.prune, memory.rescue, simulate.simulate):
     app.command(epilog=EPILOG)(_command)
-app.command(epilog=EPILOG)(estimate.estimate)
-app.command(epilog=EPILOG)(report.report)
-app.command(epilog=EPILOG)(report.top)
+for _late in (simulate.estimate, report.report, report.top):
+    app.command(epilog=EPILOG)(_late)
 app.command("import", epilog=EPILOG)(import_checkpoint.import_)
 # Everything after the first word that is not an option belongs to the training command.
 app.command(epilog=EPILOG, context_settings={"allow_interspersed_args": False})(run_.run)

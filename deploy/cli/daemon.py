@@ -35,11 +35,9 @@ PortOption = Annotated[
 HostOption = Annotated[
     str, typer.Option(metavar="ADDRESS", help="Address of the metrics; all but loopback need TLS or --insecure.")
 ]
-CertOption = Annotated[Path | None, typer.Option("--tls-cert", metavar="FILE", help="TLS certificate of the metrics.")]
-KeyOption = Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="Private key of the certificate.")]
-ClientsOption = Annotated[
-    Path | None, typer.Option("--tls-client-ca", metavar="FILE", help="Require client certificates of this CA.")
-]
+CertOption = Annotated[Path | None, typer.Option(metavar="FILE", help="TLS certificate of the metrics.")]
+KeyOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Private key of the certificate.")]
+ClientsOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Require client certificates of this CA.")]
 InsecureOption = Annotated[bool, typer.Option("--insecure", help="Let other machines read the metrics without TLS.")]
 RateOption = Annotated[
     int, typer.Option(min=0, metavar="BYTES/S", help="Rate at which commits are verified; 0: never.")

@@ -41,13 +41,10 @@ StoreArgument = Annotated[
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", "-c", metavar="FILE", help="The job's YAML (./driftpoint.yaml if it exists).")
 ]
-ParametersOption = Annotated[
-    str | None, typer.Option("--parameters", metavar="N", help="Number of model parameters: 350M, 8b.")
-]
-NodesOption = Annotated[int, typer.Option("--nodes", min=1, metavar="N", help="Number of nodes of the job.")]
+ParametersOption = Annotated[str | None, typer.Option(metavar="N", help="Number of model parameters: 350M, 8b.")]
+NodesOption = Annotated[int, typer.Option(min=1, metavar="N", help="Number of nodes of the job.")]
 PatienceOption = Annotated[
-    float,
-    typer.Option("--patience", min=0.1, metavar="SECONDS", help="Time to wait for other ranks under torchrun or srun."),
+    float, typer.Option(min=0.1, metavar="SECONDS", help="Time to wait for other ranks under torchrun or srun.")
 ]
 
 

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 OutOption = Annotated[
     Path | None, typer.Option("--out", "-o", metavar="FILE", help="File to write (STORE.report.html).")
 ]
-TraceOption = Annotated[
-    Path | None, typer.Option("--trace", metavar="FILE", help="Drift trace of the job (STORE.trace.jsonl).")
-]
+TraceOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Drift trace of the job (STORE.trace.jsonl).")]
 VerifyOption = Annotated[bool, typer.Option("--verify", help="Verify every byte first, like `driftpoint verify`.")]
 
 
@@ -80,7 +78,7 @@ def _draw(console: Console, made: ReportResult, path: Path) -> None:
 
 
 OnceOption = Annotated[bool, typer.Option("--once", help="Print one frame and exit (the default without a terminal).")]
-IntervalOption = Annotated[float, typer.Option("--interval", min=0.1, metavar="S", help="Seconds between updates.")]
+IntervalOption = Annotated[float, typer.Option(min=0.1, metavar="S", help="Seconds between updates.")]
 
 
 def top(

@@ -37,26 +37,21 @@ ConfigOption = Annotated[
 ]
 StoreOption = Annotated[
     StorePath | None,
-    typer.Option("--store", metavar="STORE", parser=place_of, help="The job's store, instead of the YAML's `store:`."),
+    typer.Option(metavar="STORE", parser=place_of, help="The job's store, instead of the YAML's `store:`."),
 ]
-RestartsOption = Annotated[
-    int, typer.Option("--max-restarts", metavar="N", min=0, help="Restarts in a row without progress.")
-]
-FailuresOption = Annotated[
-    int | None, typer.Option("--max-failures", metavar="N", min=1, help="Failures in total (no limit).")
-]
+RestartsOption = Annotated[int, typer.Option(metavar="N", min=0, help="Restarts in a row without progress.")]
+FailuresOption = Annotated[int | None, typer.Option(metavar="N", min=1, help="Failures in total (no limit).")]
 BackoffOption = Annotated[
-    float, typer.Option("--backoff", metavar="S", min=0, help="Seconds before the first restart, doubled each time.")
+    float, typer.Option(metavar="S", min=0, help="Seconds before the first restart, doubled each time.")
 ]
-MostOption = Annotated[float, typer.Option("--backoff-max", metavar="S", min=0, help="Longest delay before a restart.")]
+MostOption = Annotated[float, typer.Option(metavar="S", min=0, help="Longest delay before a restart.")]
 GraceOption = Annotated[
-    float, typer.Option("--grace", metavar="S", min=0, help="Seconds for the final save before SIGTERM is sent.")
+    float, typer.Option(metavar="S", min=0, help="Seconds for the final save before SIGTERM is sent.")
 ]
-WaitOption = Annotated[float, typer.Option("--wait", metavar="S", min=0, help="Seconds to wait for a store in use.")]
+WaitOption = Annotated[float, typer.Option(metavar="S", min=0, help="Seconds to wait for a store in use.")]
 MetricsOption = Annotated[
     int | None,
     typer.Option(
-        "--metrics-port",
         metavar="N",
         min=0,
         max=65535,
@@ -64,7 +59,7 @@ MetricsOption = Annotated[
     ),
 ]
 EventsOption = Annotated[
-    Path | None, typer.Option("--events", metavar="FILE", help="Append each event to this file as a JSON line.")
+    Path | None, typer.Option(metavar="FILE", help="Append each event to this file as a JSON line.")
 ]
 
 
