@@ -10,13 +10,14 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from deploy.format import printable
@@ -67,9 +68,16 @@ def note(message: str) -> None:
     sys.stderr.flush()
 
 
-def table(**options: Any) -> Table:
+# Columns of tables, by what happens to long text in them.
+fold = partial(Column, overflow="fold")
+wide = partial(Column, overflow="fold", ratio=1)
+line = partial(Column, no_wrap=True)
+number = partial(Column, justify="right", no_wrap=True)
+
+
+def table(*columns: Column) -> Table:
     """Return an empty table in the common style."""
-    return Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", **options)
+    return Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
 
 
 def facts(rows: Mapping[str, Text | str]) -> Table:

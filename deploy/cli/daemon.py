@@ -126,9 +126,7 @@ def _draw(console: Console, report: protocol.Report) -> None:
 
 
 def _jobs(jobs: tuple[protocol.JobReport, ...]) -> object:
-    table = output.table()
-    for name in ("store", "state", "alive", "committed", "in memory"):
-        table.add_column(name, overflow="fold")
+    table = output.table(*map(output.fold, ("store", "state", "alive", "committed", "in memory")))
     for one in jobs:
         alive = f"{len(one.alive)} of {one.world_size}"
         table.add_row(*map(output.cell, (one.store, one.state, alive, one.committed or "-", one.memory or "-")))
@@ -136,9 +134,7 @@ def _jobs(jobs: tuple[protocol.JobReport, ...]) -> object:
 
 
 def _rescues(report: protocol.Report) -> object:
-    table = output.table()
-    for name in ("rescue of", "at", "outcome", "why"):
-        table.add_column(name, overflow="fold")
+    table = output.table(*map(output.fold, ("rescue of", "at", "outcome", "why")))
     for one in reversed(report.rescues):
         at = datetime.fromtimestamp(one.at).astimezone().isoformat(timespec="seconds")
         table.add_row(*map(output.cell, (one.store, at, one.outcome, one.why)))

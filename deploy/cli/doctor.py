@@ -108,10 +108,7 @@ def _as_json(root: Path, findings: list[Finding]) -> dict[str, Any]:
 
 
 def _draw(console: Console, root: Path, findings: list[Finding]) -> None:
-    rows = output.table()
-    rows.add_column("Check", no_wrap=True)
-    rows.add_column("", no_wrap=True)
-    rows.add_column("Result and advice", overflow="fold")
+    rows = output.table(output.line("Check"), output.line(""), output.fold("Result and advice"))
     for one in findings:
         text = output.cell(one.seen)
         if one.todo:

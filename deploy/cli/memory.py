@@ -115,9 +115,7 @@ def _draw(console: Console, found: list[StoredSnapshot]) -> None:
     if not found:
         console.print("There are no snapshots in memory.")
         return
-    table = output.table()
-    for name in ("store", "step", "ranks", "size", "job"):
-        table.add_column(name, overflow="fold")
+    table = output.table(*map(output.fold, ("store", "step", "ranks", "size", "job")))
     for one in found:
         step = "-" if one.step is None else str(one.step)
         where = one.store_id if one.path is None else str(one.path)

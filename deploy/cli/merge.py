@@ -225,10 +225,7 @@ def print_certificate(console: Console, certificate: Certificate, parameters: in
 
 def step_table(steps: Sequence[ChosenStep]) -> Table:
     """Return a table with one row per param group (and step written, if a group has several)."""
-    table = output.table()
-    table.add_column("Param group", justify="right", no_wrap=True)
-    table.add_column("Optimizer step", justify="right", no_wrap=True)
-    table.add_column("Layers had", overflow="fold", ratio=1)
+    table = output.table(output.number("Param group"), output.number("Optimizer step"), output.wide("Layers had"))
     for step in steps:
         had = "; ".join(f"{one.step:g}: {listed(one.layers, _NAMED)}" for one in step.had)
         table.add_row(str(step.param_group), f"{step.chosen:g}", output.cell(had))
@@ -260,12 +257,8 @@ def kind_of(certificate: Certificate) -> Text:
 
 def source_table(sources: Sequence[SourceUse], reads: dict[str, int] | None = None) -> Table:
     """Return a table with one row per source; ``reads`` are the bytes read from each."""
-    table = output.table()
-    table.add_column("Source", overflow="fold")
-    table.add_column("Step", justify="right", no_wrap=True)
-    if reads is not None:
-        table.add_column("Read", justify="right", no_wrap=True)
-    table.add_column("Taken from", overflow="fold", ratio=1)
+    numbers = ("Step",) if reads is None else ("Step", "Read")
+    table = output.table(output.fold("Source"), *map(output.number, numbers), output.wide("Taken from"))
     for source in sources:
         read = [] if reads is None else [size_text(reads.get(source.name, 0))]
         what = f"{source.kind}: {source.origin}"
@@ -392,9 +385,7 @@ def _facts(plan: MergePlan, report: MergePlanReport) -> dict[str, Text | str]:
 
 
 def _file_table(plan: MergePlan) -> Table:
-    table = output.table()
-    table.add_column("File", overflow="fold", ratio=1)
-    table.add_column("Bytes", justify="right", no_wrap=True)
+    table = output.table(output.wide("File"), output.number("Bytes"))
     for file in plan.files[:_FILES]:
         table.add_row(output.cell(file.path), size_text(file.container.nbytes))
     more = plan.files[_FILES:]

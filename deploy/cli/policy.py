@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 from rich.console import Console
+from rich.table import Column
 
 from deploy import console as output
 from deploy.console import DebugOption, JsonOption
@@ -190,10 +191,7 @@ def _as_json(checked: Checked) -> dict[str, Any]:
 
 
 def _draw(console: Console, checked: Checked) -> None:
-    rows = output.table()
-    rows.add_column("Check", max_width=32)
-    rows.add_column("", no_wrap=True)
-    rows.add_column("Result", overflow="fold")
+    rows = output.table(Column("Check", max_width=32), output.line(""), output.fold("Result"))
     for one in checked.findings:
         rows.add_row(output.cell(one.promise), output.cell(one.outcome, _STYLES[one.outcome]), output.cell(one.detail))
     console.print(rows)

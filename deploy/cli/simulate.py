@@ -293,10 +293,8 @@ def _draw_chosen(console: Console, chosen: Recommendation, baseline: Summary) ->
 def _costs(summaries: Sequence[Summary], baseline: Summary) -> Table:
     from deploy.simulate.simulation import later_per_hour
 
-    found = output.table()
-    found.add_column("Configuration", overflow="fold")
-    for heading in ("Saves", "Bytes", "per hour¹", "per save", "of full", "Stall"):
-        found.add_column(heading, justify="right", no_wrap=True)
+    numbers = ("Saves", "Bytes", "per hour¹", "per save", "of full", "Stall")
+    found = output.table(output.fold("Configuration"), *map(output.number, numbers))
     for one in summaries:
         share = one.written / baseline.written if baseline.written else 0.0
         found.add_row(
@@ -312,10 +310,8 @@ def _costs(summaries: Sequence[Summary], baseline: Summary) -> Table:
 
 
 def _failure(summaries: Sequence[Summary]) -> Table:
-    found = output.table()
-    found.add_column("Mean/worst at a failure", overflow="fold")
-    for heading in ("Damage", "Weights' drift", "Moments' drift", "Lost steps"):
-        found.add_column(heading, justify="right", no_wrap=True)
+    numbers = ("Damage", "Weights' drift", "Moments' drift", "Lost steps")
+    found = output.table(output.fold("Mean/worst at a failure"), *map(output.number, numbers))
     for one in summaries:
         exposure = one.exposure
         if not exposure.lost.weight:
@@ -329,14 +325,10 @@ def _failure(summaries: Sequence[Summary]) -> Table:
 
 
 def _kept(summaries: Sequence[Summary]) -> Table:
-    found = output.table()
-    found.add_column("Goodput, a failure every", overflow="fold")
     times = summaries[0].terms.times if summaries else ()
     priced = bool(summaries) and summaries[0].price(1.0) is not None
-    for hours in times:
-        found.add_column(_time(3600 * hours), justify="right", no_wrap=True)
-        if priced:
-            found.add_column("price", justify="right", no_wrap=True)
+    numbers = [name for hours in times for name in (_time(3600 * hours), *(["price"] if priced else []))]
+    found = output.table(output.fold("Goodput, a failure every"), *map(output.number, numbers))
     for one in summaries:
         cells = []
         for hours in times:
