@@ -24,7 +24,7 @@ from deploy.format import printable
 from store.location import place_of
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress
 
 
 _PIECE = 1024  # characters, of 4 bytes at most
@@ -138,23 +138,17 @@ MemoryOption = Annotated[
 
 
 class ByteBar:
-    """Progress in bytes. This base class draws nothing."""
+    """Progress in bytes."""
+
+    def __init__(self, bar: Progress, label: str, total: int | None) -> None:
+        self._bar, self._task = bar, bar.add_task(label, total=total)
 
     def __call__(self, count: int) -> None:
         """Add ``count`` bytes to the progress."""
-
-    def begin(self, total: int) -> None:
-        """Restart at zero with a new total."""
-
-
-class _DrawnBar(ByteBar):
-    def __init__(self, bar: Progress, task: TaskID) -> None:
-        self._bar, self._task = bar, task
-
-    def __call__(self, count: int) -> None:
         self._bar.advance(self._task, count)
 
     def begin(self, total: int) -> None:
+        """Restart at zero with a new total."""
         self._bar.reset(self._task, total=total)
 
 
@@ -165,11 +159,7 @@ def watched() -> bool:
 
 @contextmanager
 def byte_progress(label: str, total: int | None = None) -> Iterator[ByteBar]:
-    """Show a progress bar during the block. With ``total=None``, call :meth:`ByteBar.begin` once the total is known."""
-    if not watched():
-        yield ByteBar()
-        return
-    from rich.console import Console
+    """Show a progress bar on a terminal. With ``total=None``, call :meth:`ByteBar.begin` once the total is known."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (
@@ -179,5 +169,5 @@ def byte_progress(label: str, total: int | None = None) -> Iterator[ByteBar]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield _DrawnBar(bar, bar.add_task(label, total=total))
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not watched()) as bar:
+        yield ByteBar(bar, label, total)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 
 _BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
@@ -106,6 +107,14 @@ def steps_text(steps: float) -> str:
 def share_text(share: float) -> str:
     """Format a share in per cent with two digits."""
     return "0 %" if share == 0 else f"{100 * share:.2g} %" if share < 0.0995 else f"{100 * share:.0f} %"
+
+
+def installed_version() -> str:
+    """Return the version of the installed package; '' if it runs from source."""
+    try:
+        return version("driftpoint")
+    except PackageNotFoundError:
+        return ""
 
 
 def clock(seconds: float | None) -> str:

@@ -31,6 +31,7 @@ from deploy.cli import (
 from deploy.cli import run as run_
 from deploy.console import ReaderLeftError, answer_error, note
 from deploy.exit_codes import BROKEN_PIPE, EPILOG, INTERRUPTED, OK
+from deploy.format import installed_version
 from store.errors import DriftpointError, UsageError
 
 app = typer.Typer(
@@ -56,13 +57,7 @@ app.add_typer(memory.app, name="memory")
 
 def _version(asked: bool) -> None:
     if asked:
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            found = version("driftpoint")
-        except PackageNotFoundError:
-            found = "(not installed: running from source)"
-        typer.echo(f"driftpoint {found}")
+        typer.echo(f"driftpoint {installed_version() or '(not installed: running from source)'}")
         raise typer.Exit
 
 

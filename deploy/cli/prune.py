@@ -20,12 +20,11 @@ from deploy import console as output
 from deploy.console import DebugOption, JsonOption, StoreArgument
 from deploy.exit_codes import OK, health
 from deploy.format import plural, size_text
-from deploy.store_status import lock_owner, lock_owner_text, open_store
+from deploy.store_status import is_resumable, lock_owner, lock_owner_text, open_store
 from store.catalog import Catalog
-from store.errors import DamagedError, NothingToResumeError, StorageError
+from store.errors import DamagedError, StorageError
 from store.location import is_url
 from store.names import SaveId
-from store.resolve import newest_resumable
 from store.retention import PrunePlan, Retention, execute, plan_prune
 from store.session import StoreLock, newest_epoch, read_epoch
 from store.text import listed
@@ -81,7 +80,7 @@ def prune_store(root: Path, retention: Retention, *, dry_run: bool) -> Pruned:
     in_use_by = lock_owner(root)
     with _held(root, dry_run=dry_run):
         plan = plan_prune(catalog, retention)
-        resumable = plan.blocked is None or _resumable(catalog)
+        resumable = plan.blocked is None or is_resumable(catalog)
         if not dry_run and plan.blocked is None:
             execute(catalog.files, plan)
     return Pruned(root.absolute(), dry_run, plan, in_use_by, _foreign_owner(catalog), resumable)
@@ -166,11 +165,3 @@ def _foreign_owner(catalog: Catalog) -> str | None:
     except (DamagedError, StorageError):
         return None
     return host if host != socket.gethostname() else None
-
-
-def _resumable(catalog: Catalog) -> bool:
-    try:
-        newest_resumable(catalog)
-    except NothingToResumeError:
-        return False
-    return True

@@ -50,7 +50,7 @@ def report(
 
 
 def _as_json(made: ReportResult, path: Path) -> dict[str, Any]:
-    verdict, history = made.content.verdict, made.content.history
+    verdict, history = made.verdict, made.history
     return {
         "out": str(path.absolute()),
         "level": verdict.level,
@@ -61,20 +61,20 @@ def _as_json(made: ReportResult, path: Path) -> dict[str, Any]:
         "bytes_written": None if history is None else history.totals.written,
         "bytes_of_full": None if history is None else history.totals.full,
         "stall_seconds": None if history is None else history.totals.stall,
-        "incidents": len(made.content.incidents),
-        "missing": made.content.missing or None,
+        "incidents": len(made.incidents),
+        "missing": made.missing or None,
     }
 
 
 def _draw(console: Console, made: ReportResult, path: Path) -> None:
-    verdict = made.content.verdict
+    verdict = made.verdict
     styles = {"good": "green", "look": "yellow", "bad": "bold red"}
     console.print(output.cell(f"{verdict.title}. {verdict.sentence}", styles[verdict.level]))
     for check in verdict.concerns:
         console.print(output.cell(f" - {check.name}: {check.text}" + (f"; {check.todo}" if check.todo else "")))
     console.print(output.cell(f"Written to {path}"))
-    if made.content.missing:
-        console.print(output.cell(f"No history: {made.content.missing}"))
+    if made.missing:
+        console.print(output.cell(f"No history: {made.missing}"))
 
 
 OnceOption = Annotated[bool, typer.Option("--once", help="Print one frame and exit (the default without a terminal).")]

@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from deploy.doctor.base import Finding
-from deploy.format import kind_text, plural, size_text
-from deploy.store_status import StoreStatus, lock_owner_text, open_store, parameters, store_status
+from deploy.format import plural, size_text
+from deploy.store_status import StoreStatus, lock_owner_text, open_store, parameters, resume_kind, store_status
 from store.catalog import Catalog, open_catalog
 from store.errors import DamagedError, NewerFormatError, NoStoreError, NothingToResumeError, StoreError
 from store.layout import EPOCHS, MANIFESTS, PROVEN, SEGMENTS, STORE
@@ -108,10 +108,7 @@ def _resume(found: StoreStatus) -> Finding:
         return Finding(
             "resume", "fail", listed(found.problems, 3, "; "), f"check all commits: driftpoint verify {found.root}"
         )
-    kind = kind_text(
-        exact=resume.exact, max_staleness=resume.max_staleness, max_drift=resume.max_drift, lossy=resume.lossy
-    )
-    seen = f"from step {resume.step}, {kind}"
+    seen = f"from step {resume.step}, {resume_kind(resume)}"
     if found.problems:
         return Finding(
             "resume", "warn", f"{seen}; {listed(found.problems, 3, '; ')}", f"see all: driftpoint verify {found.root}"
