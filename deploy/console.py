@@ -58,8 +58,7 @@ def answer_error(kind: str, message: str, *, as_json: bool) -> None:
     if as_json:
         _write(json.dumps({"error": {"type": kind, "message": message}}, indent=2) + "\n")
         return
-    sys.stderr.write(f"error: {printable(message)}\n")
-    sys.stderr.flush()
+    note(f"error: {message}")
 
 
 def note(message: str) -> None:

@@ -265,7 +265,9 @@ def bytes_per_parameter(nbytes: int, parameters: int) -> float | None:
 
 
 def _unit_cells(units: Sequence[CertifiedUnit]) -> list[str | Text]:
-    return [str(len(units)), output.cell(_encodings(units))]
+    counts = Counter(unit.encoding for unit in units)
+    several = ", ".join(f"{name} {count}" for name, count in counts.most_common())
+    return [str(len(units)), output.cell(several if len(counts) != 1 else next(iter(counts)))]
 
 
 def span(units: Sequence[CertifiedUnit]) -> list[str]:
@@ -287,10 +289,3 @@ def sizes(units: Sequence[CertifiedUnit], parameters: int) -> list[str]:
     nbytes = sum(unit.nbytes for unit in units)
     share = bytes_per_parameter(nbytes, parameters)
     return [size_text(nbytes), "" if share is None else f"{share:.2f}"]
-
-
-def _encodings(units: Sequence[CertifiedUnit]) -> str:
-    counts = Counter(unit.encoding for unit in units)
-    if len(counts) == 1:
-        return next(iter(counts))
-    return ", ".join(f"{name} {count}" for name, count in counts.most_common())

@@ -174,16 +174,12 @@ def check(
     """Check that a policy keeps the contract, on synthetic models and runs, in this process and in a fresh one."""
     del debug
     with output.stdout_to_stderr():
-        checked = _check_policy_file(policy, set_ or ())
+        found = named(policy, set_ or ())
+        findings = list(examine(found.policy, found.bounds))
+        findings.insert(_NEEDS_AN_ANSWER, _fresh_process_finding(found))
+        checked = Checked(found.policy.name, tuple(findings))
     output.answer(_as_json(checked), lambda console: _draw(console, checked), as_json=json)
     raise typer.Exit(OK if checked.holds else DriftpointError.exit_code)
-
-
-def _check_policy_file(word: str, given: Sequence[str]) -> Checked:
-    found = named(word, given)
-    findings = list(examine(found.policy, found.bounds))
-    findings.insert(_NEEDS_AN_ANSWER, _fresh_process_finding(found))
-    return Checked(found.policy.name, tuple(findings))
 
 
 def _as_json(checked: Checked) -> dict[str, Any]:
@@ -203,7 +199,7 @@ def _fresh_process_finding(found: PolicyToCheck) -> Finding:
     try:
         expected = digest(found.policy)
     except BrokenError:
-        return Finding("same answer in another process", "not checked", "it has no answer in this one")
+        return Finding(PROMISE, "not checked", "it has no answer in this one")
     return check_in_fresh_process(found.settings, expected)
 
 

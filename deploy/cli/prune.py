@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -78,7 +78,9 @@ def prune_store(root: Path, retention: Retention, *, dry_run: bool) -> Pruned:
     """Prune the store at ``root``. Raises StoreInUseError first if a job uses it."""
     catalog = open_store(root)
     in_use_by = lock_owner(root)
-    with _held(root, dry_run=dry_run):
+    with ExitStack() as held:
+        if not dry_run and not is_url(root):
+            held.callback(StoreLock(root, wait_seconds=0).release)
         plan = plan_prune(catalog, retention)
         resumable = plan.blocked is None or is_resumable(catalog)
         if not dry_run and plan.blocked is None:
@@ -118,18 +120,6 @@ def _draw(console: Console, found: Pruned) -> None:
     for remark in _remarks(found):
         console.print()
         console.print(output.cell(remark, "yellow"))
-
-
-@contextmanager
-def _held(root: Path, *, dry_run: bool) -> Iterator[None]:
-    if dry_run or is_url(root):
-        yield
-        return
-    lock = StoreLock(root, wait_seconds=0)
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _rows(found: Pruned) -> dict[str, Text | str]:

@@ -95,13 +95,14 @@ def top(
     del debug
     from deploy.report.page import trace_path
     from deploy.top.app import FactsReader, run
+    from deploy.top.view import Dashboard
 
     if trace is not None and not trace.is_file():
         raise UsageError(f"there is no trace at {trace}: omit --trace, or name the job's trace file")
     reader = FactsReader(store, trace_path(store, trace), base_of(memory))
     facts = reader.read()
     if json or once or not _interactive():
-        output.answer(_top_json(facts), lambda console: draw_top(console, facts), as_json=json)
+        output.answer(_top_json(facts), lambda console: console.print(Dashboard(facts, all_layers=True)), as_json=json)
     else:
         facts = run(Console(highlight=False, markup=False, emoji=False), reader, interval) or facts
     raise typer.Exit(NothingToResumeError.exit_code if facts.status is None else facts.status.exit_code)
@@ -134,10 +135,3 @@ def _top_json(facts: Facts) -> dict[str, Any]:
             for row in rows
         ],
     }
-
-
-def draw_top(console: Console, facts: Facts) -> None:
-    """Print one frame with all layers."""
-    from deploy.top.view import Dashboard
-
-    console.print(Dashboard(facts, all_layers=True))

@@ -16,6 +16,7 @@ from deploy.supervisor.events import EventLog
 from deploy.supervisor.restart_policy import Limits
 from deploy.supervisor.store_probe import StoreProbe
 from deploy.supervisor.supervisor import RunOptions, Supervisor
+from store.config_file import read_yaml
 from store.errors import ConfigError, UsageError
 from store.location import place_of
 from store.metrics_server import LOOPBACK, EndpointSecurity
@@ -128,7 +129,7 @@ def places(config: Path | None, store: Path | None) -> tuple[StoreProbe, WantedD
         seen = StoreProbe(store.expanduser(), DEFAULT_MEMORY)  # of a job that keeps nothing there, nothing is there
         return seen, None, signal.SIGUSR1
     path = config or CONFIG
-    content = _mapping(path)
+    content = read_yaml(path).values
     root, memory = content.get("store", DEFAULT_STORE), content.get("memory", {})
     if not isinstance(root, str) or not root:
         raise ConfigError(f"{path}: store: must be a path, not {root!r}")
@@ -145,7 +146,7 @@ def metrics_settings(config: Path | None, store: Path | None) -> tuple[str, Endp
     if config is None and store is not None:
         return LOOPBACK, EndpointSecurity()
     path = config or CONFIG
-    return _endpoint(path, _mapping(path).get("metrics", {}))
+    return _endpoint(path, read_yaml(path).values.get("metrics", {}))
 
 
 def _endpoint(path: Path, section: object) -> tuple[str, EndpointSecurity]:
@@ -197,9 +198,3 @@ def _wanted(path: Path, content: Mapping[str, Any], base: Path) -> WantedDaemon 
         raise ConfigError(f"{path}: daemon: host must be an address, not {host!r}")
     security.check(host, "daemon.host")
     return WantedDaemon(base, port, float(idle), ("--host", host, *security.cli_options()))
-
-
-def _mapping(path: Path) -> Mapping[str, Any]:
-    from store.config_file import read_yaml
-
-    return read_yaml(path).values

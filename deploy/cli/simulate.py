@@ -17,7 +17,6 @@ from rich.text import Text
 
 from deploy import console as output
 from deploy.console import DebugOption, JsonOption
-from deploy.exit_codes import OK
 from deploy.format import size_text
 from store.errors import UsageError
 
@@ -201,15 +200,13 @@ def answer(
     as_json: bool,
     assumed: Mapping[str, str] | None = None,
 ) -> None:
-    """Print the result and exit. ``assumed`` holds the assumptions of an estimate with their sources."""
-
+    """Print the result. ``assumed`` holds the assumptions of an estimate with their sources."""
     if plot is not None:
         from deploy.simulate.summary import write_picture
 
         write_picture(found.summaries, plot)
     body = _simulation_json(found, chosen, assumed)
     output.answer(body, lambda console: draw(console, found, chosen, assumed or {}), as_json=as_json)
-    raise typer.Exit(OK)
 
 
 def _simulation_json(

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -52,9 +53,8 @@ def _torch() -> Finding:
             [sys.executable, "-c", _TORCH], capture_output=True, text=True, timeout=_PATIENCE, check=False
         )
     except subprocess.TimeoutExpired:
-        return Finding(
-            "torch", "fail", f"the import takes more than {_PATIENCE:.0f} s", "check the disk that it is installed on"
-        )
+        seen = f"the import takes more than {_PATIENCE:.0f} s"
+        return Finding("torch", "fail", seen, "check the disk that it is installed on")
     if done.returncode:
         last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
         return Finding("torch", "fail", f"the import failed: {last}", todo)
@@ -90,12 +90,11 @@ def _version(name: str) -> str | None:
 
 def _limits(plan: Plan) -> Iterator[Finding]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = "no limit" if files == resource.RLIM_INFINITY else f"limit {files} per process"
     if files != resource.RLIM_INFINITY and files < _FILES:
-        yield Finding("open files", "warn", f"limit {files} per process", f"raise it: ulimit -n {4 * _FILES}")
+        yield Finding("open files", "warn", limit, f"raise it: ulimit -n {4 * _FILES}")
     else:
-        yield Finding(
-            "open files", "ok", "no limit" if files == resource.RLIM_INFINITY else f"limit {files} per process"
-        )
+        yield Finding("open files", "ok", limit)
     size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if size == resource.RLIM_INFINITY:
         return
@@ -113,31 +112,27 @@ def _shared_memory(plan: Plan) -> Finding:
     memory = plan.config.memory
     folder = Path(memory.path)
     wanted: State = "warn" if memory.enabled else "ok"
+    finding = partial(Finding, "shared memory")
     if not folder.is_dir():
-        return Finding(
-            "shared memory", wanted, f"there is no {folder}", "set `memory: {path: ...}` to the shared memory directory"
-        )
+        return finding(wanted, f"there is no {folder}", "set `memory: {path: ...}` to the shared memory directory")
     try:
         free, group = free_bytes(folder), cgroup_free_bytes()
     except (OSError, StorageError) as error:
-        return Finding("shared memory", wanted, f"cannot determine the free space of {folder}: {error}", "")
+        return finding(wanted, f"cannot determine the free space of {folder}: {error}", "")
     seen = f"{size_text(max(0, free))} available in {folder}, of {size_text(psutil.virtual_memory().total)} memory"
     if group is not None and group < _NO_LIMIT:
         seen += f", {size_text(max(0, group))} left in this control group"
     need = plan.memory_bytes
     if need is None:
-        return Finding("shared memory", "ok", seen + ("" if memory.enabled else "; in-memory snapshots are off"))
+        return finding("ok", seen + ("" if memory.enabled else "; in-memory snapshots are off"))
     seen += (
         f"; in-memory snapshots of {count_text(plan.parameters or 0)} parameters need {size_text(need)} on this node"
     )
     if need <= free:
-        return Finding(
-            "shared memory", "ok", seen + ("" if memory.enabled else ": `memory: {enabled: true}` would fit")
-        )
+        return finding("ok", seen + ("" if memory.enabled else ": `memory: {enabled: true}` would fit"))
     if not memory.enabled:
-        return Finding("shared memory", "ok", f"{seen}: they would not fit, and are off")
-    return Finding(
-        "shared memory",
+        return finding("ok", f"{seen}: they would not fit, and are off")
+    return finding(
         "warn",
         f"{seen}: the job would run without them",
         "give the job more shared memory (docker run --shm-size; in Kubernetes an emptyDir with `medium: Memory` at "

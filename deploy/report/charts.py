@@ -420,38 +420,20 @@ class Figure:
     note: str
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Cost of saving. A column holds ``merged`` decisions."""
-
-    figures: Sequence[Figure]
-    written: Bars
-    stalled: Bars
-    merged: int
-    observing: bool
-
-
-def cost_of(history: History) -> Cost:
-    """Build the cost charts of a run with at least one save."""
+def cost_of(history: History) -> Mapping[str, object]:
+    """Build the cost charts of a run with at least one save. A column holds ``merged`` decisions."""
     columns, ticks, marks = history.bins.columns, ticks_of(history), marks_of(history)
     largest = max(max(one.written, one.full) for one in columns)
     unit = float(1 << (10 * max(0, (int(largest).bit_length() - 1) // 10)))
-    return Cost(
-        figures=_figures(history),
-        written=bars(
-            [float(one.written) for one in columns],
-            [float(one.full) for one in columns],
-            lambda value: size_text(round(value)),
-            ticks,
-            marks,
-            unit=unit,
-        ),
-        stalled=bars(
-            [one.longest for one in columns], [], lambda value: span_text(value) if value else "0", ticks, marks
-        ),
-        merged=history.bins.width,
-        observing=history.totals.observing,
-    )
+    written, full = [float(one.written) for one in columns], [float(one.full) for one in columns]
+    stalls = [one.longest for one in columns]
+    return {
+        "figures": _figures(history),
+        "written": bars(written, full, lambda value: size_text(round(value)), ticks, marks, unit=unit),
+        "stalled": bars(stalls, [], lambda value: span_text(value) if value else "0", ticks, marks),
+        "merged": history.bins.width,
+        "observing": history.totals.observing,
+    }
 
 
 def _figures(history: History) -> list[Figure]:

@@ -204,14 +204,18 @@ def build_report(
         history, missing = _history(path, named=trace is not None)
         job_status = None if history is None else history.job_status
         facts = Facts(clock(), root.absolute(), None, str(error), disk=disk_of(root), trace=path, job_status=job_status)
-        return ReportResult(facts, judge(facts), history, list(_of_history(history)), missing)
+        return ReportResult(facts, judge(facts), history, () if history is None else history.incidents, missing)
 
 
 def _build(
     catalog: Catalog, root: Path, path: Path, memory: Path, *, named: bool, verify: bool, clock: Callable[[], float]
 ) -> ReportResult:
     # Slow reads come first, so that the facts are of one moment.
-    checked = _verified(catalog) if verify else verified_by_daemon(memory, catalog.store_id)
+    if verify:
+        with byte_progress("Verifying", total_bytes(catalog) if watched() else 0) as progress:
+            checked: VerifiedCommits | None = verified_now(verify_store(catalog, progress))
+    else:
+        checked = verified_by_daemon(memory, catalog.store_id)
     history, missing = _history(path, named=named)
     job_status = None if history is None else history.job_status
     catalog.forget()
@@ -222,7 +226,7 @@ def _build(
             f"The drift trace {path} has an epoch that this store lacks: it belongs to another store and is not "
             "shown. Name the right one with --trace."
         )
-    incidents = [*_of_store(catalog, facts), *_of_history(history)]
+    incidents = [*_of_store(catalog, facts), *(() if history is None else history.incidents)]
     return ReportResult(facts, judge(facts), history, incidents, missing)
 
 
@@ -241,16 +245,6 @@ def _history(path: Path, *, named: bool) -> tuple[History | None, str]:
     if not history.totals.decisions:
         return None, f"The drift trace {path} contains no decision yet: let the job continue."
     return history, ""
-
-
-def _verified(catalog: Catalog) -> VerifiedCommits:
-    with byte_progress("Verifying", total_bytes(catalog) if watched() else 0) as progress:
-        return verified_now(verify_store(catalog, progress))
-
-
-def _of_history(history: History | None) -> Iterator[Incident]:
-    if history is not None:
-        yield from history.incidents
 
 
 def _of_store(catalog: Catalog, facts: Facts) -> Iterator[Incident]:

@@ -58,17 +58,12 @@ class Limits:
 
     def hold(self, one: Summary) -> bool:
         """Return whether a replay keeps the limits and saves more than once."""
-        if one.saves < 2:
-            return False
-        return (
-            _within(later_per_hour(one), self.bytes_per_hour)
-            and _within(one.stall_share, self.stall_share)
-            and (self.max_loss_minutes is None or one.rewound.worst * one.step_seconds / 60 <= self.max_loss_minutes)
+        found = (
+            (later_per_hour(one), self.bytes_per_hour),
+            (one.stall_share, self.stall_share),
+            (one.rewound.worst * one.step_seconds / 60, self.max_loss_minutes),
         )
-
-
-def _within(value: float, most: float | None) -> bool:
-    return most is None or value <= most
+        return one.saves >= 2 and all(most is None or value <= most for value, most in found)
 
 
 @dataclass(frozen=True)
@@ -295,7 +290,7 @@ def simulate(
     recorded = recorded_config(run)
     notes = list(_notes(trace, run, recorded, costs))
     summaries = []
-    for one in (SimulationRequest(BASELINE, baseline_config(recorded)), *wanted):
+    for one in (SimulationRequest(BASELINE, Config(every=recorded.every)), *wanted):
         notes += remarks(one, run)
         replayed = replay(run, plan_of(one, run, costs))
         summaries.append(summary_of(replayed, run, terms))
@@ -352,11 +347,6 @@ def _at(bytes_per_second: float) -> Fitted:
     for nbytes in (1e12, 2e12):
         found.learn(nbytes, nbytes / bytes_per_second)
     return found
-
-
-def baseline_config(recorded: Config) -> Config:
-    """Return the baseline: everything raw at every recorded decision."""
-    return Config(every=recorded.every)
 
 
 def _notes(trace: Trace, run: Run, recorded: Config, costs: Costs | None) -> list[str]:
