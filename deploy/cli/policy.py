@@ -61,11 +61,8 @@ def check_in_fresh_process(settings: object, expected: str) -> Finding:
     if done.returncode != 0 or not last[0].startswith(_MARK):
         return Finding(PROMISE, "broken", f"the policy fails in another process: {done.stderr.strip()[-300:]}")
     if last[0] != _MARK + expected:
-        return Finding(
-            PROMISE,
-            "broken",
-            f"with PYTHONHASHSEED={seed} it decides differently: does it iterate over a set, or keep state?",
-        )
+        why = f"with PYTHONHASHSEED={seed} it decides differently: does it iterate over a set, or keep state?"
+        return Finding(PROMISE, "broken", why)
     return Finding(PROMISE, "holds", f"with another hash seed (PYTHONHASHSEED={seed})")
 
 

@@ -36,9 +36,8 @@ def check_bucket(files: ObjectFiles, plan: Plan, *, speed: bool = True) -> Itera
     try:
         held = len(files.list_dir(""))
     except StorageError as error:
-        yield Finding(
-            "bucket", "fail", str(error), "for the required features and permissions see docs/object-stores.md"
-        )
+        todo = "for the required features and permissions see docs/object-stores.md"
+        yield Finding("bucket", "fail", str(error), todo)
         return
     yield Finding("bucket", "ok", f"{files.root} is reachable and can be listed: {plural(held, 'name')} at its top")
     try:

@@ -98,14 +98,12 @@ def _limits(plan: Plan) -> Iterator[Finding]:
     size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if size == resource.RLIM_INFINITY:
         return
-    need = plan.commit_bytes
-    enough = need is not None and need <= size
-    yield Finding(
-        "file size",
-        "ok" if enough else "warn",
-        f"limit {size_text(size)} per file",
-        "" if enough else "a rank writes its share of a save into one file: raise it with ulimit -f unlimited",
-    )
+    limit = f"limit {size_text(size)} per file"
+    if plan.commit_bytes is not None and plan.commit_bytes <= size:
+        yield Finding("file size", "ok", limit)
+    else:
+        todo = "a rank writes its share of a save into one file: raise it with ulimit -f unlimited"
+        yield Finding("file size", "warn", limit, todo)
 
 
 def _shared_memory(plan: Plan) -> Finding:

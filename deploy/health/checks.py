@@ -10,18 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from deploy.format import ago_text, clock, drift_text, plural, size_text, span_text, steps_text
-from deploy.health.facts import (
-    AHEAD,
-    FLOOR,
-    LATE,
-    LONG,
-    VERY_LATE,
-    Check,
-    Facts,
-    Level,
-    parse_time,
-    shell_command,
-)
+from deploy.health.facts import AHEAD, FLOOR, LATE, LONG, VERY_LATE, Check, Facts, Level, parse_time, shell_command
 from store.names import SaveId
 from store.text import listed
 

@@ -16,13 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deploy.health.trace_reader import JobStatus, TraceFollower, TraceValidator
-from deploy.report.incidents import (
-    Incident,
-    Incidents,
-    nonfinite_incident,
-    restart_incident,
-    skipped_incident,
-)
+from deploy.report.incidents import Incident, Incidents, nonfinite_incident, restart_incident, skipped_incident
 from store.certificate import is_lossy
 from store.names import Unit
 from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, ResumedLine, iter_lines

@@ -25,7 +25,7 @@ from deploy.simulate.plans import (
     requests_for,
     same_configuration,
 )
-from deploy.simulate.summary import Summary, Terms, over, rank, summary_of
+from deploy.simulate.summary import Summary, Terms, over, summary_of
 from monitor.config.load import Config, load_config
 from policies.accounting import Fitted
 from policies.replay.failure_cost import Position, latest_first
@@ -142,7 +142,7 @@ def recommend(
     settings = {one.summary.name: one.settings for one in found}
     since = latest_first(one.replayed.course for one in (*beside, *(one.summary for one in found)))
     tried = over(tuple({one.summary.name: one.summary for one in found}.values()), since)
-    for chosen in sorted(tried, key=rank):
+    for chosen in sorted(tried, key=lambda one: (one.exposure.total.mean, one.written)):
         request = SimulationRequest(
             chosen.name, load_config(parse_yaml(_text(settings[chosen.name]), "the recommendation").values)
         )
