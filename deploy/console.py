@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -168,5 +168,6 @@ def byte_progress(label: str, total: int | None = None) -> Iterator[ByteBar]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not watched()) as bar:
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    with bar if watched() else nullcontext():  # only an entered one draws
         yield ByteBar(bar, label, total)

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -110,27 +109,29 @@ def _shared_memory(plan: Plan) -> Finding:
     memory = plan.config.memory
     folder = Path(memory.path)
     wanted: State = "warn" if memory.enabled else "ok"
-    finding = partial(Finding, "shared memory")
     if not folder.is_dir():
-        return finding(wanted, f"there is no {folder}", "set `memory: {path: ...}` to the shared memory directory")
+        todo = "set `memory: {path: ...}` to the shared memory directory"
+        return Finding("shared memory", wanted, f"there is no {folder}", todo)
     try:
         free, group = free_bytes(folder), cgroup_free_bytes()
     except (OSError, StorageError) as error:
-        return finding(wanted, f"cannot determine the free space of {folder}: {error}", "")
+        return Finding("shared memory", wanted, f"cannot determine the free space of {folder}: {error}", "")
     seen = f"{size_text(max(0, free))} available in {folder}, of {size_text(psutil.virtual_memory().total)} memory"
     if group is not None and group < _NO_LIMIT:
         seen += f", {size_text(max(0, group))} left in this control group"
     need = plan.memory_bytes
     if need is None:
-        return finding("ok", seen + ("" if memory.enabled else "; in-memory snapshots are off"))
+        return Finding("shared memory", "ok", seen + ("" if memory.enabled else "; in-memory snapshots are off"))
     seen += (
         f"; in-memory snapshots of {count_text(plan.parameters or 0)} parameters need {size_text(need)} on this node"
     )
     if need <= free:
-        return finding("ok", seen + ("" if memory.enabled else ": `memory: {enabled: true}` would fit"))
+        seen += "" if memory.enabled else ": `memory: {enabled: true}` would fit"
+        return Finding("shared memory", "ok", seen)
     if not memory.enabled:
-        return finding("ok", f"{seen}: they would not fit, and are off")
-    return finding(
+        return Finding("shared memory", "ok", f"{seen}: they would not fit, and are off")
+    return Finding(
+        "shared memory",
         "warn",
         f"{seen}: the job would run without them",
         "give the job more shared memory (docker run --shm-size; in Kubernetes an emptyDir with `medium: Memory` at "
