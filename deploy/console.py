@@ -9,21 +9,22 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from deploy.format import printable
 from store.location import place_of
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress
 
 
 _PIECE = 1024  # characters, of 4 bytes at most
@@ -57,8 +58,7 @@ def answer_error(kind: str, message: str, *, as_json: bool) -> None:
     if as_json:
         _write(json.dumps({"error": {"type": kind, "message": message}}, indent=2) + "\n")
         return
-    sys.stderr.write(f"error: {printable(message)}\n")
-    sys.stderr.flush()
+    note(f"error: {message}")
 
 
 def note(message: str) -> None:
@@ -67,9 +67,16 @@ def note(message: str) -> None:
     sys.stderr.flush()
 
 
-def table(**options: Any) -> Table:
+# Columns of tables, by what happens to long text in them.
+fold = partial(Column, overflow="fold")
+wide = partial(Column, overflow="fold", ratio=1)
+line = partial(Column, no_wrap=True)
+number = partial(Column, justify="right", no_wrap=True)
+
+
+def table(*columns: Column) -> Table:
     """Return an empty table in the common style."""
-    return Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold", **options)
+    return Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
 
 
 def facts(rows: Mapping[str, Text | str]) -> Table:
@@ -120,36 +127,27 @@ else:  # typer would convert the parser's result to a plain Path
     StorePath = object
 
 StoreArgument = Annotated[
-    StorePath,
-    typer.Argument(
-        metavar="STORE", parser=place_of, help="Directory of the store, or s3://BUCKET/PREFIX.", show_default=False
-    ),
+    StorePath, typer.Argument(metavar="STORE", parser=place_of, help="Directory of the store, or s3://BUCKET/PREFIX.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 MemoryOption = Annotated[
-    Path, typer.Option("--memory", metavar="PATH", help="Shared memory directory: the job's `memory: {path: ...}`.")
+    Path, typer.Option(metavar="PATH", help="Shared memory directory: the job's `memory: {path: ...}`.")
 ]
 
 
 class ByteBar:
-    """Progress in bytes. This base class draws nothing."""
+    """Progress in bytes."""
+
+    def __init__(self, bar: Progress, label: str, total: int | None) -> None:
+        self._bar, self._task = bar, bar.add_task(label, total=total)
 
     def __call__(self, count: int) -> None:
         """Add ``count`` bytes to the progress."""
-
-    def begin(self, total: int) -> None:
-        """Restart at zero with a new total."""
-
-
-class _DrawnBar(ByteBar):
-    def __init__(self, bar: Progress, task: TaskID) -> None:
-        self._bar, self._task = bar, task
-
-    def __call__(self, count: int) -> None:
         self._bar.advance(self._task, count)
 
     def begin(self, total: int) -> None:
+        """Restart at zero with a new total."""
         self._bar.reset(self._task, total=total)
 
 
@@ -160,11 +158,7 @@ def watched() -> bool:
 
 @contextmanager
 def byte_progress(label: str, total: int | None = None) -> Iterator[ByteBar]:
-    """Show a progress bar during the block. With ``total=None``, call :meth:`ByteBar.begin` once the total is known."""
-    if not watched():
-        yield ByteBar()
-        return
-    from rich.console import Console
+    """Show a progress bar on a terminal. With ``total=None``, call :meth:`ByteBar.begin` once the total is known."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (
@@ -174,5 +168,6 @@ def byte_progress(label: str, total: int | None = None) -> Iterator[ByteBar]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        yield _DrawnBar(bar, bar.add_task(label, total=total))
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    with bar if watched() else nullcontext():  # only an entered one draws
+        yield ByteBar(bar, label, total)

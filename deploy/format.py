@@ -4,33 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 
-_BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_BINARY = (" B", " KiB", " MiB", " GiB", " TiB", " PiB", " EiB")
 _DECIMAL = ("", " k", " M", " G", " T", " P")
 _UNITS = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 def size_text(count: int) -> str:
     """Format bytes in binary units with three digits: ``512 B``, ``1.50 GiB``."""
-    if count < 1024:
-        return f"{count} B"
-    value, unit = count / 1024, _BINARY[0]
-    for larger in _BINARY[1:]:
-        if value < 1023.5:
-            break
-        value, unit = value / 1024, larger
-    return f"{_three_digits(value)} {unit}"
+    return _scaled(count, 1024, _BINARY)
 
 
 def count_text(count: int) -> str:
     """Format a large number in decimal units with three digits: ``405 G``."""
-    value, unit = float(count), _DECIMAL[0]
-    for larger in _DECIMAL[1:]:
-        if value < 999.5:
-            break
-        value, unit = value / 1000, larger
-    return str(count) if unit == "" else f"{_three_digits(value)}{unit}"
+    return _scaled(count, 1000, _DECIMAL)
+
+
+def _scaled(count: int, base: int, units: Sequence[str]) -> str:
+    value, power = float(count), 0
+    while value >= base - 0.5 and power < len(units) - 1:
+        value, power = value / base, power + 1
+    decimals = 0 if power == 0 or value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{decimals}f}{units[power]}"
 
 
 def drift_text(drift: float | None) -> str:
@@ -75,11 +72,6 @@ def tail(text: str, width: int) -> str:
     return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
 
 
-def _three_digits(value: float) -> str:
-    decimals = 2 if value < 9.995 else 1 if value < 99.95 else 0
-    return f"{value:.{decimals}f}"
-
-
 def span_text(seconds: float) -> str:
     """Format a duration in its two largest units: ``9.0 s``, ``2 min 5 s``, ``3 h 20 min``, ``2 d 4 h``."""
     if seconds < 0.9995:
@@ -106,6 +98,14 @@ def steps_text(steps: float) -> str:
 def share_text(share: float) -> str:
     """Format a share in per cent with two digits."""
     return "0 %" if share == 0 else f"{100 * share:.2g} %" if share < 0.0995 else f"{100 * share:.0f} %"
+
+
+def installed_version() -> str:
+    """Return the version of the installed package; '' if it runs from source."""
+    try:
+        return version("driftpoint")
+    except PackageNotFoundError:
+        return ""
 
 
 def clock(seconds: float | None) -> str:

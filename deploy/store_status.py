@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.exit_codes import health
-from deploy.format import count_text, plural
+from deploy.format import count_text, kind_text, plural
 from store.catalog import Catalog, open_catalog
 from store.certificate import Certificate, certify, run_saves
 from store.errors import DamagedError, NoStoreError, NothingToResumeError, StorageError, UsageError
@@ -131,6 +131,20 @@ class Resume:
     lossy: tuple[str, ...]
     fallbacks: tuple[str, ...]
     proven: bool
+
+
+def resume_kind(found: Resume | Certificate) -> str:
+    """Describe what a resume gives: exact, or its staleness, drift and lossy encodings."""
+    return kind_text(exact=found.exact, max_staleness=found.max_staleness, max_drift=found.max_drift, lossy=found.lossy)
+
+
+def is_resumable(catalog: Catalog, *, without: SaveId | None = None) -> bool:
+    """Return whether a job can resume from any commit, or from any but ``without``."""
+    try:
+        newest_resumable(catalog, skip=set() if without is None else {without})
+    except NothingToResumeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from deploy import console as output
@@ -62,15 +62,14 @@ def print_layers(console: Console, units: Sequence[CertifiedUnit]) -> None:
 
 def unit_table(units: Sequence[CertifiedUnit], reasons: Mapping[Unit, str]) -> Table:
     """Return a table with one row per layer and slot."""
-    table = output.table()
-    table.add_column("Layer\n  slot", overflow="fold", min_width=12)
     lossy = any(is_lossy(unit.encoding) for unit in units)
-    for name in ("Step", "Age", "Drift", "Bytes"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("Encoding", overflow="fold")
-    if lossy:
-        table.add_column("Error", justify="right", no_wrap=True)
-    table.add_column("Reason", overflow="fold", ratio=1)
+    table = output.table(
+        output.fold("Layer\n  slot", min_width=12),
+        *map(output.number, ("Step", "Age", "Drift", "Bytes")),
+        output.fold("Encoding"),
+        *([output.number("Error")] if lossy else []),
+        output.wide("Reason"),
+    )
     layer = None
     for unit in units:
         if unit.layer != layer:
@@ -116,23 +115,17 @@ def _layer_table(
     widths: _Widths,
     name_widths: tuple[int, int],
 ) -> Table:
-    table = output.table()
-    table.add_column("Layer", no_wrap=True)
-    if name_widths[1]:
-        table.add_column("Source", no_wrap=True)
-    for slot in slots:
-        table.add_column(Text(widths.heading(slot)), justify="right", no_wrap=True)
-    table.add_column("Bytes", justify="right", no_wrap=True)
+    names = [output.line("Layer"), *([output.line("Source")] if name_widths[1] else [])]
+    headings = [Text(widths.heading(slot)) for slot in slots]
+    table = output.table(*names, *map(output.number, (*headings, "Bytes")))
     for (layer, source, _), all_units in by_row.items():
         units = {slot: all_units[slot] for slot in slots if slot in all_units}
         if not units:
             continue
-        names = [output.cell(tail(layer, name_widths[0]))]
-        if name_widths[1]:
-            names.append(output.cell(tail(source, name_widths[1])))
+        sources = [output.cell(tail(source, name_widths[1]))] if name_widths[1] else []
         cells = [_unit_cell(units.get(slot), widths) for slot in slots]
         total = sum(unit.nbytes for unit in units.values())
-        table.add_row(*names, *cells, size_text(total))
+        table.add_row(output.cell(tail(layer, name_widths[0])), *sources, *cells, size_text(total))
     return table
 
 
@@ -237,12 +230,8 @@ def slot_table(units: Sequence[CertifiedUnit], parameters: int) -> Table:
     """Return a table with one row per slot (and lossy encoding) and a total."""
     if any(is_lossy(unit.encoding) for unit in units):
         return _rounded_table(units, parameters)
-    table = output.table()
-    table.add_column("Slot", no_wrap=True, min_width=8)
-    table.add_column("Units", justify="right")
-    table.add_column("Encoding", overflow="fold")
-    for name in ("Oldest", "Newest", "Max drift", "Bytes", "B/param"):
-        table.add_column(name, justify="right", no_wrap=True)
+    names = [output.line("Slot", min_width=8), Column("Units", justify="right"), output.fold("Encoding")]
+    table = output.table(*names, *map(output.number, ("Oldest", "Newest", "Max drift", "Bytes", "B/param")))
     for slot in slots_of(units):
         own = [unit for unit in units if unit.slot == slot]
         table.add_row(output.cell(slot), *_unit_cells(own), *span(own), max_drift(own), *sizes(own, parameters))
@@ -252,10 +241,8 @@ def slot_table(units: Sequence[CertifiedUnit], parameters: int) -> Table:
 
 
 def _rounded_table(units: Sequence[CertifiedUnit], parameters: int) -> Table:
-    table = output.table()
-    table.add_column("Slot\n  encoding", overflow="fold", min_width=8)
-    for name in ("Oldest", "Newest", "Max drift", "Error", "Bytes", "B/param"):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = ("Oldest", "Newest", "Max drift", "Error", "Bytes", "B/param")
+    table = output.table(output.fold("Slot\n  encoding", min_width=8), *map(output.number, numbers))
     for slot in slots_of(units):
         table.add_row(output.cell(slot, "bold"))
         own = [unit for unit in units if unit.slot == slot]
@@ -278,7 +265,9 @@ def bytes_per_parameter(nbytes: int, parameters: int) -> float | None:
 
 
 def _unit_cells(units: Sequence[CertifiedUnit]) -> list[str | Text]:
-    return [str(len(units)), output.cell(_encodings(units))]
+    counts = Counter(unit.encoding for unit in units)
+    several = ", ".join(f"{name} {count}" for name, count in counts.most_common())
+    return [str(len(units)), output.cell(several if len(counts) != 1 else next(iter(counts)))]
 
 
 def span(units: Sequence[CertifiedUnit]) -> list[str]:
@@ -300,10 +289,3 @@ def sizes(units: Sequence[CertifiedUnit], parameters: int) -> list[str]:
     nbytes = sum(unit.nbytes for unit in units)
     share = bytes_per_parameter(nbytes, parameters)
     return [size_text(nbytes), "" if share is None else f"{share:.2f}"]
-
-
-def _encodings(units: Sequence[CertifiedUnit]) -> str:
-    counts = Counter(unit.encoding for unit in units)
-    if len(counts) == 1:
-        return next(iter(counts))
-    return ", ".join(f"{name} {count}" for name, count in counts.most_common())

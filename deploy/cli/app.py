@@ -16,7 +16,6 @@ import typer
 from deploy.cli import (
     daemon,
     doctor,
-    estimate,
     import_checkpoint,
     init,
     memory,
@@ -32,6 +31,7 @@ from deploy.cli import (
 from deploy.cli import run as run_
 from deploy.console import ReaderLeftError, answer_error, note
 from deploy.exit_codes import BROKEN_PIPE, EPILOG, INTERRUPTED, OK
+from deploy.format import installed_version
 from store.errors import DriftpointError, UsageError
 
 app = typer.Typer(
@@ -45,9 +45,8 @@ for _early in (init.init, doctor.doctor, init.schema):  # commands that need no 
     app.command(epilog=EPILOG)(_early)
 for _command in (status.status, show.show, verify.verify, merge.merge, prune.prune, memory.rescue, simulate.simulate):
     app.command(epilog=EPILOG)(_command)
-app.command(epilog=EPILOG)(estimate.estimate)
-app.command(epilog=EPILOG)(report.report)
-app.command(epilog=EPILOG)(report.top)
+for _late in (simulate.estimate, report.report, report.top):
+    app.command(epilog=EPILOG)(_late)
 app.command("import", epilog=EPILOG)(import_checkpoint.import_)
 # Everything after the first word that is not an option belongs to the training command.
 app.command(epilog=EPILOG, context_settings={"allow_interspersed_args": False})(run_.run)
@@ -58,13 +57,7 @@ app.add_typer(memory.app, name="memory")
 
 def _version(asked: bool) -> None:
     if asked:
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            found = version("driftpoint")
-        except PackageNotFoundError:
-            found = "(not installed: running from source)"
-        typer.echo(f"driftpoint {found}")
+        typer.echo(f"driftpoint {installed_version() or '(not installed: running from source)'}")
         raise typer.Exit
 
 

@@ -36,30 +36,20 @@ PortOption = Annotated[
 HostOption = Annotated[
     str, typer.Option(metavar="ADDRESS", help="Address of the metrics; all but loopback need TLS or --insecure.")
 ]
-CertOption = Annotated[
-    Path | None, typer.Option("--tls-cert", metavar="FILE", help="TLS certificate of the metrics.", show_default=False)
-]
-KeyOption = Annotated[
-    Path | None, typer.Option("--tls-key", metavar="FILE", help="Private key of the certificate.", show_default=False)
-]
-ClientsOption = Annotated[
-    Path | None,
-    typer.Option("--tls-client-ca", metavar="FILE", help="Require client certificates of this CA.", show_default=False),
-]
+CertOption = Annotated[Path | None, typer.Option(metavar="FILE", help="TLS certificate of the metrics.")]
+KeyOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Private key of the certificate.")]
+ClientsOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Require client certificates of this CA.")]
 InsecureOption = Annotated[bool, typer.Option("--insecure", help="Let other machines read the metrics without TLS.")]
 RateOption = Annotated[
     int, typer.Option(min=0, metavar="BYTES/S", help="Rate at which commits are verified; 0: never.")
 ]
 IdleOption = Annotated[
-    float | None,
-    typer.Option(min=0.0, metavar="SECONDS", help="Exit after this time without a job.", show_default=False),
+    float | None, typer.Option(min=0.0, metavar="SECONDS", help="Exit after this time without a job.")
 ]
 GraceOption = Annotated[
     float, typer.Option(min=0.0, metavar="SECONDS", help="Time to finish a rescue in progress on exit.")
 ]
-LogOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write the log here instead of stderr.", show_default=False)
-]
+LogOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the log here instead of stderr.")]
 
 
 @app.command(epilog=EPILOG)
@@ -85,8 +75,7 @@ def run(
     base = base_of(memory)
     make_home(base)
     security = EndpointSecurity(
-        tls=Tls(cert=_absolute(tls_cert), key=_absolute(tls_key), client_ca=_absolute(tls_client_ca)),
-        insecure=insecure,
+        tls=Tls(cert=_absolute(tls_cert), key=_absolute(tls_key), client_ca=_absolute(tls_client_ca)), insecure=insecure
     )
     security.check(host, "--host")
     options = Options(base, port, verify_rate, exit_idle, grace, host=host, security=security)
@@ -138,9 +127,7 @@ def _draw(console: Console, report: protocol.Report) -> None:
 
 
 def _jobs(jobs: tuple[protocol.JobReport, ...]) -> object:
-    table = output.table()
-    for name in ("store", "state", "alive", "committed", "in memory"):
-        table.add_column(name, overflow="fold")
+    table = output.table(*map(output.fold, ("store", "state", "alive", "committed", "in memory")))
     for one in jobs:
         alive = f"{len(one.alive)} of {one.world_size}"
         table.add_row(*map(output.cell, (one.store, one.state, alive, one.committed or "-", one.memory or "-")))
@@ -148,9 +135,7 @@ def _jobs(jobs: tuple[protocol.JobReport, ...]) -> object:
 
 
 def _rescues(report: protocol.Report) -> object:
-    table = output.table()
-    for name in ("rescue of", "at", "outcome", "why"):
-        table.add_column(name, overflow="fold")
+    table = output.table(*map(output.fold, ("rescue of", "at", "outcome", "why")))
     for one in reversed(report.rescues):
         at = datetime.fromtimestamp(one.at).astimezone().isoformat(timespec="seconds")
         table.add_row(*map(output.cell, (one.store, at, one.outcome, one.why)))

@@ -7,7 +7,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +25,6 @@ from store.storage.bucket import ObjectOptions
 if TYPE_CHECKING:
     from deploy.doctor.base import Finding, Plan
     from deploy.doctor.nodes import Ranks
-    from monitor.config.load import Config
 
 CONFIG = Path("driftpoint.yaml")
 
@@ -35,26 +34,16 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 StoreArgument = Annotated[
     StorePath | None,
     typer.Argument(
-        metavar="[STORE]",
-        parser=place_of,
-        help="Store directory (existing or planned), or s3://BUCKET/PREFIX.",
-        show_default=False,
+        metavar="[STORE]", parser=place_of, help="Store directory (existing or planned), or s3://BUCKET/PREFIX."
     ),
 ]
 ConfigOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--config", "-c", metavar="FILE", help="The job's YAML (./driftpoint.yaml if it exists).", show_default=False
-    ),
+    Path | None, typer.Option("--config", "-c", metavar="FILE", help="The job's YAML (./driftpoint.yaml if it exists).")
 ]
-ParametersOption = Annotated[
-    str | None,
-    typer.Option("--parameters", metavar="N", help="Number of model parameters: 350M, 8b.", show_default=False),
-]
-NodesOption = Annotated[int, typer.Option("--nodes", min=1, metavar="N", help="Number of nodes of the job.")]
+ParametersOption = Annotated[str | None, typer.Option(metavar="N", help="Number of model parameters: 350M, 8b.")]
+NodesOption = Annotated[int, typer.Option(min=1, metavar="N", help="Number of nodes of the job.")]
 PatienceOption = Annotated[
-    float,
-    typer.Option("--patience", min=0.1, metavar="SECONDS", help="Time to wait for other ranks under torchrun or srun."),
+    float, typer.Option(min=0.1, metavar="SECONDS", help="Time to wait for other ranks under torchrun or srun.")
 ]
 
 
@@ -73,8 +62,10 @@ def doctor(
     from deploy.doctor.base import Plan, healthy, parse_count
     from deploy.doctor.nodes import ranks_from_environment
     from deploy.doctor.store import known_parameters
+    from monitor.config.load import load_config
 
-    ranks, settings = ranks_from_environment(os.environ), _settings(config)
+    settings = load_config(CONFIG if config is None and CONFIG.exists() else config)
+    ranks = ranks_from_environment(os.environ)
     root = store or place_of(settings.store).expanduser()
     options = settings.s3.options()
     options = replace(options, retry_seconds=min(options.retry_seconds, _PATIENCE))
@@ -113,15 +104,11 @@ def _exit_on_signals() -> Iterator[None]:
 def _as_json(root: Path, findings: list[Finding]) -> dict[str, Any]:
     from deploy.doctor.base import healthy
 
-    rows = [{"check": one.check, "state": one.state, "seen": one.seen, "todo": one.todo} for one in findings]
-    return {"store": str(root.absolute()), "ok": healthy(findings), "findings": rows}
+    return {"store": str(root.absolute()), "ok": healthy(findings), "findings": list(map(asdict, findings))}
 
 
 def _draw(console: Console, root: Path, findings: list[Finding]) -> None:
-    rows = output.table()
-    rows.add_column("Check", no_wrap=True)
-    rows.add_column("", no_wrap=True)
-    rows.add_column("Result and advice", overflow="fold")
+    rows = output.table(output.line("Check"), output.line(""), output.fold("Result and advice"))
     for one in findings:
         text = output.cell(one.seen)
         if one.todo:
@@ -132,14 +119,6 @@ def _draw(console: Console, root: Path, findings: list[Finding]) -> None:
     failed, warned = (sum(one.state == state for one in findings) for state in ("fail", "warn"))
     verdict = f"{plural(failed, 'check')} failed" if failed else "no check failed"
     console.print(output.cell(f"{root.absolute()}: {verdict}" + (f", {plural(warned, 'warning')}" if warned else "")))
-
-
-def _settings(path: Path | None) -> Config:
-    from monitor.config.load import load_config
-
-    if path is None and CONFIG.exists():
-        path = CONFIG
-    return load_config(path)
 
 
 def _findings(root: Path, plan: Plan, ranks: Ranks, patience: float) -> Iterator[Finding]:

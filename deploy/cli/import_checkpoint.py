@@ -26,7 +26,6 @@ CheckpointArgument = Annotated[
         parser=place_of,
         metavar="CHECKPOINT",
         help="A DeepSpeed, universal or Trainer checkpoint directory, or another store.",
-        show_default=False,
     ),
 ]
 StoreOption = Annotated[
@@ -35,7 +34,6 @@ StoreOption = Annotated[
         metavar="STORE",
         parser=place_of,
         help="The store to write: a new or empty directory or s3:// prefix, or a store without commits.",
-        show_default=False,
     ),
 ]
 StepOption = Annotated[
@@ -43,7 +41,6 @@ StepOption = Annotated[
     typer.Option(
         metavar="STEP",
         help="A step, a tag or a save name. Default: `latest` of a DeepSpeed directory, otherwise the newest.",
-        show_default=False,
     ),
 ]
 

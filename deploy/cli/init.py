@@ -11,37 +11,18 @@ import typer
 from rich.console import Console
 
 from deploy import console as output
-from deploy.cli.policy import parameters
+from deploy.cli.policy import SetOption, parameters
 from deploy.console import DebugOption, JsonOption
 from store.errors import ConfigError, StorageError, UsageError
 
 OutOption = Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="File to write; it must not exist yet.")]
-StoreOption = Annotated[
-    str | None, typer.Option("--store", metavar="DIR", help="Store for the commits.", show_default=False)
-]
+StoreOption = Annotated[str | None, typer.Option(metavar="DIR", help="Store for the commits.")]
 PolicyOption = Annotated[
-    str | None,
-    typer.Option(
-        "--policy", metavar="POLICY", help="Name of the policy, which decides what is saved.", show_default=False
-    ),
+    str | None, typer.Option(metavar="POLICY", help="Name of the policy, which decides what is saved.")
 ]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Set a parameter of the policy; repeatable."),
-]
-EveryOption = Annotated[
-    str | None, typer.Option("--every", metavar="STEPS", help="Steps between decisions, or auto.", show_default=False)
-]
-EncodingOption = Annotated[
-    str | None,
-    typer.Option("--encoding", metavar="NAME", help="Encoding preset: raw, compact or careful.", show_default=False),
-]
-BytesOption = Annotated[
-    float | None,
-    typer.Option(
-        "--bytes-per-hour", metavar="N", help="Bytes that policy budget may write in an hour.", show_default=False
-    ),
-]
+EveryOption = Annotated[str | None, typer.Option(metavar="STEPS", help="Steps between decisions, or auto.")]
+EncodingOption = Annotated[str | None, typer.Option(metavar="NAME", help="Encoding preset: raw, compact or careful.")]
+BytesOption = Annotated[float | None, typer.Option(metavar="N", help="Bytes that policy budget may write in an hour.")]
 SchemaOption = Annotated[
     bool, typer.Option("--schema/--no-schema", help="Also write the JSON schema for editors and refer to it.")
 ]

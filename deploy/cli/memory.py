@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,9 +30,7 @@ app = typer.Typer(
     epilog=EPILOG, help="List or free the snapshots in this node's shared memory.", invoke_without_command=True
 )
 
-StoreOption = Annotated[
-    str | None, typer.Argument(metavar="[STORE]", help="Directory or URL of the store, or its id.", show_default=False)
-]
+StoreOption = Annotated[str | None, typer.Argument(metavar="[STORE]", help="Directory or URL of the store, or its id.")]
 AllOption = Annotated[bool, typer.Option("--all", help="Free those of all stores.")]
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
@@ -42,14 +40,14 @@ class StoredSnapshot:
     """Snapshots of one store in shared memory."""
 
     store_id: str
-    path: Path | None
+    store: str | None
     step: int | None
     ranks: int
+    replicas: int
     world_size: int
     nbytes: int
     alive: bool
-    problems: tuple[str, ...] = ()
-    replicas: int = 0
+    problems: tuple[str, ...]
 
 
 @app.callback(invoke_without_command=True)
@@ -96,36 +94,19 @@ def stored_snapshots(base: Path) -> list[StoredSnapshot]:
 
 
 def _as_json(base: Path, found: list[StoredSnapshot]) -> dict[str, Any]:
-    rows = [
-        {
-            "store_id": one.store_id,
-            "store": None if one.path is None else str(one.path),
-            "step": one.step,
-            "ranks": one.ranks,
-            "replicas": one.replicas,
-            "world_size": one.world_size,
-            "nbytes": one.nbytes,
-            "alive": one.alive,
-            "problems": list(one.problems),
-        }
-        for one in found
-    ]
-    return {"memory": str(base), "nbytes": sum(one.nbytes for one in found), "stores": rows}
+    return {"memory": str(base), "nbytes": sum(one.nbytes for one in found), "stores": list(map(asdict, found))}
 
 
 def _draw(console: Console, found: list[StoredSnapshot]) -> None:
     if not found:
         console.print("There are no snapshots in memory.")
         return
-    table = output.table()
-    for name in ("store", "step", "ranks", "size", "job"):
-        table.add_column(name, overflow="fold")
+    table = output.table(*map(output.fold, ("store", "step", "ranks", "size", "job")))
     for one in found:
         step = "-" if one.step is None else str(one.step)
-        where = one.store_id if one.path is None else str(one.path)
         state = "alive" if one.alive else "dead"
         ranks = f"{one.ranks} of {one.world_size}" + (f", {one.replicas} as replicas" if one.replicas else "")
-        row = (where, step, ranks, size_text(one.nbytes), state)
+        row = (one.store or one.store_id, step, ranks, size_text(one.nbytes), state)
         table.add_row(*map(output.cell, row))
     console.print(table)
     output.problems(console, tuple(text for one in found for text in one.problems))
@@ -139,8 +120,9 @@ def _stored_snapshot(tier: Tier, path: Path | None) -> StoredSnapshot:
     alive = any(is_owned(place.owner(rank)) for place in tier.generations() for rank in place.ranks())
     step = None if newest is None else newest.step
     replicas = sum(one.record.replica for one in held.values())
+    store = None if path is None else str(path)
     return StoredSnapshot(
-        tier.store_id, path, step, len(held), world_size, used_bytes(tier), alive, node.problems, replicas
+        tier.store_id, store, step, len(held), replicas, world_size, used_bytes(tier), alive, node.problems
     )
 
 

@@ -68,13 +68,9 @@ SourceArgument = Annotated[
         parser=place_of,
         help="A store (a directory or s3://BUCKET/PREFIX), or a checkpoint of a framework (or the directory of "
         "several). Not needed with a recipe that names its sources.",
-        show_default=False,
     ),
 ]
-OutOption = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="Directory to write; it must not exist yet.", show_default=False),
-]
+OutOption = Annotated[Path | None, typer.Option(metavar="DIR", help="Directory to write; it must not exist yet.")]
 StepOption = Annotated[
     str | None,
     typer.Option(
@@ -82,16 +78,13 @@ StepOption = Annotated[
         help="A step, a save such as 00000120-000003, a tag, or a bound such as '<= 120'. "
         "Default: the newest that can be rebuilt of a store, `latest` of a DeepSpeed directory, the newest complete "
         "Trainer checkpoint.",
-        show_default=False,
     ),
 ]
 LayoutOption = Annotated[
-    str,
-    typer.Option(metavar="LAYOUT", help="native, deepspeed, universal, hf, dcp, trainer or torch."),
+    str, typer.Option(metavar="LAYOUT", help="native, deepspeed, universal, hf, dcp, trainer or torch.")
 ]
 StageOption = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="ZeRO stage to write, 1 to 3 (deepspeed).", show_default="the source's"),
+    int | None, typer.Option(metavar="N", help="ZeRO stage to write, 1 to 3 (deepspeed).", show_default="the source's")
 ]
 WorldOption = Annotated[
     int | None,
@@ -113,8 +106,7 @@ FilesOption = Annotated[
     ),
 ]
 RecipeOption = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Recipe that combines layers of several checkpoints.", show_default=False),
+    Path | None, typer.Option(metavar="FILE", help="Recipe that combines layers of several checkpoints.")
 ]
 WorkersOption = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Number of threads.", show_default="processors, up to 8")
@@ -233,10 +225,7 @@ def print_certificate(console: Console, certificate: Certificate, parameters: in
 
 def step_table(steps: Sequence[ChosenStep]) -> Table:
     """Return a table with one row per param group (and step written, if a group has several)."""
-    table = output.table()
-    table.add_column("Param group", justify="right", no_wrap=True)
-    table.add_column("Optimizer step", justify="right", no_wrap=True)
-    table.add_column("Layers had", overflow="fold", ratio=1)
+    table = output.table(output.number("Param group"), output.number("Optimizer step"), output.wide("Layers had"))
     for step in steps:
         had = "; ".join(f"{one.step:g}: {listed(one.layers, _NAMED)}" for one in step.had)
         table.add_row(str(step.param_group), f"{step.chosen:g}", output.cell(had))
@@ -268,12 +257,8 @@ def kind_of(certificate: Certificate) -> Text:
 
 def source_table(sources: Sequence[SourceUse], reads: dict[str, int] | None = None) -> Table:
     """Return a table with one row per source; ``reads`` are the bytes read from each."""
-    table = output.table()
-    table.add_column("Source", overflow="fold")
-    table.add_column("Step", justify="right", no_wrap=True)
-    if reads is not None:
-        table.add_column("Read", justify="right", no_wrap=True)
-    table.add_column("Taken from", overflow="fold", ratio=1)
+    numbers = ("Step",) if reads is None else ("Step", "Read")
+    table = output.table(output.fold("Source"), *map(output.number, numbers), output.wide("Taken from"))
     for source in sources:
         read = [] if reads is None else [size_text(reads.get(source.name, 0))]
         what = f"{source.kind}: {source.origin}"
@@ -401,9 +386,7 @@ def _facts(plan: MergePlan, report: MergePlanReport) -> dict[str, Text | str]:
 
 
 def _file_table(plan: MergePlan) -> Table:
-    table = output.table()
-    table.add_column("File", overflow="fold", ratio=1)
-    table.add_column("Bytes", justify="right", no_wrap=True)
+    table = output.table(output.wide("File"), output.number("Bytes"))
     for file in plan.files[:_FILES]:
         table.add_row(output.cell(file.path), size_text(file.container.nbytes))
     more = plan.files[_FILES:]

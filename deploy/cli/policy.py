@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 from rich.console import Console
+from rich.table import Column
 
 from deploy import console as output
 from deploy.console import DebugOption, JsonOption
@@ -60,11 +61,8 @@ def check_in_fresh_process(settings: object, expected: str) -> Finding:
     if done.returncode != 0 or not last[0].startswith(_MARK):
         return Finding(PROMISE, "broken", f"the policy fails in another process: {done.stderr.strip()[-300:]}")
     if last[0] != _MARK + expected:
-        return Finding(
-            PROMISE,
-            "broken",
-            f"with PYTHONHASHSEED={seed} it decides differently: does it iterate over a set, or keep state?",
-        )
+        why = f"with PYTHONHASHSEED={seed} it decides differently: does it iterate over a set, or keep state?"
+        return Finding(PROMISE, "broken", why)
     return Finding(PROMISE, "holds", f"with another hash seed (PYTHONHASHSEED={seed})")
 
 
@@ -146,14 +144,11 @@ def _value(one: str, text: str) -> Any:
 PolicyArgument = Annotated[
     str,
     typer.Argument(
-        metavar="POLICY",
-        help="my.py:Mine, package.module:Mine, the name of a policy, or a YAML configuration.",
-        show_default=False,
+        metavar="POLICY", help="my.py:Mine, package.module:Mine, the name of a policy, or a YAML configuration."
     ),
 ]
 SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Set a parameter of the policy; repeatable."),
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a parameter of the policy; repeatable.")
 ]
 
 
@@ -176,31 +171,20 @@ def check(
     """Check that a policy keeps the contract, on synthetic models and runs, in this process and in a fresh one."""
     del debug
     with output.stdout_to_stderr():
-        checked = _check_policy_file(policy, set_ or ())
+        found = named(policy, set_ or ())
+        findings = list(examine(found.policy, found.bounds))
+        findings.insert(_NEEDS_AN_ANSWER, _fresh_process_finding(found))
+        checked = Checked(found.policy.name, tuple(findings))
     output.answer(_as_json(checked), lambda console: _draw(console, checked), as_json=json)
     raise typer.Exit(OK if checked.holds else DriftpointError.exit_code)
 
 
-def _check_policy_file(word: str, given: Sequence[str]) -> Checked:
-    found = named(word, given)
-    findings = list(examine(found.policy, found.bounds))
-    findings.insert(_NEEDS_AN_ANSWER, _fresh_process_finding(found))
-    return Checked(found.policy.name, tuple(findings))
-
-
 def _as_json(checked: Checked) -> dict[str, Any]:
-    return {
-        "policy": checked.policy,
-        "holds": checked.holds,
-        "checks": [asdict(one) for one in checked.findings],
-    }
+    return {"policy": checked.policy, "holds": checked.holds, "checks": [asdict(one) for one in checked.findings]}
 
 
 def _draw(console: Console, checked: Checked) -> None:
-    rows = output.table()
-    rows.add_column("Check", max_width=32)
-    rows.add_column("", no_wrap=True)
-    rows.add_column("Result", overflow="fold")
+    rows = output.table(Column("Check", max_width=32), output.line(""), output.fold("Result"))
     for one in checked.findings:
         rows.add_row(output.cell(one.promise), output.cell(one.outcome, _STYLES[one.outcome]), output.cell(one.detail))
     console.print(rows)
@@ -212,7 +196,7 @@ def _fresh_process_finding(found: PolicyToCheck) -> Finding:
     try:
         expected = digest(found.policy)
     except BrokenError:
-        return Finding("same answer in another process", "not checked", "it has no answer in this one")
+        return Finding(PROMISE, "not checked", "it has no answer in this one")
     return check_in_fresh_process(found.settings, expected)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,12 +20,11 @@ from deploy import console as output
 from deploy.console import DebugOption, JsonOption, StoreArgument
 from deploy.exit_codes import OK, health
 from deploy.format import plural, size_text
-from deploy.store_status import lock_owner, lock_owner_text, open_store
+from deploy.store_status import is_resumable, lock_owner, lock_owner_text, open_store
 from store.catalog import Catalog
-from store.errors import DamagedError, NothingToResumeError, StorageError
+from store.errors import DamagedError, StorageError
 from store.location import is_url
 from store.names import SaveId
-from store.resolve import newest_resumable
 from store.retention import PrunePlan, Retention, execute, plan_prune
 from store.session import StoreLock, newest_epoch, read_epoch
 from store.text import listed
@@ -34,10 +33,7 @@ _DEFAULT = Retention()
 
 DryRunOption = Annotated[bool, typer.Option("--dry-run", "-n", help="Only list what would be deleted.")]
 KeepLastOption = Annotated[int, typer.Option(min=1, metavar="N", help="Keep the newest N commits.")]
-KeepEveryOption = Annotated[
-    int | None,
-    typer.Option(min=1, metavar="N", help="Also keep one commit in every N steps.", show_default=False),
-]
+KeepEveryOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="Also keep one commit in every N steps.")]
 LogSpacedOption = Annotated[
     bool, typer.Option("--log-spaced/--no-log-spaced", help="Also keep older commits at increasing distances.")
 ]
@@ -82,9 +78,11 @@ def prune_store(root: Path, retention: Retention, *, dry_run: bool) -> Pruned:
     """Prune the store at ``root``. Raises StoreInUseError first if a job uses it."""
     catalog = open_store(root)
     in_use_by = lock_owner(root)
-    with _held(root, dry_run=dry_run):
+    with ExitStack() as held:
+        if not dry_run and not is_url(root):
+            held.callback(StoreLock(root, wait_seconds=0).release)
         plan = plan_prune(catalog, retention)
-        resumable = plan.blocked is None or _resumable(catalog)
+        resumable = plan.blocked is None or is_resumable(catalog)
         if not dry_run and plan.blocked is None:
             execute(catalog.files, plan)
     return Pruned(root.absolute(), dry_run, plan, in_use_by, _foreign_owner(catalog), resumable)
@@ -124,18 +122,6 @@ def _draw(console: Console, found: Pruned) -> None:
         console.print(output.cell(remark, "yellow"))
 
 
-@contextmanager
-def _held(root: Path, *, dry_run: bool) -> Iterator[None]:
-    if dry_run or is_url(root):
-        yield
-        return
-    lock = StoreLock(root, wait_seconds=0)
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def _rows(found: Pruned) -> dict[str, Text | str]:
     plan = found.plan
     would = "Would delete" if found.dry_run else "Deleted"
@@ -169,11 +155,3 @@ def _foreign_owner(catalog: Catalog) -> str | None:
     except (DamagedError, StorageError):
         return None
     return host if host != socket.gethostname() else None
-
-
-def _resumable(catalog: Catalog) -> bool:
-    try:
-        newest_resumable(catalog)
-    except NothingToResumeError:
-        return False
-    return True

@@ -22,13 +22,9 @@ if TYPE_CHECKING:
 
 
 OutOption = Annotated[
-    Path | None,
-    typer.Option("--out", "-o", metavar="FILE", help="File to write (STORE.report.html).", show_default=False),
+    Path | None, typer.Option("--out", "-o", metavar="FILE", help="File to write (STORE.report.html).")
 ]
-TraceOption = Annotated[
-    Path | None,
-    typer.Option("--trace", metavar="FILE", help="Drift trace of the job (STORE.trace.jsonl).", show_default=False),
-]
+TraceOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Drift trace of the job (STORE.trace.jsonl).")]
 VerifyOption = Annotated[bool, typer.Option("--verify", help="Verify every byte first, like `driftpoint verify`.")]
 
 
@@ -54,7 +50,7 @@ def report(
 
 
 def _as_json(made: ReportResult, path: Path) -> dict[str, Any]:
-    verdict, history = made.content.verdict, made.content.history
+    verdict, history = made.verdict, made.history
     return {
         "out": str(path.absolute()),
         "level": verdict.level,
@@ -65,24 +61,24 @@ def _as_json(made: ReportResult, path: Path) -> dict[str, Any]:
         "bytes_written": None if history is None else history.totals.written,
         "bytes_of_full": None if history is None else history.totals.full,
         "stall_seconds": None if history is None else history.totals.stall,
-        "incidents": len(made.content.incidents),
-        "missing": made.content.missing or None,
+        "incidents": len(made.incidents),
+        "missing": made.missing or None,
     }
 
 
 def _draw(console: Console, made: ReportResult, path: Path) -> None:
-    verdict = made.content.verdict
+    verdict = made.verdict
     styles = {"good": "green", "look": "yellow", "bad": "bold red"}
     console.print(output.cell(f"{verdict.title}. {verdict.sentence}", styles[verdict.level]))
     for check in verdict.concerns:
         console.print(output.cell(f" - {check.name}: {check.text}" + (f"; {check.todo}" if check.todo else "")))
     console.print(output.cell(f"Written to {path}"))
-    if made.content.missing:
-        console.print(output.cell(f"No history: {made.content.missing}"))
+    if made.missing:
+        console.print(output.cell(f"No history: {made.missing}"))
 
 
 OnceOption = Annotated[bool, typer.Option("--once", help="Print one frame and exit (the default without a terminal).")]
-IntervalOption = Annotated[float, typer.Option("--interval", min=0.1, metavar="S", help="Seconds between updates.")]
+IntervalOption = Annotated[float, typer.Option(min=0.1, metavar="S", help="Seconds between updates.")]
 
 
 def top(
@@ -99,13 +95,14 @@ def top(
     del debug
     from deploy.report.page import trace_path
     from deploy.top.app import FactsReader, run
+    from deploy.top.view import Dashboard
 
     if trace is not None and not trace.is_file():
         raise UsageError(f"there is no trace at {trace}: omit --trace, or name the job's trace file")
     reader = FactsReader(store, trace_path(store, trace), base_of(memory))
     facts = reader.read()
     if json or once or not _interactive():
-        output.answer(_top_json(facts), lambda console: draw_top(console, facts), as_json=json)
+        output.answer(_top_json(facts), lambda console: console.print(Dashboard(facts, all_layers=True)), as_json=json)
     else:
         facts = run(Console(highlight=False, markup=False, emoji=False), reader, interval) or facts
     raise typer.Exit(NothingToResumeError.exit_code if facts.status is None else facts.status.exit_code)
@@ -138,10 +135,3 @@ def _top_json(facts: Facts) -> dict[str, Any]:
             for row in rows
         ],
     }
-
-
-def draw_top(console: Console, facts: Facts) -> None:
-    """Print one frame with all layers."""
-    from deploy.top.view import Dashboard
-
-    console.print(Dashboard(facts, all_layers=True))

@@ -16,6 +16,7 @@ from deploy.supervisor.events import EventLog
 from deploy.supervisor.restart_policy import Limits
 from deploy.supervisor.store_probe import StoreProbe
 from deploy.supervisor.supervisor import RunOptions, Supervisor
+from store.config_file import read_yaml
 from store.errors import ConfigError, UsageError
 from store.location import place_of
 from store.metrics_server import LOOPBACK, EndpointSecurity
@@ -29,46 +30,37 @@ DEFAULT_EXIT_IDLE = 3600.0
 """Same as in :class:`monitor.config.load.Config`, whose import would load torch into this long-lived process."""
 
 CommandArgument = Annotated[
-    list[str],
-    typer.Argument(metavar="-- COMMAND...", help="The training command and its arguments.", show_default=False),
+    list[str], typer.Argument(metavar="-- COMMAND...", help="The training command and its arguments.")
 ]
 ConfigOption = Annotated[
     Path | None,
-    typer.Option(
-        "--config", "-c", metavar="FILE", help=f"The job's YAML; {CONFIG} unless --store is given.", show_default=False
-    ),
+    typer.Option("--config", "-c", metavar="FILE", help=f"The job's YAML; {CONFIG} unless --store is given."),
 ]
 StoreOption = Annotated[
     StorePath | None,
-    typer.Option("--store", metavar="STORE", parser=place_of, help="The job's store, instead of the YAML's `store:`."),
+    typer.Option(metavar="STORE", parser=place_of, help="The job's store, instead of the YAML's `store:`."),
 ]
-RestartsOption = Annotated[
-    int, typer.Option("--max-restarts", metavar="N", min=0, help="Restarts in a row without progress.")
-]
-FailuresOption = Annotated[
-    int | None, typer.Option("--max-failures", metavar="N", min=1, help="Failures in total (no limit).")
-]
+RestartsOption = Annotated[int, typer.Option(metavar="N", min=0, help="Restarts in a row without progress.")]
+FailuresOption = Annotated[int | None, typer.Option(metavar="N", min=1, help="Failures in total (no limit).")]
 BackoffOption = Annotated[
-    float, typer.Option("--backoff", metavar="S", min=0, help="Seconds before the first restart, doubled each time.")
+    float, typer.Option(metavar="S", min=0, help="Seconds before the first restart, doubled each time.")
 ]
-MostOption = Annotated[float, typer.Option("--backoff-max", metavar="S", min=0, help="Longest delay before a restart.")]
+MostOption = Annotated[float, typer.Option(metavar="S", min=0, help="Longest delay before a restart.")]
 GraceOption = Annotated[
-    float, typer.Option("--grace", metavar="S", min=0, help="Seconds for the final save before SIGTERM is sent.")
+    float, typer.Option(metavar="S", min=0, help="Seconds for the final save before SIGTERM is sent.")
 ]
-WaitOption = Annotated[float, typer.Option("--wait", metavar="S", min=0, help="Seconds to wait for a store in use.")]
+WaitOption = Annotated[float, typer.Option(metavar="S", min=0, help="Seconds to wait for a store in use.")]
 MetricsOption = Annotated[
     int | None,
     typer.Option(
-        "--metrics-port",
         metavar="N",
         min=0,
         max=65535,
         help="Serve metrics on this port (0: a free one), with host and TLS of the YAML's `metrics:`.",
-        show_default=False,
     ),
 ]
 EventsOption = Annotated[
-    Path | None, typer.Option("--events", metavar="FILE", help="Append each event to this file as a JSON line.")
+    Path | None, typer.Option(metavar="FILE", help="Append each event to this file as a JSON line.")
 ]
 
 
@@ -137,7 +129,7 @@ def places(config: Path | None, store: Path | None) -> tuple[StoreProbe, WantedD
         seen = StoreProbe(store.expanduser(), DEFAULT_MEMORY)  # of a job that keeps nothing there, nothing is there
         return seen, None, signal.SIGUSR1
     path = config or CONFIG
-    content = _mapping(path)
+    content = read_yaml(path).values
     root, memory = content.get("store", DEFAULT_STORE), content.get("memory", {})
     if not isinstance(root, str) or not root:
         raise ConfigError(f"{path}: store: must be a path, not {root!r}")
@@ -154,7 +146,7 @@ def metrics_settings(config: Path | None, store: Path | None) -> tuple[str, Endp
     if config is None and store is not None:
         return LOOPBACK, EndpointSecurity()
     path = config or CONFIG
-    return _endpoint(path, _mapping(path).get("metrics", {}))
+    return _endpoint(path, read_yaml(path).values.get("metrics", {}))
 
 
 def _endpoint(path: Path, section: object) -> tuple[str, EndpointSecurity]:
@@ -206,9 +198,3 @@ def _wanted(path: Path, content: Mapping[str, Any], base: Path) -> WantedDaemon 
         raise ConfigError(f"{path}: daemon: host must be an address, not {host!r}")
     security.check(host, "daemon.host")
     return WantedDaemon(base, port, float(idle), ("--host", host, *security.cli_options()))
-
-
-def _mapping(path: Path) -> Mapping[str, Any]:
-    from store.config_file import read_yaml
-
-    return read_yaml(path).values

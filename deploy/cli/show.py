@@ -14,11 +14,11 @@ from deploy import console as output
 from deploy import tables
 from deploy.console import DebugOption, JsonOption, StoreArgument
 from deploy.exit_codes import health
-from deploy.format import kind_text, plural, resume_step_text, size_text
-from deploy.store_status import find_save, open_store, parameters, resume_step
+from deploy.format import plural, resume_step_text, size_text
+from deploy.store_status import find_save, is_resumable, open_store, parameters, resume_kind, resume_step, written
 from store.catalog import Catalog
 from store.certificate import Certificate, CertifiedUnit, certify
-from store.errors import DamagedError, NothingToResumeError, StorageError
+from store.errors import DamagedError, StorageError
 from store.names import SaveId, Unit
 from store.resolve import Resolution, newest_resumable, resolve
 from store.schema import ManifestRecord, UnitRecord
@@ -29,7 +29,6 @@ StepArgument = Annotated[
         metavar="[STEP]",
         help="A step (of the newest epoch that has it), or a save such as 00000120-000003. "
         "Default: the commit that a resume would take.",
-        show_default=False,
     ),
 ]
 LongOption = Annotated[
@@ -60,8 +59,7 @@ class Shown:
 
     @property
     def bytes_written(self) -> int:
-        own = self.manifest.groups.get(self.manifest.save.name)
-        return 0 if own is None else own.payload_bytes
+        return written(self.manifest)
 
     @property
     def exit_code(self) -> int:
@@ -148,7 +146,7 @@ def _look_at(catalog: Catalog, save: SaveId) -> Shown:
         resolution = resolve(catalog, save)
     except (DamagedError, StorageError) as error:
         found = _as_committed(manifest)
-        others = _any_resumable(catalog, save)
+        others = is_resumable(catalog, without=save)
         return Shown(manifest, found, False, others, (f"cannot be resumed: {error}",), suspect=_suspect(catalog, save))
     return _whole(catalog, resolution, resolution.problems)
 
@@ -161,14 +159,6 @@ def _whole(catalog: Catalog, resolution: Resolution, problems: tuple[str, ...]) 
 
 def _suspect(catalog: Catalog, save: SaveId) -> str:
     return catalog.suspects().why.get(save, "")
-
-
-def _any_resumable(catalog: Catalog, but: SaveId) -> bool:
-    try:
-        newest_resumable(catalog, skip={but})
-    except NothingToResumeError:
-        return False
-    return True
 
 
 def _as_committed(manifest: ManifestRecord) -> Certificate:
@@ -207,15 +197,9 @@ def _title(shown: Shown) -> str:
 
 
 def _kind(shown: Shown) -> str:
-    certificate = shown.certificate
     if not shown.resumable:
         return "damaged: the tables show the commit as written, not its readable part"
-    return kind_text(
-        exact=certificate.exact,
-        max_staleness=certificate.max_staleness,
-        max_drift=certificate.max_drift,
-        lossy=certificate.lossy,
-    )
+    return resume_kind(shown.certificate)
 
 
 def _bytes(shown: Shown) -> str:

@@ -1,37 +1,97 @@
-"""``driftpoint simulate``: compute bytes, stall and risk of other configurations on a recorded run."""
+"""``driftpoint simulate`` and ``estimate``: compute bytes, stall and risk of configurations.
+
+``simulate`` replays a recorded run, ``estimate`` one that is built from stated assumptions.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from deploy import console as output
-from deploy.cli import replay
 from deploy.console import DebugOption, JsonOption
+from deploy.format import size_text
+from store.errors import UsageError
 
-TraceArgument = Annotated[
-    Path, typer.Argument(metavar="TRACE", help="Drift trace of a job, STORE.trace.jsonl.", show_default=False)
+if TYPE_CHECKING:
+    from deploy.simulate.simulation import Limits, Recommendation, Simulation
+    from deploy.simulate.summary import Summary, Terms
+
+
+TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE", help="Drift trace of a job, STORE.trace.jsonl.")]
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="llama-8b, llama-70b or llama-405b.")]
+GpusOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="Number of GPUs (1024).")]
+StepOption = Annotated[float | None, typer.Option(min=0, metavar="S", help="Seconds per step.")]
+DriftOption = Annotated[float | None, typer.Option(min=0, metavar="D", help="Drift of the weights over 10 steps.")]
+RateOption = Annotated[
+    float | None, typer.Option(min=0, metavar="LR", help="Learning rate, instead of --drift (1e-4).")
 ]
+EveryOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="Steps between decisions (25).")]
+HoursOption = Annotated[float | None, typer.Option(min=0, metavar="H", help="Hours of training (24).")]
+PolicyOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policy",
+        "-p",
+        metavar="POLICY",
+        help="A configuration to replay: a YAML file, a name, '{name: parity, k: 4}' or '{policy: full, every: 50}'. "
+        "Repeatable; default: the recorded one.",
+    ),
+]
+PlotOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a plot to this file (needs matplotlib).")]
+MtbfOption = Annotated[
+    list[float] | None, typer.Option(metavar="HOURS", help="Mean time between failures (3, 12, 48).")
+]
+RestartOption = Annotated[float, typer.Option(min=0, metavar="S", help="Seconds from a failure to the next step.")]
+GpuPriceOption = Annotated[
+    float | None, typer.Option(min=0, metavar="PRICE", help="Price of a GPU hour, in any currency.")
+]
+WrittenPriceOption = Annotated[float | None, typer.Option(min=0, metavar="PRICE", help="Price of writing 10^12 bytes.")]
+RecommendOption = Annotated[
+    bool, typer.Option("--recommend", help="Find the configuration with the least expected damage; print its YAML.")
+]
+BytesOption = Annotated[float | None, typer.Option(min=0, metavar="BYTES", help="With --recommend: upper limit.")]
+StallOption = Annotated[
+    float | None, typer.Option(min=0, max=1, metavar="SHARE", help="With --recommend: upper limit.")
+]
+LossOption = Annotated[
+    float | None, typer.Option(min=0, metavar="MIN", help="With --recommend: most training lost by a failure.")
+]
+ExactOption = Annotated[bool, typer.Option("--exact", help="With --recommend: only lossless encodings.")]
+StorageOption = Annotated[
+    float | None,
+    typer.Option(min=0, metavar="GB/S", help="Write speed of all ranks together, in 10^9 bytes per second."),
+]
+CopyOption = Annotated[
+    float | None, typer.Option(min=0, metavar="GB/S", help="Blocking copy speed of one rank, in 10^9 bytes per second.")
+]
+
+_LARGEST = 1e18  # largest accepted number, so that the product of two stays finite
 
 
 def simulate(
     trace: TraceArgument,
     *,
-    policy: replay.PolicyOption = None,
-    recommend: replay.RecommendOption = False,
-    bytes_per_hour: replay.BytesOption = None,
-    stall_share: replay.StallOption = None,
-    max_loss_minutes: replay.LossOption = None,
-    exact: replay.ExactOption = False,
-    mtbf: replay.MtbfOption = None,
-    restart_seconds: replay.RestartOption = 600.0,
-    price_per_gpu_hour: replay.GpuPriceOption = None,
-    price_per_tb_written: replay.WrittenPriceOption = None,
-    storage_gbps: replay.StorageOption = None,
-    copy_gbps: replay.CopyOption = None,
-    plot: replay.PlotOption = None,
+    policy: PolicyOption = None,
+    recommend: RecommendOption = False,
+    bytes_per_hour: BytesOption = None,
+    stall_share: StallOption = None,
+    max_loss_minutes: LossOption = None,
+    exact: ExactOption = False,
+    mtbf: MtbfOption = None,
+    restart_seconds: RestartOption = 600.0,
+    price_per_gpu_hour: GpuPriceOption = None,
+    price_per_tb_written: WrittenPriceOption = None,
+    storage_gbps: StorageOption = None,
+    copy_gbps: CopyOption = None,
+    plot: PlotOption = None,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -42,9 +102,244 @@ def simulate(
         from deploy.simulate.summary import Prices, Terms
 
     speeds = {"storage_gbps": storage_gbps, "copy_gbps": copy_gbps}
-    replay.check_numbers(speeds, above_zero=True)
+    check_numbers(speeds, above_zero=True)
     limits = Limits(bytes_per_hour, stall_share, max_loss_minutes, exact)
     terms = Terms(tuple(mtbf or ()) or None, restart_seconds, Prices(price_per_gpu_hour, price_per_tb_written))
-    replay.check_options(limits, terms, recommend=recommend)
+    check_options(limits, terms, recommend=recommend)
     found, chosen = simulated(read_trace(trace), policy or (), terms, limits if recommend else None, speeds)
-    replay.answer(found, chosen, plot=plot, as_json=json)
+    answer(found, chosen, plot=plot, as_json=json)
+
+
+def estimate(
+    model: ModelArgument,
+    *,
+    gpus: GpusOption = None,
+    step_seconds: StepOption = None,
+    drift: DriftOption = None,
+    learning_rate: RateOption = None,
+    every: EveryOption = None,
+    hours: HoursOption = None,
+    policy: PolicyOption = None,
+    recommend: RecommendOption = False,
+    bytes_per_hour: BytesOption = None,
+    stall_share: StallOption = None,
+    max_loss_minutes: LossOption = None,
+    exact: ExactOption = False,
+    mtbf: MtbfOption = None,
+    restart_seconds: RestartOption = 600.0,
+    price_per_gpu_hour: GpuPriceOption = None,
+    price_per_tb_written: WrittenPriceOption = None,
+    storage_gbps: StorageOption = None,
+    copy_gbps: CopyOption = None,
+    plot: PlotOption = None,
+    json: JsonOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Estimate bytes, stall and the cost of a failure for a model and a cluster, from stated assumptions."""
+    del debug
+    with output.stdout_to_stderr():
+        from deploy.simulate.assumptions import Assumptions, assumed_trace
+        from deploy.simulate.simulation import Limits, simulated
+        from deploy.simulate.summary import Prices, Terms
+
+    given = {
+        "gpus": gpus, "step_seconds": step_seconds, "drift": drift, "learning_rate": learning_rate, "every": every,
+        "hours": hours, "storage_gbps": storage_gbps, "copy_gbps": copy_gbps,
+    }  # fmt: skip
+    check_numbers(given, above_zero=True)
+    limits = Limits(bytes_per_hour, stall_share, max_loss_minutes, exact)
+    terms = Terms(tuple(mtbf or ()) or None, restart_seconds, Prices(price_per_gpu_hour, price_per_tb_written))
+    check_options(limits, terms, recommend=recommend)
+    assumptions = Assumptions.of(model, given)
+    between = assumptions.mtbf_hours
+    terms = replace(terms, mtbf_hours=terms.mtbf_hours or (between, 4 * between, 16 * between))
+    speeds = {"storage_gbps": assumptions.storage_gbps, "copy_gbps": assumptions.copy_gbps}
+    found, chosen = simulated(assumed_trace(assumptions), policy or (), terms, limits if recommend else None, speeds)
+    answer(found, chosen, plot=plot, as_json=json, assumed=assumptions.told())
+
+
+def check_options(limits: Limits, terms: Terms, *, recommend: bool) -> None:
+    """Check the options shared by both commands.
+
+    Args:
+        limits: limits of a recommendation.
+        terms: failures and prices.
+        recommend: whether ``--recommend`` was given.
+
+    Raises:
+        UsageError: a number is out of range, or a limit was given without ``--recommend``.
+    """
+    for hours in terms.mtbf_hours or ():
+        check_numbers({"mtbf": hours}, above_zero=True)
+    from_zero = {
+        "restart_seconds": terms.restart_seconds,
+        "price_per_gpu_hour": terms.prices.gpu_hour,
+        "price_per_tb_written": terms.prices.tb_written,
+        "bytes_per_hour": limits.bytes_per_hour,
+        "stall_share": limits.stall_share,
+        "max_loss_minutes": limits.max_loss_minutes,
+    }
+    check_numbers(from_zero, above_zero=False)
+    if (limits.any or limits.exact) and not recommend:
+        raise UsageError("--bytes-per-hour, --stall-share, --max-loss-minutes and --exact need --recommend")
+
+
+def check_numbers(values: Mapping[str, float | None], *, above_zero: bool) -> None:
+    """Raise UsageError for an option that is NaN, infinite, too large or negative, or 0 under ``above_zero``."""
+    for name, value in values.items():
+        if value is not None and not (0 <= value <= _LARGEST and (value > 0 or not above_zero)):
+            least = "above 0" if above_zero else "from 0"
+            raise UsageError(f"--{name.replace('_', '-')} must be a number {least}, up to {_LARGEST:g}: got {value}")
+
+
+def answer(
+    found: Simulation,
+    chosen: Recommendation | None,
+    *,
+    plot: Path | None,
+    as_json: bool,
+    assumed: Mapping[str, str] | None = None,
+) -> None:
+    """Print the result. ``assumed`` holds the assumptions of an estimate with their sources."""
+    if plot is not None:
+        from deploy.simulate.summary import write_picture
+
+        write_picture(found.summaries, plot)
+    body = _simulation_json(found, chosen, assumed)
+    output.answer(body, lambda console: draw(console, found, chosen, assumed or {}), as_json=as_json)
+
+
+def _simulation_json(
+    found: Simulation, chosen: Recommendation | None, assumed: Mapping[str, str] | None
+) -> dict[str, Any]:
+    from deploy.simulate.summary import as_json as summary_json
+    from deploy.simulate.summary import step_seconds
+
+    body: dict[str, Any] = {
+        "decisions": len(found.run.decisions),
+        "hours": found.run.seconds / 3600,
+        "step_seconds": step_seconds(found.run),
+        "world_size": found.run.segments[-1].job.world_size,
+        "compared": {"from_step": found.window[0], "to_step": found.window[1]},
+        "assumed": None if assumed is None else dict(assumed),
+        "configurations": [summary_json(one, found.baseline) for one in found.summaries],
+        "recommended": None,
+        "notes": list(found.notes),
+    }
+    if chosen is not None:
+        body["recommended"] = {
+            "settings": dict(chosen.settings),
+            "bytes_per_hour_limit": chosen.limits.bytes_per_hour,
+            "tried": [summary_json(one, found.baseline) for one in chosen.tried],
+        }
+    return body
+
+
+def draw(console: Console, found: Simulation, chosen: Recommendation | None, assumed: Mapping[str, str]) -> None:
+    """Print the text of the command. ``assumed`` is empty for a recorded run."""
+    from deploy.simulate.summary import step_seconds
+
+    for name, text in assumed.items():
+        console.print(output.cell(f"{name}: {text}."))
+    if assumed:
+        console.print(Text("Assumed, not measured.", style="bold yellow"))
+        console.print()
+    run = found.run
+    steps = [point.line.step for point in run.decisions]
+    console.print(
+        output.facts(
+            {
+                "Run": f"{len(run.decisions)} decisions, steps {min(steps)} to {max(steps)}, {_time(run.seconds)}, "
+                f"{_time(step_seconds(run))} per step, {run.segments[-1].job.world_size} ranks",
+                "Compared": f"over steps {found.window[0]:.0f} to {found.window[1]:.0f}, from where all have a commit",
+            }
+        )
+    )
+    console.print()
+    _draw_all(console, found.summaries, found.baseline)
+    if chosen is not None:
+        _draw_chosen(console, chosen, found.baseline)
+    if found.notes:
+        console.print()
+        for note in found.notes:
+            console.print(output.cell(f"Note: {note}.", "yellow"))
+
+
+def _draw_all(console: Console, summaries: Sequence[Summary], baseline: Summary) -> None:
+    console.print(_costs(summaries, baseline))
+    console.print(output.cell("¹ without the first save of a store, which is always full"))
+    console.print()
+    console.print(_failure(summaries))
+    console.print()
+    console.print(_kept(summaries))
+
+
+def _draw_chosen(console: Console, chosen: Recommendation, baseline: Summary) -> None:
+    console.print()
+    limit = chosen.limits.bytes_per_hour
+    most = "" if limit is None else f", at most {size_text(round(limit))} per hour after the first save"
+    console.print(Text(f"Within the limits{most}, least expected damage first", style="bold"))
+    console.print()
+    _draw_all(console, chosen.tried, baseline)
+    console.print()
+    console.print(Text("Recommended", style="bold"))
+    for line in chosen.yaml.splitlines():
+        console.print(output.cell(line))
+
+
+def _costs(summaries: Sequence[Summary], baseline: Summary) -> Table:
+    from deploy.simulate.simulation import later_per_hour
+
+    numbers = ("Saves", "Bytes", "per hour¹", "per save", "of full", "Stall")
+    found = output.table(output.fold("Configuration"), *map(output.number, numbers))
+    for one in summaries:
+        share = one.written / baseline.written if baseline.written else 0.0
+        found.add_row(
+            output.cell(one.name),
+            str(one.saves),
+            size_text(one.written),
+            size_text(round(later_per_hour(one))) if one.hours else "?",
+            size_text(round(one.written / one.saves)) if one.saves else "",
+            f"{100 * share:.1f} %",
+            f"{100 * one.stall_share:.2g} %",
+        )
+    return found
+
+
+def _failure(summaries: Sequence[Summary]) -> Table:
+    numbers = ("Damage", "Weights' drift", "Moments' drift", "Lost steps")
+    found = output.table(output.fold("Mean/worst at a failure"), *map(output.number, numbers))
+    for one in summaries:
+        exposure = one.exposure
+        if not exposure.lost.weight:
+            found.add_row(output.cell(one.name), "", "", "", "no commit")
+            continue
+        spreads = (exposure.total, one.drift(weights=True), one.drift(weights=False))
+        cells = [f"{spread.mean:.2g}/{spread.worst:.2g}" for spread in spreads]
+        lost = one.rewound
+        found.add_row(output.cell(one.name), *cells, f"{lost.mean:.1f}/{lost.worst:.0f}")
+    return found
+
+
+def _kept(summaries: Sequence[Summary]) -> Table:
+    times = summaries[0].terms.times if summaries else ()
+    priced = bool(summaries) and summaries[0].price(1.0) is not None
+    numbers = [name for hours in times for name in (_time(3600 * hours), *(["price"] if priced else []))]
+    found = output.table(output.fold("Goodput, a failure every"), *map(output.number, numbers))
+    for one in summaries:
+        cells = []
+        for hours in times:
+            cells.append(f"{100 * one.goodput(hours):.2f} %")
+            if priced:
+                cells.append(f"{one.price(hours):,.2f}")
+        found.add_row(output.cell(one.name), *cells)
+    return found
+
+
+def _time(seconds: float) -> str:
+    if seconds < 1:
+        return f"{1000 * seconds:.3g} ms"
+    for unit, length, upto in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172_800)):
+        if seconds < upto:
+            return f"{seconds / length:.3g} {unit}"
+    return f"{seconds / 86_400:.3g} d"

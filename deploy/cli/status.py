@@ -13,8 +13,17 @@ from rich.text import Text
 
 from deploy import console as output
 from deploy.console import DebugOption, JsonOption, StoreArgument
-from deploy.format import kind_text, plural, resume_step_text, size_text
-from deploy.store_status import StoreStatus, lock_owner_text, model_text, open_store, parameters, store_status, written
+from deploy.format import plural, resume_step_text, size_text
+from deploy.store_status import (
+    StoreStatus,
+    lock_owner_text,
+    model_text,
+    open_store,
+    parameters,
+    resume_kind,
+    store_status,
+    written,
+)
 from store.schema import ManifestRecord
 
 
@@ -110,10 +119,7 @@ def _resume_text(found: StoreStatus) -> Text:
     resume = found.resume
     if resume is None:
         return Text("impossible" if found.saves else "nothing to resume yet", style="bold red")
-    kind = kind_text(
-        exact=resume.exact, max_staleness=resume.max_staleness, max_drift=resume.max_drift, lossy=resume.lossy
-    )
-    text = f"from step {resume.step}, {kind}"
+    text = f"from step {resume.step}, {resume_kind(resume)}"
     if going_on := resume_step_text(resume.step, resume.goes_on_at, resume.effective_step):
         text += f"; {going_on}"
     if resume.fallbacks:

@@ -93,12 +93,8 @@ def _draw(console: Console, found: Verified) -> None:
 
 
 def _table(found: Verified) -> Any:
-    table = output.table()
-    table.add_column("Commit", no_wrap=True)
-    table.add_column("Step", justify="right", no_wrap=True)
-    table.add_column("Proven", no_wrap=True)
-    table.add_column("State", no_wrap=True)
-    table.add_column("Resume", overflow="fold", ratio=1)
+    words = (output.line("Proven"), output.line("State"), output.wide("Resume"))
+    table = output.table(output.line("Commit"), output.number("Step"), *words)
     for commit in found.report.commits:
         save = commit.save
         table.add_row(

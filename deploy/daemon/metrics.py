@@ -10,73 +10,49 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from deploy.daemon.rescuer import OUTCOMES
+from deploy.metrics import ProcessMetrics
 from store.daemon_protocol import Report
 from store.errors import ConfigError
-from store.metrics_server import EndpointSecurity, MetricsServer
-
-if TYPE_CHECKING:
-    from prometheus_client import Counter, Gauge
+from store.metrics_server import EndpointSecurity
 
 _log = logging.getLogger("driftpoint")
 
 
-class DaemonMetrics:
-    """Metrics of the node daemon. Without :meth:`serve` it only counts."""
+class DaemonMetrics(ProcessMetrics):
+    """Metrics of the node daemon."""
 
     def __init__(self) -> None:
-        from prometheus_client import CollectorRegistry
-
-        self.registry = CollectorRegistry()
-        self.up = self._gauge("up", "1 while the daemon runs")
-        self.jobs = self._gauge("jobs", "Jobs on this node")
-        self.trainers = self._gauge("trainers", "Living processes of a job on this node", "store")
-        self.committed = self._gauge("last_commit_step", "Step of the newest commit that the job reported", "store")
-        self.committed_at = self._gauge("last_commit_timestamp_seconds", "Time of that report", "store")
-        self.memory = self._gauge(
+        super().__init__("driftpoint_daemon")
+        self.up = self.gauge("up", "1 while the daemon runs")
+        self.jobs = self.gauge("jobs", "Jobs on this node")
+        self.trainers = self.gauge("trainers", "Living processes of a job on this node", "store")
+        self.committed = self.gauge("last_commit_step", "Step of the newest commit that the job reported", "store")
+        self.committed_at = self.gauge("last_commit_timestamp_seconds", "Time of that report", "store")
+        self.memory = self.gauge(
             "memory_step", "Step of the newest snapshot in memory of all ranks that the job reported", "store"
         )
-        self.rescues = self._counter("rescues", "Rescues of snapshots of dead jobs, by outcome", "outcome")
-        self.rescued_at = self._gauge("last_rescue_timestamp_seconds", "Time of the last rescued commit")
-        self.verified_bytes = self._counter("verified_bytes", "Bytes verified")
-        self.verified = self._counter("verified_commits", "Commits verified")
-        self.damaged = self._gauge("damaged_commits", "Commits found damaged", "store")
-        self.verify_failures = self._counter("verify_failures", "Failed attempts to read a store")
-        self.refused = self._counter("refused", "Refused connections, by reason", "reason")
-        self.memory_room = self._gauge("memory_free_bytes", "Free bytes of shared memory")
+        self.rescues = self.counter("rescues", "Rescues of snapshots of dead jobs, by outcome", "outcome")
+        self.rescued_at = self.gauge("last_rescue_timestamp_seconds", "Time of the last rescued commit")
+        self.verified_bytes = self.counter("verified_bytes", "Bytes verified")
+        self.verified = self.counter("verified_commits", "Commits verified")
+        self.damaged = self.gauge("damaged_commits", "Commits found damaged", "store")
+        self.verify_failures = self.counter("verify_failures", "Failed attempts to read a store")
+        self.refused = self.counter("refused", "Refused connections, by reason", "reason")
+        self.memory_room = self.gauge("memory_free_bytes", "Free bytes of shared memory")
         # Prometheus sees no increase from nothing to one.
         for outcome in OUTCOMES:
             self.rescues.labels(outcome)
         for reason in ("misunderstood", "too many"):
             self.refused.labels(reason)
         self._shown: set[str] = set()
-        self._server: MetricsServer | None = None
         self.up.set(1)
-
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        from prometheus_client import Gauge
-
-        return Gauge(f"driftpoint_daemon_{name}", text, labels, registry=self.registry)
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        from prometheus_client import Counter
-
-        return Counter(f"driftpoint_daemon_{name}", text, labels, registry=self.registry)
-
-    @property
-    def port(self) -> int | None:
-        return None if self._server is None else self._server.port
-
-    @property
-    def url(self) -> str | None:
-        return None if self._server is None else self._server.url
 
     def serve(self, host: str, port: int, security: EndpointSecurity) -> None:
         """Serve the metrics; port 0 takes a free one."""
         try:
-            self._server = MetricsServer(self.registry, host, port, security)
+            self.listen(host, port, security)
         except OSError as error:
             _log.warning(
                 "no metrics of the daemon: cannot listen on %s port %d (%s); choose another with --port",
@@ -113,8 +89,3 @@ class DaemonMetrics:
         self.rescues.labels(outcome).inc()
         if outcome == "written":
             self.rescued_at.set(time.time())
-
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self._server = None

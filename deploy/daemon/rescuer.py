@@ -16,14 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from store.catalog import open_catalog
-from store.errors import (
-    DamagedError,
-    DriftpointError,
-    FencedError,
-    NoStoreError,
-    SaveError,
-    StoreInUseError,
-)
+from store.errors import DamagedError, DriftpointError, FencedError, NoStoreError, SaveError, StoreInUseError
 from store.memory.layout import Tier
 from store.memory.rescue import rescue_newest
 from store.storage.local import LocalFiles

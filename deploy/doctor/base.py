@@ -22,6 +22,7 @@ SLOTS: Final = (WEIGHTS, "exp_avg", "exp_avg_sq")
 
 _SUFFIXES: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 _COMMITS: Final = 1000  # commits of the simulated long run
+_SKEW: Final = 5.0  # accepted clock difference in seconds
 F = TypeVar("F")
 
 
@@ -91,6 +92,18 @@ class Finding:
     state: State
     seen: str
     todo: str = ""
+
+
+def semantics(broken: Sequence[str], works: str, todo: str) -> Finding:
+    """Return the finding of tested promises: those that are broken, or ``works``."""
+    return Finding("semantics", "fail", "; ".join(broken), todo) if broken else Finding("semantics", "ok", works)
+
+
+def clock(whose: str, seconds: float, todo: str) -> Finding:
+    """Return the finding of a clock that is ``seconds`` ahead of this machine's."""
+    if abs(seconds) <= _SKEW:
+        return Finding("clock", "ok", f"{whose} clock agrees with this machine's within seconds")
+    return Finding("clock", "warn", f"{whose} clock differs by {seconds:+.0f} s from this machine's", todo)
 
 
 def healthy(findings: Iterable[Finding]) -> bool:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 
-from deploy.doctor.base import Finding, Plan, Probe
+from deploy.doctor.base import Finding, Plan, Probe, clock, semantics
 from deploy.doctor.disk import save_duration_text
 from deploy.format import plural, size_text
 from store.errors import ExistsError, MissingError, StorageError
@@ -22,7 +22,6 @@ from store.storage.atomic import replace_hint, write_new
 from store.storage.local import NewFile
 from store.storage.object_store import ObjectFiles
 
-_SKEW = 5.0  # accepted clock difference in seconds
 _SLOW = 0.5  # seconds from which a request counts as slow
 _WRITERS = 4
 _MOST_BYTES = 1 << 28
@@ -37,9 +36,8 @@ def check_bucket(files: ObjectFiles, plan: Plan, *, speed: bool = True) -> Itera
     try:
         held = len(files.list_dir(""))
     except StorageError as error:
-        yield Finding(
-            "bucket", "fail", str(error), "for the required features and permissions see docs/object-stores.md"
-        )
+        todo = "for the required features and permissions see docs/object-stores.md"
+        yield Finding("bucket", "fail", str(error), todo)
         return
     yield Finding("bucket", "ok", f"{files.root} is reachable and can be listed: {plural(held, 'name')} at its top")
     try:
@@ -67,15 +65,8 @@ def _check(probe: Probe[ObjectFiles]) -> Iterator[Finding]:
     yield _clock(began, probe.files.modified(first))
     yield _latency(probe, first)
     broken = [text for text in (check(probe, first) for check in _PROMISES) if text is not None]
-    yield (
-        Finding("semantics", "fail", "; ".join(broken), "use Amazon S3, or a server that supports this")
-        if broken
-        else Finding(
-            "semantics",
-            "ok",
-            "conditional puts are refused and atomic; puts, replacements and deletions are visible at once",
-        )
-    )
+    works = "conditional puts are refused and atomic; puts, replacements and deletions are visible at once"
+    yield semantics(broken, works, "use Amazon S3, or a server that supports this")
 
 
 def _put(probe: Probe[ObjectFiles], name: str, data: bytes) -> None:
@@ -145,14 +136,8 @@ def _clock(began: float, stamped: float) -> Finding:
     """Compare the server's clock; ``stamped`` has whole seconds."""
     now = time.time()
     off = stamped - now if stamped > now else min(0.0, stamped + 1.0 - began)
-    if abs(off) <= _SKEW:
-        return Finding("clock", "ok", "the server's clock agrees with this machine's within seconds")
-    return Finding(
-        "clock",
-        "warn",
-        f"the server's clock differs by {off:+.0f} s from this machine's",
-        "synchronise this machine by NTP (chronyd, systemd-timesyncd): from 15 minutes on, S3 refuses all requests",
-    )
+    todo = "synchronise this machine by NTP (chronyd, systemd-timesyncd): from 15 minutes on, S3 refuses all requests"
+    return clock("the server's", off, todo)
 
 
 def _latency(probe: Probe[ObjectFiles], first: str) -> Finding:

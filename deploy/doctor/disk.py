@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from deploy.doctor.base import Finding, Plan, Probe
+from deploy.doctor.base import Finding, Plan, Probe, clock, semantics
 from deploy.format import size_text
 from store.errors import StorageError
 from store.location import mount_of
@@ -26,7 +26,6 @@ from store.storage.local import LocalFiles
 _PIECE = 1 << 24
 _MOST_BYTES = 1 << 28
 _MOST_SECONDS = 5.0
-_SKEW = 5.0  # accepted clock difference in seconds
 _LOCKER = """
 import fcntl, os, sys
 descriptor = os.open(sys.argv[1], os.O_RDWR)
@@ -74,11 +73,8 @@ def _writes(probe: Probe[LocalFiles], place: Path, plan: Plan) -> Iterator[Findi
     _written(probe, first)
     yield _clock(began, (place / first).stat().st_mtime)
     broken = [text for text in (check(probe, first) for check in _PROMISES) if text is not None]
-    yield (
-        Finding("semantics", "fail", "; ".join(broken), "put the store on a filesystem that supports this")
-        if broken
-        else Finding("semantics", "ok", "fsync, exclusive creation, atomic renames and hard links work")
-    )
+    works = "fsync, exclusive creation, atomic renames and hard links work"
+    yield semantics(broken, works, "put the store on a filesystem that supports this")
     yield _locking(place / first)
     yield _speed(probe, plan)
 
@@ -153,14 +149,10 @@ def _refused(action: Callable[[], None], otherwise: str) -> str | None:
 
 def _clock(began: float, stamped: float) -> Finding:
     off = stamped - time.time() if stamped > time.time() else min(0.0, stamped - began)
-    if abs(off) <= _SKEW:
-        return Finding("clock", "ok", "the filesystem's clock agrees with this machine's within seconds")
-    return Finding(
-        "clock",
-        "warn",
-        f"the filesystem's clock differs by {off:+.0f} s from this machine's",
-        "synchronise both by NTP (chronyd, systemd-timesyncd); commits are ordered by step, only shown ages are wrong",
+    todo = (
+        "synchronise both by NTP (chronyd, systemd-timesyncd); commits are ordered by step, only shown ages are wrong"
     )
+    return clock("the filesystem's", off, todo)
 
 
 def _locking(path: Path) -> Finding:
@@ -181,7 +173,13 @@ def _locking(path: Path) -> Finding:
 def _locked(path: Path) -> Iterator[str | None]:
     """Lock the file in another process during the block; yields the reason if that failed."""
     try:
-        child = _locker(path)
+        child = subprocess.Popen(
+            [sys.executable, "-c", _LOCKER, str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
     except OSError as error:
         yield f"cannot start a second process: {error.strerror}"
         return
@@ -190,16 +188,6 @@ def _locked(path: Path) -> Iterator[str | None]:
         yield None if child.stdout.readline() == "locked\n" else "a second process cannot lock a file"
     finally:
         child.communicate()
-
-
-def _locker(path: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", _LOCKER, str(path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
 
 
 def _lockable(path: Path) -> bool:
@@ -247,12 +235,8 @@ def _filesystem(place: Path) -> Finding:
         return Finding("filesystem", "warn", f"the filesystem of {place} is unknown", "")
     seen = f"{place} is on {mount.name}, mounted at {mount.point}"
     if mount.loss is not None:
-        return Finding(
-            "filesystem",
-            "warn",
-            f"{seen}: {mount.loss}",
-            "set `store:` to a directory on a disk (in a container: a volume)",
-        )
+        todo = "set `store:` to a directory on a disk (in a container: a volume)"
+        return Finding("filesystem", "warn", f"{seen}: {mount.loss}", todo)
     what = {"shared": "shared between machines", "local": "local to this machine: for a single node only"}
     return Finding("filesystem", "ok", f"{seen} ({what.get(mount.kind, 'unknown whether shared')})")
 
@@ -272,12 +256,8 @@ def _space(place: Path, plan: Plan, held: int) -> Finding:
     free, need = status.f_bavail * status.f_frsize, plan.store_bytes
     if need is None or plan.commit_bytes is None:
         each = Plan(plan.config, 10**9).store_bytes or 1
-        return Finding(
-            "space",
-            "ok",
-            f"{size_text(free)} free: {plan.commits} full commits of a model of "
-            f"{free / each:.2g} G parameters fit; set --parameters for your model",
-        )
+        fit = f"{plan.commits} full commits of a model of {free / each:.2g} G parameters fit"
+        return Finding("space", "ok", f"{size_text(free)} free: {fit}; set --parameters for your model")
     seen = f"{size_text(free)} free; up to {plan.commits} commits of {size_text(plan.commit_bytes)} at a time: "
     if need <= free + held:
         return Finding("space", "ok", f"{seen}{size_text(need)}")
@@ -292,8 +272,7 @@ def _inodes(place: Path) -> Finding:
     status = os.statvfs(place)
     if not status.f_files:
         return Finding("inodes", "ok", "this filesystem has no limit")
+    seen = f"{status.f_favail} files can be created"
     if status.f_favail < 10_000:
-        return Finding(
-            "inodes", "warn", f"{status.f_favail} files can be created", "a commit needs two per rank: free some"
-        )
-    return Finding("inodes", "ok", f"{status.f_favail} files can be created")
+        return Finding("inodes", "warn", seen, "a commit needs two per rank: free some")
+    return Finding("inodes", "ok", seen)

@@ -52,9 +52,8 @@ def _torch() -> Finding:
             [sys.executable, "-c", _TORCH], capture_output=True, text=True, timeout=_PATIENCE, check=False
         )
     except subprocess.TimeoutExpired:
-        return Finding(
-            "torch", "fail", f"the import takes more than {_PATIENCE:.0f} s", "check the disk that it is installed on"
-        )
+        seen = f"the import takes more than {_PATIENCE:.0f} s"
+        return Finding("torch", "fail", seen, "check the disk that it is installed on")
     if done.returncode:
         last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
         return Finding("torch", "fail", f"the import failed: {last}", todo)
@@ -90,23 +89,20 @@ def _version(name: str) -> str | None:
 
 def _limits(plan: Plan) -> Iterator[Finding]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = "no limit" if files == resource.RLIM_INFINITY else f"limit {files} per process"
     if files != resource.RLIM_INFINITY and files < _FILES:
-        yield Finding("open files", "warn", f"limit {files} per process", f"raise it: ulimit -n {4 * _FILES}")
+        yield Finding("open files", "warn", limit, f"raise it: ulimit -n {4 * _FILES}")
     else:
-        yield Finding(
-            "open files", "ok", "no limit" if files == resource.RLIM_INFINITY else f"limit {files} per process"
-        )
+        yield Finding("open files", "ok", limit)
     size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if size == resource.RLIM_INFINITY:
         return
-    need = plan.commit_bytes
-    enough = need is not None and need <= size
-    yield Finding(
-        "file size",
-        "ok" if enough else "warn",
-        f"limit {size_text(size)} per file",
-        "" if enough else "a rank writes its share of a save into one file: raise it with ulimit -f unlimited",
-    )
+    limit = f"limit {size_text(size)} per file"
+    if plan.commit_bytes is not None and plan.commit_bytes <= size:
+        yield Finding("file size", "ok", limit)
+    else:
+        todo = "a rank writes its share of a save into one file: raise it with ulimit -f unlimited"
+        yield Finding("file size", "warn", limit, todo)
 
 
 def _shared_memory(plan: Plan) -> Finding:
@@ -114,9 +110,8 @@ def _shared_memory(plan: Plan) -> Finding:
     folder = Path(memory.path)
     wanted: State = "warn" if memory.enabled else "ok"
     if not folder.is_dir():
-        return Finding(
-            "shared memory", wanted, f"there is no {folder}", "set `memory: {path: ...}` to the shared memory directory"
-        )
+        todo = "set `memory: {path: ...}` to the shared memory directory"
+        return Finding("shared memory", wanted, f"there is no {folder}", todo)
     try:
         free, group = free_bytes(folder), cgroup_free_bytes()
     except (OSError, StorageError) as error:
@@ -131,9 +126,8 @@ def _shared_memory(plan: Plan) -> Finding:
         f"; in-memory snapshots of {count_text(plan.parameters or 0)} parameters need {size_text(need)} on this node"
     )
     if need <= free:
-        return Finding(
-            "shared memory", "ok", seen + ("" if memory.enabled else ": `memory: {enabled: true}` would fit")
-        )
+        seen += "" if memory.enabled else ": `memory: {enabled: true}` would fit"
+        return Finding("shared memory", "ok", seen)
     if not memory.enabled:
         return Finding("shared memory", "ok", f"{seen}: they would not fit, and are off")
     return Finding(

@@ -115,9 +115,8 @@ def _finding(place: Path, ranks: Ranks, there: Mapping[int, str], seconds: float
     hosts = sorted({host for host in there.values() if host})
     missing = [rank for rank in range(ranks.count) if rank not in there]
     if not missing:
-        return Finding(
-            "nodes", "ok", f"all {ranks.count} ranks, on {plural(len(hosts), 'machine')}, see the same {place}"
-        )
+        seen = f"all {ranks.count} ranks, on {plural(len(hosts), 'machine')}, see the same {place}"
+        return Finding("nodes", "ok", seen)
     return Finding(
         "nodes",
         "fail",

@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from deploy.doctor.base import Finding
-from deploy.format import kind_text, plural, size_text
-from deploy.store_status import StoreStatus, lock_owner_text, open_store, parameters, store_status
+from deploy.format import plural, size_text
+from deploy.store_status import StoreStatus, lock_owner_text, open_store, parameters, resume_kind, store_status
 from store.catalog import Catalog, open_catalog
 from store.errors import DamagedError, NewerFormatError, NoStoreError, NothingToResumeError, StoreError
 from store.layout import EPOCHS, MANIFESTS, PROVEN, SEGMENTS, STORE
@@ -94,10 +94,8 @@ def _usable(found: StoreStatus, root: Path) -> Finding:
     seen = f"{plural(len(found.saves), 'commit')}, {size_text(found.size_bytes)}; in use {user}"
     if not found.suspects:
         return Finding("store", "ok", seen)
-    named = ", ".join(save.name for save in found.suspects)
-    return Finding(
-        "store", "warn", f"{seen}; suspect: {named}", "jobs that resumed from them died: see docs/recovery.md"
-    )
+    seen += f"; suspect: {', '.join(save.name for save in found.suspects)}"
+    return Finding("store", "warn", seen, "jobs that resumed from them died: see docs/recovery.md")
 
 
 def _resume(found: StoreStatus) -> Finding:
@@ -105,17 +103,12 @@ def _resume(found: StoreStatus) -> Finding:
     if resume is None:
         if not found.saves:
             return Finding("resume", "ok", "there is no commit yet: a job starts at step 0")
-        return Finding(
-            "resume", "fail", listed(found.problems, 3, "; "), f"check all commits: driftpoint verify {found.root}"
-        )
-    kind = kind_text(
-        exact=resume.exact, max_staleness=resume.max_staleness, max_drift=resume.max_drift, lossy=resume.lossy
-    )
-    seen = f"from step {resume.step}, {kind}"
+        todo = f"check all commits: driftpoint verify {found.root}"
+        return Finding("resume", "fail", listed(found.problems, 3, "; "), todo)
+    seen = f"from step {resume.step}, {resume_kind(resume)}"
     if found.problems:
-        return Finding(
-            "resume", "warn", f"{seen}; {listed(found.problems, 3, '; ')}", f"see all: driftpoint verify {found.root}"
-        )
+        seen += f"; {listed(found.problems, 3, '; ')}"
+        return Finding("resume", "warn", seen, f"see all: driftpoint verify {found.root}")
     return Finding("resume", "ok", f"{seen} (records only: `driftpoint verify` reads every byte)")
 
 
@@ -124,14 +117,10 @@ def _age(found: StoreStatus) -> Iterator[Finding]:
         return
     seconds = (datetime.now(UTC) - datetime.fromisoformat(found.newest.created)).total_seconds()
     if seconds < -_FUTURE:
-        yield Finding(
-            "age",
-            "warn",
-            f"the newest commit is {-seconds:.0f} s in this machine's future",
-            "synchronise the clocks by NTP (chronyd, systemd-timesyncd); resumes are not affected",
-        )
-        return
-    yield Finding("age", "ok", f"the newest commit is {_ago(seconds)} old")
+        todo = "synchronise the clocks by NTP (chronyd, systemd-timesyncd); resumes are not affected"
+        yield Finding("age", "warn", f"the newest commit is {-seconds:.0f} s in this machine's future", todo)
+    else:
+        yield Finding("age", "ok", f"the newest commit is {_ago(seconds)} old")
 
 
 def _leftovers(catalog: Catalog, root: Path, retention: Retention) -> Finding:
@@ -140,30 +129,21 @@ def _leftovers(catalog: Catalog, root: Path, retention: Retention) -> Finding:
     except (StoreError, OSError) as error:
         return Finding("leftovers", "warn", f"cannot list them: {error}", f"see `driftpoint verify {root}`")
     if plan.unrecognised:
-        return Finding(
-            "leftovers",
-            "warn",
-            f"unrecognised files: {listed(plan.unrecognised, 5)}",
-            "they are never deleted: move them out of the store",
-        )
+        seen = f"unrecognised files: {listed(plan.unrecognised, 5)}"
+        return Finding("leftovers", "warn", seen, "they are never deleted: move them out of the store")
     gone = len(plan.groups) + len(plan.temporaries)
     if gone and plan.freed_bytes:
         return Finding("leftovers", "ok", f"{size_text(plan.freed_bytes)} to be pruned by the next save")
-    return Finding(
-        "leftovers", "ok", "none" if not gone else f"{plural(gone, 'file')} of interrupted saves, to be pruned"
-    )
+    seen = f"{plural(gone, 'file')} of interrupted saves, to be pruned" if gone else "none"
+    return Finding("leftovers", "ok", seen)
 
 
 def _allowed(root: Path) -> Finding:
     folders = [root, *(root / name for name in (EPOCHS, SEGMENTS, MANIFESTS, PROVEN) if (root / name).is_dir())]
     closed = [str(one) for one in folders if not os.access(one, os.R_OK | os.W_OK | os.X_OK)]
     if closed:
-        return Finding(
-            "permissions",
-            "fail",
-            f"this user cannot read and write {', '.join(closed)}",
-            "run as the store's owner, or change it: chown -R, chmod -R u+rwX",
-        )
+        todo = "run as the store's owner, or change it: chown -R, chmod -R u+rwX"
+        return Finding("permissions", "fail", f"this user cannot read and write {', '.join(closed)}", todo)
     return Finding("permissions", "ok", "this user can read and write it")
 
 

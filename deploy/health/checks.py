@@ -10,19 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from deploy.format import ago_text, clock, drift_text, plural, size_text, span_text, steps_text
-from deploy.health.facts import (
-    AHEAD,
-    FLOOR,
-    LATE,
-    LONG,
-    VERY_LATE,
-    Check,
-    Facts,
-    InMemory,
-    Level,
-    parse_time,
-    shell_command,
-)
+from deploy.health.facts import AHEAD, FLOOR, LATE, LONG, VERY_LATE, Check, Facts, Level, parse_time, shell_command
 from store.names import SaveId
 from store.text import listed
 
@@ -75,16 +63,13 @@ def check_kind(facts: Facts) -> Check:
     if status.newest is None or resume.save != status.newest.save.name or resume.save != status.saves[0].name:
         why = "newer ones are suspect" if status.suspects else "newer ones are damaged"
         told = status.problems[0] if status.problems else ""
-        return Check(
-            name, "look", f"step {resume.step}, not the newest commit: {why}", told, shell_command("status", facts.root)
-        )
+        text = f"step {resume.step}, not the newest commit: {why}"
+        return Check(name, "look", text, told, shell_command("status", facts.root))
     if resume.exact:
         return Check(name, "good", f"step {resume.step}, exact", "every layer bit for bit")
     if resume.max_staleness <= 0:
-        rounded = ", ".join(resume.lossy)
-        return Check(
-            name, "good", f"step {resume.step}, rounded", f"to {rounded}; drift up to {drift_text(resume.max_drift)}"
-        )
+        note = f"to {', '.join(resume.lossy)}; drift up to {drift_text(resume.max_drift)}"
+        return Check(name, "good", f"step {resume.step}, rounded", note)
     note = f"layers up to {plural(resume.max_staleness, 'step')} old, drift up to {drift_text(resume.max_drift)}"
     if resume.lossy:
         note += f", rounded to {', '.join(resume.lossy)}"
@@ -100,9 +85,8 @@ def check_bytes(facts: Facts) -> Check:
     assert status is not None
     worst: Level = "look" if status.resume is not None or not status.saves else "bad"
     if checked is not None and checked.damaged:
-        return Check(
-            name, worst, f"{plural(len(checked.damaged), 'commit')} damaged", listed(checked.damaged, 4), _verify(facts)
-        )
+        text = f"{plural(len(checked.damaged), 'commit')} damaged"
+        return Check(name, worst, text, listed(checked.damaged, 4), _verify(facts))
     problems = list(dict.fromkeys((*status.problems, *(() if checked is None else checked.problems))))
     if problems:
         return Check(name, worst, f"{plural(len(problems), 'problem')} found", problems[0], _verify(facts))
@@ -127,9 +111,8 @@ def check_disk(facts: Facts) -> Check:
     text = f"{size_text(disk.free)} free"
     need = full_bytes(facts)
     if disk.files is not None and disk.files < 1000:
-        return Check(
-            name, "bad", f"only {plural(disk.files, 'file')} can be created", "few inodes left", "remove small files"
-        )
+        text = f"only {plural(disk.files, 'file')} can be created"
+        return Check(name, "bad", text, "few inodes left", "remove small files")
     if not need:
         return Check(name, "plain", text)
     room = disk.free // need
@@ -148,8 +131,7 @@ def check_kept(facts: Facts) -> Check:
         return Check("Kept", "plain", "nothing yet")
     steps = [save.step for save in saves]
     span = f"step {steps[0]}" if len(steps) == 1 else f"steps {min(steps)} to {max(steps)}"
-    size = f", {size_text(status.size_bytes)}" if status.size_bytes else ""
-    note = f"{span}{size}"
+    note = f"{span}, {size_text(status.size_bytes)}" if status.size_bytes else span
     died = f"; suspect: {listed([save.name for save in status.suspects], 4)}" if status.suspects else ""
     return Check("Kept", "good", plural(len(saves), "commit"), note + died + retention_text(facts))
 
@@ -225,8 +207,7 @@ def loss_of_node(facts: Facts) -> Loss:
     resume = None if facts.status is None else facts.status.resume
     at = _at(facts)
     if resume is None:
-        steps = at if at is not None else None
-        return Loss(None, at, steps, _seconds(facts, steps, None))
+        return Loss(None, at, at, _seconds(facts, at, None))
     steps = None if at is None else max(0.0, at - resume.goes_on_at)
     newest = facts.newest
     made = None if newest is None or newest.save.name != resume.save else parse_time(newest.created)
@@ -256,13 +237,8 @@ def _at(facts: Facts) -> float | None:
     job_status = facts.current
     if job_status is None:
         return None
-    at = (
-        job_status.step_at(facts.now)
-        if facts.running
-        else None
-        if job_status.newest is None
-        else float(job_status.newest.step)
-    )
+    ended = None if job_status.newest is None else float(job_status.newest.step)
+    at = job_status.step_at(facts.now) if facts.running else ended
     # The store may have been looked at after the trace.
     own = facts.newest is not None and facts.newest.epoch == job_status.job.epoch
     return max(at, float(facts.newest.step)) if at is not None and own and facts.newest is not None else at
@@ -290,7 +266,8 @@ def check_loss(facts: Facts) -> Check:
     if process.memory is not None and process.steps is not None:
         kept = f"if this node fails; {_cost(process.steps, process.seconds)} if only the processes die"
         return Check(name, "good", text, kept)
-    return Check(name, "good", text, _where(facts, loss.at))
+    verb = "is" if facts.running else "ended"
+    return Check(name, "good", text, "" if loss.at is None else f"training {verb} at about step {loss.at:.0f}")
 
 
 def check_saving(facts: Facts) -> Check:
@@ -302,11 +279,8 @@ def check_saving(facts: Facts) -> Check:
         level: Level = "bad" if len(job_status.failed) > 2 else "look"
         reasons = ", ".join(dict.fromkeys(job_status.failed))
         return Check(name, level, f"{plural(len(job_status.failed), 'save')} failed since", reasons, _LOG)
-    refused = (
-        None
-        if job_status.newest is None or job_status.newest.skipped is None
-        else _REFUSED.get(job_status.newest.skipped)
-    )
+    newest = job_status.newest
+    refused = None if newest is None or newest.skipped is None else _REFUSED.get(newest.skipped)
     if refused is not None:
         return Check(name, refused[0], "none at the last decision", refused[1], _LOG)
     if job_status.job.observing:
@@ -332,7 +306,8 @@ def check_memory(facts: Facts) -> Check:
         save, there, world = memory.part
         return Check(name, "plain", f"step {save.step}, {there} of {world} ranks", "the others are on other nodes")
     newer = "newer than every commit" if in_memory_versions(facts) is not None else "not newer than the commits"
-    return Check(name, "good", _version(memory), f"{newer}; {alive}")
+    ranks = f", all {memory.ranks} ranks" if memory.ranks > 1 else ""
+    return Check(name, "good", f"step {memory.newest.step}{ranks}", f"{newer}; {alive}")
 
 
 def check_finite(facts: Facts) -> Check:
@@ -373,7 +348,7 @@ def check_job(facts: Facts) -> Check:
 
 
 def _no_job(facts: Facts, name: str) -> Check:
-    last_seen = _last_heard(facts)
+    last_seen = "" if facts.current is None else f"last trace line {ago_text(facts.now - facts.current.last_seen)}"
     if facts.closed:
         return Check(name, "plain", "ended cleanly", last_seen)
     if not facts.ended_abnormally:
@@ -382,19 +357,8 @@ def _no_job(facts: Facts, name: str) -> Check:
     if facts.remote_host and facts.current is None:
         note = f"the newest job started on {facts.remote_host}; it neither ended cleanly nor commits"
         return Check(name, "look", "unknown", note, f"check {facts.remote_host}; name its drift trace with --trace")
-    return Check(
-        name,
-        "look",
-        "ended unexpectedly",
-        last_seen,
-        "find the cause and restart it; driftpoint run restarts it by itself",
-    )
-
-
-def _where(facts: Facts, at: float | None) -> str:
-    if at is None:
-        return ""
-    return f"training is at about step {at:.0f}" if facts.running else f"training ended at about step {at:.0f}"
+    todo = "find the cause and restart it; driftpoint run restarts it by itself"
+    return Check(name, "look", "ended unexpectedly", last_seen, todo)
 
 
 def _cost(steps: float | None, seconds: float | None) -> str:
@@ -403,18 +367,6 @@ def _cost(steps: float | None, seconds: float | None) -> str:
     if round(steps) == 0:
         return "nothing"
     return steps_text(steps) + (f", {span_text(seconds)} of training" if seconds is not None else "")
-
-
-def _last_heard(facts: Facts) -> str:
-    job_status = facts.current
-    if job_status is None:
-        return ""
-    return f"last trace line {ago_text(facts.now - job_status.last_seen)}"
-
-
-def _version(memory: InMemory) -> str:
-    assert memory.newest is not None
-    return f"step {memory.newest.step}" + (f", all {memory.ranks} ranks" if memory.ranks > 1 else "")
 
 
 def checks(facts: Facts) -> Iterator[Check]:

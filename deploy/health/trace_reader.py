@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -178,7 +178,7 @@ class TraceFollower:
     def _on_decision(self, line: DecisionLine, at: float) -> None:
         self._interval = line.interval if line.interval is not None else self._interval
         drift = {unit: value for unit, value in zip(self._units, line.drift, strict=False) if value is not None}
-        sick = frozenset(self._named(line.sick))
+        sick = frozenset(self._units[index] for index in line.sick if 0 <= index < len(self._units))
         self._decisions.append(LastDecision(line.step, at, drift, sick, line.skipped, line.stall + line.copy_wait))
         self._gaps.append((line.step, at))
 
@@ -195,13 +195,8 @@ class TraceFollower:
                     for index, size in line.sizes.items()
                     if size[3] is not None and 0 <= index < len(self._units)
                 }
-                self._decisions[place] = LastDecision(
-                    one.step, one.at, {**staged, **one.drift}, one.sick, one.skipped, one.stall
-                )
+                self._decisions[place] = replace(one, drift={**staged, **one.drift})
                 return
-
-    def _named(self, indices: Iterable[int]) -> Iterable[Unit]:
-        return (self._units[index] for index in indices if 0 <= index < len(self._units))
 
 
 class TraceValidator:

@@ -74,16 +74,16 @@ class Panel:
 class Map:
     """Strip of panels with common rows."""
 
-    width: float
     height: float
-    left: float
-    top: float
     cell: float  # height of a row; ``body``: of all rows
     body: float
     bar: float  # y of the colour bars
     panels: Sequence[Panel]
     labels: Sequence[Label]
     hover: Sequence[str]  # text for each row
+    width: float = WIDTH
+    left: float = _NAMES
+    top: float = _TOP
 
 
 @dataclass(frozen=True)
@@ -125,10 +125,7 @@ def heat_map(
         " · ".join((layer, *(f"{grid.title}: {grid.hover[row]}" for grid in grids))) for row, layer in enumerate(layers)
     ]
     return Map(
-        width=WIDTH,
         height=below + _BOTTOM + (_BAR if any(grid.legend for grid in grids) else 0.0),
-        left=_NAMES,
-        top=_TOP,
         cell=cell,
         body=body,
         bar=below + _BOTTOM + 4,
@@ -216,17 +213,16 @@ def _labels(layers: Sequence[str], strong: Sequence[bool], cell: float) -> list[
 class Bars:
     """Bar chart. ``path``: the bars; ``beside``: the bars compared with, '' for none; ``levels``: scale with labels."""
 
-    width: float
-    height: float
-    left: float
-    right: float
-    top: float
-    body: float
     path: str
     beside: str
     marks: Sequence[float]
     levels: Sequence[Label]
     ticks: Sequence[Label]
+    width: float = WIDTH
+    height: float = _BAR_TOP + _BODY + _BAR_BOTTOM
+    left: float = _LEFT
+    top: float = _BAR_TOP
+    body: float = _BODY
 
 
 def bars(
@@ -265,12 +261,6 @@ def bars(
         for column, label in ticks
     ]
     return Bars(
-        width=WIDTH,
-        height=_BAR_TOP + _BODY + _BAR_BOTTOM,
-        left=_LEFT,
-        right=WIDTH,
-        top=_BAR_TOP,
-        body=_BODY,
         path=_bar_path(values, each, _BODY / top),
         beside=_bar_path(beside, each, _BODY / top),
         marks=[round(_LEFT + mark * each, 1) for mark in marks],
@@ -299,27 +289,19 @@ def _bar_path(values: Sequence[float], each: float, scale: float) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Scale:
-    """Rising thresholds; level i holds values from ``thresholds[i - 1]``, level 0 those below all."""
+def scale_for(values: Iterable[float]) -> tuple[float, ...]:
+    """Return rising thresholds that cover most of the finite positive values, the highest ones of too many.
 
-    thresholds: tuple[float, ...]
-
-    def level(self, value: float) -> int:
-        """Return the level of a drift >= 0."""
-        return sum(1 for threshold in self.thresholds if value >= threshold)
-
-
-def scale_for(values: Iterable[float]) -> Scale:
-    """Return thresholds that cover most of the finite positive values, the highest ones if there are too many."""
+    Level i holds the values from threshold i - 1 on, level 0 those below all.
+    """
     found = sorted(value for value in values if value > 0 and math.isfinite(value))
     if not found:
-        return Scale((0.001, 0.01, 0.1))
+        return 0.001, 0.01, 0.1
     low, high = found[len(found) // 20], found[-1]
     steps = _steps(low, high, _FINE)
     if len(steps) > LEVELS - 1:
         steps = _steps(low, high, _COARSE)
-    return Scale(tuple(steps[-(LEVELS - 1) :]))
+    return tuple(steps[-(LEVELS - 1) :])
 
 
 def _steps(low: float, high: float, digits: tuple[int, ...]) -> list[float]:
@@ -332,9 +314,6 @@ def _steps(low: float, high: float, digits: tuple[int, ...]) -> list[float]:
 def threshold_text(value: float) -> str:
     """Format a threshold for the legend."""
     return f"{value:g}" if value >= 0.001 else f"{value:.0e}".replace("e-0", "e-")
-
-
-_Cells = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -410,19 +389,19 @@ def _drift_grid(history: History, layers: Sequence[str], slot: str) -> Grid:
     for row, place in rows.items():
         known = np.isfinite(bins.drift[place])
         found = bins.drift[place][known]
-        classes[row, known] = np.searchsorted(scale.thresholds, found, side="right")
+        classes[row, known] = np.searchsorted(scale, found, side="right")
         classes[row, bins.sick[place] > 0] = LEVELS
         hover[row] = (
             f"last {drift_text(float(found[-1]))}, most {drift_text(float(found.max()))}" if found.size else "?"
         )
-    legend = [("d0", ""), *((f"d{i + 1}", threshold_text(value)) for i, value in enumerate(scale.thresholds))]
+    legend = [("d0", ""), *((f"d{i + 1}", threshold_text(value)) for i, value in enumerate(scale))]
     return Grid(_title(slot), classes, DRIFT_CLASSES, hover, legend if values.size else ())
 
 
 def _saved_grid(history: History, layers: Sequence[str], slot: str) -> Grid:
     bins, rows = history.bins, _rows(history, layers, slot)
     per_column = np.array([one.decisions for one in bins.columns])
-    classes: _Cells = np.full((len(layers), len(bins.columns)), -1, np.int64)
+    classes: npt.NDArray[np.int64] = np.full((len(layers), len(bins.columns)), -1, np.int64)
     hover = ["none"] * len(layers)
     for row, place in rows.items():
         count, lossy = bins.saved[place], bins.rounded[place]
@@ -441,38 +420,20 @@ class Figure:
     note: str
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Cost of saving. A column holds ``merged`` decisions."""
-
-    figures: Sequence[Figure]
-    written: Bars
-    stalled: Bars
-    merged: int
-    observing: bool
-
-
-def cost_of(history: History) -> Cost:
-    """Build the cost charts of a run with at least one save."""
+def cost_of(history: History) -> Mapping[str, object]:
+    """Build the cost charts of a run with at least one save. A column holds ``merged`` decisions."""
     columns, ticks, marks = history.bins.columns, ticks_of(history), marks_of(history)
     largest = max(max(one.written, one.full) for one in columns)
     unit = float(1 << (10 * max(0, (int(largest).bit_length() - 1) // 10)))
-    return Cost(
-        figures=_figures(history),
-        written=bars(
-            [float(one.written) for one in columns],
-            [float(one.full) for one in columns],
-            lambda value: size_text(round(value)),
-            ticks,
-            marks,
-            unit=unit,
-        ),
-        stalled=bars(
-            [one.longest for one in columns], [], lambda value: span_text(value) if value else "0", ticks, marks
-        ),
-        merged=history.bins.width,
-        observing=history.totals.observing,
-    )
+    written, full = [float(one.written) for one in columns], [float(one.full) for one in columns]
+    stalls = [one.longest for one in columns]
+    return {
+        "figures": _figures(history),
+        "written": bars(written, full, lambda value: size_text(round(value)), ticks, marks, unit=unit),
+        "stalled": bars(stalls, [], lambda value: span_text(value) if value else "0", ticks, marks),
+        "merged": history.bins.width,
+        "observing": history.totals.observing,
+    }
 
 
 def _figures(history: History) -> list[Figure]:

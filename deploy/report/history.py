@@ -16,14 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deploy.health.trace_reader import JobStatus, TraceFollower, TraceValidator
-from deploy.report.incidents import (
-    Incident,
-    Incidents,
-    nonfinite_incident,
-    restart_incident,
-    skipped_incident,
-    withheld_incident,
-)
+from deploy.report.incidents import Incident, Incidents, nonfinite_incident, restart_incident, skipped_incident
 from store.certificate import is_lossy
 from store.names import Unit
 from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, ResumedLine, iter_lines
@@ -113,13 +106,10 @@ class Bins:
         for left, right in zip(self.columns[::2], self.columns[1::2], strict=False):
             left.merge(right)
         self.columns = self.columns[::2]
-        half, rest = self.most // 2, self.most - self.most // 2
-        self.drift = _grown(
-            np.fmax(self.drift[:, ::2], self.drift[:, 1::2]), (self.drift.shape[0], half + rest), np.nan
-        )
+        shape = (self.drift.shape[0], self.most)
+        self.drift = _grown(np.fmax(self.drift[:, ::2], self.drift[:, 1::2]), shape, np.nan)
         self.saved, self.rounded, self.sick = (
-            _grown(old[:, ::2] + old[:, 1::2], (old.shape[0], half + rest), 0)
-            for old in (self.saved, self.rounded, self.sick)
+            _grown(old[:, ::2] + old[:, 1::2], shape, 0) for old in (self.saved, self.rounded, self.sick)
         )
 
 
@@ -287,7 +277,7 @@ class _Reader:
         self._last_seen, self._last_step = at, line.step
         number = self._bins.add(line.step, at)
         column = self._bins.place(number)
-        rows = self._rows_of(range(len(self._units)))
+        rows = [self._rows[unit] for unit in self._units]
         self._mark_drift(rows, line.drift, column)
         for index in line.sick:
             if index < len(rows):
@@ -299,25 +289,21 @@ class _Reader:
         held = self._bins.columns[column]
         held.stall += stall
         held.longest = max(held.longest, stall)
-        self._count(stall)
-        copied = float(sum(self._nbytes[index] for index in line.saved if index < len(self._nbytes)))
-        self._waits = (copied, line.stall)
-        self._add_incidents(line, at)
-
-    def _count(self, stall: float) -> None:
         totals = self._totals
         totals.decisions += 1
         totals.stall += stall
         totals.longest = max(totals.longest, stall)
+        copied = float(sum(self._nbytes[index] for index in line.saved if index < len(self._nbytes)))
+        self._waits = (copied, line.stall)
+        self._add_incidents(line, at)
 
     def _add_incidents(self, line: DecisionLine, at: float) -> None:
         current: list[Incident] = []
         if line.sick:
             names = [str(self._units[index]) for index in line.sick if index < len(self._units)]
-            current.append(nonfinite_incident(names, line.step, at))
+            current.append(nonfinite_incident("not finite", names, line.step, at))
         if line.skipped is not None:
-            skipped = skipped_incident(line.skipped, line.step, at)
-            current += [] if skipped is None else [skipped]
+            current += skipped_incident(line.skipped, line.step, at)
         self._incidents.update(current, line.step)
         if line.preempted:
             text = "the job was preempted and saved what the grace period allowed"
@@ -328,10 +314,9 @@ class _Reader:
 
     def _on_commit(self, line: CommitLine, job: JobLine) -> None:
         self._last_seen = job.started + line.seconds
-        number = self._number_of(line.step)
-        if number is None:
-            return
-        bins, column = self._bins, self._bins.place(number)
+        if self._begun is None or self._begun[0] != line.step:
+            return  # not of the save in progress, of which there is one at a time
+        bins, column = self._bins, self._bins.place(self._begun[1])
         full = sum(self._nbytes) + max(0, line.written - sum(size[0] for size in line.sizes.values()))
         held = bins.columns[column]
         held.saves, held.written, held.full = held.saves + 1, held.written + line.written, held.full + full
@@ -341,7 +326,7 @@ class _Reader:
         lost = sorted(self._saved - line.sizes.keys())
         if lost:
             names = [str(self._units[index]) for index in lost if index < len(self._units)]
-            self._incidents.add(withheld_incident(names, line.step, job.started + line.seconds))
+            self._incidents.add(nonfinite_incident("withheld", names, line.step, job.started + line.seconds))
         for index, (_, encoding, error, drift) in line.sizes.items():
             if not 0 <= index < len(self._units):
                 continue
@@ -357,18 +342,11 @@ class _Reader:
         text = f"the save of step {line.step} failed ({line.reason}); the previous commit is intact"
         self._incidents.add(Incident("save failed", "look", text, line.step, at))
 
-    def _number_of(self, step: int) -> int | None:
-        """Return the decision whose save is in progress (one at a time)."""
-        return self._begun[1] if self._begun is not None and self._begun[0] == step else None
-
     def _mark_drift(self, rows: Sequence[int], drift: Sequence[float | None], column: int) -> None:
         if not drift or len(drift) != len(rows):
             return
         values = np.array([np.nan if value is None else value for value in drift])
         self._bins.drift[rows, column] = np.fmax(self._bins.drift[rows, column], values)
-
-    def _rows_of(self, indices: Iterable[int]) -> list[int]:
-        return [self._rows[self._units[index]] for index in indices]
 
     def _settle(self, copy_wait: float) -> None:
         """Complete the previous decision's stall, now that its copy wait is known."""

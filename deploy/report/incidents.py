@@ -15,7 +15,7 @@ from store.trace import ResumedLine
 
 Severity = Literal["plain", "look", "bad"]
 
-_SKIPPED = {
+_SKIPPED: dict[str, tuple[Severity, str]] = {
     "busy": ("plain", "no save: the previous one was still being written"),
     "withheld": ("bad", "no save: all layers to be saved contained NaN or Inf"),
     "storage": ("look", "no save: storage failed"),
@@ -87,27 +87,19 @@ class Incidents:
         return tuple(self._found[extra:])
 
 
-def skipped_incident(reason: str, step: int, at: float) -> Incident | None:
-    """Return the incident of a decision without a save, None if the reason is normal."""
-    known = _SKIPPED.get(reason)
-    if known is None:
-        return None
-    severity: Severity = "plain" if known[0] == "plain" else "bad" if known[0] == "bad" else "look"
-    return Incident("skipped", severity, known[1], step, at, key=f"skipped {reason}")
+def skipped_incident(reason: str, step: int, at: float) -> list[Incident]:
+    """Return the incident of a decision without a save, none if the reason is normal."""
+    if reason not in _SKIPPED:
+        return []
+    severity, text = _SKIPPED[reason]
+    return [Incident("skipped", severity, text, step, at, key=f"skipped {reason}")]
 
 
-def nonfinite_incident(units: Sequence[str], step: int, at: float) -> Incident:
-    """Return the incident of units with NaN or Inf at a decision."""
-    text = f"{listed(units, 4)} contained NaN or Inf: not saved, the last finite version is kept"
-    return Incident("not finite", "bad", text, step, at, key=f"sick {'|'.join(units)}")
-
-
-def withheld_incident(units: Sequence[str], step: int, at: float) -> Incident:
-    """Return the incident of units left out of a commit because of NaN or Inf."""
-    text = (
-        f"{listed(units, 4)} contained NaN or Inf when the save was written: not saved, the last finite version is kept"
-    )
-    return Incident("withheld", "bad", text, step, at)
+def nonfinite_incident(kind: Literal["not finite", "withheld"], units: Sequence[str], step: int, at: float) -> Incident:
+    """Return the incident of units with NaN or Inf at a decision, or ``withheld`` from the commit that follows it."""
+    when, key = ("", f"sick {'|'.join(units)}") if kind == "not finite" else (" when the save was written", "")
+    text = f"{listed(units, 4)} contained NaN or Inf{when}: not saved, the last finite version is kept"
+    return Incident(kind, "bad", text, step, at, key=key)
 
 
 def restart_incident(line: ResumedLine, epoch: int, at: float, gap: float, last_step: int | None) -> Incident:

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import tempfile
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from deploy.console import byte_progress, watched
-from deploy.format import clock, drift_text, kind_text, printable, size_text
+from deploy.format import clock, drift_text, installed_version, printable, size_text
 from deploy.health.facts import (
     Facts,
     VerifiedCommits,
@@ -31,10 +31,10 @@ from deploy.health.facts import (
     verified_now,
 )
 from deploy.health.verdict import Verdict, judge
-from deploy.report.charts import Cost, Maps, Scale, cost_of, maps_of, scale_for
+from deploy.report.charts import cost_of, maps_of, scale_for
 from deploy.report.history import History, read_history
 from deploy.report.incidents import Incident, by_time
-from deploy.store_status import model_text, open_store, parameters
+from deploy.store_status import model_text, open_store, parameters, resume_kind
 from deploy.tables import max_drift, sizes, slots_of, span
 from store.catalog import Catalog
 from store.certificate import Certificate, CertifiedUnit, is_lossy, max_or_none
@@ -48,61 +48,8 @@ _HERE = Path(__file__).parent
 _LISTED = 8  # most damage messages on a page
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One unit: ``level`` is the colour of its drift, -1 for none; ``state`` is fresh, stale, fixed or fallback."""
-
-    step: int
-    age: str
-    drift: str
-    level: int
-    encoding: str
-    error: str
-    state: str
-
-
-@dataclass(frozen=True)
-class LayerRow:
-    """A layer with its cells by slot, None where it lacks the slot."""
-
-    layer: str
-    cells: Sequence[Cell | None]
-    size: str
-
-
-@dataclass(frozen=True)
-class SlotRow:
-    """Totals of a slot."""
-
-    slot: str
-    units: int
-    oldest: str
-    newest: str
-    drift: str
-    error: str
-    size: str
-    share: str
-    encodings: str
-
-
-@dataclass(frozen=True)
-class CertificateTable:
-    """Certificate of a resume. ``effective``: effective step, None if it is the step itself."""
-
-    save: str
-    step: int
-    exact: bool
-    kind: str
-    effective: float | None
-    slots: Sequence[str]
-    rows: Sequence[LayerRow]
-    totals: Sequence[SlotRow]
-    rounded: bool
-    fallbacks: bool
-
-
-def certificate_table(certificate: Certificate, parameters: int) -> CertificateTable:
-    """Lay out a certificate; ``parameters`` is the model's number."""
+def certificate_table(certificate: Certificate, parameters: int) -> Mapping[str, Any]:
+    """Lay out a certificate for the template; ``parameters`` is the model's number."""
     units = certificate.units
     slots = slots_of(units)
     scale = scale_for([unit.drift for unit in units if unit.moving and unit.drift])
@@ -110,113 +57,69 @@ def certificate_table(certificate: Certificate, parameters: int) -> CertificateT
     for unit in units:
         by_layer.setdefault(unit.layer, {})[unit.slot] = unit
     rows = [
-        LayerRow(
-            layer,
-            [_cell(found[slot], scale) if slot in found else None for slot in slots],
-            size_text(sum(unit.nbytes for unit in found.values())),
-        )
+        {
+            "layer": layer,
+            "cells": [_cell(found[slot], scale) if slot in found else None for slot in slots],
+            "size": size_text(sum(unit.nbytes for unit in found.values())),
+        }
         for layer, found in by_layer.items()
     ]
     totals = [_total(slot, [unit for unit in units if unit.slot == slot], parameters) for slot in slots]
-    totals += [_total("all", units, parameters)] if len(slots) > 1 else []
-    return CertificateTable(
-        save=certificate.save,
-        step=certificate.step,
-        exact=certificate.exact,
-        kind=kind_text(
-            exact=certificate.exact,
-            max_staleness=certificate.max_staleness,
-            max_drift=certificate.max_drift,
-            lossy=certificate.lossy,
-        ),
-        effective=None if certificate.effective_step == certificate.step else certificate.effective_step,
-        slots=slots,
-        rows=rows,
-        totals=totals,
-        rounded=bool(certificate.lossy),
-        fallbacks=any(unit.fallback for unit in units),
-    )
+    return {
+        "save": certificate.save,
+        "kind": resume_kind(certificate),
+        "effective": None if certificate.effective_step == certificate.step else certificate.effective_step,
+        "slots": slots,
+        "rows": rows,
+        "totals": [*totals, *([_total("all", units, parameters)] if len(slots) > 1 else [])],
+        "rounded": bool(certificate.lossy),
+        "fallbacks": any(unit.fallback for unit in units),
+    }
 
 
-def _cell(unit: CertifiedUnit, scale: Scale) -> Cell:
+def _cell(unit: CertifiedUnit, scale: Sequence[float]) -> Mapping[str, Any]:
     fixed = not unit.moving and not unit.fallback
-    state = "fallback" if unit.fallback else "fixed" if fixed else "stale" if unit.staleness else "fresh"
-    level = scale.level(unit.drift) if unit.moving and unit.drift else -1
-    return Cell(
-        step=unit.step,
-        age="fixed" if fixed else str(unit.staleness),
-        drift="" if fixed else drift_text(unit.drift),
-        level=level,
-        encoding=unit.encoding,
-        error=drift_text(unit.error) if is_lossy(unit.encoding) else "",
-        state=state,
-    )
+    return {
+        "step": unit.step,
+        "age": "fixed" if fixed else str(unit.staleness),
+        "drift": "" if fixed else drift_text(unit.drift),
+        "level": bisect_right(scale, unit.drift) if unit.moving and unit.drift else -1,  # colour, -1 for none
+        "encoding": unit.encoding,
+        "state": "fallback" if unit.fallback else "fixed" if fixed else "stale" if unit.staleness else "fresh",
+    }
 
 
-def _total(slot: str, units: Sequence[CertifiedUnit], parameters: int) -> SlotRow:
+def _total(slot: str, units: Sequence[CertifiedUnit], parameters: int) -> Mapping[str, Any]:
     oldest, newest = span(units)
     size, share = sizes(units, parameters)
     lossy = [unit for unit in units if is_lossy(unit.encoding)]
-    encodings = ", ".join(dict.fromkeys(unit.encoding for unit in units))
-    error = drift_text(max_or_none(unit.error for unit in lossy)) if lossy else ""
-    return SlotRow(slot, len(units), oldest, newest, max_drift(units), error, size, share, encodings)
+    return {
+        "slot": slot,
+        "units": len(units),
+        "oldest": oldest,
+        "newest": newest,
+        "drift": max_drift(units),
+        "error": drift_text(max_or_none(unit.error for unit in lossy)) if lossy else "",
+        "size": size,
+        "share": share,
+        "encodings": ", ".join(dict.fromkeys(unit.encoding for unit in units)),
+    }
 
 
 @dataclass(frozen=True)
-class Content:
-    """Content of a page. ``missing``: why there is no history, or ''."""
+class ReportResult:
+    """Content of a page that is not written yet. ``missing``: why there is no history, or ''."""
 
     facts: Facts
     verdict: Verdict
     history: History | None
     incidents: Sequence[Incident]
     missing: str
-    version: str
-
-
-def render(content: Content) -> str:
-    """Render the page."""
-    environment = Environment(
-        loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["clean"] = printable
-    environment.filters["clock"] = clock
-    return environment.get_template("page.html").render(**_context(content))
-
-
-def _context(content: Content) -> Mapping[str, Any]:
-    facts, history = content.facts, content.history
-    certificate = None if facts.status is None else facts.status.certificate
-    table: CertificateTable | None = None
-    if certificate is not None and facts.status is not None and facts.status.resumed is not None:
-        table = certificate_table(certificate, parameters(facts.status.resumed))
-    maps: Maps | None = None if history is None or not history.units else maps_of(history)
-    cost: Cost | None = None if history is None or not history.totals.saves else cost_of(history)
-    return {
-        "facts": facts,
-        "verdict": content.verdict,
-        "model": "" if facts.newest is None else model_text(facts.newest),
-        "history": history,
-        "maps": maps,
-        "cost": cost,
-        "incidents": by_time(content.incidents),
-        "table": table,
-        "missing": content.missing,
-        "version": content.version,
-        "words": {"good": "ok", "plain": "–", "look": "look", "bad": "bad"},
-    }
-
-
-@dataclass(frozen=True)
-class ReportResult:
-    """A report that is not written yet."""
-
-    content: Content
 
     @property
     def exit_code(self) -> int:
         """Return the exit code as ``status`` does, but including damage found by verification."""
-        facts = self.content.facts
+        facts = self.facts
         if facts.status is None:
             return NothingToResumeError.exit_code
         found = facts.status.exit_code
@@ -225,7 +128,7 @@ class ReportResult:
 
     def write(self, path: Path) -> None:
         """Write the page and rename it into place. Raises StorageError."""
-        data = render(self.content).encode("utf-8", "backslashreplace")
+        data = render(self).encode("utf-8", "backslashreplace")
         try:
             with tempfile.NamedTemporaryFile(dir=path.absolute().parent, prefix=path.name, delete=False) as file:
                 file.write(data)
@@ -238,6 +141,39 @@ class ReportResult:
                 raise
         except OSError as error:
             raise StorageError(f"cannot write {path}: {error.strerror}; name another file with --out") from error
+
+
+def render(content: ReportResult) -> str:
+    """Render the page."""
+    environment = Environment(
+        loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["clean"] = printable
+    environment.filters["clock"] = clock
+    return environment.get_template("page.html").render(**_context(content))
+
+
+def _context(content: ReportResult) -> Mapping[str, Any]:
+    facts, history = content.facts, content.history
+    certificate = None if facts.status is None else facts.status.certificate
+    table = None
+    if certificate is not None and facts.status is not None and facts.status.resumed is not None:
+        table = certificate_table(certificate, parameters(facts.status.resumed))
+    maps = None if history is None or not history.units else maps_of(history)
+    cost = None if history is None or not history.totals.saves else cost_of(history)
+    return {
+        "facts": facts,
+        "verdict": content.verdict,
+        "model": "" if facts.newest is None else model_text(facts.newest),
+        "history": history,
+        "maps": maps,
+        "cost": cost,
+        "incidents": by_time(content.incidents),
+        "table": table,
+        "missing": content.missing,
+        "version": installed_version() or "(from source)",
+        "words": {"good": "ok", "plain": "–", "look": "look", "bad": "bad"},
+    }
 
 
 def trace_path(root: Path, given: Path | None) -> Path:
@@ -268,31 +204,30 @@ def build_report(
         history, missing = _history(path, named=trace is not None)
         job_status = None if history is None else history.job_status
         facts = Facts(clock(), root.absolute(), None, str(error), disk=disk_of(root), trace=path, job_status=job_status)
-        return ReportResult(_content(facts, history, missing, list(_of_history(history))))
+        return ReportResult(facts, judge(facts), history, () if history is None else history.incidents, missing)
 
 
 def _build(
     catalog: Catalog, root: Path, path: Path, memory: Path, *, named: bool, verify: bool, clock: Callable[[], float]
 ) -> ReportResult:
     # Slow reads come first, so that the facts are of one moment.
-    checked = _verified(catalog) if verify else verified_by_daemon(memory, catalog.store_id)
+    if verify:
+        with byte_progress("Verifying", total_bytes(catalog) if watched() else 0) as progress:
+            checked: VerifiedCommits | None = verified_now(verify_store(catalog, progress))
+    else:
+        checked = verified_by_daemon(memory, catalog.store_id)
     history, missing = _history(path, named=named)
     job_status = None if history is None else history.job_status
     catalog.forget()
     facts = gather(catalog, root, in_memory(memory, catalog), job_status, clock(), trace=path, checked=checked)
     if facts.foreign_trace:
-        history, missing = (
-            None,
-            (
-                f"The drift trace {path} has an epoch that this store lacks: it belongs to another store and is "
-                "not shown. Name the right one with --trace."
-            ),
+        history = None
+        missing = (
+            f"The drift trace {path} has an epoch that this store lacks: it belongs to another store and is not "
+            "shown. Name the right one with --trace."
         )
-    return ReportResult(_content(facts, history, missing, [*_of_store(catalog, facts), *_of_history(history)]))
-
-
-def _content(facts: Facts, history: History | None, missing: str, incidents: list[Incident]) -> Content:
-    return Content(facts, judge(facts), history, incidents, missing, _version())
+    incidents = [*_of_store(catalog, facts), *(() if history is None else history.incidents)]
+    return ReportResult(facts, judge(facts), history, incidents, missing)
 
 
 def _history(path: Path, *, named: bool) -> tuple[History | None, str]:
@@ -310,16 +245,6 @@ def _history(path: Path, *, named: bool) -> tuple[History | None, str]:
     if not history.totals.decisions:
         return None, f"The drift trace {path} contains no decision yet: let the job continue."
     return history, ""
-
-
-def _verified(catalog: Catalog) -> VerifiedCommits:
-    with byte_progress("Verifying", total_bytes(catalog) if watched() else 0) as progress:
-        return verified_now(verify_store(catalog, progress))
-
-
-def _of_history(history: History | None) -> Iterator[Incident]:
-    if history is not None:
-        yield from history.incidents
 
 
 def _of_store(catalog: Catalog, facts: Facts) -> Iterator[Incident]:
@@ -340,10 +265,3 @@ def _of_store(catalog: Catalog, facts: Facts) -> Iterator[Incident]:
             continue  # reported above
         if any(unit.save == save.name and unit.reason == REASON for unit in manifest.units):
             yield Incident("rescued", "look", REASON, save.step, parse_time(manifest.created))
-
-
-def _version() -> str:
-    try:
-        return version("driftpoint")
-    except PackageNotFoundError:
-        return "(from source)"

@@ -25,7 +25,7 @@ from deploy.simulate.plans import (
     requests_for,
     same_configuration,
 )
-from deploy.simulate.summary import Summary, Terms, over, rank, summary_of
+from deploy.simulate.summary import Summary, Terms, over, summary_of
 from monitor.config.load import Config, load_config
 from policies.accounting import Fitted
 from policies.replay.failure_cost import Position, latest_first
@@ -58,17 +58,12 @@ class Limits:
 
     def hold(self, one: Summary) -> bool:
         """Return whether a replay keeps the limits and saves more than once."""
-        if one.saves < 2:
-            return False
-        return (
-            _within(later_per_hour(one), self.bytes_per_hour)
-            and _within(one.stall_share, self.stall_share)
-            and (self.max_loss_minutes is None or one.rewound.worst * one.step_seconds / 60 <= self.max_loss_minutes)
+        found = (
+            (later_per_hour(one), self.bytes_per_hour),
+            (one.stall_share, self.stall_share),
+            (one.rewound.worst * one.step_seconds / 60, self.max_loss_minutes),
         )
-
-
-def _within(value: float, most: float | None) -> bool:
-    return most is None or value <= most
+        return one.saves >= 2 and all(most is None or value <= most for value, most in found)
 
 
 @dataclass(frozen=True)
@@ -147,7 +142,7 @@ def recommend(
     settings = {one.summary.name: one.settings for one in found}
     since = latest_first(one.replayed.timeline for one in (*beside, *(one.summary for one in found)))
     tried = over(tuple({one.summary.name: one.summary for one in found}.values()), since)
-    for chosen in sorted(tried, key=rank):
+    for chosen in sorted(tried, key=lambda one: (one.exposure.total.mean, one.written)):
         request = SimulationRequest(
             chosen.name, load_config(parse_yaml(_text(settings[chosen.name]), "the recommendation").values)
         )
@@ -295,7 +290,7 @@ def simulate(
     recorded = recorded_config(run)
     notes = list(_notes(trace, run, recorded, costs))
     summaries = []
-    for one in (SimulationRequest(BASELINE, baseline_config(recorded)), *wanted):
+    for one in (SimulationRequest(BASELINE, Config(every=recorded.every)), *wanted):
         notes += remarks(one, run)
         replayed = replay(run, plan_of(one, run, costs))
         summaries.append(summary_of(replayed, run, terms))
@@ -352,11 +347,6 @@ def _at(bytes_per_second: float) -> Fitted:
     for nbytes in (1e12, 2e12):
         found.learn(nbytes, nbytes / bytes_per_second)
     return found
-
-
-def baseline_config(recorded: Config) -> Config:
-    """Return the baseline: everything raw at every recorded decision."""
-    return Config(every=recorded.every)
 
 
 def _notes(trace: Trace, run: Run, recorded: Config, costs: Costs | None) -> list[str]:

@@ -171,11 +171,6 @@ def as_json(summary: Summary, baseline: Summary) -> dict[str, Any]:
     }
 
 
-def rank(one: Summary) -> tuple[float, int]:
-    """Return the sort key: least expected damage first, then fewest bytes."""
-    return one.exposure.total.mean, one.written
-
-
 def _spread(one: Spread) -> Mapping[str, float | None]:
     return {"mean": one.mean, "worst": one.worst} if one.weight else {"mean": None, "worst": None}
 

@@ -13,15 +13,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from deploy.metrics import ProcessMetrics
 from deploy.supervisor.restart_policy import NO_PROGRESS, OK, Attempt, GiveUp, RestartHistory, StoreSnapshot
 from store.errors import PREEMPTED, ConfigError
-from store.metrics_server import EndpointSecurity, MetricsServer
+from store.metrics_server import EndpointSecurity
 from store.names import SaveId
-
-if TYPE_CHECKING:
-    from prometheus_client import Counter, Gauge
 
 _LISTED = 8
 ENDS = ("done", "preempted", "failed", "killed")  # ends of attempts: exit code 0, 75, any other, or a signal
@@ -125,49 +123,32 @@ def _name(save: SaveId | None) -> str | None:
     return None if save is None else save.name
 
 
-class SupervisorMetrics:
-    """Metrics of ``driftpoint run``, in a registry of their own. Without :meth:`serve` it only counts."""
+class SupervisorMetrics(ProcessMetrics):
+    """Metrics of ``driftpoint run``."""
 
     def __init__(self, restarts: int) -> None:
-        from prometheus_client import CollectorRegistry
-
-        self.registry = CollectorRegistry()
-        self.up = self._gauge("up", "1 while the supervisor runs")
-        self.attempts = self._counter("attempts", "Starts of the command")
-        self.running = self._gauge("running", "1 while the command runs")
-        self.ended = self._counter("attempts_ended", "Ends of the command, by kind", "end")
-        self.in_a_row = self._gauge("attempts_without_progress", "Attempts since the last one with progress")
-        self.limit = self._gauge("restarts_limit", "Allowed restarts in a row without progress")
-        self.step = self._gauge("step", "Furthest step in the store at the last look, -1: none")
-        self.began_at = self._gauge("attempt_timestamp_seconds", "Start of the newest attempt")
-        self.suspects = self._counter("suspects", "Commits marked as suspect")
-        self.blind = self._gauge("store_unreadable", "1 if the store was unreadable at the last look")
+        super().__init__("driftpoint_supervisor")
+        self.up = self.gauge("up", "1 while the supervisor runs")
+        self.attempts = self.counter("attempts", "Starts of the command")
+        self.running = self.gauge("running", "1 while the command runs")
+        self.ended = self.counter("attempts_ended", "Ends of the command, by kind", "end")
+        self.in_a_row = self.gauge("attempts_without_progress", "Attempts since the last one with progress")
+        self.limit = self.gauge("restarts_limit", "Allowed restarts in a row without progress")
+        self.step = self.gauge("step", "Furthest step in the store at the last look, -1: none")
+        self.began_at = self.gauge("attempt_timestamp_seconds", "Start of the newest attempt")
+        self.suspects = self.counter("suspects", "Commits marked as suspect")
+        self.blind = self.gauge("store_unreadable", "1 if the store was unreadable at the last look")
         for end in ENDS:
             self.ended.labels(end)
         self.limit.set(restarts)
         self.step.set(-1)
         self.up.set(1)
-        self._server: MetricsServer | None = None
-
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        from prometheus_client import Gauge
-
-        return Gauge(f"driftpoint_supervisor_{name}", text, labels, registry=self.registry)
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        from prometheus_client import Counter
-
-        return Counter(f"driftpoint_supervisor_{name}", text, labels, registry=self.registry)
-
-    @property
-    def url(self) -> str | None:
-        return None if self._server is None else self._server.url
 
     def serve(self, host: str, port: int, security: EndpointSecurity, say: Callable[[str], None]) -> None:
         """Serve the metrics; port 0 takes a free one. Signals stay blocked in the server's thread."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            self._server = MetricsServer(self.registry, host, port, security)
+            self.listen(host, port, security)
         except OSError as error:
             why = error.strerror or error
             say(f"no metrics: cannot listen on {host} port {port} ({why}); give another --metrics-port")
@@ -192,11 +173,6 @@ class SupervisorMetrics:
 
     def on_decision(self, history: RestartHistory) -> None:
         self.in_a_row.set(history.in_a_row)
-
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self._server = None
 
 
 def _end(code: int) -> str:

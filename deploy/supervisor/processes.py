@@ -20,6 +20,7 @@ import psutil
 
 from deploy.supervisor.restart_policy import INTERRUPTED
 from store.errors import PREEMPTED
+from store.text import counted
 
 _PR_SET_CHILD_SUBREAPER = 36
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2)
@@ -203,7 +204,7 @@ class ProcessStopper:
             self._say(f"{number.name}: no process of the command handles it; not forwarded")
             return
         self._noticed = self._clock()
-        self._say(f"{number.name}: forwarded to {_processes(told)}")
+        self._say(f"{number.name}: forwarded to {counted(told, 'process', 'processes')}")
 
     def _ask(self, number: signal.Signals) -> None:
         if number == signal.SIGINT:
@@ -213,7 +214,9 @@ class ProcessStopper:
         grace, notice = self._options.grace, self._options.notice
         told = send(processes_handling(self._pid, notice), notice) if notice != signal.SIGTERM else 0
         if told:
-            self._say(f"{number.name}: {notice.name} to {_processes(told)}; SIGTERM in {grace:g} s")
+            self._say(
+                f"{number.name}: {notice.name} to {counted(told, 'process', 'processes')}; SIGTERM in {grace:g} s"
+            )
             self._later(grace, lambda: self._terminate(f"the grace period of {grace:g} s is over"))
             return
         self._send(signal.SIGTERM)
@@ -237,7 +240,3 @@ class ProcessStopper:
 
     def _later(self, seconds: float, act: Callable[[], None]) -> None:
         self._due.append(_Due(self._clock() + seconds, act))
-
-
-def _processes(count: int) -> str:
-    return "1 process" if count == 1 else f"{count} processes"

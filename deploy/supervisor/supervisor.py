@@ -229,7 +229,6 @@ class Supervisor:
 
 def _ignore_signal(number: int, frame: FrameType | None) -> None:
     """Do nothing: signals stay blocked while this is their handler."""
-    pass
 
 
 def _stop_for_signal(number: signal.Signals | None) -> GiveUp:

@@ -196,5 +196,5 @@ def test_a_store_without_its_manifests_has_a_page(run: SeenRun, tmp_path: Path) 
     run.store.manifest(SaveId(600, run.store.epoch)).unlink()
     run.store.manifest(SaveId(600, run.store.epoch)).parent.rmdir()
     made = build_report(run.root, None, tmp_path, verify=False)
-    assert made.content.verdict.level == "bad"
+    assert made.verdict.level == "bad"
     assert made.exit_code != 0
