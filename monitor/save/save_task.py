@@ -25,6 +25,7 @@ from store.names import RAW, SaveId, Unit
 from store.retention import Retention, execute, plan_prune
 from store.schema import MeasureRecord
 from store.segment import SegmentDraft, StagedFragment, write_segment
+from store.session import require_present
 from store.storage.local import Files
 
 
@@ -93,6 +94,7 @@ def run_save(task: SaveTask) -> SaveResult:
     task.copying.require_whole()
     if task.unstorable is not None:
         raise task.unstorable
+    require_present(task.files, task.segment.save.epoch)
     units = [_Encoding(task, unit) for unit in task.staged]
     segment = replace(task.segment, fragments=[fragment for unit in units for fragment in unit.fragments])
     written = time.monotonic()
@@ -181,7 +183,7 @@ def _commit(task: SaveTask, commit_plan: CommitPlan, began: float) -> SaveResult
 
 
 def _prune(files: Files, commit_plan: CommitPlan) -> list[str]:
-    plan = plan_prune(commit_plan.catalog, commit_plan.retention)
+    plan = plan_prune(commit_plan.catalog, commit_plan.retention, commit_plan.draft.save.epoch)
     execute(files, plan)
     commit_plan.catalog.retain(plan.keep)
     return [f"pruning: {plan.blocked}"] if plan.blocked else []
