@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from store.catalog import Catalog, LoadedGroup, open_catalog
 from store.errors import ConfigError, DamagedError, MissingError, StorageError
 from store.layout import (
+    EPOCHS,
     FOREIGN,
     MANIFESTS,
     PROVEN,
@@ -24,6 +25,7 @@ from store.layout import (
     SUSPECT,
     TOP_LEVEL,
     manifest_path,
+    parse_epoch,
     parse_rank_file,
     parse_save_dir,
     parse_save_file,
@@ -37,6 +39,9 @@ from store.schema import ManifestRecord
 from store.session import newest_epoch, require_newest
 from store.storage.atomic import final_name, is_temporary, remove_all
 from store.storage.local import Files, list_or_empty
+
+_KEPT_EPOCHS = 64
+"""Newest epoch records that stay, needed or not: interruptions are counted from them."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,10 @@ def plan_prune(catalog: Catalog, retention: Retention, epoch: int | None = None)
     dead = tuple(sorted(group for group in groups if group not in reachable and group < newest))
     dropped = tuple(sorted(set(commits.readable) - keep))
     finished = sorted(group for group in groups if group < newest and group not in dead)
-    temporaries = tuple(_temporaries(catalog.files, finished, newest, keep, set(commits.readable)))
+    temporaries = (
+        *_temporaries(catalog.files, finished, newest, keep, set(commits.readable)),
+        *_old_epochs(catalog.files, {save.epoch for save in (*keep, *reachable)}),
+    )
     for folder in map(segment_dir, dead):
         names = list_or_empty(catalog.files, folder)
         unrecognised += [f"{folder}/{name}" for name in names if not _is_segment_file(name)]
@@ -252,6 +260,15 @@ def _list_groups(files: Files) -> tuple[set[SaveId], list[str]]:
     names = {name: parse_save_dir(name) for name in list_or_empty(files, SEGMENTS)}
     unrecognised = [f"{SEGMENTS}/{name}" for name, save in names.items() if save is None]
     return {save for save in names.values() if save is not None}, unrecognised
+
+
+def _old_epochs(files: Files, needed: Set[int]) -> Iterator[str]:
+    """Yield the records of epochs that no commit needs, except the newest ones."""
+    epochs = {name: parse_epoch(name.replace(".closed.", ".")) for name in list_or_empty(files, EPOCHS)}
+    newest = max((epoch for epoch in epochs.values() if epoch is not None), default=0)
+    for name, epoch in epochs.items():
+        if epoch is not None and epoch <= newest - _KEPT_EPOCHS and epoch not in needed:
+            yield f"{EPOCHS}/{name}"
 
 
 def _temporaries(

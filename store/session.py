@@ -148,8 +148,9 @@ def require_present(files: Files, epoch: int) -> None:
     Costs one look at a file, where :func:`require_newest` lists them all."""
     try:
         files.size(epoch_path(epoch))
-    except MissingError as error:
-        raise _absent(files, epoch) from error
+    except MissingError:
+        require_newest(files, epoch)
+        raise
 
 
 def _fenced(epoch: int, newest: int) -> FencedError:
