@@ -45,6 +45,7 @@ from store.names import SaveId, Unit
 from store.schema import (
     FORMAT,
     Entry,
+    EpochRecord,
     GroupRecord,
     ManifestRecord,
     PartRecord,
@@ -292,14 +293,42 @@ def open_or_create(files: Files) -> Catalog:
     return open_catalog(files)
 
 
+def restore_store_record(files: Files) -> Catalog:
+    """Write a lost ``STORE.json`` anew, with the store id that the records of epochs and commits carry.
+
+    Raises:
+        ExistsError: It is there.
+        DamagedError: No record can be read, or they carry several ids.
+    """
+    if STORE in files.list_dir(""):
+        raise ExistsError(f"{_root(files)} has its {STORE}: nothing is to be restored")
+    kinds: tuple[tuple[str, type[EpochRecord | ManifestRecord]], ...] = (
+        (EPOCHS, EpochRecord),
+        (MANIFESTS, ManifestRecord),
+    )
+    ids = set()
+    for folder, kind in kinds:
+        for name in (name for name in list_or_empty(files, folder) if name.endswith(".json")):
+            with suppress(DamagedError):  # marks of closed epochs, and records that are damaged
+                ids.add(from_bytes(kind, files.read(f"{folder}/{name}", _MANIFEST_LIMIT), name).store_id)
+    if len(ids) != 1:
+        raise DamagedError(
+            f"the records in {_root(files)} carry {len(ids)} store ids, so its {STORE} cannot be restored: copy that "
+            "file from a backup"
+        )
+    data = to_bytes(StoreRecord(format=FORMAT, reader=FORMAT, store_id=ids.pop()))
+    write_new(files, STORE, lambda file: file.write(data))
+    return open_catalog(files)
+
+
 def _reopen(files: Files) -> Catalog:
     # Records are written after STORE.json: either another process made the store just now, or the file was lost.
     try:
         return open_catalog(files)
     except NoStoreError as error:
         raise DamagedError(
-            f"{_root(files)} holds commits but its {STORE} is missing: restore that file from a copy, or name an "
-            "empty directory as `store:` to begin anew"
+            f"{_root(files)} holds commits but its {STORE} is missing: run `driftpoint doctor --repair STORE`, or name "
+            "an empty directory as `store:` to begin anew"
         ) from error
 
 

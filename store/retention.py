@@ -14,9 +14,10 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 
-from store.catalog import Catalog, LoadedGroup
+from store.catalog import Catalog, LoadedGroup, open_catalog
 from store.errors import ConfigError, DamagedError, MissingError, StorageError
 from store.layout import (
+    EPOCHS,
     FOREIGN,
     MANIFESTS,
     PROVEN,
@@ -24,6 +25,7 @@ from store.layout import (
     SUSPECT,
     TOP_LEVEL,
     manifest_path,
+    parse_epoch,
     parse_rank_file,
     parse_save_dir,
     parse_save_file,
@@ -34,8 +36,12 @@ from store.layout import (
 from store.names import SaveId
 from store.resolve import with_bases
 from store.schema import ManifestRecord
+from store.session import newest_epoch, require_newest
 from store.storage.atomic import final_name, is_temporary, remove_all
 from store.storage.local import Files, list_or_empty
+
+_KEPT_EPOCHS = 64
+"""Newest epoch records that stay, needed or not: interruptions are counted from them."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +98,20 @@ class PrunePlan:
     temporaries: tuple[str, ...]
     unrecognised: tuple[str, ...]
     freed_bytes: int
+    epoch: int
+    """Epoch of the store's owner; a newer one stops the prune."""
     blocked: str | None = None
 
 
-def plan_prune(catalog: Catalog, retention: Retention) -> PrunePlan:
-    """Plan a prune without writing anything."""
+def plan_prune(catalog: Catalog, retention: Retention, epoch: int | None = None) -> PrunePlan:
+    """Plan a prune without writing anything.
+
+    Args:
+        catalog: The store.
+        retention: Which commits to keep.
+        epoch: Epoch of the job that prunes. None: the newest one, where no job owns the store.
+    """
+    epoch = newest_epoch(catalog.files) if epoch is None else epoch
     commits = _commits(catalog)
     groups = {name: parse_save_dir(name) for name in list_or_empty(catalog.files, SEGMENTS)}
     unrecognised = [f"{SEGMENTS}/{name}" for name, group in groups.items() if group is None]
@@ -109,7 +124,7 @@ def plan_prune(catalog: Catalog, retention: Retention) -> PrunePlan:
         # The groups of a damaged manifest are unknown, so no group is garbage. A record that storage refused to read
         # may be whole: a temporary error must not get a good commit deleted.
         blocked = f"{_why_blocked(commits)}: nothing is deleted"
-        return PrunePlan(tuple(sorted(commits.readable)), (), (), (), tuple(unrecognised), 0, blocked)
+        return PrunePlan(tuple(sorted(commits.readable)), (), (), (), tuple(unrecognised), 0, epoch, blocked)
     # Damaged commits are not retained, except those newer than all whole ones, which may be resumed in part.
     newest_whole = max(commits.whole)
     keep = select_retained(commits.whole, catalog.proven(), retention, catalog.suspects().saves)
@@ -121,13 +136,16 @@ def plan_prune(catalog: Catalog, retention: Retention) -> PrunePlan:
     dead = tuple(group for group in older if group not in reachable)
     dropped = tuple(sorted(set(commits.readable) - keep))
     finished = [group for group in older if group in reachable]
-    temporaries = tuple(_temporaries(catalog.files, finished, newest, keep, set(commits.readable)))
+    temporaries = (
+        *_temporaries(catalog.files, finished, newest, keep, set(commits.readable)),
+        *_old_epochs(catalog.files, {save.epoch for save in (*keep, *reachable)}),
+    )
     freed = 0
     for folder in map(segment_dir, dead):
         names = list_or_empty(catalog.files, folder)
         unrecognised += [f"{folder}/{name}" for name in names if not _is_segment_file(name)]
         freed += sum(catalog.files.size(f"{folder}/{name}") for name in names if parse_rank_file(name))
-    return PrunePlan(tuple(sorted(keep)), dropped, dead, temporaries, tuple(unrecognised), freed)
+    return PrunePlan(tuple(sorted(keep)), dropped, dead, temporaries, tuple(unrecognised), freed, epoch)
 
 
 def _needed_groups(manifest: ManifestRecord) -> set[SaveId]:
@@ -150,22 +168,40 @@ def execute(files: Files, plan: PrunePlan) -> None:
 
     First the remaining manifests are made durable; then, before any segment is removed, the removal of the others. Both
     happen even if the plan drops no manifest, because the process that made the planned state may have died unsynced.
+
+    The process may have been stopped since the plan was made, and another job may have taken the store over, resumed an
+    older commit and committed on top of it. So the epoch is checked before each deletion. A job that claims the store
+    after the manifests are gone cannot find their segments any more; what the manifests of an earlier one need is
+    looked up again.
+
+    Raises:
+        FencedError: Another job took the store over; the rest of the plan is left to it.
     """
     if plan.blocked is not None:
         return
     files.sync_dir(MANIFESTS)
     for save in plan.manifests:
-        with suppress(MissingError):
-            files.unlink(manifest_path(save))
+        _remove(files, manifest_path(save), plan)
     files.sync_dir(MANIFESTS)
-    marks = [path(save) for save in plan.manifests for path in (proven_path, suspect_path)]
-    for path in (*marks, *plan.temporaries):
-        with suppress(MissingError):
-            files.unlink(path)
-    for group in plan.groups:
-        _remove_group(files, group)
+    for path in (path(save) for save in plan.manifests for path in (proven_path, suspect_path)):
+        _remove(files, path, plan)
+    for path in plan.temporaries:
+        _remove(files, path, plan)
     if plan.groups:
+        require_newest(files, plan.epoch)
+        catalog = open_catalog(files)
+        needed = {group for save in catalog.saves() for group in _needed_groups(catalog.manifest(save))}
+        for group in plan.groups:
+            if group not in needed:
+                require_newest(files, plan.epoch)
+                _remove_group(files, group)
         files.sync_dir(SEGMENTS)
+
+
+def _remove(files: Files, path: str, plan: PrunePlan) -> None:
+    require_newest(files, plan.epoch)
+    with suppress(MissingError):
+        files.unlink(path)
 
 
 @dataclass(frozen=True)
@@ -221,6 +257,15 @@ def _why_blocked(commits: _Commits) -> str:
 def _groups_of(catalog: Catalog, save: SaveId) -> dict[str, LoadedGroup]:
     groups = catalog.manifest(save).groups
     return {name: catalog.group(SaveId.parse(name), record) for name, record in groups.items()}
+
+
+def _old_epochs(files: Files, needed: Set[int]) -> Iterator[str]:
+    """Yield the records of epochs that no commit needs, except the newest ones."""
+    epochs = {name: parse_epoch(name.replace(".closed.", ".")) for name in list_or_empty(files, EPOCHS)}
+    newest = max((epoch for epoch in epochs.values() if epoch is not None), default=0)
+    for name, epoch in epochs.items():
+        if epoch is not None and epoch <= newest - _KEPT_EPOCHS and epoch not in needed:
+            yield f"{EPOCHS}/{name}"
 
 
 def _temporaries(

@@ -15,6 +15,7 @@ closing any descriptor of the file would drop it.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import secrets
 import socket
@@ -52,28 +53,66 @@ def newest_epoch(files: Files) -> int:
 
 
 def claim_epoch(files: Files, store_id: str, incarnation: IncarnationRecord | None = None) -> EpochRecord:
-    """Claim the next epoch, durably, which fences all older owners. ``incarnation`` goes into its record.
+    """Claim the next free epoch, durably, which fences all older owners. ``incarnation`` goes into its record.
 
     The number is higher than any in use, even if the claim of that one was lost, so that names of saves never collide.
     """
     ensure_dir(files, EPOCHS)
     for _ in range(100):
-        record = EpochRecord(
-            store_id=store_id,
-            epoch=max(newest_epoch(files), _newest_in_use(files)) + 1,
-            token=secrets.token_hex(16),
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            started=datetime.now(UTC).isoformat(timespec="seconds"),
-            incarnation=incarnation,
-        )
-        data = to_bytes(record)
-        try:
-            write_new(files, epoch_path(record.epoch), lambda file, data=data: file.write(data))  # type: ignore[misc]
-        except ExistsError:
-            continue
-        return record
+        epoch = max(newest_epoch(files), _newest_in_use(files)) + 1
+        with suppress(ExistsError):
+            return _write_epoch(files, store_id, epoch, secrets.token_hex(16), incarnation)
     raise StoreError("100 other jobs claimed this store at the same time: find and stop what keeps starting them")
+
+
+def renew_epoch(
+    files: Files, store_id: str, epoch: int, token: str, incarnation: IncarnationRecord | None = None
+) -> EpochRecord:
+    """Claim the epoch after ``epoch``, for its owner, who claimed it with ``token``, durably.
+
+    An owner must not claim any other number: a job that claimed the next one is younger, and fences this one. A
+    repeated call completes a claim whose outcome was unknown, for example because its fsync failed.
+
+    Raises:
+        FencedError: Another job claimed an epoch since.
+        StorageError: The claim could not be made durable, or the store does not list ``epoch``.
+    """
+    following = hashlib.blake2b(f"{token}/{epoch}".encode(), digest_size=16).hexdigest()
+    newest = max(newest_epoch(files), _newest_in_use(files))
+    if newest == epoch + 1 and _token(files, newest) == following:
+        files.sync_dir(EPOCHS)
+        return read_epoch(files, newest)
+    if newest > epoch:
+        raise _fenced(epoch, newest)
+    require_newest(files, epoch)
+    try:
+        return _write_epoch(files, store_id, epoch + 1, following, incarnation)
+    except ExistsError as error:
+        raise _fenced(epoch, epoch + 1) from error
+
+
+def _write_epoch(
+    files: Files, store_id: str, epoch: int, token: str, incarnation: IncarnationRecord | None
+) -> EpochRecord:
+    record = EpochRecord(
+        store_id=store_id,
+        epoch=epoch,
+        token=token,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        incarnation=incarnation,
+    )
+    data = to_bytes(record)
+    write_new(files, epoch_path(epoch), lambda file: file.write(data))
+    return record
+
+
+def _token(files: Files, epoch: int) -> str | None:
+    try:
+        return read_epoch(files, epoch).token
+    except (DamagedError, MissingError):
+        return None
 
 
 def _newest_in_use(files: Files) -> int:
@@ -92,13 +131,40 @@ def read_epoch(files: Files, epoch: int) -> EpochRecord:
 
 
 def require_newest(files: Files, epoch: int) -> None:
-    """Raise FencedError unless ``epoch`` is still the newest one."""
+    """Raise FencedError if an epoch newer than ``epoch`` was claimed.
+
+    Raise StorageError if ``epoch`` itself is not listed: then the store is not there now, and nobody took it over.
+    """
     newest = newest_epoch(files)
-    if newest != epoch:
-        raise FencedError(
-            f"epoch {epoch} lost the store to epoch {newest}: another job took it over. "
-            "This job saves nothing more; stop it, or give it a store of its own"
-        )
+    if newest > epoch:
+        raise _fenced(epoch, newest)
+    if newest < epoch:
+        raise _absent(files, epoch)
+
+
+def require_present(files: Files, epoch: int) -> None:
+    """Raise StorageError unless the record of ``epoch`` is there, so that nothing is written into an empty mount point.
+
+    Costs one look at a file, where :func:`require_newest` lists them all."""
+    try:
+        files.size(epoch_path(epoch))
+    except MissingError:
+        require_newest(files, epoch)
+        raise
+
+
+def _fenced(epoch: int, newest: int) -> FencedError:
+    return FencedError(
+        f"epoch {epoch} lost the store to epoch {newest}: another job took it over. "
+        "This job saves nothing more; stop it, or give it a store of its own"
+    )
+
+
+def _absent(files: Files, epoch: int) -> StorageError:
+    return StorageError(
+        f"the store at {getattr(files, 'root', 'its place')} does not list epoch {epoch} of this job: it is "
+        f"not mounted now, or its {EPOCHS}/ was deleted. Nothing is written until it is back; check the mount"
+    )
 
 
 _LOOK_BACK = 20
@@ -215,6 +281,8 @@ class FileLock:
         self._path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
         try:
+            if os.fstat(self._descriptor).st_uid == os.geteuid():
+                os.fchmod(self._descriptor, mode)  # of a file that an earlier release made, too
             self._acquire(time.monotonic() + wait_seconds)
         except OSError:
             os.close(self._descriptor)
@@ -248,7 +316,7 @@ class StoreLock(FileLock):
         if is_held_here(path):
             raise StoreInUseError(f"{root} is attached already in this process; close the first checkpointer")
         try:
-            super().__init__(path, 0o644, wait_seconds)
+            super().__init__(path, 0o600, wait_seconds)
         except BlockingIOError:
             holder = lock_holder(root)
             who = f"process {holder}" if holder else "another process"

@@ -18,8 +18,9 @@ from deploy import console as output
 from deploy.console import DebugOption, JsonOption, StorePath
 from deploy.exit_codes import OK
 from deploy.format import plural
+from store.catalog import restore_store_record
 from store.errors import DriftpointError
-from store.location import ObjectUrl, is_url, place_of
+from store.location import ObjectUrl, files_at, is_url, place_of
 from store.storage.bucket import ObjectOptions
 
 if TYPE_CHECKING:
@@ -45,6 +46,9 @@ NodesOption = Annotated[int, typer.Option(min=1, metavar="N", help="Number of no
 PatienceOption = Annotated[
     float, typer.Option(min=0.1, metavar="SECONDS", help="Time to wait for other ranks under torchrun or srun.")
 ]
+RepairOption = Annotated[
+    bool, typer.Option("--repair", help="Restore a lost STORE.json from the store's other records, then check.")
+]
 
 
 def doctor(
@@ -54,6 +58,7 @@ def doctor(
     parameters: ParametersOption = None,
     nodes: NodesOption = 1,
     patience: PatienceOption = 30.0,
+    repair: RepairOption = False,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -69,6 +74,8 @@ def doctor(
     root = store or place_of(settings.store).expanduser()
     options = settings.s3.options()
     options = replace(options, retry_seconds=min(options.retry_seconds, _PATIENCE))
+    if repair:
+        restore_store_record(files_at(root, options))
     count = known_parameters(root, options) if parameters is None else parse_count(parameters)
     plan = Plan(settings, count, nodes)
     with _exit_on_signals():

@@ -27,6 +27,7 @@ from store.names import RAW, SaveId, Unit
 from store.retention import Retention, execute, plan_prune
 from store.schema import MeasureRecord
 from store.segment import SegmentDraft, StagedFragment, write_segment
+from store.session import require_present
 from store.storage.local import Files
 
 
@@ -105,6 +106,7 @@ def run_save(task: SaveTask) -> SaveResult:
     task.copying.require_whole()
     if task.unstorable is not None:
         raise task.unstorable
+    require_present(task.files, task.segment.save.epoch)
     units = [_Encoding(task, unit) for unit in task.staged]
     segment = replace(task.segment, fragments=[fragment for unit in units for fragment in unit.fragments])
     written = time.monotonic()
@@ -127,7 +129,7 @@ def prune_after_commit(task: SaveTask) -> None:
     except StorageError as error:
         notes.append(f"LATEST was not updated: {error}")
     try:
-        plan = plan_prune(commit_plan.catalog, commit_plan.retention)
+        plan = plan_prune(commit_plan.catalog, commit_plan.retention, commit_plan.draft.save.epoch)
         execute(task.files, plan)
         commit_plan.catalog.retain(plan.keep)
         notes += [f"pruning: {plan.blocked}"] if plan.blocked else []

@@ -39,7 +39,7 @@ from store.errors import ExistsError, FencedError, StoreError, UnsupportedError,
 from store.names import Fragment, SaveId, Unit
 from store.schema import digest, seal
 from store.segment import SegmentDraft
-from store.session import claim_epoch, require_newest
+from store.session import renew_epoch
 from store.storage.local import LocalFiles
 
 _log = logging.getLogger("driftpoint")
@@ -83,7 +83,7 @@ class Saver:
         # Whether copies are made during the next forward and backward.
         self.lazy = staging == "lazy" or (staging == "auto" and job.adapter.state_is_private)
         self._upkeep: dict[int, str] = {}
-        self._fenced = False
+        self._fenced = self._renewing = False
         self.failed = False  # whether the save that this rank finished last failed
         self._copies = UnfinishedCopy(job.adapter, job.listeners.on_copy_wait)
         self._highest_step = self._highest_snapshot = -1
@@ -177,11 +177,13 @@ class Saver:
             The reason why no name can be claimed, or None.
         """
         used = step <= self._highest_snapshot if snapshot else step < self._highest_snapshot
-        if step > self._highest_step and not used:
+        if step > self._highest_step and not used and not self._renewing:
             return None
+        self._renewing = True  # until it succeeds: a failed claim may have left a record, which fences this epoch
         try:
             self._renew_epoch()  # the job rolled back, or saves a step again: a newer save must have a later epoch
             self._highest_step = self._highest_snapshot = -1
+            self._renewing = False
             self._listeners.on_epoch(self._session.epoch)
         except FencedError:
             self._fenced = True
@@ -254,11 +256,11 @@ class Saver:
             self.upkeep(lambda: self._listeners.on_store_check(root), f"reading the free space of {root}")
 
     def _renew_epoch(self) -> None:
-        store_id, files = self._session.catalog.store_id, self._session.files
-
         def claim() -> tuple[int, str]:
-            require_newest(files, self._session.epoch)
-            record = claim_epoch(files, store_id, self._session.incarnation)
+            session = self._session
+            record = renew_epoch(
+                session.files, session.catalog.store_id, session.epoch, session.token, session.incarnation
+            )
             return record.epoch, record.token
 
         self._session.epoch, self._session.token = run_on_rank0(self._group, claim)

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from store.catalog import open_catalog, open_or_create
-from store.errors import DamagedError, NewerFormatError, NoStoreError, NothingToResumeError, StorageError
+from store.catalog import open_catalog, open_or_create, restore_store_record
+from store.errors import DamagedError, ExistsError, NewerFormatError, NoStoreError, NothingToResumeError, StorageError
+from store.layout import STORE
 from store.resolve import newest_resumable
 from store.schema import StoreRecord, to_bytes
+from store.session import mark_closed
 from store.storage.atomic import write_new
 from store.storage.local import LocalFiles
+from tests.crash.checker import assert_true_to_write, read_newest
 from tests.crash.damage import flip, forge, put, remove
 from tests.crash.simulated import Op, SimulatedFiles
 from tests.crash.workload import Job, Memory
@@ -159,3 +162,29 @@ for attempt in (lambda: claim_epoch(catalog.files, catalog.store_id), lambda: op
         assert "permission" in str(error), error
         print(type(error).__name__)
 """
+
+
+def test_a_lost_store_record_is_restored_from_the_others(job: Job) -> None:
+    job.save()
+    mark_closed(job.files, job.catalog.store_id, job.epoch, 1.0)
+    before = job.files.read(STORE, 1 << 16)
+    remove(job.files, STORE)
+    with pytest.raises(DamagedError, match="--repair"):
+        open_or_create(job.files)
+    catalog = restore_store_record(job.files)
+    assert job.files.read(STORE, 1 << 16) == before
+    assert_true_to_write(read_newest(catalog))
+
+
+def test_a_store_record_that_is_there_is_not_replaced(job: Job) -> None:
+    flip(job.files, STORE, 20)
+    with pytest.raises(ExistsError):
+        restore_store_record(job.files)
+
+
+def test_a_store_of_records_of_two_stores_is_not_repaired(job: Job) -> None:
+    other = Job(SimulatedFiles(), Memory())
+    put(job.files, "epochs/000002.json", other.files.read("epochs/000001.json", 1 << 16))
+    remove(job.files, STORE)
+    with pytest.raises(DamagedError, match="2 store ids"):
+        restore_store_record(job.files)

@@ -7,6 +7,7 @@ from store.errors import StorageError
 from store.layout import manifest_path, part_path, payload_path, segment_dir
 from store.names import SaveId
 from store.retention import PrunePlan, Retention, execute, plan_prune
+from store.session import claim_epoch, mark_closed, newest_epoch
 from store.storage.atomic import is_temporary
 from tests.crash.checker import assert_true_to_write, check_goes_on, check_undamaged, read_commit, read_newest
 from tests.crash.damage import flip, put, remove
@@ -249,3 +250,19 @@ def test_the_default_retention_keeps_the_promise(job: Job) -> None:
     assert RETENTION.keep_last == 2
     assert len(open_catalog(job.files).saves()) == 2
     check_goes_on(job.files)
+
+
+def test_records_of_old_epochs_go_except_those_that_commits_need(files: SimulatedFiles) -> None:
+    """A job that saves one step again and again claims an epoch each time."""
+    Job(files, Memory()).save()
+    for _ in range(99):
+        claim_epoch(files, open_catalog(files).store_id)
+    mark_closed(files, open_catalog(files).store_id, 2, 1.0)
+    job = Job(files, Memory())
+    job.save()
+    assert newest_epoch(files) == 101
+    execute(files, plan_prune(open_catalog(files), Retention(), job.epoch))
+    left = files.list_dir("epochs")
+    assert left == ["000001.json", *(f"{epoch:06d}.json" for epoch in range(38, 102))]
+    check_goes_on(files)
+    assert plan_prune(open_catalog(files), Retention()).temporaries == ()

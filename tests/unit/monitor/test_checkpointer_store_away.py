@@ -1,0 +1,60 @@
+"""A store that goes away under a job, and comes back: saves fail meanwhile, and go on afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from store.catalog import open_catalog
+from store.errors import StorageError
+from store.storage.local import LocalFiles
+from tests.support.hooked import nothing
+from tests.support.jobs import job
+
+
+def steps_of(store: Path) -> list[int]:
+    return sorted(save.step for save in open_catalog(LocalFiles(store)).saves())
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_store_that_comes_back_is_saved_to_again(tmp_path: Path, again: bool) -> None:
+    """again: the save that meets the empty mount point is of a step that is saved, so it claims an epoch first."""
+    store, away = tmp_path / "store", tmp_path / "away"
+    with job(store) as one:
+        one.step()
+        store.rename(away)
+        store.mkdir()  # what is seen of a disk that is not mounted
+        if again:
+            assert one.ckpt.save(wait=True).skipped == "storage"
+        else:
+            one.step()
+        assert not (store / "segments").exists(), "nothing may be written below a mount point"
+        for left in store.iterdir():
+            left.unlink()
+        store.rmdir()
+        away.rename(store)
+        for _ in range(2):
+            one.step()
+        assert one.metric("driftpoint_save_failures_total", reason="fenced") == 0
+    assert steps_of(store)[-1] == (3 if again else 4)
+
+
+def test_a_claim_that_could_not_be_made_durable_does_not_fence_its_own_job(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with job(store) as one:
+        one.step()
+        files = one.hook()
+
+        def refuse(operation: str, path: str) -> None:
+            if (operation, path) == ("sync_dir", "epochs") and (store / "epochs/000002.json").exists():
+                raise StorageError("fsync of epochs failed")
+
+        files.before = refuse
+        assert one.ckpt.save(wait=True).skipped == "storage"
+        files.before = nothing
+        assert len(list((store / "epochs").glob("*.json"))) == 2, "the claim has its name already"
+        for _ in range(2):
+            report = one.step()
+            assert report is not None and report.skipped is None
+    assert steps_of(store)[-1] == 3
