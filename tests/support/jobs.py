@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import monitor
 from monitor.telemetry.trace import TraceRecorder
+from store.catalog import open_catalog
+from store.storage.local import LocalFiles
 from tests.support.hooked import HookedFiles
 
 LAYERS = ("embed", "blocks.0", "blocks.1", "blocks.2", "head")
@@ -101,6 +103,17 @@ def job(store: Path, **settings: Any) -> Iterator[Job]:
 def tracer_of(ckpt: monitor.Checkpointer) -> TraceRecorder:
     """The recorder of its drift trace."""
     return next(one for one in ckpt._job.listeners.all if isinstance(one, TraceRecorder))
+
+
+def committed_steps(store: Path) -> list[int]:
+    """Steps of the commits in a store, ascending."""
+    return sorted(save.step for save in open_catalog(LocalFiles(store)).saves())
+
+
+def skip_reason(report: monitor.StepReport | None) -> str | None:
+    """Why a decision began no save. Fails if no decision was due."""
+    assert report is not None
+    return report.skipped
 
 
 def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:

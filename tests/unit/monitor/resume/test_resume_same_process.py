@@ -17,14 +17,9 @@ from store.errors import ConfigError, ModelMismatchError, StorageError
 from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.hooked import HookedFiles
-from tests.support.jobs import Job, job, same
+from tests.support.jobs import Job, committed_steps, job, same
 
 PARITY = {"name": "parity", "k": 2}
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    return tmp_path / "store"
 
 
 def require_whole(store: Path, newest_step: int) -> None:
@@ -211,7 +206,7 @@ def test_state_that_raises_fails_the_save_not_the_training(store: Path) -> None:
         one.step()
         one.step()
         saved = one.weights()
-    assert sorted(save.step for save in open_catalog(LocalFiles(store)).saves()) == [1, 3, 4]
+    assert committed_steps(store) == [1, 3, 4]
     with job(store, state=[state]) as other:
         assert other.ckpt.resume() == 4
         assert same(other.weights(), saved)

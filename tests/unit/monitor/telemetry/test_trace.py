@@ -48,11 +48,6 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
