@@ -212,7 +212,7 @@ def test_what_nobody_foresaw_stops_saving_not_training(store: Path, caplog: pyte
 
 def train_with(one: Job, optimizer: torch.optim.Optimizer) -> monitor.StepReport | None:
     optimizer.zero_grad()
-    one._trained(torch.randn(4, 3)).square().mean().backward()
+    one.trained(torch.randn(4, 3)).square().mean().backward()
     optimizer.step()
     report = one.ckpt.step()
     one.ckpt.flush()

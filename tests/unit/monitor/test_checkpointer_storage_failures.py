@@ -14,6 +14,7 @@ from store.errors import (
 from store.names import Unit
 from store.storage.local import LocalFiles
 from store.verify import verify
+from tests.support.internals import saver_of
 from tests.support.jobs import LAYERS, committed_steps, job, same, skip_reason
 
 
@@ -107,7 +108,7 @@ def test_step_does_not_wait_for_a_hanging_disk(store: Path) -> None:
     go_on = threading.Event()
     with job(store, timeouts={"close": 0.2}) as one:
         one.step()
-        assert one.ckpt._saver.wait(180)  # flush() waits for 0.2 s, and the disk may be slower
+        assert saver_of(one.ckpt).wait(180)  # flush() waits for 0.2 s, and the disk may be slower
         files = one.hook()
         files.before = lambda operation, path: None if operation != "write" else wait_for(go_on)
         assert skip_reason(one.step(flush=False)) is None

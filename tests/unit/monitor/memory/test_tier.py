@@ -14,9 +14,9 @@ from store.memory.index import scan_node
 from store.names import SaveId
 from store.storage.local import LocalFiles
 from store.verify import verify
+from tests.support.internals import memory_of, wait_for_snapshot
 from tests.support.jobs import Job, same
-from tests.support.kept import memory, tier_of
-from tests.support.memory_jobs import abandoned, settled
+from tests.support.kept import abandoned, memory, settled, tier_of
 
 
 def test_a_killed_job_goes_on_from_memory_where_that_is_newer(store: Path) -> None:
@@ -129,8 +129,9 @@ def test_on_cuda_versions_are_copied_into_pinned_shared_memory(store: Path, stag
         model(torch.randn(8, 64, device="cuda")).square().mean().backward()
         optimizer.step()
         ckpt.step()
-        assert ckpt._memory is not None and ckpt._memory._writer.join(180)
-    assert ckpt._memory._buffers.pins._pinned
+        wait_for_snapshot(ckpt)
+    tier = memory_of(ckpt)
+    assert tier is not None and tier._buffers.pins._pinned
     held = scan_node(tier_of(store)).versions
     newest = held[max(held)][0]
     entry = next(one for one in newest.record.part.entries if one.slot == "fp32" and one.fqn == "weight")
@@ -203,7 +204,7 @@ def test_a_step_that_the_job_went_back_behind_is_not_in_memory_any_more(store: P
         one.step()
         settled(one)
     assert one.ckpt.resume() == 7
-    back = one.ckpt._memory
+    back = memory_of(one.ckpt)
     assert back is not None and back.newest == SaveId(7, 1)
     assert set(scan_node(tier_of(store)).versions) == {SaveId(7, 1)}
     one.ckpt.close()

@@ -22,16 +22,8 @@ from store.memory.cleanup import clear_old
 from store.memory.layout import Generation
 from store.storage.local import LocalFiles
 from tests.support.jobs import Job, same
-from tests.support.kept import catalog_of, memory, tier_of
-from tests.support.memory_jobs import (
-    abandoned,
-    kept_steps,
-    killed_at,
-    run,
-    settled,
-    sources,
-    state_in,
-)
+from tests.support.kept import abandoned, catalog_of, memory, settled, tier_of
+from tests.support.memory_jobs import kept_steps, killed_at, run, sources, state_in
 from tests.support.mounts import tmpfs
 
 
@@ -166,9 +158,7 @@ def test_a_record_that_cannot_be_removed_stays_out_of_training(
         one.model.head.weight[0, 0] = float("nan")
     one.step()
     settled(one)
-    whole = one.ckpt._memory._newest  # type: ignore[union-attr]
-    assert whole is not None
-    blocked = place_of(store).record(0, 1 - whole[0])
+    (blocked,) = (path for slot in (0, 1) if not (path := place_of(store).record(0, slot)).exists())
     blocked.mkdir()
     (blocked / "x").touch()
     run(one, 4)
@@ -226,7 +216,7 @@ def test_one_version_survives_one_restart_after_the_other(store: Path, small: Pa
         assert kept is None or same(one.weights(), kept)
         run(one, 3)
         kept, at = one.weights(), at + 3
-        assert not one.ckpt._memory._disabled  # type: ignore[union-attr]
+        assert one.metric("driftpoint_memory_on") == 1
         abandoned(one)
     last = Job(store, every=100, memory=shared, width=WIDE)
     assert last.ckpt.resume() == at
@@ -329,9 +319,10 @@ def test_the_arena_is_let_go_of_even_where_it_cannot_be_given_back(
     one = Job(store, every=4, memory=memory(store))
     one.ckpt.resume()
     run(one, 3)
+    real = Arena.close
 
     def close(arena: Arena, *, remove: bool) -> None:
-        arena._owner.release()
+        real(arena, remove=False)
         raise StorageError(f"cannot remove anything, remove={remove}")
 
     monkeypatch.setattr(Arena, "close", close)

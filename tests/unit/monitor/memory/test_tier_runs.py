@@ -15,9 +15,10 @@ from store.names import FROZEN, SaveId
 from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support import jobs
+from tests.support.internals import saver_of
 from tests.support.jobs import Job, same
-from tests.support.kept import memory, tier_of
-from tests.support.memory_jobs import abandoned, kept_steps, run, settled, sources, state_in, version
+from tests.support.kept import abandoned, memory, settled, tier_of
+from tests.support.memory_jobs import kept_steps, run, sources, state_in, version
 
 
 def commits(store: Path) -> list[SaveId]:
@@ -116,9 +117,10 @@ def test_a_job_that_fails_often_gets_on_and_its_budget_holds(store: Path) -> Non
     at = 0
     for incarnation in range(8):
         one = Job(store, **settings)
-        assert one.ckpt.resume() >= at - 1, "a composite counts as of its effective step, and memory as of its own"
+        resumed = one.ckpt.resume()
+        assert resumed >= at - 1, "a composite counts as of its effective step, and memory as of its own"
         run(one, 4)
-        at = one.ckpt._step
+        at = resumed + 4
         assert at >= 3 * (incarnation + 1)
         # The size of the run state is found out by saving it, so a small budget may be that much off, and says so.
         assert one.metric("driftpoint_budget_overdraft_bytes_total") <= 12_000
@@ -272,7 +274,7 @@ def test_parameters_unfrozen_while_a_save_is_under_way(store: Path, monkeypatch:
     files.before = lambda name, path: released.wait(180) if "segments" in path else None
     for _ in range(3):
         one.step(flush=False)
-    assert one.ckpt._saver.in_progress  # type: ignore[union-attr]
+    assert saver_of(one.ckpt).in_progress
     one.model.blocks.requires_grad_(True)
     for _ in range(2):
         one.step(flush=False)
@@ -420,7 +422,7 @@ def test_a_composite_resumed_at_its_effective_step_and_then_from_memory(store: P
     stands = two.ckpt.resume()
     assert stands < 20 and sources(two) == {""}
     run(two, 3)
-    kept, at = two.weights(), two.ckpt._step
+    kept, at = two.weights(), stands + 3
     newest = max(scan_node(tier_of(store)).versions)
     abandoned(two)
     three = Job(store, **settings, memory=memory(store))

@@ -15,8 +15,8 @@ from store.layout import manifest_path
 from store.memory.rescue import NOTHING, rescue_newest
 from store.names import SaveId
 from tests.support.jobs import Job, same
-from tests.support.kept import catalog_of, memory, tier_of
-from tests.support.memory_jobs import abandoned, kept_steps, run, settled, sources
+from tests.support.kept import abandoned, catalog_of, memory, settled, tier_of
+from tests.support.memory_jobs import kept_steps, run, sources
 
 
 def begun(store: Path, **settings: Any) -> Job:
