@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -20,16 +21,16 @@ from store.errors import (
     UnsupportedError,
 )
 from store.schema import seal, unseal
+from store.session import lock_holder
 from tests.support.jobs import Job, Model, committed_steps, job, same
 
 
 def test_a_closed_checkpointer_is_refused(store: Path) -> None:
     with job(store) as one:
         one.step()
-    with pytest.raises(ConfigError, match="closed"):
-        one.ckpt.step()
-    with pytest.raises(ConfigError, match="closed"):
-        one.ckpt.save()
+    for call in (one.ckpt.step, one.ckpt.save):
+        with pytest.raises(ConfigError, match="closed"):
+            call()
     one.ckpt.close()
 
 
@@ -38,10 +39,9 @@ def test_step_without_resume_is_refused_if_the_store_has_commits(store: Path) ->
         one.step()
     with job(store) as other:
         other.update()
-        with pytest.raises(ConfigError, match="resume\\(\\) was not called"):
-            other.ckpt.step()
-        with pytest.raises(ConfigError, match="resume\\(\\) was not called"):
-            other.ckpt.save()
+        for call in (other.ckpt.step, other.ckpt.save):
+            with pytest.raises(ConfigError, match="resume\\(\\) was not called"):
+                call()
     assert committed_steps(store) == [1]
 
 
@@ -92,8 +92,9 @@ def test_another_number_of_state_objects_is_refused(store: Path) -> None:
 
 def test_a_store_attached_twice_is_refused(store: Path) -> None:
     with job(store) as one:
-        with pytest.raises(StoreInUseError, match="attached already in this process"):
+        with pytest.raises(StoreInUseError):
             Job(store)
+        assert lock_holder(store) == os.getpid()
         one.step()
     with job(store) as after:
         assert after.ckpt.resume() == 1
@@ -128,7 +129,7 @@ def test_a_store_path_that_is_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_a_directory_with_other_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(StorageError, match=r"not empty.*notes\.txt"):
+    with pytest.raises(StorageError, match=r"notes\.txt"):
         Job(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
@@ -137,13 +138,13 @@ def test_an_unknown_key_in_a_yaml_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "driftpoint.yaml"
     path.write_text(yaml.safe_dump({"store": str(tmp_path / "store"), "evrey": 5}))
     model = Model()
-    with pytest.raises(ConfigError, match="did you mean 'every'"):
+    with pytest.raises(ConfigError, match="'every'"):
         monitor.attach((model, torch.optim.AdamW(model.parameters())), path)
     assert not (tmp_path / "store").exists()
 
 
 def test_state_without_state_dict_is_refused(store: Path) -> None:
-    with pytest.raises(ConfigError, match=r"state\[1\] is a object without state_dict"):
+    with pytest.raises(ConfigError, match=r"state\[1\]"):
         Job(store, state=[torch.Generator(), object()])
     assert not store.exists()
 
@@ -163,7 +164,7 @@ class StateWithFunction:
 
 
 def test_state_that_cannot_be_stored_is_refused_at_attach(store: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"\['user'\]\[0\]\['rule'\] is a builtins.function"):
+    with pytest.raises(UnsupportedError, match=r"\['user'\]\[0\]\['rule'\]"):
         Job(store, state=[StateWithFunction(0)])
     assert not store.exists()
 

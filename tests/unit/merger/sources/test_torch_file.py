@@ -139,7 +139,7 @@ def test_a_class_named_in_a_newer_way_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "file.pt"
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("file/data.pkl", pickle.dumps(os.system, protocol=4))
-    with pytest.raises(UnsupportedError, match="nothing was executed"):
+    with pytest.raises(UnsupportedError, match="names a class"):
         read(path)
 
 
@@ -147,7 +147,7 @@ def test_what_others_allowed_in_this_process_is_not_allowed_here(tmp_path: Path)
     path = saved(tmp_path, {"evil": Evil(tmp_path / "canary")})
     torch.serialization.add_safe_globals([(os.system, "posix.system")])
     try:
-        with pytest.raises(UnsupportedError, match=r"posix\.system"):
+        with pytest.raises(UnsupportedError, match="names a class"):
             read(path)
     finally:
         torch.serialization.clear_safe_globals()
