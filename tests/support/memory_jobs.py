@@ -56,17 +56,23 @@ def sources(one: Job) -> set[str]:
 
 
 def run(one: Job, steps: int) -> None:
-    """So many steps, each version whole before the next step."""
+    """Take so many steps, each snapshot sealed before the next step."""
     for _ in range(steps):
         one.step()
         settled(one)
 
 
-def killed_at(store: Path, steps: int, **settings: Any) -> dict[str, torch.Tensor]:
-    """A job that was killed after so many steps; its state."""
+def trained(store: Path, steps: int, **settings: Any) -> Job:
+    """Start a job with the memory tier, resume, and take so many steps, each snapshot sealed before the next step."""
     one = Job(store, **{"every": 4, "memory": memory(store), **settings})
     one.ckpt.resume()
     run(one, steps)
+    return one
+
+
+def killed_at(store: Path, steps: int, **settings: Any) -> dict[str, torch.Tensor]:
+    """Return the state of a job that was killed after so many steps."""
+    one = trained(store, steps, **settings)
     kept = one.weights()
     abandoned(one)
     return kept

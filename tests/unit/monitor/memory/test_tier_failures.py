@@ -23,7 +23,7 @@ from store.memory.layout import Generation
 from store.storage.local import LocalFiles
 from tests.support.jobs import Job, same
 from tests.support.kept import abandoned, catalog_of, memory, settled, tier_of
-from tests.support.memory_jobs import kept_steps, killed_at, run, sources, state_in
+from tests.support.memory_jobs import kept_steps, killed_at, run, sources, state_in, trained
 from tests.support.mounts import tmpfs
 
 
@@ -54,9 +54,7 @@ def test_what_a_users_object_raises_never_reaches_training(
     store: Path, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     moody = Moody()
-    one = Job(store, every=100, memory=memory(store), state=[moody])
-    one.ckpt.resume()
-    run(one, 3)
+    one = trained(store, 3, every=100, state=[moody])
     kept = one.weights()
     moody.error = error
     run(one, 2)
@@ -73,9 +71,7 @@ def test_refused_again_and_again_it_goes_off_and_leaves_the_last_version(
     store: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     moody = Moody()
-    one = Job(store, every=100, memory=memory(store), state=[moody])
-    one.ckpt.resume()
-    run(one, 3)
+    one = trained(store, 3, every=100, state=[moody])
     kept = one.weights()
     moody.error = StorageError("broken for good")
     run(one, 8)
@@ -94,9 +90,7 @@ def test_refused_again_and_again_it_goes_off_and_leaves_the_last_version(
 
 def test_memory_that_is_removed_under_it_goes_off(store: Path, caplog: pytest.LogCaptureFixture) -> None:
     """By a cleaner of /dev/shm, say: what the background thread writes is refused then, for ever."""
-    one = Job(store, every=4, memory=memory(store))
-    one.ckpt.resume()
-    run(one, 3)
+    one = trained(store, 3)
     shutil.rmtree(tier_of(store).home)
     run(one, 8)
     assert caplog.text.count("the memory tier is off") == 1 and caplog.text.count("no version of step") == 3
@@ -107,9 +101,7 @@ def test_memory_that_is_removed_under_it_goes_off(store: Path, caplog: pytest.Lo
 
 def test_off_it_is_given_back_at_the_end(store: Path) -> None:
     moody = Moody()
-    one = Job(store, every=100, memory=memory(store), state=[moody])
-    one.ckpt.resume()
-    run(one, 3)
+    one = trained(store, 3, every=100, state=[moody])
     moody.error = StorageError("broken for good")
     run(one, 8)
     moody.error = None
@@ -128,9 +120,7 @@ def test_memory_that_cannot_be_mapped_is_a_version_less(store: Path, monkeypatch
         def load_state_dict(self, state: dict[str, Any]) -> None:
             grown[0] = state["x"]
 
-    one = Job(store, every=100, memory=memory(store), state=[Grown()])
-    one.ckpt.resume()
-    run(one, 3)
+    one = trained(store, 3, every=100, state=[Grown()])
     real = mmap.mmap
 
     def refused(*_: Any) -> Any:
@@ -151,9 +141,7 @@ def test_a_record_that_cannot_be_removed_stays_out_of_training(
     store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A folder stands where a record should be removed: at a failed version, and at giving back."""
-    one = Job(store, every=100, memory=memory(store))
-    one.ckpt.resume()
-    run(one, 3)
+    one = trained(store, 3, every=100)
     with torch.no_grad():
         one.model.head.weight[0, 0] = float("nan")
     one.step()
@@ -230,9 +218,7 @@ def test_one_version_survives_one_restart_after_the_other(store: Path, small: Pa
 
 def test_memory_stays_until_the_save_under_way_is_committed(store: Path) -> None:
     """Killed while close() waits for the disk, the job must not have thrown its newest state away."""
-    one = Job(store, every=4, memory=memory(store))
-    one.ckpt.resume()
-    run(one, 7)
+    one = trained(store, 7)
     blocked, released = threading.Event(), threading.Event()
 
     def wait(_: str, path: str) -> None:
@@ -317,9 +303,7 @@ def test_a_version_that_is_not_finished_when_the_job_goes_back_is_not_written_ov
 def test_the_arena_is_let_go_of_even_where_it_cannot_be_given_back(
     store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = Job(store, every=4, memory=memory(store))
-    one.ckpt.resume()
-    run(one, 3)
+    one = trained(store, 3)
     real = Arena.close
 
     def close(arena: Arena, *, remove: bool) -> None:
