@@ -61,7 +61,11 @@ class ReplicaSender:
     @property
     def busy(self) -> bool:
         """Whether a version is being sent."""
-        return not self._writer.join(0.0)
+        return not self.wait(0.0)
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until nothing is being sent. Return False after ``timeout`` seconds."""
+        return self._writer.join(timeout)
 
     def offer(self, save: SaveId, record: Path, payload: Path, keep: SaveId | None) -> None:
         """Send a version, unless an attempt failed a short time ago. Any thread; returns at once.

@@ -192,9 +192,13 @@ class MemoryTier:
     def finish_copies(self) -> None:
         self._copies.finish()
 
+    def wait(self, timeout: float) -> bool:
+        """Wait until the pending snapshot of this rank is finished. Return False after ``timeout`` seconds."""
+        return self._writer.join(timeout)
+
     def close(self, *, remove: bool) -> None:
         """Close the memory; ``remove`` it even if it is newer than every commit. Otherwise only if it is not."""
-        if not self._writer.join(min(30.0, self._job.config.timeouts.close)):
+        if not self.wait(min(30.0, self._job.config.timeouts.close)):
             _log.warning("rank %d: the snapshot in memory is not finished and is given up", self._group.rank)
             remove = False
         self._writer.stop()

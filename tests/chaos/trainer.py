@@ -19,6 +19,7 @@ import torch.distributed as dist
 import xxhash
 
 from monitor.save.staging import as_bytes
+from tests.support.internals import memory_of
 from tests.support.jobs import Job
 
 
@@ -77,7 +78,7 @@ def main(spec: dict[str, Any]) -> None:
         job.ckpt.step()
         step += 1
         time.sleep(spec["pause"])
-        memory = job.ckpt._memory
+        memory = memory_of(job.ckpt)
         replicated = None if memory is None else memory._replication.replicated
         diary.put(
             "step",

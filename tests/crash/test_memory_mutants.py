@@ -25,9 +25,9 @@ from store.memory.arena import Arena
 from store.memory.index import scan_node
 from store.names import SaveId
 from tests.support.jobs import Job, same
-from tests.support.kept import memory, tier_of
+from tests.support.kept import abandoned, memory, settled, tier_of
 from tests.support.made_versions import NBYTES, content, keep, tier_at, whole
-from tests.support.memory_jobs import abandoned, settled, state_in
+from tests.support.memory_jobs import state_in
 
 settle = settled
 """Called once training has changed the state; a mutant takes its place."""

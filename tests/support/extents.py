@@ -1,4 +1,4 @@
-"""Tensors spread over real files in blocks, as any source may lay them out, and what a plan should make of them."""
+"""Tensors in blocks of real files, as any source may lay them out, and transfers of them into output files."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import xxhash
 
 from merger.checkpoint import Placement, PlannedTensor
 from merger.io.blocks import Block, Crc32, Damage, Extent, xxh3
+from merger.io.output_file import Hole
+from merger.io.transfer import TransferResult, check_hole, checksums, plan_transfer, transfer
 from merger.tensors import dtype_name, memory_of
 from store.fragments import FragmentIndex
 from store.names import Fragment, SaveId, Unit
@@ -19,6 +21,9 @@ from store.resolve import RejectedVersion
 from store.storage.local import LocalFiles
 
 SLOT = "fp32"
+
+Files = Sequence[Sequence[tuple[int, PlannedTensor]]]
+"""By file: planned tensors and their offsets."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.bool, torch.uint8)
 
@@ -105,3 +110,34 @@ def all_of(fqn: str, elements: torch.Tensor, dtype: torch.dtype | None = None) -
 def some_flaw(root: Path) -> Damage:
     """A version that something could stand in for."""
     return Damage(root, RejectedVersion(SaveId(10, 1), Unit("layers.0", SLOT)))
+
+
+def run_transfer(
+    spread: Spread, files: Files, *, workers: int = 1, reported: list[int] | None = None
+) -> tuple[list[Path], TransferResult]:
+    """Write empty files, transfer the planned tensors into them, and return the files and the result."""
+    paths, holes = [], []
+    for number, content in enumerate(files):
+        path = spread.root / f"out-{number}"
+        path.write_bytes(bytes(max((offset + stored.nbytes for offset, stored in content), default=0)))
+        paths.append(path)
+        holes += [(number, Hole(offset, stored)) for offset, stored in content]
+    plan = plan_transfer(spread.index, holes)
+    moved = transfer(plan, paths, workers, (reported if reported is not None else []).append)
+    if reported is not None:
+        assert sum(reported) == plan.bytes_to_read
+    return paths, moved
+
+
+def require_transferred(spread: Spread, files: Files, paths: Sequence[Path], moved: TransferResult) -> None:
+    """Check the bytes of every planned tensor in the files, and their checksums."""
+    assert not moved.flaws
+    for number, content in enumerate(files):
+        data = paths[number].read_bytes()
+        holes = [Hole(offset, stored) for offset, stored in content]
+        crcs = checksums(moved.pieces.get(number, ()), holes)
+        for hole in holes:
+            found = data[hole.offset : hole.offset + hole.stored.nbytes]
+            assert found == spread.expected(hole.stored)
+            assert crcs[hole.offset] == zlib.crc32(found)
+            check_hole(paths[number], hole, crcs[hole.offset])

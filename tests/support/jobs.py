@@ -13,8 +13,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import monitor
-from monitor.telemetry.trace import TraceRecorder
+from store.catalog import open_catalog
+from store.storage.local import LocalFiles
 from tests.support.hooked import HookedFiles
+from tests.support.internals import hook_files
 
 LAYERS = ("embed", "blocks.0", "blocks.1", "blocks.2", "head")
 
@@ -42,14 +44,14 @@ class Job:
 
     def __init__(self, store: Path, state: list[Any] | None = None, width: int = 8, **settings: Any) -> None:
         self.model = Model(width)
-        self._trained = DistributedDataParallel(self.model) if torch.distributed.is_initialized() else self.model
+        self.trained = DistributedDataParallel(self.model) if torch.distributed.is_initialized() else self.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         values: Mapping[str, Any] = {"store": str(store), "every": 1, "metrics": {"enabled": False}, **settings}
-        self.ckpt = monitor.attach((self._trained, self.optimizer), values, state=state or [])
+        self.ckpt = monitor.attach((self.trained, self.optimizer), values, state=state or [])
 
     def update(self) -> None:
         """One optimizer step."""
-        loss = self._trained(torch.randn(4, 3)).square().mean()
+        loss = self.trained(torch.randn(4, 3)).square().mean()
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
@@ -72,11 +74,7 @@ class Job:
 
     def hook(self) -> HookedFiles:
         """From now on the checkpointer's writes go through hooks."""
-        opened = self.ckpt._opened
-        assert opened is not None
-        files = HookedFiles(opened.files)
-        opened.files = files
-        return files
+        return hook_files(self.ckpt)
 
     @property
     def registry(self) -> CollectorRegistry:
@@ -98,9 +96,15 @@ def job(store: Path, **settings: Any) -> Iterator[Job]:
         made.ckpt.close()
 
 
-def tracer_of(ckpt: monitor.Checkpointer) -> TraceRecorder:
-    """The recorder of its drift trace."""
-    return next(one for one in ckpt._job.listeners.all if isinstance(one, TraceRecorder))
+def committed_steps(store: Path) -> list[int]:
+    """Steps of the commits in a store, ascending."""
+    return sorted(save.step for save in open_catalog(LocalFiles(store)).saves())
+
+
+def skip_reason(report: monitor.StepReport | None) -> str | None:
+    """Why a decision began no save. Fails if no decision was due."""
+    assert report is not None
+    return report.skipped
 
 
 def same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:

@@ -8,7 +8,8 @@ from typing import Any
 from store.catalog import Catalog, open_catalog
 from store.memory.layout import Tier
 from store.storage.local import LocalFiles
-from tests.support.jobs import Job, tracer_of
+from tests.support.internals import abandon, wait_for_snapshot
+from tests.support.jobs import Job
 
 
 def memory(store: Path, **more: Any) -> dict[str, Any]:
@@ -28,22 +29,17 @@ def tier_of(store: Path) -> Tier:
     return Tier(store.parent / "shm", catalog_of(store).store_id)
 
 
+def settled(one: Job) -> None:
+    """Wait until the pending snapshot is sealed."""
+    wait_for_snapshot(one.ckpt)
+
+
 def kept_step(one: Job) -> None:
-    """A step, and the version of it is whole."""
+    """Take a step and wait until its snapshot is sealed."""
     one.step()
-    tier = one.ckpt._memory
-    assert tier is not None and tier._writer.join(180)
+    settled(one)
 
 
 def abandoned(one: Job) -> None:
-    """As a process leaves it that is killed: nothing is told to anybody."""
-    one.ckpt._closed = True
-    one.ckpt._unregister_exit()
-    one.ckpt.flush()
-    assert one.ckpt._memory is not None
-    one.ckpt._memory._writer.stop()
-    arena = one.ckpt._memory._buffers.arena
-    assert arena is not None
-    arena.close(remove=False)
-    one.ckpt._saver._session.release()  # type: ignore[union-attr]
-    tracer_of(one.ckpt).close(1.0)
+    """Leave behind what a killed process leaves."""
+    abandon(one.ckpt)

@@ -1,4 +1,4 @@
-"""Jobs of one process with a memory tier: settled, left as a killed process leaves them, and what memory says then."""
+"""Jobs of one process with a memory tier, and what lies in memory."""
 
 from __future__ import annotations
 
@@ -13,30 +13,8 @@ from store.memory.overlay import Overlay
 from store.names import SaveId
 from store.segment import read_entry, read_leaves
 from store.storage.local import LocalFiles
-from tests.support.jobs import Job, tracer_of
-from tests.support.kept import memory, tier_of
-
-
-def settled(one: Job) -> None:
-    """Until the version under way is whole."""
-    tier = one.ckpt._memory
-    assert tier is not None and tier._writer.join(180)
-
-
-def abandoned(one: Job) -> None:
-    """As a process leaves it that is killed: nothing is told to anybody."""
-    settled(one)
-    one.ckpt._closed = True
-    one.ckpt._unregister_exit()
-    one.ckpt.flush()
-    one.ckpt._saver._writer.stop()  # type: ignore[union-attr]
-    assert one.ckpt._memory is not None
-    one.ckpt._memory._writer.stop()
-    arena = one.ckpt._memory._buffers.arena
-    if arena is not None:
-        arena.close(remove=False)
-    one.ckpt._saver._session.release()  # type: ignore[union-attr]
-    tracer_of(one.ckpt).close(1.0)
+from tests.support.jobs import Job
+from tests.support.kept import abandoned, memory, settled, tier_of
 
 
 def kept_steps(store: Path) -> list[int]:
@@ -78,17 +56,23 @@ def sources(one: Job) -> set[str]:
 
 
 def run(one: Job, steps: int) -> None:
-    """So many steps, each version whole before the next step."""
+    """Take so many steps, each snapshot sealed before the next step."""
     for _ in range(steps):
         one.step()
         settled(one)
 
 
-def killed_at(store: Path, steps: int, **settings: Any) -> dict[str, torch.Tensor]:
-    """A job that was killed after so many steps; its state."""
+def trained(store: Path, steps: int, **settings: Any) -> Job:
+    """Start a job with the memory tier, resume, and take so many steps, each snapshot sealed before the next step."""
     one = Job(store, **{"every": 4, "memory": memory(store), **settings})
     one.ckpt.resume()
     run(one, steps)
+    return one
+
+
+def killed_at(store: Path, steps: int, **settings: Any) -> dict[str, torch.Tensor]:
+    """Return the state of a job that was killed after so many steps."""
+    one = trained(store, steps, **settings)
     kept = one.weights()
     abandoned(one)
     return kept

@@ -113,5 +113,5 @@ def large(arena: Arena, slot: int, save: SaveId, nbytes: int) -> None:
 def sent(sender: ReplicaSender, arena: Arena, slot: int, save: SaveId, keep: SaveId | None = None) -> bool:
     """Send a version and wait for what becomes of it."""
     sender.offer(save, *arena.files(slot), keep)
-    assert sender._writer.join(180)
+    assert sender.wait(180)
     return sender.sent == save

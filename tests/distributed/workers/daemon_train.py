@@ -25,7 +25,7 @@ torch.manual_seed(5 + rank)
 
 
 def write_down() -> None:
-    state = {**one.weights(), "random": torch.get_rng_state(), "step": torch.tensor(one.ckpt._step)}
+    state = {**one.weights(), "random": torch.get_rng_state(), "step": torch.tensor(taken)}
     torch.save(state, folder / f"{rank}.new")
     (folder / f"{rank}.new").rename(folder / ("state.pt" if rank == 0 else f"state-{rank}.pt"))
 
@@ -36,8 +36,10 @@ def say(word: str) -> None:
 
 
 one = Job(Path(spec["store"]), width=spec.get("width", 8), **spec["settings"])
-for _ in range(one.ckpt.resume(), spec["steps"]):
+taken = one.ckpt.resume()
+while taken < spec["steps"]:
     kept_step(one)
+    taken += 1
 write_down()
 if dist.is_initialized():
     dist.barrier()
@@ -50,6 +52,7 @@ for line in sys.stdin:
     word = line.strip()
     if word == "step":
         kept_step(one)
+        taken += 1
         write_down()
     elif word == "close":
         one.ckpt.close()

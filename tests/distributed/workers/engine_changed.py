@@ -22,6 +22,7 @@ import monitor
 from store.catalog import open_catalog
 from store.storage.local import LocalFiles
 from tests.support.fingerprint import differing, fingerprint
+from tests.support.internals import job_of
 
 Undo = Callable[[], None]
 
@@ -128,7 +129,7 @@ def scenario(stage: int, change: Callable[[Any], Undo], results: Results, direct
 
 
 def held(ckpt: monitor.Checkpointer) -> dict[str, Any]:
-    return {str(piece.fragment): fingerprint(piece.tensor) for piece in ckpt._job.adapter.held()}
+    return {str(piece.fragment): fingerprint(piece.tensor) for piece in job_of(ckpt).adapter.held()}
 
 
 def main(spec: Mapping[str, Any]) -> None:

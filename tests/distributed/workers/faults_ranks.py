@@ -26,6 +26,7 @@ from store.names import Unit
 from store.session import claim_epoch
 from store.storage.local import LocalFiles
 from tests.support.hooked import HookedFiles
+from tests.support.internals import saver_of, session_of, shift_step
 from tests.support.jobs import Job, same
 
 
@@ -92,8 +93,7 @@ def silent_rank(s: Scenario) -> None:
 
 def waits(job: Job, seconds: float) -> None:
     """How long later saves wait for the other rank's part."""
-    saver = job.ckpt._saver
-    assert saver is not None
+    saver = saver_of(job.ckpt)
     config = saver._job.config
     timeouts = config.timeouts.model_copy(update={"commit": seconds})
     saver._job = replace(saver._job, config=config.model_copy(update={"timeouts": timeouts}))
@@ -245,9 +245,9 @@ def other_step(s: Scenario) -> None:
     """One rank is an interval ahead of the other, as when only one of them was given a start step."""
     job = s.job()
     s.steps(job, 1)
-    job.ckpt._step += rank()
+    shift_step(job.ckpt, rank())
     s.steps(job, 2)
-    job.ckpt._step -= rank()
+    shift_step(job.ckpt, -rank())
     s.steps(job, 1)
     s.end(job)
 
@@ -276,7 +276,7 @@ def moving_while_written(s: Scenario) -> None:
         f"{piece.fragment.fqn}/{piece.fragment.slot}/{piece.fragment.start}": xxhash.xxh3_128(
             as_bytes(piece.tensor.detach())
         ).hexdigest()
-        for piece in adapter_for((job._trained, job.optimizer)).owned()
+        for piece in adapter_for((job.trained, job.optimizer)).owned()
     }
     job.ckpt.step()
     for _ in range(3):
@@ -297,8 +297,7 @@ def other_view(s: Scenario) -> None:
     s.steps(job, 3)
     s.end(job)
     other = Job(s.store, **settings)
-    before, catalog = other.weights(), other.ckpt._catalog
-    assert catalog is not None
+    before, catalog = other.weights(), session_of(other.ckpt).catalog
     fine = catalog.files
     if rank() == 1:
         catalog.files = HookedFiles(fine, before=_refuse_step_2)

@@ -24,6 +24,7 @@ from resume_jobs import Results, Trainee, build, leave, rank, start_group
 from resume_train import hashes
 
 import monitor
+from tests.support.internals import memory_of
 
 KILLS = 2
 """Incarnations of each case that are killed."""
@@ -69,7 +70,7 @@ class Run:
             ckpt.step()
             if step == 4:  # so that there is a commit before the first death, however slow the disk is
                 ckpt.flush()
-            memory = ckpt._memory
+            memory = memory_of(ckpt)
             newest = None if memory is None or memory.newest is None else memory.newest.step
             self.results.tell(
                 "trained", case=case["name"], life=life, step=step, losses=losses, newest=newest,

@@ -27,6 +27,7 @@ import monitor.memory.tier
 from monitor.adapters import adapter_for
 from store.errors import StorageError
 from store.memory.layout import Tier
+from tests.support.internals import memory_of, wait_for_replicas, wait_for_snapshot
 
 
 class Moody:
@@ -81,7 +82,7 @@ class Life:
             **self.spec.get("settings", {}).get(str(rank()), {}),
         }
         ckpt = monitor.attach(trainee.target, settings, state=[*trainee.state, self.moody])
-        memory = ckpt._memory
+        memory = memory_of(ckpt)
         if memory is not None and self.spec.get("nodes"):  # as on two machines: each rank sees its own memory only
             nodes = self.spec["nodes"]
             own = Path(self.spec["shared"]) / f"node{rank() if nodes == 'own' else nodes[rank()]}"
@@ -123,18 +124,13 @@ class Life:
             ckpt.step()
             self.results.tell("kept", step=step, newest=self.newest(ckpt), off=self.off(ckpt))
             ckpt.flush()
-            if ckpt._memory is not None:
-                ckpt._memory._writer.join(180)
+            memory = memory_of(ckpt)
+            if memory is not None:
+                wait_for_snapshot(ckpt)
                 if not silent:
-                    self.replicated(ckpt._memory)
-                self.results.tell("sent", step=step, busy=self.sending(ckpt._memory))
+                    wait_for_replicas(ckpt)
+                self.results.tell("sent", step=step, busy=self.sending(memory))
             dist.barrier()  # what is known at a step must not hang on the speed of a disk
-
-    def replicated(self, memory: monitor.memory.tier.MemoryTier) -> None:
-        """Until what was sent has arrived, as far as somebody takes it."""
-        sender = memory._replication._sender
-        if sender is not None:
-            sender._writer.join(180)
 
     def sending(self, memory: monitor.memory.tier.MemoryTier) -> bool:
         sender = memory._replication._sender
@@ -152,11 +148,13 @@ class Life:
         monitor.memory.tier.seal_snapshot = remember
 
     def newest(self, ckpt: monitor.Checkpointer) -> int | None:
-        found = None if ckpt._memory is None else ckpt._memory.newest
+        memory = memory_of(ckpt)
+        found = None if memory is None else memory.newest
         return None if found is None else found.step
 
     def off(self, ckpt: monitor.Checkpointer) -> bool:
-        return ckpt._memory is None or ckpt._memory._disabled or ckpt._memory._buffers.arena is None
+        memory = memory_of(ckpt)
+        return memory is None or memory._disabled or memory._buffers.arena is None
 
 
 def without_agreement() -> None:
@@ -203,11 +201,12 @@ def second(life: Life) -> None:
         torch.save(pieces, Path(life.spec["dump"]) / f"rank{rank()}.pt")
     life.train(trainee, ckpt, range(step + 1, step + 5))
     if life.spec.get("back"):
-        assert ckpt._memory is not None
+        memory = memory_of(ckpt)
+        assert memory is not None
         step = ckpt.resume()
         life.results.tell("back", step=step, hashes=hashes(trainee))
         life.train(trainee, ckpt, range(step + 1, step + 5))
-        sender = ckpt._memory._replication._sender
+        sender = memory._replication._sender
         life.results.tell("sent_again", save=str(None if sender is None else sender.sent))
     ckpt.save(wait=True)
     ckpt.close()

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from resume_jobs import Results, leave, rank, start_group
 
 from tests.support.hooked import HookedFiles
+from tests.support.internals import replace_files
 from tests.support.jobs import Job
 
 NOW: dict[str, Any] = {}
@@ -56,10 +57,8 @@ class Slow(HookedFiles):
 
 def slow(job: Job, step: int) -> None:
     """The storage is slow from the beginning on."""
-    opened = job.ckpt._opened
-    assert opened is not None
     if step == 1:
-        opened.files = Slow(opened.files)
+        replace_files(job.ckpt, Slow)
 
 
 def held(event: threading.Event) -> None:

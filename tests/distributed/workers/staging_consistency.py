@@ -27,6 +27,7 @@ from store.memory.layout import Tier
 from store.names import FROZEN, SaveId
 from store.schema import Entry
 from store.segment import read_part
+from tests.support.internals import session_of, wait_for_snapshot
 
 Hashes = dict[str, str]
 
@@ -106,8 +107,7 @@ def main(spec: Mapping[str, Any]) -> None:
     }
     ckpt = monitor.attach(trainee.target, settings, state=trainee.state)
     ckpt.resume()
-    opened, compared = ckpt._opened, Compared(results)
-    assert opened is not None
+    opened, compared = session_of(ckpt), Compared(results)
     tier = Tier(Path(spec["shared"]), opened.catalog.store_id)
     saves: list[SaveId] = []
     late = Late() if spec["mutant"] else None
@@ -122,7 +122,8 @@ def main(spec: Mapping[str, Any]) -> None:
                 owned = adapter_for(trainee.target).owned()
                 next(piece for piece in owned if piece.fragment.slot == "exp_avg").tensor.data[0] += 1.0
             late.let()
-        ckpt._memory._writer.join(180) if step % 3 == 0 and ckpt._memory is not None else None
+        if step % 3 == 0:
+            wait_for_snapshot(ckpt)
         for save, held in scan_node(tier).versions.items():
             if rank() in held and save.step in compared.own:
                 compared.compare("memory", save.step, stored(held[rank()].record.part.entries))

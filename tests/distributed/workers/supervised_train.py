@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from tests.support.internals import wait_for_snapshot
 from tests.support.jobs import Job
 
 spec = json.loads(Path(sys.argv[1]).read_text())
@@ -61,7 +62,7 @@ if start in spec.get("poison_now", []):
 for step in range(start, spec["total"]):
     job.step()
     if spec.get("settled"):
-        assert job.ckpt._memory is not None and job.ckpt._memory._writer.join(180)
+        wait_for_snapshot(job.ckpt)
     record("step", step=step + 1)
     for which, at, how in spec.get("dies", []):
         if which in (None, attempt) and at == step + 1 and rank == spec.get("dying_rank", rank):

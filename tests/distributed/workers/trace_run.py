@@ -18,7 +18,8 @@ from resume_jobs import Results, build, leave, rank, start_group
 
 import monitor
 from store.names import BUFFER, FROZEN
-from tests.support.jobs import Job, tracer_of
+from tests.support.internals import job_of, tracer_of
+from tests.support.jobs import Job
 
 STEPS = 8
 State = dict[str, torch.Tensor]
@@ -49,7 +50,7 @@ def _pieces(ckpt: Any) -> State:
     """What this rank holds of everything that an optimizer updates."""
     return {
         f"{piece.fragment.fqn}/{piece.fragment.slot}/{rank()}-{piece.fragment.start}": piece.tensor.clone()
-        for piece in ckpt._job.adapter.owned()
+        for piece in job_of(ckpt).adapter.owned()
         if piece.fragment.slot not in (FROZEN, BUFFER)
     }
 

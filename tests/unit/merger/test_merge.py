@@ -284,5 +284,5 @@ def test_a_storage_that_refuses_is_told_and_leaves_nothing_behind(store: PlainSt
 def test_a_parent_that_is_a_file_is_told(store: PlainStore, tmp_path: Path) -> None:
     store.save(10)
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="cannot write"):
+    with pytest.raises(StorageError, match=str(tmp_path / "file")):
         merge(store.root, tmp_path / "file" / "out")

@@ -16,6 +16,7 @@ from monitor.config.load import load_config
 from monitor.events import DecisionEvent
 from monitor.telemetry.log import SaveLog, log_startup
 from store.location import Mount
+from tests.support.internals import job_of
 from tests.support.jobs import Model
 
 LOGGER = logging.getLogger("driftpoint")
@@ -122,7 +123,7 @@ def test_a_store_that_something_empties(capsys: pytest.CaptureFixture[str], monk
 def test_commits_and_the_resume(capsys: pytest.CaptureFixture[str]) -> None:
     first = _attached(QUIET)
     first.resume()
-    first._job.adapter.module.zero_grad()
+    job_of(first).adapter.module.zero_grad()
     first.save(wait=True)
     first.close()
     assert capsys.readouterr().err.count("\n") == 1

@@ -14,23 +14,13 @@ import torch
 from torch import nn
 
 import monitor
-from store.catalog import open_catalog
 from store.errors import ModelMismatchError, UnsupportedError
-from store.storage.local import LocalFiles
+from store.names import Unit
 from tests.support.fingerprint import differing, of_job
-from tests.support.jobs import Job, job, same
+from tests.support.jobs import Job, committed_steps, job, same, skip_reason
 
 Change = Callable[[Job], Callable[[], None]]
 """Changes a job, and gives what undoes it."""
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-def steps_of(store: Path) -> list[int]:
-    return sorted(save.step for save in open_catalog(LocalFiles(store)).saves())
 
 
 def another_group(one: Job) -> Callable[[], None]:
@@ -144,11 +134,11 @@ def test_training_goes_on_and_saving_stops_with_the_reason(
             assert [record.levelname for record in caplog.records] == ["ERROR"]
         asked = one.ckpt.save(wait=True)
         assert (asked.skipped, asked.problem) == ("unsupported", report.problem)
-        assert steps_of(store) == [1, 2]
+        assert committed_steps(store) == [1, 2]
         undo()
         assert [report.skipped for _ in range(2) if (report := one.step())] == [None, None]
         saved = one.weights()
-    assert steps_of(store) == [1, 2, 5, 6]
+    assert committed_steps(store) == [1, 2, 5, 6]
     with job(store) as other:
         assert other.ckpt.resume() == 6
         assert same(other.weights(), saved)
@@ -214,7 +204,7 @@ def test_what_nobody_foresaw_stops_saving_not_training(store: Path, caplog: pyte
         assert report is not None and report.skipped == "unsupported"
         assert report.problem is not None and "ZeroDivisionError('peculiar')" in report.problem
         assert "Traceback" in caplog.text
-    assert steps_of(store) == [1]
+    assert committed_steps(store) == [1]
 
 
 # ---- another optimizer
@@ -222,7 +212,7 @@ def test_what_nobody_foresaw_stops_saving_not_training(store: Path, caplog: pyte
 
 def train_with(one: Job, optimizer: torch.optim.Optimizer) -> monitor.StepReport | None:
     optimizer.zero_grad()
-    one._trained(torch.randn(4, 3)).square().mean().backward()
+    one.trained(torch.randn(4, 3)).square().mean().backward()
     optimizer.step()
     report = one.ckpt.step()
     one.ckpt.flush()
@@ -241,7 +231,7 @@ def test_an_optimizer_that_was_replaced_is_told(store: Path, trained: int, caplo
             assert report is not None and report.skipped == "unsupported"
             assert report.problem is not None and "the attached AdamW took no step" in report.problem
         assert "close() and attach" in caplog.text
-        assert steps_of(store) == list(range(1, 1 + trained))
+        assert committed_steps(store) == list(range(1, 1 + trained))
         assert train_with(one, one.optimizer).skipped is None  # type: ignore[union-attr]
 
 
@@ -272,7 +262,7 @@ def test_weights_clipped_after_every_step_are_no_replacement(store: Path) -> Non
             report = one.ckpt.step()
             one.ckpt.flush()
             assert report is None or report.skipped is None
-    assert steps_of(store) == [2, 4]
+    assert committed_steps(store) == [2, 4]
 
 
 def attached(store: Path, optimizer: type[torch.optim.Optimizer]) -> tuple[nn.Linear, Any, monitor.Checkpointer]:
@@ -342,3 +332,37 @@ def test_a_compiled_step_is_seen(store: Path) -> None:
             report = one.ckpt.step()
             one.ckpt.flush()
             assert report is not None and report.skipped is None
+
+
+@pytest.mark.parametrize("method", ["exact", "sketch"])
+@pytest.mark.parametrize("policy", ["full", {"name": "threshold", "threshold": 1e9}])
+def test_a_layer_unfrozen_during_training_is_saved(store: Path, policy: object, method: str) -> None:
+    one = Job(store, policy=policy, drift={"method": method})
+    one.model.blocks[1].requires_grad_(False)
+    with one.ckpt:
+        one.step()
+        one.model.blocks[1].requires_grad_(True)
+        report = one.step()
+        assert report is not None and report.skipped is None
+        saved = one.weights()
+    with job(store) as other:
+        assert other.ckpt.resume() == 2
+        resumed = other.weights()
+    for name in saved:
+        if name.startswith("blocks.1."):
+            assert torch.equal(resumed[name], saved[name])
+
+
+@pytest.mark.parametrize("method", ["exact", "sketch"])
+def test_a_bias_unfrozen_during_training_forces_a_save_of_its_unit(store: Path, method: str) -> None:
+    one = Job(store, policy={"name": "threshold", "threshold": 1e9}, drift={"method": method})
+    bias = one.model.head.bias
+    bias.requires_grad_(False)
+    with one.ckpt:
+        one.step()
+        assert skip_reason(one.step()) == "nothing"
+        bias.requires_grad_(True)
+        report = one.step()
+        assert report is not None and report.saved is not None
+        assert Unit("head", "fp32") in report.saved
+        assert skip_reason(one.step()) == "nothing"

@@ -66,8 +66,8 @@ def test_rescue_of_what_is_damaged(here: Here, store: Path, shm: Path) -> None:
         data = bytearray(held[0].payload.read_bytes())
         data[4] ^= 1
         held[0].payload.write_bytes(data)
-    told = here("rescue", store, "--memory", shm)
-    assert told.code == 12 and "no version in memory is whole" in told.err
+    told = here("rescue", store, "--memory", shm, "--json")
+    assert told.code == 12 and told.json["error"]["type"] == "DamagedError"
 
 
 def test_memory_lists_what_there_is(here: Here, store: Path, shm: Path) -> None:

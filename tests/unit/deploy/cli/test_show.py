@@ -157,10 +157,11 @@ def test_a_damaged_commit_is_shown_as_it_was_committed(here: Here, builder: Stor
 
 def test_a_manifest_that_cannot_be_read(here: Here, builder: StoreBuilder) -> None:
     builder.save(10)
-    flip_byte(builder.manifest(builder.save(20)), 100)
+    manifest = builder.manifest(builder.save(20))
+    flip_byte(manifest, 100)
     answer = here("show", builder.root, "20")
     assert (answer.code, answer.out) == (12, "")
-    assert "does not match its own checksum" in answer.err
+    assert manifest.name in answer.err
 
 
 def test_names_from_a_store_cannot_drive_the_terminal(here: Here, tmp_path: Path) -> None:

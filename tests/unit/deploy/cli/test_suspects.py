@@ -76,7 +76,7 @@ def test_a_damaged_mark_is_told_and_holds_nothing_up(here: Here, builder: StoreB
     for command in ("status", "verify"):
         answer = here(command, builder.root, "--json")
         assert answer.code == 12
-        assert any("is ignored" in problem for problem in answer.json["problems"])
+        assert any(suspect_path(SaveId(20, 1)) in problem for problem in answer.json["problems"])
     assert here("status", builder.root, "--json").json["resume"]["step"] == 20
     assert here("prune", builder.root, "--json").json["unrecognised"] == []
 

@@ -191,7 +191,7 @@ def test_a_run_that_went_on_from_memory_is_replayed_too(tmp_path: Path, name: st
     one.ckpt.resume()
     for _ in range(10):
         kept_step(one)
-    one.ckpt._close(30, clean=False, ended=False)
+    one.ckpt.finish(clean=False)
     two = Job(store, **settings)
     assert two.ckpt.resume() == 10
     for _ in range(14):

@@ -151,7 +151,7 @@ def test_an_unreadable_store_is_told_and_does_not_stop_the_supervisor(tmp_path: 
     (tmp_path / "store" / "STORE.json").write_text("garbage")
     with supervised(tmp_path, ["sh", "-c", "exit 5"], "--max-restarts", 1) as run:
         assert run.ends() == 93
-        assert run.said.count("the store cannot be read: STORE.json does not match its own checksum") >= 3
+        assert run.said.count("the store cannot be read: STORE.json") >= 3
 
 
 def test_a_file_where_the_store_should_be_is_told(tmp_path: Path) -> None:

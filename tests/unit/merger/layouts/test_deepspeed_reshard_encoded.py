@@ -126,5 +126,5 @@ def test_what_is_rebuilt_says_what_was_rounded_when_it_is_a_source_again(
     assert not found.exact
     assert {unit.slot: unit.encoding for unit in found.units} == LOSSY
     assert all(unit.error > 0 for unit in found.units)
-    with pytest.raises(UsageError, match=r"values were rounded when they were stored \(.*fp32 as bf16\+int8"):
+    with pytest.raises(UsageError, match=r"rounded .*fp32 as bf16\+int8"):
         plan_import(tmp_path / "out")

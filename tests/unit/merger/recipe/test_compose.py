@@ -280,7 +280,7 @@ def test_requests_that_contradict_themselves(tmp_path: Path) -> None:
 
 def test_the_output_is_put_into_no_source(stores: tuple[PlainStore, PlainStore], tmp_path: Path) -> None:
     for store in stores:
-        with pytest.raises(UsageError, match=r"lies inside the s"):
+        with pytest.raises(UsageError, match="inside"):
             merge(None, store.root / "out", recipe=recipe(tmp_path, HALVES))
 
 

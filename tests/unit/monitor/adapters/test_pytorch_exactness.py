@@ -21,11 +21,6 @@ from tests.support.jobs import same
 PARITY = {"name": "parity", "k": 2}
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
 class Trained:
     """Any model, SGD, and a checkpointer."""
 

@@ -17,6 +17,7 @@ from store.resolve import newest_resumable
 from store.schema import ManifestRecord
 from store.storage.local import LocalFiles
 from store.verify import verify
+from tests.support.internals import job_of
 from tests.support.jobs import LAYERS, Job, job, same
 from tests.support.policies import policy_file, selecting
 
@@ -91,10 +92,11 @@ def test_rehearsing_shows_drift_only_where_it_will_be_known(tmp_path: Path) -> N
 def test_rehearsing_leaves_the_job_as_it_was(tmp_path: Path) -> None:
     """What it learned of units for the rehearsal is not taken for the first agreement of the ranks."""
     with job(tmp_path / "store", policy=policy_file(tmp_path)) as one:
-        assert one.ckpt._job.table.sizes == {} and not one.ckpt._job.table.lost
+        table = job_of(one.ckpt).table
+        assert table.sizes == {} and not table.lost
         one.ckpt.resume()
         one.step()
-        assert not one.ckpt._job.table.lost
+        assert not table.lost
 
 
 def test_where_it_raises_everything_is_saved_and_it_is_asked_again(

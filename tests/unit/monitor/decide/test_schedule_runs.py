@@ -20,12 +20,14 @@ import pytest
 import monitor
 from monitor.config.load import load_config
 from monitor.decide import schedule
+from monitor.decide.decider import Decider
 from monitor.save import save_task
 from policies.interval import FIRST
 from store.catalog import open_catalog
 from store.errors import ConfigError, StorageError
 from store.storage.local import LocalFiles
 from store.verify import verify
+from tests.support.internals import job_of, session_of
 from tests.support.jobs import Job, job
 from tests.support.launch import ENVIRONMENT
 
@@ -71,7 +73,7 @@ def test_saves_that_become_slow_are_given_time(tmp_path: Path) -> None:
             if report is None:
                 continue
             found.append(report)
-            measured = one.ckpt._pace.timing.measured()
+            measured = job_of(one.ckpt).pace.timing.measured()
             if report.interval is not None and measured.durable is not None and measured.step is not None:
                 assert measured.durable >= 0.5
                 assert report.interval > math.floor(measured.durable / measured.step)
@@ -99,8 +101,7 @@ def test_what_decisions_cost_training_is_followed(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(schedule, "AdaptiveInterval", partial(schedule.AdaptiveInterval, clock=clock))
     with job(tmp_path / "store", every="auto", auto={"gpu_hours_per_interruption": 0.001}) as one:
         one.ckpt.resume()
-        decider = one.ckpt._decider
-        quick = decider.decide
+        quick = Decider.decide
 
         def costing(seconds: float) -> Callable[..., Any]:
             def decide(*args: Any) -> Any:
@@ -118,9 +119,9 @@ def test_what_decisions_cost_training_is_followed(tmp_path: Path, monkeypatch: p
                     intervals.append(report.interval)
             return intervals
 
-        decider.decide = costing(0.2)  # type: ignore[method-assign]
+        monkeypatch.setattr(Decider, "decide", costing(0.2))
         costly = decided(6)[-1]
-        decider.decide = costing(0.001)  # type: ignore[method-assign]
+        monkeypatch.setattr(Decider, "decide", costing(0.001))
         cheap = decided(5)[-1]
     assert cheap < costly
 
@@ -161,7 +162,7 @@ def test_after_a_resume_it_goes_on_from_what_was_saved(tmp_path: Path) -> None:
         one.ckpt.resume()
         reports(one, 20)
         last = max(save.step for save in open_catalog(LocalFiles(tmp_path / "store")).saves())
-        state = one.weights() if one.ckpt._step == last else None
+        state = one.weights() if last == 20 else None
     with job(tmp_path / "store", **AUTO) as other:
         assert other.ckpt.resume() == last
         assert other.ckpt.certificate is not None and other.ckpt.certificate.exact
@@ -265,8 +266,8 @@ def test_they_are_kept_count_of_over_many_starts(tmp_path: Path) -> None:
     ends(tmp_path, "killed", steps=1)  # before its first commit
     with job(tmp_path, every="auto") as one:
         assert one.metric("driftpoint_interruptions") == 2
-        assert one.ckpt._opened is not None and one.ckpt._opened.incarnation is not None
-        assert 0 < one.ckpt._opened.incarnation.rank_seconds < 60
+        incarnation = session_of(one.ckpt).incarnation
+        assert incarnation is not None and 0 < incarnation.rank_seconds < 60
         assert one.metric("driftpoint_expected_interruptions_per_hour") == 0  # nothing was decided yet
         one.ckpt.resume()
         reports(one, FIRST)

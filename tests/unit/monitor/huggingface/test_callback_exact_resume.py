@@ -17,6 +17,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 
 import monitor
 from monitor.huggingface.trainer_state import StateText
+from tests.support.internals import hold_writer
 from tests.support.trainers import Flushing
 
 EVALUATING = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss", "greater_is_better": False}
@@ -269,7 +270,7 @@ def test_loading_the_best_model_does_not_corrupt_the_last_save(tmp_path: Path) -
 
     def hold() -> None:
         last.append(trainer.model.head.weight.detach().clone())
-        ours.checkpointer._saver.upkeep(trainer.held.wait, "waiting for the best model")
+        hold_writer(ours.checkpointer, trainer.held)
 
     trainer.add_callback(At(7, "step_end", hold))
     trainer.train()

@@ -23,17 +23,8 @@ from store.segment import PayloadPiece, read_piece
 from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.jobs import Job, same
-from tests.support.kept import catalog_of, memory, tier_of
-from tests.support.memory_jobs import (
-    abandoned,
-    kept_steps,
-    killed_at,
-    leaves_in,
-    run,
-    sources,
-    state_in,
-    version,
-)
+from tests.support.kept import abandoned, catalog_of, memory, tier_of
+from tests.support.memory_jobs import kept_steps, killed_at, leaves_in, run, sources, state_in, version
 
 
 def place_of(store: Path) -> Generation:

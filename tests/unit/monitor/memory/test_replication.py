@@ -150,7 +150,7 @@ def test_a_stopped_peer_costs_the_replica_only(
         os.kill(theirs.process.pid, signal.SIGSTOP)
         sender.offer(SaveId(2, 1), *mine.files(1), SaveId(1, 1))
         assert sender.busy
-        assert sender._writer.join(180)
+        assert sender.wait(180)
         assert sender.sent == SaveId(1, 1) and sender.collect()[1]
         assert "silent, or too slow" in caplog.text
         with pytest.raises(MissingError, match="silent"):  # nor does a resume wait for it

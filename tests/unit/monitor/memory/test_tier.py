@@ -14,17 +14,14 @@ from store.memory.index import scan_node
 from store.names import SaveId
 from store.storage.local import LocalFiles
 from store.verify import verify
+from tests.support.internals import memory_of, wait_for_snapshot
 from tests.support.jobs import Job, same
-from tests.support.kept import memory, tier_of
-from tests.support.memory_jobs import abandoned, settled
+from tests.support.kept import abandoned, memory, settled, tier_of
+from tests.support.memory_jobs import run, trained
 
 
 def test_a_killed_job_goes_on_from_memory_where_that_is_newer(store: Path) -> None:
-    one = Job(store, every=4, memory=memory(store))
-    one.ckpt.resume()
-    for _ in range(7):
-        one.step()
-        settled(one)
+    one = trained(store, 7)
     kept, states = one.weights(), torch.get_rng_state()
     abandoned(one)
     assert [save.step for save in open_catalog(LocalFiles(store)).saves()] == [4]
@@ -40,11 +37,7 @@ def test_a_killed_job_goes_on_from_memory_where_that_is_newer(store: Path) -> No
 
 
 def test_what_is_saved_after_memory_is_whole_on_disk(store: Path) -> None:
-    one = Job(store, every=4, memory=memory(store), policy={"name": "parity", "k": 2})
-    one.ckpt.resume()
-    for _ in range(10):
-        one.step()
-        settled(one)
+    one = trained(store, 10, policy={"name": "parity", "k": 2})
     abandoned(one)
     two = Job(store, every=4, memory=memory(store), policy={"name": "parity", "k": 2})
     assert two.ckpt.resume() == 10
@@ -59,11 +52,7 @@ def test_what_is_saved_after_memory_is_whole_on_disk(store: Path) -> None:
 
 
 def test_the_store_is_taken_where_it_is_as_new(store: Path) -> None:
-    one = Job(store, every=3, memory=memory(store))
-    one.ckpt.resume()
-    for _ in range(6):
-        one.step()
-        settled(one)
+    one = trained(store, 6, every=3)
     abandoned(one)
     with_memory = Job(store, every=3, memory=memory(store))
     assert with_memory.ckpt.resume() == 6
@@ -84,11 +73,7 @@ def test_closing_as_meant_gives_the_memory_back(store: Path) -> None:
 
 
 def test_memory_before_the_first_commit_is_enough(store: Path) -> None:
-    one = Job(store, every=100, memory=memory(store))
-    one.ckpt.resume()
-    for _ in range(5):
-        one.step()
-        settled(one)
+    one = trained(store, 5, every=100)
     kept = one.weights()
     abandoned(one)
     two = Job(store, every=100, memory=memory(store))
@@ -100,16 +85,10 @@ def test_memory_before_the_first_commit_is_enough(store: Path) -> None:
 
 
 def test_a_version_that_is_not_finite_replaces_none(store: Path) -> None:
-    one = Job(store, every=100, memory=memory(store))
-    one.ckpt.resume()
-    for _ in range(4):
-        one.step()
-        settled(one)
+    one = trained(store, 4, every=100)
     with torch.no_grad():
         one.model.head.weight[0, 0] = float("nan")
-    for _ in range(3):
-        one.step()
-        settled(one)
+    run(one, 3)
     abandoned(one)
     two = Job(store, every=100, memory=memory(store))
     assert two.ckpt.resume() == 4
@@ -129,8 +108,9 @@ def test_on_cuda_versions_are_copied_into_pinned_shared_memory(store: Path, stag
         model(torch.randn(8, 64, device="cuda")).square().mean().backward()
         optimizer.step()
         ckpt.step()
-        assert ckpt._memory is not None and ckpt._memory._writer.join(180)
-    assert ckpt._memory._buffers.pins._pinned
+        wait_for_snapshot(ckpt)
+    tier = memory_of(ckpt)
+    assert tier is not None and tier._buffers.pins._pinned
     held = scan_node(tier_of(store)).versions
     newest = held[max(held)][0]
     entry = next(one for one in newest.record.part.entries if one.slot == "fp32" and one.fqn == "weight")
@@ -140,11 +120,7 @@ def test_on_cuda_versions_are_copied_into_pinned_shared_memory(store: Path, stag
 
 
 def test_encoded_versions_take_a_third_and_are_not_called_exact(store: Path) -> None:
-    one = Job(store, every=100, width=64, memory=memory(store, encoding="compact"))
-    one.ckpt.resume()
-    for _ in range(5):
-        one.step()
-        settled(one)
+    one = trained(store, 5, every=100, width=64, memory=memory(store, encoding="compact"))
     kept = one.weights()
     (held,) = scan_node(tier_of(store)).versions[SaveId(5, 1)].values()
     raw = sum(value.numel() * 4 for value in kept.values())
@@ -197,13 +173,9 @@ def test_layers_that_are_older_in_the_newest_commit_come_from_memory(store: Path
 
 
 def test_a_step_that_the_job_went_back_behind_is_not_in_memory_any_more(store: Path) -> None:
-    one = Job(store, every=4, memory=memory(store))
-    one.ckpt.resume()
-    for _ in range(7):
-        one.step()
-        settled(one)
+    one = trained(store, 7)
     assert one.ckpt.resume() == 7
-    back = one.ckpt._memory
+    back = memory_of(one.ckpt)
     assert back is not None and back.newest == SaveId(7, 1)
     assert set(scan_node(tier_of(store)).versions) == {SaveId(7, 1)}
     one.ckpt.close()

@@ -22,16 +22,8 @@ from store.memory.cleanup import clear_old
 from store.memory.layout import Generation
 from store.storage.local import LocalFiles
 from tests.support.jobs import Job, same
-from tests.support.kept import catalog_of, memory, tier_of
-from tests.support.memory_jobs import (
-    abandoned,
-    kept_steps,
-    killed_at,
-    run,
-    settled,
-    sources,
-    state_in,
-)
+from tests.support.kept import abandoned, catalog_of, memory, settled, tier_of
+from tests.support.memory_jobs import kept_steps, killed_at, run, sources, state_in, trained
 from tests.support.mounts import tmpfs
 
 
@@ -62,9 +54,7 @@ def test_what_a_users_object_raises_never_reaches_training(
     store: Path, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     moody = Moody()
-    one = Job(store, every=100, memory=memory(store), state=[moody])
-    one.ckpt.resume()
-    run(one, 3)
+    one = trained(store, 3, every=100, state=[moody])
     kept = one.weights()
     moody.error = error
     run(one, 2)
@@ -81,13 +71,11 @@ def test_refused_again_and_again_it_goes_off_and_leaves_the_last_version(
     store: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     moody = Moody()
-    one = Job(store, every=100, memory=memory(store), state=[moody])
-    one.ckpt.resume()
-    run(one, 3)
+    one = trained(store, 3, every=100, state=[moody])
     kept = one.weights()
     moody.error = StorageError("broken for good")
     run(one, 8)
-    assert "the memory tier is off" in caplog.text and "broken for good" in caplog.text
+    assert one.metric("driftpoint_memory_on") == 0 and "broken for good" in caplog.text
     moody.error = None
     run(one, 2)
     assert kept_steps(store) == [3]
@@ -102,9 +90,7 @@ def test_refused_again_and_again_it_goes_off_and_leaves_the_last_version(
 
 def test_memory_that_is_removed_under_it_goes_off(store: Path, caplog: pytest.LogCaptureFixture) -> None:
     """By a cleaner of /dev/shm, say: what the background thread writes is refused then, for ever."""
-    one = Job(store, every=4, memory=memory(store))
-    one.ckpt.resume()
-    run(one, 3)
+    one = trained(store, 3)
     shutil.rmtree(tier_of(store).home)
     run(one, 8)
     assert caplog.text.count("the memory tier is off") == 1 and caplog.text.count("no version of step") == 3
@@ -115,9 +101,7 @@ def test_memory_that_is_removed_under_it_goes_off(store: Path, caplog: pytest.Lo
 
 def test_off_it_is_given_back_at_the_end(store: Path) -> None:
     moody = Moody()
-    one = Job(store, every=100, memory=memory(store), state=[moody])
-    one.ckpt.resume()
-    run(one, 3)
+    one = trained(store, 3, every=100, state=[moody])
     moody.error = StorageError("broken for good")
     run(one, 8)
     moody.error = None
@@ -136,9 +120,7 @@ def test_memory_that_cannot_be_mapped_is_a_version_less(store: Path, monkeypatch
         def load_state_dict(self, state: dict[str, Any]) -> None:
             grown[0] = state["x"]
 
-    one = Job(store, every=100, memory=memory(store), state=[Grown()])
-    one.ckpt.resume()
-    run(one, 3)
+    one = trained(store, 3, every=100, state=[Grown()])
     real = mmap.mmap
 
     def refused(*_: Any) -> Any:
@@ -159,16 +141,12 @@ def test_a_record_that_cannot_be_removed_stays_out_of_training(
     store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A folder stands where a record should be removed: at a failed version, and at giving back."""
-    one = Job(store, every=100, memory=memory(store))
-    one.ckpt.resume()
-    run(one, 3)
+    one = trained(store, 3, every=100)
     with torch.no_grad():
         one.model.head.weight[0, 0] = float("nan")
     one.step()
     settled(one)
-    whole = one.ckpt._memory._newest  # type: ignore[union-attr]
-    assert whole is not None
-    blocked = place_of(store).record(0, 1 - whole[0])
+    (blocked,) = (path for slot in (0, 1) if not (path := place_of(store).record(0, slot)).exists())
     blocked.mkdir()
     (blocked / "x").touch()
     run(one, 4)
@@ -184,7 +162,8 @@ def test_a_folder_of_others_turns_it_off_and_says_so(store: Path, caplog: pytest
     (store.parent / "shm" / f"driftpoint-{os.getuid()}").chmod(0o777)
     one = Job(store, every=4, memory=settings)
     assert one.ckpt.resume() == 0
-    assert "the memory tier is off" in caplog.text and "is not a folder that only user" in caplog.text
+    assert one.metric("driftpoint_memory_on") == 0
+    assert f"driftpoint-{os.getuid()}" in caplog.text
     run(one, 5)
     one.ckpt.close()
     assert open_catalog(LocalFiles(store)).saves()[0].step == 4
@@ -209,7 +188,7 @@ def test_without_room_the_store_alone_goes_on(store: Path, small: Path, caplog: 
     one = Job(store, every=4, memory=shared, width=WIDE)
     assert one.ckpt.resume() == 0
     run(one, 7)  # the optimizer has no state at first, and so there was room for what was known to be needed
-    assert "the memory tier is off" in caplog.text and "versions: 1" in caplog.text
+    assert one.metric("driftpoint_memory_on") == 0 and "versions: 1" in caplog.text
     one.ckpt.close()
     assert not list(small.rglob("rank-*"))
     assert open_catalog(LocalFiles(store)).saves()[0].step == 4
@@ -226,7 +205,7 @@ def test_one_version_survives_one_restart_after_the_other(store: Path, small: Pa
         assert kept is None or same(one.weights(), kept)
         run(one, 3)
         kept, at = one.weights(), at + 3
-        assert not one.ckpt._memory._disabled  # type: ignore[union-attr]
+        assert one.metric("driftpoint_memory_on") == 1
         abandoned(one)
     last = Job(store, every=100, memory=shared, width=WIDE)
     assert last.ckpt.resume() == at
@@ -239,9 +218,7 @@ def test_one_version_survives_one_restart_after_the_other(store: Path, small: Pa
 
 def test_memory_stays_until_the_save_under_way_is_committed(store: Path) -> None:
     """Killed while close() waits for the disk, the job must not have thrown its newest state away."""
-    one = Job(store, every=4, memory=memory(store))
-    one.ckpt.resume()
-    run(one, 7)
+    one = trained(store, 7)
     blocked, released = threading.Event(), threading.Event()
 
     def wait(_: str, path: str) -> None:
@@ -326,12 +303,11 @@ def test_a_version_that_is_not_finished_when_the_job_goes_back_is_not_written_ov
 def test_the_arena_is_let_go_of_even_where_it_cannot_be_given_back(
     store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one = Job(store, every=4, memory=memory(store))
-    one.ckpt.resume()
-    run(one, 3)
+    one = trained(store, 3)
+    real = Arena.close
 
     def close(arena: Arena, *, remove: bool) -> None:
-        arena._owner.release()
+        real(arena, remove=False)
         raise StorageError(f"cannot remove anything, remove={remove}")
 
     monkeypatch.setattr(Arena, "close", close)

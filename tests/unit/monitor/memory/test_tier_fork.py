@@ -14,8 +14,8 @@ import torch
 from store.memory.arena import is_owned
 from store.session import lock_holder
 from tests.support.jobs import Job
-from tests.support.kept import memory, tier_of
-from tests.support.memory_jobs import kept_steps, settled
+from tests.support.kept import memory, settled, tier_of
+from tests.support.memory_jobs import kept_steps
 
 
 def in_child(action: Callable[[], None]) -> None:

@@ -15,9 +15,10 @@ from store.names import FROZEN, SaveId
 from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support import jobs
+from tests.support.internals import saver_of
 from tests.support.jobs import Job, same
-from tests.support.kept import memory, tier_of
-from tests.support.memory_jobs import abandoned, kept_steps, run, settled, sources, state_in, version
+from tests.support.kept import abandoned, memory, settled, tier_of
+from tests.support.memory_jobs import kept_steps, run, sources, state_in, trained, version
 
 
 def commits(store: Path) -> list[SaveId]:
@@ -43,9 +44,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", POLICIES)
 def test_under_every_policy_what_comes_back_from_memory_is_exact(store: Path, name: str, staging: str) -> None:
     settings = {"every": 4, "memory": memory(store), "staging": staging, **POLICIES[name]}
-    one = Job(store, **settings)
-    one.ckpt.resume()
-    run(one, 13)
+    one = trained(store, 13, **settings)
     one.step()
     kept, rng = one.weights(), torch.get_rng_state()
     one.update()  # what is copied beside the next step must be of the step before
@@ -71,9 +70,7 @@ def test_under_every_policy_what_comes_back_from_memory_is_exact(store: Path, na
 def test_what_is_committed_after_memory_is_never_called_fresher_than_it_is(store: Path) -> None:
     """Units that a commit after the resume takes from before it have a distance that nobody measured."""
     settings = {"every": 4, "memory": memory(store), "policy": {"name": "parity", "k": 2}}
-    one = Job(store, **settings)
-    one.ckpt.resume()
-    run(one, 10)
+    one = trained(store, 10, **settings)
     abandoned(one)
     two = Job(store, **settings)
     assert two.ckpt.resume() == 10
@@ -86,9 +83,7 @@ def test_what_is_committed_after_memory_is_never_called_fresher_than_it_is(store
 
 def test_a_policy_that_goes_by_drift_stores_everything_after_memory(store: Path) -> None:
     settings = {"every": 4, "memory": memory(store), "policy": {"name": "threshold", "threshold": 1e9}}
-    one = Job(store, **settings)
-    one.ckpt.resume()
-    run(one, 10)
+    one = trained(store, 10, **settings)
     abandoned(one)
     two = Job(store, **settings)
     assert two.ckpt.resume() == 10
@@ -116,9 +111,10 @@ def test_a_job_that_fails_often_gets_on_and_its_budget_holds(store: Path) -> Non
     at = 0
     for incarnation in range(8):
         one = Job(store, **settings)
-        assert one.ckpt.resume() >= at - 1, "a composite counts as of its effective step, and memory as of its own"
+        resumed = one.ckpt.resume()
+        assert resumed >= at - 1, "a composite counts as of its effective step, and memory as of its own"
         run(one, 4)
-        at = one.ckpt._step
+        at = resumed + 4
         assert at >= 3 * (incarnation + 1)
         # The size of the run state is found out by saving it, so a small budget may be that much off, and says so.
         assert one.metric("driftpoint_budget_overdraft_bytes_total") <= 12_000
@@ -272,7 +268,7 @@ def test_parameters_unfrozen_while_a_save_is_under_way(store: Path, monkeypatch:
     files.before = lambda name, path: released.wait(180) if "segments" in path else None
     for _ in range(3):
         one.step(flush=False)
-    assert one.ckpt._saver.in_progress  # type: ignore[union-attr]
+    assert saver_of(one.ckpt).in_progress
     one.model.blocks.requires_grad_(True)
     for _ in range(2):
         one.step(flush=False)
@@ -312,9 +308,7 @@ class Grows:
 
 def test_run_state_that_grows_finds_room(store: Path) -> None:
     grows = Grows()
-    one = Job(store, every=100, memory=memory(store), state=[grows])
-    one.ckpt.resume()
-    run(one, 7)
+    one = trained(store, 7, every=100, state=[grows])
     seen = grows.seen.clone()
     abandoned(one)
     again = Grows()
@@ -328,9 +322,7 @@ def test_run_state_that_grows_finds_room(store: Path) -> None:
 
 
 def test_resume_called_again_stands_on_the_newest_version(store: Path) -> None:
-    one = Job(store, every=4, memory=memory(store))
-    one.ckpt.resume()
-    run(one, 6)
+    one = trained(store, 6)
     kept = one.weights()
     one.update()
     assert one.ckpt.resume() == 6
@@ -350,9 +342,7 @@ def test_resume_called_again_stands_on_the_newest_version(store: Path) -> None:
 
 
 def test_resume_called_again_before_the_first_own_version(store: Path) -> None:
-    one = Job(store, every=4, memory=memory(store))
-    one.ckpt.resume()
-    run(one, 6)
+    one = trained(store, 6)
     kept = one.weights()
     abandoned(one)
     two = Job(store, every=4, memory=memory(store))
@@ -369,9 +359,7 @@ def test_resume_called_again_before_the_first_own_version(store: Path) -> None:
 
 def test_names_are_never_used_twice_when_a_job_goes_back(store: Path) -> None:
     """Versions of the branch that was left must not pass for those of the new one."""
-    one = Job(store, every=4, memory=memory(store))
-    one.ckpt.resume()
-    run(one, 7)
+    one = trained(store, 7)
     for place in tier_of(store).generations():
         for slot in (0, 1):
             place.record(0, slot).unlink(missing_ok=True)
@@ -388,9 +376,7 @@ def test_names_are_never_used_twice_when_a_job_goes_back(store: Path) -> None:
 
 
 def test_a_save_by_hand_at_the_step_of_a_version(store: Path) -> None:
-    one = Job(store, every=100, memory=memory(store))
-    one.ckpt.resume()
-    run(one, 5)
+    one = trained(store, 5, every=100)
     one.ckpt.save(wait=True)
     assert commits(store)[0] == SaveId(5, 1)
     kept = one.weights()
@@ -412,15 +398,13 @@ def test_a_save_by_hand_at_the_step_of_a_version(store: Path) -> None:
 
 def test_a_composite_resumed_at_its_effective_step_and_then_from_memory(store: Path) -> None:
     settings = {"every": 2, "policy": {"name": "parity", "k": 3}, "resume": {"at": "effective"}}
-    one = Job(store, **settings, memory=memory(store, every=1000))
-    one.ckpt.resume()
-    run(one, 20)
+    one = trained(store, 20, **settings, memory=memory(store, every=1000))
     abandoned(one)
     two = Job(store, **settings, memory=memory(store))
     stands = two.ckpt.resume()
     assert stands < 20 and sources(two) == {""}
     run(two, 3)
-    kept, at = two.weights(), two.ckpt._step
+    kept, at = two.weights(), stands + 3
     newest = max(scan_node(tier_of(store)).versions)
     abandoned(two)
     three = Job(store, **settings, memory=memory(store))
@@ -461,9 +445,7 @@ def test_two_stores_in_one_process(tmp_path: Path) -> None:
 
 
 def test_on_a_single_node_there_are_no_peers_and_that_is_said(store: Path, caplog: pytest.LogCaptureFixture) -> None:
-    one = Job(store, every=4, memory=memory(store, peers=True))
-    one.ckpt.resume()
-    run(one, 6)
+    one = trained(store, 6, memory=memory(store, peers=True))
     assert "all ranks are on one node" in caplog.text
     assert one.metric("driftpoint_failures_total", reason="peer") == 1
     abandoned(one)

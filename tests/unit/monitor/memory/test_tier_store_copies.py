@@ -15,22 +15,14 @@ from store.layout import manifest_path
 from store.memory.rescue import NOTHING, rescue_newest
 from store.names import SaveId
 from tests.support.jobs import Job, same
-from tests.support.kept import catalog_of, memory, tier_of
-from tests.support.memory_jobs import abandoned, kept_steps, run, settled, sources
+from tests.support.kept import abandoned, catalog_of, memory, settled, tier_of
+from tests.support.memory_jobs import kept_steps, killed_at, run, sources
+
+NEWEST: dict[str, Any] = {"resume": {"at": "newest"}}
 
 
 def begun(store: Path, **settings: Any) -> Job:
-    return Job(store, **{"every": 4, "memory": memory(store), "resume": {"at": "newest"}, **settings})
-
-
-def killed_at(store: Path, steps: int, **settings: Any) -> dict[str, torch.Tensor]:
-    """A job that was killed after so many steps more; its state."""
-    one = begun(store, **settings)
-    one.ckpt.resume()
-    run(one, steps)
-    kept = one.weights()
-    abandoned(one)
-    return kept
+    return Job(store, **{"every": 4, "memory": memory(store), **NEWEST, **settings})
 
 
 def put_back(store: Path) -> None:
@@ -67,7 +59,7 @@ def test_nothing_is_rescued_into_a_store_that_was_put_back(store: Path) -> None:
 
 
 def test_a_commit_removed_by_hand_takes_what_continues_it_along(store: Path) -> None:
-    killed_at(store, 10)
+    killed_at(store, 10, **NEWEST)
     assert [save.step for save in catalog_of(store).saves()] == [8, 4]
     (store / manifest_path(SaveId(8, 1))).unlink()
     one = begun(store)
@@ -76,7 +68,7 @@ def test_a_commit_removed_by_hand_takes_what_continues_it_along(store: Path) -> 
 
 
 def test_what_continues_the_newest_commit_is_believed_though_that_was_not_settled_yet(store: Path) -> None:
-    kept = killed_at(store, 10)
+    kept = killed_at(store, 10, **NEWEST)
     one = begun(store)
     assert one.ckpt.resume() == 10 and same(one.weights(), kept) and sources(one) == {"memory"}
     one.ckpt.close()
@@ -113,7 +105,7 @@ def test_a_job_on_a_copy_does_not_take_the_memory_of_the_stores_own(store: Path,
         other = begun(copy)
         other.ckpt.resume()
         other.ckpt.close()
-    kept = killed_at(store, 6)
+    kept = killed_at(store, 6, **NEWEST)
     assert kept_steps(store) == [9, 10]
 
     other = begun(copy)

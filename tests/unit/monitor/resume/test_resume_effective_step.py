@@ -114,11 +114,6 @@ def run(store: Path, **settings: Any) -> Iterator[Run]:
         made.ckpt.close()
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
 def parity(k: int, **settings: Any) -> dict[str, Any]:
     return {"policy": {"name": "parity", "k": k}, **settings}
 

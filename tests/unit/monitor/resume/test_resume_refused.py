@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import monitor
+from monitor.adapters.pytorch import PyTorchAdapter
 from store.errors import ConfigError, DriftpointError, ModelMismatchError, UsageError
 from tests.support.fingerprint import differing, of_job
 
@@ -238,7 +239,7 @@ def test_what_breaks_off_half_way_says_that_nothing_is_left_to_go_on_from(
         raise torch.OutOfMemoryError("out of memory on a device")
 
     job = Job(store, apart, [Counter(1)])
-    monkeypatch.setattr(job.ckpt._job.adapter, "prepare_load", full)
+    monkeypatch.setattr(PyTorchAdapter, "prepare_load", full)
     with job.ckpt:
         with pytest.raises(DriftpointError, match=r"failed midway.*mixture of old and new.*Restart the job"):
             job.ckpt.resume()
@@ -291,15 +292,13 @@ class Shrinking(Counter):
 def test_an_object_that_changes_the_model_so_that_it_fits_no_more(store: Path) -> None:
     job = Job(store, apart, [], trained=1)
     job.ckpt.close()
-    job.ckpt = monitor.attach(
-        (job.model, job.optimizer),
-        {"store": str(store), "metrics": {"enabled": False}},
-        state=[Shrinking(1, job.model)],
-    )
+    shrinking = Shrinking(1, job.model)
+    settings = {"store": str(store), "metrics": {"enabled": False}}
+    job.ckpt = monitor.attach((job.model, job.optimizer), settings, state=[shrinking])
     with job.ckpt, pytest.raises(ModelMismatchError, match=r"Remove objects that change the shape or dtype"):
         job.ckpt.resume()
     assert {p.dtype for p in job.model.parameters()} == {torch.float32}
-    assert job.ckpt._job.user.objects[0].count == 1
+    assert shrinking.count == 1
 
 
 def test_the_optimizer_itself_may_be_among_the_objects(tmp_path: Path) -> None:

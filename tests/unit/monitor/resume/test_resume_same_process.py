@@ -17,14 +17,10 @@ from store.errors import ConfigError, ModelMismatchError, StorageError
 from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.hooked import HookedFiles
-from tests.support.jobs import Job, job, same
+from tests.support.internals import job_of, session_of
+from tests.support.jobs import Job, committed_steps, job, same
 
 PARITY = {"name": "parity", "k": 2}
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    return tmp_path / "store"
 
 
 def require_whole(store: Path, newest_step: int) -> None:
@@ -51,7 +47,7 @@ class Counted:
 
     def __init__(self, one: Job) -> None:
         self.one, self.step = one, 0
-        one.ckpt._job.adapter.completed_steps = lambda: self.step  # type: ignore[method-assign]
+        job_of(one.ckpt).adapter.completed_steps = lambda: self.step  # type: ignore[method-assign]
 
     def advance(self) -> monitor.StepReport:
         self.one.update()
@@ -211,7 +207,7 @@ def test_state_that_raises_fails_the_save_not_the_training(store: Path) -> None:
         one.step()
         one.step()
         saved = one.weights()
-    assert sorted(save.step for save in open_catalog(LocalFiles(store)).saves()) == [1, 3, 4]
+    assert committed_steps(store) == [1, 3, 4]
     with job(store, state=[state]) as other:
         assert other.ckpt.resume() == 4
         assert same(other.weights(), saved)
@@ -255,8 +251,7 @@ def test_a_read_refused_once_costs_no_fallback(store: Path, where: str, which: i
                 raise StorageError(f"cannot read {path}: too many open files")
 
     with job(store) as other:
-        catalog = other.ckpt._catalog
-        assert catalog is not None
+        catalog = session_of(other.ckpt).catalog
         catalog.files = HookedFiles(catalog.files, refuse)
         assert other.ckpt.resume() == 4
         assert len(seen) > which

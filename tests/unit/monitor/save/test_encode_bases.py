@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import monitor
-from monitor.save.encode import Packer
 from store.catalog import open_catalog
 from store.errors import StorageError
 from store.names import SaveId
@@ -19,6 +18,7 @@ from store.schema import Entry
 from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.hooked import Hook, HookedFiles, nothing
+from tests.support.internals import LATER, decide_without_update, hook_files, packer_of, settle_save
 
 DIFFERENCES: dict[str, Any] = {"packing": 1, "differences": True, "encoding": {"fp32": "bf16"}}
 
@@ -47,10 +47,7 @@ class Job:
             self.ckpt.flush()
 
     def hook(self) -> HookedFiles:
-        opened = self.ckpt._opened
-        assert opened is not None
-        opened.files = files = HookedFiles(opened.files)
-        return files
+        return hook_files(self.ckpt)
 
     def newest(self) -> SaveId:
         return open_catalog(LocalFiles(self.store)).saves()[0]
@@ -61,10 +58,6 @@ class Job:
         parts = catalog.group(save, catalog.manifest(save).groups[save.name]).parts
         found: list[Entry] = [e for e in parts[0].entries if (e.fqn, e.slot) == (fqn, "fp32")]
         return found[0].base
-
-    @property
-    def packer(self) -> Packer:
-        return self.ckpt._saver._packer  # type: ignore[union-attr]
 
     def __enter__(self) -> Job:
         return self
@@ -128,12 +121,12 @@ def test_a_save_that_broke_off_teaches_nothing_about_speed(tmp_path: Path) -> No
         files = job.hook()
         files.before = refusing("sync", "segments/")
         job.train(2)
-        job.ckpt._saver.settle(job.step, False)
-        assert job.packer._chooser._costs == {}
+        settle_save(job.ckpt, job.step)
+        assert next_level(job) is None, "no level is known"
         files.before = nothing
         job.train(1)
-        job.ckpt._saver.settle(job.step, False)
-        assert set(job.packer._chooser._costs) == {None}
+        settle_save(job.ckpt, job.step)
+        assert next_level(job) == 1, "the one after no compression"
 
 
 def test_memory_is_that_of_the_encoded_bases(tmp_path: Path) -> None:
@@ -142,7 +135,7 @@ def test_memory_is_that_of_the_encoded_bases(tmp_path: Path) -> None:
         weights = sum(p.numel() for p in job.model.parameters())
         blocks = sum(-(-p.numel() // 64) for p in job.model.parameters())
         steps = 4 * len(list(job.model.parameters()))
-        assert 0 < job.packer.memory_bytes <= weights * 4 + 8 * blocks + steps
+        assert 0 < packer_of(job.ckpt).memory_bytes <= weights * 4 + 8 * blocks + steps
 
 
 @pytest.mark.parametrize("staging", ["eager", "lazy"])
@@ -153,15 +146,18 @@ def test_values_whose_squares_are_too_large_for_float32(tmp_path: Path, large: f
         with torch.no_grad():
             job.model[0].weight[0, 0] = large
             job.optimizer.state[job.model[0].weight]["exp_avg_sq"][1, 1] = large
-        job.ckpt._step += 1
-        report = job.ckpt._decide(0.0, None)  # a decision without another update
-        assert report.skipped is None
+        assert decide_without_update(job.ckpt).skipped is None
         job.ckpt.flush()
     with Job(tmp_path, encoding="compact") as resumed:
         assert resumed.step == 3
         assert resumed.model[0].weight[0, 0] == torch.tensor(large).bfloat16().float()
         found = {(u.layer, u.slot): u.drift for u in resumed.ckpt.certificate.units}  # type: ignore[union-attr]
         assert found["0", "fp32"] is not None and 0 < found["0", "fp32"] < 0.01
+
+
+def next_level(job: Job) -> int | None:
+    """The zstd level of an empty save with all time in the world: one above the highest that was measured."""
+    return packer_of(job.ckpt).begin(LATER, 0, 1e9).level
 
 
 def freeze(layer: nn.Module, frozen: bool) -> None:

@@ -20,6 +20,7 @@ from store.encoding import RAW, encoding_named
 from store.resolve import newest_resumable
 from store.storage.local import LocalFiles
 from store.verify import verify
+from tests.support.internals import decide_without_update, hold_writer
 
 DIFFERENCES = {"packing": 1, "differences": True}
 DTYPES = [
@@ -133,7 +134,7 @@ def test_a_writer_that_comes_late_encodes_the_state_of_the_decision(
     with Job(tmp_path, encoding="compact", staging=staging, **settings) as job:
         job.train(2)
         release = threading.Event()
-        job.ckpt._saver.upkeep(lambda: bool(release.wait(180)) and None, "holding the writer up")
+        hold_writer(job.ckpt, release)
         live = job.train(1, flush=False)[-1]
         job.update()  # the live state moves on, and is not touched by what decoding gives
         after = job.state()
@@ -184,8 +185,7 @@ def test_what_tiny_second_moments_lost_is_not_called_nothing(tmp_path: Path) -> 
         with torch.no_grad():
             for state in job.optimizer.state.values():
                 state["exp_avg_sq"].mul_(1e-18)
-        job.ckpt._step += 1
-        assert job.ckpt._decide(0.0, None).skipped is None
+        assert decide_without_update(job.ckpt).skipped is None
     manifest = newest_resumable(open_catalog(LocalFiles(tmp_path)))[0].manifest
     errors = [record.error for record in manifest.units if record.slot == "exp_avg_sq"]
     assert len(errors) == 4 and all(1e-4 < error < 0.1 for error in errors)
@@ -227,8 +227,7 @@ def test_what_is_stored_raw_in_between_counts_in_the_size_of_the_unit(tmp_path: 
         bias = job.optimizer.state[job.model[0].bias]["exp_avg_sq"]
         with torch.no_grad():
             bias.mul_(1e3)[0] = -1e-12  # which the encoding does not hold
-        job.ckpt._step += 1
-        assert job.ckpt._decide(0.0, None).skipped is None
+        assert decide_without_update(job.ckpt).skipped is None
         live = job.state()
     weight = live["0.weight", "exp_avg_sq"]
     back = decoded(weight, "int8-sqrt-block")

@@ -21,6 +21,7 @@ from store.names import FROZEN, SaveId
 from store.resolve import newest_resumable
 from store.storage.local import LocalFiles
 from store.verify import verify
+from tests.support.internals import LATER, hold_writer, job_of, packer_of, settle_save
 
 
 class Job:
@@ -75,10 +76,7 @@ def test_a_branch_that_was_left_is_never_taken_for_exact(tmp_path: Path) -> None
         job.train(4)
         held = threading.Event()
 
-        def slow_disk() -> None:
-            held.wait(3)
-
-        job.ckpt._saver.upkeep(slow_disk, "a slow disk")  # type: ignore[union-attr]
+        hold_writer(job.ckpt, held)
         job.update()
         job.ckpt.step()
         threading.Timer(0.5, held.set).start()
@@ -201,7 +199,7 @@ def test_bytes_that_an_encoder_does_not_vouch_for_are_never_committed(
         job.update()
         job.ckpt.step()
         job.ckpt.flush()
-        assert job.ckpt._saver.failed
+    assert job.ckpt.metrics.registry.get_sample_value("driftpoint_failures_total", {"reason": "SaveError"}) == 1
     assert open_catalog(LocalFiles(tmp_path)).saves() == [SaveId(2, 1), SaveId(1, 1)]
     assert verify(open_catalog(LocalFiles(tmp_path))).ok
 
@@ -214,14 +212,14 @@ def test_no_copy_is_kept_of_what_does_not_move(tmp_path: Path) -> None:
     model[0].requires_grad_(False)
     with Job(tmp_path, model, packing=1, differences=True) as job:
         job.train(2)
-        packer = job.ckpt._saver._packer  # type: ignore[union-attr]
-        assert packer._bases and not any(fragment.slot == FROZEN for fragment in packer._bases)
+        bases = packer_of(job.ckpt).begin(LATER, 0, None).bases
+        assert bases and not any(fragment.slot == FROZEN for fragment in bases)
 
 
 def test_a_save_by_hand_keeps_no_copy_either(tmp_path: Path) -> None:
     with Job(tmp_path, encoding={"fp32": "bf16"}, packing=1, differences=True) as job:
         job.train(2)
-        packer = job.ckpt._saver._packer  # type: ignore[union-attr]
+        packer = packer_of(job.ckpt)
         before = packer.memory_bytes
         job.ckpt.save(wait=True)
         assert packer.memory_bytes <= before
@@ -252,8 +250,9 @@ def test_observe_sees_what_encoding_would_lose(tmp_path: Path) -> None:
                 job.update()
                 job.ckpt.step()
                 job.ckpt.flush()
-            job.ckpt._saver.settle(2, False)
-            inner, local = job.ckpt._job, job.ckpt._job.table.local()
+            settle_save(job.ckpt, 2)
+            inner = job_of(job.ckpt)
+            local = inner.table.local()
             found = {unit: inner.meter.measure(unit, local[unit].tensors) for unit in local if unit.slot == "fp32"}
             seen.append({str(unit): measure.moved_sq for unit, measure in found.items()})
     assert seen[0] == pytest.approx(seen[1], rel=1e-6)

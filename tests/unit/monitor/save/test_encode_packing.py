@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +35,11 @@ class Run:
         made = self.add(save, values, encoding)
         self.settle(save, made, committed=committed, dropped=dropped)
         return made
+
+    @property
+    def bases(self) -> Mapping[Fragment, Any]:
+        """What the next save may take deltas to."""
+        return self.packer.begin(SaveId(self.step + 1, 1), 4 * NUMEL, None).bases
 
     def begin(self) -> SavePacking:
         self.step += 1
@@ -104,9 +111,8 @@ def test_growing_differences_cost_less_than_never_making_a_new_base(monkeypatch:
     def total(renew: bool) -> int:
         run, values, written = Run(), normal(1), 0
         for step in range(60):
-            if not renew and run.fragment in run.packer._bases:
-                base = run.packer._bases[run.fragment]
-                base.full = 1 << 60  # never dearer than the mean
+            if not renew and run.fragment in run.bases:
+                run.bases[run.fragment].full = 1 << 60  # never dearer than the mean
             written += run.save(values, BF16).written
             values = moved(values, 2e-3, step)
         return written
@@ -195,7 +201,7 @@ def test_kept_chunks_stand_still_when_the_copies_are_used_again() -> None:
     assert list(made.pieces())
     chunk[:] = 0
     run.settle(save, made)
-    assert np.array_equal(run.packer._bases[run.fragment].chunks[0], values.view(np.uint8))
+    assert np.array_equal(run.bases[run.fragment].chunks[0], values.view(np.uint8))
 
 
 def test_packing_that_is_off_changes_nothing() -> None:

@@ -15,6 +15,7 @@ from store.catalog import open_catalog
 from store.resolve import newest_resumable
 from store.segment import read_entry
 from store.storage.local import LocalFiles
+from tests.support.internals import hold_writer
 
 
 def training(store: Path, staging: str) -> tuple[torch.nn.Linear, torch.optim.Optimizer, monitor.Checkpointer]:
@@ -45,7 +46,7 @@ def save_with_writer_held_up(store: Path, staging: str) -> tuple[torch.Tensor, t
     model, optimizer, ckpt = training(store, staging)
     ckpt.resume()
     release = threading.Event()
-    ckpt._saver.upkeep(lambda: bool(release.wait(180)) and None, "holding the writer up")
+    hold_writer(ckpt, release)
     update(model, optimizer)
     before = model.weight.detach().clone()
     assert ckpt.step() is not None
@@ -95,7 +96,7 @@ def test_a_change_around_the_optimizer_gives_the_save_up_and_training_goes_on(tm
     ckpt.step()
     ckpt.flush()
     release = threading.Event()
-    ckpt._saver.upkeep(lambda: bool(release.wait(180)) and None, "holding the writer up")
+    hold_writer(ckpt, release)
     update(model, optimizer)
     committed = model.weight.detach().clone()
     with torch.no_grad():

@@ -131,7 +131,7 @@ def test_layers_that_get_well_and_layers_that_go_have_no_more_series_than_others
     metrics.layers.update_health(units, units)
     assert len(named()) == 16
     metrics.layers.update_health(units, [])
-    assert len(named()) == 16 and metrics.layers.nonfinite._value.get() == 0
+    assert len(named()) == 16 and metrics.registry.get_sample_value("driftpoint_nonfinite_layers") == 0
     metrics.layers.set_units([Unit("others.0", "fp32")])
     assert named() == ["others.0"]
 

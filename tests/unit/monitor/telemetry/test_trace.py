@@ -24,7 +24,8 @@ from store.retention import Retention, plan_prune
 from store.storage.local import LocalFiles
 from store.trace import CommitLine, DecisionLine, FailedLine, MovedLine, ResumedLine
 from store.verify import verify
-from tests.support.jobs import LAYERS, Job, job, same, tracer_of
+from tests.support.internals import tracer_of
+from tests.support.jobs import LAYERS, Job, job, same
 from tests.support.traced import Traced, distances, shown, trace_of, traced
 
 WIDE: dict[str, Any] = {"width": 96}
@@ -46,11 +47,6 @@ POLICIES: dict[str, dict[str, Any]] = {
         "encoding": "careful",
     },
 }
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Path:
-    return tmp_path / "store"
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -57,23 +57,27 @@ def test_everything_every_time() -> None:
     assert exposure.unknown == 0
 
 
-def test_lines_of_two_jobs_are_refused() -> None:
-    """They would pass for those of one, and every figure would be wrong."""
+def lines_of_two_jobs() -> Sequence[Line]:
     lines = trace_of(movers(), range(EVERY, 201, EVERY), every=EVERY).lines
     body = [line for line in lines if isinstance(line, DecisionLine | CommitLine)]
     later = [line.model_copy(update={"seconds": line.seconds + 3.5}) for line in body]
     mixed = [line for both in zip(later, body, strict=True) for line in both]
-    with pytest.raises(UsageError, match="mixes several jobs"):
-        run_of(Trace((lines[0], *mixed), 0))
+    return lines[0], *mixed
 
 
-def test_lines_of_another_model_are_refused() -> None:
+def lines_of_two_models() -> Sequence[Line]:
     lines = trace_of(movers(2), range(EVERY, 101, EVERY), every=EVERY).lines
     others = trace_of(movers(5), range(EVERY, 201, EVERY), every=EVERY).lines
     late = [line for line in others if isinstance(line, MovedLine) and line.step > 100]
     assert late
+    return *lines, *late
+
+
+@pytest.mark.parametrize("make", [lines_of_two_jobs, lines_of_two_models])
+def test_a_trace_of_several_jobs_is_refused(make: Callable[[], Sequence[Line]]) -> None:
+    """Otherwise it would pass for the trace of one job, with wrong results."""
     with pytest.raises(UsageError, match="mixes several jobs"):
-        run_of(Trace((*lines, *late), 0))
+        run_of(Trace(tuple(make()), 0))
 
 
 def test_half_as_often() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,21 +35,24 @@ def test_nobody_else_may_read_it(tier: Tier) -> None:
     arena.close(remove=True)
 
 
+def require_refused(use: Callable[[], object]) -> None:
+    """The folder is refused because others can reach it."""
+    with pytest.raises(StorageError, match="is not a folder that only user"):
+        use()
+
+
 @pytest.mark.parametrize("mode", [0o777, 0o750, 0o701])
 def test_a_folder_that_others_may_enter_is_refused(tier: Tier, mode: int) -> None:
     tier.home.mkdir()
     tier.home.chmod(mode)
-    with pytest.raises(StorageError, match="is not a folder that only user"):
-        Arena(tier, 1, 0)
-    with pytest.raises(StorageError, match="is not a folder that only user"):
-        scan_node(tier)
+    require_refused(lambda: Arena(tier, 1, 0))
+    require_refused(lambda: scan_node(tier))
 
 
 def test_a_link_is_refused(tier: Tier, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     tier.home.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(StorageError, match="is not a folder that only user"):
-        Arena(tier, 1, 0)
+    require_refused(lambda: Arena(tier, 1, 0))
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
@@ -58,8 +62,7 @@ def test_a_folder_of_another_user_is_refused(tier: Tier) -> None:
         pytest.skip("only root gives folders away: a folder of another user is NOT tested")
     tier.home.mkdir(mode=0o700)
     os.chown(tier.home, 12345, 12345)
-    with pytest.raises(StorageError, match="is not a folder that only user"):
-        Arena(tier, 1, 0)
+    require_refused(lambda: Arena(tier, 1, 0))
 
 
 def test_a_file_in_its_place_is_refused(tier: Tier) -> None:

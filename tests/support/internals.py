@@ -1,0 +1,123 @@
+"""Parts of a checkpointer without a public name, for tests that watch a job or hold it up. No other file reads them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import monitor
+from monitor.context import JobContext
+from monitor.memory.tier import MemoryTier
+from monitor.save.encode import Packer
+from monitor.save.saver import Saver
+from monitor.save.store_session import StoreSession
+from monitor.telemetry.trace import TraceRecorder
+from store.names import SaveId
+from store.storage.local import Files
+from tests.support.hooked import HookedFiles
+
+LATER = SaveId(10**9, 1)
+"""Newer than any save of a test."""
+
+
+def job_of(ckpt: monitor.Checkpointer) -> JobContext:
+    """Parts of the job that all components share: adapter, units, schedule, listeners."""
+    return ckpt._job
+
+
+def saver_of(ckpt: monitor.Checkpointer) -> Saver:
+    """Return the saver of a job that does not only observe."""
+    saver = ckpt._saver
+    assert isinstance(saver, Saver)
+    return saver
+
+
+def packer_of(ckpt: monitor.Checkpointer) -> Packer:
+    """Return what chooses bases and zstd levels."""
+    return saver_of(ckpt)._packer
+
+
+def session_of(ckpt: monitor.Checkpointer) -> StoreSession:
+    """Return the open store."""
+    session = ckpt._opened
+    assert session is not None
+    return session
+
+
+def memory_of(ckpt: monitor.Checkpointer) -> MemoryTier | None:
+    """Return the memory tier, None if it is not configured."""
+    return ckpt._memory
+
+
+def tracer_of(ckpt: monitor.Checkpointer) -> TraceRecorder:
+    """Return the recorder of the drift trace."""
+    return next(one for one in ckpt._job.listeners.all if isinstance(one, TraceRecorder))
+
+
+def replace_files(ckpt: monitor.Checkpointer, make: Callable[[Files], Files]) -> None:
+    """From now on saves go to ``make(files)``."""
+    session = session_of(ckpt)
+    session.files = make(session.files)
+
+
+def hook_files(ckpt: monitor.Checkpointer) -> HookedFiles:
+    """From now on saves go through hooks."""
+    replace_files(ckpt, HookedFiles)
+    files = session_of(ckpt).files
+    assert isinstance(files, HookedFiles)
+    return files
+
+
+def hold_writer(ckpt: monitor.Checkpointer, release: threading.Event) -> None:
+    """Keep the background thread from starting anything else until ``release`` is set."""
+
+    def hold() -> None:
+        assert release.wait(180)
+
+    saver_of(ckpt).upkeep(hold, "holding the writer")
+
+
+def settle_save(ckpt: monitor.Checkpointer, step: int) -> None:
+    """Settle the finished save as the next decision would."""
+    ckpt._saver.settle(step, False)
+
+
+def decide_without_update(ckpt: monitor.Checkpointer) -> monitor.StepReport:
+    """Count a step and decide, although the optimizer took none."""
+    shift_step(ckpt, 1)
+    return ckpt._decide(0.0, None)
+
+
+def shift_step(ckpt: monitor.Checkpointer, by: int) -> None:
+    """Change the step count of this rank."""
+    ckpt._step += by
+
+
+def wait_for_snapshot(ckpt: monitor.Checkpointer) -> None:
+    """Wait until the pending snapshot in memory is sealed."""
+    memory = memory_of(ckpt)
+    assert memory is not None and memory.wait(180)
+
+
+def wait_for_replicas(ckpt: monitor.Checkpointer) -> None:
+    """Wait until what this rank sends to other nodes has arrived or failed."""
+    memory = memory_of(ckpt)
+    sender = None if memory is None else memory._replication._sender
+    assert sender is None or sender.wait(180)
+
+
+def abandon(ckpt: monitor.Checkpointer) -> None:
+    """Leave behind what a killed process leaves: finish the save, release locks, and report no end to anybody."""
+    ckpt._closed = True
+    ckpt._unregister_exit()
+    ckpt.flush()
+    saver, memory = saver_of(ckpt), memory_of(ckpt)
+    assert memory is not None and memory.wait(180)
+    saver._writer.stop()
+    memory._writer.stop()
+    arena = memory._buffers.arena
+    assert arena is not None or memory._disabled
+    if arena is not None:
+        arena.close(remove=False)
+    saver._session.release()
+    tracer_of(ckpt).close(1.0)

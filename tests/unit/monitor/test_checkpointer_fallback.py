@@ -1,0 +1,88 @@
+"""Keep the previous version of a unit whose newest values are NaN, Inf or damaged on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from store.catalog import open_catalog
+from store.names import Unit
+from store.storage.local import LocalFiles
+from store.verify import verify
+from tests.support.jobs import committed_steps, job
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("policy", ["full", {"name": "threshold", "threshold": 0.0}])
+def test_a_layer_with_nan_or_inf_keeps_its_previous_version(store: Path, policy: object, broken: float) -> None:
+    with job(store, policy=policy) as one:
+        one.step()
+        good = one.weights()
+        one.update()
+        with torch.no_grad():
+            one.model.blocks[1][0].weight[0, 0] = broken
+        one.ckpt.step()
+        one.ckpt.flush()
+        then = one.weights()
+    with job(store) as other:
+        assert other.ckpt.resume() == 2
+        assert other.ckpt.certificate is not None and not other.ckpt.certificate.exact
+        for name, tensor in other.weights().items():
+            expected = good if name.startswith("blocks.1.") else then
+            assert torch.equal(tensor, expected[name]), name
+
+
+def test_the_first_save_is_withheld_if_a_layer_is_not_finite(store: Path) -> None:
+    with job(store, policy={"name": "threshold", "threshold": 0.0}) as one:
+        one.update()
+        with torch.no_grad():
+            one.model.head.bias[0] = float("nan")
+        report = one.ckpt.step()
+        assert report is not None and report.skipped == "withheld"
+        assert one.metric("driftpoint_saves_skipped_total", reason="withheld") == 1
+    assert committed_steps(store) == []
+
+
+def test_the_first_full_save_fails_if_a_layer_is_not_finite(store: Path) -> None:
+    with job(store) as one:
+        one.update()
+        with torch.no_grad():
+            one.model.head.bias[0] = float("nan")
+        one.ckpt.step()
+    assert one.metric("driftpoint_failures_total", reason="NotFiniteError") == 1
+    assert committed_steps(store) == []
+
+
+def test_a_flipped_byte_makes_only_its_unit_fall_back(store: Path) -> None:
+    states = {}
+    with job(store) as one:
+        for step in (1, 2):
+            one.step()
+            states[step] = one.weights()
+    flip_byte(store, Unit("blocks.1", "exp_avg"), "00000002-000001")
+    with job(store) as other:
+        assert other.ckpt.resume() == 2
+        certificate = other.ckpt.certificate
+        assert certificate is not None and not certificate.exact
+        fallen = [(unit.layer, unit.slot, unit.step) for unit in certificate.units if unit.fallback]
+        assert fallen == [("blocks.1", "exp_avg", 1)]
+        assert any("blocks.1/exp_avg" in problem for problem in certificate.problems)
+        assert other.metric("driftpoint_resume_fallback_units") == 1
+        for name, tensor in other.weights().items():
+            fell = name.startswith("blocks.1.") and name.endswith("/exp_avg")
+            assert torch.equal(tensor, states[1 if fell else 2][name]), name
+        other.step()
+    assert verify(open_catalog(LocalFiles(store))).commits
+
+
+def flip_byte(store: Path, unit: Unit, save: str) -> None:
+    catalog = open_catalog(LocalFiles(store))
+    found = next(one for one in catalog.saves() if one.name == save)
+    part = catalog.group(found, catalog.manifest(found).groups[save]).parts[0]
+    entry = next(entry for entry in part.entries if entry.unit == unit)
+    path = store / "segments" / save / "rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[part.header_bytes + entry.offset] ^= 1
+    path.write_bytes(data)
