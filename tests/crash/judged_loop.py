@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def main(out: Path, *flags: str) -> None:
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=STEPS)
     with monitor.attach((model, optimizer), settings(out), state=[scheduler]) as ckpt:
         start = ckpt.resume()
+        await_trace(out)
         print(f"resumed from step {start}")
         for _ in range(start, STEPS):
             batch = torch.randn(16, 8)  # of a generator that a resume must restore
@@ -57,6 +59,12 @@ def main(out: Path, *flags: str) -> None:
         )
     if ranks > 1:
         dist.barrier()
+
+
+def await_trace(out: Path) -> None:
+    """Wait until rank 0 has opened the trace, in a thread of its own: so file events always come in the same order."""
+    while not (out / "store.trace.jsonl").exists():
+        time.sleep(0.001)
 
 
 def result(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from judged_loop import STEPS, result, settings
+from judged_loop import STEPS, await_trace, result, settings
 from safetensors.torch import save_file
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -32,10 +32,11 @@ class Sentences(Dataset[Any]):
 class Flushing(TrainerCallback):  # type: ignore[misc]
     """Wait for each save, so that every run of the judge makes the same ones."""
 
-    def __init__(self, ours: monitor.CheckpointCallback) -> None:
-        self.ours = ours
+    def __init__(self, ours: monitor.CheckpointCallback, out: Path) -> None:
+        self.ours, self.out = ours, out
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        await_trace(self.out)
         print(f"resumed from step {state.global_step}")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -72,7 +73,7 @@ def main(out: Path) -> None:
             dataloader_pin_memory=False,
         ),
         train_dataset=Sentences(),
-        callbacks=[ours, Flushing(ours)],
+        callbacks=[ours, Flushing(ours, out)],
     )
     trainer.train(resume_from_checkpoint=monitor.resume_path(settings(out)))
     losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
