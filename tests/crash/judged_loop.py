@@ -48,16 +48,21 @@ def main(out: Path, *flags: str) -> None:
             scheduler.step()
             ckpt.step()
             ckpt.flush()  # so that every run of the judge makes the same saves
-    gathered: list[Any] = [result(model, optimizer)]
-    if ranks > 1:
-        gathered = [None] * ranks
-        dist.all_gather_object(gathered, result(model, optimizer))
+    write(out, result(model, optimizer))
+
+
+def write(out: Path, mine: dict[str, torch.Tensor]) -> None:
+    """Write the results of all ranks to one file, of the same bytes if they have the same values."""
+    gathered: list[Any] = [mine]
+    if dist.is_initialized():
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, mine)
     if int(os.environ.get("RANK", "0")) == 0:
         save_file(
             {f"{rank}.{name}": value for rank, one in enumerate(gathered) for name, value in one.items()},
             out / "final.safetensors",
         )
-    if ranks > 1:
+    if dist.is_initialized():
         dist.barrier()
 
 

@@ -1,6 +1,7 @@
 """Train a small Llama under the Hugging Face Trainer, saving every second step. The result is OUT/final.safetensors.
 
-Usage: judged_trainer.py OUT. Prints the step that it starts from.
+Usage: judged_trainer.py OUT. Prints the step that it starts from. With RANK and WORLD_SIZE in the environment it is one
+rank of several.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from judged_loop import STEPS, await_trace, result, settings
-from safetensors.torch import save_file
+from judged_loop import STEPS, await_trace, result, settings, write
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -69,6 +69,7 @@ def main(out: Path) -> None:
             logging_steps=1,
             report_to=[],
             disable_tqdm=True,
+            ddp_find_unused_parameters=False,
             use_cpu=True,
             dataloader_pin_memory=False,
         ),
@@ -77,8 +78,7 @@ def main(out: Path) -> None:
     )
     trainer.train(resume_from_checkpoint=monitor.resume_path(settings(out)))
     losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-    same = {**result(trainer.model, trainer.optimizer), "losses": torch.tensor(losses)}
-    save_file(same, out / "final.safetensors")
+    write(out, {**result(trainer.model, trainer.optimizer), "losses": torch.tensor(losses)})
 
 
 if __name__ == "__main__":
