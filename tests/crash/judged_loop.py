@@ -1,13 +1,14 @@
 """Train a small model on one rank or several, saving every second step. The result is OUT/final.safetensors.
 
-Usage: judged_loop.py OUT [--forget]. Prints the step that it starts from. With RANK and WORLD_SIZE in the environment
-it is one rank of DistributedDataParallel. --forget removes the newest commit first: a fault that a judge must find.
+Prints the step that it starts from. With RANK and WORLD_SIZE in the environment it is one rank of
+DistributedDataParallel.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,15 @@ import monitor
 STEPS, EVERY = 6, 2
 
 
-def main(out: Path, *flags: str) -> None:
+def main(args: argparse.Namespace) -> None:
+    out: Path = args.out
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1:
         dist.init_process_group("gloo")
-    if "--forget" in flags:
+    if args.after and not out.exists():
+        out.mkdir()
+        subprocess.run(["cp", "-r", args.after / "store", out], check=True)  # of which the judge sees no file event
+    if args.forget:
         for newest in sorted((out / "store" / "manifests").glob("0*.json"))[-1:]:
             newest.unlink()
     torch.manual_seed(int(os.environ.get("RANK", "0")))
@@ -40,7 +45,7 @@ def main(out: Path, *flags: str) -> None:
         start = ckpt.resume()
         await_trace(out)
         print(f"resumed from step {start}")
-        for _ in range(start, STEPS):
+        for _ in range(start, args.steps):
             batch = torch.randn(16, 8)  # of a generator that a resume must restore
             nn.functional.mse_loss(model(batch), batch.sum(1, keepdim=True)).backward()
             optimizer.step()
@@ -90,5 +95,14 @@ def settings(out: Path) -> dict[str, Any]:
     return {"store": str(out / "store"), "every": EVERY, "metrics": {"enabled": False}}
 
 
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--after", type=Path, help="OUT of another job: continue from its store where there is none")
+    parser.add_argument("--forget", action="store_true", help="remove the newest commit first, as a wrong resume would")
+    return parser.parse_args()
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    main(arguments())

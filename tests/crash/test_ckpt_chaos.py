@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,13 +58,13 @@ class Judge:
         client = (sys.executable, "-I", "-S", str(HERE / "judge_client.py"), str(self.socket))
         return [*client, str(HERE / script), "{out}", *flags]
 
-    def run(self, script: str, *options: str) -> tuple[int, list[runner.Row]]:
+    def run(self, script: str, *options: str, flags: Sequence[str] = ()) -> tuple[int, list[runner.Row]]:
         """Return the exit code of its command line, and a row for each crash point, the control first."""
         words = [
             *("run", "--work", str(self.work), "--max-points", EVERY_EVENT, "--timeout", "300", "--fail-on", FAILING),
             *("--checkpoint-glob", "{out}/store/manifests/*.json", "--ckpt-ignore-size"),
             *("--step-regex", r"resumed from step (\d+)", "--result-file", "{out}/final.safetensors", *options),
-            *("--", *self.command(script)),
+            *("--", *self.command(script, *flags)),
         ]
         code = cli.main(words)
         print(scoreboard.markdown([scoreboard.summarize(self.work, script)]))
@@ -131,8 +131,21 @@ def test_a_job_killed_at_any_file_event_continues_from_its_newest_commit(
 ) -> None:
     monkeypatch.setenv("CKPT_CHAOS_CRASH_RANK", str(killed))
     options = ["--ranks", str(ranks), "--crash-rank", str(killed), "--jobs", str(2 * ranks)]
-    code, (control, *rows) = judge.run(script, *options)
-    assert [(row.label, row.verdict) for row in (control, *rows) if row.verdict != "PASS"] == []
+    check(judge, killed, *judge.run(script, *options))
+
+
+def test_a_resumed_job_killed_at_any_file_event_continues_from_its_newest_commit(judge: Judge, tmp_path: Path) -> None:
+    """Nor does a job that dies right after a resume cost the commit that it came from."""
+    first = [word.replace("{out}", str(tmp_path)) for word in judge.command("judged_loop.py", "--steps", "2")]
+    subprocess.run(first, check=True)
+    ran = judge.run("judged_loop.py", "--jobs", "2", flags=["--after", str(tmp_path)])
+    check(judge, 0, *ran)
+
+
+def check(judge: Judge, killed: int, code: int, judged: Sequence[runner.Row]) -> None:
+    """Assert that each file event ended one run, and that no run lost anything."""
+    control, *rows = judged
+    assert [(row.label, row.verdict) for row in judged if row.verdict != "PASS"] == []
     assert code == 0
     assert not control.crashed
     assert all(row.crashed for row in rows)
@@ -144,9 +157,7 @@ def test_a_job_killed_at_any_file_event_continues_from_its_newest_commit(
     assert json.loads((judge.work / "meta.json").read_text())["reference_steps"] == SAVED
     complete = {row.outcome.newest_complete_step for row in rows}
     assert complete | {SAVED[-1]} == {0, *SAVED}
-    assert complete == {0, *SAVED} or killed, (
-        "the last commit is rank 0's, and may come after the last event of another"
-    )
+    assert complete == {0, *SAVED} or killed, "rank 0 may commit after the last event of another rank"
 
 
 def test_the_judge_finds_a_resume_that_passes_over_the_newest_commit(judge: Judge, tmp_path: Path) -> None:
