@@ -14,6 +14,7 @@ LONGEST = (
     "test_layout_deepspeed.py",
     "test_docs_scripts.py",
     "test_preemption.py",
+    "test_ckpt_chaos.py",
     "test_memory_kills.py",
     "test_dashboards.py",
     "test_launch_slurm.py",
