@@ -124,7 +124,7 @@ class GlooGroup:
     def monitored_barrier(self, timeout: float) -> bool:
         try:
             dist.monitored_barrier(self._group, timeout=timedelta(seconds=max(1.0, timeout)))
-        except RuntimeError:
+        except (RuntimeError, ValueError, AssertionError):  # the last two: the process group is destroyed
             return False
         return True
 

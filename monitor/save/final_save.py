@@ -62,7 +62,10 @@ class LastStep:
         uncounted: whether an optimizer step was taken that :meth:`monitor.Checkpointer.step` was not told of."""
         timeout = self.job.config.timeouts.close
         if not self.job.group.monitored_barrier(timeout):
-            _log.error("the last step %d is not saved: not all ranks closed within %.0f s", self.step, timeout)
+            _log.error(
+                "the last step %d is not saved: not all ranks closed within %.0f s, or a process group is gone",
+                *(self.step, timeout),
+            )
             return
         if self.job.group.all_reduce_max([uncounted])[0]:
             _log.warning("the last optimizer step is not saved: call ckpt.step() after every optimizer.step()")
