@@ -7,13 +7,11 @@ references that drift is measured against move at the next decision after a save
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import sys
 import time
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -23,13 +21,21 @@ from monitor.context import JobContext
 from monitor.decide.budget_tracker import BudgetTracker
 from monitor.decide.decider import Decider
 from monitor.distributed import collect_messages
-from monitor.events import AttachEvent, DecisionEvent, MeasuredEvent, ResumeEvent
+from monitor.events import AttachEvent, DecisionEvent, MeasuredEvent
 from monitor.memory.tier import MemoryTier
 from monitor.observe.units import LocalUnit, Surveyor
-from monitor.preemption import FinalSave, Preemption
+from monitor.preemption import Preemption
 from monitor.resume.read import ReadBuffers
-from monitor.resume.resume import ResumeResult, build_certificate, reset_ledger, resume, resume_memory_or_store
+from monitor.resume.resume import (
+    ResumeResult,
+    build_certificate,
+    reset_ledger,
+    resume,
+    resume_event,
+    resume_memory_or_store,
+)
 from monitor.save.dry_run import DryRunSaver
+from monitor.save.final_save import FinalSave, LastStep, at_exit, not_committed
 from monitor.save.saver import Saver
 from monitor.save.store_session import StoreSession
 from monitor.telemetry.metrics import Metrics
@@ -93,12 +99,14 @@ class Checkpointer:
         self._surveyor = Surveyor(job.adapter, job.table)
         self._step = job.completed_steps() or 0
         self._resume_called = False
+        self._trained = False  # whether there is state that no commit may have
+        self._checked = False
         self._updates = 0
         job.adapter.before_update(self._count_update)
         self._proven = False
         self._closed = False
         self._process = os.getpid()
-        self._unregister_exit = _close_at_exit(self)
+        self._unregister_exit = at_exit(self._close_at_exit)
         self._preemption = Preemption(job.config.preemption, job.group, active=opened is not None)
         self._attached(opened)
 
@@ -174,6 +182,7 @@ class Checkpointer:
             result = resume_memory_or_store(attempt, self._catalog, snapshot)
         self._saver.return_buffers(job.table.local(), buffers.buffers)
         self._resume_called = True
+        self._trained = result is not None and result.memory is not None
         self._updates = 0
         self._pace.restart()
         self._surveyor.mark()
@@ -193,21 +202,8 @@ class Checkpointer:
         for unit, part in self._job.table.local().items():
             if unit in result.resolution.versions:
                 self._job.meter.reset(unit, part.tensors)
-        manifest = result.resolution.manifest
-        self._listeners.on_resume(
-            ResumeEvent(
-                step=self._step,
-                commit=manifest.step,
-                created=manifest.created,
-                newest=self._job.ledger.newest,
-                certificate=self.certificate,
-                from_memory=result.memory is not None,
-                replicas=len(result.replicas),
-                fallbacks=len(result.resolution.fallbacks),
-                passed_over=result.passed_over,
-                notes=result.notes,
-            )
-        )
+        newest = self._job.ledger.newest
+        self._listeners.on_resume(resume_event(result, self.certificate, self._step, newest))
 
     def step(self) -> StepReport | None:
         """Count an optimizer step; if a decision is due (``every``), decide what to save and begin the save.
@@ -230,6 +226,7 @@ class Checkpointer:
             return None
         self._require_resume_called()
         self._mark_proven()
+        self._trained = True
         self._listeners.on_step(self._step, began)
         if self._preemption.agreed():
             return self._leave()
@@ -238,19 +235,21 @@ class Checkpointer:
             self._snapshot(surveyed=report is not None)
         return report
 
-    def save(self, *, wait: bool = False) -> StepReport:
+    def save(self, *, wait: bool = False, strict: bool = True) -> StepReport:
         """Save all units now, regardless of the policy and of ``every``. Collective.
 
         First waits, at most ``timeouts.close`` seconds, for the save under way. Layers with NaN or Inf are not saved;
         their previous version stays.
 
         Args:
-            wait: Whether to wait, at most ``timeouts.close`` seconds, until the save is committed or has failed.
+            wait: Whether to wait, at most ``timeouts.close`` seconds, until the save is committed on all ranks.
+            strict: With ``wait``, whether to raise if it is not. Otherwise a warning is logged.
 
         Returns:
-            The decision. ``skipped`` says why no save began; with ``wait`` it is ``failed`` if the save failed.
+            The decision. ``skipped`` says why no save began or, with ``wait``, why it is not committed.
 
         Raises:
+            SaveError: With ``wait`` and ``strict``, the save is not committed, on all ranks.
             ConfigError: The checkpointer is closed, the store contains commits and :meth:`resume` was not called, or
                 an optimizer step was taken without :meth:`step`.
         """
@@ -265,12 +264,25 @@ class Checkpointer:
         self.flush()
         with self._job.adapter.cache_lookups():
             report = self._decide(time.perf_counter(), SaveRequest("asked for by save()"))
-        if wait:
+        if not wait or not isinstance(self._saver, Saver):
+            return report
+        if report.skipped is None:
             self.flush()
-            self._saver.settle(self._step, False)
-            if self._group.all_reduce_max([self._saver.failed])[0]:
-                return replace(report, skipped="failed", saved={})
-        return report
+            report = replace(report, skipped=self._saver.settle_commit(self._step))
+        return report if report.skipped is None else not_committed(self._job, self._saver, report, strict)
+
+    def commit_last_step(self) -> None:
+        """Commit the state of the last step, unless it is committed. Collective. :meth:`close` calls it.
+
+        Waits, at most ``timeouts.close`` seconds each, for the other ranks, for the save under way and for its own. If
+        another rank does not come, nothing more is saved and an error is logged.
+
+        Raises:
+            SaveError: The step is not committed, on all ranks. In-memory snapshots stay for the next job.
+        """
+        if isinstance(self._saver, Saver) and self._trained and not self.preempted:
+            last_step = LastStep(self._job, self._saver, self._step, lambda: self.save(wait=True))
+            last_step.commit(uncounted=self._job.completed_steps() is None and self._updates > 0)
 
     def preempt(self) -> None:
         """Announce the end of the job, like a signal does: the next :meth:`step` makes the last save.
@@ -297,16 +309,30 @@ class Checkpointer:
         if self._memory is not None:
             self._memory.finish_copies()
 
-    def close(self) -> None:
-        """Wait, at most ``timeouts.close`` seconds, for the save under way; release the store and the metrics port.
+    def close(self, *, save: bool = True) -> None:
+        """Commit the last step (see :meth:`commit_last_step`), and release the store and the metrics port.
 
-        If an exception is propagating (for example in ``finally:``), in-memory snapshots stay for the restart. In a
-        forked child it does nothing. Calling it again does nothing."""
-        clean = sys.exc_info()[0] is None
-        self._close(self.config.timeouts.close, clean=clean, ended=clean)
+        If an exception is propagating (for example in ``finally:``), it saves nothing more and waits shortly for the
+        save under way. In-memory snapshots stay if they are newer than every commit. In a forked child it does nothing.
+        Calling it again does nothing.
+
+        Args:
+            save: Whether to commit the last step. If False, only the save under way is waited for.
+
+        Raises:
+            SaveError: The last step is not committed. All is released nevertheless.
+        """
+        self._end(clean=sys.exc_info()[0] is None, save=save)
+
+    def _end(self, *, clean: bool, save: bool = True) -> None:
+        try:
+            if clean and save and not self._closed and os.getpid() == self._process:
+                self.commit_last_step()
+        finally:
+            self.finish(clean=clean)
 
     def finish(self, *, clean: bool) -> None:
-        """Close with a known outcome. clean: training is complete, so no restart needs the in-memory snapshots."""
+        """Close with a known outcome, without another save. clean: training is complete."""
         self._close(self.config.timeouts.close if clean else self._patience, clean=clean, ended=clean)
 
     def __enter__(self) -> Checkpointer:
@@ -315,7 +341,7 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.finish(clean=kind is None)
+        self._end(clean=kind is None)
 
     @property
     def _patience(self) -> float:
@@ -328,10 +354,13 @@ class Checkpointer:
             self._closed = True
             self._unregister_exit()
             self._saver.close(timeout, clean and not self.preempted)
-            if self._memory is not None:
-                self._memory.close(remove=ended and not self.preempted)
-            self._listeners.on_close(ended and not self.preempted, timeout)
+            needed = self._memory is not None and self._memory.close()
+            self._listeners.on_close(ended and not self.preempted and not needed, timeout)
             self._preemption.close(leaving=self.preempted and self.config.preemption.exit)
+
+    def _close_at_exit(self) -> None:
+        # last_value: set by an uncaught exception, but not by sys.exit(1)
+        self._close(self._patience, clean=not hasattr(sys, "last_value"), ended=False)
 
     def _leave(self) -> StepReport:
         """Save what time allows. If the process is to exit, it exits by the deadline in any case."""
@@ -398,6 +427,9 @@ class Checkpointer:
         survey = self._surveyor.survey(stepped=request is None)
         local, trouble = survey.local, survey.trouble is not None
         settled = self._saver.settle(self._step, not trouble and self._job.table.changed(local), trouble)
+        if not self._checked:
+            self._saver.require_storable(survey.trouble)
+            self._checked = True
         if settled.skip is not None:
             if request is None:
                 self._pace.put_off(self._step, busy=settled.skip == "busy")
@@ -461,17 +493,3 @@ class Checkpointer:
         return StepReport(
             self._step, skipped, decided.stats, saved, decided.choices, staged, stall, interval=decided.interval
         )
-
-
-def _close_at_exit(checkpointer: Checkpointer) -> Callable[[], None]:
-    """Finish the save under way at interpreter exit, if the script did not call ``close()``. Return its undo."""
-    reference = weakref.ref(checkpointer)
-
-    def close() -> None:
-        living = reference()
-        if living is not None:
-            # last_value: set by an uncaught exception, but not by sys.exit(1).
-            living._close(living._patience, clean=not hasattr(sys, "last_value"), ended=False)
-
-    atexit.register(close)
-    return lambda: atexit.unregister(close)

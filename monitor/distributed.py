@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -39,6 +40,9 @@ class Group(Protocol):
 
     def async_flag(self) -> AsyncFlag:
         """Create an :class:`AsyncFlag`. Collective."""
+
+    def monitored_barrier(self, timeout: float) -> bool:
+        """Wait until all ranks are here. Return False if any is not after ``timeout`` seconds, or is gone."""
 
 
 class AsyncFlag(Protocol):
@@ -74,6 +78,10 @@ class SingleProcessGroup:
 
     def async_flag(self) -> AsyncFlag:
         return _ImmediateFlag()
+
+    def monitored_barrier(self, timeout: float) -> bool:
+        del timeout
+        return True
 
 
 class _ImmediateFlag:
@@ -112,6 +120,13 @@ class GlooGroup:
     def async_flag(self) -> AsyncFlag:
         """Create a flag with its own process group, since its reductions outlast calls."""
         return _GlooAsyncFlag()
+
+    def monitored_barrier(self, timeout: float) -> bool:
+        try:
+            dist.monitored_barrier(self._group, timeout=timedelta(seconds=max(1.0, timeout)))
+        except (RuntimeError, ValueError, AssertionError):  # the last two: the process group is destroyed
+            return False
+        return True
 
 
 class _GlooAsyncFlag:

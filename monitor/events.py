@@ -85,10 +85,11 @@ class CommitEvent:
 
 @dataclass(frozen=True)
 class SaveFailedEvent:
-    """A save failed; the commit before it is intact."""
+    """A save failed. ``newest``: the newest commit, on rank 0; it is intact."""
 
     step: int
     error: BaseException | None
+    newest: SaveId | None = None
 
     @property
     def reason(self) -> str:

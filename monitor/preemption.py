@@ -1,4 +1,4 @@
-"""Detect preemption signals, agree on the last step among ranks, and make the last saves by the deadline.
+"""Detect preemption signals, and agree on the last step among ranks and on the deadline.
 
 Signal handlers only record the time of the first signal. Python runs them in the main thread between two bytecodes, so
 a signal that arrives while that thread is in C code is noticed when it returns. Handlers replace default actions only:
@@ -22,21 +22,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 from monitor.config.schema import PreemptionSettings
-from monitor.context import JobContext
 from monitor.distributed import AsyncFlag, Group
-from monitor.events import PreemptedEvent
-from monitor.observe.units import is_moving
-from monitor.save.saver import Saver
-from monitor.types import SaveRequest, StepReport
-from policies.base import Choice
-from store.certificate import is_lossy
 from store.errors import PREEMPTED, ConfigError
-from store.names import Unit
 
 _log = logging.getLogger("driftpoint")
 
@@ -46,7 +38,6 @@ it."""
 
 _MARGIN = 0.05  # share of the grace period reserved for exiting
 _MIN_MARGIN = 0.2  # seconds reserved for exiting at least
-_MAX_SAVES = 8  # last saves at most: each is expected to use most of the time left
 
 _EXPIRED = b"driftpoint: preempted: grace period expired before the save finished; the previous commit is intact\n"
 
@@ -230,82 +221,3 @@ class Preemption:
         self._flag = None
         if not leaving:
             self._watcher.close()
-
-
-@dataclass
-class FinalSave:
-    """Saves as much of a job at ``step`` as can become durable by the deadline.
-
-    It waits for the save under way, then saves as much as is expected to fit. If time is left, because the storage
-    speed was unknown or better than before, further saves use it. Each is an ordinary commit, so the deadline can only
-    cut off the last one. Training thread; collective.
-
-    Args:
-        job: The job.
-        saver: Writes the saves.
-        step: The last step of the job.
-        decide: Measures, decides and begins a save.
-        affordable: Bytes expected to become durable within a number of seconds. Called on rank 0.
-    """
-
-    job: JobContext
-    saver: Saver
-    step: int
-    decide: Callable[[SaveRequest], StepReport]
-    affordable: Callable[[float], float]
-
-    def run(self, deadline: Deadline) -> StepReport:
-        """Save and return the report of the first save with the units of all of them, alike on all ranks.
-
-        If another rank is gone the error is logged, not raised: the job ends in any case."""
-        try:
-            return self._save_until(deadline)
-        except RuntimeError as error:
-            _log.error("preempted: no further save is possible, because another rank is gone: %s", error)
-        return StepReport(self.step, "failed", saved={}, preempted=True)
-
-    def _save_until(self, deadline: Deadline) -> StepReport:
-        request = SaveRequest("preempted", lambda: self.affordable(deadline.left))
-        saved: dict[Unit, Choice] = {}
-        self.saver.wait(deadline.left)
-        report = self._save(request, deadline, saved)
-        first, saves = report, 1
-        while report.skipped is None and saves < _MAX_SAVES:
-            stale = any(age != 0 for age in self._ages())  # on rank 0
-            if not self.job.group.broadcast(stale and deadline.left > 0.0):
-                break
-            report, saves = self._save(request, deadline, saved), saves + 1
-        if self.job.group.rank == 0:
-            self.job.listeners.on_preempted(self._outcome(deadline.passed, report.skipped))
-        return replace(first, saved=saved, preempted=True)
-
-    def _ages(self) -> list[int | None]:
-        return [self.job.ledger.staleness(unit, self.step) for unit in self.job.table.sizes if is_moving(unit)]
-
-    def _save(self, request: SaveRequest, deadline: Deadline, saved: dict[Unit, Choice]) -> StepReport:
-        report = self.decide(request)
-        if report.skipped is not None:
-            return report
-        self.saver.wait(deadline.left)
-        busy = self.saver.settle(self.step, False).skip == "busy"
-        failed = bool(self.job.group.all_reduce_max([self.saver.failed])[0])
-        if busy or failed:
-            return replace(report, skipped="busy" if busy else "failed", saved={})
-        saved.update(report.saved or {})
-        return report
-
-    def _outcome(self, seconds: float, skipped: str | None) -> PreemptedEvent:
-        ledger, moving = self.job.ledger, [unit for unit in self.job.table.sizes if is_moving(unit)]
-        ages = self._ages()
-        complete = ages.count(0) == len(moving)
-        records = [ledger.versions[unit] for unit in moving] if complete else []
-        return PreemptedEvent(
-            step=self.step,
-            seconds=seconds,
-            skipped=skipped,
-            moving=len(moving),
-            fresh=ages.count(0),
-            oldest=max((age for age in ages if age is not None), default=0),
-            exact=complete and all(one.version == ledger.newest and not is_lossy(one.encoding) for one in records),
-            newest=ledger.newest,
-        )

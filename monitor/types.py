@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from monitor.observe.drift_meter import Measure
 from policies.base import Choice, UnitStats
 from store.errors import PREEMPTED
-from store.names import Unit
+from store.names import SaveId, Unit
 
 Sizes = Mapping[Unit, tuple[int, str, float, float | None]]
 """Units of a save -> bytes, encoding, error, drift as staged."""
@@ -49,6 +49,25 @@ class DecisionResult:
     preempted: bool = False  # limited to the time left before the job ends
 
 
+SKIP_REASONS: Mapping[str | None, str] = {
+    None: "nothing moved",
+    "busy": "not enough time",
+    "nothing": "no layer can be saved now",
+    "failed": "the save failed",
+    "withheld": "layers without any version have NaN or Inf",
+    "fenced": "another job has taken over the store",
+    "storage": "the store cannot be written",
+    "disagree": "ranks are at different steps",
+    "unsupported": "the model or optimizer is not the one that was attached",
+}
+"""What ``StepReport.skipped`` means for a save that must not be skipped."""
+
+
+def newest_text(newest: SaveId | None) -> str:
+    """Return a clause for messages about a failed save."""
+    return "there is no commit yet" if newest is None else f"the commit of step {newest.step} is intact"
+
+
 @dataclass(frozen=True)
 class StepReport:
     """Result of a decision, returned by :meth:`monitor.Checkpointer.step` and :meth:`~monitor.Checkpointer.save`.
@@ -56,7 +75,8 @@ class StepReport:
     Attributes:
         step: Optimizer step of the decision.
         skipped: Why no save began: ``busy``, ``nothing``, ``withheld``, ``fenced``, ``storage``, ``disagree``,
-            ``unsupported`` or ``observe``. ``failed`` if the save was waited for and failed. None if a save began.
+            ``unsupported`` or ``observe``. With ``wait``, ``failed`` if it failed and ``busy`` if it is unfinished.
+            None if a save began.
         stats: Drift and staleness of every unit over all ranks. Rank 0 only; empty if nothing was measured.
         saved: Units in this save, with the reason for each.
         choices: The choice for every unit, with its reason. Rank 0 only.

@@ -28,7 +28,7 @@ from monitor.huggingface.trainer_state import TrainerProgress
 from monitor.resume.predict import PredictionOverride, remove_override, write_override
 from monitor.run_state import capture_rng, restore_rng
 from monitor.types import StepReport
-from store.errors import ConfigError, StoreError, UnsupportedError, UsageError
+from store.errors import ConfigError, SaveError, StoreError, UnsupportedError, UsageError
 from store.location import store_place
 from store.names import SaveId
 
@@ -62,6 +62,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._progress: TrainerProgress | None = None
         self._generators: Mapping[str, Any] | None = None
         self._pending = False
+        self._failed_save: SaveError | None = None
         _callbacks.add(self)
         self.number = next(_numbers)
         """Later callbacks have greater numbers."""
@@ -136,18 +137,21 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
         The interval does not matter here: otherwise the steps since the newest commit would be saved nowhere."""
         if logs and "train_runtime" in logs:
-            trained = self._pending
-            report = self._report_step(state, at_epoch=True)
-            saved = report is not None and (report.saved or report.preempted)
-            if trained and not saved and self.checkpointer is not None and not self.checkpointer.preempted:
-                self.checkpointer.save(wait=True)
+            self._report_step(state, at_epoch=True)
             if self.checkpointer is not None:
+                try:
+                    self.checkpointer.commit_last_step()
+                except SaveError as error:  # raised when the Trainer has loaded the best model
+                    self._failed_save = error
                 self.checkpointer.copied()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Wait for the save in progress and release the store."""
+        """Release the store. Raises SaveError if the last step is not committed."""
         self.close(clean=True)
         self._drop_plan()
+        failed, self._failed_save = self._failed_save, None
+        if failed is not None:
+            raise failed
 
     def _stop(self, control: Any) -> None:
         # The Trainer checks the flag when the step that has begun is over.

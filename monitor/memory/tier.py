@@ -196,19 +196,19 @@ class MemoryTier:
         """Wait until the pending snapshot of this rank is finished. Return False after ``timeout`` seconds."""
         return self._writer.join(timeout)
 
-    def close(self, *, remove: bool) -> None:
-        """Close the memory; ``remove`` it even if it is newer than every commit. Otherwise only if it is not."""
+    def close(self) -> bool:
+        """Close the memory, and remove it if a commit is at least as new. Return whether it holds newer state."""
         if not self.wait(min(30.0, self._job.config.timeouts.close)):
             _log.warning("rank %d: the snapshot in memory is not finished and is given up", self._group.rank)
-            remove = False
         self._writer.stop()
-        remove = remove or (self._buffers.arena is not None and self._committed())
+        remove = self._buffers.arena is not None and self._committed()
         self._replication.close(remove=remove)
         if self._buffers.arena is not None:
             self._pending = None
             if remove:  # memory of earlier incarnations may not be reused yet
                 self._buffers.take_rest(self._group.world_size)
             self._buffers.close(remove=remove)
+        return self._newest is not None and not remove
 
     def _begin_replication(self, local: Mapping[Unit, LocalUnit], kept: SaveId | None) -> None:
         if not self._disabled:

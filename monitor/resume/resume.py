@@ -19,6 +19,7 @@ from monitor.adapters.base import Adapter, FragmentPlace
 from monitor.config.schema import ResumeSettings
 from monitor.context import JobContext
 from monitor.distributed import Group, run_on_all_ranks, run_on_rank0
+from monitor.events import ResumeEvent
 from monitor.memory.recovery import MemoryCandidate, newest_on_disk
 from monitor.resume.read import (
     ReadBuffers,
@@ -241,6 +242,23 @@ def memory_or_store(
         except NothingToResumeError as error:  # alike on all ranks, before anything has changed
             _log.error("memory: %s", error)
     return attempt(catalog)
+
+
+def resume_event(result: ResumeResult, certificate: Certificate, step: int, newest: SaveId | None) -> ResumeEvent:
+    """Build the event of a resume to ``step``. ``newest``: the newest commit of the ledger."""
+    manifest = result.resolution.manifest
+    return ResumeEvent(
+        step=step,
+        commit=manifest.step,
+        created=manifest.created,
+        newest=newest,
+        certificate=certificate,
+        from_memory=result.memory is not None,
+        replicas=len(result.replicas),
+        fallbacks=len(result.resolution.fallbacks),
+        passed_over=result.passed_over,
+        notes=result.notes,
+    )
 
 
 def build_certificate(result: ResumeResult) -> Certificate:

@@ -35,11 +35,9 @@ class DryRunSaver:
         self._ledger = job.ledger
         self._listeners = job.listeners
 
-    failed = False
-
     def _nothing(self, *_: Any, **__: Any) -> None: ...
 
-    reserve = return_buffers = finish_copies = forget_bases = upkeep = flush = close = _nothing
+    reserve = return_buffers = finish_copies = forget_bases = upkeep = flush = close = require_storable = _nothing
 
     def borrow_buffers(self, local: Mapping[Unit, LocalUnit]) -> Mapping[Fragment, torch.Tensor]:
         del local

@@ -15,7 +15,7 @@ import torch
 
 from monitor.background import BackgroundWorker, TaskResult
 from monitor.context import JobContext
-from monitor.distributed import run_on_rank0
+from monitor.distributed import collect_messages, run_on_all_ranks, run_on_rank0
 from monitor.events import BackgroundFailureEvent, CommitEvent, SaveBeginEvent, SaveFailedEvent
 from monitor.ledger import CommitDraft, PreparedCommit
 from monitor.observe.drift_meter import Signature
@@ -83,8 +83,8 @@ class Saver:
         # Whether copies are made during the next forward and backward.
         self.lazy = staging == "lazy" or (staging == "auto" and job.adapter.state_is_private)
         self._upkeep: dict[int, str] = {}
-        self._fenced = self._renewing = False
-        self.failed = False  # whether the save that this rank finished last failed
+        self._fenced = self._renewing = self._committed = False
+        self._failure: str | None = None
         self._copies = UnfinishedCopy(job.adapter, job.listeners.on_copy_wait)
         self._highest_step = self._highest_snapshot = -1
         self._root = session.files.root if isinstance(session.files, LocalFiles) else None
@@ -130,6 +130,30 @@ class Saver:
         if newest != -oldest:
             return SaveStatus("disagree", any_changed)
         return SaveStatus("unsupported" if unsupported else "fenced" if fenced else None, any_changed)
+
+    def require_storable(self, trouble: str | None) -> None:
+        """Raise on all ranks if a part of the job cannot be stored: no later save could succeed. Collective.
+
+        trouble: why this rank's part of the job cannot be saved."""
+
+        def check() -> None:
+            if trouble is not None:
+                raise UnsupportedError(trouble)
+            with_run_state(empty_segment(self._job, self._session.catalog.store_id, SaveId(0, 1), ""), self._job)
+
+        run_on_all_ranks(self._group, check)
+
+    def settle_commit(self, step: int) -> str | None:
+        """Finish the pending save on all ranks. Collective.
+
+        Return None if it is committed, ``busy`` if a rank is still writing, else ``failed``."""
+        if self.settle(step, False).skip == "busy":
+            return "busy"
+        return None if self._committed else "failed"
+
+    def failure(self) -> str:
+        """Return why the last save failed, with the rank that says so. Collective."""
+        return collect_messages(self._group, self._failure)
 
     def begin(self, step: int, decided: DecisionResult, local: Mapping[Unit, LocalUnit]) -> int:
         """Stage the decided units and hand them to the background thread. Return the bytes staged on this rank."""
@@ -226,7 +250,7 @@ class Saver:
         elif not self.wait(0.0):
             message = (
                 f"the save of step {self._pending.save.step if self._pending else '?'} is not finished after "
-                f"{timeout:.0f} s and is given up; the commit before it is intact"
+                f"{timeout:.0f} s and is given up{self._newest_text()}"
             )
             self._listeners.on_background_failure(BackgroundFailureEvent("close_timeout", message, severe=True))
         self._collect()
@@ -250,6 +274,13 @@ class Saver:
         self._writer.stop()
         self._session.release()
 
+    def _newest_text(self) -> str:
+        """Return what rank 0 knows of the newest commit, to be added to a message."""
+        newest = self._job.ledger.newest
+        if self._group.rank != 0:
+            return ""
+        return "; there is no commit yet" if newest is None else f"; the commit of step {newest.step} is intact"
+
     def _check_free_space(self) -> None:
         root = self._root
         if root is not None and self._group.rank == 0:
@@ -269,7 +300,7 @@ class Saver:
         for done in self._writer.finished():
             if self._pending is not None and done.number == self._pending.number:
                 self._outcome = done
-                self.failed = done.error is not None
+                self._failure = None if done.error is None else str(done.error) or repr(done.error)
                 self._fenced = self._fenced or isinstance(done.error, FencedError)
             elif done.error is not None:
                 message = f"{self._upkeep.get(done.number, 'upkeep')} failed: {done.error}"
@@ -283,6 +314,7 @@ class Saver:
         reached = tuple(self._job.ledger.groups)
         news = (commit is not None, commit.dropped if commit else (), pending.task.progress.attempted, reached)
         committed, dropped, attempted, reached = self._group.broadcast(news)
+        self._committed = committed
         moved_units = pending.saved - set(dropped) if committed else frozenset()
         took = pending.task.progress.write_seconds
         self._packer.settle(pending.task.packing, took, moved_units.__contains__, frozenset(reached))
@@ -310,7 +342,7 @@ class Saver:
         saved, step = outcome.result, pending.save.step
         if saved is None or saved.prepared is None:
             if outcome.error is not None or self._group.rank == 0:
-                self._listeners.on_save_failed(SaveFailedEvent(step, outcome.error))
+                self._listeners.on_save_failed(SaveFailedEvent(step, outcome.error, self._job.ledger.newest))
             return None
         ledger = self._job.ledger
         staleness = {unit: ledger.staleness(unit, step) for unit in saved.prepared.drift}

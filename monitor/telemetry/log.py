@@ -13,10 +13,12 @@ from typing_extensions import override
 from monitor import events
 from monitor.config.load import Config
 from monitor.events import SaveListener, unexpected
+from monitor.types import SKIP_REASONS, newest_text
 from store.certificate import MEMORY, PEER, Certificate
 
 _log = logging.getLogger("driftpoint")
 
+_DECISIONS_WITHOUT_COMMIT = 3
 _NAMED = 6
 """Maximum number of units named in a log line."""
 
@@ -38,6 +40,7 @@ class SaveLog(SaveListener):
         self._config = config
         self._rank = rank
         self._encodings_checked = False
+        self._commits = self._decisions = 0
 
     @override
     def on_measured(self, event: events.MeasuredEvent) -> None:
@@ -52,12 +55,31 @@ class SaveLog(SaveListener):
 
     @override
     def on_decision(self, event: events.DecisionEvent) -> None:
-        if event.skipped is None or self._rank != 0:
+        if self._rank != 0:
+            return
+        self._count_decision(event)
+        if event.skipped is None:
             return
         level, text = _WHY_SKIPPED[event.skipped]
         if event.skipped == "busy" and self._config.every == "auto":  # it is retried soon
             level = logging.INFO
         _log.log(level, text, *[value for value in (event.step, event.problem) if value is not None])
+
+    def _count_decision(self, event: events.DecisionEvent) -> None:
+        """Say so if several decisions have passed and nothing is committed, in this run or before it."""
+        self._commits, self._decisions = event.commits, self._decisions + 1
+        if self._decisions > _DECISIONS_WITHOUT_COMMIT and not self._commits:
+            _log.error(
+                "nothing is committed after %d decisions: a failure now loses all %d steps. The lines before say why",
+                self._decisions,
+                event.step,
+            )
+            self._decisions = 0  # again after as many decisions
+
+    @override
+    def on_close(self, clean: bool, timeout: float) -> None:
+        if self._rank == 0 and self._decisions and not self._commits:
+            _log.error("this job ends without any commit in %s", self._config.store)
 
     @override
     def on_save_begin(self, event: events.SaveBeginEvent) -> None:
@@ -73,6 +95,7 @@ class SaveLog(SaveListener):
 
     @override
     def on_commit(self, event: events.CommitEvent) -> None:
+        self._commits += 1
         step, dropped = event.save.step, event.drawn.dropped
         if dropped:
             _log.error(
@@ -84,7 +107,7 @@ class SaveLog(SaveListener):
 
     @override
     def on_save_failed(self, event: events.SaveFailedEvent) -> None:
-        text = "the save of step %d failed, the commit before it is intact: %s"
+        text = f"the save of step %d failed ({newest_text(event.newest)}): %s"
         if self._rank != 0:
             text = f"rank {self._rank} could not write its segment of step %d: %s"
         _log.warning(text, event.step, event.error, exc_info=unexpected(event.error))
@@ -131,10 +154,8 @@ class SaveLog(SaveListener):
                 *(step, seconds, event.fresh, event.moving, event.oldest),
             )
         else:
-            newest = event.newest
-            intact = "there is no commit yet" if newest is None else f"the commit of step {newest.step} is intact"
-            reason = _WHY_NOTHING.get(event.skipped or "", event.skipped)
-            _log.error("preempted: nothing new is saved at step %d: %s; %s", step, reason, intact)
+            reason = SKIP_REASONS.get(event.skipped or "", event.skipped)
+            _log.error("preempted: nothing new is saved at step %d: %s; %s", step, reason, newest_text(event.newest))
 
 
 def _kind(certificate: Certificate) -> str:
@@ -144,17 +165,6 @@ def _kind(certificate: Certificate) -> str:
         return "all of one step, not bitwise"
     return f"a composite, up to {certificate.max_staleness} steps stale"
 
-
-_WHY_NOTHING = {
-    None: "nothing moved",
-    "busy": "not enough time",
-    "nothing": "not enough time",
-    "failed": "the save failed",
-    "withheld": "layers without any version have NaN or Inf",
-    "fenced": "another job has taken over the store",
-    "disagree": "ranks are at different steps",
-    "unsupported": "the model or optimizer is not the one that was attached",
-}
 
 _WHY_SKIPPED = {
     "busy": (logging.WARNING, "no save at step %d: the one before is still being written"),

@@ -133,3 +133,14 @@ def test_ranks_that_do_not_find_the_same_versions_resume_none(launched: Launched
     assert refused["error"] == "StorageError" and "rank 1 and rank 0 resolved different versions" in refused["text"]
     assert launched.one("unchanged", scenario="other_view", rank=rank)["same"]
     assert launched.one("resumed", scenario="other_view", rank=rank)["step"] == 3
+
+
+def test_the_last_step_is_committed_by_ranks_that_end_well(launched: Launched) -> None:
+    assert commits(launched, "last_step") == [2, 3]
+
+
+def test_a_rank_that_closes_alone_saves_nothing_and_is_not_held(launched: Launched) -> None:
+    for rank in RANKS:
+        found = launched.one("alone", scenario="last_step", rank=rank)["commits"]
+        assert [int(name.split("-")[0]) for name in found] == [2, 3, 4]
+    assert "the last step 5 is not saved: not all ranks closed" in launched.output

@@ -93,7 +93,7 @@ def job(store: Path, **settings: Any) -> Iterator[Job]:
     try:
         yield made
     finally:
-        made.ckpt.close()
+        made.ckpt.close(save=False)
 
 
 def committed_steps(store: Path) -> list[int]:

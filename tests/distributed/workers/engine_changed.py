@@ -114,7 +114,7 @@ def scenario(stage: int, change: Callable[[Any], Undo], results: Results, direct
         steps(2)
         undo()
     steps(1)
-    ckpt.close()
+    ckpt.close(save=False)
     dist.barrier()
     commits = [save.step for save in reversed(open_catalog(LocalFiles(settings["store"])).saves())]
     counted = ckpt.metrics.registry.get_sample_value("driftpoint_saves_skipped_total", {"reason": "unsupported"})

@@ -28,7 +28,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     job.step()
     failures = job.metric("driftpoint_failures_total", reason="StorageError")
-    job.ckpt.close()
+    job.ckpt.close(save=False)
     commits = sorted(save.step for save in open_catalog(LocalFiles(store)).saves())
     Results(spec["results"]).tell("end", failures=failures, commits=commits)
 

@@ -74,7 +74,7 @@ def main(spec: Mapping[str, Any]) -> None:
         if rank() == 0:
             results.tell("acknowledged", step=int(job.metric("driftpoint_last_commit_step")))
         job.ckpt.flush()
-    job.ckpt.close()
+    job.ckpt.close(save=False)
     results.tell("finished", incarnation=incarnation)
     leave()
 

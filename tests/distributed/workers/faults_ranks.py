@@ -43,15 +43,17 @@ class Scenario:
         torch.manual_seed(3)
         return Job(self.store, **settings)
 
-    def steps(self, job: Job, count: int, flush: bool = True) -> None:
+    def steps(self, job: Job, count: int, flush: bool = True, due: int = 1) -> None:
         for _ in range(count):
             report = job.step(flush)
-            assert report is not None
+            if report is None:
+                assert due > 1
+                continue
             self.tell("step", step=report.step, skipped=report.skipped)
 
     def end(self, job: Job) -> None:
         """Close, and record what stands."""
-        job.ckpt.close()
+        job.ckpt.close(save=False)
         dist.barrier()
         failures = {
             sample.labels["reason"]: sample.value
@@ -158,7 +160,7 @@ def fenced_in_the_same_step(s: Scenario) -> None:
     if rank() == 0:
         claim_epoch(LocalFiles(s.store), s.catalog().store_id)
     dist.barrier()
-    s.tell("saved", skipped=job.ckpt.save(wait=True).skipped)
+    s.tell("saved", skipped=job.ckpt.save(wait=True, strict=False).skipped)
     s.steps(job, 1)
     s.end(job)
 
@@ -182,7 +184,7 @@ def sick_replica(s: Scenario) -> None:
     sick = "blocks.1."
     wrong = [name for name in now if not torch.equal(now[name], (good if name.startswith(sick) else then)[name])]
     s.tell("resumed", step=step, wrong=wrong, exact=other.ckpt.certificate.exact if other.ckpt.certificate else None)
-    other.ckpt.close()
+    other.ckpt.close(save=False)
 
 
 def flipped_byte(s: Scenario) -> None:
@@ -214,7 +216,7 @@ def flipped_byte(s: Scenario) -> None:
         problems=certificate.problems, metric=other.metric("driftpoint_resume_fallback_units"),
     )  # fmt: skip
     s.steps(other, 1)
-    other.ckpt.close()
+    other.ckpt.close(save=False)
 
 
 class Unstorable:
@@ -234,7 +236,7 @@ class Unstorable:
 def unstorable(s: Scenario) -> None:
     """State that one rank cannot store: refused on both at once, or, when it turns so later, a failed save."""
     s.refused(lambda: Job(s.store, state=[Unstorable(0)]))
-    job = s.job(state=[Unstorable(2)])
+    job = s.job(state=[Unstorable(3)])
     s.steps(job, 1)
     s.steps(job, 1, flush=rank() == 1)
     s.steps(job, 1)
@@ -259,10 +261,10 @@ def other_model(s: Scenario) -> None:
     s.end(job)
     other = Job(s.store, width=9)
     s.refused(other.ckpt.resume)
-    other.ckpt.close()
+    other.ckpt.close(save=False)
     again = Job(s.store)
     s.tell("resumed", step=again.ckpt.resume())
-    again.ckpt.close()
+    again.ckpt.close(save=False)
 
 
 def moving_while_written(s: Scenario) -> None:
@@ -305,7 +307,7 @@ def other_view(s: Scenario) -> None:
     s.tell("unchanged", same=same(before, other.weights()))
     catalog.files = fine
     s.tell("resumed", step=other.ckpt.resume())
-    other.ckpt.close()
+    other.ckpt.close(save=False)
 
 
 def _refuse_step_2(operation: str, path: str) -> None:
@@ -313,9 +315,29 @@ def _refuse_step_2(operation: str, path: str) -> None:
         raise StorageError(f"{path}: no")
 
 
+def last_step(s: Scenario) -> None:
+    """Both ranks end well between two decisions; then one of them closes alone."""
+    job = s.job(every=2)
+    s.steps(job, 3, due=2)
+    job.ckpt.close()
+    dist.barrier()
+    s.tell("end", commits=[save.name for save in reversed(s.catalog().saves())], failures={})
+    lonely = s.job(every=2, timeouts={"close": 2.0})
+    lonely.ckpt.resume()
+    s.steps(lonely, 1, due=2)
+    lonely.step()
+    if rank() == 0:
+        lonely.ckpt.close()
+    dist.barrier()
+    if rank() == 1:
+        lonely.ckpt.close(save=False)
+    dist.barrier()
+    s.tell("alone", commits=[save.name for save in reversed(s.catalog().saves())])
+
+
 SCENARIOS: list[Callable[[Scenario], None]] = [
     silent_rank, failing_rank, other_path, fenced, fenced_in_the_same_step, sick_replica, flipped_byte,
-    unstorable, other_step, other_model, moving_while_written, other_view,
+    unstorable, other_step, other_model, moving_while_written, other_view, last_step,
 ]  # fmt: skip
 
 

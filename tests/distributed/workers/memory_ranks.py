@@ -209,7 +209,7 @@ def second(life: Life) -> None:
         sender = memory._replication._sender
         life.results.tell("sent_again", save=str(None if sender is None else sender.sent))
     ckpt.save(wait=True)
-    ckpt.close()
+    ckpt.close(save=False)
     life.results.tell("end")
 
 

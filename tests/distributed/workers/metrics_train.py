@@ -34,4 +34,4 @@ while going.item():
     if stop.exists():
         going.zero_()
     dist.broadcast(going, 0)
-one.ckpt.close()
+one.ckpt.close(save=False)

@@ -78,7 +78,7 @@ class Run:
         first = self.came_back(case, trainee, ckpt)
         for step in range(first, case["steps"]):
             self.train("continued", case, trainee, step)
-        ckpt.close()
+        ckpt.close(save=False)
 
     def elsewhere(self, case: Case) -> None:
         """On another number of ranks, at the stage ``to``; trains on and saves."""
@@ -90,7 +90,7 @@ class Run:
         for _ in range(case["every"]):
             trainee.step()
             report = ckpt.step()
-        ckpt.close()
+        ckpt.close(save=False)
         dist.barrier()
         healthy = verify(open_catalog(LocalFiles(Path(self.directory / case["name"])))).ok if rank() == 0 else True
         skipped = "nothing" if report is None else report.skipped

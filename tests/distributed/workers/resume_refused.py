@@ -114,7 +114,7 @@ class Job:
         self.ckpt.resume()
         self.train(STEPS)
         self.ckpt.step()
-        self.ckpt.close()
+        self.ckpt.close(save=False)
 
     def state(self) -> dict[str, Any]:
         """Everything that a resume may change, to the last bit."""
@@ -182,14 +182,14 @@ def of_stage(stage: int, results: Results, directory: Path) -> None:
             refuse(results, name, job, stage=stage, trained=trained)
             if name == "object":
                 again(results, stage, job, saved)
-            job.ckpt.close()
+            job.ckpt.close(save=False)
             dist.barrier()
     store = directory / f"zero{stage}-scheduler"
     Job(store, stage, 0, scheduler=Schedule).save()
     for trained in (0, 3):
         job = Job(store, stage, 1 + trained, trained, scheduler=Refusing)
         refuse(results, "scheduler", job, stage=stage, trained=trained)
-        job.ckpt.close()
+        job.ckpt.close(save=False)
         dist.barrier()
 
 

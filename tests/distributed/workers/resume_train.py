@@ -73,7 +73,7 @@ class Run:
         for step in range(first, self.steps):
             self.results.tell("continued", case=case["name"], step=step, losses=trainee.step())
             self.checkpoint(case, trainee, ckpt)
-        ckpt.close()
+        ckpt.close(save=False)
         self.results.tell("end", case=case["name"], of="resumed", hashes=hashes(trainee))
 
     def attach(self, case: Mapping[str, Any], trainee: Trainee) -> monitor.Checkpointer:

@@ -66,7 +66,7 @@ def _trained(ckpt: Any, step: Callable[[], Any], state: Callable[[], State], sto
         ckpt.flush()
         dist.barrier()
     memory = tracer_of(ckpt).memory_bytes
-    ckpt.close()
+    ckpt.close(save=False)
     torch.save(states, store.with_name(f"{store.name}.{rank()}.pt"))
     results.tell("done", name=store.name, layers=ckpt.layers, skipped=report.skipped, memory=memory)
 

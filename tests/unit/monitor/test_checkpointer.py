@@ -182,7 +182,7 @@ def test_observe_reports_what_it_would_save_and_writes_nothing(store: Path, capl
     with job(store, policy={"name": "observe", "inner": {"name": "parity", "k": 2}}) as one:
         assert one.ckpt.resume() == 0
         reports = [one.step() for _ in range(3)]
-        assert one.ckpt.save(wait=True).skipped == "observe"
+        assert one.ckpt.save(wait=True, strict=False).skipped == "observe"
     assert not store.exists()
     assert [skip_reason(report) for report in reports] == ["observe"] * 3
     layers = [sorted({unit.layer for unit in report.saved or ()}) for report in reports if report]

@@ -26,7 +26,7 @@ def test_a_store_that_comes_back_is_saved_to_again(tmp_path: Path, again: bool) 
         store.rename(away)
         store.mkdir()  # what is seen of a disk that is not mounted
         if again:
-            assert one.ckpt.save(wait=True).skipped == "storage"
+            assert one.ckpt.save(wait=True, strict=False).skipped == "storage"
         else:
             one.step()
         assert not (store / "segments").exists(), "nothing may be written below a mount point"
@@ -51,7 +51,7 @@ def test_a_claim_that_could_not_be_made_durable_does_not_fence_its_own_job(tmp_p
                 raise StorageError("fsync of epochs failed")
 
         files.before = refuse
-        assert one.ckpt.save(wait=True).skipped == "storage"
+        assert one.ckpt.save(wait=True, strict=False).skipped == "storage"
         files.before = nothing
         assert len(list((store / "epochs").glob("*.json"))) == 2, "the claim has its name already"
         for _ in range(2):

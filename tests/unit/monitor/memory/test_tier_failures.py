@@ -64,7 +64,7 @@ def test_what_a_users_object_raises_never_reaches_training(
     assert same(state_in(store), kept)
     run(one, 2)
     assert kept_steps(store)[-1] == 7
-    one.ckpt.close()
+    one.ckpt.close(save=False)
 
 
 def test_refused_again_and_again_it_goes_off_and_leaves_the_last_version(
@@ -95,7 +95,7 @@ def test_memory_that_is_removed_under_it_goes_off(store: Path, caplog: pytest.Lo
     run(one, 8)
     assert caplog.text.count("the memory tier is off") == 1 and caplog.text.count("no version of step") == 3
     assert one.metric("driftpoint_memory_on") == 0.0
-    one.ckpt.close()
+    one.ckpt.close(save=False)
     assert [save.step for save in catalog_of(store).saves()] == [8, 4]
 
 
@@ -106,7 +106,7 @@ def test_off_it_is_given_back_at_the_end(store: Path) -> None:
     run(one, 8)
     moody.error = None
     one.ckpt.save(wait=True)
-    one.ckpt.close()
+    one.ckpt.close(save=False)
     assert not list((store.parent / "shm").rglob("rank-*"))
 
 
@@ -134,7 +134,7 @@ def test_memory_that_cannot_be_mapped_is_a_version_less(store: Path, monkeypatch
     assert kept_steps(store) == [3] or kept_steps(store) == [2, 3]
     run(one, 2)
     assert kept_steps(store)[-1] == 6
-    one.ckpt.close()
+    one.ckpt.close(save=False)
 
 
 def test_a_record_that_cannot_be_removed_stays_out_of_training(
@@ -151,7 +151,7 @@ def test_a_record_that_cannot_be_removed_stays_out_of_training(
     (blocked / "x").touch()
     run(one, 4)
     assert "memory" in caplog.text
-    one.ckpt.close()
+    one.ckpt.close(save=False)
     assert blocked.exists()
 
 
@@ -165,7 +165,7 @@ def test_a_folder_of_others_turns_it_off_and_says_so(store: Path, caplog: pytest
     assert one.metric("driftpoint_memory_on") == 0
     assert f"driftpoint-{os.getuid()}" in caplog.text
     run(one, 5)
-    one.ckpt.close()
+    one.ckpt.close(save=False)
     assert open_catalog(LocalFiles(store)).saves()[0].step == 4
 
 
@@ -189,7 +189,7 @@ def test_without_room_the_store_alone_goes_on(store: Path, small: Path, caplog: 
     assert one.ckpt.resume() == 0
     run(one, 7)  # the optimizer has no state at first, and so there was room for what was known to be needed
     assert one.metric("driftpoint_memory_on") == 0 and "versions: 1" in caplog.text
-    one.ckpt.close()
+    one.ckpt.close(save=False)
     assert not list(small.rglob("rank-*"))
     assert open_catalog(LocalFiles(store)).saves()[0].step == 4
 
@@ -259,7 +259,7 @@ def test_after_an_error_memory_stays(store: Path) -> None:
     two = Job(store, every=4, memory=memory(store))
     assert two.ckpt.resume() == 7
     assert same(two.weights(), kept)
-    two.ckpt.close()
+    two.ckpt.close(save=False)
 
 
 def test_a_version_that_is_not_finished_when_the_job_goes_back_is_not_written_over(
@@ -297,7 +297,7 @@ def test_a_version_that_is_not_finished_when_the_job_goes_back_is_not_written_ov
     two = Job(store, every=100, memory=memory(store))
     assert two.ckpt.resume() == 10
     assert same(two.weights(), kept)
-    two.ckpt.close()
+    two.ckpt.close(save=False)
 
 
 def test_the_arena_is_let_go_of_even_where_it_cannot_be_given_back(
@@ -311,7 +311,7 @@ def test_the_arena_is_let_go_of_even_where_it_cannot_be_given_back(
         raise StorageError(f"cannot remove anything, remove={remove}")
 
     monkeypatch.setattr(Arena, "close", close)
-    one.ckpt.close()
+    one.ckpt.close(save=False)
     assert "cannot remove anything" in caplog.text
 
 
@@ -327,7 +327,7 @@ def test_what_a_job_came_back_for_is_not_old_any_more(store: Path) -> None:
     abandoned(two)
     three = Job(store, every=4, memory=memory(store))
     assert three.ckpt.resume() == 6 and same(three.weights(), kept)
-    three.ckpt.close()
+    three.ckpt.close(save=False)
 
 
 # ---- one identity, two stores
@@ -348,7 +348,7 @@ def test_a_copy_of_the_store_and_its_jobs_are_another_history(store: Path, caplo
     assert one.ckpt.resume() == 4 and sources(one) == {""}
     assert "on a copy of this store" in caplog.text
     run(one, 1)
-    one.ckpt.close()
+    one.ckpt.close(save=False)
 
 
 def test_a_store_that_was_restored_knows_nothing_of_the_epochs_since(store: Path) -> None:
@@ -356,7 +356,7 @@ def test_a_store_that_was_restored_knows_nothing_of_the_epochs_since(store: Path
     first = Job(store, every=4)
     for _ in range(4):
         first.step()
-    first.ckpt.close()
+    first.ckpt.close(save=False)
     shutil.copytree(store, store.parent / "backup")
     killed_at(store, 6)
     assert kept_steps(store)[-1] == 10
@@ -369,4 +369,4 @@ def test_a_store_that_was_restored_knows_nothing_of_the_epochs_since(store: Path
     abandoned(again)
     last = Job(store, every=4, memory=memory(store), resume={"at": "newest"})
     assert last.ckpt.resume() == 7 and sources(last) == {"memory"}
-    last.ckpt.close()
+    last.ckpt.close(save=False)

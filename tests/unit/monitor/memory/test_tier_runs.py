@@ -62,7 +62,7 @@ def test_under_every_policy_what_comes_back_from_memory_is_exact(store: Path, na
     three.ckpt.resume()
     assert three.ckpt.certificate is not None and three.ckpt.certificate.exact
     three.ckpt.save(wait=True)
-    three.ckpt.close()
+    three.ckpt.close(save=False)
     assert not list((store.parent / "shm").rglob("rank-*"))
     assert verify(open_catalog(LocalFiles(store))).ok
 
@@ -78,7 +78,7 @@ def test_what_is_committed_after_memory_is_never_called_fresher_than_it_is(store
     manifest = open_catalog(LocalFiles(store)).manifest(SaveId(12, 2))
     old = [unit for unit in manifest.units if unit.moving and unit.save != manifest.save.name]
     assert old and all(unit.drift is None and unit.staleness == 12 - unit.version.step for unit in old)
-    two.ckpt.close()
+    two.ckpt.close(save=False)
 
 
 def test_a_policy_that_goes_by_drift_stores_everything_after_memory(store: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_policy_that_goes_by_drift_stores_everything_after_memory(store: Path)
     run(two, 2)
     manifest = open_catalog(LocalFiles(store)).manifest(SaveId(12, 2))
     assert {unit.save for unit in manifest.units if unit.moving} == {manifest.save.name}
-    two.ckpt.close()
+    two.ckpt.close(save=False)
 
 
 def test_observing_needs_no_memory(store: Path) -> None:
@@ -98,7 +98,7 @@ def test_observing_needs_no_memory(store: Path) -> None:
     assert one.ckpt.resume() == 0
     for _ in range(5):
         one.step()
-    one.ckpt.close()
+    one.ckpt.close(save=False)
     assert not list((store.parent / "shm").iterdir())
 
 
@@ -165,7 +165,7 @@ def test_frozen_weights_come_from_the_store_and_the_rest_from_memory(
         ("", True),
     }
     run(two, 3)
-    two.ckpt.close()
+    two.ckpt.close(save=False)
 
 
 @pytest.mark.parametrize("how", ["in place", "through data"])
@@ -192,7 +192,7 @@ def test_frozen_weights_that_the_script_changes_are_never_claimed(
     else:
         assert found == 11
         assert two.ckpt.certificate is not None and not two.ckpt.certificate.exact
-    two.ckpt.close()
+    two.ckpt.close(save=False)
 
 
 def test_frozen_weights_changed_and_committed_are_kept_with_again(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +210,7 @@ def test_frozen_weights_changed_and_committed_are_kept_with_again(store: Path, m
     two = adapted(store, monkeypatch, every=4)
     assert two.ckpt.resume() == 17
     assert same(two.weights(), kept)
-    two.ckpt.close()
+    two.ckpt.close(save=False)
 
 
 def test_going_back_behind_a_change_of_frozen_weights_keeps_versions_again(
@@ -232,7 +232,7 @@ def test_going_back_behind_a_change_of_frozen_weights_keeps_versions_again(
     assert one.ckpt.resume() == 4
     run(one, 3)
     assert kept_steps(store)[-1] == 7
-    one.ckpt.close()
+    one.ckpt.close(save=False)
 
 
 # ---- the table changes
@@ -254,7 +254,7 @@ def test_unfrozen_parameters_are_in_the_next_version(store: Path, monkeypatch: p
     assert two.ckpt.resume() == 13
     assert same(two.weights(), kept)
     run(two, 2)
-    two.ckpt.close()
+    two.ckpt.close(save=False)
     assert verify(open_catalog(LocalFiles(store))).ok
 
 
@@ -286,7 +286,7 @@ def test_parameters_unfrozen_while_a_save_is_under_way(store: Path, monkeypatch:
     two = Job(store, every=4, memory=memory(store))
     two.ckpt.resume()
     assert same(two.weights(), kept)
-    two.ckpt.close()
+    two.ckpt.close(save=False)
 
 
 # ---- run state
@@ -315,7 +315,7 @@ def test_run_state_that_grows_finds_room(store: Path) -> None:
     two = Job(store, every=100, memory=memory(store), state=[again])
     assert two.ckpt.resume() == 7
     assert torch.equal(again.seen, seen)
-    two.ckpt.close()
+    two.ckpt.close(save=False)
 
 
 # ---- the same process, back and forth
@@ -337,7 +337,7 @@ def test_resume_called_again_stands_on_the_newest_version(store: Path) -> None:
     two = Job(store, every=4, memory=memory(store))
     assert two.ckpt.resume() == 15
     assert same(two.weights(), kept)
-    two.ckpt.close()
+    two.ckpt.close(save=False)
     assert verify(open_catalog(LocalFiles(store))).ok
 
 
@@ -354,7 +354,7 @@ def test_resume_called_again_before_the_first_own_version(store: Path) -> None:
     run(two, 3)
     assert kept_steps(store)[-1] == 9
     assert len(list((store.parent / "shm").rglob("*.payload"))) == 2
-    two.ckpt.close()
+    two.ckpt.close(save=False)
 
 
 def test_names_are_never_used_twice_when_a_job_goes_back(store: Path) -> None:
@@ -372,7 +372,7 @@ def test_names_are_never_used_twice_when_a_job_goes_back(store: Path) -> None:
     two = Job(store, every=4, memory=memory(store))
     assert two.ckpt.resume() == 6
     assert same(two.weights(), kept)
-    two.ckpt.close()
+    two.ckpt.close(save=False)
 
 
 def test_a_save_by_hand_at_the_step_of_a_version(store: Path) -> None:
@@ -392,7 +392,7 @@ def test_a_save_by_hand_at_the_step_of_a_version(store: Path) -> None:
     three = Job(store, every=100, memory=memory(store))
     assert three.ckpt.resume() == 7
     assert same(three.weights(), kept)
-    three.ckpt.close()
+    three.ckpt.close(save=False)
     assert verify(open_catalog(LocalFiles(store))).ok
 
 
@@ -419,7 +419,7 @@ def test_a_composite_resumed_at_its_effective_step_and_then_from_memory(store: P
     four = Job(store, **settings, memory=memory(store))
     assert four.ckpt.resume() > 0
     assert four.ckpt.certificate is not None and not four.ckpt.certificate.exact
-    four.ckpt.close()
+    four.ckpt.close(save=False)
     assert verify(open_catalog(LocalFiles(store))).ok
 
 
@@ -438,7 +438,7 @@ def test_two_stores_in_one_process(tmp_path: Path) -> None:
     again = Job(stores[0], every=4, memory=shared)
     assert again.ckpt.resume() == 6 and same(again.weights(), kept[0])
     other = Job(stores[1], every=4, memory=shared)
-    assert other.ckpt.resume() == 4
+    assert other.ckpt.resume() == 6
     again.ckpt.close()
     other.ckpt.close()
     assert not list(tmp_path.glob("driftpoint-*/*"))

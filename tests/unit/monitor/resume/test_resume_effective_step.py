@@ -111,7 +111,7 @@ def run(store: Path, **settings: Any) -> Iterator[Run]:
     try:
         yield made
     finally:
-        made.ckpt.close()
+        made.ckpt.close(save=False)
 
 
 def parity(k: int, **settings: Any) -> dict[str, Any]:

@@ -200,7 +200,7 @@ def test_state_that_raises_fails_the_save_not_the_training(store: Path) -> None:
         one.step()
         state.broken = True
         one.step()
-        report = one.ckpt.save(wait=True)
+        report = one.ckpt.save(wait=True, strict=False)
         assert (report.skipped, report.saved) == ("failed", {})
         assert failures(one) == 2
         state.broken = False
@@ -224,7 +224,7 @@ def test_save_and_wait_tells_of_a_failing_disk(store: Path, operation: str) -> N
         one.step()
         files = one.hook()
         files.before = refuse
-        assert one.ckpt.save(wait=True).skipped == "failed"
+        assert one.ckpt.save(wait=True, strict=False).skipped == "failed"
         files.before = lambda what, path: None
         one.step()
         assert one.ckpt.save(wait=True).saved

@@ -73,7 +73,7 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.ckpt.close()
+        self.ckpt.close(save=False)
 
 
 def decoded(values: torch.Tensor, name: str) -> torch.Tensor:

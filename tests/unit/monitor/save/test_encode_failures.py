@@ -51,7 +51,7 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.ckpt.close()
+        self.ckpt.close(save=False)
 
 
 def exact(store: Path) -> bool:

@@ -53,7 +53,7 @@ def save_with_writer_held_up(store: Path, staging: str) -> tuple[torch.Tensor, t
     update(model, optimizer)
     after = model.weight.detach().clone()
     release.set()
-    ckpt.close()
+    ckpt.close(save=False)
     return before, after
 
 
@@ -85,7 +85,7 @@ def test_the_wait_for_copies_is_measured(tmp_path: Path) -> None:
         update(model, optimizer)
         ckpt.step()
         ckpt.flush()
-    ckpt.close()
+    ckpt.close(save=False)
     assert ckpt.metrics.registry.get_sample_value("driftpoint_copy_wait_seconds_count") == 2
 
 
@@ -105,7 +105,7 @@ def test_a_change_around_the_optimizer_gives_the_save_up_and_training_goes_on(tm
         model.weight.clamp_(-0.01, 0.01)
     update(model, optimizer)
     release.set()
-    ckpt.close()
+    ckpt.close(save=False)
     assert not torch.equal(committed, committed_step_one)
     assert torch.equal(stored_weight(tmp_path / "s"), committed_step_one)
     assert ckpt.metrics.registry.get_sample_value("driftpoint_failures_total", {"reason": "SaveError"}) == 1
@@ -120,5 +120,5 @@ def test_auto_is_eager_where_scripts_can_reach_the_weights(tmp_path: Path) -> No
     ckpt.step()
     with torch.no_grad():
         model.weight.data.copy_(torch.zeros(8, 8))  # as weight averaging does, unseen by autograd
-    ckpt.close()
+    ckpt.close(save=False)
     assert not torch.equal(stored_weight(tmp_path / "t"), model.weight)

@@ -203,7 +203,7 @@ def test_a_unit_that_changed_its_pieces_has_drift_again_once_observed(store: Pat
     for parameter in one.model.blocks[1].parameters():
         parameter.requires_grad_(True)
     trained(one, 4)
-    one.ckpt.close()
+    one.ckpt.close(save=False)
     last = traced(beside(store))[-1]
     assert None not in last.of(DecisionLine)[-1].drift
     assert {unit.slot for unit in last.units} == {"fp32", "exp_avg", "exp_avg_sq"}
@@ -311,7 +311,7 @@ def test_the_units_are_told_again_when_they_change(store: Path) -> None:
         parameter.requires_grad_(True)
     one.step()
     one.step()
-    one.ckpt.close()
+    one.ckpt.close(save=False)
     before, after = traced(beside(store))
     assert (before.job.started, before.job.epoch) == (after.job.started, after.job.epoch)
     assert Unit("blocks.1", "frozen") in before.units and Unit("blocks.1", "frozen") not in after.units
@@ -325,7 +325,7 @@ def test_the_units_are_told_again_when_they_change(store: Path) -> None:
 
 def test_buffers_are_left_out_of_what_moved(store: Path) -> None:
     one = Job(store)
-    one.ckpt.close()
+    one.ckpt.close(save=False)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters())
     import monitor
@@ -337,7 +337,7 @@ def test_buffers_are_left_out_of_what_moved(store: Path) -> None:
         optimizer.step()
         ckpt.step()
         ckpt.flush()
-    ckpt.close()
+    ckpt.close(save=False)
     found = traced(beside(store))[-1]
     (line,) = found.of(MovedLine)
     buffers = [at for at, unit in enumerate(found.units) if unit.slot == BUFFER]

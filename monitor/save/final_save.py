@@ -1,0 +1,175 @@
+"""Make the last save of a job: by the deadline of a preemption, or of the last step when the training is complete.
+
+Training thread; collective.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from monitor.context import JobContext
+from monitor.events import PreemptedEvent
+from monitor.observe.units import is_moving
+from monitor.preemption import Deadline
+from monitor.save.saver import Saver
+from monitor.telemetry.log import log_startup
+from monitor.types import SKIP_REASONS, SaveRequest, StepReport, newest_text
+from policies.base import Choice
+from store.certificate import is_lossy
+from store.errors import SaveError
+from store.names import Unit
+
+_log = logging.getLogger("driftpoint")
+
+_MAX_SAVES = 8  # last saves at most: each is expected to use most of the time left
+
+
+def not_committed(job: JobContext, saver: Saver, report: StepReport, strict: bool) -> StepReport:
+    """Raise SaveError, on all ranks, for a save that was waited for and is not committed; if not strict, log it."""
+    why = saver.failure() if report.skipped == "failed" else report.problem or SKIP_REASONS[report.skipped]
+    newest = job.group.broadcast(newest_text(job.ledger.newest))
+    text = f"step {report.step} is not committed: {why}; {newest}"
+    if strict:
+        raise SaveError(text)
+    if job.group.rank == 0:
+        _log.warning("%s", text)
+    return replace(report, saved={})
+
+
+@dataclass(frozen=True)
+class LastStep:
+    """Commits the last step of a job that ends as intended.
+
+    Args:
+        job: The job.
+        saver: Writes the saves.
+        step: The last step.
+        save: Saves all units and waits for the commit. Raises SaveError, on all ranks.
+    """
+
+    job: JobContext
+    saver: Saver
+    step: int
+    save: Callable[[], object]
+
+    def commit(self, *, uncounted: bool) -> None:
+        """Wait for the save under way, and save the step if it is not committed whole.
+
+        uncounted: whether an optimizer step was taken that :meth:`monitor.Checkpointer.step` was not told of."""
+        timeout = self.job.config.timeouts.close
+        if not self.job.group.monitored_barrier(timeout):
+            _log.error(
+                "the last step %d is not saved: not all ranks closed within %.0f s, or a process group is gone",
+                *(self.step, timeout),
+            )
+            return
+        if self.job.group.all_reduce_max([uncounted])[0]:
+            _log.warning("the last optimizer step is not saved: call ckpt.step() after every optimizer.step()")
+            return
+        self.saver.flush(timeout)
+        self.saver.settle_commit(self.step)
+        if not self.job.group.broadcast(self._is_committed()):
+            self.save()
+        if self.job.group.rank == 0:
+            log_startup(f"the last step {self.step} is committed to {self.job.config.store}")
+
+    def _is_committed(self) -> bool:
+        """Return whether every unit of the newest commit is of the last step. Rank 0."""
+        ledger, moving = self.job.ledger, [unit for unit in self.job.table.sizes if is_moving(unit)]
+        at_step = ledger.newest is not None and ledger.newest.step == self.step
+        return at_step and all(ledger.staleness(unit, self.step) == 0 for unit in moving)
+
+
+@dataclass
+class FinalSave:
+    """Saves as much of a job at ``step`` as can become durable by the deadline.
+
+    It waits for the save under way, then saves as much as is expected to fit. If time is left, because the storage
+    speed was unknown or better than before, further saves use it. Each is an ordinary commit, so the deadline can only
+    cut off the last one. Training thread; collective.
+
+    Args:
+        job: The job.
+        saver: Writes the saves.
+        step: The last step of the job.
+        decide: Measures, decides and begins a save.
+        affordable: Bytes expected to become durable within a number of seconds. Called on rank 0.
+    """
+
+    job: JobContext
+    saver: Saver
+    step: int
+    decide: Callable[[SaveRequest], StepReport]
+    affordable: Callable[[float], float]
+
+    def run(self, deadline: Deadline) -> StepReport:
+        """Save and return the report of the first save with the units of all of them, alike on all ranks.
+
+        If another rank is gone the error is logged, not raised: the job ends in any case."""
+        try:
+            return self._save_until(deadline)
+        except RuntimeError as error:
+            _log.error("preempted: no further save is possible, because another rank is gone: %s", error)
+        return StepReport(self.step, "failed", saved={}, preempted=True)
+
+    def _save_until(self, deadline: Deadline) -> StepReport:
+        request = SaveRequest("preempted", lambda: self.affordable(deadline.left))
+        saved: dict[Unit, Choice] = {}
+        self.saver.wait(deadline.left)
+        report = self._save(request, deadline, saved)
+        first, saves = report, 1
+        while report.skipped is None and saves < _MAX_SAVES:
+            stale = any(age != 0 for age in self._ages())  # on rank 0
+            if not self.job.group.broadcast(stale and deadline.left > 0.0):
+                break
+            report, saves = self._save(request, deadline, saved), saves + 1
+        if self.job.group.rank == 0:
+            self.job.listeners.on_preempted(self._outcome(deadline.passed, report.skipped))
+        return replace(first, saved=saved, preempted=True)
+
+    def _ages(self) -> list[int | None]:
+        return [self.job.ledger.staleness(unit, self.step) for unit in self.job.table.sizes if is_moving(unit)]
+
+    def _save(self, request: SaveRequest, deadline: Deadline, saved: dict[Unit, Choice]) -> StepReport:
+        report = self.decide(request)
+        if report.skipped is not None:
+            return report
+        self.saver.wait(deadline.left)
+        skipped = self.saver.settle_commit(self.step)
+        if skipped is not None:
+            return replace(report, skipped=skipped, saved={})
+        saved.update(report.saved or {})
+        return report
+
+    def _outcome(self, seconds: float, skipped: str | None) -> PreemptedEvent:
+        ledger, moving = self.job.ledger, [unit for unit in self.job.table.sizes if is_moving(unit)]
+        ages = self._ages()
+        complete = ages.count(0) == len(moving)
+        records = [ledger.versions[unit] for unit in moving] if complete else []
+        return PreemptedEvent(
+            step=self.step,
+            seconds=seconds,
+            skipped=skipped,
+            moving=len(moving),
+            fresh=ages.count(0),
+            oldest=max((age for age in ages if age is not None), default=0),
+            exact=complete and all(one.version == ledger.newest and not is_lossy(one.encoding) for one in records),
+            newest=ledger.newest,
+        )
+
+
+def at_exit(method: Callable[[], None]) -> Callable[[], object]:
+    """Call a bound method at interpreter exit, if its object still lives then. Return the function that undoes it."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        living = reference()
+        if living is not None:
+            living()
+
+    atexit.register(call)
+    return lambda: atexit.unregister(call)
