@@ -83,7 +83,7 @@ def test_a_trainer_that_closes_leaves_nothing_to_do(store: Path, base: Path) -> 
         job.kill()
         alone(base)
         assert rescues(base) == []
-        assert steps(store) == [4]
+        assert steps(store) == [7, 4]
         assert "died" not in beside.said()
 
 
