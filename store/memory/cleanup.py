@@ -1,16 +1,21 @@
 """Remove memory of dead jobs.
 
 Memory of living processes and files with other names are never touched. A dead job's version may be the newest state,
-so it is removed only when a commit is newer, when it is old, or on request.
+so it is removed only when a commit is newer, on request, or when it is old and the daemon could not rescue it.
+
+A rank's files are removed under its lock, which a job takes when it begins. So a job that begins meanwhile makes new
+files, and never writes to removed ones.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from store.memory.arena import boot_seconds, is_owned, seconds_since_written, touch
+from store.errors import StorageError
+from store.memory.arena import Owner, boot_seconds, is_owned, seconds_since_written, touch
 from store.memory.index import version_in
 from store.memory.layout import SLOTS, Generation, Tier, tiers
 from store.names import SaveId
@@ -57,7 +62,8 @@ def _removed(tier: Tier, wanted: Callable[[Generation, int], bool]) -> int:
     for place in tier.generations():
         for rank in place.ranks():
             if not is_owned(place.owner(rank)) and wanted(place, rank):
-                total += _remove(place, rank)
+                with _removing:
+                    total += _remove(place, rank, wanted)
         with suppress(OSError):
             place.folder.rmdir()
     with suppress(OSError):
@@ -65,14 +71,28 @@ def _removed(tier: Tier, wanted: Callable[[Generation, int], bool]) -> int:
     return total
 
 
-def _remove(place: Generation, rank: int) -> int:
-    total = 0
-    for path in place.of(rank):
-        nbytes = _bytes(path)
-        with suppress(FileNotFoundError):
-            path.unlink()
-            total += nbytes
-    return total
+_removing = threading.Lock()
+"""Held while files are removed: a process can take the lock of a rank twice."""
+
+
+def _remove(place: Generation, rank: int, wanted: Callable[[Generation, int], bool]) -> int:
+    dated = place.owner(rank).exists()  # otherwise locking makes the file, and its date is now
+    try:
+        lock = Owner(place.owner(rank))
+    except StorageError:
+        return 0  # a job has just begun there, or removed it
+    try:
+        return sum(_unlink(path) for path in place.of(rank)) if not dated or wanted(place, rank) else 0
+    finally:
+        lock.release()
+
+
+def _unlink(path: Path) -> int:
+    nbytes = _bytes(path)
+    with suppress(FileNotFoundError):
+        path.unlink()
+        return nbytes
+    return 0
 
 
 def _bytes(path: Path) -> int:
