@@ -115,7 +115,7 @@ GroupKey = tuple[SaveId, str]
 
 @dataclass(frozen=True)
 class CommitState:
-    """``ok``: as committed. ``fallback``: resumable, with other versions of some units or run states. ``damaged``: not resumable."""
+    """``ok``: as committed. ``fallback``: resumable, with other versions or run states. ``damaged``: not resumable."""
 
     save: SaveId
     state: str
