@@ -287,7 +287,7 @@ class ManifestRecord(SavePiece):
     created: str
     """Wall-clock time in ISO 8601, for people; nothing is ordered by it."""
     uptime: Ratio | None = None
-    """Seconds since the job was attached, by a clock that is never set; null in imports and commits of older releases."""
+    """Seconds since the job was attached, by a clock that is never set; null in imports and older releases' commits."""
     previous: SaveName | None
     bytes_avoided: Natural
     """Bytes that a full save would have written in addition."""

@@ -68,6 +68,6 @@ def test_a_file_that_cannot_be_renamed_is_told(tmp_path: Path) -> None:
     (rotated_path(path) / "in the way").mkdir(parents=True)
     file = TraceFile(path, most=10)
     file.append(b"123456789\n")
-    with pytest.raises(StorageError, match="trace.jsonl"):
+    with pytest.raises(StorageError, match="cannot write"):
         file.append(b"123456789\n")
     file.close()

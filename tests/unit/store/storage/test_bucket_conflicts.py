@@ -42,7 +42,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    do_GET = do_HEAD = do_PUT = _answer  # noqa: N815
+    do_GET = do_HEAD = do_PUT = _answer
 
     def log_message(self, *_: object) -> None:
         pass
