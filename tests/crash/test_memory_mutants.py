@@ -1,7 +1,7 @@
 """Testing the tests of the memory tier: each safeguard taken out in turn must be caught, by the check that is named.
 
 ARENA is the switch between two payloads, EXACT what comes back of copies that are made beside training, FLIPS wrong
-bytes, BEGIN a cleanup beside a job that begins, AGE old memory of a store that is away. That ranks agree is taken out in
+bytes, BEGIN a cleanup beside a job that begins, AGE old memory of a store that is away. That ranks agree is tested in
 tests/distributed/test_memory_ranks.py. Each check passes without the mutant.
 """
 
