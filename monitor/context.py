@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -33,11 +34,12 @@ class JobContext:
     observing: bool = False  # everything is measured and nothing is written
     steps: Callable[[], int] | None = None  # counts optimizer steps if the framework does not
     ledger: Ledger = field(default_factory=Ledger)  # advances on rank 0 only; a resume resets it on all ranks
+    began: float = field(default_factory=time.monotonic)
 
     def facts(self, store_id: str) -> JobFacts:
         """Return what the manifests of this job in a store have in common."""
         layers, tensors = self.table.layer_records(), self.table.tensor_records()
-        return JobFacts(store_id, self.adapter.framework, self.policy.name, layers, tensors)
+        return JobFacts(store_id, self.adapter.framework, self.policy.name, layers, tensors, self.began)
 
     def completed_steps(self) -> int | None:
         """Return the optimizer steps taken so far, or None if neither the framework nor ``steps`` counts them."""

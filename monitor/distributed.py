@@ -1,7 +1,8 @@
 """Run small CPU collectives, execute actions on all ranks or none, and identify nodes.
 
 Collectives use a gloo group of their own, so they never interleave with the framework's collectives on the
-accelerator. Training thread only; background threads never call into this module.
+accelerator. They wait for a late rank as long as the job's own collectives do. Training thread only; background threads
+never call into this module.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class GlooGroup:
     """All ranks of the default process group, over gloo. Making one is collective."""
 
     def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo")
+        self._group = _new_group()
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 
@@ -133,7 +134,7 @@ class _GlooAsyncFlag:
     """Keeps one asynchronous all-reduce in flight between two calls."""
 
     def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo")
+        self._group = _new_group()
         self._flag = torch.zeros(1, dtype=torch.int64)
         self._work: dist.Work | None = None
 
@@ -146,6 +147,31 @@ class _GlooAsyncFlag:
         self._flag[0] = int(flag)
         self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         return False
+
+
+_SHORTEST_TIMEOUT = timedelta(minutes=30)
+"""Timeout of a gloo group by default. A job with a shorter one for its accelerator may still have ranks this late."""
+
+_UNKNOWN_TIMEOUT = timedelta(days=7)
+"""Timeout where that of the job cannot be found: a rank that is late must not end training."""
+
+
+def _new_group() -> dist.ProcessGroup:
+    """Make a gloo group of all ranks, with the timeout of the job's default process group. Collective."""
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=_job_timeout())
+    return group
+
+
+def _job_timeout() -> timedelta:
+    """Return the longest timeout of the default process group's backends, at least that of a gloo group by default."""
+    found: list[timedelta] = []
+    try:
+        world: Any = dist.group.WORLD
+        for device in world._device_types:  # torch has no public access to a group's timeout
+            found.append(world._get_backend(device).options._timeout)
+    except (AttributeError, RuntimeError, TypeError):
+        found.append(_UNKNOWN_TIMEOUT)
+    return max(_SHORTEST_TIMEOUT, *found) if found else _UNKNOWN_TIMEOUT
 
 
 def current_group() -> Group:

@@ -7,6 +7,7 @@ The training thread owns the ledger; only a commit advances it. The background t
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ class JobFacts:
     policy: str
     layers: tuple[LayerRecord, ...]
     tensors: Mapping[str, TensorRecord]
+    began: float | None = None  # by time.monotonic()
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,7 @@ def manifest_of(
         framework=draft.facts.framework,
         policy=draft.facts.policy,
         created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+        uptime=None if draft.facts.began is None else time.monotonic() - draft.facts.began,
         previous=draft.previous.name if draft.previous else None,
         bytes_avoided=bytes_avoided,
         layers=draft.facts.layers,

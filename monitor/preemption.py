@@ -39,7 +39,7 @@ it."""
 _MARGIN = 0.05  # share of the grace period reserved for exiting
 _MIN_MARGIN = 0.2  # seconds reserved for exiting at least
 
-_EXPIRED = b"driftpoint: preempted: grace period expired before the save finished; the previous commit is intact\n"
+_EXPIRED = b"driftpoint: preempted: grace period expired before the save finished; earlier commits are intact\n"
 
 _DEFAULT_HANDLERS = (signal.SIG_DFL, signal.default_int_handler)
 

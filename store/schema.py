@@ -99,7 +99,7 @@ class IncarnationRecord(Record):
     token: Digest
     world_size: Annotated[int, Field(ge=1)]
     began: str
-    """Wall-clock time in ISO 8601, compared only with times that the same incarnation wrote."""
+    """Wall-clock time in ISO 8601, compared only with commits of the same incarnation that have no ``uptime``."""
     interruptions: Natural
     """Of the incarnations before this one."""
     rank_seconds: Ratio
@@ -286,6 +286,8 @@ class ManifestRecord(SavePiece):
     policy: Name
     created: str
     """Wall-clock time in ISO 8601, for people; nothing is ordered by it."""
+    uptime: Ratio | None = None
+    """Seconds since the job was attached, by a clock that is never set; null in imports and older releases' commits."""
     previous: SaveName | None
     bytes_avoided: Natural
     """Bytes that a full save would have written in addition."""

@@ -250,7 +250,10 @@ def _seconds(catalog: Catalog, incarnation: IncarnationRecord, newest: int) -> f
         with suppress(DamagedError, MissingError):
             if read_epoch(catalog.files, save.epoch).incarnation != incarnation:
                 return None  # only commits of older incarnations are left
-            created = _moment(catalog.manifest(save).created)
+            manifest = catalog.manifest(save)
+            if manifest.uptime is not None:
+                return manifest.uptime
+            created = _moment(manifest.created)  # of an older release; a clock that was set falsifies it
             if began is not None and created is not None:
                 return max(0.0, (created - began).total_seconds())
     return None

@@ -1,6 +1,7 @@
 """Define the records of a job's drift trace, one JSON object a line, and read them.
 
-A job that restarts appends to the same file. Readers skip torn lines and kinds that a later release added.
+A job that restarts appends to the same file. A file that reaches its largest size is renamed, see :func:`rotated_path`;
+the next one begins with the job line that applies. Readers skip torn lines and kinds that a later release added.
 
     {"kind": "job", ...}        one incarnation begins, and what its units are; again where the units change
     {"kind": "decision", ...}   inputs and result of a decision
@@ -17,6 +18,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
@@ -165,6 +167,11 @@ class Trace:
 
     lines: tuple[Line, ...]
     skipped: int
+
+
+def rotated_path(path: Path) -> Path:
+    """Return the name of the full file before ``path``."""
+    return path.with_name(f"{path.name}.1")
 
 
 def to_line(line: Line) -> bytes:

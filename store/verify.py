@@ -13,6 +13,7 @@ from functools import partial
 import xxhash
 
 from store.catalog import Catalog, LoadedGroup, noting
+from store.certificate import certify, run_saves
 from store.encoding import encoding_named
 from store.encoding.base import Bytes, chunk_sizes
 from store.encoding.stream import next_chunk, require_end
@@ -20,7 +21,7 @@ from store.errors import DamagedError, NothingToResumeError, StorageError, Unrea
 from store.fragments import Readable, Source, StoredBytes, check_encoded
 from store.layout import part_path, payload_path
 from store.names import SaveId
-from store.resolve import Key, RejectedVersion, base_key, index_bases, newest_resumable, resolve, whole_key
+from store.resolve import Key, RejectedVersion, Resolution, base_key, index_bases, newest_resumable, resolve, whole_key
 from store.schema import Entry, PartRecord
 from store.segment import check_header, read_leaves
 
@@ -114,7 +115,7 @@ GroupKey = tuple[SaveId, str]
 
 @dataclass(frozen=True)
 class CommitState:
-    """``ok``: as committed. ``fallback``: resumable, with older versions of some units. ``damaged``: not resumable."""
+    """``ok``: as committed. ``fallback``: resumable, with other versions or run states. ``damaged``: not resumable."""
 
     save: SaveId
     state: str
@@ -263,18 +264,47 @@ class _Checker:
 
 def _state(catalog: Catalog, save: SaveId, checker: _Checker, bad: frozenset[RejectedVersion]) -> CommitState:
     try:
-        resolution = resolve(catalog, save, bad)
+        resolution = resolve(catalog, save, _units(bad))
+        unread = _require_run_state(catalog, resolution, bad)
     except UnreachableError:
         raise
     except (DamagedError, StorageError) as error:
         return CommitState(save, "damaged", (str(error),))
     touched = {SaveId.parse(name) for name in resolution.manifest.groups}
-    hurt = resolution.fallbacks or touched & checker.harmless
-    return CommitState(save, "fallback" if hurt else "ok", resolution.problems)
+    hurt = resolution.fallbacks or unread or touched & checker.harmless
+    return CommitState(save, "fallback" if hurt else "ok", (*resolution.problems, *unread))
 
 
 def _resumable(catalog: Catalog, bad: frozenset[RejectedVersion]) -> SaveId | None:
-    try:
-        return newest_resumable(catalog, bad)[0].manifest.save
-    except NothingToResumeError:
-        return None
+    passed_over: set[SaveId] = set()
+    while True:
+        try:
+            resolution = newest_resumable(catalog, _units(bad), passed_over)[0]
+        except NothingToResumeError:
+            return None
+        with suppress(DamagedError):
+            _require_run_state(catalog, resolution, bad)
+            return resolution.manifest.save
+        passed_over.add(resolution.manifest.save)
+
+
+def _units(bad: frozenset[RejectedVersion]) -> frozenset[RejectedVersion]:
+    """Return the rejected versions of units. A composite whose own run state is rejected may resume at another save."""
+    return frozenset(one for one in bad if one.unit is not None)
+
+
+def _require_run_state(catalog: Catalog, resolution: Resolution, bad: frozenset[RejectedVersion]) -> tuple[str, ...]:
+    """Return the problems of damaged run states that a resume may do without.
+
+    As a resume with default settings does, which takes that of the save nearest to the effective step. Raises
+    DamagedError if it finds none.
+    """
+    problems: list[str] = []
+    saves = run_saves(resolution, certify(resolution).effective_step)
+    for save, record in saves.items():
+        group = catalog.group(save, record)
+        if RejectedVersion(save) in bad or group.problems or len(group.parts) != record.world_size:
+            problems.append(f"the run state of {save} is damaged")
+    if len(problems) == len(saves):
+        raise DamagedError("; ".join(problems))
+    return tuple(problems)

@@ -25,8 +25,16 @@ from deploy.daemon.rescuer import Rescuer, RescueRequest, RescueResult
 from deploy.daemon.verifier import Verifier
 from store.daemon_protocol import JobReport, Register, Report, RescueReport, StatusUpdate, StoreReport
 from store.errors import DaemonError, StorageError
+from store.memory.cleanup import (
+    KEEP_SECONDS,
+    KEEP_UNREACHABLE_SECONDS,
+    clear_old,
+    clear_old_of,
+    oldest_version_seconds,
+    without_versions,
+)
 from store.memory.index import SeenStore
-from store.memory.layout import tiers
+from store.memory.layout import Tier, tiers
 from store.metrics_server import LOOPBACK, EndpointSecurity
 from store.names import SaveId
 from store.text import listed
@@ -37,6 +45,7 @@ Key = tuple[str, str, int]  # path, id and epoch of a store. The path tells copi
 _log = logging.getLogger("driftpoint")
 _RETRIES = (5.0, 30.0, 120.0)  # seconds before each retry of a rescue
 _RETRYABLE = ("failed", "in use", "no store")  # outcomes that a retry may change
+_UNREACHED = (*_RETRYABLE, "given up")  # outcomes after which memory may still be rescued
 _LAST_MESSAGE_SECONDS = 2.0  # to read a dead process's last message; forked children may keep its connection open
 _POLL_SECONDS = 0.05
 _HISTORY = 20
@@ -190,6 +199,8 @@ class Node:
         self._loop = asyncio.get_running_loop()
         self._jobs, self._known = Jobs(), SeenStore(options.base)
         self._rescues = deque[RescueReport](maxlen=_HISTORY)
+        self._retrying = 0  # rescues that wait for their next attempt
+        self._cleaning: dict[str, dict[Path, RescueResult | None]] = {}  # by store id: rescues of old memory
         self._reported: dict[Path, str] = {}
         self._verified_bytes = 0
         self._started = datetime.now(UTC).isoformat(timespec="seconds")
@@ -201,8 +212,11 @@ class Node:
         """Rescue snapshots of jobs that died together with the previous daemon."""
         try:
             for tier in tiers(self.options.base):
-                for path in self._known.places(tier.store_id):
+                places = self._known.places(tier.store_id)
+                for path in places:
                     self._rescuer.ask(RescueRequest(path, tier.store_id, None))
+                if not places and oldest_version_seconds(tier) > 0.0:
+                    _log.warning("%s; `driftpoint rescue STORE` commits them", _unknown_place(tier))
         except StorageError as error:
             _log.warning("cannot read the snapshots in memory: %s", error)
         for store_id, path in self._known.everything():
@@ -215,9 +229,30 @@ class Node:
 
     def idle_seconds(self) -> float:
         """Return the seconds since the daemon was last needed."""
-        if self.busy or any(True for _ in self._jobs):
+        if self.busy or self._retrying or any(True for _ in self._jobs):
             self._needed = time.monotonic()
         return time.monotonic() - self._needed
+
+    async def clean(self) -> None:
+        """Free memory that dead jobs wrote over a day ago; a state that no commit has is rescued before."""
+        try:
+            nbytes, old = await asyncio.to_thread(_clear_empty, self.options.base)
+        except (StorageError, OSError) as error:
+            _log.warning("cannot remove snapshots of old jobs: %s", error)
+            return
+        if nbytes:
+            _log.info("freed %d bytes of abandoned memory", nbytes)
+        for tier in old:
+            places = self._known.places(tier.store_id)
+            if not places:
+                _log.error(
+                    "%s: they stay; `driftpoint rescue STORE` commits, `driftpoint memory clear %s` frees them",
+                    _unknown_place(tier),
+                    tier.store_id,
+                )
+            self._cleaning[tier.store_id] = dict.fromkeys(places)
+            for path in places:
+                self._rescuer.ask(RescueRequest(path, tier.store_id, None, old=True))
 
     async def wait_for_deaths(self, seconds: float) -> None:
         """Wait up to ``seconds`` for jobs to die, because a session's end terminates daemon and trainers together."""
@@ -324,15 +359,24 @@ class Node:
     def _rescued(self, done: RescueResult) -> None:
         request = done.request
         self._needed = time.monotonic()
-        job = self._job_of(request)
-        again = done.outcome in _RETRYABLE and job is not None and not request.dropped.is_set()
-        if job is not None and again and request.tried < len(_RETRIES):
-            job.state = WAITING
+        job, leftover = self._job_of(request), request.epoch is None
+        again = (
+            done.outcome in _RETRYABLE
+            and not request.dropped.is_set()
+            and (job is not None or (leftover and not request.old))
+            and request.tried < len(_RETRIES)
+        )
+        if again:
+            if job is not None:
+                job.state = WAITING
+            self._retrying += 1
             self._loop.call_later(_RETRIES[request.tried], self._ask_again, replace(request, tried=request.tried + 1))
         elif job is not None and not job.living:
             self._jobs.forget(job)
-        if request.epoch is None and done.outcome in ("nothing", "in use", "no store", "incomplete"):
-            return  # looked at because it was there when this daemon began: no death was seen
+        if request.old:
+            self._on_old_rescued(done)
+        if leftover and (again or request.old or done.outcome in ("nothing", "in use")) and done.outcome != "written":
+            return  # a retry, the cleanup, or the job itself reports it: no death was seen
         level = logging.INFO if done.outcome in ("written", "nothing", "fenced", "given up") else logging.ERROR
         _log.log(level, "rescue of %s: %s: %s (%.1f s)", request.store, done.outcome, done.why, done.seconds)
         self.metrics.rescued(done.outcome)
@@ -342,7 +386,36 @@ class Node:
             )
         )
 
+    def _on_old_rescued(self, done: RescueResult) -> None:
+        """Remove old memory once all places of its store were tried, and report what no rescue could save."""
+        store_id = done.request.store_id
+        results = self._cleaning.get(store_id, {})
+        results[done.request.store] = done
+        if not all(results.values()):
+            return
+        self._cleaning.pop(store_id, None)
+        tried = [one for one in results.values() if one is not None]
+        tier, reachable = Tier(self.options.base, store_id), not any(one.outcome in _UNREACHED for one in tried)
+        keep = KEEP_SECONDS if reachable else KEEP_UNREACHABLE_SECONDS
+        try:
+            age = oldest_version_seconds(tier)
+        except StorageError as error:
+            _log.warning("cannot read the snapshots of old jobs: %s", error)
+            return
+        if age <= KEEP_SECONDS:
+            return  # all of it was committed, or a job began to use it
+        _log.error(
+            "memory of store %s, written %.0f h ago, holds snapshots that no commit has; rescue failed (%s): %s",
+            store_id,
+            age / 3600,
+            "; ".join(f"{one.request.store}: {one.outcome}: {one.why}" for one in tried),
+            "it is removed" if age > keep else "it stays, and the rescue is tried again in an hour",
+        )
+        if age > keep:
+            self._loop.run_in_executor(None, _clear_lost, tier, keep)
+
     def _ask_again(self, request: RescueRequest) -> None:
+        self._retrying -= 1
         if not request.dropped.is_set():
             self._rescuer.ask(request)
 
@@ -394,3 +467,22 @@ class Node:
 def _close(descriptor: int | None) -> None:
     if descriptor is not None:
         os.close(descriptor)
+
+
+def _unknown_place(tier: Tier) -> str:
+    return f"memory holds snapshots of store {tier.store_id}, whose directory this daemon does not know"
+
+
+def _clear_empty(base: Path) -> tuple[int, list[Tier]]:
+    """Remove old memory without a version. Return the bytes freed, and the stores with old memory left."""
+    freed = clear_old(base, wanted=without_versions)
+    return freed, [tier for tier in tiers(base) if oldest_version_seconds(tier) > KEEP_SECONDS]
+
+
+def _clear_lost(tier: Tier, keep: float) -> None:
+    try:
+        nbytes = clear_old_of(tier, keep)
+    except (StorageError, OSError) as error:
+        _log.warning("cannot remove snapshots of old jobs: %s", error)
+        return
+    _log.info("freed %d bytes of snapshots that could not be rescued", nbytes)

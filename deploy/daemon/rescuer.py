@@ -17,6 +17,7 @@ from pathlib import Path
 
 from store.catalog import open_catalog
 from store.errors import DamagedError, DriftpointError, FencedError, NoStoreError, SaveError, StoreInUseError
+from store.memory.cleanup import clear_old_of, committed
 from store.memory.layout import Tier
 from store.memory.rescue import rescue_newest
 from store.storage.local import LocalFiles
@@ -39,13 +40,20 @@ THREADS = 16  # most stores written at a time
 
 @dataclass(frozen=True)
 class RescueRequest:
-    """A store to rescue. ``epoch``: of the dead job, None if unknown; ``tried``: earlier attempts."""
+    """A store to rescue.
+
+    Attributes:
+        epoch: of the dead job, None if unknown.
+        tried: earlier attempts.
+        old: whether its memory is old, so that what a commit has is removed afterwards.
+    """
 
     store: Path
     store_id: str
     epoch: int | None
     tried: int = 0
     dropped: threading.Event = field(default_factory=threading.Event, compare=False)
+    old: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,5 +155,11 @@ class Rescuer:
         catalog = open_catalog(LocalFiles(request.store))
         if catalog.store_id != request.store_id:
             raise NoStoreError(f"{request.store} now holds another store")
-        done = rescue_newest(Tier(self._base, request.store_id), catalog, aborted=request.dropped.is_set)
+        tier = Tier(self._base, request.store_id)
+        try:
+            done = rescue_newest(tier, catalog, aborted=request.dropped.is_set)
+        finally:
+            if request.old:
+                catalog.forget()
+                clear_old_of(tier, wanted=committed(tier, catalog.files, max(catalog.saves(), default=None)))
         return done.outcome, done.why

@@ -27,7 +27,6 @@ from deploy.daemon.node import Node, NodeJob, Options, RankConnection
 from store import daemon_protocol as protocol
 from store.errors import DaemonError, StorageError
 from store.memory.arena import Owner
-from store.memory.cleanup import clear_old
 from store.memory.layout import make_home
 
 _PIDFD = getattr(socket, "SO_PEERPIDFD", 77)
@@ -265,16 +264,7 @@ class Daemon:
                 self._ending.set()
             if time.monotonic() - cleaned >= _CLEANUP_SECONDS and not self._node.busy:
                 cleaned = time.monotonic()
-                await asyncio.to_thread(self._clean)
-
-    def _clean(self) -> None:
-        try:
-            nbytes = clear_old(self._options.base)
-        except (StorageError, OSError) as error:
-            _log.warning("cannot remove snapshots of old jobs: %s", error)
-            return
-        if nbytes:
-            _log.info("freed %d bytes of abandoned snapshots", nbytes)
+                await self._node.clean()
 
 
 def ensure_daemon(base: Path, port: int, exit_idle: float, more: Sequence[str] = ()) -> str | None:

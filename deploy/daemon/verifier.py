@@ -51,8 +51,7 @@ class Checked:
 
     store_id: str
     path: Path
-    saves: set[SaveId] = field(default_factory=set)
-    groups: set[GroupKey] = field(default_factory=set)
+    saves: dict[SaveId, frozenset[GroupKey]] = field(default_factory=dict)  # with the groups that were found whole
     damaged: list[SaveId] = field(default_factory=list)
     damage: list[str] = field(default_factory=list)
 
@@ -112,14 +111,14 @@ class Verifier:
     def _read(self, found: Checked) -> bool:
         if not found.path.is_dir():
             if found.damaged:  # a store that reappears here is verified from scratch
-                found.saves, found.groups, found.damaged, found.damage = set(), set(), [], []
+                found.saves, found.damaged, found.damage = {}, [], []
             self._told(found.path, None, [])
             return False
         catalog = open_catalog(_ThrottledFiles(found.path, self._throttle))
         if catalog.store_id != found.store_id:
             return False
         saves = catalog.saves()
-        found.saves &= set(saves)
+        found.saves = {save: groups for save, groups in found.saves.items() if save in saves}
         if not set(found.damaged) <= set(saves):
             found.damaged = [one for one in found.damaged if one in saves]
             found.damage = [
@@ -130,17 +129,17 @@ class Verifier:
             return False
         self.current = f"{found.path} {save}"
         try:
-            report = verify(catalog, only=[save], checked=found.groups)
+            report = verify(catalog, only=[save], checked=frozenset().union(*found.saves.values()))
         finally:
             self.current = None
-        found.saves.add(save)
+        found.saves[save] = frozenset()
         self._learn(catalog, found, save, report)
         return True
 
     def _learn(self, catalog: Catalog, found: Checked, save: SaveId, report: VerifyReport) -> None:
         if report.ok:
             with suppress(StorageError):
-                found.groups |= groups_of(catalog, save)
+                found.saves[save] = frozenset(groups_of(catalog, save))
             self._told(found.path, save, [])
             return
         if save not in catalog.saves():

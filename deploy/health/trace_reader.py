@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +18,7 @@ from statistics import median
 from typing import BinaryIO
 
 from store.names import Unit
-from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, ResumedLine, iter_lines
+from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, ResumedLine, iter_lines, rotated_path
 
 _FEW = 32  # saves and intervals from which rates are computed
 _LATEST = 253_000_000_000.0  # largest Unix time that a calendar can represent
@@ -284,9 +285,14 @@ class Tail:
             self._feed(whole.split(b"\n"))
 
     def _skip(self, file: BinaryIO, size: int) -> None:
-        """Skip to the end of a long file, after reading the job line that applies there."""
+        """Skip to the end of a long file, after reading the job line that applies there.
+
+        A short one may have begun when the file before it was full: the end of that one is read first.
+        """
         start = size - self._end
         if start <= 0:
+            with suppress(OSError), rotated_path(self.path).open("rb") as before:
+                self._feed(_last_lines(before, -start))
             return
         file.seek(start)
         start += len(file.readline())
@@ -297,6 +303,17 @@ class Tail:
         for line in self._validator.validate(iter_lines(raw)):
             if line is not None:
                 self._follower.feed(line)
+
+
+def _last_lines(file: BinaryIO, most: int) -> list[bytes]:
+    """Return the lines in the last ``most`` bytes of a file, after the job line that applies to them."""
+    start = max(0, file.seek(0, os.SEEK_END) - most)
+    file.seek(start)
+    if start:
+        start += len(file.readline())
+    before = _job_before(file, start)
+    file.seek(start)
+    return [before, *file.read(most).split(b"\n")]
 
 
 def _job_before(file: BinaryIO, end: int) -> bytes:

@@ -15,7 +15,7 @@ from deploy.supervisor.restart_policy import StoreSnapshot
 from store.catalog import Catalog, mark_suspect, open_catalog, withdraw_suspect
 from store.errors import DamagedError, DriftpointError, NoStoreError, NothingToResumeError, StorageError, StoreError
 from store.location import files_at, is_url
-from store.memory.index import belonging_to
+from store.memory.index import belonging_to, unfinished_ranks
 from store.memory.index import scan_node as look_at_memory
 from store.memory.layout import Tier
 from store.names import SaveId
@@ -113,11 +113,13 @@ def _look(root: Path, memory: Path | None, options: ObjectOptions | None) -> Sto
 
 
 def _snapshots_in_memory(catalog: Catalog, memory: Path | None) -> list[SaveId]:
-    """List the snapshots in memory; unreadable ones cannot be resumed from."""
+    """List the snapshots in memory that a job can resume: readable, and of all ranks as far as this node knows."""
     if memory is None:
         return []
     try:
-        return list(belonging_to(look_at_memory(Tier(memory, catalog.store_id)), catalog.files).versions)
+        tier = Tier(memory, catalog.store_id)
+        node = belonging_to(look_at_memory(tier), catalog.files)
+        return [save for save, held in node.versions.items() if not unfinished_ranks(tier, node, held)]
     except (StoreError, OSError):
         return []
 

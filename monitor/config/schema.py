@@ -168,6 +168,8 @@ class TraceSettings(Settings):
     """trace file; null: the store's path with .trace.jsonl appended"""
     anchors: int = Field(default=6, ge=0, le=16)
     """number of earlier decisions to compare with, about 1, 2, 4... ago; 0: none"""
+    max_mib: int = Field(default=512, ge=1)
+    """size at which the file is renamed, with .1 appended, over the one before"""
 
 
 class MemorySettings(Settings):

@@ -17,7 +17,7 @@ import torch
 from monitor.save.store_session import StoreSession
 from store.errors import StorageError, StoreError
 from store.memory.arena import Arena
-from store.memory.cleanup import clear_old
+from store.memory.cleanup import clear_old, without_versions
 from store.memory.layout import Tier
 from store.names import SaveId
 
@@ -88,7 +88,8 @@ class SharedMemoryBuffers:
         Returns:
             The problem, or None.
         """
-        log_errors(lambda: clear_old(tier.base))  # on every node
+        # On every node. Versions stay: only the node's daemon can tell whether a commit is as new, or rescue them.
+        log_errors(lambda: clear_old(tier.base, wanted=without_versions))
         try:
             self.arena = Arena(tier, session.epoch, rank, self._versions, session.files)
             for slot in slots_to_reserve(self.arena, kept):

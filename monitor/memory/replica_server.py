@@ -37,6 +37,7 @@ _LOCK_TIMEOUT = 5.0  # seconds that the training thread waits for a transfer tha
 _HASH_CHUNK = 1 << 20
 _MAX_CONNECTIONS = 256
 _ACCEPT_RETRY = 1.0
+_THREAD = "driftpoint-replica"
 _IDLE_TIMEOUT = 900.0  # seconds between two requests of a peer; in a resume all ranks may wait for one of them
 
 ServedPayloads = Mapping[tuple[SaveId, int], Path]  # files of payloads by version and rank
@@ -231,15 +232,22 @@ class ReplicaServer:
                     _log.warning("cannot accept a peer's connection: %s", error.strerror or error)
                     self._closing.wait(_ACCEPT_RETRY)  # for example, too many open files
                 continue
-            threading.Thread(target=self._handle, args=(accepted,), name="driftpoint-replica", daemon=True).start()
-
-    def _handle(self, accepted: socket.socket) -> None:
-        connection = Connection(accepted, self._silence)
-        try:
+            connection = Connection(accepted, self._silence)
             with self._lock:
-                if self._closing.is_set() or len(self._connections) >= _MAX_CONNECTIONS:
-                    return
-                self._connections.add(connection)
+                refused = self._closing.is_set() or len(self._connections) >= _MAX_CONNECTIONS
+                if not refused:
+                    self._connections.add(connection)
+            if refused:
+                connection.close()
+                continue
+            try:
+                threading.Thread(target=self._handle, args=(connection,), name=_THREAD, daemon=True).start()
+            except RuntimeError as error:
+                _log.warning("cannot serve a peer: %s", error)  # no more threads
+                self._forget(connection)
+
+    def _handle(self, connection: Connection) -> None:
+        try:
             connection.server_handshake(self._key)
             while True:
                 request = connection.receive(Request, _IDLE_TIMEOUT).request
@@ -252,9 +260,12 @@ class ReplicaServer:
         except Exception:  # noqa: BLE001 - the thread's edge: a peer must not end the server
             _log.exception("serving a peer failed")
         finally:
-            with self._lock:
-                self._connections.discard(connection)
-            connection.close()
+            self._forget(connection)
+
+    def _forget(self, connection: Connection) -> None:
+        with self._lock:
+            self._connections.discard(connection)
+        connection.close()
 
     def _send_payload(self, get: Get, connection: Connection) -> None:
         path = self._served.get((SaveId.parse(get.save), get.rank))

@@ -41,6 +41,7 @@ class SaveLog(SaveListener):
         self._rank = rank
         self._encodings_checked = False
         self._commits = self._decisions = 0
+        self._unfinished = False  # the job was preempted while a save was being written
 
     @override
     def on_measured(self, event: events.MeasuredEvent) -> None:
@@ -103,7 +104,8 @@ class SaveLog(SaveListener):
                 ", ".join(str(unit) for unit in dropped[:_NAMED]),
                 step,
             )
-        _log.info("committed step %d: %d bytes, %.2f s", step, event.written_bytes, event.seconds)
+        level, late = (logging.WARNING, "preempted: ") if self._unfinished else (logging.INFO, "")
+        _log.log(level, "%scommitted step %d: %d bytes, %.2f s", late, step, event.written_bytes, event.seconds)
 
     @override
     def on_save_failed(self, event: events.SaveFailedEvent) -> None:
@@ -154,8 +156,13 @@ class SaveLog(SaveListener):
                 *(step, seconds, event.fresh, event.moving, event.oldest),
             )
         else:
-            reason = SKIP_REASONS.get(event.skipped or "", event.skipped)
-            _log.error("preempted: nothing new is saved at step %d: %s; %s", step, reason, newest_text(event.newest))
+            reason, intact = SKIP_REASONS.get(event.skipped, event.skipped), newest_text(event.newest)
+            if event.skipped == "busy":  # the process waits for it as long as it may
+                self._unfinished = True
+                intact += ". The save that is being written may still be committed before the process ends"
+                _log.error("preempted: step %d is not committed yet: %s; %s", step, reason, intact)
+            else:
+                _log.error("preempted: nothing new is saved at step %d: %s; %s", step, reason, intact)
 
 
 def _kind(certificate: Certificate) -> str:

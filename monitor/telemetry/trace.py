@@ -6,7 +6,8 @@ so a slow disk never blocks training. Collectives depend on rank 0's settings at
 write.
 
 Each line is one write at the end of the file; a torn line left by a crash is closed off first. The file is not synced.
-After an error the trace ends with one report, so it has no gaps.
+A full file is renamed, and the next one begins with the last job line, so that it can be read alone. After an error the
+trace ends with one report, so it has no gaps.
 """
 
 from __future__ import annotations
@@ -38,7 +39,18 @@ from monitor.telemetry.metrics import Metrics
 from monitor.types import DecisionResult, Sizes
 from store.errors import StorageError
 from store.names import Unit
-from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, MovedLine, ResumedLine, TracedUnit, to_line
+from store.trace import (
+    CommitLine,
+    DecisionLine,
+    FailedLine,
+    JobLine,
+    Line,
+    MovedLine,
+    ResumedLine,
+    TracedUnit,
+    rotated_path,
+    to_line,
+)
 
 _BACKLOG = 1000
 """Maximum number of lines that wait for the disk."""
@@ -87,7 +99,7 @@ class TraceRecorder(SaveListener):
         self._anchors = self._group.broadcast(self._config.trace.anchors if path is not None and sketched else 0)
         if path is not None and self._group.rank == 0:
             self._epoch = event.epoch
-            self._writer = TraceWriter(Path(path), self._metrics)
+            self._writer = TraceWriter(Path(path), self._metrics, self._config.trace.max_mib << 20)
             self._put_job()
 
     @override
@@ -207,7 +219,8 @@ class TraceRecorder(SaveListener):
                 units=table,
                 seconds=seconds,
                 observing=self._job.observing,
-            )
+            ),
+            job=True,
         )
 
     def _put_dry_run(self) -> None:
@@ -225,24 +238,36 @@ class TraceRecorder(SaveListener):
     def _seconds(self) -> float:
         return time.monotonic() - self._began
 
-    def _put(self, make: Callable[[], Line]) -> None:
+    def _put(self, make: Callable[[], Line], *, job: bool = False) -> None:
         if self._writer is not None:
-            self._writer.put(lambda: to_line(make()))
+            self._writer.put(lambda: to_line(make()), job=job)
 
 
 class TraceFile:
-    """A file that lines are appended to. It is opened at the first line. One thread."""
+    """A file that lines are appended to. It is opened at the first line. One thread.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: The file.
+        most: Bytes above which the file is renamed to :func:`store.trace.rotated_path`, and a new one begun.
+    """
+
+    def __init__(self, path: Path, most: int = sys.maxsize) -> None:
         self.path = path
+        self._most = most
         self._descriptor = -1
+        self._job = b""  # last job line, which every file begins with
 
-    def append(self, line: bytes) -> None:
+    def append(self, line: bytes, *, job: bool = False) -> None:
         """Append a line, its newline included. Raises StorageError unless all of it is written."""
+        if job:
+            self._job = line
         try:
             if self._descriptor < 0:
                 self._descriptor, torn = _open_file(self.path)
                 line = b"\n" * torn + line
+            size = os.fstat(self._descriptor).st_size
+            if size > 2 * len(self._job) and size + len(line) > self._most:
+                line = self._rotate() + (b"" if job else line)
             written = os.write(self._descriptor, line)
         except OSError as error:
             raise StorageError(f"cannot write {self.path}: {error.strerror or error}") from error
@@ -250,6 +275,13 @@ class TraceFile:
             raise StorageError(
                 f"only {written} of {len(line)} bytes of a line went into {self.path}: is the disk full?"
             )
+
+    def _rotate(self) -> bytes:
+        """Rename the full file and open a new one. Return its first line."""
+        self.path.replace(rotated_path(self.path))
+        self.close()
+        self._descriptor, _ = _open_file(self.path)
+        return self._job
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -260,21 +292,21 @@ class TraceFile:
 class TraceWriter:
     """Makes and appends lines in a background thread. Its methods are for the training thread."""
 
-    def __init__(self, path: Path, metrics: Metrics) -> None:
-        self._file = TraceFile(path)
+    def __init__(self, path: Path, metrics: Metrics, most: int = sys.maxsize) -> None:
+        self._file = TraceFile(path, most)
         self._metrics = metrics
         self._thread: BackgroundWorker[None] = BackgroundWorker("driftpoint-trace")
         self._waiting = 0
         self._failed = self._closed = False
 
-    def put(self, make: Callable[[], bytes]) -> None:
-        """Make and append a line after the earlier ones. Does nothing after an error."""
+    def put(self, make: Callable[[], bytes], *, job: bool = False) -> None:
+        """Make and append a line after the earlier ones. Does nothing after an error. job: it is a job line."""
         self._collect()
         if self._waiting >= _BACKLOG:
             self._abandon_waiting()
         if not self._closed:
             self._waiting += 1
-            self._thread.submit(lambda: self._append(make))
+            self._thread.submit(lambda: self._append(make, job))
 
     def close(self, timeout: float) -> None:
         """Write the remaining lines and close the file, for at most ``timeout`` seconds."""
@@ -291,11 +323,11 @@ class TraceWriter:
         self._thread.submit(self._file.close)
         self._thread.stop()
 
-    def _append(self, make: Callable[[], bytes]) -> None:
+    def _append(self, make: Callable[[], bytes], job: bool) -> None:
         if self._failed:
             return  # after a lost line, later ones would hide the gap
         self._failed = True
-        self._file.append(make())
+        self._file.append(make(), job=job)
         self._failed = False
 
     def _collect(self) -> None:

@@ -63,11 +63,11 @@ class Owner(FileLock):
         MissingError: The folder does not exist, or the file was removed meanwhile and the lock would be invisible.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, wait_seconds: float = 0.0) -> None:
         if is_held_here(path):
             raise StorageError(f"{path} is held by this process already: close the first checkpointer")
         try:
-            super().__init__(path, 0o600)
+            super().__init__(path, 0o600, wait_seconds)
         except FileNotFoundError as error:
             raise MissingError(f"{path.parent} is not there") from error
         except BlockingIOError as error:
@@ -282,11 +282,14 @@ def _acquire_first_free(rank: int, places: Iterable[Generation]) -> tuple[Genera
     raise refused
 
 
+_CLEANUP_WAIT = 1.0  # seconds to wait for a lock, which a cleanup may hold for a moment
+
+
 def _acquire(place: Generation, rank: int) -> Owner:
     for _ in range(100):  # a cleanup may remove the empty folder in between
         place.make()
         with suppress(MissingError):
-            return Owner(place.owner(rank))
+            return Owner(place.owner(rank), _CLEANUP_WAIT)
     raise StorageError(f"another process keeps removing {place.folder}: stop it")
 
 

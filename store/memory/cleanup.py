@@ -1,22 +1,31 @@
 """Remove memory of dead jobs.
 
 Memory of living processes and files with other names are never touched. A dead job's version may be the newest state,
-so it is removed only when a commit is newer, when it is old, or on request.
+so it is removed only when a commit is newer, on request, or when it is old and the daemon could not rescue it.
+
+A rank's files are removed under its lock, which a job takes when it begins. So a job that begins meanwhile makes new
+files, and never writes to removed ones.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from store.memory.arena import boot_seconds, is_owned, seconds_since_written, touch
-from store.memory.index import version_in
+from store.errors import StorageError
+from store.memory.arena import Owner, boot_seconds, is_owned, seconds_since_written, touch
+from store.memory.index import belonging_to, scan_node, unfinished_ranks, version_in
 from store.memory.layout import SLOTS, Generation, Tier, tiers
 from store.names import SaveId
+from store.storage.local import Files
 
 KEEP_SECONDS = 24 * 3600.0
 """Time that a dead job's memory is kept for a restart."""
+
+KEEP_UNREACHABLE_SECONDS = 7 * KEEP_SECONDS
+"""Time that it is kept if its store cannot be reached, so that no rescue could be made."""
 
 
 def clear(tier: Tier, newest: SaveId | None = None) -> int:
@@ -29,11 +38,72 @@ def clear(tier: Tier, newest: SaveId | None = None) -> int:
     return _removed(tier, worthless)
 
 
-def clear_old(base: Path, keep_seconds: float = KEEP_SECONDS, clock: Callable[[], float] = boot_seconds) -> int:
-    """Remove memory that dead jobs of any store last wrote over ``keep_seconds`` ago. Return the bytes freed."""
-    return sum(
-        _removed(tier, lambda place, rank: seconds_since_written(place, rank, clock()) > keep_seconds)
-        for tier in tiers(base)
+Wanted = Callable[[Generation, int], bool]
+"""Whether to remove a dead rank's memory."""
+
+
+def clear_old(
+    base: Path,
+    keep_seconds: float = KEEP_SECONDS,
+    clock: Callable[[], float] = boot_seconds,
+    *,
+    wanted: Wanted = lambda *_: True,
+) -> int:
+    """Remove memory that dead jobs of any store last wrote over ``keep_seconds`` ago. Return the bytes freed.
+
+    Memory that may hold a state newer than any commit needs a rescue first: ``wanted`` spares it.
+    """
+    return sum(clear_old_of(tier, keep_seconds, clock, wanted=wanted) for tier in tiers(base))
+
+
+def clear_old_of(
+    tier: Tier,
+    keep_seconds: float = KEEP_SECONDS,
+    clock: Callable[[], float] = boot_seconds,
+    *,
+    wanted: Wanted = lambda *_: True,
+) -> int:
+    """Remove memory of one store, as :func:`clear_old`. Return the bytes freed."""
+
+    def old(place: Generation, rank: int) -> bool:
+        return seconds_since_written(place, rank, clock()) > keep_seconds and wanted(place, rank)
+
+    return _removed(tier, old)
+
+
+def without_versions(place: Generation, rank: int) -> bool:
+    """Return whether no record makes anything of a rank's memory a version."""
+    return not any(place.record(rank, slot).exists() for slot in SLOTS)
+
+
+def committed(tier: Tier, files: Files, newest: SaveId | None) -> Wanted:
+    """Return a test whether a rank's memory holds nothing that could be resumed and is newer than ``newest``.
+
+    files: Of the store with that commit. Memory of a copy of the store, or with a damaged record, may be newer."""
+    node = belonging_to(scan_node(tier), files)
+    covered = {
+        one.payload
+        for save, held in node.versions.items()
+        for one in held.values()
+        if (newest is not None and save <= newest) or unfinished_ranks(tier, node, held)
+    }
+
+    def worthless(place: Generation, rank: int) -> bool:
+        return all(place.payload(rank, slot) in covered for slot in SLOTS if place.record(rank, slot).exists())
+
+    return worthless
+
+
+def oldest_version_seconds(tier: Tier, clock: Callable[[], float] = boot_seconds) -> float:
+    """Return the seconds since the oldest memory of dead jobs that holds a version was written; 0 if there is none."""
+    ranks = [(place, rank) for place in tier.generations() for rank in place.ranks()]
+    return max(
+        (
+            seconds_since_written(place, rank, clock())
+            for place, rank in ranks
+            if not without_versions(place, rank) and not is_owned(place.owner(rank))
+        ),
+        default=0.0,
     )
 
 
@@ -52,12 +122,13 @@ def used_bytes(tier: Tier) -> int:
     return sum(_bytes(path) for place in tier.generations() for path, _, _ in place.files())
 
 
-def _removed(tier: Tier, wanted: Callable[[Generation, int], bool]) -> int:
+def _removed(tier: Tier, wanted: Wanted) -> int:
     total = 0
     for place in tier.generations():
         for rank in place.ranks():
             if not is_owned(place.owner(rank)) and wanted(place, rank):
-                total += _remove(place, rank)
+                with _removing:
+                    total += _remove(place, rank, wanted)
         with suppress(OSError):
             place.folder.rmdir()
     with suppress(OSError):
@@ -65,14 +136,28 @@ def _removed(tier: Tier, wanted: Callable[[Generation, int], bool]) -> int:
     return total
 
 
-def _remove(place: Generation, rank: int) -> int:
-    total = 0
-    for path in place.of(rank):
-        nbytes = _bytes(path)
-        with suppress(FileNotFoundError):
-            path.unlink()
-            total += nbytes
-    return total
+_removing = threading.Lock()
+"""Held while files are removed: a process can take the lock of a rank twice."""
+
+
+def _remove(place: Generation, rank: int, wanted: Wanted) -> int:
+    dated = place.owner(rank).exists()  # otherwise locking makes the file, and its date is now
+    try:
+        lock = Owner(place.owner(rank))
+    except StorageError:
+        return 0  # a job has just begun there, or removed it
+    try:
+        return sum(_unlink(path) for path in place.of(rank)) if not dated or wanted(place, rank) else 0
+    finally:
+        lock.release()
+
+
+def _unlink(path: Path) -> int:
+    nbytes = _bytes(path)
+    with suppress(FileNotFoundError):
+        path.unlink()
+        return nbytes
+    return 0
 
 
 def _bytes(path: Path) -> int:

@@ -96,6 +96,17 @@ def scan_node(tier: Tier) -> NodeIndex:
     return NodeIndex(versions, tuple(problems), tuple(others))
 
 
+def unfinished_ranks(tier: Tier, node: NodeIndex, held: Mapping[int, HeldSnapshot]) -> list[int]:
+    """Return the ranks that kept memory on this node and never finished their share of a version.
+
+    A job cannot resume such a version. Ranks of other nodes, and replicas of them here, do not count."""
+    folders = {one.payload.parent for one in held.values()}
+    replicas = {one.record.part.rank for one in node.everything() if one.record.replica}
+    here = {rank for place in tier.generations() if place.folder in folders for rank in place.ranks()}
+    world_size = next(iter(held.values())).record.part.world_size
+    return sorted(rank for rank in here - held.keys() - replicas if rank < world_size)
+
+
 def version_in(place: Generation, rank: int, slot: int) -> SaveId | None:
     """Return the version in a slot; None if there is none or it is invalid."""
     try:

@@ -197,7 +197,7 @@ class Bucket:
                 if not found:
                     raise ExistsError(f"cannot put {self.where(key)}: another object is there already") from error
 
-        self._retry("put", key, put, lambda error: is_taken(error) or is_passing(error))
+        self._retry("put", key, put)
 
     def replace(self, key: str, data: bytes) -> None:
         """Put an object, replacing any other."""
@@ -281,16 +281,18 @@ class Bucket:
         except MissingError:
             return None
 
-    def _retry(
-        self, verb: str, key: str, ask: Callable[[], T], passes: Callable[[BaseException], bool] = is_passing
-    ) -> T:
-        """Run an idempotent request with retries; obstore does not retry those that it considers changes."""
+    def _retry(self, verb: str, key: str, ask: Callable[[], T]) -> T:
+        """Run an idempotent request with retries; obstore does not retry those that it considers changes.
+
+        Refusals with 409 or 412 are repeated too: a request without a condition met another one, and one with a
+        condition has looked for itself who has the name.
+        """
         deadline = time.monotonic() + self.options.retry_seconds
         for pause in chain((0.1, 0.2, 0.5, 1.0, 2.0), repeat(5.0)):
             try:
                 return ask()
             except self.failures as error:
-                if not passes(error):
+                if not (is_passing(error) or is_taken(error)):
                     raise storage_error(error, verb, self.where(key)) from error
                 if time.monotonic() >= deadline:
                     raise self._gave_up(error, verb, key) from error

@@ -1,14 +1,17 @@
 """Testing the tests of the memory tier: each safeguard taken out in turn must be caught, by the check that is named.
 
 ARENA is the switch between two payloads, EXACT what comes back of copies that are made beside training, FLIPS wrong
-bytes. That ranks agree is taken out in tests/distributed/test_memory_ranks.py. Each check passes without the mutant.
+bytes, BEGIN a cleanup beside a job that begins, AGE old memory of a store that is away. That ranks agree is tested in
+tests/distributed/test_memory_ranks.py. Each check passes without the mutant.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,16 +21,21 @@ import torch
 
 import monitor.memory.snapshot
 import monitor.memory.tier
+import store.memory.cleanup
 import store.segment
+from deploy.daemon import node
+from deploy.daemon.metrics import DaemonMetrics
 from monitor.save.staging import AsyncCopy, UnfinishedCopy
 from store.errors import DamagedError, StoreError
-from store.memory.arena import Arena
-from store.memory.index import scan_node
+from store.memory.arena import Arena, boot_seconds
+from store.memory.cleanup import KEEP_SECONDS, clear_old
+from store.memory.index import SeenStore, scan_node
 from store.names import SaveId
 from tests.support.jobs import Job, same
 from tests.support.kept import abandoned, memory, settled, tier_of
 from tests.support.made_versions import NBYTES, content, keep, tier_at, whole
 from tests.support.memory_jobs import state_in
+from tests.support.processes import living
 
 settle = settled
 """Called once training has changed the state; a mutant takes its place."""
@@ -100,7 +108,54 @@ def flips(tmp_path: Path) -> None:
     assert not certificate.exact or same(found, kept)
 
 
-CHECKS: dict[str, Callable[[Path], None]] = {"ARENA": arena, "EXACT": exact, "FLIPS": flips}
+def begin(tmp_path: Path) -> None:
+    """BEGIN: a job that begins while a cleanup looks at the memory of the one before keeps what it writes."""
+    tier = tier_at(tmp_path / "shm")
+    dead = Arena(tier, 1, 0)
+    keep(dead, 0, SaveId(4, 1))
+    dead.close(remove=False)
+    with ExitStack() as stack:
+        begun: list[int] = []
+
+        def clock() -> float:
+            if not begun:
+                begun.append(stack.enter_context(living(tier, SaveId(9, 1))).pid)
+            return boot_seconds() + 2 * KEEP_SECONDS
+
+        clear_old(tier.base, clock=clock)
+        assert begun and set(whole(tier)) == {SaveId(9, 1)}
+
+
+def age(tmp_path: Path) -> None:
+    """AGE: memory that holds a state newer than any commit is kept while its store is away."""
+    tier = tier_at(tmp_path / "shm")
+    dead = Arena(tier, 1, 0)
+    keep(dead, 0, SaveId(4, 1))
+    dead.close(remove=False)
+    SeenStore(tier.base).seen(tier.store_id, tmp_path / "away")
+
+    async def clean() -> None:
+        beside = node.Node(node.Options(tier.base, verify_rate=0), DaemonMetrics())
+        await beside.clean()
+        while beside.busy:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        await asyncio.to_thread(beside.end, 30.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(node, "oldest_version_seconds", lambda _: 2 * KEEP_SECONDS)
+        patch.setattr(node, "clear_old_of", lambda tier, keep: store.memory.cleanup.clear_old_of(tier, keep, later))
+        asyncio.run(clean())
+    assert set(whole(tier)) == {SaveId(4, 1)}
+
+
+def later() -> float:
+    return boot_seconds() + 2 * KEEP_SECONDS
+
+
+CHECKS: dict[str, Callable[[Path], None]] = {
+    "ARENA": arena, "EXACT": exact, "FLIPS": flips, "BEGIN": begin, "AGE": age,
+}  # fmt: skip
 
 
 def keep_the_record(patch: pytest.MonkeyPatch) -> None:
@@ -169,12 +224,30 @@ def do_not_check_hashes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(store.segment, "read_piece", read_piece)
 
 
+class _NoLock:
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+
+def do_not_lock_what_is_removed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(store.memory.cleanup, "Owner", _NoLock)
+
+
+def do_not_wait_for_the_store(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(node, "_UNREACHED", ())
+
+
 MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "the record is not removed before its payload is written over": (keep_the_record, "ARENA"),
     "the payload that counts is written over": (overwrite_the_one_that_counts, "ARENA"),
     "the record is written before the copy is complete": (do_not_wait_for_the_copies, "EXACT"),
     "the optimizer does not wait for the copy": (do_not_wait_before_the_update, "EXACT"),
     "the hash is not checked": (do_not_check_hashes, "FLIPS"),
+    "memory is removed without its lock": (do_not_lock_what_is_removed, "BEGIN"),
+    "old memory is removed whether or not its store was there": (do_not_wait_for_the_store, "AGE"),
 }
 
 

@@ -72,3 +72,11 @@ def test_what_it_reads_through_changes_nothing(beside: Beside, change: str) -> N
     with pytest.raises(StorageError):
         getattr(files, change)(*paths)
     assert sorted(path.relative_to(root) for path in root.rglob("*")) == before
+
+
+def test_it_remembers_what_it_read_of_present_commits_only(beside: Beside) -> None:
+    until(lambda: len(beside.found.saves) == 2, "two commits")
+    assert beside.found.saves[SaveId(20, 1)]
+    (beside.builder.root / manifest_path(SaveId(20, 1))).unlink()
+    until(lambda: set(beside.found.saves) == {SaveId(10, 1)}, "one commit")
+    assert not any(save == SaveId(20, 1) for groups in beside.found.saves.values() for save, _ in groups)

@@ -1,0 +1,58 @@
+"""A rank that is late does not end training before the job's own timeout would."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from monitor.distributed import GlooGroup
+from tests.support.cli import environment
+
+_LATE = """
+import sys, time
+from datetime import timedelta
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+distributed_c10d.default_pg_timeout = timedelta(seconds=2)  # instead of half an hour, as of a group without a timeout
+rank, path = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2, timeout=timedelta(seconds=120))
+from monitor.distributed import current_group
+group = current_group()
+flag = group.async_flag()
+for _ in range(2):
+    flag.exchange(False)
+    if rank:
+        time.sleep(4.0)
+    assert group.all_gather(rank) == [0, 1]
+dist.barrier()
+"""
+
+
+def test_a_rank_may_be_as_late_as_the_job_allows(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", _LATE, str(rank), str(tmp_path / "meet")], env=environment())
+        for rank in (0, 1)
+    ]
+    try:
+        assert [one.wait(240) for one in ranks] == [0, 0]
+    finally:
+        for one in ranks:
+            one.kill()
+            one.wait(60)
+
+
+@pytest.mark.parametrize(("hours", "expected"), [(6.0, 6.0), (0.1, 0.5)])
+def test_groups_have_the_timeout_of_the_job(hours: float, expected: float) -> None:
+    """A shorter one than torch's default for gloo is not taken: it may be meant for the accelerator only."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(hours=hours))
+    try:
+        found = GlooGroup()._group._get_backend(torch.device("cpu")).options._timeout  # type: ignore[attr-defined]
+        assert found == timedelta(hours=expected)
+    finally:
+        dist.destroy_process_group()
