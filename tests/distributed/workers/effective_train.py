@@ -75,6 +75,7 @@ def main(spec: Mapping[str, Any]) -> None:
                     "trained", case=case["name"], step=step + 1, life=spec["life"], losses=losses,
                     hashes=hashes(trainee), **standing(case, trainee),
                 )  # fmt: skip
+            ckpt.close(save=False)
     leave()
 
 
