@@ -36,6 +36,7 @@ class DryRunSaver:
         self._listeners = job.listeners
 
     failed = False
+    dropped: tuple[Unit, ...] = ()
 
     def _nothing(self, *_: Any, **__: Any) -> None: ...
 

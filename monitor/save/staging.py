@@ -159,8 +159,9 @@ _SAMPLED = 64
 
 
 class _Sample:
-    """Elements of tensors on one device, compared bit by bit with what they were: at most 64 of each, evenly spread, the
-    first and the last among them.
+    """Elements of tensors on one device, compared bit by bit with what they were.
+
+    At most 64 of each tensor, evenly spread, the first and the last among them.
 
     It finds what autograd's version counters do not count: writes through ``.data``, or by code outside PyTorch. A
     change between the sampled elements is not found. Built and compared in the stream of the copies.
@@ -308,7 +309,9 @@ class AsyncCopy:
 
 
 class UnfinishedCopy:
-    """The copies of the last save, which the next change of the state waits for. ``waited`` gets the seconds of a wait."""
+    """The copies of the last save, which the next change of the state waits for.
+
+    ``waited`` gets the seconds of a wait."""
 
     def __init__(self, adapter: Adapter, waited: Callable[[float], None]) -> None:
         self._copying: AsyncCopy | None = None

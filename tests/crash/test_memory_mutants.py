@@ -1,7 +1,8 @@
 """Testing the tests of the memory tier: each safeguard taken out in turn must be caught, by the check that is named.
 
 ARENA is the switch between two payloads, EXACT what comes back of copies that are made beside training, CHANGED what a
-script does to them, FLIPS wrong bytes. That ranks agree is taken out in tests/distributed/test_memory_ranks.py. Each check passes without the mutant.
+script does to them meanwhile, FLIPS wrong bytes. That ranks agree is taken out in
+tests/distributed/test_memory_ranks.py. Each check passes without the mutant.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""DeepSpeed's own calls that write masters and moments through ``.data`` wait for the copies that are under way: what is
-committed, and kept in memory, is the state of the decision.
+"""DeepSpeed's own calls that write masters and moments through ``.data`` wait for the copies that are under way.
+
+What is committed, and kept in memory, is the state of the decision.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ CHANGES = [(stage, change) for stage, _ in CASES for change in FULL] + [(3, "loc
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     pytest.importorskip("deepspeed")
-    cases = [{"kind": "zero", "stage": stage, "precision": precision} for stage, precision in CASES]
+    cases = [{"kind": "zero", "stage": stage, "precision": precision, "width": 12} for stage, precision in CASES]
     with shared_memory() as shared:
         spec = {"cases": cases, "shared": str(shared)}
         done = torchrun("changed_while_copied.py", 2, spec, tmp_path_factory.mktemp("changed"))
@@ -34,12 +35,9 @@ def test_the_state_of_the_decision_is_committed_and_kept(
 ) -> None:
     commit = launched.one("commit", stage=stage, change=change, rank=rank)
     assert (commit["committed"], commit["equal"]) == (True, True)
-    kept = launched.of("kept", stage=stage, change=change, rank=rank)
-    assert all(one["equal"] for one in kept)
+    assert launched.one("kept", stage=stage, change=change, rank=rank)["equal"] is True
 
 
-def test_versions_were_kept_and_changes_made_on_some_rank(launched: Launched) -> None:
-    for stage, change in CHANGES:
-        assert launched.of("kept", stage=stage, change=change) or change == "load_checkpoint"
-        unchanged = launched.of("unchanged", stage=stage, change=change)
-        assert len(unchanged) < len(launched.of("commit", stage=stage, change=change)) * 3
+@pytest.mark.parametrize(("stage", "change"), CHANGES)
+def test_the_state_was_changed_indeed(launched: Launched, stage: int, change: str) -> None:
+    assert any(one["differs"] for one in launched.of("changed", stage=stage, change=change))

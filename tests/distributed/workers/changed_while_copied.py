@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from deepspeed.utils import (
     safe_set_local_optimizer_state,
 )
 from resume_jobs import Results, build, leave, rank, start_group
-from staging_consistency import own, stored
+from staging_consistency import Hashes, Late, own, stored
 
 import monitor
 from store.memory.index import scan_node
@@ -80,43 +79,57 @@ def run(case: Mapping[str, Any], directory: Path, shared: str, results: Results)
     engine.save_checkpoint(saved)
     settings = {
         "store": str(directory / "store"),
-        "every": 3,
+        "every": 1000,
         "metrics": {"enabled": False},
         "memory": {"enabled": True, "every": 1, "path": shared},
     }
     ckpt = monitor.attach(engine, settings, state=trainee.state)
     ckpt.resume()
-    opened, memory = ckpt._opened, ckpt._memory
+    opened, memory, late = ckpt._opened, ckpt._memory, Late()
     assert opened is not None and memory is not None
     tier = Tier(Path(shared), opened.catalog.store_id)
+
+    def changed(name: str, change: Change) -> Hashes:
+        """Hashes of the decision; the copies begin after the change."""
+        decided, at = own(engine), engine.global_steps
+        change(engine)
+        engine.global_steps = at  # no version in memory is due while steps are counted anew
+        late.let()
+        memory._writer.join(180)
+        ckpt.flush()
+        dist.barrier()
+        results.tell("changed", change=name, stage=case["stage"], differs=own(engine) != decided)
+        return decided
+
+    def settled() -> None:
+        memory._writer.join(180)
+        dist.barrier()
+
     for name, change in changes(case["stage"], saved).items():
-        for _ in range(6):
+        same = {"change": name, "stage": case["stage"]}
+        trainee.step()
+        ckpt.step()
+        settled()
+        late.hold()
+        report = ckpt.save()
+        save = SaveId(engine.global_steps, opened.epoch)
+        decided = changed(name, change)
+        committed = report.skipped is None and (directory / "store" / "manifests" / f"{save}.json").exists()
+        found = stored(read_part(opened.files, opened.catalog.store_id, save, rank()).entries) if committed else {}
+        results.tell("commit", **same, committed=committed, equal=found == decided)
+        for _ in range(2):  # the first decision after the load finds that frozen weights were written
             trainee.step()
-            release = threading.Event()
-            ckpt._saver.upkeep(lambda release=release: bool(release.wait(180)) and None, "holding the writer up")
-            memory._writer.submit(lambda release=release: float(release.wait(180)))
-            report = ckpt.step()
-            decided = own(engine)
-            at = engine.global_steps
-            change(engine)
-            release.set()
-            memory._writer.join(180)
-            ckpt.flush()
-            dist.barrier()
-            same = {"change": name, "stage": case["stage"], "precision": case["precision"]}
-            if own(engine) == decided:
-                results.tell("unchanged", **same)
-            if report is not None and report.skipped is None:
-                save = SaveId(at, opened.epoch)
-                committed = (directory / "store" / "manifests" / f"{save}.json").exists()
-                found = (
-                    stored(read_part(opened.files, opened.catalog.store_id, save, rank()).entries) if committed else {}
-                )
-                results.tell("commit", **same, committed=committed, equal=found == decided)
-                break
-            held = scan_node(tier).versions.get(SaveId(at, opened.epoch), {}).get(rank())
-            if held is not None:
-                results.tell("kept", **same, equal=stored(held.record.part.entries) == decided)
+            ckpt.step()
+            settled()
+            ckpt.save(wait=True)
+        trainee.step()
+        late.hold()
+        ckpt.step()
+        save = SaveId(engine.global_steps, opened.epoch)
+        decided = changed(name, change)
+        held = scan_node(tier).versions.get(save, {}).get(rank())
+        kept = None if held is None else stored(held.record.part.entries) == decided
+        results.tell("kept", **same, equal=kept)
     ckpt.close()
     engine.destroy()
     deepspeed.comm.barrier()
