@@ -91,9 +91,8 @@ def run(case: Mapping[str, Any], directory: Path, shared: str, results: Results)
 
     def changed(name: str, change: Change) -> Hashes:
         """Hashes of the decision; the copies begin after the change."""
-        decided, at = own(engine), engine.global_steps
+        decided = own(engine)
         change(engine)
-        engine.global_steps = at  # no version in memory is due while steps are counted anew
         late.let()
         memory._writer.join(180)
         ckpt.flush()
