@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,9 @@ def test_it_is_saved_and_training_goes_on(
         real = SketchMeter.measure
 
         def measure(meter: SketchMeter, measured: Unit, pieces: Sequence[torch.Tensor]) -> Measure:
-            if measured == unit and torch.equal(pieces[0], live(one, unit)[0]):
+            if measured == unit and threading.current_thread() is threading.main_thread():
                 raise torch.OutOfMemoryError("no memory for a board")
             return real(meter, measured, pieces)
-
-        def live(one: Any, unit: Unit) -> list[torch.Tensor]:
-            return one.ckpt._job.table.local()[unit].tensors
 
         monkeypatch.setattr(SketchMeter, "measure", measure)
         if unit.slot == FROZEN:
