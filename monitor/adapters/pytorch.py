@@ -144,7 +144,7 @@ class PyTorchAdapter:
         self.before_update(hook)
         self.optimizer.register_load_state_dict_pre_hook(lambda *_: hook())
         for part in self.module.modules():  # a script may load a part of the model
-            part.register_load_state_dict_pre_hook(_LoadHook(hook))
+            part.register_load_state_dict_pre_hook(_LoadHook(hook))  # type: ignore[no-untyped-call]
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self._inventory.infos(trainable=frozenset())

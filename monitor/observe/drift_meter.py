@@ -266,7 +266,7 @@ def _fingerprints(pieces: Sequence[torch.Tensor]) -> _Fingerprint:
 
 def _wide(piece: torch.Tensor) -> torch.Tensor:
     """Return a piece as words of 8 bytes, which are fewer, if it can be seen so."""
-    whole = (piece.numel() | piece.storage_offset()) * piece.element_size() % 8 == 0
+    whole = all(count * piece.element_size() % 8 == 0 for count in (piece.numel(), piece.storage_offset()))
     return piece.view(torch.int64) if whole else piece
 
 
