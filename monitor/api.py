@@ -186,6 +186,7 @@ def attach(
         UnsupportedError: The target, or something in it, is not supported.
         StoreInUseError: Another job on this machine owns the store.
         StorageError: The store cannot be written.
+        SaveError: A rank has no memory for the copies that a save makes.
 
     Example::
 
@@ -226,7 +227,12 @@ def attach_counted(
         catalog = opened.catalog
         if opened.incarnation is not None:
             job.pace.count(opened.incarnation.interruptions, opened.incarnation.rank_seconds)
-    ckpt = Checkpointer(job, metrics, budget_tracker, opened, catalog)
+    try:
+        ckpt = Checkpointer(job, metrics, budget_tracker, opened, catalog)
+    except BaseException:
+        if opened is not None:  # the script may attach again
+            opened.release()
+        raise
     if group.rank == 0:
         log_startup(startup_message(job, metrics, has_commits=ckpt.holds_commits, unset=config is None))
     return ckpt

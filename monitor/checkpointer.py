@@ -20,7 +20,7 @@ from types import TracebackType
 from monitor.context import JobContext
 from monitor.decide.budget_tracker import BudgetTracker
 from monitor.decide.decider import Decider
-from monitor.distributed import collect_messages
+from monitor.distributed import collect_messages, run_on_all_ranks
 from monitor.events import AttachEvent, DecisionEvent, MeasuredEvent
 from monitor.memory.tier import MemoryTier
 from monitor.observe.units import LocalUnit, Surveyor
@@ -93,7 +93,7 @@ class Checkpointer:
         self._pace = job.pace
         saver = None if opened is None else Saver(job, opened)
         self._saver: Saver | DryRunSaver = saver or DryRunSaver(job)
-        self._saver.reserve(job.table.local())
+        run_on_all_ranks(job.group, lambda: self._saver.reserve(job.table.local()))
         in_memory = job.config.memory.enabled
         self._memory = MemoryTier(job, opened, saver) if opened and saver and in_memory else None
         self._surveyor = Surveyor(job.adapter, job.table)
@@ -165,10 +165,11 @@ class Checkpointer:
             copied, such as a device out of memory, raises a DriftpointError after which the job must be restarted.
         """
         if self._resume_called:  # the save under way may belong to a branch that this resume leaves
+            self.copied()
             self.flush()
             self._saver.settle(self._step, False)
         job, result = self._job, None
-        buffers = ReadBuffers(self._saver.borrow_buffers(job.table.local()))
+        buffers = run_on_all_ranks(job.group, lambda: ReadBuffers(self._saver.borrow_buffers(job.table.local())))
         if self._catalog is not None:
             snapshot = self._memory.find(self._catalog) if memory and self._memory is not None else None
             attempt = partial(
@@ -268,7 +269,7 @@ class Checkpointer:
             return report
         if report.skipped is None:
             self.flush()
-            report = replace(report, skipped=self._saver.settle_commit(self._step))
+            report = replace(report, skipped=self._saver.settle_commit(self._step)).without(self._saver.dropped)
         return report if report.skipped is None else not_committed(self._job, self._saver, report, strict)
 
     def commit_last_step(self) -> None:
@@ -303,8 +304,9 @@ class Checkpointer:
     def copied(self) -> None:
         """Wait until the save under way has copied its tensors, so that they may be changed. Not collective.
 
-        Optimizer steps wait by themselves. Call it before changing the state by other means, such as loading another
-        checkpoint."""
+        Optimizer steps wait by themselves, and so do ``load_state_dict()`` of the model and the optimizer, and
+        DeepSpeed's ``load_checkpoint`` and ``safe_set_...`` functions. Call it before changing the state by other
+        means, such as writing through ``.data``."""
         self._saver.finish_copies()
         if self._memory is not None:
             self._memory.finish_copies()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from monitor.observe.drift_meter import Measure
 from policies.base import Choice, UnitStats
@@ -78,7 +78,9 @@ class StepReport:
             ``unsupported`` or ``observe``. With ``wait``, ``failed`` if it failed and ``busy`` if it is unfinished.
             None if a save began.
         stats: Drift and staleness of every unit over all ranks. Rank 0 only; empty if nothing was measured.
-        saved: Units in this save, with the reason for each.
+        saved: Units in this save, with the reason for each. If the save was not waited for, a layer may still turn out
+            to have NaN or Inf when it is written; its units are then left out of the commit, and their previous
+            versions stay.
         choices: The choice for every unit, with its reason. Rank 0 only.
         staged_bytes: Bytes copied on this rank.
         stall_seconds: Seconds that the training thread was blocked.
@@ -97,6 +99,11 @@ class StepReport:
     problem: str | None = None
     interval: int | None = None
     preempted: bool = False
+
+    def without(self, dropped: Collection[Unit]) -> StepReport:
+        """Return the report without the units that were left out of the commit."""
+        kept = {unit: choice for unit, choice in (self.saved or {}).items() if unit not in dropped}
+        return self if self.saved is None else replace(self, saved=kept)
 
 
 class Preempted(SystemExit):

@@ -53,9 +53,14 @@ class StateVersions:
     state: int
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Return autograd's in-place version counter; 0 for a tensor made under ``inference_mode``, which has none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def versions_of(values: Iterable[Any]) -> int:
     """Return a hash of tensors' identities and in-place version counters, and of other values themselves."""
-    return hash(tuple((id(v), v._version) if isinstance(v, torch.Tensor) else repr(v) for v in values))
+    return hash(tuple((id(v), version_of(v)) if isinstance(v, torch.Tensor) else repr(v) for v in values))
 
 
 class Adapter(Protocol):
@@ -96,6 +101,11 @@ class Adapter(Protocol):
 
     def before_update(self, hook: Callable[[], None]) -> None:
         """Call ``hook`` in the training thread whenever an optimizer step is about to change the state."""
+
+    def before_change(self, hook: Callable[[], None]) -> None:
+        """Call ``hook`` before every optimizer step, and before other public calls that change the state in place.
+
+        Such as loading a checkpoint of the framework's own. Changes through ``.data`` cannot be intercepted."""
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Return every parameter and persistent buffer by fqn, tied ones once, in model order. Same on all ranks."""

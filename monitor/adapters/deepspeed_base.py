@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import deepspeed
@@ -38,6 +39,15 @@ from monitor.adapters.pytorch import partition_replicated
 from store.errors import ModelMismatchError, UnsupportedError
 from store.names import BUFFER, WEIGHTS, Fragment
 from store.schema import as_json
+
+_CHANGING = (
+    "load_state_dict",
+    "refresh_fp32_params",
+    "_restore_from_bit16_weights",
+    "set_full_hp_param",
+    "set_local_hp_param",
+)
+"""Methods of a ZeRO optimizer, besides ``step``, that write masters or moments."""
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -279,6 +289,19 @@ class ZeroAdapter(EngineAdapter, ABC):
         # Master weights and moments change only in the optimizer that ZeRO wraps.
         self._base_optimizer.register_step_pre_hook(lambda *_: hook())
 
+    def before_change(self, hook: Callable[[], None]) -> None:
+        """Call ``hook`` before every call that writes masters or moments, most of which do so through ``.data``.
+
+        Scripts import ``safe_set_full_fp32_param`` and the like by name, so what those call is intercepted: a method of
+        the ZeRO-3 optimizer, or of each parameter at stages 1 and 2, which gets a new one whenever it is linked to its
+        master again."""
+        self.before_update(hook)
+        self._base_optimizer.register_load_state_dict_pre_hook(lambda *_: hook())
+        _around(self.engine, ("load_checkpoint", "load_module_state_dict", "offload_states", "reload_states"), hook)
+        _around(self._zero, _CHANGING, hook)
+        _around(self._zero, ("_link_all_hp_params",), then=lambda: self._intercept_parameters(hook))
+        self._intercept_parameters(hook)
+
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self._inventory.infos(frozenset(fqn for flat in self.flats() for fqn in flat.fqns))
 
@@ -364,6 +387,10 @@ class ZeroAdapter(EngineAdapter, ABC):
 
     # ---- shared by all stages
 
+    def _intercept_parameters(self, hook: Callable[[], None]) -> None:
+        for parameter in self._inventory.parameters().values():
+            _around(parameter, ("set_full_hp_param",), hook)
+
     @property
     def _base_optimizer(self) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = self._zero.optimizer
@@ -418,6 +445,36 @@ class ZeroAdapter(EngineAdapter, ABC):
                     f"{type(self._zero).__name__} of DeepSpeed {deepspeed.__version__} has no {name!r}: this release "
                     "is not supported; install 0.19"
                 )
+
+
+def _around(
+    target: Any,
+    names: Sequence[str],
+    hook: Callable[[], None] | None = None,
+    *,
+    then: Callable[[], None] | None = None,
+) -> None:
+    """Call ``hook`` before, and ``then`` after, each call of these methods of one object. Methods that it lacks do not
+    matter: releases of DeepSpeed differ."""
+    for name in names:
+        method = getattr(target, name, None)
+        if method is not None:
+            setattr(target, name, _wrapped(method, hook, then))
+
+
+def _wrapped(
+    method: Callable[..., Any], hook: Callable[[], None] | None, then: Callable[[], None] | None
+) -> Callable[..., Any]:
+    @wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if hook is not None:
+            hook()
+        result = method(*args, **kwargs)
+        if then is not None:
+            then()
+        return result
+
+    return called
 
 
 def _wanted_slots(flat: FlatPartition, slots: Mapping[str, Mapping[str, str]]) -> dict[str, str]:

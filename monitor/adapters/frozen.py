@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from monitor.adapters.base import Adapter, FragmentPlace, Piece, TensorInfo
+from monitor.adapters.base import Adapter, FragmentPlace, Piece, TensorInfo, version_of
 from monitor.distributed import Group
 from store.errors import ModelMismatchError, UnsupportedError
-from store.names import FROZEN, LEFT_OUT
+from store.names import FROZEN, LEFT_OUT, Fragment
 from store.text import listed
 
 _CHUNK = 1 << 22
@@ -32,9 +32,12 @@ class SkipFrozenAdapter:
     def __init__(self, inner: Adapter) -> None:
         self._inner = inner
         self._skipped = {fqn: 0 for fqn, info in inner.tensors().items() if info.kind == "frozen"}
+        self._seen: dict[Fragment, tuple[int, tuple[int, int]]] = {}  # fingerprint, and where it was taken
         for piece in inner.owned():
             if not self._is_saved(piece):
-                self._skipped[piece.fragment.fqn] += fingerprint(piece.tensor, piece.fragment.start)
+                found = fingerprint(piece.tensor, piece.fragment.start)
+                self._seen[piece.fragment] = found, _place(piece)
+                self._skipped[piece.fragment.fqn] += found
 
     def agree(self, group: Group) -> None:
         """Add up the fingerprints of all ranks' pieces. Collective."""
@@ -57,7 +60,12 @@ class SkipFrozenAdapter:
         return {fqn: info for fqn, info in self._inner.tensors().items() if fqn not in self._skipped}
 
     def owned(self) -> list[Piece]:
-        return [piece for piece in self._inner.owned() if self._is_saved(piece)]
+        """Return the pieces that are saved. Raise UnsupportedError if one that is not was changed since attaching."""
+        pieces = self._inner.owned()
+        for piece in pieces:
+            if not self._is_saved(piece):
+                self._require_unchanged(piece)
+        return [piece for piece in pieces if self._is_saved(piece)]
 
     def held(self) -> list[Piece]:
         return [piece for piece in self._inner.held() if self._is_saved(piece)]
@@ -82,11 +90,27 @@ class SkipFrozenAdapter:
     def layout_facts(self) -> dict[str, Any]:
         return {**self._inner.layout_facts(), LEFT_OUT: sorted(self._skipped)}
 
+    def _require_unchanged(self, piece: Piece) -> None:
+        """Look at the values where autograd counted a change, or the memory is another. ``.data`` leaves no trace."""
+        found, place = self._seen.get(piece.fragment, (None, None))
+        if found is None or place == _place(piece):
+            return
+        if fingerprint(piece.tensor, piece.fragment.start) != found:
+            raise UnsupportedError(
+                f"{piece.fragment.fqn} is frozen, left out (`frozen: skip`) and was changed since monitor.attach, so a "
+                "resume would not restore it: set `frozen: save`, or change it before monitor.attach"
+            )
+        self._seen[piece.fragment] = found, _place(piece)
+
     def _fingerprints(self) -> dict[str, str]:
         return {fqn: f"{value:016x}" for fqn, value in self._skipped.items()}
 
     def _is_saved(self, piece: Piece | FragmentPlace) -> bool:
         return piece.fragment.slot != FROZEN or piece.fragment.fqn not in self._skipped
+
+
+def _place(piece: Piece) -> tuple[int, int]:
+    return piece.tensor.data_ptr(), version_of(piece.tensor)
 
 
 @torch.no_grad()

@@ -10,6 +10,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -137,6 +139,12 @@ class PyTorchAdapter:
 
     def before_update(self, hook: Callable[[], None]) -> None:
         self.optimizer.register_step_pre_hook(lambda *_: hook())
+
+    def before_change(self, hook: Callable[[], None]) -> None:
+        self.before_update(hook)
+        self.optimizer.register_load_state_dict_pre_hook(lambda *_: hook())
+        for part in self.module.modules():  # a script may load a part of the model
+            part.register_load_state_dict_pre_hook(_LoadHook(hook))  # type: ignore[no-untyped-call]
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         return self._inventory.infos(trainable=frozenset())
@@ -269,6 +277,19 @@ class PyTorchAdapter:
     ) -> dict[str, Any]:
         scalars = saved["scalars"].get(fqn, {})
         return restored_scalars(self.optimizer, parameter, group, scalars, saved.get("optimizer"))
+
+
+class _LoadHook:
+    """Calls ``hook`` before a module loads a state dict. A pickle or a deep copy of the module calls nothing."""
+
+    def __init__(self, hook: Callable[[], None]) -> None:
+        self._hook = hook
+
+    def __call__(self, *_: Any) -> None:
+        self._hook()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (chain,)  # takes any arguments and does nothing; unpickling needs no module of this package
 
 
 def _require_no_state(wrapper: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -309,7 +309,7 @@ class SnapshotSchedule:
 
     def due(self, step: int) -> bool:
         """Return whether a snapshot is due. Alike on all ranks."""
-        if self._next is None:
+        if self._next is None or step < self._next - self._interval:  # the framework may load an earlier step
             self._next = step + (self._interval - step % self._interval) % self._interval
         return step >= self._next
 

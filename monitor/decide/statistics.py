@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from monitor.observe.drift_meter import DriftMeter, Measure, drift_ratio
 from monitor.observe.units import LocalUnit, UnitTable, is_moving
 from policies.base import UnitStats
 from store.names import Unit
+
+_log = logging.getLogger("driftpoint")
 
 
 @dataclass(frozen=True)
@@ -29,15 +32,25 @@ def measure_all(
 ) -> tuple[dict[Unit, Measured], dict[Unit, Measure]]:
     """Measure ``units`` on live tensors. Return the results over all ranks, and those of this rank. Collective.
 
-    ``units`` must be the same on all ranks."""
+    The drift of a unit that a rank cannot measure, for lack of memory for example, is unknown on all ranks. ``units``
+    must be the same on all ranks."""
     if not units:
         return {}, {}
-    mine = {unit: meter.measure(unit, local[unit].tensors) for unit in units if unit in local}
-    rows = torch.tensor([_row(mine.get(unit)) for unit in units], dtype=torch.float64).reshape(-1, 4)
+    mine, unknown = dict[Unit, Measure](), set[Unit]()
+    for unit in units:
+        try:
+            if unit in local:
+                mine[unit] = meter.measure(unit, local[unit].tensors)
+        except (MemoryError, RuntimeError) as error:  # raised, it would leave the other ranks waiting below
+            _log.warning("%s cannot be measured, so its drift is unknown at this decision: %r", unit, error)
+            unknown.add(unit)
+    rows = torch.tensor(
+        [_UNKNOWN if unit in unknown else _row(mine.get(unit)) for unit in units], dtype=torch.float64
+    ).reshape(-1, 4)
     summed = group.all_reduce_sum(rows).tolist()
     measured = {}
-    for unit, (moved, reference, nonfinite, unknown) in zip(units, summed, strict=True):
-        drift = drift_ratio(moved, reference) if not (nonfinite or unknown) else None
+    for unit, (moved, reference, nonfinite, unmeasured) in zip(units, summed, strict=True):
+        drift = drift_ratio(moved, reference) if not (nonfinite or unmeasured) else None
         measured[unit] = Measured(drift if drift is None or math.isfinite(drift) else None, nonfinite == 0)
     return measured, mine
 
@@ -77,11 +90,14 @@ def _is_unverified(table: UnitTable, unit: Unit, measured: Measured | None) -> b
     return not is_moving(unit) and (unit in table.lost or unknown)
 
 
+_UNKNOWN = [0.0, 0.0, 0.0, 1.0]
+
+
 def _row(measure: Measure | None) -> list[float]:
     if measure is None:
         return [0.0, 0.0, 0.0, 0.0]
     if not measure.finite:
         return [0.0, 0.0, 1.0, 0.0]
     if not (math.isfinite(measure.moved_sq) and math.isfinite(measure.reference_sq)):
-        return [0.0, 0.0, 0.0, 1.0]
+        return _UNKNOWN
     return [measure.moved_sq, measure.reference_sq, 0.0, 0.0]

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
 import xxhash
 
-from store.names import BUFFER, Unit
+from monitor.adapters.frozen import fingerprint
+from store.names import BUFFER, FROZEN, Unit
 from store.schema import MeasureRecord
 
 
@@ -165,12 +166,75 @@ class BufferMeter:
         return copies
 
 
+_LEAST = 2.0**-48
+"""A changed frozen unit has at least this square of its relative drift: 0 would say that its version holds."""
+
+_TINY = 1e-300
+
+_Fingerprint = tuple[int | bytes, ...]  # one for each piece
+
+
+class FrozenMeter:
+    """Finds every change of frozen weights, of one bit in one element too, which a sketch of many values does not show.
+
+    A unit whose fingerprints are those of its committed version has drift 0; nothing else of it is measured. The
+    distance of any other is measured by ``meter``. A version that was staged without being measured counts as changed.
+    Reads all values at every measurement: writes through ``.data`` leave no other trace."""
+
+    def __init__(self, meter: DriftMeter) -> None:
+        self._meter = meter
+        self._measured: dict[Unit, _Fingerprint] = {}
+        self._staged: dict[Unit, _Fingerprint | None] = {}
+        self._references: dict[Unit, _Fingerprint | None] = {}
+        self._unchanged: dict[Unit, Measure] = {}
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._meter.memory_bytes
+
+    def has_reference(self, unit: Unit) -> bool:
+        return self._meter.has_reference(unit)
+
+    def measure(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Measure:
+        present = self._measured[unit] = _fingerprints(pieces)
+        equal = present == self._references.get(unit)
+        if equal and unit in self._unchanged:
+            return self._unchanged[unit]
+        measure = self._meter.measure(unit, pieces)
+        if equal:
+            self._unchanged[unit] = replace(measure, moved_sq=0.0)
+            return self._unchanged[unit]
+        if not self.has_reference(unit):
+            return measure
+        return replace(measure, moved_sq=max(measure.moved_sq, _LEAST * measure.reference_sq, _TINY))
+
+    def reset(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> None:
+        self._refer(unit, _fingerprints(pieces))
+        self._meter.reset(unit, pieces)
+
+    def stage(self, unit: Unit, copies: Sequence[torch.Tensor]) -> None:
+        self._meter.stage(unit, copies)
+        self._staged[unit] = self._measured.pop(unit, None)
+
+    def settle(self, unit: Unit, committed: bool) -> list[torch.Tensor]:
+        freed, staged = self._meter.settle(unit, committed), self._staged.pop(unit)
+        if committed:
+            self._refer(unit, staged)
+        return freed
+
+    def _refer(self, unit: Unit, fingerprint: _Fingerprint | None) -> None:
+        self._references[unit] = fingerprint
+        self._unchanged.pop(unit, None)
+
+
 class BySlotMeter:
-    """Measures buffers with a :class:`BufferMeter` and other units with ``state``."""
+    """Measures buffers with a :class:`BufferMeter`, other units with ``state``, frozen ones through a
+    :class:`FrozenMeter`."""
 
     def __init__(self, state: DriftMeter) -> None:
         self._state = state
         self._buffers = BufferMeter()
+        self._frozen = FrozenMeter(state)
 
     @property
     def memory_bytes(self) -> int:
@@ -192,7 +256,18 @@ class BySlotMeter:
         return self._of(unit).settle(unit, committed)
 
     def _of(self, unit: Unit) -> DriftMeter:
-        return self._buffers if unit.slot == BUFFER else self._state
+        return self._buffers if unit.slot == BUFFER else self._frozen if unit.slot == FROZEN else self._state
+
+
+def _fingerprints(pieces: Sequence[torch.Tensor]) -> _Fingerprint:
+    """Return a hash of each piece: on the host the fastest known, elsewhere one that the device computes."""
+    return tuple(_hash([piece]) if piece.device.type == "cpu" else fingerprint(_wide(piece), 0) for piece in pieces)
+
+
+def _wide(piece: torch.Tensor) -> torch.Tensor:
+    """Return a piece as words of 8 bytes, which are fewer, if it can be seen so."""
+    whole = all(count * piece.element_size() % 8 == 0 for count in (piece.numel(), piece.storage_offset()))
+    return piece.view(torch.int64) if whole else piece
 
 
 def _hash(pieces: Sequence[torch.Tensor]) -> bytes:

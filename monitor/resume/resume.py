@@ -196,9 +196,9 @@ def _require_unchanged(plan: _Plan, state: Mapping[str, Any], adapter: Adapter) 
 def _copy_values(plan: _Plan, read: ReadResult, framework: Mapping[str, Any], adapter: Adapter) -> None:
     try:
         adapter.prepare_load(plan.slots)
-        with torch.no_grad():
-            for piece in adapter.held():
-                if piece.fragment in read.values:
+        for piece in adapter.held():
+            if piece.fragment in read.values:
+                with torch.inference_mode() if piece.tensor.is_inference() else torch.no_grad():
                     piece.tensor.copy_(read.values[piece.fragment])
         adapter.load_run_state(framework)
     except Exception as error:

@@ -21,7 +21,7 @@ from monitor.save.staging import AsyncCopy, StagedUnit
 from store.catalog import Catalog
 from store.commit import Expected, commit, hint_latest, wait_for_group
 from store.encoding import encoding_named
-from store.errors import DamagedError, MissingError, SaveError, StorageError, UsageError
+from store.errors import DamagedError, MissingError, SaveError, StorageError
 from store.layout import part_path, payload_path, segment_dir
 from store.names import RAW, SaveId, Unit
 from store.retention import Retention, execute, plan_prune
@@ -59,7 +59,7 @@ class Progress:
 class SaveTask:
     """One save on one rank. ``segment`` has no fragments yet; they come from ``staged``.
 
-    If the run state could not be captured, ``unstorable`` is the error, and nothing is written."""
+    If the state could not be copied or captured, ``failure`` is the error, and nothing is written."""
 
     files: Files
     segment: SegmentDraft
@@ -68,7 +68,7 @@ class SaveTask:
     meter: DriftMeter
     packing: SavePacking
     commit_plan: CommitPlan | None
-    unstorable: UsageError | None = None
+    failure: Exception | None = None
     progress: Progress = field(default_factory=Progress)
 
     def meter_stage(self, unit: StagedUnit) -> None:
@@ -104,8 +104,8 @@ def run_save(task: SaveTask) -> SaveResult:
     began = time.monotonic()
     task.copying.finish()
     task.copying.require_whole()
-    if task.unstorable is not None:
-        raise task.unstorable
+    if task.failure is not None:
+        raise task.failure
     require_present(task.files, task.segment.save.epoch)
     units = [_Encoding(task, unit) for unit in task.staged]
     segment = replace(task.segment, fragments=[fragment for unit in units for fragment in unit.fragments])

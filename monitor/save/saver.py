@@ -35,7 +35,7 @@ from monitor.save.staging import AsyncCopy, StagedUnit, Stager, UnfinishedCopy, 
 from monitor.save.store_session import StoreSession
 from monitor.types import DecisionResult
 from store.encoding import encoding_named
-from store.errors import ExistsError, FencedError, StoreError, UnsupportedError, UsageError
+from store.errors import ExistsError, FencedError, SaveError, StoreError, UnsupportedError, UsageError
 from store.names import Fragment, SaveId, Unit
 from store.schema import digest, seal
 from store.segment import SegmentDraft
@@ -85,6 +85,8 @@ class Saver:
         self._upkeep: dict[int, str] = {}
         self._fenced = self._renewing = self._committed = False
         self._failure: str | None = None
+        self.dropped: tuple[Unit, ...] = ()
+        """Units with NaN or Inf that the save settled last left out. The same on all ranks."""
         self._copies = UnfinishedCopy(job.adapter, job.listeners.on_copy_wait)
         self._highest_step = self._highest_snapshot = -1
         self._root = session.files.root if isinstance(session.files, LocalFiles) else None
@@ -96,7 +98,15 @@ class Saver:
         return self._pending is not None
 
     def reserve(self, local: Mapping[Unit, LocalUnit]) -> None:
-        self._stager.reserve(local)
+        """Allocate the staging buffers. Raises SaveError if there is not enough memory."""
+        try:
+            self._stager.reserve(local)
+        except (MemoryError, RuntimeError) as error:  # torch raises either, by device and allocator
+            nbytes = sum(one.numel() * one.element_size() for part in local.values() for one in part.tensors)
+            raise SaveError(
+                f"no memory on this rank for the copies that a save makes ({nbytes / 1e9:.1f} GB of host memory): "
+                f"{error}. Give the job more memory, or run fewer ranks on this machine"
+            ) from error
 
     def borrow_buffers(self, local: Mapping[Unit, LocalUnit]) -> Mapping[Fragment, torch.Tensor]:
         return self._stager.borrow_buffers(local)
@@ -159,23 +169,16 @@ class Saver:
         """Stage the decided units and hand them to the background thread. Return the bytes staged on this rank."""
         self._highest_step = max(step, self._highest_step)
         save = SaveId(step, self._session.epoch)
-        copying = AsyncCopy()
-        staged = tuple(
-            self._stager.stage(local[unit], choice.encoding or "", decided.mine.get(unit), copying)
-            for unit, choice in decided.saved.items()
-            if unit in local
-        )
-        copying.start()
-        if not self.lazy:
-            copying.finish()
+        staged, copying, failure = self._stage(decided, local)
         commit_plan = None
         if self._group.rank == 0:
             commit_plan = self._commit_plan(save, decided)
             first = self._job.ledger.newest is None
             self._listeners.on_save_begin(SaveBeginEvent(step, decided, self._job.table.sizes, first))
         segment, unstorable = self._segment(save, decided)
+        failure = failure or unstorable
         packing = self._packing(save, staged, decided)
-        task = SaveTask(self._session.files, segment, staged, copying, self._meter, packing, commit_plan, unstorable)
+        task = SaveTask(self._session.files, segment, staged, copying, self._meter, packing, commit_plan, failure)
         for unit in staged:
             if unit.measure is not None and encoding_named(unit.encoding).lossless:
                 task.meter_stage(unit)
@@ -315,6 +318,7 @@ class Saver:
         news = (commit is not None, commit.dropped if commit else (), pending.task.progress.attempted, reached)
         committed, dropped, attempted, reached = self._group.broadcast(news)
         self._committed = committed
+        self.dropped = tuple(dropped)
         moved_units = pending.saved - set(dropped) if committed else frozenset()
         took = pending.task.progress.write_seconds
         self._packer.settle(pending.task.packing, took, moved_units.__contains__, frozenset(reached))
@@ -329,6 +333,29 @@ class Saver:
             self.upkeep(lambda: discard(files, save, rank), f"removing the files of the failed save {save.name}")
         self._pending = self._outcome = None
         return {**early, **pending.task.progress.signatures}
+
+    def _stage(
+        self, decided: DecisionResult, local: Mapping[Unit, LocalUnit]
+    ) -> tuple[tuple[StagedUnit, ...], AsyncCopy, Exception | None]:
+        """Stage the decided units and start their copies. Return also the error, if any, and then nothing staged.
+
+        Out of memory, for example, on one rank: raised here, it would leave the others waiting in a collective. The
+        save fails instead, as it does where a rank cannot write."""
+        staged: list[StagedUnit] = []
+        copying = AsyncCopy()
+        try:
+            for unit, choice in decided.saved.items():
+                if unit in local:
+                    mine = decided.mine.get(unit)
+                    staged.append(self._stager.stage(local[unit], choice.encoding or "", mine, copying))
+            copying.start()
+            if not self.lazy:
+                copying.finish()
+        except Exception as error:  # noqa: BLE001 - this rank's edge: kept as the save's failure
+            for one in staged:
+                self._stager.unstage(one, one.copies)
+            return (), AsyncCopy(), SaveError(f"the state could not be copied: {error!r}")
+        return tuple(staged), copying, None
 
     def _packing(self, save: SaveId, staged: Sequence[StagedUnit], decided: DecisionResult) -> SavePacking:
         now, before = time.monotonic(), self._began

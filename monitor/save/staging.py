@@ -1,7 +1,8 @@
 """Copies live state to host memory, encoded on the device if wanted, so that it can be written beside training.
 
 State does not change between two optimizer steps. So copies are made at once (``eager``), or during the next forward
-and backward (``lazy``); then the next optimizer step waits for the copies that are not complete.
+and backward (``lazy``); then the next optimizer step waits for the copies that are not complete, and so does any other
+public call of the framework that changes the state. What cannot be intercepted is found, and the save is given up.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 
-from monitor.adapters.base import Adapter
+from monitor.adapters.base import Adapter, version_of
 from monitor.adapters.module_tensors import dtype_name
 from monitor.observe.drift_meter import DriftMeter, Measure, Signature, measure_record
 from monitor.observe.units import LocalUnit
@@ -151,6 +154,68 @@ class StagingPool:
             self.give(unit, buffers)
 
 
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SAMPLED = 64
+
+
+class _Sample:
+    """Elements of tensors on one device, compared bit by bit with what they were.
+
+    At most 64 of each tensor, evenly spread, the first and the last among them.
+
+    It finds what autograd's version counters do not count: writes through ``.data``, or by code outside PyTorch. A
+    change between the sampled elements is not found. Built and compared in the stream of the copies.
+
+    Args:
+        pairs: Sources that are copied as they are, and their buffers in host memory.
+        others: Sources that are encoded.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], others: Sequence[torch.Tensor]) -> None:
+        self._pairs = pairs
+        self._copied, self._encoded = _sampled([source for source, _ in pairs]), _sampled(others)
+        self._before = _values(self._copied), _values(self._encoded)
+
+    def holds(self) -> bool:
+        """Return whether the sources, and the filled buffers, have the values of the beginning."""
+        copied, encoded = self._before
+        buffers = _sampled([buffer for _, buffer in self._pairs])
+        found = (copied, self._copied), (copied, buffers), (encoded, self._encoded)
+        return all(_equal(before, _values(now)) for before, now in found)
+
+
+_Words = dict[int, list[Any]]
+"""Views by the size of an element: of numpy in host memory, where many small ones cost less, else of torch."""
+
+
+def _sampled(tensors: Sequence[torch.Tensor]) -> _Words:
+    found: _Words = {}
+    for tensor in tensors:
+        last = tensor.numel() - 1
+        if last >= 0:
+            size = tensor.element_size()
+            bits = tensor.view(_WORDS[size])  # integers are equal where all bits are, those of NaN too
+            words: Any = bits if bits.is_cuda else bits.numpy()
+            stride = max(1, -(-last // (_SAMPLED - 2)))
+            found.setdefault(size, []).extend((words[:1], words[last % stride :: stride]))
+    return found
+
+
+def _values(sampled: _Words) -> dict[int, Any]:
+    return {
+        size: torch.cat(views) if isinstance(views[0], torch.Tensor) else np.concatenate(views)
+        for size, views in sampled.items()
+    }
+
+
+def _equal(one: dict[int, Any], other: dict[int, Any]) -> bool:
+    return all(np.array_equal(_on_host(values), _on_host(other[size])) for size, values in one.items())
+
+
+def _on_host(values: Any) -> Any:
+    return values.cpu().numpy() if isinstance(values, torch.Tensor) else values
+
+
 class AsyncCopy:
     """Copies the live tensors of one save into host buffers.
 
@@ -160,6 +225,7 @@ class AsyncCopy:
 
     def __init__(self) -> None:
         self._versions: list[tuple[torch.Tensor, int]] = []
+        self._samples: list[_Sample] = []
         self._torn = False
         self._host: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._devices: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -169,25 +235,27 @@ class AsyncCopy:
 
     def add(self, sources: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
         """Add copies of ``sources`` into ``buffers``, pair by pair."""
-        self._versions += [(source, source._version) for source in sources]
+        self._versions += [(source, version_of(source)) for source in sources]
         for pair in zip(sources, buffers, strict=True):
             pairs = self._devices.setdefault(pair[0].device, []) if pair[0].is_cuda else self._host
             pairs.append(pair)
 
     def add_encoded(self, copies: Sequence[EncodedCopy]) -> None:
         """Add fragments to be encoded on their device."""
-        self._versions += [(copy.source, copy.source._version) for copy in copies]
+        self._versions += [(copy.source, version_of(copy.source)) for copy in copies]
         self._encoded += copies
         for copy in copies:
             if copy.source.is_cuda:
                 self._devices.setdefault(copy.source.device, [])
 
     def start(self) -> None:
-        """Queue the copies from devices. Training thread."""
+        """Take the samples, and queue the copies from devices. Training thread."""
+        self._sample(self._host, "cpu")
         for device, pairs in self._devices.items():
             stream = _side_stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
+                self._sample(pairs, device)
                 for source, buffer in pairs:
                     buffer.copy_(source, non_blocking=True)
                 for copy in self._encoded:
@@ -209,27 +277,46 @@ class AsyncCopy:
                 _side_stream(device).synchronize()
             for copy in self._encoded:
                 copy.finish()
-            self._torn = any(source._version != version for source, version in self._versions)
+            self._torn = self._changed()
             self._versions.clear()
+            self._samples.clear()
 
     def require_whole(self) -> None:
         """Raise SaveError if a source was changed in place before its copy was complete.
 
-        This detects changes outside the optimizer that autograd's version counter sees; not those through ``.data``."""
+        Autograd's version counters tell of most changes outside the optimizer. Of the others, such as those through
+        ``.data``, a sample tells; one that leaves the sampled elements as they were is not found."""
         if self._torn:
             raise SaveError(
                 "the state was changed between two optimizer steps while it was copied, so this save is given up; "
-                "set `staging: eager`, or do not change parameters after ckpt.step()"
+                "call ckpt.copied() before such a change, or set `staging: eager`"
             )
+
+    def _sample(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device | str) -> None:
+        encoded = [copy.source for copy in self._encoded if copy.source.device == torch.device(device)]
+        self._samples.append(_Sample(pairs, encoded))
+
+    def _changed(self) -> bool:
+        """Return whether a source was changed since it was added."""
+        if any(version_of(source) != version for source, version in self._versions):
+            return True
+        streams: list[Any] = [nullcontext(), *(torch.cuda.stream(_side_stream(device)) for device in self._devices)]
+        for sample, stream in zip(self._samples, streams, strict=False):  # no samples if the copies were not started
+            with stream:
+                if not sample.holds():
+                    return True
+        return False
 
 
 class UnfinishedCopy:
-    """The copies of the last save, which the next optimizer step waits for. ``waited`` gets the seconds of a wait."""
+    """The copies of the last save, which the next change of the state waits for.
+
+    ``waited`` gets the seconds of a wait."""
 
     def __init__(self, adapter: Adapter, waited: Callable[[float], None]) -> None:
         self._copying: AsyncCopy | None = None
         self._waited = waited
-        adapter.before_update(self._before_update)
+        adapter.before_change(self._before_update)
 
     def set(self, copying: AsyncCopy | None) -> None:
         self._copying = copying

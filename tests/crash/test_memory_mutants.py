@@ -1,7 +1,8 @@
 """Testing the tests of the memory tier: each safeguard taken out in turn must be caught, by the check that is named.
 
-ARENA is the switch between two payloads, EXACT what comes back of copies that are made beside training, FLIPS wrong
-bytes, BEGIN a cleanup beside a job that begins, AGE old memory of a store that is away. That ranks agree is tested in
+ARENA is the switch between two payloads, EXACT what comes back of copies that are made beside training, CHANGED what a
+script does to them meanwhile, FLIPS wrong bytes, BEGIN a cleanup beside a job that begins, AGE old memory of a store
+that is away. That ranks agree is tested in
 tests/distributed/test_memory_ranks.py. Each check passes without the mutant.
 """
 
@@ -21,6 +22,7 @@ import torch
 
 import monitor.memory.snapshot
 import monitor.memory.tier
+import monitor.save.staging
 import store.memory.cleanup
 import store.segment
 from deploy.daemon import node
@@ -153,8 +155,32 @@ def later() -> float:
     return boot_seconds() + 2 * KEEP_SECONDS
 
 
+def changed(tmp_path: Path) -> None:
+    """CHANGED: what is written through ``.data`` while its copy is under way is neither committed nor kept."""
+    torch.manual_seed(0)
+    path = tmp_path / "store"
+    one = Job(path, every=3, staging="lazy", memory=memory(path))
+    try:
+        one.ckpt.resume()
+        for step in range(1, 5):
+            one.update()
+            held = threading.Event()
+            one.ckpt._saver.upkeep(lambda held=held: bool(held.wait(180)) and None, "holding the writer up")
+            one.ckpt._memory._writer.submit(lambda held=held: float(held.wait(180)))  # type: ignore[union-attr]
+            one.ckpt.step()
+            if step >= 3:
+                one.model.head.weight.data[0, 0] += 1.0
+            held.set()
+            settled(one)
+            one.ckpt.flush()
+        assert not list((path / "manifests").iterdir()), "a commit of the changed state"
+        assert max(scan_node(tier_of(path)).versions) == SaveId(2, 1), "a version of the changed state"
+    finally:
+        abandoned(one)
+
+
 CHECKS: dict[str, Callable[[Path], None]] = {
-    "ARENA": arena, "EXACT": exact, "FLIPS": flips, "BEGIN": begin, "AGE": age,
+    "ARENA": arena, "EXACT": exact, "FLIPS": flips, "CHANGED": changed, "BEGIN": begin, "AGE": age,
 }  # fmt: skip
 
 
@@ -212,6 +238,10 @@ def do_not_wait_before_the_update(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(globals(), "settle", settle)
 
 
+def do_not_compare_the_sample(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(monitor.save.staging._Sample, "holds", lambda _: True)
+
+
 def do_not_check_hashes(patch: pytest.MonkeyPatch) -> None:
     real = store.segment.read_piece
 
@@ -245,6 +275,7 @@ MUTANTS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "the payload that counts is written over": (overwrite_the_one_that_counts, "ARENA"),
     "the record is written before the copy is complete": (do_not_wait_for_the_copies, "EXACT"),
     "the optimizer does not wait for the copy": (do_not_wait_before_the_update, "EXACT"),
+    "the sample is not compared after the copy": (do_not_compare_the_sample, "CHANGED"),
     "the hash is not checked": (do_not_check_hashes, "FLIPS"),
     "memory is removed without its lock": (do_not_lock_what_is_removed, "BEGIN"),
     "old memory is removed whether or not its store was there": (do_not_wait_for_the_store, "AGE"),

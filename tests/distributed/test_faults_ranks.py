@@ -109,6 +109,20 @@ def test_state_that_one_rank_cannot_store(launched: Launched, rank: int) -> None
 
 
 @pytest.mark.parametrize("rank", RANKS)
+def test_no_memory_for_the_staging_buffers_of_one_rank(launched: Launched, rank: int) -> None:
+    refused = launched.one("refused", scenario="no_memory_at_the_start", rank=rank)
+    assert refused["error"] == "SaveError" and "none left" in refused["text"]
+    assert commits(launched, "no_memory_at_the_start") == [1]
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_no_memory_for_the_copies_of_one_rank(launched: Launched, rank: int) -> None:
+    assert skipped(launched, "no_memory_for_a_copy", rank) == [None, None, "busy", None, None]
+    assert commits(launched, "no_memory_for_a_copy") == [1, 4, 5]
+    assert failures(launched, "no_memory_for_a_copy") == {"SaveError": 1}
+
+
+@pytest.mark.parametrize("rank", RANKS)
 def test_ranks_at_different_steps(launched: Launched, rank: int) -> None:
     assert skipped(launched, "other_step", rank) == [None, "disagree", "disagree", None]
     assert commits(launched, "other_step") == [1, 4]

@@ -19,7 +19,7 @@ import xxhash
 from resume_jobs import Results, leave, rank, start_group
 
 from monitor.adapters import adapter_for
-from monitor.save.staging import as_bytes
+from monitor.save.staging import Stager, StagingPool, as_bytes
 from store.catalog import Catalog, open_catalog
 from store.errors import DriftpointError, StorageError
 from store.names import Unit
@@ -335,9 +335,40 @@ def last_step(s: Scenario) -> None:
     s.tell("alone", commits=[save.name for save in reversed(s.catalog().saves())])
 
 
+def no_memory_at_the_start(s: Scenario) -> None:
+    """Rank 1 cannot reserve its staging buffers: both are told, and can begin once there is memory."""
+    reserve = StagingPool.reserve
+    if rank() == 1:
+        StagingPool.reserve = _out_of_memory  # type: ignore[assignment,method-assign]
+    s.refused(s.job)
+    StagingPool.reserve = reserve  # type: ignore[method-assign]
+    job = s.job()
+    s.steps(job, 1)
+    s.end(job)
+
+
+def no_memory_for_a_copy(s: Scenario) -> None:
+    """Rank 1 cannot copy its part of one save, which fails on both; the next one is made."""
+    job = s.job()
+    s.steps(job, 1)
+    stage = Stager.stage
+    if rank() == 1:
+        Stager.stage = _out_of_memory  # type: ignore[assignment,method-assign]
+    s.steps(job, 1, flush=rank() == 1)
+    Stager.stage = stage  # type: ignore[method-assign]
+    s.steps(job, 1)
+    s.steps(job, 2)
+    s.end(job)
+
+
+def _out_of_memory(*_: Any) -> None:
+    raise MemoryError("none left")
+
+
 SCENARIOS: list[Callable[[Scenario], None]] = [
     silent_rank, failing_rank, other_path, fenced, fenced_in_the_same_step, sick_replica, flipped_byte,
-    unstorable, other_step, other_model, moving_while_written, other_view, last_step,
+    unstorable, other_step, other_model, moving_while_written, other_view,
+    no_memory_at_the_start, no_memory_for_a_copy, last_step,
 ]  # fmt: skip
 
 

@@ -120,7 +120,7 @@ def main(spec: Mapping[str, Any]) -> None:
         if late is not None:
             if step % 10 == 3:
                 owned = adapter_for(trainee.target).owned()
-                next(piece for piece in owned if piece.fragment.slot == "exp_avg").tensor.data[0] += 1.0
+                next(piece for piece in owned if piece.fragment.slot == "exp_avg").tensor.data[1] += 1.0
             late.let()
         if step % 3 == 0:
             wait_for_snapshot(ckpt)

@@ -95,6 +95,27 @@ def test_parameters_frozen_later_are_saved_and_unfrozen_ones_refused(tmp_path: P
         assert report.problem.startswith("base.2.bias was frozen when the job attached")
 
 
+def test_a_weight_that_is_left_out_and_changed_stops_saving_until_it_is_as_before(tmp_path: Path) -> None:
+    model, optimizer, ckpt = job(tmp_path / "store")
+    with ckpt:
+        train(model, optimizer, ckpt, 1)
+        model.base.load_state_dict(model.base.state_dict())  # the same values
+        optimizer.step()
+        report = ckpt.step()
+        ckpt.flush()
+        assert report is not None and report.skipped is None
+        before = model.base[0].weight[3, 5].clone()
+        model.base[0].weight[3, 5] *= 1 + 1e-6
+        optimizer.step()
+        report = ckpt.step()
+        assert report is not None and report.skipped == "unsupported"
+        assert report.problem is not None and "base.0.weight is frozen" in report.problem
+        model.base[0].weight[3, 5] = before
+        optimizer.step()
+        report = ckpt.step()
+        assert report is not None and report.skipped is None
+
+
 def test_a_merge_names_the_missing_weights(tmp_path: Path) -> None:
     model, optimizer, ckpt = job(tmp_path / "store")
     with ckpt:

@@ -41,3 +41,15 @@ def learned(stall: float, work: float, sends: float = 0.0) -> int:
 )
 def test_the_dearest_of_what_it_costs_sets_the_pace(stall: float, work: float, sends: float, wanted: int) -> None:
     assert learned(stall, work, sends) == wanted
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_steps_that_are_counted_anew_do_not_put_versions_off(every: int) -> None:
+    """As after an engine has loaded an earlier checkpoint of its own."""
+    pace = SnapshotSchedule(every, 0.02)
+    for step in range(1, 40):
+        if pace.due(step):
+            pace.agreed(step, every)
+    assert [step for step in range(5, 12) if pace.due(step) and pace.agreed(step, every) is None] == [
+        step for step in range(5, 12) if step % every == 0
+    ]
