@@ -15,7 +15,7 @@ from typing import Any
 from merger.checkpoint import SLOT_OF_KIND, Checkpoint
 from merger.io.blocks import Damage
 from merger.io.output_dir import SourceUse
-from merger.recipe.certificate import Part, composite_certificate, held_slots
+from merger.recipe.certificate import Part, composite_certificate, held_slots, unvouched_tensors
 from merger.recipe.model import Model, Recipe, Rule, exclude
 from merger.recipe.sources import OpenSources
 from store.errors import ConfigError, DriftpointError, MergeError, UsageError
@@ -229,6 +229,7 @@ def _compose(parts: Mapping[str, Part], wanted: CompositeSpec) -> Checkpoint:
         certificate=certificate,
         files=wanted.files,
         problems=problems,
+        unvouched=unvouched_tensors(parts, wanted.source_of, taken),
         run_steps={fqn: kept["step"] for fqn, kept in scalars.items() if "step" in kept},
     )
 

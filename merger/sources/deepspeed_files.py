@@ -336,6 +336,12 @@ def weight_problems(module: Mapping[str, Any], extents: Iterable[Extent]) -> lis
     ]
 
 
+def compared_weights(module: Mapping[str, Any], extents: Iterable[Extent]) -> set[tuple[str, str]]:
+    """Return the (fqn, slot) of the masters for which :func:`weight_problems` found working weights to compare."""
+    saved = {fqn for fqn, one in module.items() if isinstance(one, FileTensor) and one.contiguous and not one.lazy}
+    return {(one.fqn, one.slot) for one in extents if one.slot == WEIGHTS and one.fqn in saved}
+
+
 def sample_ranges(start: int, stop: int) -> list[tuple[int, int]]:
     """Return the start, the middle and the end of elements [start, stop); all if they are few."""
     if stop - start <= 3 * SAMPLE:
