@@ -31,6 +31,12 @@ from store.text import listed
 SLOT_OF_KIND = {"trainable": WEIGHTS, "frozen": FROZEN, "buffer": BUFFER}
 """Slot of the tensor itself, by its record's kind."""
 
+POLICY = "import"
+"""Policy name in the manifest of an imported commit."""
+
+IMPORTED_AS_FOUND = "imported as found"
+"""Reason of the units of an imported commit whose source was not exact. Early releases name its kind."""
+
 DEFAULT_CLIPPING = 1.0
 """DeepSpeed 0.19's gradient clipping without a configured value (``runtime/constants.py``)."""
 
@@ -76,6 +82,8 @@ class Checkpoint:
         client_state: user values of a foreign checkpoint.
         run_steps: in a composite, the optimizer's ``step`` of each parameter in the run whose counters and schedule are
             used; empty if all parameters are of one run, whose scalars have them.
+        stored_steps: the optimizer's ``step`` when the moments of a parameter were stored, if they are older than the
+            run state, whose scalars are later.
         unvouched: stored (fqn, slot) of foreign files for whose origin nothing vouches.
     """
 
@@ -94,6 +102,7 @@ class Checkpoint:
     problems: tuple[str, ...] = ()
     run_steps: Mapping[str, Any] = field(default_factory=dict)
     unvouched: frozenset[tuple[str, str]] = frozenset()
+    stored_steps: Mapping[str, float] = field(default_factory=dict)
 
     def record(self, fqn: str) -> TensorRecord:
         """Return the record of a parameter or buffer. MergeError if no tensor has that name."""

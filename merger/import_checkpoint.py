@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from merger.checkpoint import Checkpoint, RankState, implausible_lines, refuse_implausible
+from merger.checkpoint import IMPORTED_AS_FOUND, POLICY, Checkpoint, RankState, implausible_lines, refuse_implausible
 from merger.io.blocks import Extent, Progress
 from merger.io.output_dir import require_space
 from merger.io.stream import CHUNK, bytes_to_read, fragment_streams
@@ -50,9 +50,6 @@ from store.state_tree import Leaf, encode
 from store.storage.local import Files, LocalFiles
 from store.storage.object_store import ObjectFiles
 from store.text import counted
-
-POLICY = "import"
-"""Policy name in the manifest of an imported commit."""
 
 
 @dataclass(frozen=True)
@@ -327,7 +324,7 @@ def _units(plan: ImportPlan, save: SaveId, entries: Iterable[Entry]) -> list[Uni
             drift=0.0,
             staleness=0,
             moving=unit.slot not in (FROZEN, BUFFER),
-            reason=f"imported from a {plan.kind} checkpoint" if plan.kind != "store" else "imported from a store",
+            reason=IMPORTED_AS_FOUND if plan.checkpoint.certificate.as_found else f"imported from a {plan.kind}",
             members=members_digest(members_of(found[unit])),
         )
         for unit in sorted(found, key=lambda unit: (order[unit.layer], unit.slot))

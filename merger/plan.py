@@ -199,7 +199,12 @@ def _make_plan(assembled: Assembly, checkpoint: Checkpoint, target: Target, requ
         checkpoint = replace(checkpoint, files=target.files)
     laid = layout_for(checkpoint, target).lay_out(checkpoint, target)
     checkpoint = replace(checkpoint, certificate=laid.certificate or checkpoint.certificate)
-    notes = (*assembled.notes, *_dtype_note(request, target, checkpoint), *laid.notes)
+    notes = (
+        *assembled.notes,
+        *_effective_note(assembled, checkpoint),
+        *_dtype_note(request, target, checkpoint),
+        *laid.notes,
+    )
     certificate = certificate_file(checkpoint.certificate, laid.tag, notes, assembled.uses)
     files = (*laid.files, certificate)
     holes = [Hole(0, stored) for file in files for stored in file.container.tensors()]
@@ -231,6 +236,20 @@ def _dtype_note(request: Request, target: Target, checkpoint: Checkpoint) -> lis
     if dtype is None or target.layout == "hf" or trained == {dtype}:
         return []
     return [f"the recipe's dtype ({dtype}) is for exported weights (--layout hf): a training state keeps its own"]
+
+
+def _effective_note(assembled: Assembly, checkpoint: Checkpoint) -> list[str]:
+    """Return the note on a composite of one store, which the run itself would resume at another step."""
+    certificate = checkpoint.certificate
+    effective = certificate.effective_step
+    if [use.kind for use in assembled.uses] != ["store"] or effective == certificate.step:
+        return []
+    text = (
+        f"a job that resumes this commit from the store goes on near its effective step, {effective:.1f}, since the "
+        f"weights are older than step {certificate.step}; this checkpoint has the counters and the schedule of step "
+        f"{certificate.step}, so what the older layers missed is not repeated"
+    )
+    return [text]
 
 
 def _reads(transfer: TransferPlan, assembled: Assembly, checkpoint: Checkpoint) -> dict[str, int]:

@@ -24,7 +24,7 @@ from deploy import console as output
 from deploy import tables
 from deploy.console import DebugOption, JsonOption, StorePath, byte_progress
 from deploy.exit_codes import OK
-from deploy.format import drift_text, kind_text, plural, size_text
+from deploy.format import drift_text, kind_text, plural, size_text, span_text
 from store.certificate import Certificate
 from store.errors import DamagedError, DriftpointError, NothingToResumeError, UsageError
 from store.location import is_url, place_of
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _SIZE = re.compile(r"(?P<count>\d+(?:\.\d+)?)\s*(?P<prefix>[KMGT]?)(?P<binary>i?)B?", re.IGNORECASE)
 _NAMED = 6  # layers named before the rest are counted
 _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_RATE = 500_000_000  # bytes a second assumed for a plan's time: an ordinary disk
 _FILES = 20  # files and problems listed one by one in the text
 
 
@@ -390,6 +391,8 @@ def _planned(plan: MergePlan, report: MergePlanReport) -> dict[str, Any]:
         "bytes_to_read": plan.bytes_to_read,
         "bytes_to_write": plan.bytes_to_write,
         "memory_bytes": plan.memory(report.workers),
+        "seconds": _seconds(plan),
+        "assumed_bytes_per_second": _RATE,
         "workers": report.workers,
         "files": [{"path": file.path, "bytes": file.container.nbytes} for file in plan.files],
         "load": [] if report.out is None else list(plan.load(report.out)),
@@ -397,6 +400,11 @@ def _planned(plan: MergePlan, report: MergePlanReport) -> dict[str, Any]:
         "certificate": plan.checkpoint.certificate.as_json(),
         "problems": list(plan.checkpoint.problems),
     }
+
+
+def _seconds(plan: MergePlan) -> float:
+    """Return how long the merge takes if devices are as fast as assumed; what is written is read back."""
+    return (plan.bytes_to_read + 2 * plan.bytes_to_write) / _RATE
 
 
 def _facts(plan: MergePlan, report: MergePlanReport) -> dict[str, Text | str]:
@@ -409,6 +417,7 @@ def _facts(plan: MergePlan, report: MergePlanReport) -> dict[str, Text | str]:
         "Memory": f"at most {size_text(plan.memory(report.workers))} for tensors, "
         f"with {plural(report.workers, 'worker')}",
     }
+    rows["Time"] = f"about {span_text(_seconds(plan))} at {size_text(_RATE)}/s"
     if report.free is not None:
         enough = report.free >= plan.bytes_to_write
         rows["Disk"] = Text(

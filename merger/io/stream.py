@@ -49,22 +49,26 @@ class FragmentStream:
     def pieces(self) -> Iterator[memoryview]:
         """Yield the bytes. DamagedError if the block does not match its checksum."""
         self.reading.go_to(self.extent.offset)
-        left = self.nbytes
+        left, rest = self.nbytes, b""
         while left:
             piece = self.reading.take(left)
             left -= len(piece)
-            self._check(piece)
+            rest = self._check(rest, piece)
             yield piece
         if self.last:
             self.reading.finish()
 
-    def _check(self, piece: memoryview) -> None:
-        # Extents begin at whole elements of their block, and chunks are multiples of every dtype's size.
+    def _check(self, rest: bytes, piece: memoryview) -> bytes:
+        """Check the elements that end in ``rest`` and ``piece``. Returns the bytes of one that does not end in them."""
         extent = self.extent
-        if is_checked(extent):
-            values = torch.frombuffer(piece, dtype=torch_dtype(extent.dtype))
-            if kinds := implausible_values(values, extent.slot):
-                self.implausible.setdefault((extent.fqn, extent.slot), set()).update(kinds)
+        if not is_checked(extent):
+            return b""
+        data = memoryview(bytearray(rest) + piece) if rest else piece
+        dtype = torch_dtype(extent.dtype)
+        whole = len(data) - len(data) % dtype.itemsize
+        if whole and (kinds := implausible_values(torch.frombuffer(data[:whole], dtype=dtype), extent.slot)):
+            self.implausible.setdefault((extent.fqn, extent.slot), set()).update(kinds)
+        return bytes(data[whole:])
 
 
 class Reading:
