@@ -37,6 +37,9 @@ POLICY = "import"
 IMPORTED_AS_FOUND = "imported as found"
 """Reason of the units of an imported commit whose source was not exact. Early releases name its kind."""
 
+IMPORTED_WITH = f"{IMPORTED_AS_FOUND}, with "
+"""Beginning of the reason of units in which implausible values were allowed; their kinds follow."""
+
 DEFAULT_CLIPPING = 1.0
 """DeepSpeed 0.19's gradient clipping without a configured value (``runtime/constants.py``)."""
 

@@ -7,7 +7,7 @@ Sources are never changed. Memory: a few chunks, and the run state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -17,7 +17,15 @@ from typing import Any
 
 import xxhash
 
-from merger.checkpoint import IMPORTED_AS_FOUND, POLICY, Checkpoint, RankState, implausible_lines, refuse_implausible
+from merger.checkpoint import (
+    IMPORTED_AS_FOUND,
+    IMPORTED_WITH,
+    POLICY,
+    Checkpoint,
+    RankState,
+    implausible_lines,
+    refuse_implausible,
+)
 from merger.io.blocks import Extent, Progress
 from merger.io.output_dir import require_space
 from merger.io.stream import CHUNK, bytes_to_read, fragment_streams
@@ -195,6 +203,7 @@ def import_checkpoint(
         exact=own.exact and not implausible,
         as_found=own.as_found and not implausible,
         unvouched=own.unvouched,
+        problems=tuple(implausible),
     )
     nbytes = sum(record.payload_bytes for record in manifest.groups.values())
     return ImportResult(store.absolute(), save, certificate, nbytes, plan.notes, tuple(problems))
@@ -263,7 +272,7 @@ def _write_segments(
         group = wait_for_group(files, Expected(catalog.store_id, save, world_size, agreed), timeout=60)
         for part in group.parts:
             _read_back(files, part)
-        return _manifest(plan, catalog.store_id, save, group), lines
+        return _manifest(plan, catalog.store_id, save, group, implausible), lines
     except BaseException:
         _discard(files, save, world_size)
         raise
@@ -288,8 +297,13 @@ def _read_back(files: Files, part: PartRecord) -> None:
     read_leaves(files, part)
 
 
-def _manifest(plan: ImportPlan, store_id: str, save: SaveId, group: Group) -> ManifestRecord:
+def _manifest(
+    plan: ImportPlan, store_id: str, save: SaveId, group: Group, implausible: Mapping[tuple[str, str], Set[Implausible]]
+) -> ManifestRecord:
     checkpoint = plan.checkpoint
+    reasons: dict[tuple[str, str], str] = {}
+    for (fqn, slot), kinds in implausible.items():
+        reasons[checkpoint.record(fqn).layer, slot] = f"{IMPORTED_WITH}{' and '.join(sorted(kinds))}"
     return ManifestRecord(
         store_id=store_id,
         step=save.step,
@@ -304,11 +318,14 @@ def _manifest(plan: ImportPlan, store_id: str, save: SaveId, group: Group) -> Ma
         layers=checkpoint.layers,
         tensors=dict(checkpoint.tensors),
         groups={save.name: group.record},
-        units=tuple(_units(plan, save, (entry for part in group.parts for entry in part.entries))),
+        units=tuple(_units(plan, save, (entry for part in group.parts for entry in part.entries), reasons)),
     )
 
 
-def _units(plan: ImportPlan, save: SaveId, entries: Iterable[Entry]) -> list[UnitRecord]:
+def _units(
+    plan: ImportPlan, save: SaveId, entries: Iterable[Entry], reasons: Mapping[tuple[str, str], str]
+) -> list[UnitRecord]:
+    usual = IMPORTED_AS_FOUND if plan.checkpoint.certificate.as_found else f"imported from a {plan.kind}"
     found: dict[Unit, list[Entry]] = {}
     for entry in entries:
         found.setdefault(entry.unit, []).append(entry)
@@ -324,7 +341,7 @@ def _units(plan: ImportPlan, save: SaveId, entries: Iterable[Entry]) -> list[Uni
             drift=0.0,
             staleness=0,
             moving=unit.slot not in (FROZEN, BUFFER),
-            reason=IMPORTED_AS_FOUND if plan.checkpoint.certificate.as_found else f"imported from a {plan.kind}",
+            reason=reasons.get((unit.layer, unit.slot), usual),
             members=members_digest(members_of(found[unit])),
         )
         for unit in sorted(found, key=lambda unit: (order[unit.layer], unit.slot))

@@ -7,7 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from merger.checkpoint import IMPORTED_AS_FOUND, POLICY, Checkpoint, RunStates, read_run_states, require_whole
+from merger.checkpoint import (
+    IMPORTED_AS_FOUND,
+    IMPORTED_WITH,
+    POLICY,
+    Checkpoint,
+    RunStates,
+    read_run_states,
+    require_whole,
+    with_problems,
+)
 from merger.io.blocks import Block, Damage, Extent, StoredFragment, xxh3
 from store.catalog import Catalog, open_catalog
 from store.certificate import CertifiedUnit, certify
@@ -84,7 +93,7 @@ class StoreSource:
             stored_steps=_stored_steps(manifest.tensors, units, scalars),
         )
         require_whole(checkpoint)
-        return checkpoint
+        return with_problems(checkpoint, _imported_implausible(resolution))
 
     def _extent(self, source: Source) -> Extent:
         part, entry = source.part, source.entry
@@ -108,12 +117,24 @@ def _imported_as_found(resolution: Resolution, index: FragmentIndex[Extent]) -> 
 
     Hashes prove the bytes since the import, and nothing about the files before.
     """
-    reasons = {version.record.reason for version in resolution.versions.values()}
-    foreign = (IMPORTED_AS_FOUND, "imported from a deepspeed checkpoint", "imported from a universal checkpoint",
-               "imported from a trainer checkpoint")  # fmt: skip
-    if resolution.manifest.policy != POLICY or reasons.isdisjoint(foreign):
+    reasons = [version.record.reason for version in resolution.versions.values()]
+    foreign = (
+        IMPORTED_AS_FOUND,
+        *(f"imported from a {kind} checkpoint" for kind in ("deepspeed", "universal", "trainer")),
+    )
+    if resolution.manifest.policy != POLICY or not any(reason.startswith(foreign) for reason in reasons):
         return frozenset()
     return frozenset(index.names())
+
+
+def _imported_implausible(resolution: Resolution) -> list[str]:
+    """Return a line for each unit that was imported with values that no healthy training state holds."""
+    records = [version.record for version in resolution.versions.values()]
+    return [
+        f"layer {record.layer}: {record.reason.removeprefix(IMPORTED_WITH)} in {record.slot} when it was imported"
+        for record in records
+        if record.reason.startswith(IMPORTED_WITH)
+    ]
 
 
 def _stored_steps(
