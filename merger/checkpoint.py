@@ -8,8 +8,8 @@ or written here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from merger.io.blocks import Extent
-from merger.tensors import from_leaf, torch_dtype
+from merger.tensors import Implausible, from_leaf, torch_dtype
 from store.certificate import Certificate
 from store.errors import DamagedError, MergeError, StorageError, UnreachableError
 from store.fragments import FragmentIndex
@@ -26,9 +26,19 @@ from store.schema import LayerRecord, PartRecord, TensorRecord
 from store.segment import read_leaves
 from store.state_tree import decode
 from store.storage.local import Files
+from store.text import listed
 
 SLOT_OF_KIND = {"trainable": WEIGHTS, "frozen": FROZEN, "buffer": BUFFER}
 """Slot of the tensor itself, by its record's kind."""
+
+POLICY = "import"
+"""Policy name in the manifest of an imported commit."""
+
+IMPORTED_AS_FOUND = "imported as found"
+"""Reason of the units of an imported commit whose source was not exact. Early releases name its kind."""
+
+IMPORTED_WITH = f"{IMPORTED_AS_FOUND}, with "
+"""Beginning of the reason of units in which implausible values were allowed; their kinds follow."""
 
 DEFAULT_CLIPPING = 1.0
 """DeepSpeed 0.19's gradient clipping without a configured value (``runtime/constants.py``)."""
@@ -75,6 +85,9 @@ class Checkpoint:
         client_state: user values of a foreign checkpoint.
         run_steps: in a composite, the optimizer's ``step`` of each parameter in the run whose counters and schedule are
             used; empty if all parameters are of one run, whose scalars have them.
+        stored_steps: the optimizer's ``step`` when the moments of a parameter were stored, if they are older than the
+            run state, whose scalars are later.
+        unvouched: stored (fqn, slot) of foreign files for whose origin nothing vouches.
     """
 
     origin: str
@@ -91,6 +104,8 @@ class Checkpoint:
     client_state: Mapping[str, Any] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     run_steps: Mapping[str, Any] = field(default_factory=dict)
+    unvouched: frozenset[tuple[str, str]] = frozenset()
+    stored_steps: Mapping[str, float] = field(default_factory=dict)
 
     def record(self, fqn: str) -> TensorRecord:
         """Return the record of a parameter or buffer. MergeError if no tensor has that name."""
@@ -136,6 +151,37 @@ def require_whole(checkpoint: Checkpoint) -> None:
                     f"{checkpoint.origin} is incomplete and cannot be rebuilt: {error}; name an older save, or run "
                     "`driftpoint verify` to list the complete commits"
                 ) from error
+
+
+def implausible_lines(checkpoint: Checkpoint, found: Mapping[tuple[str, str], Set[Implausible]]) -> list[str]:
+    """Return one line for each layer and slot with implausible values. ``found``: their kinds by (fqn, slot)."""
+    units: dict[tuple[str, str, str], list[str]] = {}
+    for fqn in checkpoint.tensors:
+        for slot in sorted(slot for name, slot in found if name == fqn):
+            kinds = " and ".join(sorted(found[fqn, slot]))
+            units.setdefault((checkpoint.record(fqn).layer, slot, kinds), []).append(fqn)
+    return [f"layer {layer}: {kinds} in {slot} of {listed(fqns, 3)}" for (layer, slot, kinds), fqns in units.items()]
+
+
+def refuse_implausible(checkpoint: Checkpoint, lines: Sequence[str]) -> None:
+    """Raise MergeError for values that no healthy training state holds."""
+    raise MergeError(
+        f"{checkpoint.origin} holds values that training cannot continue from: {listed(lines, 3, '; ')}. Nothing was "
+        "written. Name an older checkpoint with --step, or take these values as they are with --allow-nonfinite"
+    )
+
+
+def with_problems(checkpoint: Checkpoint, lines: Sequence[str]) -> Checkpoint:
+    """Return the checkpoint with more problems, so that it counts as neither exact nor as found."""
+    if not lines:
+        return checkpoint
+    certificate = checkpoint.certificate
+    problems = (*certificate.problems, *lines)
+    return replace(
+        checkpoint,
+        certificate=replace(certificate, exact=False, as_found=False, problems=problems),
+        problems=(*checkpoint.problems, *lines),
+    )
 
 
 @dataclass(frozen=True)
@@ -311,9 +357,10 @@ def chosen_steps(found: Iterable[tuple[int, float, Sequence[tuple[str, float]]]]
 
 
 def with_steps(certificate: Certificate, steps: tuple[ChosenStep, ...]) -> StepsCertificate:
-    """Return the certificate with the steps that are written; not exact if any layer's step changes."""
+    """Return the certificate with the steps that are written; not exact, or as found, if any layer's step changes."""
     values = {one.name: getattr(certificate, one.name) for one in fields(Certificate)}
-    values["exact"] = certificate.exact and not any(one.changes for one in steps)
+    if any(one.changes for one in steps):
+        values |= {"exact": False, "as_found": False}
     return StepsCertificate(**values, optimizer_steps=steps)
 
 

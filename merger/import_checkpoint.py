@@ -7,9 +7,9 @@ Sources are never changed. Memory: a few chunks, and the run state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -17,12 +17,20 @@ from typing import Any
 
 import xxhash
 
-from merger.checkpoint import Checkpoint, RankState
+from merger.checkpoint import (
+    IMPORTED_AS_FOUND,
+    IMPORTED_WITH,
+    POLICY,
+    Checkpoint,
+    RankState,
+    implausible_lines,
+    refuse_implausible,
+)
 from merger.io.blocks import Extent, Progress
 from merger.io.output_dir import require_space
 from merger.io.stream import CHUNK, bytes_to_read, fragment_streams
 from merger.sources import open_source
-from merger.tensors import to_leaf
+from merger.tensors import Implausible, to_leaf
 from store.catalog import Catalog, open_or_create
 from store.certificate import Certificate, certify
 from store.commit import Expected, Group, commit, hint_latest, wait_for_group
@@ -50,9 +58,6 @@ from store.state_tree import Leaf, encode
 from store.storage.local import Files, LocalFiles
 from store.storage.object_store import ObjectFiles
 from store.text import counted
-
-POLICY = "import"
-"""Policy name in the manifest of an imported commit."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +88,13 @@ class ImportPlan:
         """Bytes to read from the source: every block, mostly once."""
         return bytes_to_read(fragment_streams(self._extents(), lambda _: None))
 
-    def fragments(self, progress: Progress) -> list[StagedFragment]:
-        """Return all tensors, in the order in which they must be written."""
+    def fragments(
+        self, progress: Progress, implausible: dict[tuple[str, str], set[Implausible]]
+    ) -> list[StagedFragment]:
+        """Return all tensors, in the order in which they must be written.
+
+        ``implausible`` gets the kinds of implausible values by (fqn, slot) while they are drawn.
+        """
         return [
             StagedFragment(
                 layer=self.checkpoint.record(stream.extent.fqn).layer,
@@ -96,7 +106,7 @@ class ImportPlan:
                 encoding=RAW,
                 data=stream,
             )
-            for stream in fragment_streams(self._extents(), progress)
+            for stream in fragment_streams(self._extents(), progress, implausible)
         ]
 
     def _extents(self) -> list[Extent]:
@@ -111,7 +121,7 @@ def plan_import(source: Path, step: str | None = None) -> ImportPlan:
         step: a step, a save's name or a tag.
 
     Raises:
-        UsageError: the checkpoint is not exact.
+        UsageError: the checkpoint is neither exact nor as found.
         UnsupportedError: a store cannot hold the run state.
         DriftpointError: as the source raises it.
     """
@@ -149,7 +159,9 @@ class ImportResult:
     problems: tuple[str, ...]
 
 
-def import_checkpoint(plan: ImportPlan, store: Path, progress: Progress = lambda _: None) -> ImportResult:
+def import_checkpoint(
+    plan: ImportPlan, store: Path, progress: Progress = lambda _: None, *, allow_nonfinite: bool = False
+) -> ImportResult:
     """Execute an import plan.
 
     The commit has one rank for each whose random states and objects the source holds, at least one. All tensors are
@@ -158,9 +170,12 @@ def import_checkpoint(plan: ImportPlan, store: Path, progress: Progress = lambda
     Args:
         store: does not exist yet, is empty, or is a store without a commit.
         progress: called with the bytes just read; ``plan.bytes_to_read`` in all.
+        allow_nonfinite: import values that no healthy training state holds (NaN, infinite values, negative second
+            moments), as problems of the result, instead of raising.
 
     Raises:
         UsageError: the store has commits or lies in the source.
+        MergeError: the source holds such values.
         DamagedError: bytes of the source, or those just written, are wrong.
         StoreInUseError, FencedError, StorageError: as the store raises them.
     """
@@ -175,21 +190,28 @@ def import_checkpoint(plan: ImportPlan, store: Path, progress: Progress = lambda
         elif isinstance(files, ObjectFiles):
             files.require_conditional_puts()
         save = SaveId(plan.checkpoint.step, claim_epoch(files, catalog.store_id).epoch)
-        manifest = _write_segments(plan, catalog, save, progress)
+        manifest, implausible = _write_segments(plan, catalog, save, progress, allow_nonfinite=allow_nonfinite)
         commit(files, manifest)
-        problems = [*plan.checkpoint.problems, *_clean_up(catalog, save)]
+        problems = [*plan.checkpoint.problems, *implausible, *_clean_up(catalog, save)]
     finally:
         if lock is not None:
             lock.release()
     catalog.forget()
-    certificate = certify(resolve(catalog, save))
+    own = plan.checkpoint.certificate
+    certificate = replace(
+        certify(resolve(catalog, save)),
+        exact=own.exact and not implausible,
+        as_found=own.as_found and not implausible,
+        unvouched=own.unvouched,
+        problems=tuple(implausible),
+    )
     nbytes = sum(record.payload_bytes for record in manifest.groups.values())
     return ImportResult(store.absolute(), save, certificate, nbytes, plan.notes, tuple(problems))
 
 
 def _require_exact(checkpoint: Checkpoint) -> None:
-    """Raise UsageError unless exact: the first commit of a store cannot record that parts are older or lossy."""
-    if checkpoint.certificate.exact:
+    """Raise UsageError unless whole: the first commit of a store cannot record that parts are older or lossy."""
+    if checkpoint.certificate.whole:
         return
     older, lossy = checkpoint.certificate.max_staleness, checkpoint.certificate.lossy
     units = checkpoint.certificate.units
@@ -219,11 +241,17 @@ def _storable(client_state: Mapping[str, Any], notes: list[str]) -> dict[str, An
     return kept
 
 
-def _write_segments(plan: ImportPlan, catalog: Catalog, save: SaveId, progress: Progress) -> ManifestRecord:
-    """Write all segments and read them back. Removes them again on any error."""
+def _write_segments(
+    plan: ImportPlan, catalog: Catalog, save: SaveId, progress: Progress, *, allow_nonfinite: bool
+) -> tuple[ManifestRecord, list[str]]:
+    """Write all segments and read them back. Returns the manifest, and a line for each unit with implausible values.
+
+    Removes the segments again on any error.
+    """
     files, world_size = catalog.files, len(plan.run_states)
     units = [[extent.fqn, extent.slot] for extents in plan.checkpoint.index.names().values() for extent in extents[:1]]
     agreed = digest(seal([save.name, POLICY, units]))
+    implausible: dict[tuple[str, str], set[Implausible]] = {}
     try:
         for rank, (tree, leaves) in enumerate(plan.run_states):
             draft = SegmentDraft(
@@ -232,16 +260,19 @@ def _write_segments(plan: ImportPlan, catalog: Catalog, save: SaveId, progress: 
                 rank=rank,
                 world_size=world_size,
                 plan=agreed,
-                fragments=plan.fragments(progress) if rank == 0 else (),
+                fragments=plan.fragments(progress, implausible) if rank == 0 else (),
                 run_state=tree,
                 run_leaves=leaves,
                 facts=plan.facts if rank == 0 else {},
             )
             write_segment(files, draft)
+        lines = implausible_lines(plan.checkpoint, implausible)
+        if lines and not allow_nonfinite:
+            refuse_implausible(plan.checkpoint, lines)
         group = wait_for_group(files, Expected(catalog.store_id, save, world_size, agreed), timeout=60)
         for part in group.parts:
             _read_back(files, part)
-        return _manifest(plan, catalog.store_id, save, group)
+        return _manifest(plan, catalog.store_id, save, group, implausible), lines
     except BaseException:
         _discard(files, save, world_size)
         raise
@@ -266,8 +297,13 @@ def _read_back(files: Files, part: PartRecord) -> None:
     read_leaves(files, part)
 
 
-def _manifest(plan: ImportPlan, store_id: str, save: SaveId, group: Group) -> ManifestRecord:
+def _manifest(
+    plan: ImportPlan, store_id: str, save: SaveId, group: Group, implausible: Mapping[tuple[str, str], Set[Implausible]]
+) -> ManifestRecord:
     checkpoint = plan.checkpoint
+    reasons: dict[tuple[str, str], str] = {}
+    for (fqn, slot), kinds in implausible.items():
+        reasons[checkpoint.record(fqn).layer, slot] = f"{IMPORTED_WITH}{' and '.join(sorted(kinds))}"
     return ManifestRecord(
         store_id=store_id,
         step=save.step,
@@ -282,11 +318,14 @@ def _manifest(plan: ImportPlan, store_id: str, save: SaveId, group: Group) -> Ma
         layers=checkpoint.layers,
         tensors=dict(checkpoint.tensors),
         groups={save.name: group.record},
-        units=tuple(_units(plan, save, (entry for part in group.parts for entry in part.entries))),
+        units=tuple(_units(plan, save, (entry for part in group.parts for entry in part.entries), reasons)),
     )
 
 
-def _units(plan: ImportPlan, save: SaveId, entries: Iterable[Entry]) -> list[UnitRecord]:
+def _units(
+    plan: ImportPlan, save: SaveId, entries: Iterable[Entry], reasons: Mapping[tuple[str, str], str]
+) -> list[UnitRecord]:
+    usual = IMPORTED_AS_FOUND if plan.checkpoint.certificate.as_found else f"imported from a {plan.kind}"
     found: dict[Unit, list[Entry]] = {}
     for entry in entries:
         found.setdefault(entry.unit, []).append(entry)
@@ -302,7 +341,7 @@ def _units(plan: ImportPlan, save: SaveId, entries: Iterable[Entry]) -> list[Uni
             drift=0.0,
             staleness=0,
             moving=unit.slot not in (FROZEN, BUFFER),
-            reason=f"imported from a {plan.kind} checkpoint" if plan.kind != "store" else "imported from a store",
+            reason=reasons.get((unit.layer, unit.slot), usual),
             members=members_digest(members_of(found[unit])),
         )
         for unit in sorted(found, key=lambda unit: (order[unit.layer], unit.slot))

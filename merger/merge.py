@@ -14,6 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from merger.checkpoint import implausible_lines, refuse_implausible
 from merger.io.blocks import Damage, Extent, Progress
 from merger.io.output_dir import OutputDir, SourceUse, early_writeback, require_space
 from merger.io.output_file import Hole, OutFile, OutputError, storage_errors
@@ -21,6 +22,7 @@ from merger.io.transfer import TransferResult, check_hole, checksums, plan_trans
 from merger.layouts.base import Target
 from merger.plan import MergePlan, Request, default_workers, open_request, plan_merge
 from merger.recipe.model import Recipe
+from merger.tensors import Implausible
 from store.certificate import Certificate
 from store.errors import MergeError
 from store.fragments import FragmentIndex
@@ -63,6 +65,7 @@ def merge(
     target: Target | None = None,
     recipe: Recipe | None = None,
     workers: int | None = None,
+    allow_nonfinite: bool = False,
     progress: Progress = lambda _: None,
     planned: Planned = lambda _: None,
 ) -> MergeResult:
@@ -76,32 +79,41 @@ def merge(
         target: layout and its options.
         recipe: which source each parameter comes from.
         workers: threads; by default one per processor, up to eight.
+        allow_nonfinite: write values of foreign checkpoints that no healthy training state holds (NaN, infinite
+            values, negative second moments), as problems of the result, instead of raising.
         progress: called with the stored bytes just read, from any thread but never concurrently;
             ``MergePlan.bytes_to_read`` in all.
-        planned: called with each plan. If a version in a store proves damaged, writing and the count start again.
+        planned: called with each plan. If a version in a store proves damaged, or values prove implausible and are
+            allowed, writing and the count start again.
 
     Raises:
         NoStoreError, NothingToResumeError: there is nothing to merge.
-        MergeError: a hole, a commit that does not exist, or sources that do not fit together.
+        MergeError: a hole, a commit that does not exist, sources that do not fit together, or implausible values.
         DamagedError, StorageError: a foreign checkpoint is damaged; reading or writing failed.
         UsageError, ConfigError: ``out`` exists; the recipe is wrong.
         UnsupportedError: the layout cannot hold this state.
     """
-    request = Request(source, save.name if isinstance(save, SaveId) else save, target or Target(), recipe)
+    step = save.name if isinstance(save, SaveId) else save
+    request = Request(source, step, target or Target(), recipe, allow_nonfinite)
     sources = open_request(request)
     plan = plan_merge(sources, request)  # raises before anything is written
     flaws: dict[Damage, str] = {}
+    implausible: dict[tuple[str, str], set[Implausible]] = {}
     with closing(OutputDir(out, sources.paths)) as output:
         while True:
             planned(plan)
             index = plan.checkpoint.index
-            written, found = produce(output.folder, plan.files, index, workers or default_workers(), progress)
-            if not found:
+            written, found, values = produce(output.folder, plan.files, index, workers or default_workers(), progress)
+            if values and not allow_nonfinite:
+                refuse_implausible(plan.checkpoint, implausible_lines(plan.checkpoint, values))
+            if not found and values == implausible:
                 break
-            # A unit's version is spread over many files: none of them may keep bytes of the damaged one.
+            # A unit's version is spread over many files: none of them may keep bytes of the damaged one. Certificates
+            # are in several files, too, and are written before the values are known.
             flaws |= found
+            implausible = values
             output.clear()
-            plan = plan_merge(sources, request, flaws.keys())
+            plan = plan_merge(sources, request, flaws.keys(), implausible)
         output.finish()
     return MergeResult(
         certificate=plan.checkpoint.certificate,
@@ -126,11 +138,12 @@ class _CreatedFile:
 
 def produce(
     folder: Path, files: Sequence[OutFile], index: FragmentIndex[Extent], workers: int, progress: Progress
-) -> tuple[int, dict[Damage, str]]:
-    """Write all files below an empty directory. Returns (bytes written, damaged versions with their errors).
+) -> tuple[int, dict[Damage, str], dict[tuple[str, str], set[Implausible]]]:
+    """Write all files below an empty directory.
 
-    If any version is damaged, the files are incomplete and must be discarded. On return everything is durable except
-    the names of files and directories. Raises MergeError, StorageError.
+    Returns (bytes written, damaged versions with their errors, kinds of implausible values by (fqn, slot)). If any
+    version is damaged, the files are incomplete and must be discarded. On return everything is durable except the names
+    of files and directories. Raises MergeError, StorageError.
     """
     with storage_errors(folder):
         _require_paths(folder, files)
@@ -141,9 +154,9 @@ def produce(
         with early_writeback(paths):
             result = transfer(plan, paths, workers, progress)
         if result.flaws:
-            return 0, result.flaws
+            return 0, result.flaws, result.implausible
         _finish(created, result, workers)
-    return sum(one.path.stat().st_size for one in created), {}
+    return sum(one.path.stat().st_size for one in created), {}, result.implausible
 
 
 def _create(folder: Path, file: OutFile) -> _CreatedFile:

@@ -11,8 +11,9 @@ import os
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 
-from merger.checkpoint import Checkpoint
+from merger.checkpoint import Checkpoint, implausible_lines, with_problems
 from merger.io.blocks import Block, Damage
 from merger.io.output_dir import SourceUse, certificate_file, require_space
 from merger.io.output_file import Hole, OutFile
@@ -22,6 +23,7 @@ from merger.layouts.base import LayoutResult, Target
 from merger.recipe.compose import Assembly, assemble
 from merger.recipe.model import Recipe, single_source_recipe
 from merger.recipe.sources import OpenSources, open_sources, raise_all
+from merger.tensors import Implausible
 from store.errors import DriftpointError, StorageError, UsageError
 
 
@@ -34,12 +36,14 @@ class Request:
         step: a step, a save's name, a tag or a bound (``<= 120``); None: the newest, which DeepSpeed directories name.
         target: layout and its options.
         recipe: which source each parameter comes from, instead of ``step``.
+        allow_nonfinite: write implausible values (NaN, infinite, negative second moments) instead of raising.
     """
 
     source: Path | None
     step: int | str | None = None
     target: Target = field(default_factory=Target)
     recipe: Recipe | None = None
+    allow_nonfinite: bool = False
 
     def __post_init__(self) -> None:
         if self.recipe is None:
@@ -138,13 +142,24 @@ def open_request(request: Request) -> OpenSources:
     return opened
 
 
-def plan_merge(sources: OpenSources, request: Request, flaws: Set[Damage] = frozenset()) -> MergePlan:
-    """Return the plan, without the versions in ``flaws``.
+def plan_merge(
+    sources: OpenSources,
+    request: Request,
+    flaws: Set[Damage] = frozenset(),
+    implausible: Mapping[tuple[str, str], Set[Implausible]] = MappingProxyType({}),
+) -> MergePlan:
+    """Return the plan.
+
+    Args:
+        sources: of the request.
+        request: what to merge.
+        flaws: damaged versions, which are not used.
+        implausible: kinds of implausible values by (fqn, slot), which become problems.
 
     Raises:
         NothingToResumeError, ConfigError, MergeError, UnsupportedError: as sources, recipes and layouts raise them.
     """
-    draft = _draft(sources, request, flaws)
+    draft = _draft(sources, request, flaws, implausible)
     raise_all(draft.errors)
     assert draft.plan is not None  # there is one where there are no errors
     return draft.plan
@@ -161,13 +176,19 @@ def default_workers() -> int:
     return min(8, len(os.sched_getaffinity(0)))
 
 
-def _draft(sources: OpenSources, request: Request, flaws: Set[Damage] = frozenset()) -> MergeDraft:
+def _draft(
+    sources: OpenSources,
+    request: Request,
+    flaws: Set[Damage] = frozenset(),
+    implausible: Mapping[tuple[str, str], Set[Implausible]] = MappingProxyType({}),
+) -> MergeDraft:
     target = _target(request)
     assembled = assemble(sources, flaws, weights_only=target.layout == "hf")
     if assembled.checkpoint is None:
         return MergeDraft(assembled.uses, None, assembled.errors)
     try:
-        plan = _make_plan(assembled, assembled.checkpoint, target, request)
+        checkpoint = with_problems(assembled.checkpoint, implausible_lines(assembled.checkpoint, implausible))
+        plan = _make_plan(assembled, checkpoint, target, request)
     except DriftpointError as error:
         return MergeDraft(assembled.uses, None, (*assembled.errors, error))
     return MergeDraft(assembled.uses, plan, assembled.errors)
@@ -178,7 +199,12 @@ def _make_plan(assembled: Assembly, checkpoint: Checkpoint, target: Target, requ
         checkpoint = replace(checkpoint, files=target.files)
     laid = layout_for(checkpoint, target).lay_out(checkpoint, target)
     checkpoint = replace(checkpoint, certificate=laid.certificate or checkpoint.certificate)
-    notes = (*assembled.notes, *_dtype_note(request, target, checkpoint), *laid.notes)
+    notes = (
+        *assembled.notes,
+        *_effective_note(assembled, checkpoint),
+        *_dtype_note(request, target, checkpoint),
+        *laid.notes,
+    )
     certificate = certificate_file(checkpoint.certificate, laid.tag, notes, assembled.uses)
     files = (*laid.files, certificate)
     holes = [Hole(0, stored) for file in files for stored in file.container.tensors()]
@@ -210,6 +236,20 @@ def _dtype_note(request: Request, target: Target, checkpoint: Checkpoint) -> lis
     if dtype is None or target.layout == "hf" or trained == {dtype}:
         return []
     return [f"the recipe's dtype ({dtype}) is for exported weights (--layout hf): a training state keeps its own"]
+
+
+def _effective_note(assembled: Assembly, checkpoint: Checkpoint) -> list[str]:
+    """Return the note on a composite of one store, which the run itself would resume at another step."""
+    certificate = checkpoint.certificate
+    effective = certificate.effective_step
+    if [use.kind for use in assembled.uses] != ["store"] or effective == certificate.step:
+        return []
+    text = (
+        f"a job that resumes this commit from the store goes on near its effective step, {effective:.1f}, since the "
+        f"weights are older than step {certificate.step}; this checkpoint has the counters and the schedule of step "
+        f"{certificate.step}, so what the older layers missed is not repeated"
+    )
+    return [text]
 
 
 def _reads(transfer: TransferPlan, assembled: Assembly, checkpoint: Checkpoint) -> dict[str, int]:

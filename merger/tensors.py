@@ -1,6 +1,9 @@
-"""Convert torch tensors to bytes and back: dtypes by safetensors name, memory views, run-state leaves."""
+"""Convert torch tensors to bytes and back, and detect values that no healthy training state holds."""
 
 from __future__ import annotations
+
+import math
+from typing import Literal
 
 import torch
 
@@ -13,6 +16,11 @@ _TORCH_OF: dict[str, torch.dtype] = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+
+SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
+"""Slots of torch's and DeepSpeed's optimizers that hold means or sums of squares."""
+
+Implausible = Literal["NaN", "infinite values", "negative values"]
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -54,3 +62,23 @@ def from_leaf(leaf: Leaf) -> torch.Tensor:
     if out.numel():
         memory_of(out)[:] = memoryview(leaf.data).cast("B")
     return out
+
+
+def implausible_values(values: torch.Tensor, slot: str) -> set[Implausible]:
+    """Return the kinds of values in a floating-point tensor that no healthy training state holds.
+
+    Negative values are implausible in second moments only. One pass over ``values``, unless some are found.
+    """
+    if not values.numel() or not values.is_floating_point():
+        return set()
+    values = values.float() if values.dtype.itemsize == 1 else values  # these have few operations of their own
+    low, high = (float(bound) for bound in torch.aminmax(values))  # both are NaN if any value is
+    found: set[Implausible] = set()
+    if math.isnan(low):
+        found.add("NaN")
+        low, high = (float(bound) for bound in torch.aminmax(values.nan_to_num(0.0, math.inf, -math.inf)))
+    if math.isinf(low) or math.isinf(high):
+        found.add("infinite values")
+    if low < 0 and slot in SECOND_MOMENTS:
+        found.add("negative values")
+    return found

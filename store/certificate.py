@@ -150,7 +150,14 @@ class CertifiedUnit:
 
 @dataclass(frozen=True)
 class Certificate:
-    """The versions that a rebuilt checkpoint consists of."""
+    """The versions that a rebuilt checkpoint consists of.
+
+    Args:
+        exact: Whether all of it is the training state of one step, bit for bit, and hashes vouch for that.
+        as_found: Whether it would be exact if it were known that all files are of one save, as in checkpoints of other
+            programs, which hold no hashes. Never true together with ``exact``.
+        unvouched: Number of stored tensors for whose origin nothing vouches: weights, and each of their moments.
+    """
 
     store_id: str
     save: str
@@ -158,6 +165,13 @@ class Certificate:
     exact: bool
     units: tuple[CertifiedUnit, ...]
     problems: tuple[str, ...]
+    as_found: bool = False
+    unvouched: int = 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is known to be older, rounded or doubtful: it is exact, or as found."""
+        return self.exact or self.as_found
 
     @property
     def max_staleness(self) -> int:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from deploy import console as output
-from deploy.cli.merge import damage_as_no_result
+from deploy.cli.merge import NonfiniteOption, damage_as_no_result, kind_of
 from deploy.console import DebugOption, JsonOption, StorePath, byte_progress
 from deploy.format import plural, size_text
 from store.location import place_of
@@ -50,6 +50,7 @@ def import_(
     *,
     store: StoreOption,
     step: StepOption = None,
+    allow_nonfinite: NonfiniteOption = False,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -60,7 +61,7 @@ def import_(
     with damage_as_no_result():
         plan = plan_import(checkpoint, step)
         with byte_progress("Importing", plan.bytes_to_read) as progress:
-            found = import_checkpoint(plan, store, progress)
+            found = import_checkpoint(plan, store, progress, allow_nonfinite=allow_nonfinite)
     output.answer(_as_json(plan, found), lambda console: _draw(console, plan, found), as_json=json)
 
 
@@ -87,7 +88,7 @@ def _draw(console: Console, plan: ImportPlan, found: ImportResult) -> None:
             {
                 "Imported": f"{checkpoint.origin} ({plan.kind})",
                 "As": f"{found.save} in {found.store}",
-                "Kind": Text("exact", style="green"),
+                "Kind": kind_of(found.certificate),
                 "Wrote": f"{size_text(found.bytes_written)}, {plural(len(checkpoint.layers), 'layer')}",
             }
         )

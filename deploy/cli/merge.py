@@ -24,7 +24,7 @@ from deploy import console as output
 from deploy import tables
 from deploy.console import DebugOption, JsonOption, StorePath, byte_progress
 from deploy.exit_codes import OK
-from deploy.format import drift_text, kind_text, plural, size_text
+from deploy.format import drift_text, kind_text, plural, size_text, span_text
 from store.certificate import Certificate
 from store.errors import DamagedError, DriftpointError, NothingToResumeError, UsageError
 from store.location import is_url, place_of
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _SIZE = re.compile(r"(?P<count>\d+(?:\.\d+)?)\s*(?P<prefix>[KMGT]?)(?P<binary>i?)B?", re.IGNORECASE)
 _NAMED = 6  # layers named before the rest are counted
 _POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_RATE = 500_000_000  # bytes a second assumed for a plan's time: an ordinary disk
 _FILES = 20  # files and problems listed one by one in the text
 
 
@@ -111,6 +112,14 @@ RecipeOption = Annotated[
 WorkersOption = Annotated[
     int | None, typer.Option(metavar="N", min=1, help="Number of threads.", show_default="processors, up to 8")
 ]
+NonfiniteOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-nonfinite",
+        help="Take NaN, infinite values and negative second moments of a foreign checkpoint as they are, instead of "
+        "refusing them.",
+    ),
+]
 PlanOption = Annotated[
     bool, typer.Option("--plan", help="Only list what would be read and written, and what is missing.")
 ]
@@ -129,6 +138,7 @@ def merge(
     files: FilesOption = None,
     recipe: RecipeOption = None,
     workers: WorkersOption = None,
+    allow_nonfinite: NonfiniteOption = False,
     plan: PlanOption = False,
     json: JsonOption = False,
     debug: DebugOption = False,
@@ -150,7 +160,8 @@ def merge(
     size = None if shard_size is None else size_from(shard_size)
     target = Target(layout, zero_stage, world_size, given, size, files)
     wanted = int(step) if step is not None and step.isascii() and step.isdigit() else step
-    request = Request(source, wanted, target, None if recipe is None else read_recipe(recipe))
+    rules = None if recipe is None else read_recipe(recipe)
+    request = Request(source, wanted, target, rules, allow_nonfinite)
     if plan:
         raise typer.Exit(print_plan(request, out, workers, as_json=json))
     assert out is not None  # checked above
@@ -170,6 +181,7 @@ def rebuild(request: Request, out: Path, workers: int | None) -> MergeResult:
             target=request.target,
             recipe=request.recipe,
             workers=workers,
+            allow_nonfinite=request.allow_nonfinite,
             progress=progress,
             planned=lambda plan: progress.begin(plan.bytes_to_read),
         )
@@ -233,18 +245,26 @@ def step_table(steps: Sequence[ChosenStep]) -> Table:
 
 
 def kind_of(certificate: Certificate) -> Text:
-    """Describe the result: exact, or its staleness and drift."""
+    """Describe the result: exact, as found, or its staleness and drift."""
     from merger.checkpoint import changed_steps
     from merger.layouts.huggingface import working_dtypes
 
-    if certificate.exact and (dtypes := working_dtypes(certificate)):
+    if certificate.whole and (dtypes := working_dtypes(certificate)):
         # Bit for bit the weights that the run computes with, but not its master weights.
-        return Text(f"exact working weights ({', '.join(dtypes)}), not the master weights", style="green")
+        text = f"working weights ({', '.join(dtypes)}), not the master weights"
+        if certificate.exact:
+            return Text(f"exact {text}", style="green")
+        return Text(f"{text}; {as_found_text(certificate)}", style="yellow")
+    if certificate.as_found:
+        return Text(as_found_text(certificate), style="yellow")
 
     drift = certificate.max_drift
     ages = [unit.staleness for unit in certificate.units if unit.moving]
     newest, oldest = min(ages, default=0), max(ages, default=0)
-    if certificate.exact or newest >= 0:
+    fresh = newest == oldest == 0 and not certificate.lossy
+    if not certificate.exact and fresh and certificate.problems and not changed_steps(certificate):
+        text = f"not exact: {plural(len(certificate.problems), 'problem')}, listed below"
+    elif certificate.exact or newest >= 0:
         text = kind_text(exact=certificate.exact, max_staleness=oldest, max_drift=drift, lossy=certificate.lossy)
     else:
         old = f"up to {plural(oldest, 'step')} old and " if oldest > 0 else ""
@@ -252,7 +272,20 @@ def kind_of(certificate: Certificate) -> Text:
         text = f"composite: layers {old}{new}, drift up to {drift_text(drift)}"
     if changed_steps(certificate):
         text += ", one optimizer step for layers that had different ones"
+    if certificate.unvouched:
+        text += f"; {_origin_text(certificate.unvouched)}"
     return Text(text, style="green" if certificate.exact else "yellow")
+
+
+def as_found_text(certificate: Certificate) -> str:
+    """Describe files that nothing contradicts, and of which no hash proves that they are of one save."""
+    if not certificate.unvouched:
+        return "as found: the files hold no hashes of their contents"
+    return f"as found: {_origin_text(certificate.unvouched)}"
+
+
+def _origin_text(unvouched: int) -> str:
+    return f"nothing vouches for the origin of {plural(unvouched, 'tensor')}"
 
 
 def source_table(sources: Sequence[SourceUse], reads: dict[str, int] | None = None) -> Table:
@@ -358,6 +391,8 @@ def _planned(plan: MergePlan, report: MergePlanReport) -> dict[str, Any]:
         "bytes_to_read": plan.bytes_to_read,
         "bytes_to_write": plan.bytes_to_write,
         "memory_bytes": plan.memory(report.workers),
+        "seconds": _seconds(plan),
+        "assumed_bytes_per_second": _RATE,
         "workers": report.workers,
         "files": [{"path": file.path, "bytes": file.container.nbytes} for file in plan.files],
         "load": [] if report.out is None else list(plan.load(report.out)),
@@ -365,6 +400,11 @@ def _planned(plan: MergePlan, report: MergePlanReport) -> dict[str, Any]:
         "certificate": plan.checkpoint.certificate.as_json(),
         "problems": list(plan.checkpoint.problems),
     }
+
+
+def _seconds(plan: MergePlan) -> float:
+    """Return how long the merge takes if devices are as fast as assumed; what is written is read back."""
+    return (plan.bytes_to_read + 2 * plan.bytes_to_write) / _RATE
 
 
 def _facts(plan: MergePlan, report: MergePlanReport) -> dict[str, Text | str]:
@@ -377,6 +417,7 @@ def _facts(plan: MergePlan, report: MergePlanReport) -> dict[str, Text | str]:
         "Memory": f"at most {size_text(plan.memory(report.workers))} for tensors, "
         f"with {plural(report.workers, 'worker')}",
     }
+    rows["Time"] = f"about {span_text(_seconds(plan))} at {size_text(_RATE)}/s"
     if report.free is not None:
         enough = report.free >= plan.bytes_to_write
         rows["Disk"] = Text(

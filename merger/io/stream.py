@@ -8,10 +8,13 @@ nothing made of them is complete before.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+import torch
 
 from merger.io.blocks import Block, Extent, FragmentPass, Progress, read_chunks
-from merger.tensors import torch_dtype
+from merger.io.transfer import is_checked
+from merger.tensors import Implausible, implausible_values, torch_dtype
 from store.errors import DamagedError
 
 CHUNK = 1 << 22
@@ -25,12 +28,15 @@ FRAGMENT_BYTES = 1 << 25
 class FragmentStream:
     """An extent of at most ``FRAGMENT_BYTES`` as bytes read on demand. Implements :class:`store.segment.StreamedData`.
 
-    ``last``: nothing of the reading follows it.
+    Args:
+        last: nothing of the reading follows it.
+        implausible: gets the kinds of implausible values by (fqn, slot); complete when the reading is.
     """
 
     extent: Extent
     reading: Reading
     last: bool
+    implausible: dict[tuple[str, str], set[Implausible]] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -43,13 +49,26 @@ class FragmentStream:
     def pieces(self) -> Iterator[memoryview]:
         """Yield the bytes. DamagedError if the block does not match its checksum."""
         self.reading.go_to(self.extent.offset)
-        left = self.nbytes
+        left, rest = self.nbytes, b""
         while left:
             piece = self.reading.take(left)
             left -= len(piece)
+            rest = self._check(rest, piece)
             yield piece
         if self.last:
             self.reading.finish()
+
+    def _check(self, rest: bytes, piece: memoryview) -> bytes:
+        """Check the elements that end in ``rest`` and ``piece``. Returns the bytes of one that does not end in them."""
+        extent = self.extent
+        if not is_checked(extent):
+            return b""
+        data = memoryview(bytearray(rest) + piece) if rest else piece
+        dtype = torch_dtype(extent.dtype)
+        whole = len(data) - len(data) % dtype.itemsize
+        if whole and (kinds := implausible_values(torch.frombuffer(data[:whole], dtype=dtype), extent.slot)):
+            self.implausible.setdefault((extent.fqn, extent.slot), set()).update(kinds)
+        return bytes(data[whole:])
 
 
 class Reading:
@@ -100,11 +119,14 @@ def _stored(block: Block, progress: Progress) -> Iterator[memoryview]:
         yield buffer[: end - begin]
 
 
-def fragment_streams(extents: Iterable[Extent], progress: Progress) -> list[FragmentStream]:
+def fragment_streams(
+    extents: Iterable[Extent], progress: Progress, implausible: dict[tuple[str, str], set[Implausible]] | None = None
+) -> list[FragmentStream]:
     """Cut all extents with elements into fragments, in the order in which they must be drawn.
 
-    Raises DamagedError if an extent is not inside its block.
+    ``implausible``: as in :class:`FragmentStream`. Raises DamagedError if an extent is not inside its block.
     """
+    implausible = {} if implausible is None else implausible
     by_block: dict[Block, list[Extent]] = {}
     for extent in extents:
         extent.require_inside_block()
@@ -115,7 +137,7 @@ def fragment_streams(extents: Iterable[Extent], progress: Progress) -> list[Frag
         for run in _without_overlaps(by_block[block]):
             reading = Reading(block, progress)
             small = [piece for extent in run for piece in _cut(extent)]
-            found += [FragmentStream(piece, reading, last=piece is small[-1]) for piece in small]
+            found += [FragmentStream(piece, reading, piece is small[-1], implausible) for piece in small]
     return found
 
 

@@ -21,9 +21,10 @@ from isal import isal_zlib
 
 from merger.io.blocks import Block, Damage, Extent, FragmentPass, Progress, read_chunks
 from merger.io.output_file import Hole, OutFiles, read_back_error
-from merger.tensors import memory_of, torch_dtype
+from merger.tensors import Implausible, implausible_values, memory_of, torch_dtype
 from store.errors import DamagedError, MergeError, StorageError, UnreachableError, UsageError
 from store.fragments import FragmentIndex
+from store.names import BUFFER
 
 _EXPORT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 """Dtypes that ``--dtype`` accepts."""
@@ -39,7 +40,9 @@ _TAIL = 16
 class Move:
     """``nbytes`` bytes from ``start`` of a block, elements of ``source``, go to ``offset`` of a file as ``target``.
 
-    ``finite``: the elements' name if finite values must stay finite, else None.
+    Args:
+        finite: the elements' name if finite values must stay finite, else None.
+        checked: (fqn, slot) of elements to be checked for implausible values, else None.
     """
 
     start: int
@@ -49,6 +52,7 @@ class Move:
     offset: int
     target: torch.dtype
     finite: str | None = None
+    checked: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -87,11 +91,20 @@ def plan_transfer(index: FragmentIndex[Extent], holes: Iterable[tuple[int, Hole]
                 at = hole.offset + (placed.offset + copy.target_start) * hole.stored.dtype.itemsize
                 start = extent.offset + copy.source_start * source.itemsize
                 finite = extent.fqn if hole.stored.stays_finite else None
-                move = Move(start, copy.numel * source.itemsize, source, file, at, hole.stored.dtype, finite)
+                checked = (extent.fqn, extent.slot) if is_checked(extent) else None
+                move = Move(start, copy.numel * source.itemsize, source, file, at, hole.stored.dtype, finite, checked)
                 moves.setdefault(extent.block, []).append(move)
     for found in moves.values():
         found.sort(key=lambda move: move.start)
     return TransferPlan(moves)
+
+
+def is_checked(extent: Extent) -> bool:
+    """Return whether values are checked: those of foreign files, as no saver has checked them.
+
+    Buffers are left out, since masks may hold infinities.
+    """
+    return extent.block.flaw is None and extent.slot != BUFFER
 
 
 @dataclass(frozen=True, order=True)
@@ -105,10 +118,17 @@ class Piece:
 
 @dataclass
 class TransferResult:
-    """Result of a transfer: the pieces written, by file, and the damaged versions with their errors."""
+    """Result of a transfer.
+
+    Args:
+        pieces: written, by file.
+        flaws: damaged versions with their errors.
+        implausible: kinds of implausible values by (fqn, slot), of intact blocks.
+    """
 
     pieces: dict[int, list[Piece]]
     flaws: dict[Damage, str]
+    implausible: dict[tuple[str, str], set[Implausible]] = field(default_factory=dict)
 
 
 def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: Progress) -> TransferResult:
@@ -131,7 +151,7 @@ def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: 
         decoding = None if block.coded is None else FragmentPass(block.coded, report)
         chunks = _stored(block, report) if decoding is None else _decoded(decoding)
         try:
-            pieces = _move_block(block, chunks, plan.moves[block], paths)
+            pieces, implausible = _move_block(block, chunks, plan.moves[block], paths)
         except UnreachableError:
             raise
         except (DamagedError, StorageError) as error:
@@ -144,6 +164,8 @@ def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: 
         with lock:
             for file, piece in pieces:
                 result.pieces.setdefault(file, []).append(piece)
+            for name, kinds in implausible.items():
+                result.implausible.setdefault(name, set()).update(kinds)
 
     blocks = sorted(plan.moves, key=lambda block: (block.path, block.offset))
     run_parallel(move, blocks, workers)
@@ -165,8 +187,11 @@ class _Chunk:
 
 def _move_block(
     block: Block, chunks: Iterable[_Chunk], moves: Sequence[Move], paths: Sequence[Path]
-) -> list[tuple[int, Piece]]:
-    """Write all moves of a block. Errors that ``chunks`` raises at its end, after the last write, count as well."""
+) -> tuple[list[tuple[int, Piece]], dict[tuple[str, str], set[Implausible]]]:
+    """Write all moves of a block. Returns (pieces by file, implausible values).
+
+    Errors that ``chunks`` raises at its end, after the last write, count as well.
+    """
     pieces, first, position = [], 0, 0
     with closing(OutFiles(paths)) as files:
         sink = _Sink(files)
@@ -184,7 +209,7 @@ def _move_block(
         raise DamagedError(f"{block.name} of {block.path} decoded to {position} bytes instead of {block.nbytes}")
     if sink.overflows:
         raise sink.overflows[0]
-    return pieces
+    return pieces, sink.implausible
 
 
 def _stored(block: Block, progress: Progress) -> Iterator[_Chunk]:
@@ -207,10 +232,11 @@ def _decoded(decoding: FragmentPass) -> Iterator[_Chunk]:
 
 @dataclass(frozen=True)
 class _Sink:
-    """Writes elements of a block. ``overflows``: errors of casts, which count only if the block is intact."""
+    """Writes elements of a block. ``overflows`` of casts and ``implausible`` values count only if it is intact."""
 
     files: OutFiles
     overflows: list[UsageError] = field(default_factory=list)
+    implausible: dict[tuple[str, str], set[Implausible]] = field(default_factory=dict)
 
     def put(self, move: Move, chunk: _Chunk) -> Piece | None:
         """Write the elements of a move that end in a chunk of the block."""
@@ -220,6 +246,8 @@ class _Sink:
         if first >= after:
             return None
         data = chunk.buffer.narrow(0, move.start + first * size - chunk.begin + chunk.front, (after - first) * size)
+        if move.checked is not None and (kinds := implausible_values(_typed(data, move.source), move.checked[1])):
+            self.implausible.setdefault(move.checked, set()).update(kinds)
         if move.source != move.target:
             data = self._cast(move, data)
         memory, offset = memory_of(data), move.offset + first * move.target.itemsize
@@ -227,13 +255,16 @@ class _Sink:
         return Piece(offset, len(memory), isal_zlib.crc32(memory))
 
     def _cast(self, move: Move, data: torch.Tensor) -> torch.Tensor:
-        # A view needs memory aligned to its dtype, which an offset in a file need not be.
-        data = data.clone() if data.storage_offset() % move.source.itemsize else data
-        before = data.view(move.source)
+        before = _typed(data, move.source)
         cast = before.to(move.target)
         if move.finite is not None and not self.overflows:
             self.overflows.extend(overflow_errors(move.finite, before, cast))
         return cast.view(torch.uint8)
+
+
+def _typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return bytes as elements. A view needs memory aligned to its dtype, which an offset in a file need not be."""
+    return (data.clone() if data.storage_offset() % dtype.itemsize else data).view(dtype)
 
 
 def checksums(pieces: Iterable[Piece], holes: Sequence[Hole]) -> dict[int, int]:

@@ -26,7 +26,11 @@ _OPTIONS = {"shard_bytes": "--shard-size"}
 
 def layout_for(checkpoint: Checkpoint, target: Target) -> Layout:
     """Return the layout. UnsupportedError if there is none; UsageError for settings that it does not use."""
-    name = _native(checkpoint) if target.layout == "native" else target.layout
+    if target.files is not None:
+        from merger.layouts.huggingface import require_folder
+
+        require_folder(target.files)
+    name = _default(checkpoint, target) if target.layout == "native" else target.layout
     _require_used(checkpoint, target, name)
     if name == "torch":
         from merger.layouts.torch_state_dict import StateDictLayout
@@ -57,11 +61,19 @@ def _require_used(checkpoint: Checkpoint, target: Target, name: str) -> None:
         users = tuple(one for one in layouts if one != "trainer" or not of_deepspeed)
         if name not in users:
             option = _OPTIONS.get(setting, f"--{setting.replace('_', '-')}")
-            layout_text = repr(name) if target.layout == name else f"{name!r}, the native one here"
+            layout_text = repr(name) if target.layout == name else f"{name!r}, the default here"
             plural = "s" if len(users) > 1 else ""
             unused.append(f"{option} is for layout{plural} {' and '.join(users)}, not for {layout_text}: leave it out")
     if unused:
         raise UsageError("; ".join(unused))
+
+
+def _default(checkpoint: Checkpoint, target: Target) -> str:
+    """Return the layout of the source: a Trainer's folder for a Trainer's, else that of the framework."""
+    beside = checkpoint.files
+    if target.files is None and beside is not None and (beside / "trainer_state.json").is_file():
+        return "trainer"
+    return _native(checkpoint)
 
 
 def _native(checkpoint: Checkpoint) -> str:

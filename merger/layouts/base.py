@@ -17,6 +17,9 @@ LAYOUTS = ("native", "deepspeed", "universal", "hf", "dcp", "trainer", "torch")
 SHARD_BYTES = 5 * 10**9
 """Default size of files in bytes, as in transformers."""
 
+MOST_RANKS = 1 << 14
+"""Largest world size that is written for: each rank has a file of its own, planned in memory."""
+
 _COMPILED, _PARALLEL = "_orig_mod", "module."
 
 T = TypeVar("T")
@@ -27,7 +30,8 @@ class Target:
     """Layout of the output. UsageError for invalid values.
 
     Args:
-        layout: ``native`` is the one of the training framework, at its own stage and world size.
+        layout: ``native`` is the one of the source: a Trainer's folder of a Trainer's, else the training framework's
+            own, at its own stage and world size.
         zero_stage: of the DeepSpeed engine that will load it; None: the source's.
         world_size: of the DeepSpeed engine that will load it; None: the source's.
         dtype: safetensors name for ``hf`` weights; None: the working dtype.
@@ -49,6 +53,8 @@ class Target:
             raise UsageError(f"ZeRO stage {self.zero_stage} cannot be written; use 1, 2 or 3")
         if self.world_size is not None and self.world_size < 1:
             raise UsageError(f"world size {self.world_size} is invalid; it must be at least 1")
+        if self.world_size is not None and self.world_size > MOST_RANKS:
+            raise UsageError(f"world size {self.world_size} is invalid; this release writes for {MOST_RANKS} at most")
         if self.shard_bytes is not None and self.shard_bytes < 1:
             raise UsageError(f"shard_bytes {self.shard_bytes} is invalid; it must be at least 1")
 

@@ -94,6 +94,12 @@ def _notes(saved: EngineFacts, facts: EngineFacts) -> Iterator[str]:
                 f"configuration in the files, on {counted(facts.world_size, 'rank')}; set {ACCUMULATION} or {MICRO} of "
                 "your own configuration if that is not what you want"
             )
+    if facts.round_robin_gradients and facts.zero_stage in (1, 2):
+        yield (
+            "the run has round_robin_gradients, so the parameters lie in its order: the engine that loads these files "
+            "must have zero_optimization.round_robin_gradients on, or stock DeepSpeed gives each parameter the values "
+            "of others, without an error"
+        )
     if config_section(facts.ds_config, "checkpoint").get("load_universal"):
         yield (
             "the run's configuration loads universal checkpoints, and these are DeepSpeed's own: set load_universal "

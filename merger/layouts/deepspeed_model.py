@@ -115,7 +115,9 @@ def client_state(checkpoint: Checkpoint, ranks: Iterable[int]) -> dict[str, Any]
         "save": certificate.save,
         "step": checkpoint.framework_state["counters"]["global_steps"],
         "exact": certificate.exact,
-        "units": [] if certificate.exact else [asdict(unit) for unit in certificate.units],
+        "as_found": certificate.as_found,
+        "unvouched": certificate.unvouched,
+        "units": [] if certificate.whole else [asdict(unit) for unit in certificate.units],
         "ranks": portable_run_states(checkpoint, ranks),
     }
 

@@ -272,6 +272,7 @@ def with_common_steps(
             common = dict(scalars.get(known[0], {}))
             if own:
                 common[STEP] = common_step(checkpoint, own)
+                own |= {fqn: checkpoint.stored_steps[fqn] for fqn in own if fqn in checkpoint.stored_steps}
                 had = [(checkpoint.record(fqn).layer, float(step)) for fqn, step in own.items()]
                 chosen.append((group, float(common[STEP]), had))
                 if any(step != chosen[-1][1] for _, step in had):

@@ -229,6 +229,9 @@ def weights_certificate(checkpoint: Checkpoint, weights: Mapping[str, PlannedTen
     values = {one.name: getattr(whole, one.name) for one in fields(Certificate)}
     values["units"] = tuple(_rounded(unit, rounded.get((unit.layer, unit.slot))) for unit in kept)
     values["exact"] = _is_exact(whole, kept) and not rounded
+    values["as_found"] = whole.as_found and not rounded
+    written_tensors = {(one.fragment.fqn, one.fragment.slot) for stored in weights.values() for one in stored.placed}
+    values["unvouched"] = len(checkpoint.unvouched & written_tensors)
     written = tuple(WrittenDtype(*cast, tuple(names)) for cast, names in layers.items())
     return WeightsCertificate(**values, written=written)
 

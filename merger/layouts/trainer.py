@@ -2,8 +2,8 @@
 
 Stock transformers and DeepSpeed load it, without Driftpoint installed. The framework's own layout writes the state; the
 Trainer's other files come from a folder of the run and are brought to the step of the state: growing numbers are
-scaled, later entries dropped, and state that cannot be brought to another step is left out with a note. Copied files
-are not unpickled.
+scaled, later entries dropped, and state that cannot be brought to another step is left out with a note. Nothing is
+unpickled, and a file that asks for code to run when it is unpickled is not copied.
 """
 
 from __future__ import annotations
@@ -25,11 +25,22 @@ from merger.io.output_file import OutFile, VerbatimFile
 from merger.layouts.base import Layout, LayoutResult, Target
 from merger.layouts.huggingface import hf_weights, model_files, read_json, require_folder, weight_files, weight_names
 from merger.layouts.torch_state_dict import optimizer_state
+from merger.sources.torch_file import require_safe
 from merger.writers.torch_zip import PtFile
-from store.errors import MergeError, UnsupportedError, UsageError
+from store.errors import DamagedError, MergeError, UnsupportedError, UsageError
 
 STATE, SCHEDULER = "trainer_state.json", "scheduler.pt"
 _ARGUMENTS, _SCALER = "training_args.bin", "scaler.pt"
+
+_ARGUMENT_CLASSES = (
+    r"transformers\.training_args(_seq2seq)? (Seq2Seq)?TrainingArguments|transformers\.training_args OptimizerNames|"
+    r"transformers\.trainer_utils (Interval|Save|Hub|Evaluation)Strategy|"
+    r"transformers\.trainer_utils (SchedulerType|FSDPOption)|"
+    r"transformers\.debug_utils DebugOption|transformers\.trainer_pt_utils AcceleratorConfig|"
+    r"transformers\.integrations\.deepspeed Hf(Trainer)?DeepSpeedConfig|accelerate\.state PartialState|"
+    r"accelerate\.utils\.dataclasses (DistributedType|DeepSpeedPlugin|FullyShardedDataParallelPlugin|ParallelismConfig)"
+)
+"""Module and name of the classes that transformers itself puts into ``training_args.bin``."""
 
 _TOTALS = ("num_input_tokens_seen", "total_flos")
 _BEST_KEYS = ("best_metric", "best_global_step", "best_model_checkpoint")
@@ -95,20 +106,37 @@ def _other_files(
 ) -> tuple[list[OutFile], list[str]]:
     """Return the files beside the framework's, and notes on them."""
     notes: list[str] = []
-    files = [OutFile(STATE, VerbatimFile(rescaled.document)), *model_files(folder, None), *_copy(folder, (_ARGUMENTS,))]
+    files = [OutFile(STATE, VerbatimFile(rescaled.document)), *model_files(folder, None)]
     world_size = _world_size(checkpoint, target)
     for found, note in (
+        _copy(folder, (_ARGUMENTS,), _ARGUMENT_CLASSES),
         rng_files(checkpoint, folder, world_size, same_step=rescaled.same_step, distributed=with_engine),
         _scheduler(checkpoint, folder, rescaled, with_engine=with_engine),
         _scaler(folder, rescaled),
     ):
         files += found
         notes += [note] if note else []
-    if with_engine and weight_names(folder):
-        files += weight_files(hf_weights(checkpoint, Target()), Target().file_bytes)
-    if with_engine and (folder / _ADAPTER_CONFIG).exists():
-        notes.append("adapter_model.safetensors is not written: the Trainer resumes from DeepSpeed's files without it")
+    if with_engine:
+        weights, note = _weights_beside(checkpoint, target, folder)
+        files += weights
+        notes += [note] if note else []
     return files, notes
+
+
+def _weights_beside(checkpoint: Checkpoint, target: Target, folder: Path) -> tuple[Sequence[OutFile], str | None]:
+    """Return (``model.safetensors`` beside DeepSpeed's files, why there is none).
+
+    At stages 1 and 2 the Trainer writes it always, at stage 3 only if the engine gathers the weights.
+    """
+    without = "is not written: the Trainer resumes from DeepSpeed's files without it"
+    if (folder / _ADAPTER_CONFIG).exists():
+        return (), f"adapter_model.safetensors {without}"
+    if checkpoint.facts.get("frozen_left_out"):
+        return (), f"model.safetensors {without}, and the checkpoint lacks the frozen parameters"
+    stage = target.zero_stage or checkpoint.facts.get("zero_stage")
+    if stage == 3 and not weight_names(folder):
+        return (), f"model.safetensors {without}, and {folder} has none either; --layout hf writes the weights alone"
+    return weight_files(hf_weights(checkpoint, Target()), Target().file_bytes), None
 
 
 def _scheduler(
@@ -133,13 +161,19 @@ def _scaler(folder: Path, rescaled: RescaledState) -> tuple[Sequence[OutFile], s
     if not (folder / _SCALER).is_file():
         return (), None
     if rescaled.same_step:
-        return _copy(folder, (_SCALER,)), None
+        return _copy(folder, (_SCALER,))
     return (), f"{_SCALER} is left out, since that of {folder} is of step {rescaled.was}: loss scaling starts anew"
 
 
-def _copy(folder: Path, names: Sequence[str]) -> list[OutFile]:
-    """Return files as they are, without unpickling them."""
-    return [OutFile(name, VerbatimFile((folder / name).read_bytes())) for name in names if (folder / name).is_file()]
+def _copy(folder: Path, names: Sequence[str], classes: str = "") -> tuple[list[OutFile], str | None]:
+    """Return (the files that exist, as they are; why they are left out). ``classes``: as of :func:`require_safe`."""
+    there = [name for name in names if (folder / name).is_file()]
+    for name in there:
+        try:
+            require_safe(folder / name, classes)
+        except (UnsupportedError, DamagedError) as error:
+            return [], f"{', '.join(there)}: left out, since programs that resume may unpickle it: {error}"
+    return [OutFile(name, VerbatimFile((folder / name).read_bytes())) for name in there], None
 
 
 def _world_size(checkpoint: Checkpoint, target: Target) -> int:
@@ -202,7 +236,7 @@ def rng_files(
         return [_saved(name, state) for name, state in zip(names, found, strict=True)], None
     there = len(list(folder.glob("rng_state*.pth")))
     if same_step and there == world_size and all((folder / name).is_file() for name in names):
-        return _copy(folder, names), None
+        return _copy(folder, names)
     return (), (
         f"there are no random-number states of this step for {world_size} rank(s): dropout, and shuffling that is not "
         "seeded by itself, will draw other numbers than the run would have"
@@ -247,7 +281,8 @@ def scheduler_file(folder: Path, rescaled: RescaledState, rates: Sequence[Any]) 
     if not path.is_file():
         return None, None
     if rescaled.same_step:
-        return _copy(folder, (SCHEDULER,))[0], None
+        files, note = _copy(folder, (SCHEDULER,))
+        return (files[0] if files else None), note
     state = _read(path)
     if state is None or not _is_function_of_step(state, rates):
         return None, (

@@ -1,6 +1,7 @@
 """Certify a composite of several checkpoints: step, staleness and drift of each (layer, slot, source).
 
-Strict: ``exact`` only if the composite equals the run state's own checkpoint, unit for unit, and that one is exact.
+Strict: ``exact`` only if the composite equals the run state's own checkpoint, unit for unit, and that one is exact;
+likewise ``as_found``.
 Records cannot prove that equal steps of different sources are one run. Staleness counts from the run state's step and
 is negative for newer units. Drift is known only for units of the run state's own checkpoint. Pure.
 """
@@ -73,6 +74,8 @@ def composite_certificate(
         save=reference.certificate.save if one else mixture,
         step=reference.step,
         exact=one and reference.certificate.exact,
+        as_found=one and reference.certificate.as_found,
+        unvouched=len(unvouched_tensors(parts, source_of, taken)),
         units=tuple(
             replace(
                 row.unit, layer=row.layer, staleness=reference.step - row.unit.step, numel=row.numel, nbytes=row.nbytes
@@ -81,6 +84,14 @@ def composite_certificate(
         ),
         problems=problems,
     )
+
+
+def unvouched_tensors(
+    parts: Mapping[str, Part], source_of: Mapping[str, str], taken: Mapping[str, Sequence[str]]
+) -> frozenset[tuple[str, str]]:
+    """Return the (fqn, slot) taken for whose origin nothing vouches. Arguments as of :func:`composite_certificate`."""
+    named = ((fqn, slot, parts[name].checkpoint) for fqn, name in source_of.items() for slot in taken[fqn])
+    return frozenset((fqn, slot) for fqn, slot, source in named if (fqn, slot) in source.unvouched)
 
 
 def held_slots(checkpoint: Checkpoint, fqn: str) -> list[str]:

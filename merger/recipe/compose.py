@@ -15,7 +15,7 @@ from typing import Any
 from merger.checkpoint import SLOT_OF_KIND, Checkpoint
 from merger.io.blocks import Damage
 from merger.io.output_dir import SourceUse
-from merger.recipe.certificate import Part, composite_certificate, held_slots
+from merger.recipe.certificate import Part, composite_certificate, held_slots, unvouched_tensors
 from merger.recipe.model import Model, Recipe, Rule, exclude
 from merger.recipe.sources import OpenSources
 from store.errors import ConfigError, DriftpointError, MergeError, UsageError
@@ -217,7 +217,7 @@ def _compose(parts: Mapping[str, Part], wanted: CompositeSpec) -> Checkpoint:
         own = [SLOT_OF_KIND[source.tensors[fqn].kind]]
         taken[fqn] = own if wanted.weights_only else held_slots(source, fqn)
     used = [name for name in checkpoints if name == wanted.run_state or name in wanted.source_of.values()]
-    problems = tuple(f"{name}: {text}" for name in used for text in checkpoints[name].problems)
+    problems = _common_problems({name: checkpoints[name] for name in used})
     certificate = composite_certificate(parts, wanted.source_of, taken, wanted.run_state, problems)
     scalars = reference.framework_state.get("scalars") or {}
     named = ((fqn, checkpoints[name].index.names()) for fqn, name in wanted.source_of.items())
@@ -229,7 +229,25 @@ def _compose(parts: Mapping[str, Part], wanted: CompositeSpec) -> Checkpoint:
         certificate=certificate,
         files=wanted.files,
         problems=problems,
+        unvouched=unvouched_tensors(parts, wanted.source_of, taken),
+        stored_steps={
+            fqn: checkpoints[name].stored_steps[fqn]
+            for fqn, name in wanted.source_of.items()
+            if fqn in checkpoints[name].stored_steps
+        },
         run_steps={fqn: kept["step"] for fqn, kept in scalars.items() if "step" in kept},
+    )
+
+
+def _common_problems(checkpoints: Mapping[str, Checkpoint]) -> tuple[str, ...]:
+    """Return the problems of all sources; one that several have, apart from their paths, once."""
+    found: dict[str, dict[str, str]] = {}
+    for name, checkpoint in checkpoints.items():
+        for text in checkpoint.problems:
+            found.setdefault(text.replace(checkpoint.origin, ""), {}).setdefault(name, text)
+    return tuple(
+        f"{listed(texts, 6)}: {next(iter(texts.values()))}" + (" (and so in each of these)" if len(texts) > 1 else "")
+        for texts in found.values()
     )
 
 

@@ -2,13 +2,14 @@
 
 A merge leaves its certificate in the client state, which a run may pass on to its own checkpoints, and in a file beside
 the output, which may get lost. Each counts only for the very step that it names, and can only make a checkpoint less
-than exact. A source without a record of drift certifies everything at one step, as stored.
+than exact. A source without a record of drift certifies everything at one step, as found: DeepSpeed's files hold no
+hashes, so nothing proves that all of them are of one save.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -56,7 +57,14 @@ class _Claim(BaseModel):
 
     step: _Step
     exact: bool
+    as_found: bool = False
+    unvouched: Annotated[int, Field(ge=0)] = 0
     units: list[_Row]
+
+    @property
+    def whole(self) -> bool:
+        """Whether the checkpoint was neither a composite nor rounded or doubtful."""
+        return self.exact or self.as_found
 
 
 class _Document(_Claim):
@@ -73,21 +81,27 @@ def apply_merge_certificates(checkpoint: Checkpoint, files: RankFiles) -> Checkp
     """
     problems: list[str] = []
     rows: list[_Row] = []
-    exact = True
+    whole, unvouched = True, checkpoint.unvouched
     for claim in (*_in_client_state(checkpoint, files, problems), *_in_files(checkpoint, files.folder, problems)):
-        if claim is None or not claim.exact:
-            exact = False
+        if claim is None or not claim.whole:
+            whole = False
             rows += [] if claim is None else claim.units
+        if claim is not None and claim.unvouched:  # a merge does not make up for what its source does not prove
+            unvouched = frozenset(checkpoint.index.names())
     states = checkpoint.run_states
     stale = _stale(checkpoint, files)
     if stale is not None:
         states = {}
         problems.append(stale)
-    certificate = checkpoint.certificate
-    if not exact:
+    certificate = replace(checkpoint.certificate, unvouched=len(unvouched))
+    if not whole:
         units = tuple(_certified(unit, rows, checkpoint.step) for unit in certificate.units)
-        certificate = replace(certificate, exact=False, units=units, problems=(*certificate.problems, *problems))
-    return replace(checkpoint, run_states=states, certificate=certificate, problems=(*checkpoint.problems, *problems))
+        problems_of_all = (*certificate.problems, *problems)
+        certificate = replace(certificate, exact=False, as_found=False, units=units, problems=problems_of_all)
+    problems = [*checkpoint.problems, *problems]
+    return replace(
+        checkpoint, run_states=states, certificate=certificate, problems=tuple(problems), unvouched=unvouched
+    )
 
 
 def _stale(checkpoint: Checkpoint, files: RankFiles) -> str | None:
@@ -126,7 +140,7 @@ def _in_client_state(checkpoint: Checkpoint, files: RankFiles, problems: list[st
             problems.append(f"{ours.where} does not say what it should: whether this is a composite is not known")
             yield None
             return
-        if not claim.exact:
+        if not claim.whole:
             problems.append(f"{checkpoint.origin} is not exact: the merge that wrote it says so in its client state")
         yield claim
         return  # the same on all ranks
@@ -157,7 +171,7 @@ def _in_files(checkpoint: Checkpoint, folder: Path, problems: list[str]) -> Iter
             )
             yield None
             continue
-        if not found.exact:
+        if not found.whole:
             problems.append(f"{checkpoint.origin} is not exact: see {place / CERTIFICATE}")
         yield found
 
@@ -211,10 +225,10 @@ def certificate(
     tensors: Mapping[str, TensorRecord],
     index: FragmentIndex[Extent],
     *,
-    problems: Iterable[str] = (),
-    exact: bool = True,
+    unvouched: int,
+    problems: Sequence[str] = (),
 ) -> Certificate:
-    """Certify that every (layer, slot) is of ``step`` and stored as it was.
+    """Certify that every (layer, slot) is of ``step`` and stored as it was, unless there are problems.
 
     Args:
         save: name of the checkpoint.
@@ -222,8 +236,8 @@ def certificate(
         source: its path.
         tensors: records by fqn.
         index: stored extents.
-        problems: found in the checkpoint.
-        exact: False if a problem leaves that in doubt, or a part is missing.
+        unvouched: number of stored tensors for whose origin nothing vouches.
+        problems: that leave this in doubt, and missing parts.
     """
     nbytes: dict[tuple[str, str], int] = {}
     numel: dict[tuple[str, str], int] = {}
@@ -250,4 +264,4 @@ def certificate(
         )
         for layer, slot in sorted(nbytes, key=lambda unit: (order[unit[0]], unit[1]))
     )
-    return Certificate("", save, step, exact, units, tuple(problems))
+    return Certificate("", save, step, False, units, tuple(problems), as_found=not problems, unvouched=unvouched)

@@ -53,10 +53,11 @@ def build_checkpoint(
         "slots": optimized.slots,
         **engine_state(files),
     }
-    step, tag = state["counters"]["global_steps"], files.folder.name
+    step, tag, folder = state["counters"]["global_steps"], files.folder.name, str(files.folder)
+    unvouched = frozenset(index.names().keys() - optimized.vouched)
     problems = (*optimized.problems, *model.problems)
     checkpoint = Checkpoint(
-        origin=str(files.folder),
+        origin=folder,
         framework="deepspeed",
         step=step,
         tensors=tensors,
@@ -65,10 +66,11 @@ def build_checkpoint(
         framework_state=state,
         facts={**_engine_facts(files), **model.facts(named), **optimized.facts},
         run_states=run_states(files),
-        certificate=certificate(tag, step, str(files.folder), tensors, index, problems=problems, exact=not problems),
+        certificate=certificate(tag, step, folder, tensors, index, unvouched=len(unvouched), problems=problems),
         files=beside,
         client_state=client_state(files),
         problems=problems,
+        unvouched=unvouched,
     )
     require_whole(checkpoint)
     return checkpoint

@@ -336,6 +336,12 @@ def weight_problems(module: Mapping[str, Any], extents: Iterable[Extent]) -> lis
     ]
 
 
+def compared_weights(module: Mapping[str, Any], extents: Iterable[Extent]) -> set[tuple[str, str]]:
+    """Return the (fqn, slot) of the masters for which :func:`weight_problems` found working weights to compare."""
+    saved = {fqn for fqn, one in module.items() if isinstance(one, FileTensor) and one.contiguous and not one.lazy}
+    return {(one.fqn, one.slot) for one in extents if one.slot == WEIGHTS and one.fqn in saved}
+
+
 def sample_ranges(start: int, stop: int) -> list[tuple[int, int]]:
     """Return the start, the middle and the end of elements [start, stop); all if they are few."""
     if stop - start <= 3 * SAMPLE:
@@ -407,7 +413,7 @@ class Tags:
         folder = self.root / name
         if folder.is_symlink() or not self.is_one(folder):
             by = f", which {self.latest} names" if step is None else ""
-            raise MergeError(f"{self.root} has no checkpoint {name}{by}; there are: {self._names()}")
+            raise MergeError(f"{self.root} has no checkpoint {name}{by}{_why_none(folder)}; there are: {self._names()}")
         return folder
 
     def verified(self, checkpoint: Checkpoint, step: int | str | None) -> Checkpoint:
@@ -434,7 +440,17 @@ class Tags:
         return next((tag for tag in self.all() if _means(step, tag)), str(step))
 
     def _names(self) -> str:
-        return listed(self.all(), 6) or "none"
+        links = [path.name for path in self.root.iterdir() if path.is_symlink() and self.is_one(path)]
+        none = f"none, apart from the symbolic links {listed(sorted(links), 6)}" if links else "none"
+        return listed(self.all(), 6) or none
+
+
+def _why_none(folder: Path) -> str:
+    if folder.is_symlink():
+        return f": it is a symbolic link to {folder.readlink()}, and tags are not followed; name that directory itself"
+    if folder.is_dir():
+        return f": the directory has no model states ({WHOLE_MODEL} or zero_pp_rank_0_{WHOLE_MODEL})"
+    return ""
 
 
 def step_of(tag: str) -> int | None:

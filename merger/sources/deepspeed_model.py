@@ -88,6 +88,12 @@ class Model:
             for alias in ties.keys() - self._aliases.keys():
                 self._module.pop(alias, None)
         self._require_supported()
+        both = [fqn for fqn in self._frozen if fqn in trained]
+        if both:
+            self.problems.append(
+                f"{files.model.where} lists {listed(both, 6)} in param_shapes and in frozen_param_shapes, so both as "
+                "trained and as frozen; the optimizer's values are taken"
+            )
         self._tie_buffers()
         self._tie_parameters()
         self._left_out = self._missing({alias: fqn for alias, fqn in ties.items() if alias not in self._aliases})

@@ -24,6 +24,7 @@ from merger.sources.deepspeed_files import (
     RankFiles,
     Tags,
     comparable,
+    compared_weights,
     is_universal,
     read_elements,
     read_universal,
@@ -105,8 +106,12 @@ def _read_optimizer(files: RankFiles, shapes: list[list[Shape]]) -> OptimizerCon
     held = {shape.fqn for group in shapes for shape in group if shape.numel}
     whole = [[fqn for fqn in group["params"] if fqn in held] for group in out.groups]
     out.problems += require_whole_groups(files, whole, out, own)
+    if own is not None and own.get("contents") is not None:  # every file notes a checksum of the whole state
+        out.vouched |= {(extent.fqn, extent.slot) for extent in out.extents}
     if files.stage != 3:
-        out.problems += weight_problems(files.model.at("module").mapping(), out.extents)
+        module = files.model.at("module").mapping()
+        out.problems += weight_problems(module, out.extents)
+        out.vouched |= compared_weights(module, out.extents)
     elif own is None:
         out.problems += slice_problems(files, shapes, out.extents)
     plain = "BF16_Optimizer" if _is_wrapped(files) else "DeepSpeedZeroOptimizer"

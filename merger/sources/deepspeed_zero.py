@@ -16,13 +16,25 @@ from typing import Any, TypeVar
 from merger.deepspeed_partitions import Piece, partition_paddings, partition_pieces, slice_numel, slice_pieces
 from merger.io.blocks import Extent
 from merger.sources.base import FileTensor, Nest, read_values
-from merger.sources.deepspeed_files import RankFiles, comparable, step_problems, stored_step, weight_problems
+from merger.sources.deepspeed_files import (
+    RankFiles,
+    comparable,
+    compared_weights,
+    read_elements,
+    require_block,
+    step_problems,
+    stored_step,
+    weight_problems,
+)
 from merger.sources.torch_file import FragmentAddress, attributes
 from store.errors import MergeError, UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS
 from store.text import counted
 
 T = TypeVar("T")
+
+_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+"""Slots that stay zero where gradients are zero."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,7 @@ class OptimizerContents:
         groups: fqns and hyperparameters of each param group, in the optimizer's order.
         facts: layout facts of the stage.
         problems: why it may not be the engine's state.
+        vouched: (fqn, slot) for which another file vouches.
     """
 
     extents: list[Extent] = field(default_factory=list)
@@ -50,6 +63,7 @@ class OptimizerContents:
     slots: dict[str, list[str]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    vouched: set[tuple[str, str]] = field(default_factory=set)
 
     def add_state(self, fqns: Sequence[str], state: FlatState) -> None:
         """Note the scalars and slots of parameters in a flat partition."""
@@ -206,7 +220,9 @@ def read_zero12(files: RankFiles) -> OptimizerContents:
     _check_mappings(files, groups)
     out.facts = _facts(files, groups, round_robin)
     out.problems += step_problems(files.model, files.optims[0].where, out.steps())
-    out.problems += weight_problems(files.model.at("module").mapping(), out.extents)
+    module = files.model.at("module").mapping()
+    out.problems += weight_problems(module, out.extents)
+    out.vouched |= compared_weights(module, out.extents)
     return out
 
 
@@ -377,9 +393,10 @@ def read_zero3(files: RankFiles) -> OptimizerContents:
                     f"rank's slices of its parameters on {counted(files.world_size, 'rank')}; name another tag"
                 )
         state = flat_state([state_of(base, index) for base in bases], masters, sum(parts))
+        placed = [(shape.fqn, shape.numel, part) for shape, part in zip(sub_group, parts, strict=True)]
         for rank in range(files.world_size):
-            placed = ((shape.fqn, shape.numel, part) for shape, part in zip(sub_group, parts, strict=True))
             out.extents += state.extents(rank, slice_pieces(placed, rank))
+        _refuse_swapped(state.tensors, placed, [optim.where for optim in files.optims])
         fqns = [shape.fqn for shape in sub_group]
         out.groups[home[index]]["params"] += fqns
         out.add_state(fqns, state)
@@ -399,6 +416,55 @@ def read_zero3(files: RankFiles) -> OptimizerContents:
             f"{files.folder} are of one save"
         )
     return out
+
+
+def _refuse_swapped(
+    ranks: Sequence[Mapping[str, FileTensor]], placed: Sequence[tuple[str, int, int]], files: Sequence[str]
+) -> None:
+    """Raise MergeError if a rank's file has moments where the rank holds padding, and a lower rank's has none there.
+
+    DeepSpeed pads gradients with zeros, so the moments of padding are zeros. Those of another rank's elements are not.
+    If all parameters are divisible by the world size there is no padding, and nothing tells ranks apart.
+
+    Args:
+        ranks: tensors of the sub-group by slot.
+        placed: (fqn, elements, elements of a slice) of its parameters, in the order of the data.
+        files: names for messages.
+    """
+    held = [[piece.stop - piece.start for piece in slice_pieces(placed, rank)] for rank in range(len(ranks))]
+    for rank in range(len(ranks)):
+        parts = [part for _, _, part in placed]
+        if not _has_moments(ranks[rank], placed, held[rank], parts):
+            continue
+        for other in range(rank):
+            # Only elements that the lower rank holds: what optimizers do to padding need not be the same on all ranks.
+            if not _has_moments(ranks[rank], placed, held[rank], held[other]) or _has_moments(
+                ranks[other], placed, held[rank], held[other]
+            ):
+                continue
+            for block in {ranks[one][slot].block for one in (rank, other) for slot in _MOMENTS if slot in ranks[one]}:
+                require_block(block)
+            raise MergeError(
+                f"{files[rank]} has moments where rank {rank} holds only padding, and {files[other]} has zeros there: "
+                "the optimizer files of these ranks were exchanged. Copy the checkpoint again, or restore their names"
+            )
+
+
+def _has_moments(
+    tensors: Mapping[str, FileTensor], placed: Sequence[tuple[str, int, int]], first: Sequence[int], stop: Sequence[int]
+) -> bool:
+    """Return whether any moment is not zero in elements [first, stop) of any parameter's slice."""
+    for slot in _MOMENTS:
+        if slot not in tensors:
+            continue
+        offset = 0
+        for (fqn, _, part), begin, end in zip(placed, first, stop, strict=True):
+            if begin < end:
+                found = tensors[slot].extent(fqn, slot, 0, end - begin, offset + begin)
+                if bool(read_elements(found, 0, end - begin).any()):
+                    return True
+            offset += part
+    return False
 
 
 def _refuse_variants(files: RankFiles) -> None:

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from merger.checkpoint import Checkpoint, RunStates, read_run_states, require_whole
+from merger.checkpoint import (
+    IMPORTED_AS_FOUND,
+    IMPORTED_WITH,
+    POLICY,
+    Checkpoint,
+    RunStates,
+    read_run_states,
+    require_whole,
+    with_problems,
+)
 from merger.io.blocks import Block, Damage, Extent, StoredFragment, xxh3
 from store.catalog import Catalog, open_catalog
-from store.certificate import certify
+from store.certificate import CertifiedUnit, certify
 from store.encoding import itemsize
 from store.errors import DamagedError, MergeError, StorageError
 from store.fragments import FragmentIndex, Source
 from store.layout import payload_path
 from store.location import files_at
-from store.names import LEFT_OUT, RAW, SaveId
+from store.names import BUFFER, FROZEN, LEFT_OUT, RAW, WEIGHTS, SaveId
 from store.resolve import RejectedVersion, Resolution, newest_resumable, resolve
+from store.schema import TensorRecord
 from store.text import listed
 
 
@@ -56,22 +67,33 @@ class StoreSource:
         _require_frozen(manifest.save, resolution.run_parts[0].facts.get(LEFT_OUT))
         certificate = certify(resolution)
         units = tuple(replace(unit, source=str(self.root)) for unit in certificate.units)
+        index = FragmentIndex(self._extent(source) for source in resolution.sources())
+        unvouched = _imported_as_found(resolution, index)
+        certificate = replace(
+            certificate,
+            exact=certificate.exact and not unvouched,
+            as_found=certificate.exact and bool(unvouched),
+            unvouched=len(unvouched),
+        )
+        scalars = states.framework.get("scalars") or {}
         checkpoint = Checkpoint(
             origin=f"commit {manifest.save} of {self.root}",
             framework=manifest.framework,
             step=manifest.step,
             tensors=manifest.tensors,
             layers=manifest.layers,
-            index=FragmentIndex(self._extent(source) for source in resolution.sources()),
+            index=index,
             framework_state=states.framework,
             facts=resolution.run_parts[0].facts,
             run_states=states.ranks,
             client_state=states.client_state,
             certificate=replace(certificate, units=units),
             problems=(*passed_over, *resolution.problems),
+            unvouched=unvouched,
+            stored_steps=_stored_steps(manifest.tensors, units, scalars),
         )
         require_whole(checkpoint)
-        return checkpoint
+        return with_problems(checkpoint, _imported_implausible(resolution))
 
     def _extent(self, source: Source) -> Extent:
         part, entry = source.part, source.entry
@@ -88,6 +110,46 @@ class StoreSource:
             None if plain else StoredFragment(self.catalog.files, source, self.root),
         )
         return Extent(entry.fqn, entry.slot, entry.start, entry.stop, entry.dtype, block, 0)
+
+
+def _imported_as_found(resolution: Resolution, index: FragmentIndex[Extent]) -> frozenset[tuple[str, str]]:
+    """Return all (fqn, slot) of a commit that was imported from foreign files; none of any other commit.
+
+    Hashes prove the bytes since the import, and nothing about the files before.
+    """
+    reasons = [version.record.reason for version in resolution.versions.values()]
+    foreign = (
+        IMPORTED_AS_FOUND,
+        *(f"imported from a {kind} checkpoint" for kind in ("deepspeed", "universal", "trainer")),
+    )
+    if resolution.manifest.policy != POLICY or not any(reason.startswith(foreign) for reason in reasons):
+        return frozenset()
+    return frozenset(index.names())
+
+
+def _imported_implausible(resolution: Resolution) -> list[str]:
+    """Return a line for each unit that was imported with values that no healthy training state holds."""
+    records = [version.record for version in resolution.versions.values()]
+    return [
+        f"layer {record.layer}: {record.reason.removeprefix(IMPORTED_WITH)} in {record.slot} when it was imported"
+        for record in records
+        if record.reason.startswith(IMPORTED_WITH)
+    ]
+
+
+def _stored_steps(
+    tensors: Mapping[str, TensorRecord], units: Iterable[CertifiedUnit], scalars: Mapping[str, Mapping[str, Any]]
+) -> dict[str, float]:
+    """Return the optimizer's step of each parameter with old moments: the run state's, less their staleness."""
+    ages: dict[str, int] = {}
+    for unit in units:
+        if unit.slot not in (WEIGHTS, FROZEN, BUFFER) and unit.staleness > 0:
+            ages[unit.layer] = max(unit.staleness, ages.get(unit.layer, 0))
+    return {
+        fqn: float(kept["step"]) - ages[tensors[fqn].layer]
+        for fqn, kept in scalars.items()
+        if "step" in kept and fqn in tensors and tensors[fqn].layer in ages
+    }
 
 
 def _require_frozen(save: SaveId, left_out: list[str] | None) -> None:

@@ -14,6 +14,7 @@ import pickletools
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,18 +39,36 @@ _PLAIN = re.compile(
 )
 """Module and name of the classes that tensors and plain values are pickled with."""
 
+_NUMPY = (
+    r"numpy(\._core|\.core)?\.multiarray (_reconstruct|scalar)|numpy (ndarray|dtype)|collections (Counter|defaultdict)"
+)
+"""Module and name of what random states and schedules are pickled with besides."""
+
+
+def resolve_link(files: LocalFiles, name: str) -> tuple[LocalFiles, str]:
+    """Return the directory and name of a file; of its target if it is a link, as in deduplicated storage."""
+    path = files.root / name
+    if not path.is_symlink():
+        return files, name
+    try:
+        target = path.resolve(strict=True)
+    except (OSError, RuntimeError) as error:
+        raise StorageError(f"{path} is a symbolic link to {path.readlink()}, which cannot be read: {error}") from error
+    return LocalFiles(target.parent), target.name
+
 
 def read_pt(files: LocalFiles, name: str) -> tuple[Any, str]:
     """Return (what ``torch.load`` would, name of the archive: the file's own when it was saved, if any).
 
-    Tensors are :class:`FileTensor`.
+    Tensors are :class:`FileTensor`. A link to a file is followed.
 
     Raises:
         DamagedError: the structure is incomplete.
         UnsupportedError: the file needs a class that is not allowed; the message names it.
         StorageError: reading failed.
     """
-    files.size(name)  # raises for links, directories and missing files
+    files, name = resolve_link(files, name)
+    files.size(name)  # raises for directories and missing files
     path = files.root / name
     try:
         found = read_records(path)
@@ -95,14 +114,14 @@ def _check_structure(files: LocalFiles, name: str, found: list[Record]) -> bytes
     return small["data.pkl"]
 
 
-def _refuse_classes(path: str, structure: bytes) -> None:
+def _refuse_classes(path: str, structure: bytes, others: str = "") -> None:
     try:
         for opcode, argument, _ in pickletools.genops(io.BytesIO(structure)):
             if opcode.name in ("STACK_GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4"):
                 raise UnsupportedError(
                     f"{path} names a class in a way that torch.save never does; nothing was executed"
                 )
-            if opcode.name == "GLOBAL" and not _is_known(str(argument)):
+            if opcode.name == "GLOBAL" and not (_is_known(str(argument)) or re.fullmatch(others, str(argument))):
                 raise UnsupportedError(
                     f"{path} needs the class {str(argument).replace(' ', '.')}, which is not allowed in a checkpoint; "
                     "nothing was executed. If it is yours, save again without it (it is often in the client state)"
@@ -189,6 +208,25 @@ class _Converter:
             raise DamagedError(f"{block.name} has {block.nbytes} bytes, fewer than the tensor in it, of shape {shape}")
         lazy = "conj" if torch.Tensor.is_conj(tensor) else "neg" if torch.Tensor.is_neg(tensor) else ""
         return FileTensor(block, first, dtype, shape, contiguous, block.name, lazy)
+
+
+def require_safe(path: Path, others: str = "") -> None:
+    """Check that loading a ``.pt`` file could run no code, also where loaders unpickle it. Loads nothing.
+
+    ``others``: pattern of classes (``module name``) that may be in it besides plain values, tensors and numpy arrays.
+
+    Raises:
+        UnsupportedError: it asks for another class or function; the message names it.
+        DamagedError, StorageError: it is no complete file of torch.save, or cannot be read.
+    """
+    files, name = resolve_link(LocalFiles(path.parent), path.name)
+    try:
+        found = read_records(files.root / name)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
+    if any(record.name.rpartition("/")[2] == "constants.pkl" for record in found):
+        raise UnsupportedError(f"{path} is a TorchScript archive, which is a program; nothing was executed")
+    _refuse_classes(str(path), _check_structure(files, name, found), f"{_NUMPY}|{others}" if others else _NUMPY)
 
 
 class StandIn:

@@ -46,7 +46,7 @@ def test_a_checkpoint_without_its_frozen_parameters_is_not_imported_as_exact(
 def test_a_merge_of_the_store_is_a_merge_of_the_checkpoint(trained: Path, tmp_path: Path, case: str) -> None:
     saved = trained / case / "saved"
     found = import_checkpoint(plan_import(saved), tmp_path / "store")
-    assert found.certificate.exact and found.save.step == 3
+    assert found.certificate.as_found and found.save.step == 3
     assert verify(open_catalog(LocalFiles(tmp_path / "store"))).ok
     direct, through = merge(saved, tmp_path / "direct"), merge(tmp_path / "store", tmp_path / "through")
     assert (direct.tag, direct.notes) == (through.tag, through.notes)

@@ -116,7 +116,9 @@ def test_a_stock_trainer_goes_on_bitwise(built: tuple[Path, Mapping[str, MergeRe
     whole = json.loads((directory / case / "run" / f"checkpoint-{LAST}" / "trainer_state.json").read_text())
     assert log_of(resumed(directory, out)) == log_of({"log": whole["log_history"]})
     assert torch.equal(torch.load(directory / f"resumed-{out}-logits.pt"), torch.load(directory / case / "logits.pt"))
-    assert results[out].tag == f"checkpoint-{SAVED}" and results[out].certificate.exact
+    certificate = results[out].certificate
+    assert results[out].tag == f"checkpoint-{SAVED}"
+    assert certificate.as_found if out.endswith("foreign") else certificate.exact
 
 
 @pytest.mark.parametrize("out", [f"{case}-same" for case in CASES] + [f"{case}-foreign" for case in DEEPSPEED])

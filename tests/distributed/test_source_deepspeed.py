@@ -100,7 +100,7 @@ def test_merged_to_itself_it_is_what_deepspeed_wrote(launched: Any, tmp_path: Pa
     result = merge(folder / "saved", tmp_path / "merged")
     checkpoint = read(folder)
     whole = case not in ADAPTERS  # those were saved without their frozen parameters
-    assert (result.tag, result.certificate.exact, result.certificate.save) == ("global_step3", whole, "global_step3")
+    assert (result.tag, result.certificate.as_found, result.certificate.save) == ("global_step3", whole, "global_step3")
     original = tmp_path / "original"
     shutil.copytree(folder / "saved", original, ignore=shutil.ignore_patterns("global_step2"))
     found = [line for line in directory_differences(original, result.out) if not known(line, case)]

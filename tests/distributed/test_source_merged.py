@@ -54,7 +54,7 @@ def test_random_states_that_a_run_handed_on_are_not_taken_for_its_own(trained: P
     worker = [str(WORKERS / "source_continue.py"), CASE, str(tmp_path / "given"), str(tmp_path / "later"), "2"]
     run([*launcher(2), *worker], tmp_path)
     later = open_source(tmp_path / "later").checkpoint(None, frozenset())
-    assert (later.step, later.run_states, later.certificate.exact) == (5, {}, True)
+    assert (later.step, later.run_states, later.certificate.as_found) == (5, {}, True)
     assert any("of step 3, handed on by the run that saved step 5" in problem for problem in later.problems)
 
 
@@ -70,7 +70,7 @@ def recipe(trained: Path) -> Recipe:
 @pytest.mark.parametrize("left", ["both", "client state", "certificate"])
 def test_a_composite_stays_one(recipe: Recipe, tmp_path: Path, layout: str, left: str) -> None:
     first = merge(None, tmp_path / "first", recipe=recipe, target=Target(layout=layout))
-    assert not first.certificate.exact
+    assert not first.certificate.whole
     if left == "client state":
         (first.out / CERTIFICATE).unlink()
     if left == "certificate":
@@ -79,7 +79,7 @@ def test_a_composite_stays_one(recipe: Recipe, tmp_path: Path, layout: str, left
             del content["driftpoint"]
             torch.save(content, file)
     again = merge(first.out, tmp_path / "again").certificate
-    assert not again.exact and again.max_staleness == 1
+    assert not again.whole and again.max_staleness == 1
     assert worst(again) == worst(first.certificate)
     with pytest.raises(UsageError, match="is a composite"):
         plan_import(first.out)
@@ -110,7 +110,7 @@ def test_a_certificate_is_believed_only_where_it_is_one_and_of_this_checkpoint(
     shutil.copytree(trained / CASE / "saved", tmp_path / "saved")
     (tmp_path / "saved" / CERTIFICATE).write_text(text)
     found = open_source(tmp_path / "saved").checkpoint(None, frozenset())
-    assert (found.certificate.exact, found.problems == ()) == (exact, exact)
+    assert (found.certificate.as_found, found.problems == ()) == (exact, exact)
 
 
 LEFT_OUT = "blocks.0.down.weight"

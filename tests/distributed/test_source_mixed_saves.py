@@ -50,7 +50,7 @@ def read(root: Path) -> Checkpoint:
 @pytest.mark.parametrize("case", ["adam1", "adam3", "sgd1"])
 def test_files_of_one_save_are_exact(originals: Path, case: str) -> None:
     checkpoint = read(originals / case / "saved")
-    assert (checkpoint.certificate.exact, checkpoint.problems) == (True, ())
+    assert (checkpoint.certificate.as_found, checkpoint.problems) == (True, ())
 
 
 @pytest.mark.parametrize(
@@ -78,13 +78,13 @@ def test_files_of_two_saves_are_refused(
 def test_fewer_steps_of_the_optimizer_are_not_exact(mixed: Callable[[str, str], Path]) -> None:
     """A run may have loaded weights without the optimizer's state; at ZeRO-3 no file says which it is."""
     checkpoint = read(mixed("adam3", "*optim_states.pt"))
-    assert not checkpoint.certificate.exact
+    assert not checkpoint.certificate.whole
     assert "the optimizer counts 2 steps, the engine 4" in checkpoint.problems[0]
 
 
 def test_an_optimizer_without_steps_at_stage_3_is_not_exact(originals: Path) -> None:
     checkpoint = read(originals / "sgd3" / "saved")
-    assert not checkpoint.certificate.exact
+    assert not checkpoint.certificate.whole
     assert "counts no steps" in checkpoint.problems[0]
 
 
@@ -101,7 +101,7 @@ def test_extra_state_is_refused(originals: Path) -> None:
 @pytest.mark.parametrize("case", ["reused1", "reused3"])
 def test_a_module_under_two_names_is_one(originals: Path, tmp_path: Path, case: str) -> None:
     checkpoint = read(originals / case / "saved")
-    assert checkpoint.certificate.exact
+    assert checkpoint.certificate.as_found
     assert checkpoint.tensors["blocks.0.weight"].aliases == ("blocks.2.weight",)
     assert {tensor.kind for tensor in checkpoint.tensors.values()} == {"trainable"}
     merge(originals / case / "saved", tmp_path / "hf", target=Target(layout="hf", dtype="F32"))
@@ -113,7 +113,7 @@ def test_a_module_under_two_names_is_one(originals: Path, tmp_path: Path, case: 
 @pytest.mark.parametrize("case", ["left-out1", "left-out3"])
 def test_without_frozen_parameters_it_is_not_exact(originals: Path, tmp_path: Path, case: str) -> None:
     checkpoint = read(originals / case / "saved")
-    assert not checkpoint.certificate.exact
+    assert not checkpoint.certificate.whole
     assert "frozen" in checkpoint.problems[0] and "blocks.1" in checkpoint.problems[0]
     with pytest.raises(UnsupportedError, match=r"frozen.*blocks\.1"):
         merge(originals / case / "saved", tmp_path / "hf", target=Target(layout="hf"))
@@ -121,5 +121,5 @@ def test_without_frozen_parameters_it_is_not_exact(originals: Path, tmp_path: Pa
 
 def test_buffers_that_differ_between_ranks_are_not_exact(originals: Path) -> None:
     checkpoint = read(originals / "by-rank3" / "saved")
-    assert not checkpoint.certificate.exact
+    assert not checkpoint.certificate.whole
     assert "buffer mine differs" in checkpoint.problems[0]

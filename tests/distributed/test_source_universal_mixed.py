@@ -100,10 +100,10 @@ def test_a_parameter_of_another_save_is_refused(converted: Path, copy: Any, case
 
 def test_where_nothing_tells_it_is_not_exact(copy: Any) -> None:
     folder = copy(ZERO3)
-    assert opened(folder).certificate.exact
+    assert opened(folder).certificate.as_found
     edited(folder, "optimizer_state.pt", lambda state: state.pop("fp32_flat_groups") and None)
     found = opened(folder)
-    assert not found.certificate.exact
+    assert not found.certificate.whole
     assert any("nothing tells whether" in line and str(folder) in line for line in found.problems)
 
 
@@ -122,7 +122,7 @@ def test_a_slice_without_state_proves_nothing_but_of_a_parameter_without(copy: A
     for slot in ("exp_avg", "exp_avg_sq"):
         edited(folder, f"{WEIGHT}/{slot}.pt", lambda flat: clear(flat[: None if everywhere else part]))
     found = opened(folder)
-    assert found.certificate.exact == everywhere
+    assert found.certificate.as_found == everywhere
     assert [line for line in found.problems if WEIGHT in line and "nothing tells" in line] == list(found.problems)
     assert bool(found.problems) != everywhere
 
@@ -157,7 +157,7 @@ def test_steps_that_are_counted_in_the_param_groups(copy: Any, counted: int | No
 
     edited(folder, "optimizer_state.pt", moved)
     found = opened(folder)
-    assert not found.certificate.exact
+    assert not found.certificate.whole
     with pytest.raises(MergeError, match=match):
         raise MergeError("\n".join(found.problems))
 

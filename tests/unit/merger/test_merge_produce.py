@@ -54,7 +54,7 @@ def two_tensors(spread: Spread) -> tuple[OutFile, ...]:
 @pytest.mark.parametrize("workers", [1, 4])
 def test_everything_is_there(spread: Spread, folder: Path, workers: int) -> None:
     told: list[int] = []
-    written, flaws = produce(folder, two_tensors(spread), spread.index, workers, told.append)
+    written, flaws, _ = produce(folder, two_tensors(spread), spread.index, workers, told.append)
     assert flaws == {}
     assert sum(told) == 4154
     found = torch.load(folder / "deep/er/x.pt", weights_only=True)
@@ -95,7 +95,7 @@ def test_a_file_that_nobody_may_write_to_is_written_by_a_user_without_privileges
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o777)
         done = run(AS_ANOTHER_USER, name)
-        assert done.stdout == "(4, {})\n", done.stderr
+        assert done.stdout == "(4, {}, {})\n", done.stderr
 
 
 def test_a_version_that_is_not_whole_is_told_and_nothing_is_finished(spread: Spread, folder: Path) -> None:
@@ -103,7 +103,7 @@ def test_a_version_that_is_not_whole_is_told_and_nothing_is_finished(spread: Spr
     flaw = some_flaw(spread.root)
     spread.damage(spread.tensor("bad", values(10, torch.float32, 3), flaw=flaw), 7)
     files = (*files, OutFile("bad.pt", PtFile({"a": all_of("bad", spread.tensors["bad"])})))
-    written, flaws = produce(folder, files, spread.index, 2, lambda _: None)
+    written, flaws, _ = produce(folder, files, spread.index, 2, lambda _: None)
     assert (written, flaws.keys()) == (0, {flaw})
 
 

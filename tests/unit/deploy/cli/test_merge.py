@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -297,3 +298,37 @@ def test_no_sizes(text: str) -> None:
 def test_a_step_within_a_bound(here: Here, trained: Path, tmp_path: Path) -> None:
     found = here("merge", trained / "store", "--out", tmp_path / "out", "--step", "<= 2", "--json").json
     assert found["certificate"]["step"] == 2
+
+
+def test_a_checkpoint_of_another_program_is_as_found_and_its_values_are_looked_at(here: Here, tmp_path: Path) -> None:
+    """In the text, in JSON and by the code, of a merge, a plan and an import."""
+    pytest.importorskip("deepspeed")
+    from tests.support.deepspeed_stores import change_pt, deepspeed_files, optim_file
+
+    root, text = deepspeed_files(tmp_path, 3, 2), "as found: nothing vouches for the origin of 9 tensors"
+    answer = here("merge", root, "--out", tmp_path / "out", columns=400)
+    assert answer.code == 0 and text in answer.out and "exact" not in answer.out
+    planned = here("merge", root, "--plan", "--json").json
+    certificate = planned["certificate"]
+    assert (certificate["exact"], certificate["as_found"], certificate["unvouched"]) == (False, True, 9)
+    moved = planned["bytes_to_read"] + 2 * planned["bytes_to_write"]
+    assert planned["seconds"] == pytest.approx(moved / planned["assumed_bytes_per_second"])
+    assert "Time" in here("merge", root, "--plan").out
+    imported = here("import", root, "--store", tmp_path / "store", columns=400)
+    assert imported.code == 0 and text in imported.out
+    assert here("merge", tmp_path / "store", "--out", tmp_path / "back", "--json").json["certificate"]["as_found"]
+
+    def spoil(tree: dict[str, Any]) -> None:
+        tree["optimizer_state_dict"]["optimizer_state_dict"]["state"][0]["exp_avg"][0] = torch.nan
+
+    change_pt(optim_file(root, 0), spoil)
+    for command in (("merge", root, "--out"), ("import", root, "--store")):
+        where = tmp_path / f"{command[0]}-nan"
+        refused = here(*command, where, columns=400)
+        assert refused.code == 1 and "layer one: NaN in exp_avg of one.weight" in refused.err
+        allowed = here(*command, where, "--allow-nonfinite", columns=400)
+        assert allowed.code == 0 and "layer one: NaN in exp_avg of one.weight" in allowed.out
+        assert "not exact: 1 problem" in allowed.out and "as found" not in allowed.out
+    back = here("merge", tmp_path / "import-nan", "--out", tmp_path / "nan-back", "--json").json
+    assert back["problems"] == ["layer one: NaN in exp_avg when it was imported"]
+    assert not back["certificate"]["as_found"] and not back["certificate"]["exact"]

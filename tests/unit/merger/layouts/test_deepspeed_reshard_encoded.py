@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,42 +19,13 @@ from merger.merge import merge
 from merger.sources import open_source
 from store.errors import UsageError
 from store.names import SaveId, Unit
-from store.schema import ManifestRecord
-from tests.support.plain_stores import PlainStore
-from tests.support.planned import Tensor, planned
+from tests.support.deepspeed_stores import LAYERS, DeepSpeedStore
 from tests.support.pt_trees import differences, names, read
-from tests.support.stores import FakeLayer, How
+from tests.support.stores import How
 
 pytest.importorskip("deepspeed")
 
-LAYERS = (FakeLayer("one", 1021), FakeLayer("two", 64), FakeLayer("three", 333))
 LOSSY = {"fp32": "bf16+int8", "exp_avg": "int8-block", "exp_avg_sq": "int8-sqrt-block"}
-
-
-class DeepSpeedStore(PlainStore):
-    """As a bf16 run on three ranks at stage 1 writes it, two param groups, masters in fp32."""
-
-    def __init__(self, root: Path, values_of: PlainStore | None = None) -> None:
-        self.values_of = values_of
-        tensors = {layer.fqn: Tensor((layer.numel,)) for layer in LAYERS}
-        self.run = planned(tensors, [[LAYERS[0].fqn, LAYERS[2].fqn], [LAYERS[1].fqn]], stage=1, world=3)
-        super().__init__(root, layers=LAYERS, world_size=3, framework="deepspeed")
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        return {**self.run.facts, "dtype": "bf16"}
-
-    def run_state(self, step: int, rank: int) -> dict[str, Any]:
-        return {**super().run_state(step, rank), "framework": self.run.framework_state}
-
-    def values(self, unit: Unit, step: int) -> np.ndarray:
-        """Those that another store gives back."""
-        return super().values(unit, step) if self.values_of is None else self.values_of.decoded(unit, step)
-
-    def _manifest(self, *given: Any) -> ManifestRecord:
-        manifest = super()._manifest(*given)
-        half = {fqn: record.model_copy(update={"dtype": "BF16"}) for fqn, record in manifest.tensors.items()}
-        return manifest.model_copy(update={"tensors": half})
 
 
 @pytest.fixture(scope="module", params=["plain", "differences"])

@@ -263,24 +263,24 @@ def bf16_run() -> Checkpoint:
         for (_, slot), found in run.index.names().items()
         for extent in found
     )
-    made = certificate("global_step10", 10, "here", tensors, run.index)
+    made = certificate("global_step10", 10, "here", tensors, run.index, unvouched=9)
     return replace(run, tensors=tensors, index=FragmentIndex(extents), certificate=made)
 
 
 def test_working_weights_are_told_from_master_weights() -> None:
     run = bf16_run()
     own = HuggingFaceLayout().lay_out(run, Target("hf"))
-    assert own.certificate is not None and own.certificate.exact
+    assert own.certificate is not None and own.certificate.as_found
     told = own.certificate.as_json()["written"]
     assert told == ({"held": "float32", "written": "bfloat16", "working": True, "layers": ("a", "b")},)
     (note,) = (note for note in own.notes if "working weights" in note)
     assert "--dtype float32 writes the master weights" in note
     masters = HuggingFaceLayout().lay_out(run, Target("hf", dtype="F32"))  # frozen ones are only widened
-    assert masters.certificate is not None and masters.certificate.exact
+    assert masters.certificate is not None and masters.certificate.as_found
     assert masters.certificate.as_json()["written"] == ()
     assert not any("working weights" in note or "rounds" in note for note in masters.notes)
     half = HuggingFaceLayout().lay_out(run, Target("hf", dtype="F16"))
-    assert half.certificate is not None and not half.certificate.exact
+    assert half.certificate is not None and not half.certificate.whole
     assert {(one["held"], one["layers"]) for one in half.certificate.as_json()["written"]} == {
         ("float32", ("a", "b")),
         ("bfloat16", ("head",)),
@@ -304,6 +304,6 @@ def test_only_what_is_written_is_certified(store: PlainStore, tmp_path: Path) ->
 @pytest.mark.parametrize("own", [True, False])
 def test_what_leaves_a_foreign_checkpoint_in_doubt_leaves_its_weights_in_doubt(own: bool) -> None:
     run = bf16_run()
-    doubted = replace(run.certificate, exact=False, units=run.certificate.units if own else ())
+    doubted = replace(run.certificate, as_found=False, units=run.certificate.units if own else ())
     found = HuggingFaceLayout().lay_out(replace(run, certificate=doubted), Target("hf")).certificate
-    assert found is not None and not found.exact
+    assert found is not None and not found.whole

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import random
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +41,7 @@ def run_folder(tmp_path: Path, **change: Any) -> Path:
     folder = tmp_path / "checkpoint-20"
     folder.mkdir()
     (folder / "trainer_state.json").write_text(json.dumps({**STATE, **change}))
-    (folder / "training_args.bin").write_bytes(b"opaque")
+    torch.save({"output_dir": "run"}, folder / "training_args.bin")
     torch.save(scheduler_at(20), folder / "scheduler.pt")
     return folder
 
@@ -120,7 +123,8 @@ def test_a_state_that_names_no_step(tmp_path: Path, step: Any) -> None:
 
 def test_a_whole_merge(store: PlainStore, tmp_path: Path) -> None:
     store.save(10)
-    result = merge(store.root, tmp_path / "out", target=Target("trainer", files=run_folder(tmp_path)))
+    files = run_folder(tmp_path)
+    result = merge(store.root, tmp_path / "out", target=Target("trainer", files=files))
     folder = result.out / "checkpoint-10"
     assert result.tag == folder.name
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -134,7 +138,7 @@ def test_a_whole_merge(store: PlainStore, tmp_path: Path) -> None:
     assert optimizer["param_groups"][0]["lr"] == 0.5 and optimizer["state"][0]["step"].item() == 10
     scheduler = torch.load(folder / "scheduler.pt", weights_only=True)
     assert (scheduler["last_epoch"], scheduler["_last_lr"]) == (10, [0.5])
-    assert (folder / "training_args.bin").read_bytes() == b"opaque"
+    assert (folder / "training_args.bin").read_bytes() == (files / "training_args.bin").read_bytes()
     assert any("no random-number states" in note for note in result.notes)  # this store has not all of them
     assert result.load == (f"trainer.train(resume_from_checkpoint='{folder}')",)
 
@@ -166,7 +170,7 @@ def test_what_a_trainer_could_not_resume_from_is_refused(tmp_path: Path) -> None
 
 def test_a_loss_scale_of_another_step_is_left_out(tmp_path: Path) -> None:
     folder = run_folder(tmp_path)
-    (folder / "scaler.pt").write_bytes(b"scale")
+    torch.save({"scale": 2.0}, folder / "scaler.pt")
     same, other = lay_out(files=folder, step=20), lay_out(files=folder, step=10)
     assert any(file.path == "checkpoint-20/scaler.pt" for file in same.files)
     assert not any(file.path.endswith("scaler.pt") for file in other.files)
@@ -201,7 +205,54 @@ def test_random_numbers_go_on_where_every_rank_kept_them(tmp_path: Path, ranks: 
 )
 def test_random_numbers_of_the_folder(tmp_path: Path, there: int, ranks: int, same_step: bool, copied: int) -> None:
     for rank in range(there):
-        (tmp_path / f"rng_state_{rank}.pth").write_bytes(bytes([rank]))
+        torch.save(rng(), tmp_path / f"rng_state_{rank}.pth")
     files, note = rng_files(described({"w": tensor(2)}), tmp_path, ranks, same_step=same_step, distributed=True)
-    assert [file.container.data for file in files] == [bytes([rank]) for rank in range(copied)]  # type: ignore[attr-defined]
+    expected = [(tmp_path / f"rng_state_{rank}.pth").read_bytes() for rank in range(copied)]
+    assert [file.container.data for file in files] == expected  # type: ignore[attr-defined]
     assert (note is None) == bool(copied)
+
+
+class Code:
+    """An object that runs a function when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+def with_extra_record(path: Path, name: str) -> None:
+    with zipfile.ZipFile(path, "a") as file:
+        file.writestr(f"{path.stem}/{name}", b"x")
+
+
+@pytest.mark.parametrize("how", ["a function", "no archive", "a program"])
+@pytest.mark.parametrize("name", ["training_args.bin", "scaler.pt", "rng_state.pth", "scheduler.pt"])
+def test_a_file_that_could_run_code_where_it_is_unpickled_is_left_out(tmp_path: Path, name: str, how: str) -> None:
+    """All of them are unpickled by some release of transformers; the certificate would call the folder its own."""
+    folder, mark = run_folder(tmp_path), tmp_path / "ran"
+    if how == "no archive":
+        (folder / name).write_bytes(pickle.dumps(Code(mark)))
+    else:
+        torch.save({"x": Code(mark) if how == "a function" else 1}, folder / name)
+    if how == "a program":
+        with_extra_record(folder / name, "constants.pkl")
+    if name == "scheduler.pt":
+        with pytest.raises(MergeError, match=r"scheduler\.pt: left out"):
+            lay_out(files=folder, step=20)
+    else:
+        laid = lay_out(files=folder, step=20)
+        assert not any(file.path.endswith(name) for file in laid.files)
+        (note,) = (note for note in laid.notes if name in note)
+        assert "left out" in note and (how != "a function" or "posix.mkdir" in note)
+    assert not mark.exists()
+
+
+def test_the_arguments_of_transformers_itself_are_copied(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = run_folder(tmp_path)
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path / "run"), report_to=[], use_cpu=True)
+    torch.save(arguments, folder / "training_args.bin")
+    laid = lay_out(files=folder, step=20)
+    assert [file for file in laid.files if file.path.endswith("training_args.bin")]

@@ -15,7 +15,7 @@ import torch
 
 from merger.sources.base import FileTensor, read_block, read_values
 from merger.sources.torch_file import read_pt
-from store.errors import DamagedError, DriftpointError, MissingError, UnsupportedError
+from store.errors import DamagedError, DriftpointError, MissingError, StorageError, UnsupportedError
 from store.storage.local import LocalFiles
 
 
@@ -277,7 +277,14 @@ def test_links_and_things_that_are_no_files(tmp_path: Path) -> None:
     target = saved(tmp_path, {"x": 1}, "target.pt")
     link = tmp_path / "link.pt"
     link.symlink_to(target)
+    assert read(link) == {"x": 1}  # as in deduplicated storage
+    link.unlink()
+    link.symlink_to(tmp_path)
     with pytest.raises(DamagedError, match="not a regular file"):
+        read(link)
+    link.unlink()
+    link.symlink_to(tmp_path / "nothing")
+    with pytest.raises(StorageError, match=r"a symbolic link to .*nothing, which cannot be read"):
         read(link)
     os.mkfifo(tmp_path / "pipe.pt")
     with pytest.raises(DamagedError, match="not a regular file"):
