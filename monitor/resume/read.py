@@ -80,7 +80,7 @@ def require_slots(stored: Iterable[str], live: Iterable[str]) -> None:
 
 
 def require_optimizer(saved: Mapping[str, Any], live: Mapping[str, Any]) -> None:
-    """Raise ModelMismatchError unless both are the same kind of optimizer.
+    """Raise ModelMismatchError unless both are the same kind of optimizer, with hyperparameters of the same kinds.
 
     saved, live: results of :meth:`monitor.adapters.base.Adapter.run_state`."""
     if _markers(saved) != _markers(live):
@@ -88,6 +88,21 @@ def require_optimizer(saved: Mapping[str, Any], live: Mapping[str, Any]) -> None
             f"the store has the state of optimizer {saved['optimizer']}, this job has {live['optimizer']}: "
             "use the same kind of optimizer, or set another `store:`"
         )
+    numbers = {key for key, value in _hyper(live) if _is_number(value)}
+    for key, value in _hyper(saved):
+        if key in numbers and value is not None and not _is_number(value):
+            raise ModelMismatchError(
+                f"the store has the hyperparameter {key} = {value!r}, which is a number in this optimizer: resume with "
+                "the optimizer of the run that saved it"
+            )
+
+
+def _hyper(framework: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    return (item for group in framework["param_groups"] for item in group["hyper"].items())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool | int | float | torch.Tensor)
 
 
 def _markers(framework: Mapping[str, Any]) -> set[str]:

@@ -132,9 +132,12 @@ class Saver:
         return SaveStatus("unsupported" if unsupported else "fenced" if fenced else None, any_changed)
 
     def begin(self, step: int, decided: DecisionResult, local: Mapping[Unit, LocalUnit]) -> int:
-        """Stage the decided units and hand them to the background thread. Return the bytes staged on this rank."""
+        """Stage the decided units and hand them to the background thread. Collective.
+
+        Returns the bytes staged on this rank."""
         self._highest_step = max(step, self._highest_step)
         save = SaveId(step, self._session.epoch)
+        self._job.rank_buffers.compare()
         copying = AsyncCopy()
         staged = tuple(
             self._stager.stage(local[unit], choice.encoding or "", decided.mine.get(unit), copying)
