@@ -88,9 +88,10 @@ def require_optimizer(saved: Mapping[str, Any], live: Mapping[str, Any]) -> None
             f"the store has the state of optimizer {saved['optimizer']}, this job has {live['optimizer']}: "
             "use the same kind of optimizer, or set another `store:`"
         )
-    numbers = {key for key, value in _hyper(live) if _is_number(value)}
+    # Where the live value is a tensor, the adapter checks the shape.
+    numbers = {key for key, value in _hyper(live) if isinstance(value, bool | int | float)}
     for key, value in _hyper(saved):
-        if key in numbers and value is not None and not _is_number(value):
+        if key in numbers and not isinstance(value, bool | int | float | torch.Tensor | None):
             raise ModelMismatchError(
                 f"the store has the hyperparameter {key} = {value!r}, which is a number in this optimizer: resume with "
                 "the optimizer of the run that saved it"
@@ -99,10 +100,6 @@ def require_optimizer(saved: Mapping[str, Any], live: Mapping[str, Any]) -> None
 
 def _hyper(framework: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     return (item for group in framework["param_groups"] for item in group["hyper"].items())
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, bool | int | float | torch.Tensor)
 
 
 def _markers(framework: Mapping[str, Any]) -> set[str]:
