@@ -109,6 +109,7 @@ def resume(
         require_slots({slot for slots in plan.slots.values() for slot in slots}, live)
         point = select_run_state(catalog, plan.resolution, plan.slots, group, user=user, settings=settings)
         if isinstance(point, RejectedVersion):
+            notes.append(point.why)
             bad |= {point}
             continue
         read = run_on_all_ranks(group, partial(read_fragments, catalog, plan.resolution, plan.places, buffers))

@@ -65,7 +65,7 @@ def select_run_state(
             mismatch = run_on_all_ranks(group, partial(_mismatch, state, slots, user))
             problem = _first_problem(group, mismatch)
         if problem and save == own:
-            break
+            return RejectedVersion(own, why=problem)
         if problem or state is None:
             notes.append(f"skipped the run state of {save}, near the effective step {effective:.4g}: {problem}")
             continue
@@ -74,7 +74,7 @@ def select_run_state(
             return point
         latest = read_run_state(catalog, own, saves[own], group)
         if latest.state is None:
-            return RejectedVersion(own)
+            return RejectedVersion(own, why=latest.problem)
         combine = partial(_keep_newest_data_position, point, latest.state, latest.generators, user)
         return run_on_all_ranks(group, combine)
     return RejectedVersion(own)

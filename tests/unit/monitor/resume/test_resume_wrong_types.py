@@ -86,6 +86,7 @@ def test_a_commit_with_wrong_types_is_passed_over(change: Change, tmp_path: Path
         assert job.ckpt.resume() == 1
         assert job.ckpt._job.user.objects[0].at == 1
         assert job.ckpt.certificate is not None and job.ckpt.certificate.step == 1
+        assert job.ckpt.resumed is not None and any("rank 0: " in note for note in job.ckpt.resumed.notes)
         job.update()
 
 
