@@ -8,6 +8,7 @@ or written here.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -270,10 +271,14 @@ def read_run_states(
     return RunStates(framework, ranks, trees[0].get("client_state") or {}), None
 
 
+_PLAIN: dict[type, Any] = {list: list, deque: list, tuple: tuple, torch.Size: tuple, set: set}
+
+
 def to_portable(value: Any) -> Any:
     """Return ``value`` with numpy arrays as torch tensors and numpy scalars as Python numbers.
 
-    Any process can load the result. Covers every type that a store can hold.
+    Any process can load the result, with ``weights_only=True``: containers of :mod:`collections` become plain ones.
+    Covers every type that a store can hold.
     """
     if type(value) in (int, float, str, bool, type(None)):
         return value  # the most frequent case: a generator's state alone is hundreds of numbers
@@ -283,9 +288,10 @@ def to_portable(value: Any) -> Any:
         return value.item()
     if isinstance(value, Mapping):
         return {to_portable(key): to_portable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set):
-        return type(value)([to_portable(item) for item in value])
-    return value
+    plain = _PLAIN.get(type(value))
+    if plain is not None:
+        return plain(to_portable(item) for item in value)
+    return bytes(value) if isinstance(value, bytearray) else value
 
 
 def portable_run_states(checkpoint: Checkpoint, ranks: Iterable[int]) -> dict[int, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+import numpy as np
 import torch
 
 from store.errors import UnsupportedError
@@ -50,18 +51,20 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 def to_leaf(value: object) -> Leaf | None:
     """Return a tensor as a run-state leaf with its own memory; None for any other value."""
+    if type(value) is torch.Size:
+        return Leaf("I64", (len(value),), np.array(value, dtype="<i8").tobytes(), "size")
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
         return None
     host = value.detach().contiguous()
     return Leaf(dtype_name(host.dtype), tuple(host.shape), bytes(memory_of(host)))
 
 
-def from_leaf(leaf: Leaf) -> torch.Tensor:
-    """Return the tensor of a run-state leaf, with its own memory."""
+def from_leaf(leaf: Leaf) -> torch.Tensor | torch.Size:
+    """Return the tensor or shape of a run-state leaf, with its own memory."""
     out = torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype))
     if out.numel():
         memory_of(out)[:] = memoryview(leaf.data).cast("B")
-    return out
+    return torch.Size(out.tolist()) if leaf.kind == "size" else out
 
 
 def implausible_values(values: torch.Tensor, slot: str) -> set[Implausible]:

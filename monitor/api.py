@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +29,7 @@ from monitor.observe import meter_for
 from monitor.observe.drift_meter import BySlotMeter
 from monitor.observe.layers import find_layers
 from monitor.observe.units import UnitTable
-from monitor.run_state import UserState, to_tree
+from monitor.run_state import Objects, UserState, capture_run_state, joined, to_tree
 from monitor.save.store_session import open_existing_store, open_store
 from monitor.telemetry.log import SaveLog, log_startup
 from monitor.telemetry.metrics import Metrics
@@ -159,7 +159,7 @@ def attach(
     target: Any,
     config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
     *,
-    state: Sequence[Any] = (),
+    state: Objects = (),
 ) -> Checkpointer:
     """Create the checkpointer of a training job.
 
@@ -173,9 +173,10 @@ def attach(
         config: Path of a YAML file, a mapping, a :class:`monitor.Config`, or None for the defaults. See
             docs/configuration.md.
         state: Further objects to save and resume, such as schedulers, samplers and loss scalers. Each has
-            ``state_dict()`` and ``load_state_dict()``, or is a ``torch.Generator``. Pass the same objects in the same
-            order in every run. A resume loads them before weights, moments and hyperparameters, so a value that an
-            object sets in those is overwritten by the saved one.
+            ``state_dict()`` and ``load_state_dict()``, or is a ``torch.Generator``. A mapping of names to objects,
+            ``{"scheduler": scheduler}``, may gain objects from run to run, and None drops what is stored under a name;
+            a list needs the same objects in the same order in every run. A resume loads them before weights, moments
+            and hyperparameters, so a value that an object sets in those is overwritten by the saved one.
 
     Returns:
         The checkpointer. Call its ``step()`` after every optimizer step.
@@ -198,14 +199,15 @@ def attach(
     """
     if is_accelerator(target):
         accelerated = prepared_objects(target)
-        return attach_counted(accelerated.target, config, [*accelerated.state, *state], accelerated.steps)
+        own = {f"accelerate.{index}": item for index, item in enumerate(accelerated.state)}
+        return attach_counted(accelerated.target, config, joined(own, state), accelerated.steps)
     return attach_counted(target, config, state, None)
 
 
 def attach_counted(
     target: Any,
     config: str | os.PathLike[str] | Mapping[str, Any] | Config | None,
-    state: Sequence[Any],
+    state: Objects,
     steps: Callable[[], int] | None,
 ) -> Checkpointer:
     """Attach with a step counter.
@@ -241,7 +243,7 @@ def attach_counted(
 def _build_job(
     target: Any,
     config: str | os.PathLike[str] | Mapping[str, Any] | Config | None,
-    state: Sequence[Any],
+    state: Objects,
     group: Group,
     steps: Callable[[], int] | None,
 ) -> tuple[JobContext, Metrics, BudgetTracker]:
@@ -250,7 +252,7 @@ def _build_job(
     if settings.frozen == "skip":
         adapter = cast("Adapter", SkipFrozenAdapter(adapter))
     user = UserState(state)
-    to_tree({"framework": adapter.run_state(), "user": user.capture()})  # raises now if something cannot be stored
+    to_tree(capture_run_state(adapter, user, rank=0))  # raises now if something cannot be stored
     layers = find_layers(
         adapter.module, list(adapter.tensors()), experts=settings.layers.experts, patterns=settings.layers.patterns
     )

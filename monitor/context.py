@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from monitor.adapters.base import Adapter
+from monitor.adapters.module_tensors import RankBuffers
 from monitor.config.load import Config
 from monitor.decide.schedule import Schedule
 from monitor.distributed import Group
@@ -35,6 +36,10 @@ class JobContext:
     steps: Callable[[], int] | None = None  # counts optimizer steps if the framework does not
     ledger: Ledger = field(default_factory=Ledger)  # advances on rank 0 only; a resume resets it on all ranks
     began: float = field(default_factory=time.monotonic)
+    rank_buffers: RankBuffers = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rank_buffers", RankBuffers(self.adapter, self.group))
 
     def facts(self, store_id: str) -> JobFacts:
         """Return what the manifests of this job in a store have in common."""

@@ -1,7 +1,8 @@
-"""Capture and load run state: counters, random states and user objects.
+"""Capture, validate and load run state: counters, random states, user objects, and what each rank holds alone.
 
-Run state is everything a resume needs besides the tensors of the model and the optimizer, per rank: the random states
-of torch, CUDA, numpy and python; the framework's counters and schedules (from the adapter); the user's objects.
+Run state is everything a resume needs besides the tensors that all ranks share, per rank: the random states of torch,
+CUDA, numpy and python; the framework's counters and schedules (from the adapter); the user's objects; the extra state
+of modules (``get_extra_state``); persistent buffers in which ranks differ.
 
 ``load_state_dict`` of user objects may raise halfway, consume random numbers or set learning rates. A resume therefore
 calls it before any other state changes, and if it fails on any rank, all ranks undo it. Training thread.
@@ -12,30 +13,52 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import nn
 
 from monitor.adapters.base import Adapter
-from monitor.adapters.module_tensors import dtype_name, torch_dtype
-from store.errors import ConfigError, ModelMismatchError, UsageError
+from monitor.adapters.module_tensors import RankBuffers, dtype_name, extra_states, torch_dtype
+from store.errors import ConfigError, DamagedError, ModelMismatchError, UsageError
 from store.state_tree import Leaf, decode, encode
+from store.text import listed
 
 _log = logging.getLogger("driftpoint")
 
+Objects = Sequence[Any] | Mapping[str, Any]
+"""The objects in ``state=``: a list, or a mapping of names to objects. None drops what is stored under a name."""
+
+
+@dataclass(frozen=True)
+class SavedObject:
+    """The stored state of a user object. Stores of older releases, and imported ones, do not know name and class."""
+
+    name: str | None
+    kind: str | None  # class name
+    state: Any
+
 
 class UserState:
-    """Holds the objects given as ``state=[...]``: with state_dict and load_state_dict, or a ``torch.Generator``."""
+    """Holds the objects in ``state=``: with state_dict and load_state_dict, or a ``torch.Generator``."""
 
-    def __init__(self, objects: Sequence[Any]) -> None:
-        for index, item in enumerate(objects):
-            if not isinstance(item, torch.Generator) and not _has_state(item):
+    def __init__(self, objects: Objects) -> None:
+        named = isinstance(objects, Mapping)
+        items = dict(objects) if isinstance(objects, Mapping) else dict(enumerate(objects))
+        for key, item in items.items():
+            if named and (type(key) is not str or not key):
+                raise ConfigError(f"state= has the name {key!r}: names of objects are non-empty strings")
+            if not isinstance(item, torch.Generator) and not _has_state(item) and not (named and item is None):
                 raise ConfigError(
-                    f"state[{index}] is a {type(item).__name__} without state_dict() and load_state_dict(): add both "
-                    "methods, or remove it from state=[...]"
+                    f"state[{key!r}] is a {type(item).__name__} without state_dict() and load_state_dict(): add both "
+                    "methods, or remove it from state="
                 )
-        self.objects = list(objects)
+        self.objects = [item for item in items.values() if item is not None]
+        self._names = [str(key) for key, item in items.items() if item is not None] if named else None
+        self._dropped = frozenset(str(key) for key, item in items.items() if item is None)
 
     def __len__(self) -> int:
         return len(self.objects)
@@ -43,20 +66,93 @@ class UserState:
     def capture(self) -> list[Any]:
         return [state_of(item) for item in self.objects]
 
-    def require(self, states: Sequence[Any]) -> None:
-        """Raise ModelMismatchError unless there are as many saved states as objects."""
-        if len(states) != len(self.objects):
-            raise ModelMismatchError(
-                f"the store holds the state of {len(states)} objects, state=[...] has {len(self.objects)}: pass the "
-                "same objects in the same order as when they were saved"
-            )
-
-    def named(self, states: Sequence[Any]) -> list[tuple[str, Any, Any]]:
-        """Return (name for messages, object, its saved state) of each; call :meth:`require` first."""
+    def described(self) -> list[list[str | None]]:
+        """Return [name, class name] of each object; the names are None for a list."""
         return [
-            (f"state[{index}] (a {type(item).__name__})", item, state)
-            for index, (item, state) in enumerate(zip(self.objects, states, strict=True))
+            [None if self._names is None else self._names[index], type(item).__name__]
+            for index, item in enumerate(self.objects)
         ]
+
+    def label(self, index: int) -> str:
+        """Return how messages name an object."""
+        key = index if self._names is None else repr(self._names[index])
+        return f"state[{key}] (a {type(self.objects[index]).__name__})"
+
+    def match(self, saved: Sequence[SavedObject]) -> list[SavedObject | None]:
+        """Return the saved state of each object, None for a name that is not stored.
+
+        A list must have as many objects as were saved, of the same classes in the same order. Names are matched by
+        name; if a list was saved, the first names take its positions.
+
+        Raises:
+            ModelMismatchError: The objects differ from those saved.
+        """
+        if self._names is None:
+            found = self._match_list(saved)
+        elif any(one.name is not None for one in saved):
+            found = self._match_names(self._names, {one.name or "": one for one in saved})
+        else:
+            found = self._match_positions(saved)
+        for index, one in enumerate(found):
+            if one is not None and not _is_kind(self.objects[index], one.kind):
+                raise ModelMismatchError(
+                    f"{self.label(index)} is not of the class that was saved there, {one.kind}: pass the same objects "
+                    'in the same order, or give them names, as in state={"scheduler": scheduler}'
+                )
+        return found
+
+    def notes(self, saved: Sequence[SavedObject]) -> list[str]:
+        """Describe the objects that a resume from ``saved`` leaves as they are, and stored ones that it drops."""
+        new = [self.label(index) for index, one in enumerate(self.match(saved)) if one is None]
+        dropped = sorted(self._dropped & {one.name for one in saved if one.name is not None})
+        notes = [f"{name} is not in the store: it keeps its initial state" for name in new]
+        return notes + [f"the stored state of {name!r} is dropped, since state= has None for it" for name in dropped]
+
+    def _match_list(self, saved: Sequence[SavedObject]) -> list[SavedObject | None]:
+        names = [one.name for one in saved if one.name is not None]
+        if names:
+            raise ModelMismatchError(
+                f"the store holds the state of named objects ({listed(names)}), and state= is a list: pass a mapping "
+                f"with these names, as in state={{{names[0]!r}: ...}}"
+            )
+        if len(saved) != len(self.objects):
+            raise ModelMismatchError(
+                f"the store holds the state of {len(saved)} objects, state=[...] has {len(self.objects)}: pass the "
+                "same objects in the same order as when they were saved. To add or remove objects, give them names: "
+                "state={'scheduler': scheduler, ...}, first those of the list, in its order, then new ones"
+            )
+        return list(saved)
+
+    def _match_positions(self, saved: Sequence[SavedObject]) -> list[SavedObject | None]:
+        if len(saved) > len(self.objects):
+            raise ModelMismatchError(
+                f"the store holds the state of a list of {len(saved)} objects, state= names {len(self.objects)}: name "
+                "all objects of the list first, in its order; after the next save they can be removed"
+            )
+        return [*saved, *[None] * (len(self.objects) - len(saved))]
+
+    def _match_names(self, names: Sequence[str], saved: Mapping[str, SavedObject]) -> list[SavedObject | None]:
+        left = sorted(saved.keys() - set(names) - self._dropped)
+        if left:
+            raise ModelMismatchError(
+                f"the store holds the state of {listed(left)}, which state= does not name: pass the object, or None "
+                f"to drop its state, as in state={{{left[0]!r}: None}}"
+            )
+        return [saved.get(name) for name in names]
+
+
+def joined(own: Mapping[str, Any], objects: Objects) -> Objects:
+    """Return a launcher's own objects, then the user's: a list if the user's are one."""
+    if not isinstance(objects, Mapping):
+        return [*own.values(), *objects]
+    taken = sorted(own.keys() & objects.keys())
+    if taken:
+        raise ConfigError(f"state= has the name {taken[0]!r}, which is taken: choose another name")
+    return {**own, **objects}
+
+
+def _is_kind(item: Any, kind: str | None) -> bool:
+    return kind is None or any(base.__name__ == kind for base in type(item).__mro__)
 
 
 def state_of(item: Any) -> Any:
@@ -74,30 +170,148 @@ def load_state(item: Any, state: Any) -> None:
 
 def capture_rng() -> dict[str, Any]:
     """Return the state of every global random generator of this process."""
+    cuda = torch.cuda.is_available()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": torch.cuda.get_rng_state_all() if cuda else [],
+        "cuda_device": torch.cuda.current_device() if cuda else None,
         "numpy": np.random.get_state(),
         "python": random.getstate(),
     }
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Restore the global random generators from :func:`capture_rng`."""
+    """Restore the global random generators from :func:`capture_rng`; those of CUDA by :func:`cuda_generators`."""
     torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    for device, generator in cuda_generators(state)[0].items():
+        torch.cuda.set_rng_state(generator, device)
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
 
 
-def capture_run_state(adapter: Adapter, user: UserState, rank: int) -> dict[str, Any]:
+def cuda_generators(state: Mapping[str, Any]) -> tuple[dict[int, torch.Tensor], str | None]:
+    """Return (state of the generator of each CUDA device, what is not restored), for this process.
+
+    If another number of devices is visible than when the state was saved, only the generator of the current device has
+    a counterpart: that of the device that was current then."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return match_generators(state, count, torch.cuda.current_device() if count else 0)
+
+
+def match_generators(state: Mapping[str, Any], count: int, current: int) -> tuple[dict[int, torch.Tensor], str | None]:
+    """Match saved generators with ``count`` visible devices; see :func:`cuda_generators`."""
+    saved, device = state["cuda"], state.get("cuda_device")
+    if len(saved) == count:
+        return dict(enumerate(saved)), None
+    note = f"the random generators of CUDA were saved with {len(saved)} visible devices, and {count} are visible now: "
+    if not count or device is None or device >= len(saved):
+        return {}, note + "they are not restored"
+    return {current: saved[device]}, note + "only that of the current device is restored"
+
+
+def capture_run_state(adapter: Adapter, user: UserState, rank: int, buffers: RankBuffers | None = None) -> Any:
     """Return the current run state of this rank.
 
     The framework's state is the same on all ranks and names every parameter, so only rank 0 stores it: copies of
-    thousands of ranks would add up to gigabytes."""
+    thousands of ranks would add up to gigabytes.
+
+    buffers: after :meth:`RankBuffers.compare`."""
     framework = adapter.run_state() if rank == 0 else None
-    return {"framework": framework, "rng": capture_rng(), "user": user.capture()}
+    state = {"framework": framework, "rng": capture_rng(), "user": user.capture(), "objects": user.described()}
+    modules = {name: part.state_dict() for name, part in extra_states(adapter.module).items()}
+    own = {} if buffers is None else buffers.captured()
+    return {**state, **({"modules": modules} if modules else {}), **own}
+
+
+class _Model(BaseModel):
+    """A part of the run state. Keys that are not listed are not checked."""
+
+    model_config = ConfigDict(strict=True, arbitrary_types_allowed=True, extra="allow")
+
+
+_Number = bool | int | float | torch.Tensor
+_Names = list[str] | tuple[str, ...]
+
+
+class _Scalars(_Model):
+    step: _Number | None = None
+
+
+class _ParamGroup(_Model):
+    params: _Names
+    hyper: dict[str, Any]
+
+
+class _LossScaler(_Model):
+    kind: Annotated[str, Field(alias="class")]
+    __pydantic_extra__: dict[str, _Number | None]
+
+
+class _Framework(_Model):
+    optimizer: str | None = None
+    param_groups: list[_ParamGroup]
+    scalars: dict[str, _Scalars]
+    slots: dict[str, _Names] = {}
+    counters: dict[str, int] | None = None
+    loss_scaler: _LossScaler | None = None
+    on_mesh: dict[str, _Names] = {}
+
+
+class _Generators(_Model):
+    torch_state: Annotated[torch.Tensor, Field(alias="torch")]
+    cuda: list[torch.Tensor]
+    cuda_device: Annotated[int, Field(ge=0)] | None = None
+    numpy: tuple[Any, ...] | list[Any] | dict[str, Any]
+    python: tuple[Any, ...] | list[Any]
+
+
+class _RunState(_Model):
+    framework: _Framework
+    rng: _Generators | None
+    user: list[Any] | None
+    objects: list[tuple[str | None, str] | list[str | None]] | None = None
+    modules: dict[str, Any] | None = None
+    rank_buffers: list[str] = []
+    buffers: dict[str, torch.Tensor] = {}
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The stored run state of a rank, validated."""
+
+    framework: Mapping[str, Any]
+    rng: Mapping[str, Any] | None  # None in imported stores
+    user: tuple[SavedObject, ...] | None  # likewise
+    modules: Mapping[str, Any] = field(default_factory=dict)  # extra state by module
+    rank_buffers: tuple[str, ...] = ()  # buffers in which ranks differed
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # this rank's own values of them
+
+
+def parse_run_state(tree: Any) -> RunState:
+    """Return a run state as :func:`capture_run_state` returns it. Raise DamagedError if a type in it is wrong."""
+    try:
+        _RunState.model_validate(tree)
+        user, described = tree["user"], tree.get("objects")
+        known = [(None, None)] * len(user or ()) if described is None else described
+        objects = (
+            None
+            if user is None
+            else tuple(SavedObject(name, kind, state) for (name, kind), state in zip(known, user, strict=True))
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(step) for step in first["loc"])
+        raise DamagedError(f"the run state has a wrong value: {where}: {first['msg']}") from error
+    except ValueError as error:
+        raise DamagedError(f"the run state names {len(known)} objects and has the state of {len(user)}") from error
+    return RunState(
+        tree["framework"],
+        tree["rng"],
+        objects,
+        tree.get("modules") or {},
+        tuple(tree.get("rank_buffers", ())),
+        tree.get("buffers", {}),
+    )
 
 
 def to_tree(state: Any) -> tuple[Any, list[Leaf]]:
@@ -115,18 +329,39 @@ def _has_state(item: Any) -> bool:
 
 
 def _tensor_leaf(value: Any) -> Leaf | None:
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or type(value).__name__ == "DTensor":
-        return None  # a local shard does not know which part of the DTensor it is
+    if type(value) is torch.Size:
+        return Leaf("I64", (len(value),), np.array(value, dtype="<i8").tobytes(), "size")
+    # Other subclasses (DTensor, quantized tensors) would come back as plain tensors.
+    if type(value) not in (torch.Tensor, nn.Parameter) or value.layout != torch.strided:
+        return None
     host = value.detach().to("cpu", copy=True).contiguous()
     data = host.reshape(-1).view(torch.uint8).numpy().tobytes() if host.numel() else b""
     return Leaf(dtype_name(host.dtype), tuple(host.shape), data)
 
 
-def _leaf_tensor(leaf: Leaf) -> torch.Tensor:
+def _leaf_tensor(leaf: Leaf) -> torch.Tensor | torch.Size:
     dtype = torch_dtype(leaf.dtype)
     if not len(leaf.data):
-        return torch.empty(leaf.shape, dtype=dtype)
-    return torch.frombuffer(bytearray(leaf.data), dtype=dtype).reshape(leaf.shape)
+        tensor = torch.empty(leaf.shape, dtype=dtype)
+    else:
+        tensor = torch.frombuffer(bytearray(leaf.data), dtype=dtype).reshape(leaf.shape)
+    return torch.Size(tensor.tolist()) if leaf.kind == "size" else tensor
+
+
+def unrestored_state(saved: RunState, adapter: Adapter, generators: bool) -> list[str]:
+    """Describe the state of this rank that a resume from ``saved`` does not restore, so that it is not exact."""
+    notes = []
+    if generators and saved.rng is not None:
+        note = cuda_generators(saved.rng)[1]
+        notes += [] if note is None else [note]
+    live = extra_states(adapter.module).keys()
+    if live - saved.modules.keys():
+        names = listed(sorted(live - saved.modules.keys()))
+        notes.append(f"the store has no extra state of the modules {names}: they keep their initial state")
+    if saved.modules.keys() - live:
+        names = listed(sorted(saved.modules.keys() - live))
+        notes.append(f"the extra state of the modules {names} is dropped: in this model they have none")
+    return notes
 
 
 class StateLoader:
@@ -142,15 +377,24 @@ class StateLoader:
         UsageError: The present state of an object cannot be captured.
     """
 
-    def __init__(self, saved: Mapping[str, Any], adapter: Adapter, user: UserState, generators: bool) -> None:
-        framework = saved["framework"]
+    def __init__(self, saved: RunState, adapter: Adapter, user: UserState, generators: bool) -> None:
+        framework = saved.framework
         self._objects = [
             (f"the engine's {key} (a {type(item).__name__})", item, framework[key])
             for key, item in adapter.objects().items()
             if framework.get(key) is not None
         ]
-        self._objects += [] if saved["user"] is None else user.named(saved["user"])
-        self._rng = saved["rng"] if generators else None
+        self._objects += [
+            (f"module {name!r} (a {type(item.module).__name__})", item, saved.modules[name])
+            for name, item in extra_states(adapter.module).items()
+            if name in saved.modules
+        ]
+        self._objects += [
+            (user.label(index), user.objects[index], one.state)
+            for index, one in enumerate([] if saved.user is None else user.match(saved.user))
+            if one is not None
+        ]
+        self._rng = saved.rng if generators else None
         self._adapter = adapter
         self._before: list[Any] = [_copy_state(name, item) for name, item, _ in self._objects]
         self._framework_before = adapter.run_state()
@@ -170,7 +414,7 @@ class StateLoader:
             except Exception as error:
                 raise UsageError(
                     f"{name} cannot load its saved state: {error!r}. Nothing was resumed. Pass the object that was "
-                    "saved at this position, or remove it from both runs"
+                    "saved there, or remove it from both runs"
                 ) from error
         if self._rng is None:
             return

@@ -72,6 +72,7 @@ class RejectedVersion:
     save: SaveId
     unit: Unit | None = None
     fragment: Fragment | None = None
+    why: str = field(default="", compare=False)  # for people
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,17 @@
 """Encode run state as JSON plus tensors: a closed set of plain types, without pickle or code execution.
 
 JSON values stand for themselves, other values are tagged: ``{"$": "tuple", "v": [...]}``. Arrays and tensors become
-leaves, stored beside the tree as bytes; the caller converts its tensors to leaves.
+leaves, stored beside the tree as bytes; the caller converts its tensors to leaves. Every value comes back in its own
+type. Other types are refused, subclasses of plain types too: a reader imports nothing, so it could not rebuild them.
 """
 
 from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,14 @@ from store.errors import DamagedError, UnsupportedError
 _TAG = "$"
 _DEEPEST = 100
 """Largest nesting that is written; far below the recursion limit of reading."""
-_SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+_SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
+_MAPPINGS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter, "defaultdict": defaultdict}
+_BYTES: dict[str, type] = {"bytes": bytes, "bytearray": bytearray}
+_TAG_OF: dict[type, str] = {list: "list", **{kind: tag for tag, kind in (_SEQUENCES | _MAPPINGS | _BYTES).items()}}
+_FACTORIES = {kind.__name__: kind for kind in (int, float, bool, str, bytes, list, dict, set, tuple)}
+"""Values of a defaultdict's ``default_factory``; others, functions above all, cannot be stored."""
+_METADATA = "_metadata"
+"""Attribute that ``torch.nn.Module.state_dict()`` sets on its OrderedDict: the versions of the modules."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +40,15 @@ class Leaf:
     shape: tuple[int, ...]
     data: bytes | bytearray | memoryview
     kind: str = "tensor"
+    """``tensor``, ``size`` (a shape, as its numbers), ``ndarray`` or ``numpy``."""
 
 
 _Path = tuple["_Path | None", Any]
 """Path to a value: the path to its container, and its key or index there. Formatted only for messages."""
 
 _JSON_TYPES = frozenset({type(None), bool, int, str})
+_SUBCLASSED = (dict, list, tuple, set, frozenset, str, int, float, bytes)
+"""Types whose subclasses (named tuples, enumerations) are refused with the way to convert them."""
 
 ToLeaf = Callable[[Any], Leaf | None]
 FromLeaf = Callable[[Leaf], Any]
@@ -59,7 +71,7 @@ def decode(tree: Any, leaves: Sequence[Leaf], from_leaf: FromLeaf) -> Any:
     """Return the value that :func:`encode` encoded. Raises DamagedError for an invalid tree."""
     try:
         return _decode(tree, leaves, from_leaf)
-    except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise DamagedError(f"run state cannot be read back: {error!r}") from error
 
 
@@ -79,42 +91,67 @@ class _Encoder:
             return value
         if type(value) is float:
             return value if math.isfinite(value) else {_TAG: "float", "v": repr(value)}
-        if isinstance(value, Mapping):
-            return self._mapping(value, path, depth + 1)
-        if isinstance(value, list | tuple | set | frozenset):
-            return self._sequence(value, path, depth + 1)
-        if isinstance(value, bytes | bytearray):
-            return {_TAG: "bytes", "v": base64.b64encode(value).decode()}
+        tag = _TAG_OF.get(type(value))
+        if tag in _MAPPINGS:
+            return self._mapping(tag, value, path, depth + 1)
+        if tag == "list" or tag in _SEQUENCES:
+            return self._sequence(tag, value, path, depth + 1)
+        if tag in _BYTES:
+            return {_TAG: tag, "v": base64.b64encode(value).decode()}
         return self._leaf(value, path)
 
-    def _mapping(self, value: Mapping[Any, Any], path: _Path, depth: int) -> Any:
-        if all(type(key) is str and key != _TAG for key in value):
+    def _mapping(self, tag: str, value: dict[Any, Any], path: _Path, depth: int) -> Any:
+        if tag == "dict" and all(type(key) is str and key != _TAG for key in value):
             return {key: self.encode(item, (path, key), depth) for key, item in value.items()}
         pairs = [
             [self.encode(key, (path, "key"), depth), self.encode(item, (path, key), depth)]
             for key, item in value.items()
         ]
-        return {_TAG: "dict", "v": pairs}
+        tree: dict[str, Any] = {_TAG: tag, "v": pairs}
+        if isinstance(value, defaultdict):
+            tree["factory"] = self._factory(value, path)
+        if tag == "OrderedDict" and hasattr(value, _METADATA):
+            tree["metadata"] = self.encode(getattr(value, _METADATA), (path, _METADATA), depth)
+        return tree
 
-    def _sequence(self, value: Any, path: _Path, depth: int) -> Any:
+    def _factory(self, value: defaultdict[Any, Any], path: _Path) -> str | None:
+        factory: Any = value.default_factory
+        if factory is None:
+            return None
+        name = getattr(factory, "__name__", repr(factory))
+        if _FACTORIES.get(name) is not factory:
+            raise UnsupportedError(
+                f"{_format(path)} is a defaultdict with the factory {name}, which cannot be stored without pickling; "
+                f"use one of {', '.join(_FACTORIES)}, or turn it into a dict"
+            )
+        return str(name)
+
+    def _sequence(self, tag: str, value: Iterable[Any], path: _Path, depth: int) -> Any:
         # Sets have no order; by repr because their items need not be comparable.
         items = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
         encoded = [self.encode(item, (path, i), depth) for i, item in enumerate(items)]
-        if isinstance(value, list):
+        if tag == "list":
             return encoded
-        return {_TAG: next(tag for tag, kind in _SEQUENCES.items() if isinstance(value, kind)), "v": encoded}
+        tree: dict[str, Any] = {_TAG: tag, "v": encoded}
+        if isinstance(value, deque):
+            tree["maxlen"] = value.maxlen
+        return tree
 
     def _leaf(self, value: Any, path: _Path) -> Any:
         known = self.seen.get(id(value))
         if known is not None:
             return {_TAG: self.leaves[known[1]].kind, "v": known[1]}
-        leaf = _numpy_leaf(value) if isinstance(value, np.ndarray | np.generic) else self.to_leaf(value)
+        numpy = type(value) is np.ndarray or isinstance(value, np.generic)
+        leaf = _numpy_leaf(value) if numpy else self.to_leaf(value)
         if leaf is None:
             kind = f"{type(value).__module__}.{type(value).__qualname__}"
-            raise UnsupportedError(
-                f"{_format(path)} is a {kind}, which cannot be stored without "
-                "pickling; keep it out of state_dict() or turn it into numbers, strings, lists, dicts or tensors"
+            plain = next((base.__name__ for base in _SUBCLASSED if isinstance(value, base)), None)
+            advice = (
+                f"convert it with {plain}(...) in state_dict(), and back in load_state_dict()"
+                if plain
+                else "keep it out of state_dict() or turn it into numbers, strings, lists, dicts or tensors"
             )
+            raise UnsupportedError(f"{_format(path)} is a {kind}, which cannot be stored without pickling; {advice}")
         self.seen[id(value)] = value, len(self.leaves)
         self.leaves.append(leaf)
         return {_TAG: leaf.kind, "v": len(self.leaves) - 1}
@@ -142,24 +179,43 @@ def _decode(tree: Any, leaves: Sequence[Leaf], from_leaf: FromLeaf) -> Any:
         return tree
     if _TAG not in tree:
         return {key: _decode(item, leaves, from_leaf) for key, item in tree.items()}
-    return _decode_tagged(tree[_TAG], tree["v"], leaves, from_leaf)
+    return _decode_tagged(tree, lambda part: _decode(part, leaves, from_leaf), leaves, from_leaf)
 
 
-def _decode_tagged(tag: str, value: Any, leaves: Sequence[Leaf], from_leaf: FromLeaf) -> Any:
-    if type(tag) is str and tag in _SEQUENCES:
-        return _SEQUENCES[tag](_decode(item, leaves, from_leaf) for item in value)
-    if tag == "dict":
-        return {_decode(key, leaves, from_leaf): _decode(item, leaves, from_leaf) for key, item in value}
+def _decode_tagged(
+    tree: dict[str, Any], inner: Callable[[Any], Any], leaves: Sequence[Leaf], from_leaf: FromLeaf
+) -> Any:
+    tag, value = tree[_TAG], tree["v"]
+    if type(tag) is not str:
+        raise ValueError(f"unknown tag {tag!r}")
+    if tag == "deque":
+        return deque(map(inner, value), tree["maxlen"])
+    if tag in _SEQUENCES:
+        return _SEQUENCES[tag](map(inner, value))
+    if tag in _MAPPINGS:
+        return _decode_mapping(tree, {inner(key): inner(item) for key, item in value}, inner)
     if tag == "float":
         return float(value)
-    if tag == "bytes":
-        return base64.b64decode(value, validate=True)
+    if tag in _BYTES:
+        return _BYTES[tag](base64.b64decode(value, validate=True))
     return _decode_leaf(tag, leaves[_index(value, len(leaves))], from_leaf)
 
 
+def _decode_mapping(tree: dict[str, Any], items: dict[Any, Any], inner: Callable[[Any], Any]) -> Any:
+    tag = tree[_TAG]
+    if tag == "dict":
+        return items
+    if tag == "defaultdict":
+        return defaultdict(None if tree["factory"] is None else _FACTORIES[tree["factory"]], items)
+    decoded = _MAPPINGS[tag](items)
+    if "metadata" in tree:
+        setattr(decoded, _METADATA, inner(tree["metadata"]))
+    return decoded
+
+
 def _decode_leaf(tag: str, leaf: Leaf, from_leaf: FromLeaf) -> Any:
-    if tag == "tensor":
-        return from_leaf(leaf)
+    if tag in ("tensor", "size"):
+        return from_leaf(replace(leaf, kind=tag))
     array = np.frombuffer(leaf.data, dtype=_NUMPY_TYPES[leaf.dtype]).reshape(leaf.shape).copy()
     if tag == "ndarray":
         return array

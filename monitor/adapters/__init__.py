@@ -39,23 +39,24 @@ def _is_engine(target: Any) -> bool:
 
 def _module_adapter(model: Any, optimizer: Any) -> Adapter:
     wrappers = []  # a launcher's (such as Accelerate's) have no state but the inner optimizer's
-    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+    while isinstance(base := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         wrappers.append(optimizer)
-        optimizer = inner
+        optimizer = base
     if not isinstance(model, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
         target = f"({type(model).__name__}, {type(optimizer).__name__})"
         raise UnsupportedError(f"cannot attach to {target}; {_ACCEPTED}")
-    module, group = unwrap(model)
+    inner = unwrap(model)
+    module = inner.module
     if any(type(part).__name__ == "FullyShardedDataParallel" for part in module.modules()):
         raise UnsupportedError(
             "FullyShardedDataParallel (FSDP1) is not supported: use fully_shard of torch.distributed.fsdp (with "
             f"Accelerate and the Trainer fsdp_version: 2); {_ACCEPTED}"
         )
-    if group is None and _is_sharded(module):
+    if inner.group is None and _is_sharded(module):
         from monitor.adapters.fsdp2 import Fsdp2Adapter
 
         return Fsdp2Adapter(module, optimizer, wrappers)
-    return PyTorchAdapter(module, optimizer, group, wrappers)
+    return PyTorchAdapter(module, optimizer, inner.group, wrappers, buffers_follow_rank0=inner.buffers_follow_rank0)
 
 
 def _is_sharded(module: nn.Module) -> bool:

@@ -1,4 +1,6 @@
-"""List the parameters and persistent buffers of a module by name, and map dtypes to safetensors' names.
+"""List the parameters and persistent buffers of a module by name, its extra state, and buffers that differ by rank.
+
+Maps dtypes to safetensors' names.
 
 Tensors are looked up anew unless the :class:`monitor.adapters.base.StepCache` is enabled, since a framework may put
 other memory behind a name.
@@ -6,15 +8,21 @@ other memory behind a name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from monitor.adapters.base import Piece, StepCache, TensorInfo
+from monitor.adapters.base import Adapter, Piece, StepCache, TensorInfo
+from monitor.adapters.frozen import fingerprint
+from monitor.distributed import Group
 from store.errors import UnsupportedError
-from store.names import Fragment
+from store.names import BUFFER, Fragment
+from store.schema import digest
 
 _TORCH_OF: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -200,3 +208,99 @@ def slice_piece(piece: Piece, start: int, numel: int) -> Piece:
     return Piece(
         Fragment(fragment.fqn, fragment.slot, fragment.start + start, numel), piece.tensor.narrow(0, start, numel)
     )
+
+
+@dataclass(frozen=True)
+class ExtraState:
+    """The extra state of a module, loaded like that of an object."""
+
+    module: nn.Module
+
+    def state_dict(self) -> Any:
+        """Return what ``get_extra_state`` returns."""
+        return self.module.get_extra_state()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Call ``set_extra_state``."""
+        self.module.set_extra_state(state)
+
+
+def extra_states(module: nn.Module) -> dict[str, ExtraState]:
+    """Return the modules with extra state, by name. Raise UnsupportedError for one that cannot take it back."""
+    found = {}
+    for path, part in module.named_modules():
+        name, kind = without_wrappers(path), type(part)
+        if kind.get_extra_state is nn.Module.get_extra_state:
+            continue
+        if kind.set_extra_state is nn.Module.set_extra_state:
+            raise UnsupportedError(
+                f"module {name!r} (a {kind.__name__}) has get_extra_state() without set_extra_state(), so a resume "
+                "could not restore its state: add set_extra_state()"
+            )
+        found[name] = ExtraState(part)
+    return found
+
+
+class RankBuffers:
+    """Finds persistent buffers whose values differ between ranks, such as the statistics of unsynchronized BatchNorm.
+
+    A save stores the buffers of rank 0 as tensors of the model. Other ranks add theirs to their run state, where they
+    differ. Buffers that every forward overwrites with those of rank 0 (DistributedDataParallel) are not compared."""
+
+    def __init__(self, adapter: Adapter, group: Group) -> None:
+        self._adapter, self._group = adapter, group
+        self._differing: tuple[str, ...] = ()
+        self._own: dict[str, torch.Tensor] = {}
+        self._error: Exception | None = None
+
+    def compare(self) -> None:
+        """Compare the buffers of all ranks as they are now. Collective; an error is raised by :meth:`captured`."""
+        self._differing, self._own, self._error = (), {}, None
+        if self._group.world_size == 1 or self._adapter.buffers_follow_rank0:
+            return
+        tensors: dict[str, torch.Tensor] = {}
+        hashes: dict[str, int] = {}
+        try:
+            tensors = {piece.fragment.fqn: piece.tensor for piece in whole_buffers(self._adapter)}
+            hashes = _hashes(tensors)
+        except Exception as error:  # noqa: BLE001 - raised by captured(): the other ranks are in the collective
+            self._error = error
+        every = int(digest(repr(sorted(hashes.items())).encode())[:15], 16)
+        high, low = self._group.all_reduce_max([every, -every])
+        if high == -low:
+            return
+        first: dict[str, int] = self._group.broadcast(hashes)
+        differs = [name for name in first if hashes.get(name) != first[name]]
+        anywhere = self._group.all_reduce_max([name in differs for name in first])
+        self._differing = tuple(name for name, found in zip(first, anywhere, strict=True) if found)
+        self._own = {name: tensors[name] for name in differs if name in tensors}
+
+    def captured(self) -> dict[str, Any]:
+        """Return the run state of the last comparison: names that differ anywhere, and this rank's own values."""
+        if self._error is not None:
+            raise self._error
+        return {"rank_buffers": list(self._differing), "buffers": dict(self._own)} if self._differing else {}
+
+
+def whole_buffers(adapter: Adapter) -> list[Piece]:
+    """Return the pieces of persistent buffers that this rank holds whole."""
+    numels = {fqn: math.prod(info.shape) for fqn, info in adapter.tensors().items() if info.kind == "buffer"}
+    if not numels:
+        return []
+    held = [piece for piece in adapter.held() if piece.fragment.slot == BUFFER]
+    return [piece for piece in held if piece.fragment.numel == numels[piece.fragment.fqn]]
+
+
+_SMALL = 1 << 16  # bytes
+
+
+def _hashes(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Return a hash of each tensor: on its device if it is large, on the host, all small ones in one copy, if not."""
+    small = {name: tensor for name, tensor in tensors.items() if tensor.nbytes <= _SMALL}
+    hashes = {name: fingerprint(tensor, 0) for name, tensor in tensors.items() if name not in small}
+    for device in {tensor.device for tensor in small.values()}:
+        here = {name: tensor.view(torch.uint8) for name, tensor in small.items() if tensor.device == device}
+        parts = torch.split(torch.cat(list(here.values())).cpu(), [part.numel() for part in here.values()])
+        for name, part in zip(here, parts, strict=True):
+            hashes[name] = int(digest(part.numpy().data)[:15], 16)
+    return hashes

@@ -36,6 +36,7 @@ from monitor.adapters.optimizer_state import (
 )
 from store.errors import UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS
+from store.text import listed
 
 SMALL = 16_384  # tensors with fewer elements are written by one rank: slices would cost more than they save
 
@@ -68,8 +69,8 @@ def partition_replicas(replicas: Iterable[Replica]) -> list[Piece]:
 
     Computed without a collective. A small tensor's writer follows from its name alone, so state that an optimizer keeps
     only on ranks with elements to update does not change the writers of other tensors. Buffers are all saved by the
-    first rank: where ranks disagree (running statistics that are not synchronized), the values of one rank are saved,
-    not a mixture, and it is the rank whose buffers DistributedDataParallel broadcasts."""
+    first rank, whose buffers DistributedDataParallel broadcasts: where ranks disagree (running statistics that are not
+    synchronized), the others keep theirs in their run state (:class:`monitor.adapters.module_tensors.RankBuffers`)."""
     out: list[Piece] = []
     for replica in replicas:
         fragment = replica.piece.fragment
@@ -93,6 +94,7 @@ class PyTorchAdapter:
         optimizer: the inner optimizer.
         group: ranks that hold replicas; None for all ranks, and for one process.
         wrappers: wrappers around the optimizer, outermost first.
+        buffers_follow_rank0: see :class:`monitor.adapters.base.Adapter`.
     """
 
     framework = "torch"
@@ -104,9 +106,12 @@ class PyTorchAdapter:
         optimizer: torch.optim.Optimizer,
         group: dist.ProcessGroup | None = None,
         wrappers: Sequence[Any] = (),
+        *,
+        buffers_follow_rank0: bool = False,
     ) -> None:
         self.module = module
         self.optimizer = optimizer
+        self.buffers_follow_rank0 = buffers_follow_rank0
         self._wrappers = tuple(wrappers)
         self._inventory = self._collect_tensors(module)
         distributed = dist.is_available() and dist.is_initialized()
@@ -302,15 +307,37 @@ def _require_no_state(wrapper: Any, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def unwrap(model: nn.Module) -> tuple[nn.Module, dist.ProcessGroup | None]:
-    """Return the module inside DistributedDataParallel and torch.compile, and the group of its replicas."""
+@dataclass(frozen=True)
+class Unwrapped:
+    """The module inside DistributedDataParallel and torch.compile.
+
+    group: ranks that hold replicas, None for all. buffers_follow_rank0: as of :class:`PyTorchAdapter`."""
+
+    module: nn.Module
     group: dist.ProcessGroup | None = None
+    buffers_follow_rank0: bool = False
+
+
+def unwrap(model: nn.Module) -> Unwrapped:
+    """Return the module inside its wrappers. Raise UnsupportedError if DDP leaves parameters unsynchronized."""
+    group: dist.ProcessGroup | None = None
+    follow = False
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel):
+            ignored = set(model.parameters_to_ignore)
+            local = sorted(
+                name for name, part in model.module.named_parameters() if name in ignored and part.requires_grad
+            )
+            if local:
+                raise UnsupportedError(
+                    f"DistributedDataParallel does not synchronize {listed(local)}, so every rank has values of its "
+                    "own, and a store holds one: let it synchronize them, or make them buffers"
+                )
+            follow = model.broadcast_buffers and not ignored and not hasattr(model, "buffer_hook")
             model, group = model.module, cast("dist.ProcessGroup", model.process_group)
         elif isinstance(model, nn.parallel.DataParallel):
             model = model.module
         elif "_orig_mod" in model._modules:
             model = model.get_submodule("_orig_mod")
         else:
-            return model, group
+            return Unwrapped(model, group, follow)

@@ -13,7 +13,7 @@ import gc
 import itertools
 import os
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,9 +24,9 @@ from monitor.api import attach_counted
 from monitor.checkpointer import Checkpointer
 from monitor.config.load import Config, load_config
 from monitor.huggingface.resume import PLAN, ResumePlan, plan_resume, training_length
-from monitor.huggingface.trainer_state import TrainerProgress
+from monitor.huggingface.trainer_state import TRAINER, TrainerProgress
 from monitor.resume.predict import PredictionOverride, remove_override, write_override
-from monitor.run_state import capture_rng, restore_rng
+from monitor.run_state import Objects, capture_rng, joined, restore_rng
 from monitor.types import StepReport
 from store.errors import ConfigError, SaveError, StoreError, UnsupportedError, UsageError
 from store.location import store_place
@@ -43,7 +43,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
     """
 
     def __init__(
-        self, config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None, *, state: Sequence[Any] = ()
+        self, config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None, *, state: Objects = ()
     ) -> None:
         self.config = load_config(config)
         if self.config.resume.data == "on":
@@ -55,7 +55,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         """Set while training; closed when training ends."""
         self.preempted = False
         """Whether training ended because of a preemption signal, under ``preemption: {exit: false}``."""
-        self._extra = list(state)
+        self._extra = state
         self._args: Any = None
         self._model: Any = None
         self._plan: ResumePlan | None = None
@@ -72,7 +72,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         if self._args is None:
             raise UsageError("resume_path() was called before there is a Trainer: create one with this callback first")
         self._drop_plan()
-        self._plan = plan_resume(self, self.config, self._args, self._model, objects=1 + len(self._extra))
+        self._plan = plan_resume(self, self.config, self._args, self._model, state=self._extra)
         return None if self._plan is None else str(self._plan.folder)
 
     def on_init_end(self, args: Any, state: Any, control: Any, *, model: Any = None, **_: Any) -> None:
@@ -101,7 +101,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         target = _engine(model, optimizer) if args.deepspeed_plugin is not None else (model, optimizer)
         progress, self.preempted = self._progress, False
         self.checkpointer = attach_counted(
-            target, self.config, [progress, *self._extra], lambda: int(progress.state.global_step)
+            target, self.config, joined({TRAINER: progress}, self._extra), lambda: int(progress.state.global_step)
         )
         try:
             self._resume(self.checkpointer, progress, state)

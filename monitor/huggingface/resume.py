@@ -28,8 +28,9 @@ from transformers import Trainer, TrainerCallback
 from monitor.config.load import Config
 from monitor.distributed import Group, current_group
 from monitor.huggingface import patch_method
-from monitor.huggingface.trainer_state import TrainingLength, require_trainer_progress
+from monitor.huggingface.trainer_state import TRAINER, TrainerProgress, TrainingLength, require_trainer_progress
 from monitor.resume.predict import ResumePrediction, predict_resume
+from monitor.run_state import Objects, UserState, joined
 from store.errors import UsageError
 
 _log = logging.getLogger("driftpoint")
@@ -48,7 +49,9 @@ class ResumePlan:
     end: ExitStack
 
 
-def plan_resume(callback: TrainerCallback, config: Config, args: Any, model: Any, *, objects: int) -> ResumePlan | None:
+def plan_resume(
+    callback: TrainerCallback, config: Config, args: Any, model: Any, *, state: Objects
+) -> ResumePlan | None:
     """Predict the resume and write the stub folder. Return None if there is nothing to resume.
 
     Args:
@@ -56,10 +59,13 @@ def plan_resume(callback: TrainerCallback, config: Config, args: Any, model: Any
         config: its configuration.
         args: the Trainer's arguments.
         model: the Trainer's model.
-        objects: number of objects in the checkpointer's ``state=[...]``.
+        state: the user's objects, without that of the Trainer.
     """
     group = current_group()
-    prediction = predict_resume(config, group, objects)
+    progress = TrainerProgress(
+        None, None, None, TrainingLength(0.0, 0, 0), group.rank
+    )  # the real one does not exist yet
+    prediction = predict_resume(config, group, UserState(joined({TRAINER: progress}, state)))
     if prediction is None:
         return None
     saved = None if prediction.user is None else require_trainer_progress(next(iter(prediction.user), None))

@@ -43,6 +43,10 @@ class LoadedProgress:
     """:attr:`TrainerProgress.epoch_began` when it was saved; None in older stores and if ``at_epoch``."""
 
 
+TRAINER = "trainer"
+"""Name of the Trainer's progress among the objects in ``state={...}``."""
+
+
 class TrainerProgress:
     """The progress of one ``train()``.
 

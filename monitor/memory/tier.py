@@ -176,6 +176,7 @@ class MemoryTier:
         if self._saver.claim_name(step, snapshot=True) is not None:
             return  # fenced, or the store is unreachable: reported at the next decision
         self._saver.note_snapshot(step)
+        self._job.rank_buffers.compare()
         save = SaveId(step, self._session.epoch)
         slot = next((one for one in self._buffers.slots if self._newest is None or one != self._newest[0]), 0)
         keep = self._replication.keep_at_peers(self.newest if self._newest and self._newest[0] != slot else None)

@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from monitor.config.load import Config
@@ -29,9 +28,10 @@ from monitor.resume.select import (
     select_commit,
     select_run_state,
 )
-from monitor.run_state import UserState
+from monitor.run_state import RunState, UserState
 from monitor.save.store_session import open_existing_store
 from store.catalog import Catalog
+from store.errors import DriftpointError
 from store.location import beside, store_place
 from store.memory.layout import Tier
 from store.names import SaveId
@@ -55,9 +55,11 @@ def read_override(config: Config, store_id: str) -> PredictionOverride | None:
     """Return the override of this store, None if there is none. Rank 0."""
     try:
         override = PredictionOverride(**json.loads(_path(config).read_text()))
+        GroupRecord(**override.group)
+        SaveId.parse(override.onward)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, DriftpointError) as error:
         _log.warning("%s cannot be read and is ignored: %r", _path(config), error)
         return None
     return override if override.store_id == store_id else None
@@ -89,15 +91,15 @@ class ResumePrediction:
 
     save: SaveId  # save whose run state will be loaded; the job continues from its step
     user: list[Any] | None
-    """This rank's state of the objects in ``state=[...]``; None if the commit has none (it was imported)."""
+    """This rank's state of each object in ``state=``; None if the commit has none (it was imported)."""
     memory: bool
     """In-memory snapshots were considered. If False, the resume must not use them."""
 
 
-def predict_resume(config: Config, group: Group, objects: int) -> ResumePrediction | None:
+def predict_resume(config: Config, group: Group, user: UserState) -> ResumePrediction | None:
     """Predict what a job with these settings will resume; None if the store is empty. Changes nothing. Collective.
 
-    objects: number of objects in ``state=[...]``. Raises the errors of :meth:`monitor.Checkpointer.resume`."""
+    user: the objects in ``state=``. Raises the errors of :meth:`monitor.Checkpointer.resume`."""
     catalog = open_existing_store(config.store, group, config.s3.options())
     if catalog is None:
         return None
@@ -105,12 +107,15 @@ def predict_resume(config: Config, group: Group, objects: int) -> ResumePredicti
     if config.memory.enabled:
         tier = Tier(Path(config.memory.path), catalog.store_id)
         snapshot = find_newest_snapshot(tier, catalog, None, group)
-    user = UserState([SimpleNamespace(state_dict=dict, load_state_dict=dict)] * objects)  # they do not exist yet
     point = memory_or_store(lambda view: _predict_resume_point(view, config, group, user), catalog, snapshot)
     if point is None:
         return None
     overridden = _apply_override(point.save, catalog, config, group)
-    return overridden or ResumePrediction(point.save, point.state["user"], snapshot is not None)
+    return overridden or ResumePrediction(point.save, _states(point.state), snapshot is not None)
+
+
+def _states(state: RunState) -> list[Any] | None:
+    return None if state.user is None else [one.state for one in state.user]
 
 
 def _apply_override(predicted: SaveId, catalog: Catalog, config: Config, group: Group) -> ResumePrediction | None:
@@ -119,7 +124,7 @@ def _apply_override(predicted: SaveId, catalog: Catalog, config: Config, group: 
         return None
     save = SaveId.parse(override.onward)
     found = read_run_state(catalog, save, GroupRecord(**override.group), group)
-    return None if found.problem else ResumePrediction(save, found.state["user"], False)
+    return None if found.state is None else ResumePrediction(save, _states(found.state), False)
 
 
 def _predict_resume_point(catalog: Catalog, config: Config, group: Group, user: UserState) -> ResumePoint | None:

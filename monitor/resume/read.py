@@ -80,7 +80,7 @@ def require_slots(stored: Iterable[str], live: Iterable[str]) -> None:
 
 
 def require_optimizer(saved: Mapping[str, Any], live: Mapping[str, Any]) -> None:
-    """Raise ModelMismatchError unless both are the same kind of optimizer.
+    """Raise ModelMismatchError unless both are the same kind of optimizer, with hyperparameters of the same kinds.
 
     saved, live: results of :meth:`monitor.adapters.base.Adapter.run_state`."""
     if _markers(saved) != _markers(live):
@@ -88,6 +88,18 @@ def require_optimizer(saved: Mapping[str, Any], live: Mapping[str, Any]) -> None
             f"the store has the state of optimizer {saved['optimizer']}, this job has {live['optimizer']}: "
             "use the same kind of optimizer, or set another `store:`"
         )
+    # Where the live value is a tensor, the adapter checks the shape.
+    numbers = {key for key, value in _hyper(live) if isinstance(value, bool | int | float)}
+    for key, value in _hyper(saved):
+        if key in numbers and not isinstance(value, bool | int | float | torch.Tensor | None):
+            raise ModelMismatchError(
+                f"the store has the hyperparameter {key} = {value!r}, which is a number in this optimizer: resume with "
+                "the optimizer of the run that saved it"
+            )
+
+
+def _hyper(framework: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    return (item for group in framework["param_groups"] for item in group["hyper"].items())
 
 
 def _markers(framework: Mapping[str, Any]) -> set[str]:

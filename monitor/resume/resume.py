@@ -25,19 +25,21 @@ from monitor.resume.read import (
     ReadBuffers,
     ReadResult,
     Slots,
+    encoding_loss,
     read_fragments,
     require_model,
     require_optimizer,
     require_slots,
 )
 from monitor.resume.select import ResumePoint, resolve_commit, select_commit, select_run_state
-from monitor.run_state import StateLoader, UserState, restore_rng
+from monitor.run_state import RunState, StateLoader, UserState, restore_rng, unrestored_state
 from store.catalog import Catalog
 from store.certificate import Certificate, certify, mark_memory_sources
-from store.errors import DriftpointError, ModelMismatchError, NothingToResumeError, StorageError
-from store.names import SaveId
+from store.errors import DamagedError, DriftpointError, ModelMismatchError, NothingToResumeError, StorageError
+from store.names import BUFFER, SaveId
 from store.resolve import RejectedVersion, Resolution
 from store.schema import digest, seal
+from store.text import listed
 
 _log = logging.getLogger("driftpoint")
 
@@ -53,6 +55,8 @@ class ResumeResult:
     notes: tuple[str, ...]  # messages about everything damaged, skipped or converted
     rounded: tuple[str, ...]
     """Values that the live dtypes cannot hold, over all ranks. If not empty, the state is not exact."""
+    unrestored: tuple[str, ...] = ()
+    """Stored state that was not restored, and live state that the store lacks, over all ranks. Likewise."""
     memory: SaveId | None = None  # the in-memory snapshot that was resumed, if any
     kept: frozenset[SaveId] = frozenset()  # that snapshot, and an older one that parts of the state come from
     replicas: frozenset[int] = frozenset()  # ranks of the snapshot that were read from a peer's replica
@@ -106,16 +110,21 @@ def resume(
         require_slots({slot for slots in plan.slots.values() for slot in slots}, live)
         point = select_run_state(catalog, plan.resolution, plan.slots, group, user=user, settings=settings)
         if isinstance(point, RejectedVersion):
+            notes.append(point.why)
             bad |= {point}
             continue
         read = run_on_all_ranks(group, partial(read_fragments, catalog, plan.resolution, plan.places, buffers))
         newly_bad = frozenset().union(*group.all_gather(read.bad))
         if not newly_bad:
-            rounded = tuple(sorted(set().union(*group.all_gather(read.rounded))))
-            notes += [*passed_over, *plan.resolution.problems, *point.notes, *read.notes, *rounded]
-            notes += _missing_state_notes(point.state, user)
+            read = run_on_all_ranks(group, partial(_with_rank_buffers, read, point.state, plan))
+            rounded = _over_ranks(group, read.rounded)
+            unrestored = _over_ranks(group, run_on_all_ranks(group, partial(_unrestored, point, adapter, group)))
+            notes += [*passed_over, *plan.resolution.problems, *point.notes, *read.notes, *rounded, *unrestored]
+            notes += run_on_all_ranks(group, partial(_object_notes, point.state, user))
             _load(plan, read, point, adapter, user=user, group=group)
-            return ResumeResult(plan.resolution, point, tuple(dict.fromkeys(notes)), rounded, passed_over=newer)
+            return ResumeResult(
+                plan.resolution, point, tuple(dict.fromkeys(notes)), rounded, unrestored, passed_over=newer
+            )
         bad |= newly_bad
 
 
@@ -139,19 +148,49 @@ def _require_same_versions(resolution: Resolution, group: Group) -> None:
         )
 
 
-def _missing_state_notes(state: Mapping[str, Any], user: UserState) -> list[str]:
-    """Describe the run state that an imported checkpoint does not have."""
+def _over_ranks(group: Group, messages: Sequence[str]) -> tuple[str, ...]:
+    return tuple(sorted(set().union(*group.all_gather(list(messages)))))
+
+
+def _with_rank_buffers(read: ReadResult, state: RunState, plan: _Plan) -> ReadResult:
+    """Replace rank 0's buffers by those that this rank had of its own."""
+    places = {place.fragment.fqn: place for place in plan.places if place.fragment.slot == BUFFER}
+    values, rounded = dict(read.values), list(read.rounded)
+    for fqn, tensor in state.buffers.items():
+        place = places.get(fqn)
+        if place is None or place.fragment.numel != tensor.numel():
+            raise ModelMismatchError(
+                f"the store holds {fqn} of this rank with {tensor.numel()} elements, and this model has "
+                f"{0 if place is None else place.fragment.numel}: set another `store:`, or fix the model"
+            )
+        values[place.fragment] = tensor.reshape(-1)
+        loss = encoding_loss(values[place.fragment], place)
+        rounded += [] if loss is None else [loss]
+    return replace(read, values=values, rounded=tuple(rounded))
+
+
+def _unrestored(point: ResumePoint, adapter: Adapter, group: Group) -> list[str]:
+    notes = unrestored_state(point.state, adapter, point.generators)
+    if point.state.rank_buffers and point.world_size != group.world_size:
+        notes.append(
+            f"the ranks had different values of {listed(point.state.rank_buffers)}, and the run was saved on "
+            f"{point.world_size} ranks: ranks beyond those get the values of rank 0, and those of ranks that this job "
+            "lacks are not restored"
+        )
+    return notes
+
+
+def _object_notes(state: RunState, user: UserState) -> list[str]:
+    """Describe the run state that the commit does not have, as an imported one, or that is dropped."""
     notes = []
-    if state["rng"] is None:
+    if state.rng is None:
         notes.append(
             "the commit has no random states (imported checkpoints have none): dropout and shuffling start from the "
             "seeds of this job"
         )
-    if state["user"] is None and len(user):
-        notes.append(
-            f"the commit has no state for the {len(user)} objects in state=[...]: they keep their initial state"
-        )
-    return notes
+    if state.user is None and len(user):
+        notes.append(f"the commit has no state for the {len(user)} objects in state=: they keep their initial state")
+    return notes if state.user is None else notes + user.notes(state.user)
 
 
 def _load(
@@ -162,7 +201,7 @@ def _load(
     User objects load first, since only trying shows whether they accept their state. Tensors, hyperparameters and
     random states follow, so that they end up bit for bit as saved."""
     state, generators = point.state, point.generators
-    run_on_all_ranks(group, lambda: _check_run_state(state, adapter, user))
+    run_on_all_ranks(group, lambda: _check_run_state(state, adapter))
     loader = run_on_all_ranks(group, lambda: StateLoader(state, adapter, user, generators))
     try:
         run_on_all_ranks(group, loader.load)
@@ -170,27 +209,33 @@ def _load(
     except BaseException:
         loader.undo()
         raise
-    run_on_all_ranks(group, lambda: _copy_values(plan, read, state["framework"], adapter))
+    run_on_all_ranks(group, lambda: _copy_values(plan, read, state.framework, adapter))
     adapter.finish_load()
-    if generators:
-        restore_rng(state["rng"])
+    if generators and state.rng is not None:
+        restore_rng(state.rng)
 
 
-def _check_run_state(state: Mapping[str, Any], adapter: Adapter, user: UserState) -> None:
-    if state["user"] is not None:
-        user.require(state["user"])
-    require_optimizer(state["framework"], adapter.run_state())
-    adapter.check_run_state(state["framework"])
+def _check_run_state(state: RunState, adapter: Adapter) -> None:
+    try:
+        require_optimizer(state.framework, adapter.run_state())
+        adapter.check_run_state(state.framework)
+    except DriftpointError:
+        raise
+    except Exception as error:
+        raise DamagedError(
+            f"the run state has values that cannot be loaded: {error!r}. Nothing was resumed. Another program may have "
+            "changed the store; resume from a copy of it, or set another `store:`"
+        ) from error
 
 
-def _require_unchanged(plan: _Plan, state: Mapping[str, Any], adapter: Adapter) -> None:
+def _require_unchanged(plan: _Plan, state: RunState, adapter: Adapter) -> None:
     """Raise ModelMismatchError if loading the user's objects changed the shape or dtype of tensors in the plan."""
     if set(adapter.expected(plan.slots)) != set(plan.places):
         raise ModelMismatchError(
             "loading the objects in state=[...] changed tensors of the model or the optimizer, so they no longer match "
             "the store. Remove objects that change the shape or dtype of tensors from state=[...]"
         )
-    adapter.check_run_state(state["framework"])
+    adapter.check_run_state(state.framework)
 
 
 def _copy_values(plan: _Plan, read: ReadResult, framework: Mapping[str, Any], adapter: Adapter) -> None:
@@ -271,8 +316,8 @@ def build_certificate(result: ResumeResult) -> Certificate:
     }
     for save in result.kept:
         certificate = mark_memory_sources(certificate, save, replicated)
-    exact = certificate.exact and not result.rounded
-    return replace(certificate, exact=exact, problems=certificate.problems + result.rounded)
+    problems = result.rounded + result.unrestored
+    return replace(certificate, exact=certificate.exact and not problems, problems=certificate.problems + problems)
 
 
 def reset_ledger(job: JobContext, catalog: Catalog, result: ResumeResult, step: int) -> None:

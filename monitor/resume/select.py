@@ -8,7 +8,6 @@ tensors, and changes no state. Training thread; collective, except :func:`resolv
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,10 +18,10 @@ import torch
 from monitor.config.schema import ResumeSettings
 from monitor.distributed import Group, run_on_all_ranks
 from monitor.resume.read import Slots, read_with_retries
-from monitor.run_state import UserState, from_tree
+from monitor.run_state import RunState, UserState, from_tree, parse_run_state
 from store.catalog import Catalog
 from store.certificate import certify, run_saves
-from store.errors import DamagedError, NothingToResumeError, StorageError, UnreachableError
+from store.errors import DamagedError, ModelMismatchError, NothingToResumeError, StorageError, UnreachableError
 from store.names import BUFFER, FROZEN, WEIGHTS, SaveId
 from store.resolve import RejectedVersion, Resolution, newest_resumable, resolve
 from store.schema import GroupRecord, PartRecord
@@ -34,16 +33,17 @@ class ResumePoint:
     """The run state that a job continues from."""
 
     save: SaveId  # the save of this run state; the job continues from its step
-    state: Mapping[str, Any]  # ``framework``, ``user`` and ``rng`` of this rank
-    generators: bool  # whether ``rng`` belongs to this rank
+    state: RunState  # of this rank
+    generators: bool  # whether its generators and buffers belong to this rank
+    world_size: int  # of the save
     notes: tuple[str, ...] = ()  # closer saves that cannot be used
 
 
 @dataclass(frozen=True)
 class RunStateRead:
-    """One rank's run state of a save. problem: why it cannot be used; empty if it can."""
+    """One rank's run state of a save. problem: why it, or another rank's, cannot be used; empty if it can."""
 
-    state: Mapping[str, Any]
+    state: RunState | None
     generators: bool
     problem: str = ""
 
@@ -60,22 +60,23 @@ def select_run_state(
     notes: list[str] = []
     for save, record in saves.items():
         found = read_run_state(catalog, save, record, group)
-        problem = found.problem
-        if not problem and save != own:
-            mismatch = run_on_all_ranks(group, partial(_mismatch, found.state, slots, user))
+        problem, state = found.problem, found.state
+        if state is not None and save != own:
+            mismatch = run_on_all_ranks(group, partial(_mismatch, state, slots, user))
             problem = _first_problem(group, mismatch)
         if problem and save == own:
-            break
-        if problem:
+            return RejectedVersion(own, why=problem)
+        if problem or state is None:
             notes.append(f"skipped the run state of {save}, near the effective step {effective:.4g}: {problem}")
             continue
-        point = ResumePoint(save, found.state, found.generators, tuple(notes))
+        point = ResumePoint(save, state, found.generators, record.world_size, tuple(notes))
         if save == own or settings.data == "back":
             return point
         latest = read_run_state(catalog, own, saves[own], group)
-        if latest.problem:
-            return RejectedVersion(own)
-        return run_on_all_ranks(group, partial(_keep_newest_data_position, point, latest, user))
+        if latest.state is None:
+            return RejectedVersion(own, why=latest.problem)
+        combine = partial(_keep_newest_data_position, point, latest.state, latest.generators, user)
+        return run_on_all_ranks(group, combine)
     return RejectedVersion(own)
 
 
@@ -88,21 +89,21 @@ def is_schedule(item: Any) -> bool:
     return any(base.__module__ == "deepspeed.runtime.lr_schedules" for base in type(item).__mro__)
 
 
-def _keep_newest_data_position(point: ResumePoint, latest: RunStateRead, user: UserState) -> ResumePoint:
+def _keep_newest_data_position(point: ResumePoint, latest: RunState, generators: bool, user: UserState) -> ResumePoint:
     """Combine the schedules of the resume point with the generators and other objects of the commit itself."""
-    then, now = point.state["user"], latest.state["user"]
+    then, now = point.state.user, latest.user
     if then is not None and now is not None:
-        user.require(then)
-        user.require(now)
-        now = [old if is_schedule(item) else new for item, old, new in zip(user.objects, then, now, strict=True)]
-    state = {**point.state, "user": now, "rng": latest.state["rng"]}
-    return replace(point, state=state, generators=latest.generators)
+        matched = zip(user.objects, user.match(then), user.match(now), strict=True)
+        older = {id(new): old.state for item, old, new in matched if old and new and is_schedule(item)}
+        now = tuple(replace(one, state=older.get(id(one), one.state)) for one in now)
+    return replace(point, state=replace(point.state, user=now, rng=latest.rng), generators=generators)
 
 
 def read_run_state(catalog: Catalog, save: SaveId, record: GroupRecord, group: Group) -> RunStateRead:
     """Read this rank's run state of a save; ``problem`` is that of the first rank that has one. Collective."""
     found = run_on_all_ranks(group, lambda: _read(catalog, save, record, group.rank))
-    return replace(found, problem=_first_problem(group, found.problem))
+    problem = _first_problem(group, found.problem)
+    return replace(found, problem=problem, state=None if problem else found.state)
 
 
 def _first_problem(group: Group, problem: str) -> str:
@@ -112,34 +113,43 @@ def _first_problem(group: Group, problem: str) -> str:
 def _read(catalog: Catalog, save: SaveId, record: GroupRecord, rank: int) -> RunStateRead:
     parts = catalog.group(save, record)
     if parts.problems or len(parts.parts) != record.world_size:
-        return RunStateRead({}, False, "; ".join(parts.problems) or "parts are missing")
+        return RunStateRead(None, False, "; ".join(parts.problems) or "parts are missing")
     first = parts.parts[0]
     try:
         # Additional ranks get rank 0's objects and keep their own generators.
-        state = _tree(catalog, parts.parts.get(rank, first))
-        if state.get("framework") is None:  # only rank 0 stores it, except in older stores
-            state["framework"] = _tree(catalog, first)["framework"]
+        tree = _tree(catalog, parts.parts.get(rank, first))
+        if tree.get("framework") is None:  # only rank 0 stores it, except in older stores
+            tree["framework"] = _tree(catalog, first).get("framework")
+        state = parse_run_state(tree)
     except UnreachableError:
         raise
     except (DamagedError, StorageError) as error:
-        return RunStateRead({}, False, str(error))
-    return RunStateRead(state, rank < record.world_size and state["rng"] is not None)
+        return RunStateRead(None, False, f"{save}, rank {rank}: {error}")
+    return RunStateRead(state, rank < record.world_size and state.rng is not None)
 
 
 def _tree(catalog: Catalog, part: PartRecord) -> dict[str, Any]:
     leaves = read_with_retries(lambda: read_leaves(catalog.files, part))
-    tree: dict[str, Any] = from_tree(part.run_state, leaves)
+    tree = from_tree(part.run_state, leaves)
+    if not isinstance(tree, dict):
+        raise DamagedError(f"the run state is a {type(tree).__name__}, no mapping")
     return tree
 
 
-def _mismatch(state: Mapping[str, Any], slots: Slots, user: UserState) -> str:
+def _mismatch(state: RunState, slots: Slots, user: UserState) -> str:
     """Return why an older save's run state does not match the resumed tensors; empty if it does."""
-    if state["rng"] is None or (state["user"] is None and len(user)):
+    if state.rng is None or (state.user is None and len(user)):
         return "it has no random states or no user objects (an imported checkpoint)"
-    if state["user"] is not None and len(state["user"]) != len(user):
-        return f"it has the state of {len(state['user'])} objects, state=[...] has {len(user)}"
-    known = state["framework"].get("slots")
-    for fqn, stored in slots.items() if known is not None else ():
+    try:
+        new = [user.label(index) for index, one in enumerate(user.match(state.user or ())) if one is None]
+    except ModelMismatchError as error:
+        return str(error)
+    if new:
+        return f"it has no state of {new[0]}"
+    known = state.framework.get("slots")
+    if known is None:
+        return ""
+    for fqn, stored in slots.items():
         added = sorted(set(stored) - {WEIGHTS, FROZEN, BUFFER} - set(known.get(fqn, ())))
         if added:  # loading would drop optimizer state that did not exist at that save
             return f"the optimizer had no {added[0]} for {fqn} yet"

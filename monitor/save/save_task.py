@@ -93,8 +93,10 @@ def empty_segment(job: JobContext, store_id: str, save: SaveId, plan: str) -> Se
 
 
 def with_run_state(segment: SegmentDraft, job: JobContext) -> SegmentDraft:
-    """Add the run state as it is now, and on rank 0 the layout. Raises any exception of the user's objects."""
-    tree, leaves = to_tree(capture_run_state(job.adapter, job.user, segment.rank))
+    """Add the run state as it is now, and on rank 0 the layout. Raises any exception of the user's objects.
+
+    Call ``job.rank_buffers.compare()`` before, on all ranks."""
+    tree, leaves = to_tree(capture_run_state(job.adapter, job.user, segment.rank, job.rank_buffers))
     facts = job.adapter.layout_facts() if segment.rank == 0 else {}
     return replace(segment, run_state=tree, run_leaves=leaves, facts=facts)
 

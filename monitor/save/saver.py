@@ -166,9 +166,12 @@ class Saver:
         return collect_messages(self._group, self._failure)
 
     def begin(self, step: int, decided: DecisionResult, local: Mapping[Unit, LocalUnit]) -> int:
-        """Stage the decided units and hand them to the background thread. Return the bytes staged on this rank."""
+        """Stage the decided units and hand them to the background thread. Collective.
+
+        Returns the bytes staged on this rank."""
         self._highest_step = max(step, self._highest_step)
         save = SaveId(step, self._session.epoch)
+        self._job.rank_buffers.compare()
         staged, copying, failure = self._stage(decided, local)
         commit_plan = None
         if self._group.rank == 0:

@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from monitor.run_state import UserState, capture_rng, from_tree, load_state, restore_rng, to_tree
+from monitor.run_state import (
+    SavedObject,
+    UserState,
+    capture_rng,
+    from_tree,
+    load_state,
+    match_generators,
+    restore_rng,
+    to_tree,
+)
 from store.errors import ConfigError, ModelMismatchError, UnsupportedError
 
 
@@ -35,6 +44,29 @@ def test_every_generator_goes_on_where_it_was() -> None:
     assert draws() != expected
     restore_rng(state)
     assert draws() == expected
+
+
+@pytest.mark.parametrize(
+    ("saved", "device", "count", "current", "expected"),
+    [
+        (2, 1, 2, 0, {0: 0, 1: 1}),
+        (2, None, 2, 0, {0: 0, 1: 1}),
+        (8, 3, 1, 0, {0: 3}),
+        (1, 0, 8, 5, {5: 0}),
+        (8, None, 1, 0, {}),
+        (2, 5, 1, 0, {}),
+        (2, 1, 0, 0, {}),
+        (0, None, 2, 0, {}),
+        (0, None, 0, 0, {}),
+    ],
+)
+def test_generators_are_matched_with_the_visible_devices(
+    saved: int, device: int | None, count: int, current: int, expected: dict[int, int]
+) -> None:
+    states = [torch.full((4,), at, dtype=torch.uint8) for at in range(saved)]
+    matched, note = match_generators({"cuda": states, "cuda_device": device}, count, current)
+    assert {at: int(state[0]) for at, state in matched.items()} == expected
+    assert (note is None) == (saved == count)
 
 
 def test_a_snapshot_does_not_follow_what_is_live() -> None:
@@ -139,7 +171,7 @@ def test_an_object_without_state_is_refused() -> None:
 
 def test_another_number_of_objects_is_refused() -> None:
     with pytest.raises(ModelMismatchError, match=r"2 objects, state=\[\.\.\.\] has 1"):
-        UserState([torch.Generator()]).require([{}, {}])
+        UserState([torch.Generator()]).match([SavedObject(None, None, {})] * 2)
 
 
 @pytest.mark.parametrize(

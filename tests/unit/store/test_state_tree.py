@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -208,7 +208,7 @@ def test_a_value_that_is_named_often_is_stored_once() -> None:
 
 
 class _Made(Mapping[str, Any]):
-    """Makes its values when asked: each is gone before the next is there, and may lie where that one lay."""
+    """Makes its values when asked."""
 
     def __getitem__(self, key: str) -> Any:
         return np.full(4, float(key))
@@ -220,6 +220,91 @@ class _Made(Mapping[str, Any]):
         return 100
 
 
-def test_values_that_follow_each_other_in_the_same_memory_are_not_taken_for_one() -> None:
-    tree, leaves = encode(_Made(), no_tensor)
-    assert [float(one[0]) for one in decode(tree, leaves, no_tensor).values()] == [float(at) for at in range(100)]
+class Place(NamedTuple):
+    epoch: int
+    batch: int
+
+
+class Config(dict[str, Any]):
+    pass
+
+
+class Items(list[Any]):
+    pass
+
+
+class Rate(float):
+    pass
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        _Made(),
+        Place(1, 2),
+        Config(a=1),
+        Items([1]),
+        Rate(0.1),
+        np.ma.masked_array([1, 2], [True, False]),
+        {Text("k"): 1},
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_would_come_back_as_another_type_is_refused_with_its_place(value: Any) -> None:
+    with pytest.raises(UnsupportedError, match=r"state\['a'\]\[1\]"):
+        encode({"a": [0, value]}, no_tensor)
+
+
+def test_the_refusal_of_a_subclass_says_how_to_convert_it() -> None:
+    with pytest.raises(UnsupportedError, match=r"state\['at'\] is a .*Place, .* convert it with tuple\(\.\.\.\)"):
+        encode({"at": Place(1, 2)}, no_tensor)
+
+
+CONTAINERS = [
+    Counter({"b": 2, "a": 1}),
+    Counter({3: 2, (1, 2): 1}),
+    OrderedDict([("b", 1), ("a", [2])]),
+    OrderedDict([(1, "one")]),
+    defaultdict(list, {"a": [1]}),
+    defaultdict(int, {2: 1}),
+    defaultdict(None, {"a": 1}),
+    deque([1, (2, 3)], maxlen=4),
+    deque(),
+    bytearray(b"\x00\xff"),
+]
+
+
+@pytest.mark.parametrize("value", CONTAINERS, ids=lambda value: type(value).__name__)
+def test_containers_come_back_in_their_own_type(value: Any) -> None:
+    found = through_a_record({"a": value})["a"]
+    assert type(found) is type(value) and found == value and list(found) == list(value)
+    assert getattr(found, "default_factory", None) is getattr(value, "default_factory", None)
+    assert getattr(found, "maxlen", None) == getattr(value, "maxlen", None)
+
+
+def test_a_defaultdict_with_a_function_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"state\['a'\] is a defaultdict with the factory <lambda>"):
+        encode({"a": defaultdict(lambda: 1)}, no_tensor)
+
+
+def test_the_versions_in_a_modules_state_dict_are_kept() -> None:
+    value: Any = OrderedDict(weight=1)
+    value._metadata = OrderedDict({"": {"version": 2}})
+    assert through_a_record(value)._metadata == value._metadata
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"$": "Counter", "v": 3},
+        {"$": "defaultdict", "v": [], "factory": "system"},
+        {"$": "defaultdict", "v": []},
+        {"$": "deque", "v": [1], "maxlen": "x"},
+        {"$": "bytearray", "v": "no base64 at all"},
+        {"$": "OrderedDict", "v": [[[], 1]]},
+        {"$": ["tuple"], "v": []},
+    ],
+)
+def test_trees_with_wrong_types_are_damage(tree: Any) -> None:
+    with pytest.raises(DamagedError):
+        decode(tree, [], no_tensor)

@@ -1,0 +1,42 @@
+"""What DistributedDataParallel leaves unsynchronized: parameters are refused, buffers are compared between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from monitor.adapters.pytorch import unwrap
+from store.errors import UnsupportedError
+
+
+@pytest.fixture(autouse=True)
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def model(*ignored: str) -> nn.Module:
+    made = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(made, list(ignored))
+    return made
+
+
+def test_parameters_that_are_not_synchronized_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match=r"does not synchronize 0\.weight"):
+        unwrap(DistributedDataParallel(model("0.weight")))
+
+
+@pytest.mark.parametrize(
+    ("ignored", "broadcast", "follow"), [((), True, True), ((), False, False), (("1.running_mean",), True, False)]
+)
+def test_buffers_follow_rank_0_only_if_all_are_broadcast(
+    ignored: tuple[str, ...], broadcast: bool, follow: bool
+) -> None:
+    wrapped = DistributedDataParallel(model(*ignored), broadcast_buffers=broadcast)
+    assert unwrap(wrapped).buffers_follow_rank0 is follow
