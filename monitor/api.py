@@ -118,10 +118,10 @@ def _exactness_text(job: JobContext) -> str:
 
 
 def _store_text(config: Config) -> str:
-    mount = None if "://" in config.store else mount_of(Path(config.store).expanduser())
+    mount = None if "://" in config.store_path else mount_of(Path(config.store_path).expanduser())
     if mount is None or mount.loss is None:
-        return config.store
-    return f"{config.store} (on {mount.name}: {mount.loss})"
+        return config.store_path
+    return f"{config.store_path} (on {mount.name}: {mount.loss})"
 
 
 def _interval_text(config: Config) -> str:
@@ -185,7 +185,9 @@ def attach(
             policy fails on the units of this job.
         UnsupportedError: The target, or something in it, is not supported.
         StoreInUseError: Another job on this machine owns the store.
-        StorageError: The store cannot be written.
+        NoStoreError: There is no store, and ``store: {create: false}`` forbids to make one.
+        StorageError: The store cannot be written. Where only the room for it is missing, a store that exists is opened,
+            and saves begin once there is room.
 
     Example::
 
@@ -220,9 +222,10 @@ def attach_counted(
     settings = job.config
     options = settings.s3.options()
     if job.observing:
-        opened, catalog = None, open_existing_store(settings.store, group, options)
+        opened, catalog = None, open_existing_store(settings.store_path, group, options)
     else:
-        opened = open_store(settings.store, group, settings.timeouts.lock, settings.every == "auto", options)
+        counting, create = settings.every == "auto", settings.creates_store
+        opened = open_store(settings.store_path, group, settings.timeouts.lock, counting, options, create=create)
         catalog = opened.catalog
         if opened.incarnation is not None:
             job.pace.count(opened.incarnation.interruptions, opened.incarnation.rank_seconds)

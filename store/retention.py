@@ -8,7 +8,8 @@ first, only as many as needed, and never the newest whole commit nor the newest 
 
 Manifests are removed first and their directory is synced before any segment is removed, so after a crash no manifest
 points to a deleted segment. Unrecognised files are reported and stay. Only the owner of the store (the lock, the
-newest epoch) may prune. Segments newer than the newest commit belong to a save in progress and stay.
+newest epoch) may prune. Segments of its epoch that are newer than the newest commit belong to a save in progress and
+stay.
 """
 
 from __future__ import annotations
@@ -75,6 +76,9 @@ class Retention:
 _MINIMUM = Retention(keep_last=1, log_spaced=False)
 """What stays in any case: the newest commit, the newest that is not suspect, and the newest proven one."""
 
+_RECORDS = 1 << 16
+"""Bytes for the records of a save, besides 2 % of its payload."""
+
 EVERYTHING = 1 << 62
 """More bytes than any store has."""
 
@@ -129,14 +133,14 @@ class PrunePlan:
     """Those of ``manifests`` that the rule retains, and that make room."""
 
 
-def bytes_to_free(catalog: Catalog, retention: Retention, failed: SaveId | None = None) -> int:
+def bytes_to_free(catalog: Catalog, retention: Retention, *, failed: bool = False) -> int:
     """Return the bytes that the store must free until another full save fits; 0 if it fits, or if that is unknown.
 
     Args:
         catalog: The store.
         retention: Its share of the disk.
-        failed: Save that failed for want of space. Its files are about to be removed, and something must be freed even
-            if there seems to be room: a quota, for example, is not seen in advance.
+        failed: Whether a save failed for want of space. Then something must be freed even if there seems to be room: a
+            quota, for example, is not seen in advance.
     """
     manifests = []
     for save in catalog.saves():
@@ -144,18 +148,23 @@ def bytes_to_free(catalog: Catalog, retention: Retention, failed: SaveId | None 
             manifests.append(catalog.manifest(save))
     if not manifests:
         return 0
-    least = 0 if failed is None else 1
-    free = free_bytes(catalog.files)
+    least, free = int(failed), free_bytes(catalog.files)
     if free is None:
         return least
-    if failed is not None:
-        free += _segment_bytes(catalog.files, failed)
-    needed = sum(unit.nbytes for unit in manifests[0].units)
+    payload = sum(unit.nbytes for unit in manifests[0].units)
+    needed = payload + payload // 50 + _RECORDS
     short = needed - free
     if retention.max_share is not None:
         held = sum({name: one.payload_bytes for found in manifests for name, one in found.groups.items()}.values())
         short = max(short, needed + held - int(retention.max_share * (free + held)))
     return max(short, least)
+
+
+def remove_failed(files: Files, save: SaveId, epoch: int) -> None:
+    """Remove the segments of a save that failed on all ranks and was not committed, before the next one begins."""
+    if manifest_path(save).rpartition("/")[2] not in files.list_dir(MANIFESTS):
+        require_newest(files, epoch)
+        _remove_group(files, save)
 
 
 def plan_prune(
@@ -164,6 +173,8 @@ def plan_prune(
     epoch: int | None = None,
     make_room: int = 0,
     continued: SaveId | None = None,
+    *,
+    ended: bool = False,
 ) -> PrunePlan:
     """Plan a prune without writing anything.
 
@@ -173,6 +184,7 @@ def plan_prune(
         epoch: Epoch of the job that prunes. None: the newest one, where no job owns the store.
         make_room: Bytes to free, if need be by dropping commits that the rule retains, the oldest first.
         continued: Commit that the running job continues; it stays, even if newer ones are whole.
+        ended: Whether the job of ``epoch`` has ended for certain, so that no save is in progress.
     """
     epoch = newest_epoch(catalog.files) if epoch is None else epoch
     commits = _commits(catalog)
@@ -192,7 +204,8 @@ def plan_prune(
     newest_whole = max(commits.whole)
     proven, suspects = catalog.proven(), catalog.suspects().saves
     newest = max(commits.readable)
-    older = sorted(group for group in groups.values() if group is not None and group < newest)
+    fenced = epoch + ended  # saves of an epoch before this one cannot be committed any more
+    older = sorted(group for group in groups.values() if group is not None and (group < newest or group.epoch < fenced))
     garbage = _Garbage(catalog, older)
     needed = {save for save in commits.readable if save > newest_whole or save == continued}
     other_bases = _newest_with_other_bases(catalog, commits.whole)
@@ -228,7 +241,7 @@ class _Garbage:
 
     def __init__(self, catalog: Catalog, older: Sequence[SaveId]) -> None:
         self._catalog = catalog
-        self._older = older  # than the newest commit
+        self._older = older  # than the newest commit, or of a save that cannot be committed any more
         self._sizes: dict[SaveId, int] = {}
 
     def reachable(self, keep: Set[SaveId]) -> set[SaveId]:

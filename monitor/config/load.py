@@ -37,11 +37,21 @@ def _interval(value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
         raise PydanticCustomError("interval", "it must be a number of steps >= 1, or auto") from error
 
 
+def _store(value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
+    """Likewise."""
+    try:
+        return validated(value)
+    except ValidationError as error:
+        raise PydanticCustomError("store", "it must be a path, or a mapping: {{path: DIR, create: false}}") from error
+
+
 class Config(sections.Settings):
     """All settings of a job: the YAML file that `monitor.attach` takes; see docs/configuration.md."""
 
-    store: str = Field(default="./driftpoint-checkpoints", min_length=1)
-    """a dedicated directory on a disk that all nodes share; or s3://BUCKET/PREFIX"""
+    store: Annotated[Annotated[str, Field(min_length=1)] | sections.StoreSettings, WrapValidator(_store)] = (
+        "./driftpoint-checkpoints"
+    )
+    """a directory on a disk that all nodes share; or s3://BUCKET/PREFIX; or {path: DIR, create: false}"""
     every: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], WrapValidator(_interval)] = "auto"
     """optimizer steps between decisions; auto: the interval that loses least, see docs/interval.md"""
     policy: str | dict[str, Any] = Field(default="full", json_schema_extra=sections.policies_schema)
@@ -72,6 +82,16 @@ class Config(sections.Settings):
     s3: sections.S3Settings = sections.S3Settings()
     metrics: sections.MetricsSettings = sections.MetricsSettings()
     timeouts: sections.TimeoutSettings = sections.TimeoutSettings()
+
+    @property
+    def store_path(self) -> str:
+        """The path or URL in ``store:``."""
+        return self.store if isinstance(self.store, str) else self.store.path
+
+    @property
+    def creates_store(self) -> bool:
+        """Whether a store is made where there is none."""
+        return isinstance(self.store, str) or self.store.create
 
     def bounded_policy(self) -> Policy:
         """Return the policy inside its bounds. Raise ConfigError if they are invalid or contradict each other."""
@@ -126,7 +146,7 @@ class Config(sections.Settings):
         """Return the absolute path of the drift trace, None if it is off. Raise ConfigError if it is in the store."""
         if not self.trace.enabled:
             return None
-        store = store_place(self.store)
+        store = store_place(self.store_path)
         if self.trace.path is None:
             return beside(store, ".trace.jsonl")
         path = Path(os.path.abspath(os.path.expanduser(self.trace.path)))  # noqa: PTH100, PTH111
@@ -171,7 +191,7 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
 
 def _check_location(config: Config) -> None:
     """Raise ConfigError for an invalid store URL, and for a section that the kind of store does not support."""
-    place = store_place(config.store)
+    place = store_place(config.store_path)
     if is_url(place) and config.daemon.enabled:
         raise ConfigError(
             f"daemon: it can rescue snapshots into directories only, and the store is {place}: remove the section. "

@@ -31,6 +31,16 @@ def log_startup(text: str) -> None:
     sys.stderr.flush()
 
 
+def warn_of_beginning(store: str) -> None:
+    """Warn that nothing was resumed, for the case that the store should have had commits."""
+    _log.warning(
+        "training begins from nothing: there is no commit in %s. If there should be one, check the path and the mount. "
+        "Once the store exists, `store: {path: %s, create: false}` refuses a start without it",
+        store,
+        store,
+    )
+
+
 class SaveLog(SaveListener):
     """Logs events; on ranks other than 0 only those that rank 0 does not know of."""
 
@@ -94,7 +104,7 @@ class SaveLog(SaveListener):
         if self._rank != 0:
             return
         certificate = event.certificate
-        where = self._config.store
+        where = self._config.store_path
         if event.from_memory:
             sources = {unit.source for unit in certificate.units if unit.moving}
             where = "memory" if sources <= {MEMORY, PEER} else f"memory and {where}"
@@ -154,13 +164,14 @@ _WHY_NOTHING = {
     "fenced": "another job has taken over the store",
     "disagree": "ranks are at different steps",
     "unsupported": "the model or optimizer is not the one that was attached",
+    "storage": "the store could not be claimed",
 }
 
 _WHY_SKIPPED = {
     "busy": (logging.WARNING, "no save at step %d: the one before is still being written"),
     "fenced": (logging.ERROR, "no save at step %d: another job has taken over the store; stop one of the two"),
     "withheld": (logging.ERROR, "no save at step %d: layers without any version have NaN or Inf"),
-    "storage": (logging.ERROR, "no save at step %d: the store could not be claimed for a second save of this step"),
+    "storage": (logging.ERROR, "no save at step %d: the store could not be claimed; the line before says why"),
     "disagree": (
         logging.ERROR,
         "no save at step %d: ranks are at different steps; call ckpt.step() equally often on all of them",

@@ -10,13 +10,23 @@ import pytest
 
 import store.retention
 from store.catalog import mark_suspect, open_catalog
-from store.layout import payload_path, segment_dir
+from store.errors import FencedError
+from store.layout import payload_path
 from store.names import SaveId
-from store.retention import EVERYTHING, PrunePlan, Retention, bytes_to_free, execute, most_commits, plan_prune
+from store.retention import (
+    EVERYTHING,
+    PrunePlan,
+    Retention,
+    bytes_to_free,
+    execute,
+    most_commits,
+    plan_prune,
+    remove_failed,
+)
 from store.storage.local import LocalFiles
 from tests.crash.checker import assert_true_to_write, read_newest
 from tests.crash.damage import flip
-from tests.crash.workload import Job
+from tests.crash.workload import Job, Memory
 from tests.support.stores import StoreBuilder
 
 ALL = Retention(keep_last=100)
@@ -119,13 +129,16 @@ def sizes(builder: StoreBuilder) -> tuple[int, int]:
 def test_it_wants_what_the_next_full_save_lacks(builder: StoreBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
     catalog = open_catalog(LocalFiles(builder.root))
     save, held = sizes(builder)
-    for free, wanted in ((sys.maxsize, 0), (save, 0), (save - 1, 1), (0, save), (None, 0)):
+    has_free(monkeypatch, 0)
+    needed = bytes_to_free(catalog, Retention())
+    assert needed >= save
+    for free, wanted in ((sys.maxsize, 0), (needed, 0), (needed - 1, 1), (None, 0)):
         has_free(monkeypatch, free)
         assert bytes_to_free(catalog, Retention()) == wanted
-    has_free(monkeypatch, save)
+    has_free(monkeypatch, needed)
     assert bytes_to_free(catalog, Retention(max_share=1.0)) == 0
     wanted = bytes_to_free(catalog, Retention(max_share=0.8))
-    assert held + save - wanted <= 0.8 * (held + save) + 1
+    assert held + needed - wanted <= 0.8 * (held + needed) + 1
 
 
 def test_a_save_that_failed_for_want_of_space_frees_something(
@@ -133,21 +146,39 @@ def test_a_save_that_failed_for_want_of_space_frees_something(
 ) -> None:
     """A quota, a bucket: the room that there seems to be is not there."""
     catalog = open_catalog(LocalFiles(builder.root))
-    failed = SaveId(50, builder.epoch)
     for free in (None, sys.maxsize):
         has_free(monkeypatch, free)
-        assert bytes_to_free(catalog, Retention(), failed) == 1
+        assert bytes_to_free(catalog, Retention(), failed=True) == 1
 
 
-def test_files_of_the_failed_save_count_as_room(builder: StoreBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
-    catalog = open_catalog(LocalFiles(builder.root))
-    save, _ = sizes(builder)
-    failed = SaveId(50, builder.epoch)
-    folder = builder.root / segment_dir(failed)
-    folder.mkdir()
-    (folder / "rank-00000.safetensors").write_bytes(bytes(100))
-    has_free(monkeypatch, 0)
-    assert bytes_to_free(catalog, Retention(), failed) == save - 100
+def test_segments_of_a_failed_save_go_unless_it_is_a_commit(job: Job) -> None:
+    committed = job.save()
+    remove_failed(job.files, committed, job.epoch)
+    draft = job.plan()
+    job.write(draft, 0)
+    remove_failed(job.files, draft.id, job.epoch)
+    assert job.files.list_dir("segments") == [committed.name]
+    job.write(draft, 0)
+    newer = Job(job.files, Memory())
+    with pytest.raises(FencedError):
+        remove_failed(job.files, draft.id, job.epoch)
+    assert draft.id.name in job.files.list_dir("segments")
+    del newer
+
+
+def test_segments_of_a_fenced_save_go_at_once(job: Job) -> None:
+    """Of a job that was killed while it saved: on a full disk they would keep every later save from succeeding."""
+    committed = job.save()
+    draft = job.plan()
+    job.write(draft, 0)
+    catalog = open_catalog(job.files)
+    assert plan_prune(catalog, ALL, job.epoch).groups == ()
+    assert plan_prune(catalog, ALL, job.epoch, ended=True).groups == (draft.id,)
+    newer = Job(job.files, Memory())
+    plan = plan_prune(catalog, ALL, newer.epoch)
+    assert (plan.groups, plan.keep) == ((draft.id,), (committed,))
+    execute(job.files, plan)
+    assert newer.save() > committed
 
 
 def test_an_empty_store_needs_nothing(tmp_path: Path) -> None:
