@@ -15,7 +15,7 @@ from monitor.adapters import adapter_for
 from monitor.adapters.base import Adapter
 from monitor.adapters.frozen import SkipFrozenAdapter
 from monitor.checkpointer import Checkpointer
-from monitor.config.load import Config, load_config
+from monitor.config.load import Config, bytes_each, load_config
 from monitor.context import JobContext
 from monitor.daemon_client import DaemonClient
 from monitor.decide.budget_tracker import BudgetTracker
@@ -38,7 +38,7 @@ from policies.builtin import Observe
 from policies.conformance import check_before_training
 from store.encoding import encoding_named
 from store.errors import ConfigError
-from store.location import mount_of
+from store.location import is_url, mount_of, place_of
 
 _COLLECTIVE_SETTINGS = ("every", "auto", "bounds", "budget", "resume", "layers", "encoding", "frozen", "preemption")
 """Settings that decide which collectives a rank enters, and when. Others may differ: paths, timeouts, the endpoint."""
@@ -75,6 +75,8 @@ def startup_message(job: JobContext, metrics: Metrics, *, has_commits: bool, uns
 
     unset: ``attach`` was called without a configuration."""
     parts = [_saving_text(job)]
+    if not job.observing:
+        parts.append(_room_text(job))
     if job.config.memory.enabled:
         parts.append(f"in-memory snapshots in {job.config.memory.path}")
     parts.append(_metrics_text(job.config, metrics))
@@ -108,6 +110,23 @@ def _saving_text(job: JobContext) -> str:
     model = f"{layers} ({parameters}, {_exactness_text(job)})"
     chosen = f"all of {model}" if job.policy.name == "full" else f"the choice of policy {job.policy.name} from {model}"
     return f"saving {chosen} to {_store_text(config)}, {_interval_text(config)}"
+
+
+def _room_text(job: JobContext) -> str:
+    """Return the most that the store will take, for Adam's two moments."""
+    config = job.config
+    counts = {"trainable": 0, "other": 0}
+    for info in job.adapter.tensors().values():
+        counts["trainable" if info.kind == "trainable" else "other"] += math.prod(info.shape)
+    each = round(counts["trainable"] * bytes_each(config.encodings()) + 4 * counts["other"])
+    rule = config.retention
+    spaced = config.model_copy(update={"retention": rule.model_copy(update={"keep_every": None})})
+    most = spaced.most_commits()
+    text = f"the store takes up to {shortened(most * each)}B ({most} commits of {shortened(each)}B)"
+    text += "" if rule.keep_every is None else f", and one commit more every {rule.keep_every} steps"
+    if rule.max_share is None or is_url(place_of(config.store_path)):
+        return text
+    return f"{text}, fewer where that is over {rule.max_share:.0%} of its disk"
 
 
 def _exactness_text(job: JobContext) -> str:

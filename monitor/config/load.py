@@ -25,7 +25,8 @@ from store.encoding import ENCODINGS, encoding_named
 from store.errors import ConfigError
 from store.location import beside, is_url, store_place
 from store.metrics_server import LOOPBACK
-from store.retention import Retention
+from store.names import RAW, WEIGHTS
+from store.retention import Retention, most_commits
 from store.text import suggestion
 
 
@@ -157,6 +158,17 @@ class Config(sections.Settings):
     def retention_rule(self) -> Retention:
         """Return the retention rule. Raise ConfigError if it would keep nothing."""
         return Retention(**self.retention.model_dump())
+
+    def most_commits(self) -> int:
+        """Return the most commits that exist at a time in a long run, with the one being written."""
+        return most_commits(self.retention_rule(), 100 if self.every == "auto" else self.every)
+
+
+def bytes_each(encodings: Mapping[str, str]) -> float:
+    """Return the bytes per parameter of weights and both moments of Adam in these encodings."""
+    many = 1 << 20
+    slots = (WEIGHTS, "exp_avg", "exp_avg_sq")
+    return sum(encoding_named(encodings.get(slot, RAW)).stored_bytes(many, "F32") / many for slot in slots)
 
 
 def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | None) -> Config:
