@@ -15,7 +15,7 @@ from monitor.adapters import adapter_for
 from monitor.adapters.base import Adapter
 from monitor.adapters.frozen import SkipFrozenAdapter
 from monitor.checkpointer import Checkpointer
-from monitor.config.load import Config, load_config
+from monitor.config.load import Config, bytes_each, load_config
 from monitor.context import JobContext
 from monitor.daemon_client import DaemonClient
 from monitor.decide.budget_tracker import BudgetTracker
@@ -38,7 +38,7 @@ from policies.builtin import Observe
 from policies.conformance import check_before_training
 from store.encoding import encoding_named
 from store.errors import ConfigError
-from store.location import mount_of
+from store.location import is_url, mount_of, place_of
 
 _COLLECTIVE_SETTINGS = ("every", "auto", "bounds", "budget", "resume", "layers", "encoding", "frozen", "preemption")
 """Settings that decide which collectives a rank enters, and when. Others may differ: paths, timeouts, the endpoint."""
@@ -75,6 +75,8 @@ def startup_message(job: JobContext, metrics: Metrics, *, has_commits: bool, uns
 
     unset: ``attach`` was called without a configuration."""
     parts = [_saving_text(job)]
+    if not job.observing:
+        parts.append(_room_text(job))
     if job.config.memory.enabled:
         parts.append(f"in-memory snapshots in {job.config.memory.path}")
     parts.append(_metrics_text(job.config, metrics))
@@ -110,6 +112,23 @@ def _saving_text(job: JobContext) -> str:
     return f"saving {chosen} to {_store_text(config)}, {_interval_text(config)}"
 
 
+def _room_text(job: JobContext) -> str:
+    """Return the most that the store will take, for Adam's two moments."""
+    config = job.config
+    counts = {"trainable": 0, "other": 0}
+    for info in job.adapter.tensors().values():
+        counts["trainable" if info.kind == "trainable" else "other"] += math.prod(info.shape)
+    each = round(counts["trainable"] * bytes_each(config.encodings()) + 4 * counts["other"])
+    rule = config.retention
+    spaced = config.model_copy(update={"retention": rule.model_copy(update={"keep_every": None})})
+    most = spaced.most_commits()
+    text = f"the store takes up to {shortened(most * each)}B ({most} commits of {shortened(each)}B)"
+    text += "" if rule.keep_every is None else f", and one commit more every {rule.keep_every} steps"
+    if rule.max_share is None or is_url(place_of(config.store_path)):
+        return text
+    return f"{text}, fewer where that is over {rule.max_share:.0%} of its disk"
+
+
 def _exactness_text(job: JobContext) -> str:
     lossy = sorted({name for name in job.config.encodings().values() if not encoding_named(name).lossless})
     if lossy:
@@ -118,10 +137,10 @@ def _exactness_text(job: JobContext) -> str:
 
 
 def _store_text(config: Config) -> str:
-    mount = None if "://" in config.store else mount_of(Path(config.store).expanduser())
+    mount = None if "://" in config.store_path else mount_of(Path(config.store_path).expanduser())
     if mount is None or mount.loss is None:
-        return config.store
-    return f"{config.store} (on {mount.name}: {mount.loss})"
+        return config.store_path
+    return f"{config.store_path} (on {mount.name}: {mount.loss})"
 
 
 def _interval_text(config: Config) -> str:
@@ -186,7 +205,9 @@ def attach(
             policy fails on the units of this job.
         UnsupportedError: The target, or something in it, is not supported.
         StoreInUseError: Another job on this machine owns the store.
-        StorageError: The store cannot be written.
+        NoStoreError: There is no store, and ``store: {create: false}`` forbids to make one.
+        StorageError: The store cannot be written. Where only the room for it is missing, a store that exists is opened,
+            and saves begin once there is room.
         SaveError: A rank has no memory for the copies that a save makes.
 
     Example::
@@ -223,9 +244,10 @@ def attach_counted(
     settings = job.config
     options = settings.s3.options()
     if job.observing:
-        opened, catalog = None, open_existing_store(settings.store, group, options)
+        opened, catalog = None, open_existing_store(settings.store_path, group, options)
     else:
-        opened = open_store(settings.store, group, settings.timeouts.lock, settings.every == "auto", options)
+        counting, create = settings.every == "auto", settings.creates_store
+        opened = open_store(settings.store_path, group, settings.timeouts.lock, counting, options, create=create)
         catalog = opened.catalog
         if opened.incarnation is not None:
             job.pace.count(opened.incarnation.interruptions, opened.incarnation.rank_seconds)

@@ -38,6 +38,7 @@ from monitor.save.dry_run import DryRunSaver
 from monitor.save.final_save import FinalSave, LastStep, at_exit, not_committed
 from monitor.save.saver import Saver
 from monitor.save.store_session import StoreSession
+from monitor.telemetry.log import warn_of_beginning
 from monitor.telemetry.metrics import Metrics
 from monitor.types import DecisionResult, Preempted, SaveRequest, StepReport
 from store.catalog import Catalog
@@ -116,7 +117,7 @@ class Checkpointer:
             AttachEvent(
                 rank=self._group.rank,
                 world_size=self._group.world_size,
-                store=str(store_place(self.config.store)),
+                store=str(store_place(self.config.store_path)),
                 store_id=None if opened is None else opened.catalog.store_id,
                 epoch=0 if opened is None else opened.epoch,
             )
@@ -189,6 +190,8 @@ class Checkpointer:
         self._surveyor.mark()
         if result is not None and self._catalog is not None:
             self._adopt(result, self._catalog)
+        else:
+            self._begin_from_nothing()
         if self._memory is not None:
             self._memory.begin(job.table.local(), None if result is None else result.memory)
         return self._step
@@ -405,16 +408,22 @@ class Checkpointer:
     def _require_resume_called(self) -> None:
         if not self._resume_called and self._opened is not None and self._opened.has_commits:
             raise ConfigError(
-                f"the store {self.config.store} holds commits and resume() was not called, so new saves would replace "
-                "them. Begin the loop with `range(ckpt.resume(), total_steps)`, or name another `store:`"
+                f"the store {self.config.store_path} holds commits and resume() was not called, so new saves would "
+                "replace them. Begin the loop with `range(ckpt.resume(), total_steps)`, or name another `store:`"
             )
-        if not self._resume_called and self._memory is not None:
-            self._memory.begin(self._job.table.local(), None)
+        if not self._resume_called:
+            self._begin_from_nothing()
+            if self._memory is not None:
+                self._memory.begin(self._job.table.local(), None)
         self._resume_called = True
+
+    def _begin_from_nothing(self) -> None:
+        if self._group.rank == 0 and self._opened is not None:
+            warn_of_beginning(self.config.store_path)
 
     def _mark_proven(self) -> None:
         opened, resumed = self._opened, self.resumed
-        if self._proven or resumed is None or opened is None or resumed.memory is not None:
+        if self._proven or resumed is None or opened is None or resumed.memory is not None or not opened.claimed:
             return
         self._proven = True
         save = resumed.resolution.manifest.save
@@ -453,6 +462,8 @@ class Checkpointer:
         refusal = self._saver.claim_name(self._step)
         if refusal is not None:
             return self._report(refusal, began, decided)
+        if self._memory is not None:
+            self._memory.begin_once_claimed(local)
         staged = self._saver.begin(self._step, decided, local)
         if self._memory is not None:
             self._memory.on_decision(self._step, decided.saved)

@@ -8,7 +8,7 @@
     ├── StoreError
     │   ├── NoStoreError, StoreInUseError, FencedError, NewerFormatError, NothingToResumeError, DamagedError
     │   └── StorageError
-    │       └── MissingError, ExistsError, UnreachableError
+    │       └── MissingError, ExistsError, UnreachableError, NoSpaceError
     ├── DaemonError, PeerError, MergeError
     └── SaveError
         └── NotFiniteError
@@ -98,6 +98,10 @@ class ExistsError(StorageError):
 
 class UnreachableError(StorageError):
     """An object store gave no usable answer until the retries ended. The object may be whole; nothing replaces it."""
+
+
+class NoSpaceError(StorageError):
+    """The disk is full, or a quota is used up."""
 
 
 class DamagedError(StoreError):

@@ -148,6 +148,18 @@ class Mount:
         return {"passing": "a reboot empties it", "container": "it goes with the container"}.get(self.kind)
 
 
+def free_bytes(files: Files) -> int | None:
+    """Return the bytes that this user can still write; None if unknown, as in an object store."""
+    root = getattr(files, "root", None)
+    if root is None or is_url(root):
+        return None
+    try:
+        found = os.statvfs(root)
+    except OSError:
+        return None
+    return found.f_bavail * found.f_frsize if found.f_blocks else None
+
+
 def mount_of(path: str | os.PathLike[str]) -> Mount | None:
     """Return the mount of ``path``, which need not exist; None if the mounts cannot be listed."""
     place = os.path.realpath(path)

@@ -3,9 +3,13 @@
 Silent corruption is detected late, so old commits are retained at ages in powers of two. The newest proven commit
 always stays; suspect commits are ignored, except the newest commit of all.
 
+Where the disk has no room for another full save, the rule gives way: the oldest commits that it retains are dropped
+first, only as many as needed, and never the newest whole commit nor the newest proven one.
+
 Manifests are removed first and their directory is synced before any segment is removed, so after a crash no manifest
 points to a deleted segment. Unrecognised files are reported and stay. Only the owner of the store (the lock, the
-newest epoch) may prune. Segments newer than the newest commit belong to a save in progress and stay.
+newest epoch) may prune. Segments of its epoch that are newer than the newest commit belong to a save in progress and
+stay.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from store.layout import (
     segment_dir,
     suspect_path,
 )
+from store.location import free_bytes
 from store.names import SaveId
 from store.resolve import with_bases
 from store.schema import ManifestRecord
@@ -52,17 +57,30 @@ class Retention:
         keep_last: Newest commits to retain, at least 1.
         keep_every: Also retain one commit in each range of so many steps.
         log_spaced: Also retain the oldest commit in each age range [2^i, 2^(i+1)) steps behind the newest.
+        max_share: Share of the disk space, without what others use of it, that the store may take, with the next full
+            save. None: all of it.
     """
 
     keep_last: int = 3
     keep_every: int | None = None
     log_spaced: bool = True
+    max_share: float | None = None
 
     def __post_init__(self) -> None:
         if self.keep_last < 1:
             raise ConfigError(f"retention.keep_last is {self.keep_last}: at least 1 commit must stay")
         if self.keep_every is not None and self.keep_every < 1:
             raise ConfigError(f"retention.keep_every is {self.keep_every}: give a number of steps, or leave it out")
+
+
+_MINIMUM = Retention(keep_last=1, log_spaced=False)
+"""What stays in any case: the newest commit, the newest that is not suspect, and the newest proven one."""
+
+_RECORDS = 1 << 16
+"""Bytes for the records of a save, besides 2 % of its payload."""
+
+EVERYTHING = 1 << 62
+"""More bytes than any store has."""
 
 
 def select_retained(
@@ -84,6 +102,16 @@ def select_retained(
     return keep
 
 
+def most_commits(retention: Retention, every: int, saves: int = 1000) -> int:
+    """Return the most commits that exist at a time in a run of ``saves`` saves, with the one being written."""
+    held: set[SaveId] = set()
+    most = 0
+    for number in range(1, saves + 1):
+        held = select_retained(held | {SaveId(number * every, 1)}, frozenset(), retention)
+        most = max(most, len(held))
+    return most + 1
+
+
 def _oldest_in_each(newest_first: Sequence[SaveId], buckets: Sequence[int]) -> set[SaveId]:
     return set(dict(zip(buckets, newest_first, strict=True)).values())
 
@@ -101,15 +129,62 @@ class PrunePlan:
     epoch: int
     """Epoch of the store's owner; a newer one stops the prune."""
     blocked: str | None = None
+    given_up: tuple[SaveId, ...] = ()
+    """Those of ``manifests`` that the rule retains, and that make room."""
 
 
-def plan_prune(catalog: Catalog, retention: Retention, epoch: int | None = None) -> PrunePlan:
+def bytes_to_free(catalog: Catalog, retention: Retention, *, failed: bool = False) -> int:
+    """Return the bytes that the store must free until another full save fits; 0 if it fits, or if that is unknown.
+
+    Args:
+        catalog: The store.
+        retention: Its share of the disk.
+        failed: Whether a save failed for want of space. Then something must be freed even if there seems to be room: a
+            quota, for example, is not seen in advance.
+    """
+    manifests = []
+    for save in catalog.saves():
+        with suppress(DamagedError, StorageError):
+            manifests.append(catalog.manifest(save))
+    if not manifests:
+        return 0
+    least, free = int(failed), free_bytes(catalog.files)
+    if free is None:
+        return least
+    payload = sum(unit.nbytes for unit in manifests[0].units)
+    needed = payload + payload // 50 + _RECORDS
+    short = needed - free
+    if retention.max_share is not None:
+        held = sum({name: one.payload_bytes for found in manifests for name, one in found.groups.items()}.values())
+        short = max(short, needed + held - int(retention.max_share * (free + held)))
+    return max(short, least)
+
+
+def remove_failed(files: Files, save: SaveId, epoch: int) -> None:
+    """Remove the segments of a save that failed on all ranks and was not committed, before the next one begins."""
+    if manifest_path(save).rpartition("/")[2] not in files.list_dir(MANIFESTS):
+        require_newest(files, epoch)
+        _remove_group(files, save)
+
+
+def plan_prune(
+    catalog: Catalog,
+    retention: Retention,
+    epoch: int | None = None,
+    make_room: int = 0,
+    continued: SaveId | None = None,
+    *,
+    ended: bool = False,
+) -> PrunePlan:
     """Plan a prune without writing anything.
 
     Args:
         catalog: The store.
         retention: Which commits to keep.
         epoch: Epoch of the job that prunes. None: the newest one, where no job owns the store.
+        make_room: Bytes to free, if need be by dropping commits that the rule retains, the oldest first.
+        continued: Commit that the running job continues; it stays, even if newer ones are whole.
+        ended: Whether the job of ``epoch`` has ended for certain, so that no save is in progress.
     """
     epoch = newest_epoch(catalog.files) if epoch is None else epoch
     commits = _commits(catalog)
@@ -127,25 +202,83 @@ def plan_prune(catalog: Catalog, retention: Retention, epoch: int | None = None)
         return PrunePlan(tuple(sorted(commits.readable)), (), (), (), tuple(unrecognised), 0, epoch, blocked)
     # Damaged commits are not retained, except those newer than all whole ones, which may be resumed in part.
     newest_whole = max(commits.whole)
-    keep = select_retained(commits.whole, catalog.proven(), retention, catalog.suspects().saves)
-    keep |= {save for save in commits.readable if save > newest_whole}
-    keep |= _newest_with_other_bases(catalog, commits.whole)
-    reachable = {group for save in keep for group in _needed_groups(catalog.manifest(save))}
+    proven, suspects = catalog.proven(), catalog.suspects().saves
     newest = max(commits.readable)
-    older = sorted(group for group in groups.values() if group is not None and group < newest)
-    dead = tuple(group for group in older if group not in reachable)
+    fenced = epoch + ended  # saves of an epoch before this one cannot be committed any more
+    older = sorted(group for group in groups.values() if group is not None and (group < newest or group.epoch < fenced))
+    garbage = _Garbage(catalog, older)
+    needed = {save for save in commits.readable if save > newest_whole or save == continued}
+    other_bases = _newest_with_other_bases(catalog, commits.whole)
+    keep = select_retained(commits.whole, proven, retention, suspects) | needed | other_bases
+    minimum = select_retained(commits.whole, proven, _MINIMUM, suspects) | needed
+    spare = [*sorted(keep - minimum - other_bases), *sorted(other_bases - minimum)]
+    given_up = _give_up(garbage, keep, spare, make_room)
+    keep -= given_up
+    reachable, dead = garbage.reachable(keep), garbage.groups(keep)
     dropped = tuple(sorted(set(commits.readable) - keep))
     finished = [group for group in older if group in reachable]
     temporaries = (
         *_temporaries(catalog.files, finished, newest, keep, set(commits.readable)),
         *_old_epochs(catalog.files, {save.epoch for save in (*keep, *reachable)}),
     )
-    freed = 0
     for folder in map(segment_dir, dead):
         names = list_or_empty(catalog.files, folder)
         unrecognised += [f"{folder}/{name}" for name in names if not _is_segment_file(name)]
-        freed += sum(catalog.files.size(f"{folder}/{name}") for name in names if parse_rank_file(name))
-    return PrunePlan(tuple(sorted(keep)), dropped, dead, temporaries, tuple(unrecognised), freed, epoch)
+    return PrunePlan(
+        keep=tuple(sorted(keep)),
+        manifests=dropped,
+        groups=dead,
+        temporaries=temporaries,
+        unrecognised=tuple(unrecognised),
+        freed_bytes=garbage.nbytes(keep),
+        epoch=epoch,
+        given_up=tuple(sorted(given_up)),
+    )
+
+
+class _Garbage:
+    """The segment groups that no retained commit needs, and their bytes."""
+
+    def __init__(self, catalog: Catalog, older: Sequence[SaveId]) -> None:
+        self._catalog = catalog
+        self._older = older  # than the newest commit, or of a save that cannot be committed any more
+        self._sizes: dict[SaveId, int] = {}
+
+    def reachable(self, keep: Set[SaveId]) -> set[SaveId]:
+        return {group for save in keep for group in _needed_groups(self._catalog.manifest(save))}
+
+    def groups(self, keep: Set[SaveId]) -> tuple[SaveId, ...]:
+        reachable = self.reachable(keep)
+        return tuple(group for group in self._older if group not in reachable)
+
+    def nbytes(self, keep: Set[SaveId]) -> int:
+        return sum(map(self._size, self.groups(keep)))
+
+    def _size(self, group: SaveId) -> int:
+        if group not in self._sizes:
+            self._sizes[group] = _segment_bytes(self._catalog.files, group)
+        return self._sizes[group]
+
+
+def _give_up(garbage: _Garbage, keep: Set[SaveId], spare: Sequence[SaveId], wanted: int) -> set[SaveId]:
+    """Return the commits of ``spare`` to drop, in that order, until ``wanted`` bytes are freed."""
+    kept = set(keep)
+    for save in spare:
+        if garbage.nbytes(kept) >= wanted:
+            break
+        kept.discard(save)
+    for save in sorted(keep - kept, reverse=True):  # the others need all of its segments: dropping it frees nothing
+        if garbage.nbytes(kept | {save}) == garbage.nbytes(kept):
+            kept.add(save)
+    return set(keep - kept)
+
+
+def _segment_bytes(files: Files, group: SaveId) -> int:
+    folder, nbytes = segment_dir(group), 0
+    for name in list_or_empty(files, folder):
+        with suppress(MissingError):
+            nbytes += files.size(f"{folder}/{name}") if _is_segment_file(name) else 0
+    return nbytes
 
 
 def _needed_groups(manifest: ManifestRecord) -> set[SaveId]:

@@ -71,7 +71,7 @@ def doctor(
 
     settings = load_config(CONFIG if config is None and CONFIG.exists() else config)
     ranks = ranks_from_environment(os.environ)
-    root = store or place_of(settings.store).expanduser()
+    root = store or place_of(settings.store_path).expanduser()
     options = settings.s3.options()
     options = replace(options, retry_seconds=min(options.retry_seconds, _PATIENCE))
     if repair:

@@ -12,8 +12,11 @@ from rich.console import Console
 
 from deploy import console as output
 from deploy.cli.policy import SetOption, parameters
+from deploy.cli.run import DEFAULT_STORE
 from deploy.console import DebugOption, JsonOption
 from store.errors import ConfigError, StorageError, UsageError
+from store.layout import STORE
+from store.location import place_of
 
 OutOption = Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="File to write; it must not exist yet.")]
 StoreOption = Annotated[str | None, typer.Option(metavar="DIR", help="Store for the commits.")]
@@ -44,6 +47,9 @@ def init(
     """Write a starting configuration: common settings at the top, all others commented out with their defaults."""
     del debug
     values = _values(store, _policy(policy, set_ or ()), every, encoding, bytes_per_hour)
+    path = values.get("store", DEFAULT_STORE)
+    if (place_of(path).expanduser() / STORE).is_file():  # after the first start
+        values["store"] = {"path": path, "create": False}
     files = create(out, values, schema=schema)
     body = {"files": [str(path) for path in files]}
     output.answer(body, lambda console: _draw(console, files), as_json=json)
@@ -86,6 +92,7 @@ def _draw(console: Console, files: list[Path]) -> None:
     console.print(
         output.cell(f'Next: monitor.attach(..., "{files[0]}") in the script; driftpoint doctor -c {files[0]}')
     )
+    console.print(output.cell("After the first start: set `create: false` of `store:`, as a comment there shows."))
 
 
 def _policy(name: str | None, given: Sequence[str]) -> str | dict[str, Any] | None:

@@ -25,7 +25,7 @@ from store.catalog import Catalog
 from store.errors import DamagedError, StorageError
 from store.location import is_url
 from store.names import SaveId
-from store.retention import PrunePlan, Retention, execute, plan_prune
+from store.retention import EVERYTHING, PrunePlan, Retention, execute, plan_prune
 from store.session import StoreLock, newest_epoch, read_epoch
 from store.text import listed
 
@@ -36,6 +36,10 @@ KeepLastOption = Annotated[int, typer.Option(min=1, metavar="N", help="Keep the 
 KeepEveryOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="Also keep one commit in every N steps.")]
 LogSpacedOption = Annotated[
     bool, typer.Option("--log-spaced/--no-log-spaced", help="Also keep older commits at increasing distances.")
+]
+MinimumOption = Annotated[
+    bool,
+    typer.Option("--minimum", help="Free all that can be freed: keep the newest commit and the last one resumed from."),
 ]
 
 
@@ -63,25 +67,28 @@ def prune(
     keep_last: KeepLastOption = _DEFAULT.keep_last,
     keep_every: KeepEveryOption = _DEFAULT.keep_every,
     log_spaced: LogSpacedOption = _DEFAULT.log_spaced,
+    minimum: MinimumOption = False,
     json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Delete commits that retention does not keep. Keeps the newest valid one and the last one resumed from."""
     del debug
     retention = Retention(keep_last=keep_last, keep_every=keep_every, log_spaced=log_spaced)
-    found = prune_store(store, retention, dry_run=dry_run)
+    found = prune_store(store, retention, dry_run=dry_run, minimum=minimum)
     output.answer(_as_json(found), lambda console: _draw(console, found), as_json=json)
     raise typer.Exit(found.exit_code)
 
 
-def prune_store(root: Path, retention: Retention, *, dry_run: bool) -> Pruned:
-    """Prune the store at ``root``. Raises StoreInUseError first if a job uses it."""
+def prune_store(root: Path, retention: Retention, *, dry_run: bool, minimum: bool = False) -> Pruned:
+    """Prune the store at ``root``; with ``minimum`` to as few commits as may stay.
+
+    Raises StoreInUseError first if a job uses it."""
     catalog = open_store(root)
     in_use_by = lock_owner(root)
     with ExitStack() as held:
         if not dry_run and not is_url(root):
             held.callback(StoreLock(root, wait_seconds=0).release)
-        plan = plan_prune(catalog, retention)
+        plan = plan_prune(catalog, retention, make_room=EVERYTHING if minimum else 0)
         resumable = plan.blocked is None or is_resumable(catalog)
         if not dry_run and plan.blocked is None:
             execute(catalog.files, plan)
@@ -140,9 +147,12 @@ def _names(saves: tuple[SaveId, ...], limit: int = 8) -> str:
 
 
 def _remarks(found: Pruned) -> Iterator[str]:
+    plan = found.plan
     if found.in_use_by is not None:
         user = lock_owner_text(found.root, found.in_use_by)
         yield f"The store is in use {user}: without --dry-run this fails. The job prunes by itself."
+    if plan.blocked is None and not plan.freed_bytes and len(plan.keep) > 1:
+        yield "This frees nothing. Add --minimum to keep only the newest commit and the last one resumed from."
     if found.foreign is not None:
         lock = "An object store has no lock" if is_url(found.root) else "The lock covers this machine only"
         yield f"The newest job on this store ran on {found.foreign}. {lock}: make sure that no job is saving there."

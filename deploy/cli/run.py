@@ -131,8 +131,9 @@ def places(config: Path | None, store: Path | None) -> tuple[StoreProbe, WantedD
     path = config or CONFIG
     content = read_yaml(path).values
     root, memory = content.get("store", DEFAULT_STORE), content.get("memory", {})
+    root = root.get("path") if isinstance(root, dict) else root
     if not isinstance(root, str) or not root:
-        raise ConfigError(f"{path}: store: must be a path, not {root!r}")
+        raise ConfigError(f"{path}: store: must be a path, or {{path: DIR, create: false}}, not {content['store']!r}")
     if not isinstance(memory, dict) or not isinstance(memory.get("path", ""), str):
         raise ConfigError(f"{path}: memory: must be a section such as `memory: {{enabled: true}}`, not {memory!r}")
     base = Path(memory.get("path", DEFAULT_MEMORY))

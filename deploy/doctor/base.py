@@ -8,20 +8,14 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, Literal, TypeVar
 
-from monitor.config.load import Config
-from store.encoding import encoding_named
+from monitor.config.load import Config, bytes_each
 from store.errors import UsageError
-from store.names import RAW, WEIGHTS, SaveId
-from store.retention import select_retained
-
-SLOTS: Final = (WEIGHTS, "exp_avg", "exp_avg_sq")
 
 _SUFFIXES: Final = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
-_COMMITS: Final = 1000  # commits of the simulated long run
 _SKEW: Final = 5.0  # accepted clock difference in seconds
 F = TypeVar("F")
 
@@ -41,14 +35,7 @@ class Plan:
     @property
     def commits(self) -> int:
         """Return the most commits that exist at a time, including the one being written."""
-        rule = self.config.retention_rule()
-        every = 100 if self.config.every == "auto" else self.config.every
-        held: set[SaveId] = set()
-        most = 0
-        for number in range(1, _COMMITS + 1):
-            held = select_retained(held | {SaveId(number * every, 1)}, frozenset(), rule)
-            most = max(most, len(held))
-        return most + 1
+        return self.config.most_commits()
 
     @property
     def store_bytes(self) -> int | None:
@@ -63,12 +50,6 @@ class Plan:
         each = bytes_each(self.config.memory_encodings()) * self.config.memory.versions
         each *= 2 if self.config.memory.peers else 1  # the replicas of another node's ranks
         return round(self.parameters * each / self.nodes)
-
-
-def bytes_each(encodings: Mapping[str, str]) -> float:
-    """Return the bytes per parameter of weights and both moments in these encodings."""
-    many = 1 << 20
-    return sum(encoding_named(encodings.get(slot, RAW)).stored_bytes(many, "F32") / many for slot in SLOTS)
 
 
 def parse_count(text: str) -> int:

@@ -117,7 +117,10 @@ def check_disk(facts: Facts) -> Check:
         return Check(name, "plain", text)
     room = disk.free // need
     level: Level = "bad" if room < 1 else "look" if room < _FEW_SAVES else "good"
-    todo = f"free space, or {shell_command('prune --dry-run', facts.root)}" if level != "good" else ""
+    todo = "free space, or see what the store can give: " + shell_command("prune --minimum --dry-run", facts.root)
+    if facts.status is not None and len(facts.status.saves) < 2:
+        todo = "free space: no commit of the store can be spared"
+    todo = todo if level != "good" else ""
     shown = "more than 9999" if room > 9999 else str(room)
     return Check(name, level, text, f"space for {shown} full saves of {size_text(need)}", todo)
 

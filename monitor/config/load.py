@@ -25,7 +25,8 @@ from store.encoding import ENCODINGS, encoding_named
 from store.errors import ConfigError
 from store.location import beside, is_url, store_place
 from store.metrics_server import LOOPBACK
-from store.retention import Retention
+from store.names import RAW, WEIGHTS
+from store.retention import Retention, most_commits
 from store.text import suggestion
 
 
@@ -37,11 +38,21 @@ def _interval(value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
         raise PydanticCustomError("interval", "it must be a number of steps >= 1, or auto") from error
 
 
+def _store(value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
+    """Likewise."""
+    try:
+        return validated(value)
+    except ValidationError as error:
+        raise PydanticCustomError("store", "it must be a path, or a mapping: {{path: DIR, create: false}}") from error
+
+
 class Config(sections.Settings):
     """All settings of a job: the YAML file that `monitor.attach` takes; see docs/configuration.md."""
 
-    store: str = Field(default="./driftpoint-checkpoints", min_length=1)
-    """a dedicated directory on a disk that all nodes share; or s3://BUCKET/PREFIX"""
+    store: Annotated[Annotated[str, Field(min_length=1)] | sections.StoreSettings, WrapValidator(_store)] = (
+        "./driftpoint-checkpoints"
+    )
+    """a directory on a disk that all nodes share; or s3://BUCKET/PREFIX; or {path: DIR, create: false}"""
     every: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], WrapValidator(_interval)] = "auto"
     """optimizer steps between decisions; auto: the interval that loses least, see docs/interval.md"""
     policy: str | dict[str, Any] = Field(default="full", json_schema_extra=sections.policies_schema)
@@ -72,6 +83,16 @@ class Config(sections.Settings):
     s3: sections.S3Settings = sections.S3Settings()
     metrics: sections.MetricsSettings = sections.MetricsSettings()
     timeouts: sections.TimeoutSettings = sections.TimeoutSettings()
+
+    @property
+    def store_path(self) -> str:
+        """The path or URL in ``store:``."""
+        return self.store if isinstance(self.store, str) else self.store.path
+
+    @property
+    def creates_store(self) -> bool:
+        """Whether a store is made where there is none."""
+        return isinstance(self.store, str) or self.store.create
 
     def bounded_policy(self) -> Policy:
         """Return the policy inside its bounds. Raise ConfigError if they are invalid or contradict each other."""
@@ -126,7 +147,7 @@ class Config(sections.Settings):
         """Return the absolute path of the drift trace, None if it is off. Raise ConfigError if it is in the store."""
         if not self.trace.enabled:
             return None
-        store = store_place(self.store)
+        store = store_place(self.store_path)
         if self.trace.path is None:
             return beside(store, ".trace.jsonl")
         path = Path(os.path.abspath(os.path.expanduser(self.trace.path)))  # noqa: PTH100, PTH111
@@ -137,6 +158,17 @@ class Config(sections.Settings):
     def retention_rule(self) -> Retention:
         """Return the retention rule. Raise ConfigError if it would keep nothing."""
         return Retention(**self.retention.model_dump())
+
+    def most_commits(self) -> int:
+        """Return the most commits that exist at a time in a long run, with the one being written."""
+        return most_commits(self.retention_rule(), 100 if self.every == "auto" else self.every)
+
+
+def bytes_each(encodings: Mapping[str, str]) -> float:
+    """Return the bytes per parameter of weights and both moments of Adam in these encodings."""
+    many = 1 << 20
+    slots = (WEIGHTS, "exp_avg", "exp_avg_sq")
+    return sum(encoding_named(encodings.get(slot, RAW)).stored_bytes(many, "F32") / many for slot in slots)
 
 
 def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | None) -> Config:
@@ -171,7 +203,7 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
 
 def _check_location(config: Config) -> None:
     """Raise ConfigError for an invalid store URL, and for a section that the kind of store does not support."""
-    place = store_place(config.store)
+    place = store_place(config.store_path)
     if is_url(place) and config.daemon.enabled:
         raise ConfigError(
             f"daemon: it can rescue snapshots into directories only, and the store is {place}: remove the section. "

@@ -68,6 +68,15 @@ class Settings(BaseModel):
         return value
 
 
+class StoreSettings(Settings):
+    """The store, where it is more than a path."""
+
+    path: str = Field(min_length=1)
+    """the directory, or s3://BUCKET/PREFIX"""
+    create: bool = True
+    """false: refuse to start where there is no store, for example because a disk is not mounted"""
+
+
 class BoundSettings(Settings):
     """Limits that hold under every policy; see docs/policies.md."""
 
@@ -140,7 +149,7 @@ class LayerSettings(Settings):
 
 
 class RetentionSettings(Settings):
-    """Which commits are kept; a resume uses the newest valid one."""
+    """Which commits are kept; a resume uses the newest valid one. Without room for a save, fewer."""
 
     keep_last: int = Field(default=3, json_schema_extra=_LEAST_1)
     """number of newest commits to keep"""
@@ -148,6 +157,8 @@ class RetentionSettings(Settings):
     """also keep one commit per this many steps"""
     log_spaced: bool = True
     """also keep older ones, ever sparser; the last proven commit is always kept"""
+    max_share: float | None = Field(default=0.8, gt=0, le=1)
+    """share of the disk, without what others use, that commits and the next save may take; null: all"""
 
 
 class ResumeSettings(Settings):

@@ -31,6 +31,9 @@ _HEAD = """\
 """
 
 
+_LATER = "# After the first start, which makes the store, refuse to begin without it: store: {store}"
+
+
 def documented(keys: Iterable[str]) -> str:
     """Return settings with their defaults and meanings, as docs/configuration.md shows them."""
     return "".join(f"{line}\n" for key in keys for line in _lines(key, None))
@@ -47,7 +50,10 @@ def written(values: Mapping[str, Any], name: str, *, schema: bool) -> str:
     active = {key: getattr(Config(), key) for key in _WRITTEN} | dict(values)
     text = f"# yaml-language-server: $schema=./{SCHEMA_FILE}\n" if schema else ""
     text += _HEAD.format(name=name) + "\n"
-    text += "".join(f"{line}\n" for key in COMMON for line in _lines(key, active))
+    common = [line for key in COMMON for line in _lines(key, active)]
+    if isinstance(active["store"], str):
+        common.insert(1, _LATER.format(store=_yaml({"path": active["store"], "create": False})))
+    text += "".join(f"{line}\n" for line in common)
     return text + "\n# Advanced\n\n" + "".join(f"{line}\n" for key in ADVANCED for line in _lines(key, active))
 
 
@@ -81,5 +87,5 @@ def _setting(key: str, field: FieldInfo, active: Mapping[str, Any], indent: str)
 def _yaml(value: Any) -> str:
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         value = int(value)
-    dumped: str = yaml.safe_dump(value, default_flow_style=True, width=10_000)
+    dumped: str = yaml.safe_dump(value, default_flow_style=True, width=10_000, sort_keys=False)
     return dumped.removesuffix("\n").removesuffix("\n...")

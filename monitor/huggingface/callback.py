@@ -169,7 +169,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         planned = (state.stateful_callbacks or {}).pop(PLAN, None)
         if planned is None and checkpointer.holds_commits:
             raise UsageError(
-                f"the store {self.config.store} holds commits, but the Trainer does not resume from them: call "
+                f"the store {self.config.store_path} holds commits, but the Trainer does not resume from them: call "
                 "trainer.train(resume_from_checkpoint=monitor.resume_path(...)), or set another `store:`"
             )
         if planned is not None:  # if the training is complete, the stub folder has a step beyond all epochs
@@ -285,12 +285,15 @@ def resume_path(config: str | os.PathLike[str] | Mapping[str, Any] | Config | No
     callbacks = _callbacks_of_store(settings)
     if not callbacks:
         raise UsageError(
-            f"there is no CheckpointCallback of the store {store_place(settings.store)}, and the folder alone holds no "
-            "weights: give the Trainer callbacks=[monitor.CheckpointCallback(...)] with the same configuration first"
+            f"there is no CheckpointCallback of the store {store_place(settings.store_path)}, and the folder alone "
+            "holds no weights: first give the Trainer callbacks=[monitor.CheckpointCallback(...)] with the same "
+            "configuration"
         )
     return max(callbacks, key=lambda callback: callback.number).resume_path()
 
 
 def _callbacks_of_store(config: Config) -> list[CheckpointCallback]:
     """Return every callback of this process that saves to the store of ``config``."""
-    return [callback for callback in _callbacks if store_place(callback.config.store) == store_place(config.store)]
+    return [
+        callback for callback in _callbacks if store_place(callback.config.store_path) == store_place(config.store_path)
+    ]

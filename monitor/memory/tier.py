@@ -71,6 +71,7 @@ class MemoryTier:
         self._newest: tuple[int, SaveId] | None = None
         self._replication = Replication(job)
         self._old_left = False  # memory of earlier incarnations is to be reused once a snapshot is replicated
+        self._unclaimed: tuple[SaveId | None] | None = None  # argument of begin(), while the store has no room
         self._last_problem: str | None = None
         self._failures = 0
         self._disabled = False
@@ -101,6 +102,18 @@ class MemoryTier:
             local: Units of this rank.
             kept: Snapshot that the job resumed; it stays until there is a newer one.
         """
+        self._unclaimed = None if self._session.claimed else (kept,)
+        if self._unclaimed is None:  # memory is named by the epoch, and that of the job before is not this job's
+            self._reserve(local, kept)
+        self._manifest.begin()
+        self._schedule.restart()
+
+    def begin_once_claimed(self, local: Mapping[Unit, LocalUnit]) -> None:
+        """Reserve memory if :meth:`begin` could not, because the store was not claimed yet. Collective."""
+        if self._unclaimed is not None:
+            self.begin(local, *self._unclaimed)
+
+    def _reserve(self, local: Mapping[Unit, LocalUnit], kept: SaveId | None) -> None:
         if self._buffers.arena is not None:
             slot = self._buffers.keep_only_version(kept)
             self._newest = None if slot is None or kept is None else (slot, kept)
@@ -115,8 +128,6 @@ class MemoryTier:
             else:
                 self._begin_replication(local, kept)
             self._job.listeners.on_memory(MemoryEvent(not any(problems), self._tier.base))
-        self._manifest.begin()
-        self._schedule.restart()
 
     def on_decision(self, step: int, saved: Collection[Unit]) -> None:
         """Note that a save of these units, if any, began at ``step``. The same on all ranks."""

@@ -82,7 +82,7 @@ def remove_override(config: Config) -> None:
 
 
 def _path(config: Config) -> Path:
-    return beside(store_place(config.store), ".resume.json")
+    return beside(store_place(config.store_path), ".resume.json")
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def predict_resume(config: Config, group: Group, user: UserState) -> ResumePredi
     """Predict what a job with these settings will resume; None if the store is empty. Changes nothing. Collective.
 
     user: the objects in ``state=``. Raises the errors of :meth:`monitor.Checkpointer.resume`."""
-    catalog = open_existing_store(config.store, group, config.s3.options())
+    catalog = open_existing_store(config.store_path, group, config.s3.options())
     if catalog is None:
         return None
     snapshot = None

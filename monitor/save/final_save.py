@@ -75,7 +75,7 @@ class LastStep:
         if not self.job.group.broadcast(self._is_committed()):
             self.save()
         if self.job.group.rank == 0:
-            log_startup(f"the last step {self.step} is committed to {self.job.config.store}")
+            log_startup(f"the last step {self.step} is committed to {self.job.config.store_path}")
 
     def _is_committed(self) -> bool:
         """Return whether every unit of the newest commit is of the last step. Rank 0."""

@@ -6,6 +6,7 @@ staged copies only, never live tensors, and calls no collective. Only rank 0 has
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -24,11 +25,13 @@ from store.encoding import encoding_named
 from store.errors import DamagedError, MissingError, SaveError, StorageError
 from store.layout import part_path, payload_path, segment_dir
 from store.names import RAW, SaveId, Unit
-from store.retention import Retention, execute, plan_prune
+from store.retention import Retention, bytes_to_free, execute, plan_prune, remove_failed
 from store.schema import MeasureRecord
 from store.segment import SegmentDraft, StagedFragment, write_segment
 from store.session import require_present
 from store.storage.local import Files
+
+_log = logging.getLogger("driftpoint")
 
 
 @dataclass(frozen=True)
@@ -131,14 +134,66 @@ def prune_after_commit(task: SaveTask) -> None:
     except StorageError as error:
         notes.append(f"LATEST was not updated: {error}")
     try:
-        plan = plan_prune(commit_plan.catalog, commit_plan.retention, commit_plan.draft.save.epoch)
-        execute(task.files, plan)
-        commit_plan.catalog.retain(plan.keep)
-        notes += [f"pruning: {plan.blocked}"] if plan.blocked else []
-    except (StorageError, DamagedError) as error:
+        prune(task.files, commit_plan.catalog, commit_plan.retention, commit_plan.draft.save.epoch)
+    except (SaveError, StorageError, DamagedError) as error:
         notes.append(f"pruning stopped: {error}")
     if notes:
         raise SaveError("; ".join(notes))
+
+
+def make_room(task: SaveTask) -> None:
+    """Free what the next save needs, after this one failed because the disk was full. Rank 0 only.
+
+    Also if its manifest was attempted: a full disk may have room for the segments, and not for the manifest."""
+    plan = task.commit_plan
+    if plan is not None:
+        draft = plan.draft
+        remove_failed(task.files, draft.save, draft.save.epoch)
+        retention = replace(plan.retention, max_share=None)  # what the save lacked, and no more
+        prune(task.files, plan.catalog, retention, draft.save.epoch, failed=True, continued=draft.previous)
+
+
+def prune(
+    files: Files,
+    catalog: Catalog,
+    retention: Retention,
+    epoch: int,
+    *,
+    failed: bool = False,
+    continued: SaveId | None = None,
+) -> None:
+    """Delete what retention does not keep, and more if another full save does not fit. Log a warning then.
+
+    Args:
+        files: Of the store.
+        catalog: Of the store; records that are not needed any more leave its cache.
+        retention: Rule that gives way where room is short.
+        epoch: Of the owner.
+        failed: Whether a save failed for want of space.
+        continued: Commit that the job continues, which stays.
+
+    Raises:
+        SaveError: Nothing may be deleted, because a commit cannot be read.
+    """
+    wanted = bytes_to_free(catalog, retention, failed=failed)
+    plan = plan_prune(catalog, retention, epoch, wanted, continued)
+    execute(files, plan)
+    catalog.retain(plan.keep)
+    if plan.blocked:
+        raise SaveError(plan.blocked)
+    place = getattr(files, "root", "the store")
+    if plan.given_up:
+        _log.warning(
+            "%s has too little room for another full save: deleted the commits of steps %s, which `retention:` keeps "
+            "otherwise; %d bytes freed. Free space, or keep fewer commits",
+            *(place, ", ".join(str(save.step) for save in plan.given_up), plan.freed_bytes),
+        )
+    if failed and plan.freed_bytes < wanted:
+        _log.warning(
+            "no more can be deleted in %s: it holds the newest commit and the last one resumed from (steps %s) only. A "
+            "save needs about %d bytes more: free space on that disk",
+            *(place, ", ".join(str(save.step) for save in plan.keep), wanted - plan.freed_bytes),
+        )
 
 
 def discard(files: Files, save: SaveId, rank: int) -> None:

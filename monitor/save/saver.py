@@ -27,6 +27,7 @@ from monitor.save.save_task import (
     SaveTask,
     discard,
     empty_segment,
+    make_room,
     prune_after_commit,
     run_save,
     with_run_state,
@@ -35,7 +36,15 @@ from monitor.save.staging import AsyncCopy, StagedUnit, Stager, UnfinishedCopy, 
 from monitor.save.store_session import StoreSession
 from monitor.types import DecisionResult
 from store.encoding import encoding_named
-from store.errors import ExistsError, FencedError, SaveError, StoreError, UnsupportedError, UsageError
+from store.errors import (
+    ExistsError,
+    FencedError,
+    NoSpaceError,
+    SaveError,
+    StoreError,
+    UnsupportedError,
+    UsageError,
+)
 from store.names import Fragment, SaveId, Unit
 from store.schema import digest, seal
 from store.segment import SegmentDraft
@@ -83,7 +92,8 @@ class Saver:
         # Whether copies are made during the next forward and backward.
         self.lazy = staging == "lazy" or (staging == "auto" and job.adapter.state_is_private)
         self._upkeep: dict[int, str] = {}
-        self._fenced = self._renewing = self._committed = False
+        self._fenced = self._committed = False
+        self._renewing = not session.claimed
         self._failure: str | None = None
         self.dropped: tuple[Unit, ...] = ()
         """Units with NaN or Inf that the save settled last left out. The same on all ranks."""
@@ -301,6 +311,7 @@ class Saver:
             return record.epoch, record.token
 
         self._session.epoch, self._session.token = run_on_rank0(self._group, claim)
+        self._session.claimed = True
 
     def _collect(self) -> None:
         for done in self._writer.finished():
@@ -334,6 +345,8 @@ class Saver:
         elif not attempted and not (outcome is not None and isinstance(outcome.error, ExistsError)):
             files, save, rank = self._session.files, pending.save, self._group.rank
             self.upkeep(lambda: discard(files, save, rank), f"removing the files of the failed save {save.name}")
+        if not committed:
+            self._make_room(pending.task, outcome)
         self._pending = self._outcome = None
         return {**early, **pending.task.progress.signatures}
 
@@ -359,6 +372,12 @@ class Saver:
                 self._stager.unstage(one, one.copies)
             return (), AsyncCopy(), SaveError(f"the state could not be copied: {error!r}")
         return tuple(staged), copying, None
+
+    def _make_room(self, task: SaveTask, outcome: TaskResult[SaveResult | None] | None) -> None:
+        """Let retention give way in the background if the disk was full on any rank. Collective."""
+        full = outcome is not None and isinstance(outcome.error, NoSpaceError)
+        if self._group.all_reduce_max([full])[0] and self._group.rank == 0:
+            self.upkeep(lambda: make_room(task), "making room for the next save")
 
     def _packing(self, save: SaveId, staged: Sequence[StagedUnit], decided: DecisionResult) -> SavePacking:
         now, before = time.monotonic(), self._began

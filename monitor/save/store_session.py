@@ -7,21 +7,26 @@ a disk that is local to each node, and a path that differs between ranks.
 from __future__ import annotations
 
 import logging
+import secrets
+import socket
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from monitor.distributed import Group, run_on_all_ranks, run_on_rank0
 from store.catalog import Catalog, open_catalog, open_or_create
-from store.errors import DamagedError, MissingError, NoStoreError, StorageError
+from store.errors import DamagedError, FencedError, MissingError, NoSpaceError, NoStoreError, StorageError
 from store.location import files_at, place_of
-from store.schema import IncarnationRecord
+from store.retention import Retention, execute, plan_prune
+from store.schema import EpochRecord, IncarnationRecord
 from store.session import (
     IncarnationCount,
     StoreLock,
     begin_incarnation,
     claim_epoch,
+    is_closed,
     mark_closed,
     new_incarnation,
+    newest_epoch,
     read_epoch,
 )
 from store.storage.bucket import ObjectOptions
@@ -29,6 +34,9 @@ from store.storage.local import Files, LocalFiles
 from store.storage.object_store import ObjectFiles
 
 _log = logging.getLogger("driftpoint")
+
+_EVERY_COMMIT = 1 << 31
+"""More commits than any store has: the rule itself drops none."""
 
 
 @dataclass
@@ -42,11 +50,14 @@ class StoreSession:
     has_commits: bool  # when it was opened
     lock: StoreLock | None  # rank 0 only
     incarnation: IncarnationRecord | None = None  # stored with each claimed epoch; rank 0, if interruptions are counted
+    claimed: bool = True
+    """False: the disk had no room for the claim. ``epoch`` is that of the job before, until the next one is claimed."""
     began: float = field(default_factory=time.monotonic)
 
     def mark_closed(self) -> None:
         """Record that this job ends as intended, so that its end is no interruption. Rank 0, if they are counted."""
-        mark_closed(self.files, self.catalog.store_id, self.epoch, time.monotonic() - self.began)
+        if self.claimed:
+            mark_closed(self.files, self.catalog.store_id, self.epoch, time.monotonic() - self.began)
 
     def release(self) -> None:
         """Release the lock, so that another job can open the store."""
@@ -55,10 +66,30 @@ class StoreSession:
             self.lock = None
 
 
+@dataclass(frozen=True)
+class _Claim:
+    """Rank 0's view of the store. ``seen``: token in the record of ``epoch``, which all ranks must see."""
+
+    epoch: int
+    token: str
+    seen: str
+    claimed: bool = True
+    has_commits: bool = False
+
+
 def open_store(
-    path: str, group: Group, lock_seconds: float, counting: bool = False, options: ObjectOptions | None = None
+    path: str,
+    group: Group,
+    lock_seconds: float,
+    counting: bool = False,
+    options: ObjectOptions | None = None,
+    *,
+    create: bool = True,
 ) -> StoreSession:
     """Open or create the store at ``path`` and claim an epoch. Collective.
+
+    Where a full disk prevents the claim, a store that exists is opened all the same; the epoch is claimed when there is
+    room, before the first save.
 
     Args:
         path: Directory or URL.
@@ -66,35 +97,103 @@ def open_store(
         lock_seconds: Time to wait for another job's lock.
         counting: Whether interruptions of this job are counted.
         options: Of an object store. It has no lock; jobs detect each other by the epoch alone.
+        create: Whether to make a store if there is none.
 
     Raises:
         StoreInUseError, StorageError, DamagedError: The same on all ranks.
+        NoStoreError: There is no store, and none may be created.
         UnsupportedError: The object store has no conditional puts, so two jobs could overwrite each other's commits.
     """
     files = run_on_all_ranks(group, lambda: files_at(place_of(path).expanduser(), options))
     lock: StoreLock | None = None
     incarnation: IncarnationRecord | None = None
 
-    def claim() -> tuple[int, str, bool]:
+    def claim() -> _Claim:
         nonlocal lock, incarnation
-        catalog = open_or_create(files)
+        catalog = open_or_create(files) if create else _open_existing(files, path)
         if isinstance(files, LocalFiles):
             lock = StoreLock(files.root, lock_seconds)
         elif isinstance(files, ObjectFiles):
             files.require_conditional_puts()
         if counting:
             incarnation = _begin_incarnation(catalog, group.world_size)
-        record = claim_epoch(files, catalog.store_id, incarnation)
-        return record.epoch, record.token, bool(catalog.saves())
+        found = _claim(catalog, incarnation, locked=lock is not None)
+        return replace(found, has_commits=bool(catalog.saves()))
 
     try:
-        epoch, token, has_commits = run_on_rank0(group, claim)
-        catalog = run_on_all_ranks(group, lambda: _check_epoch(files, epoch, token))
+        found = run_on_rank0(group, claim)
+        catalog = run_on_all_ranks(group, lambda: _check_epoch(files, found.epoch, found.seen))
     except BaseException:
         if lock is not None:
             lock.release()
         raise
-    return StoreSession(files, catalog, epoch, token, has_commits, lock, incarnation)
+    return StoreSession(
+        files, catalog, found.epoch, found.token, found.has_commits, lock, incarnation, claimed=found.claimed
+    )
+
+
+def _open_existing(files: Files, path: str) -> Catalog:
+    try:
+        return open_catalog(files)
+    except NoStoreError as error:
+        raise NoStoreError(
+            f"there is no store at {path}, and `store: {{create: false}}` forbids to begin a new one: check that its "
+            "disk is mounted and the path is right. For the first start, remove `create: false`"
+        ) from error
+
+
+def _claim(catalog: Catalog, incarnation: IncarnationRecord | None, *, locked: bool) -> _Claim:
+    """Claim an epoch, or return the newest one unclaimed if the disk is full. Raises NoSpaceError in a new store."""
+    files = catalog.files
+    try:
+        record = claim_epoch(files, catalog.store_id, incarnation)
+    except NoSpaceError as error:
+        before = _newest_record(files)
+        if before is None:
+            raise
+        if not _free_some(catalog, before, locked=locked):
+            return _unclaimed(before, error)
+        try:
+            record = claim_epoch(files, catalog.store_id, incarnation)
+        except NoSpaceError as again:
+            return _unclaimed(_newest_record(files) or before, again)
+    return _Claim(record.epoch, record.token, record.token)
+
+
+def _unclaimed(before: EpochRecord, error: NoSpaceError) -> _Claim:
+    _log.error(
+        "the store has no room for the record of this start, so nothing is saved until there is: %s. Training goes on, "
+        "and every decision tries again",
+        error,
+    )
+    return _Claim(before.epoch, secrets.token_hex(16), before.token, claimed=False)
+
+
+def _newest_record(files: Files) -> EpochRecord | None:
+    newest = newest_epoch(files)
+    try:
+        return read_epoch(files, newest) if newest else None
+    except (DamagedError, MissingError):
+        return None
+
+
+def _free_some(catalog: Catalog, before: EpochRecord, *, locked: bool) -> bool:
+    """Delete what a killed save left, or the oldest commit. Return whether anything was freed.
+
+    Before its claim this job does not own the store: the job before must have ended, as its mark says, or the lock of
+    the machine on which it ran."""
+    if not (is_closed(catalog, before.epoch) or (locked and before.host == socket.gethostname())):
+        return False
+    try:
+        plan = plan_prune(catalog, Retention(keep_last=_EVERY_COMMIT), before.epoch, make_room=1, ended=True)
+        execute(catalog.files, plan)
+    except (StorageError, DamagedError, FencedError) as error:
+        _log.warning("the store is full, and pruning it stopped: %s", error)
+        return False
+    if plan.given_up:
+        steps = ", ".join(str(save.step) for save in plan.given_up)
+        _log.warning("the store is full: deleted the commits of steps %s, to record this start", steps)
+    return plan.freed_bytes > 0
 
 
 def _begin_incarnation(catalog: Catalog, world_size: int) -> IncarnationRecord:

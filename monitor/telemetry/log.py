@@ -33,6 +33,16 @@ def log_startup(text: str) -> None:
     sys.stderr.flush()
 
 
+def warn_of_beginning(store: str) -> None:
+    """Warn that nothing was resumed, for the case that the store should have had commits."""
+    _log.warning(
+        "training begins from nothing: there is no commit in %s. If there should be one, check the path and the mount. "
+        "Once the store exists, `store: {path: %s, create: false}` refuses a start without it",
+        store,
+        store,
+    )
+
+
 class SaveLog(SaveListener):
     """Logs events; on ranks other than 0 only those that rank 0 does not know of."""
 
@@ -80,7 +90,7 @@ class SaveLog(SaveListener):
     @override
     def on_close(self, clean: bool, timeout: float) -> None:
         if self._rank == 0 and self._decisions and not self._commits:
-            _log.error("this job ends without any commit in %s", self._config.store)
+            _log.error("this job ends without any commit in %s", self._config.store_path)
 
     @override
     def on_save_begin(self, event: events.SaveBeginEvent) -> None:
@@ -119,7 +129,7 @@ class SaveLog(SaveListener):
         if self._rank != 0:
             return
         certificate = event.certificate
-        where = self._config.store
+        where = self._config.store_path
         if event.from_memory:
             sources = {unit.source for unit in certificate.units if unit.moving}
             where = "memory" if sources <= {MEMORY, PEER} else f"memory and {where}"
@@ -177,7 +187,7 @@ _WHY_SKIPPED = {
     "busy": (logging.WARNING, "no save at step %d: the one before is still being written"),
     "fenced": (logging.ERROR, "no save at step %d: another job has taken over the store; stop one of the two"),
     "withheld": (logging.ERROR, "no save at step %d: layers without any version have NaN or Inf"),
-    "storage": (logging.ERROR, "no save at step %d: the store could not be claimed for a second save of this step"),
+    "storage": (logging.ERROR, "no save at step %d: the store could not be claimed; the line before says why"),
     "disagree": (
         logging.ERROR,
         "no save at step %d: ranks are at different steps; call ckpt.step() equally often on all of them",

@@ -17,7 +17,7 @@ from datetime import timedelta
 from itertools import chain, repeat
 from typing import Any, TypeVar
 
-from store.errors import ExistsError, MissingError, StorageError, UnreachableError, UnsupportedError
+from store.errors import ExistsError, MissingError, NoSpaceError, StorageError, UnreachableError, UnsupportedError
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
@@ -45,7 +45,7 @@ _ADVICE = {
     "SlowDown": "the server asked for fewer requests until the retries ended",
     "RequestTimeTooSkewed": "the clock of this machine is wrong: set it",
     "EntityTooLarge": "the object is too large for the server",
-    "QuotaExceeded": "the quota is used up: free space or run `driftpoint prune STORE`",
+    "QuotaExceeded": "the quota is used up: free space in it",
 }
 _SIGNS = (
     (("169.254.", "/latest/api/token"), f"there are no credentials, or they could not be fetched; {_CHECK_KEYS}"),
@@ -105,7 +105,8 @@ def storage_error(error: BaseException, verb: str, where: str) -> StorageError:
         return MissingError(f"cannot {verb} {where}: it is not there")
     if is_taken(error):
         return ExistsError(f"cannot {verb} {where}: another object is there already")
-    return StorageError(f"cannot {verb} {where}: {advice or _short(text)}" + (f" ({_short(text)})" if advice else ""))
+    kind = NoSpaceError if code and code[1] == "QuotaExceeded" else StorageError
+    return kind(f"cannot {verb} {where}: {advice or _short(text)}" + (f" ({_short(text)})" if advice else ""))
 
 
 def _advice(error: BaseException, text: str) -> str:

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from store.errors import DamagedError, ExistsError, MissingError, StorageError
+from store.errors import DamagedError, ExistsError, MissingError, NoSpaceError, StorageError
 
 
 class NewFile(Protocol):
@@ -303,8 +303,8 @@ def _fill(descriptor: int, offset: int, target: memoryview, path: Path) -> None:
 
 
 _ADVICE = {
-    errno.ENOSPC: "the filesystem is full: free space or run `driftpoint prune STORE`",
-    errno.EDQUOT: "the disk quota is used up: free space or run `driftpoint prune STORE`",
+    errno.ENOSPC: "the filesystem is full: free space on it",
+    errno.EDQUOT: "the disk quota is used up: free space in it",
     errno.EROFS: "the filesystem is read-only: check the mount",
     errno.EACCES: "permission denied: check the owner and mode",
     errno.EPERM: "not permitted: check the owner, and that the filesystem has hard links",
@@ -315,6 +315,14 @@ _ADVICE = {
 }
 
 
+_KINDS = {
+    errno.ENOENT: MissingError,
+    errno.EEXIST: ExistsError,
+    errno.ENOSPC: NoSpaceError,
+    errno.EDQUOT: NoSpaceError,
+}
+
+
 @contextmanager
 def _translate_errors(verb: str, root: str | Path, path: str = "") -> Iterator[None]:
     try:
@@ -322,7 +330,7 @@ def _translate_errors(verb: str, root: str | Path, path: str = "") -> Iterator[N
     except OSError as error:
         number = error.errno or 0
         reason = _ADVICE.get(number, os.strerror(number) if number else str(error))
-        kind = {errno.ENOENT: MissingError, errno.EEXIST: ExistsError}.get(number, StorageError)
+        kind = _KINDS.get(number, StorageError)
         raise kind(f"cannot {verb} {Path(root, path)}: {reason}") from error
 
 

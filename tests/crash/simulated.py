@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from store.errors import DamagedError, ExistsError, MissingError, StorageError
+from store.errors import DamagedError, ExistsError, MissingError, NoSpaceError, StorageError
 
 Choose = Callable[[str], bool]
 """Whether this one change reached the disk; the argument says what it is: ``name``, ``sector`` or ``length``."""
@@ -317,7 +317,8 @@ class SimulatedFiles:
                 self.disk.apply(done)
                 self.log.append(done)
         if fault is not None and not fault.phantom:
-            raise StorageError(f"cannot {op.verb} {op.target or op.path}: {os.strerror(fault.error)}")
+            kind = NoSpaceError if fault.error == errno.ENOSPC else StorageError
+            raise kind(f"cannot {op.verb} {op.target or op.path}: {os.strerror(fault.error)}")
 
     def _require_parent(self, verb: str, path: str) -> _Directory:
         folder = _checked(path).rpartition("/")[0]

@@ -57,7 +57,7 @@ def test_a_disk_that_fills_up_and_is_freed(disk: Path, leave: int, caplog: pytes
         ballast = fill(disk, leave)
         for _ in range(4):
             one.step()
-        assert one.metric("driftpoint_failures_total", reason="StorageError") >= 3
+        assert one.metric("driftpoint_failures_total", reason="NoSpaceError") >= 3
         assert any(record.levelno >= logging.WARNING for record in caplog.records)
         assert commits(store) == [1]
         ballast.unlink()
@@ -83,7 +83,7 @@ def test_failed_saves_do_not_eat_the_disk(disk: Path) -> None:
             one.step()
         one.ckpt.save(wait=True, strict=False)
         one.ckpt.flush()
-        assert one.metric("driftpoint_failures_total", reason="StorageError") == 6
+        assert one.metric("driftpoint_failures_total", reason="NoSpaceError") == 6
         assert os.statvfs(disk).f_bavail == room - 1  # the record of the epoch that save() claimed
         ballast.unlink()
     assert [path.name[:8] for path in (store / "segments").iterdir() if any(path.iterdir())] == ["00000001"]

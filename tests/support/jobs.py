@@ -42,11 +42,18 @@ class Job:
 
     Where a process group is up, the model is replicated by DistributedDataParallel."""
 
-    def __init__(self, store: Path, state: list[Any] | None = None, width: int = 8, **settings: Any) -> None:
+    def __init__(
+        self, store: Path | dict[str, Any], state: list[Any] | None = None, width: int = 8, **settings: Any
+    ) -> None:
         self.model = Model(width)
         self.trained = DistributedDataParallel(self.model) if torch.distributed.is_initialized() else self.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        values: Mapping[str, Any] = {"store": str(store), "every": 1, "metrics": {"enabled": False}, **settings}
+        values: Mapping[str, Any] = {
+            "store": store if isinstance(store, dict) else str(store),
+            "every": 1,
+            "metrics": {"enabled": False},
+            **settings,
+        }
         self.ckpt = monitor.attach((self.trained, self.optimizer), values, state=state or [])
 
     def update(self) -> None:
@@ -87,7 +94,7 @@ class Job:
 
 
 @contextmanager
-def job(store: Path, **settings: Any) -> Iterator[Job]:
+def job(store: Path | dict[str, Any], **settings: Any) -> Iterator[Job]:
     """A job whose checkpointer is closed at the end of the block."""
     made = Job(store, **settings)
     try:

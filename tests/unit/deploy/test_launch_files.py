@@ -168,6 +168,17 @@ def test_the_settings_in_a_manifest_are_settings(made: dict[str, Any]) -> None:
     Config.model_validate(yaml.safe_load(made["data"]["driftpoint.yaml"]))
 
 
+@pytest.mark.parametrize(
+    "path", [SBATCH, DEPLOY / "systemd" / "driftpoint-job@.service", *MANIFESTS], ids=lambda p: p.name
+)
+def test_a_store_that_is_not_mounted_is_refused_after_the_first_start(path: Path) -> None:
+    text = path.read_text()
+    assert ("create: false" in text) == (path.name != "podmonitor.yaml")  # which starts nothing
+    for setting in re.findall(r"store: (\{path: /\S+, create: false\})", text):
+        stored = Config.model_validate({"store": yaml.safe_load(setting)})
+        assert f"store: {stored.store_path}\n" in text and not stored.creates_store
+
+
 def test_shared_memory_is_memory_and_pods_are_nobodys_root() -> None:
     for name, made in objects():
         for spec in within(made, "containers"):

@@ -20,11 +20,11 @@ from pathlib import Path
 import pytest
 
 from deploy.doctor import disk, machine
-from deploy.doctor.base import Finding, Plan, bytes_each, parse_count
+from deploy.doctor.base import Finding, Plan, parse_count
 from deploy.doctor.disk import check_disk
 from deploy.doctor.nodes import Ranks, check_nodes, ranks_from_environment
 from deploy.doctor.store import check_store
-from monitor.config.load import Config
+from monitor.config.load import Config, bytes_each
 from store.errors import StorageError, UsageError
 from store.retention import Retention
 from store.schema import seal, unseal
@@ -107,7 +107,7 @@ from pathlib import Path
 from deploy.doctor.disk import check_disk
 from deploy.doctor.store import check_store
 from deploy.doctor.base import Plan
-from monitor.config.load import Config
+from monitor.config.load import Config, bytes_each
 from store.retention import Retention
 os.setgroups([])
 os.setresgid(65534, 65534, 65534)

@@ -13,6 +13,7 @@ from jsonschema import Draft202012Validator
 from monitor.config.load import Config, load_config
 from monitor.config.template import config_schema
 from tests.support.cli import Here
+from tests.support.stores import StoreBuilder
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +77,18 @@ def test_it_writes_what_was_asked_for(here: Here, given: tuple[str, ...], expect
     assert "yaml-language-server" not in Path("mine.yaml").read_text()
     everything = yaml.safe_load(re.sub(r"^#(?=(?:  )*\w)", "", Path("mine.yaml").read_text(), flags=re.M))
     assert Config.model_validate(everything) == load_config("mine.yaml")
+
+
+def test_after_the_first_start_the_store_must_exist(here: Here) -> None:
+    here("init", "-o", "first.yaml", "--no-schema", "--store", "runs/a")
+    assert load_config("first.yaml").creates_store
+    later = "store: {path: runs/a, create: false}"
+    assert later in Path("first.yaml").read_text()
+    assert not load_config(yaml.safe_load(later)).creates_store
+    StoreBuilder(Path("runs/a"))
+    here("init", "-o", "second.yaml", "--no-schema", "--store", "runs/a")
+    second = load_config("second.yaml")
+    assert (second.store_path, second.creates_store) == ("runs/a", False)
 
 
 def test_nothing_is_replaced(here: Here) -> None:

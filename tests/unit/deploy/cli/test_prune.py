@@ -77,6 +77,19 @@ def test_retention_comes_from_the_options(here: Here, builder: StoreBuilder) -> 
     assert kept(*ONE) == [70, 160]
 
 
+def test_the_minimum_frees_what_log_spacing_keeps(here: Here, builder: StoreBuilder) -> None:
+    saves = [builder.save(step) for step in (10, 20, 40)]
+    usual = here("prune", builder.root, "--dry-run")
+    assert "This frees nothing. Add --minimum" in usual.out.replace("\n", " ")
+    builder.prove(saves[1])
+    answer = here("prune", builder.root, "--minimum", "--json")
+    assert answer.json["keep"] == [saves[1].name, saves[2].name]
+    assert answer.json["delete"]["commits"] == [saves[0].name]
+    assert answer.json["freed_bytes"] > 0
+    assert commits(builder) == groups(builder) == [saves[1].name, saves[2].name]
+    assert here("prune", builder.root, "--minimum", "--json").json["freed_bytes"] == 0
+
+
 def test_segments_that_later_commits_use_stay(here: Here, builder: StoreBuilder) -> None:
     first = builder.save(10)
     second = builder.save(20, slots=("fp32",))
