@@ -22,10 +22,9 @@ from types import TracebackType
 from monitor.context import JobContext
 from monitor.decide.budget_tracker import BudgetTracker
 from monitor.decide.decider import Decider
-from monitor.distributed import collect_messages
 from monitor.events import AttachEvent, DecisionEvent, MeasuredEvent, ResumeEvent
 from monitor.memory.tier import MemoryTier
-from monitor.observe.units import LocalUnit, Surveyor
+from monitor.observe.units import LocalUnit, Surveyor, collect_trouble
 from monitor.preemption import FinalSave, Preemption
 from monitor.resume.read import ReadBuffers
 from monitor.resume.resume import ResumeResult, build_certificate, reset_ledger, resume, resume_memory_or_store
@@ -222,6 +221,7 @@ class Checkpointer:
 
         Raises:
             Preempted: The job was preempted and the last save is done. Uncaught, it ends the process with code 75.
+            UnstorableError: At the first decision, the state has a type that no save can hold.
             ConfigError: The checkpointer is closed, or the store contains commits and :meth:`resume` was not called.
         """
         began = time.perf_counter()
@@ -401,7 +401,8 @@ class Checkpointer:
         if settled.skip is not None:
             if request is None:
                 self._pace.put_off(self._step, busy=settled.skip == "busy")
-            problem = collect_messages(self._group, survey.trouble) if settled.skip == "unsupported" else None
+            first = not self._job.table.sizes and not self._job.observing
+            problem = collect_trouble(self._group, survey, first) if settled.skip == "unsupported" else None
             return self._report(settled.skip, began, None, problem=problem)
         if settled.changed:
             self._agree(local)

@@ -42,6 +42,7 @@ class TensorInfo:
     dtype: str  # dtype of the working copy, as safetensors names it (``BF16``, ``F32``, ...)
     kind: str  # ``trainable``, ``frozen`` or ``buffer``
     aliases: tuple[str, ...] = ()  # other names of the same tensor (tied weights) in the module tree
+    special: str | None = None  # its subclass or layout, if it is not a plain tensor that the adapter can save
 
 
 @dataclass(frozen=True)

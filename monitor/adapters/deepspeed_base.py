@@ -29,6 +29,7 @@ from monitor.adapters.optimizer_state import (
     match_groups,
     planned_slots,
     require_by_parameter,
+    require_storable,
     restore_groups,
     restored_scalars,
     slots_of,
@@ -266,6 +267,7 @@ class ZeroAdapter(EngineAdapter, ABC):
             )
         self._check_supported()
         require_by_parameter(self._base_optimizer)
+        require_storable(self._base_optimizer, self._name_of_state)
         known, groups = {id(flat.tensor) for flat in self.flats()}, self._base_optimizer.param_groups
         unknown = [index for index, group in enumerate(groups) if any(id(p) not in known for p in group["params"])]
         if unknown or len(groups) != self._group_count:
@@ -368,6 +370,9 @@ class ZeroAdapter(EngineAdapter, ABC):
     def _base_optimizer(self) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = self._zero.optimizer
         return optimizer
+
+    def _name_of_state(self, key: torch.Tensor) -> str:
+        return next((f"the partition with {flat.fqns[0]}" for flat in self.flats() if flat.tensor is key), "a tensor")
 
     def _groups(self) -> list[tuple[list[str], dict[str, Any]]]:
         fqns: dict[int, list[str]] = {}

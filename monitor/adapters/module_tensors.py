@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from monitor.adapters.base import Piece, StepCache, TensorInfo
-from store.errors import UnsupportedError
-from store.names import Fragment
+from store.errors import UnstorableError, UnsupportedError
+from store.names import FROZEN, Fragment
 
 _TORCH_OF: dict[str, torch.dtype] = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -39,6 +39,26 @@ def torch_dtype(name: str) -> torch.dtype:
     if dtype is None:
         raise UnsupportedError(f"unknown dtype {name!r} in a store; supported: {', '.join(_TORCH_OF)}")
     return dtype
+
+
+_PLAIN = frozenset({torch.Tensor, nn.Parameter})
+
+
+def special_kind(tensor: torch.Tensor) -> str | None:
+    """Return the subclass or layout of a tensor, or None if it is plain: its elements are all there is to it.
+
+    A subclass may keep scales, indices or a dtype of its own, which its elements do not tell."""
+    if type(tensor) not in _PLAIN:
+        return f"a {type(tensor).__module__}.{type(tensor).__qualname__}"
+    return None if tensor.layout is torch.strided else f"a tensor of layout {tensor.layout}"
+
+
+def unstorable(name: str, kind: str, advice: str = "train with plain tensors") -> UnstorableError:
+    """Return the error for a tensor of a :func:`special_kind`."""
+    return UnstorableError(
+        f"{name} is {kind}, not a plain tensor: a store holds elements, so it would come back as something else; "
+        f"{advice}"
+    )
 
 
 class ParameterNames:
@@ -133,10 +153,12 @@ class ModuleTensors:
         for name, parameter in self.parameters().items():
             shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
             kind = "trainable" if parameter.requires_grad or name in trainable else "frozen"
-            out[name] = TensorInfo(shape, dtype_name(parameter.dtype, name), kind, aliases.get(name, ()))
+            special = self._special_kind(parameter)
+            out[name] = TensorInfo(shape, dtype_name(parameter.dtype, name), kind, aliases.get(name, ()), special)
         for name, buffer in self.buffers().items():
             dtype = dtype_name(buffer.dtype, name)
-            out[name] = TensorInfo(tuple(buffer.shape), dtype, "buffer", aliases.get(name, ()))
+            special = self._special_kind(buffer)
+            out[name] = TensorInfo(tuple(buffer.shape), dtype, "buffer", aliases.get(name, ()), special)
         return out
 
     def state_dict_names(self) -> list[str]:
@@ -150,6 +172,9 @@ class ModuleTensors:
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     out.append((self._naming(f"{prefix}.{name}" if prefix else name), buffer))
         return out
+
+    def _special_kind(self, tensor: torch.Tensor) -> str | None:
+        return special_kind(tensor)
 
     def _check_sharding(self) -> None:
         from torch.distributed.tensor import DTensor
@@ -184,8 +209,17 @@ def require_materialized(tensor: torch.Tensor, what: str) -> None:
 
 
 def whole_piece(fqn: str, slot: str, tensor: torch.Tensor) -> Piece:
-    """Return a piece that is a view of ``tensor``. Raise UnsupportedError if it is on meta or not contiguous."""
+    """Return a piece that is a view of ``tensor``.
+
+    Raises:
+        UnsupportedError: It is on the meta device or not contiguous.
+        UnstorableError: It is of a :func:`special_kind`. Of a frozen parameter, which ``frozen: skip`` may leave out,
+            only the elements have to be plain.
+    """
     require_materialized(tensor, f"{fqn} ({slot})")
+    kind = special_kind(tensor.detach() if slot == FROZEN else tensor)
+    if kind is not None:
+        raise unstorable(fqn, kind)
     if not tensor.is_contiguous():
         raise UnsupportedError(
             f"{fqn} ({slot}) is not contiguous in memory (shape {tuple(tensor.shape)}, stride {tensor.stride()}); "

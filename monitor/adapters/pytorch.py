@@ -27,6 +27,7 @@ from monitor.adapters.optimizer_state import (
     match_groups,
     planned_slots,
     require_by_parameter,
+    require_storable,
     restore_groups,
     restored_scalars,
     slots_of,
@@ -95,6 +96,7 @@ class PyTorchAdapter:
 
     framework = "torch"
     state_is_private = False
+    _known_tensors: frozenset[type] = frozenset()  # subclasses of tensors that the adapter can save
 
     def __init__(
         self,
@@ -127,6 +129,8 @@ class PyTorchAdapter:
         """Raise UnsupportedError if an optimized parameter is not in the model, or state belongs to no parameter."""
         self._groups()
         require_by_parameter(self.optimizer)
+        names = self._inventory.names()
+        require_storable(self.optimizer, lambda key: names.of(key, type(self.optimizer).__name__), self._known_tensors)
         for wrapper in self._wrappers:
             _require_no_state(wrapper, self.optimizer)
 
