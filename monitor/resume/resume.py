@@ -28,6 +28,8 @@ from monitor.resume.read import (
     require_model,
     require_optimizer,
     require_slots,
+    require_state_used,
+    unused_state,
 )
 from monitor.resume.select import ResumePoint, resolve_commit, select_commit, select_run_state
 from monitor.run_state import StateLoader, UserState, restore_rng
@@ -37,6 +39,7 @@ from store.errors import DriftpointError, ModelMismatchError, NothingToResumeErr
 from store.names import SaveId
 from store.resolve import RejectedVersion, Resolution
 from store.schema import digest, seal
+from store.text import listed
 
 _log = logging.getLogger("driftpoint")
 
@@ -50,8 +53,8 @@ class ResumeResult:
     resolution: Resolution
     resume_point: ResumePoint
     notes: tuple[str, ...]  # messages about everything damaged, skipped or converted
-    rounded: tuple[str, ...]
-    """Values that the live dtypes cannot hold, over all ranks. If not empty, the state is not exact."""
+    lost: tuple[str, ...]
+    """Values that the live dtypes or the optimizer cannot hold, over all ranks. If not empty, the state is not exact."""
     memory: SaveId | None = None  # the in-memory snapshot that was resumed, if any
     kept: frozenset[SaveId] = frozenset()  # that snapshot, and an older one that parts of the state come from
     replicas: frozenset[int] = frozenset()  # ranks of the snapshot that were read from a peer's replica
@@ -107,15 +110,25 @@ def resume(
         if isinstance(point, RejectedVersion):
             bad |= {point}
             continue
+        dropped = run_on_all_ranks(group, partial(_dropped_state, point, plan, adapter, settings))
         read = run_on_all_ranks(group, partial(read_fragments, catalog, plan.resolution, plan.places, buffers))
         newly_bad = frozenset().union(*group.all_gather(read.bad))
         if not newly_bad:
             rounded = tuple(sorted(set().union(*group.all_gather(read.rounded))))
-            notes += [*passed_over, *plan.resolution.problems, *point.notes, *read.notes, *rounded]
+            notes += [*passed_over, *plan.resolution.problems, *point.notes, *read.notes, *dropped, *rounded]
             notes += _missing_state_notes(point.state, user)
             _load(plan, read, point, adapter, user=user, group=group)
-            return ResumeResult(plan.resolution, point, tuple(dict.fromkeys(notes)), rounded, passed_over=newer)
+            lost = (*dropped, *rounded)
+            return ResumeResult(plan.resolution, point, tuple(dict.fromkeys(notes)), lost, passed_over=newer)
         bad |= newly_bad
+
+
+def _dropped_state(point: ResumePoint, plan: _Plan, adapter: Adapter, settings: ResumeSettings) -> list[str]:
+    """Return a note on optimizer state without a parameter to go to. Raise ModelMismatchError if it is not allowed."""
+    unused = unused_state(point.state["framework"], plan.slots, adapter)
+    if settings.unused_state == "refuse":
+        require_state_used(unused)
+    return [f"the optimizer state of {listed(unused)} was dropped (`unused_state: drop`)"] if unused else []
 
 
 def _plan(catalog: Catalog, save: SaveId, bad: frozenset[RejectedVersion], adapter: Adapter) -> _Plan:
@@ -244,7 +257,7 @@ def memory_or_store(
 
 
 def build_certificate(result: ResumeResult) -> Certificate:
-    """Certify the resumed state, including rounding by the live dtypes."""
+    """Certify the resumed state, including values that the live job cannot hold."""
     certificate = certify(result.resolution)
     replicated = {
         unit
@@ -253,8 +266,8 @@ def build_certificate(result: ResumeResult) -> Certificate:
     }
     for save in result.kept:
         certificate = mark_memory_sources(certificate, save, replicated)
-    exact = certificate.exact and not result.rounded
-    return replace(certificate, exact=exact, problems=certificate.problems + result.rounded)
+    exact = certificate.exact and not result.lost
+    return replace(certificate, exact=exact, problems=certificate.problems + result.lost)
 
 
 def reset_ledger(job: JobContext, catalog: Catalog, result: ResumeResult, step: int) -> None:
