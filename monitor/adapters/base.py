@@ -46,6 +46,16 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
+class LiveValue:
+    """A value in the framework's own state dicts, and where a save has it."""
+
+    name: str  # as a script reaches it
+    value: Any
+    fqn: str | None = None  # parameter or buffer of the model that it belongs to
+    stored: tuple[Any, ...] | None = None  # path in the run state; None if it is the memory of a piece
+
+
+@dataclass(frozen=True)
 class StateVersions:
     """Version counters of weights and optimizer state: equal if neither was changed. No value is read."""
 
@@ -134,6 +144,9 @@ class Adapter(Protocol):
 
     def load_run_state(self, state: Mapping[str, Any]) -> None:
         """Load a :meth:`run_state`, except :meth:`objects`; it may be of another stage, world size or framework."""
+
+    def live_values(self) -> Iterable[LiveValue]:
+        """Return all that the state dicts of model and optimizer hold on this rank. Nothing is gathered."""
 
     def layout_facts(self) -> dict[str, Any]:
         """Return JSON values from which the merger rebuilds the framework's own checkpoint layout."""

@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from monitor.adapters.base import FragmentPlace, Piece, StateVersions, TensorInfo
+from monitor.adapters.base import FragmentPlace, LiveValue, Piece, StateVersions, TensorInfo
 from monitor.adapters.module_tensors import ModuleTensors, whole_piece
 from monitor.adapters.optimizer_state import (
     common_scalars,
     complete_state,
     describe_group,
     fit_slots,
+    group_values,
     match_groups,
     planned_slots,
     require_by_parameter,
@@ -357,6 +358,26 @@ class ZeroAdapter(EngineAdapter, ABC):
             scalars = self._restored_scalars(flat, saved, state)
             if complete_state(self._base_optimizer, flat.tensor, slots, bool(scalars)):
                 self._base_optimizer.state[flat.tensor].update(scalars)
+
+    def live_values(self) -> Iterator[LiveValue]:
+        """Return buffers, and the state of the base optimizer. Stage 3 has no parameters in ``state_dict()``."""
+        for fqn, buffer in self._inventory.buffers().items():
+            yield LiveValue(f"model.state_dict()[{fqn!r}]", buffer)
+        flats = {id(flat.tensor): flat for flat in self.flats()}
+        for tensor, state in self._base_optimizer.state.items():
+            flat = flats.get(id(tensor))
+            for key, value in state.items():
+                name = f"optimizer.state[{'?' if flat is None else f'partition with {flat.fqns[0]}'}][{key!r}]"
+                if flat is None:
+                    yield LiveValue(name, value)
+                elif key not in slots_of(state, flat.tensor):
+                    yield LiveValue(name, value, stored=("framework", "scalars", flat.fqns[0], key))
+                else:
+                    for place in flat.placements:
+                        yield LiveValue(name, value.narrow(0, place.offset, place.numel))
+        yield from group_values(self._base_optimizer.param_groups, "optimizer.param_groups")
+        for key, item in self.objects().items():
+            yield LiveValue(f"engine.{key}.state_dict()", item.state_dict(), stored=("framework", key))
 
     def layout_facts(self) -> dict[str, Any]:
         facts = {**engine_facts(self.engine, self._inventory), **self._stage_facts()}

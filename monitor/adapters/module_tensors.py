@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from monitor.adapters.base import Piece, StepCache, TensorInfo
+from monitor.adapters.base import LiveValue, Piece, StepCache, TensorInfo
 from store.errors import UnstorableError, UnsupportedError
 from store.names import FROZEN, Fragment
 
@@ -164,6 +164,15 @@ class ModuleTensors:
     def state_dict_names(self) -> list[str]:
         """Return the keys of ``module.state_dict()`` for parameters and buffers, aliases included, in order."""
         return [self._naming(name) for name in _in_state_dict_order(self._module, "")]
+
+    def live_values(self) -> Iterator[LiveValue]:
+        """Return the values of ``module.state_dict()``; extra state is that of a module in the run state."""
+        canonical = {alias: fqn for fqn, names in self.aliases().items() for alias in names}
+        for key, value in self._module.state_dict().items():
+            name = self._naming(key)
+            module, _, last = name.rpartition(".")
+            stored = ("modules", module) if last == "_extra_state" else None
+            yield LiveValue(f"model.state_dict()[{key!r}]", value, canonical.get(name, name), stored)
 
     def _persistent_buffers(self) -> list[tuple[str, torch.Tensor]]:
         out: list[tuple[str, torch.Tensor]] = []

@@ -7,11 +7,12 @@ shape, and *scalars*, which are everything else (``step``, factored moments). Hy
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
+from monitor.adapters.base import LiveValue
 from monitor.adapters.module_tensors import special_kind, torch_dtype
 from store.errors import ModelMismatchError, UnstorableError, UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS
@@ -50,6 +51,15 @@ def describe_group(fqns: Iterable[str], group: Mapping[str, Any]) -> dict[str, A
         if key != "params"
     }
     return {"params": list(fqns), "hyper": hyper}
+
+
+def group_values(groups: Iterable[Mapping[str, Any]], name: str) -> Iterator[LiveValue]:
+    """Return the hyperparameters of live param groups, and where :func:`describe_group` puts them in the run state."""
+    for index, group in enumerate(groups):
+        for key, value in group.items():
+            if key != "params":
+                stored = ("framework", "param_groups", index, "hyper", key)
+                yield LiveValue(f"{name}[{index}][{key!r}]", value, stored=stored)
 
 
 def match_groups(saved: Sequence[Mapping[str, Any]], live: LiveGroups) -> list[Mapping[str, Any]]:

@@ -54,7 +54,7 @@ class ResumeResult:
     resume_point: ResumePoint
     notes: tuple[str, ...]  # messages about everything damaged, skipped or converted
     lost: tuple[str, ...]
-    """Values that the live dtypes or the optimizer cannot hold, over all ranks. If not empty, the state is not exact."""
+    """Values that the live dtypes or the optimizer cannot hold, on any rank. If not empty, the state is not exact."""
     memory: SaveId | None = None  # the in-memory snapshot that was resumed, if any
     kept: frozenset[SaveId] = frozenset()  # that snapshot, and an older one that parts of the state come from
     replicas: frozenset[int] = frozenset()  # ranks of the snapshot that were read from a peer's replica

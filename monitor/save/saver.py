@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -25,12 +25,14 @@ from monitor.save.save_task import (
     CommitPlan,
     SaveResult,
     SaveTask,
+    check_after_commit,
     discard,
     empty_segment,
     prune_after_commit,
     run_save,
     with_run_state,
 )
+from monitor.save.self_check import SelfChecker
 from monitor.save.staging import AsyncCopy, StagedUnit, Stager, UnfinishedCopy, encoded_bytes
 from monitor.save.store_session import StoreSession
 from monitor.types import DecisionResult
@@ -85,6 +87,7 @@ class Saver:
         self._upkeep: dict[int, str] = {}
         self._fenced = self._renewing = False
         self.failed = False  # whether the save that this rank finished last failed
+        self._checker = SelfChecker(job)
         self._copies = UnfinishedCopy(job.adapter, job.listeners.on_copy_wait)
         self._highest_step = self._highest_snapshot = -1
         self._root = session.files.root if isinstance(session.files, LocalFiles) else None
@@ -150,8 +153,11 @@ class Saver:
             first = self._job.ledger.newest is None
             self._listeners.on_save_begin(SaveBeginEvent(step, decided, self._job.table.sizes, first))
         segment, unstorable = self._segment(save, decided)
+        check = self._checker.begin(save, [local[unit] for unit in decided.saved if unit in local])
         packing = self._packing(save, staged, decided)
-        task = SaveTask(self._session.files, segment, staged, copying, self._meter, packing, commit_plan, unstorable)
+        task = SaveTask(
+            self._session.files, segment, staged, copying, self._meter, packing, commit_plan, unstorable, check
+        )
         for unit in staged:
             if unit.measure is not None and encoding_named(unit.encoding).lossless:
                 task.meter_stage(unit)
@@ -161,6 +167,10 @@ class Saver:
         if commit_plan is not None:
             self.upkeep(lambda: prune_after_commit(task), f"tidying up after the commit of step {step}")
             self._check_free_space()
+        if check is not None:
+            self.upkeep(lambda: check_after_commit(task), f"the self-check of step {step}")
+        if decided.preempted:
+            self._checker.stop()
         return sum(copy.numel() * copy.element_size() for unit in staged for copy in unit.copies)
 
     def claim_name(self, step: int, *, snapshot: bool = False) -> str | None:
@@ -275,6 +285,7 @@ class Saver:
                 message = f"{self._upkeep.get(done.number, 'upkeep')} failed: {done.error}"
                 self._listeners.on_background_failure(BackgroundFailureEvent("upkeep", message, done.error))
             self._upkeep.pop(done.number, None)
+        self._checker.collect()
 
     def _finish(self, pending: _Pending, outcome: TaskResult[SaveResult | None] | None) -> Mapping[Unit, Signature]:
         """Move the drift references if the save is committed. Return the signatures of staged units. Collective."""
@@ -290,6 +301,8 @@ class Saver:
             settled = unit.unit in pending.task.progress.metered
             moved = committed and unit.unit not in dropped
             self._stager.unstage(unit, self._meter.settle(unit.unit, moved) if settled else unit.copies)
+        if not committed:
+            self._checker.repeat()
         if committed:
             self._job.table.lost -= pending.saved - set(dropped)
         elif not attempted and not (outcome is not None and isinstance(outcome.error, ExistsError)):
@@ -324,8 +337,9 @@ class Saver:
         Such an error does not stop training: the save fails and is reported like any other."""
         plan = [save.name, [[unit.layer, unit.slot, choice.encoding] for unit, choice in decided.saved.items()]]
         segment = empty_segment(self._job, self._session.catalog.store_id, save, digest(seal(plan)))
+        segment = replace(segment, differs=self._checker.differs)
         try:
-            return with_run_state(segment, self._job), None
+            return with_run_state(segment, self._job, self._checker.describe), None
         except UsageError as error:
             return segment, error
         except Exception as error:  # noqa: BLE001 - the edge to the user's own objects: kept as the save's failure
