@@ -99,7 +99,7 @@ def unused_state(saved: Mapping[str, Any], slots: Slots, adapter: Adapter) -> li
     held = {fqn for group in adapter.run_state()["param_groups"] for fqn in group["params"]}
     stored = {fqn for fqn, by_slot in slots.items() if by_slot.keys() - NOT_STATE}
     stored |= {fqn for fqn, scalars in (saved.get("scalars") or {}).items() if scalars}
-    return sorted(fqn for fqn, info in adapter.tensors().items() if fqn in stored - held and math.prod(info.shape))
+    return sorted(fqn for fqn, info in adapter.tensors().items() if fqn in stored - held and math.prod(info.shape) > 0)
 
 
 def require_state_used(unused: Sequence[str]) -> None:

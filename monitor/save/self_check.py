@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from store.names import Fragment, SaveId
 from store.resolve import base_key, index_bases
 from store.schema import digest
 from store.segment import SegmentDraft, read_leaves, read_part
+from store.state_tree import Leaf
 from store.storage.local import Files
 
 _log = logging.getLogger("driftpoint")
@@ -224,8 +225,8 @@ class SelfCheck:
             if encoding_named(unit.encoding).lossless:
                 for fragment, copy in zip(unit.fragments, unit.copies, strict=True):
                     self._add(_difference(f"{fragment.fqn}/{fragment.slot}", self.samples[fragment], Sample.of(copy)))
-        tree = json.loads(json.dumps(segment.run_state))
-        self._add(differences(self.live, outline(from_tree(tree, segment.run_leaves), "state")))
+        tree, leaves = json.loads(json.dumps(segment.run_state)), cast("Sequence[Leaf]", segment.run_leaves)
+        self._add(differences(self.live, outline(from_tree(tree, leaves), "state")))
         if self.found:
             self._report()
         return tuple(self.found[:_NAMED])
