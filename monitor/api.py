@@ -40,7 +40,9 @@ from store.encoding import encoding_named
 from store.errors import ConfigError
 from store.location import is_url, mount_of, place_of
 
-_COLLECTIVE_SETTINGS = ("every", "auto", "bounds", "budget", "resume", "layers", "encoding", "frozen", "preemption")
+_COLLECTIVE_SETTINGS = (
+    *("every", "auto", "bounds", "budget", "resume", "layers", "encoding", "frozen", "preemption", "self_check"),
+)
 """Settings that decide which collectives a rank enters, and when. Others may differ: paths, timeouts, the endpoint."""
 
 _DEFAULT_FILE = "driftpoint.yaml"  # the configuration that the command line reads by default

@@ -7,7 +7,6 @@ references that drift is measured against move at the next decision after a save
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
@@ -15,7 +14,6 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 
 from monitor.context import JobContext
 from monitor.decide.budget_tracker import BudgetTracker
@@ -47,8 +45,6 @@ from store.commit import mark_proven
 from store.errors import ConfigError
 from store.location import store_place
 from store.names import Unit
-
-_log = logging.getLogger("driftpoint")
 
 
 class Checkpointer:
@@ -190,10 +186,7 @@ class Checkpointer:
         self._surveyor.mark()
         if result is not None and self._catalog is not None:
             self._adopt(result, self._catalog)
-        else:
-            self._begin_from_nothing()
-        if self._memory is not None:
-            self._memory.begin(job.table.local(), None if result is None else result.memory)
+        self._begin(result)
         return self._step
 
     def _adopt(self, result: ResumeResult, catalog: Catalog) -> None:
@@ -222,6 +215,7 @@ class Checkpointer:
 
         Raises:
             Preempted: The job was preempted and the last save is done. Uncaught, it ends the process with code 75.
+            UnstorableError: At the first decision, the state has a type that no save can hold.
             ConfigError: The checkpointer is closed, or the store contains commits and :meth:`resume` was not called.
         """
         began = time.perf_counter()
@@ -343,9 +337,7 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._end(clean=kind is None)
 
     @property
@@ -412,14 +404,14 @@ class Checkpointer:
                 "replace them. Begin the loop with `range(ckpt.resume(), total_steps)`, or name another `store:`"
             )
         if not self._resume_called:
-            self._begin_from_nothing()
-            if self._memory is not None:
-                self._memory.begin(self._job.table.local(), None)
+            self._begin(None)
         self._resume_called = True
 
-    def _begin_from_nothing(self) -> None:
-        if self._group.rank == 0 and self._opened is not None:
+    def _begin(self, result: ResumeResult | None) -> None:
+        if result is None and self._group.rank == 0 and self._opened is not None:
             warn_of_beginning(self.config.store_path)
+        if self._memory is not None:
+            self._memory.begin(self._job.table.local(), None if result is None else result.memory)
 
     def _mark_proven(self) -> None:
         opened, resumed = self._opened, self.resumed
@@ -439,7 +431,7 @@ class Checkpointer:
         local, trouble = survey.local, survey.trouble is not None
         settled = self._saver.settle(self._step, not trouble and self._job.table.changed(local), trouble)
         if not self._checked:
-            self._saver.require_storable(survey.trouble)
+            self._saver.require_storable(survey)
             self._checked = True
         if settled.skip is not None:
             if request is None:

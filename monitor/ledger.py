@@ -79,6 +79,7 @@ class Ledger:
     groups: dict[str, GroupRecord] = field(default_factory=dict)
     commits: int = 0
     newest: SaveId | None = None
+    differs: tuple[str, ...] = ()  # of the newest commit
     full_after_rollback: bool = True  # False where a budget limits what a save may write
 
     def adopt(self, resolution: Resolution, step: int) -> None:
@@ -105,10 +106,11 @@ class Ledger:
             self.groups.update(version.bases)
         self.commits = resolution.manifest.commits
         self.newest = resolution.manifest.save
+        self.differs = resolution.manifest.differs
 
     def forget(self) -> None:
         """Drop all versions, so that the next save is a first one."""
-        self.versions, self.groups, self.newest = {}, {}, None
+        self.versions, self.groups, self.newest, self.differs = {}, {}, None, ()
 
     def advance(self, manifest: ManifestRecord) -> None:
         """Make a committed manifest the newest."""
@@ -116,6 +118,7 @@ class Ledger:
         self.groups = dict(manifest.groups)
         self.commits = manifest.commits
         self.newest = manifest.save
+        self.differs = manifest.differs
 
     def staleness(self, unit: Unit, step: int) -> int | None:
         """Return the steps since the newest version; None if there is none."""
@@ -160,12 +163,17 @@ def build_manifest(draft: CommitDraft, group: Group) -> PreparedCommit:
     written = sum(stored[unit].size.nbytes for unit in draft.saved)
     # Compression frames take a few bytes: a small state that does not compress grows a little.
     avoided = max(0, sum(size.nbytes for size in draft.sizes.values()) - written)
-    manifest = manifest_of(draft, units, {**draft.groups, draft.save.name: group.record}, avoided)
+    differs = tuple(dict.fromkeys(text for part in group.parts for text in part.differs))
+    manifest = manifest_of(draft, units, {**draft.groups, draft.save.name: group.record}, avoided, differs)
     return PreparedCommit(manifest, dropped, drift)
 
 
 def manifest_of(
-    draft: CommitDraft, units: Sequence[UnitRecord], groups: Mapping[str, GroupRecord], bytes_avoided: int
+    draft: CommitDraft,
+    units: Sequence[UnitRecord],
+    groups: Mapping[str, GroupRecord],
+    bytes_avoided: int,
+    differs: tuple[str, ...],
 ) -> ManifestRecord:
     """Build the manifest of ``units``, with those of the ``groups`` that they are in."""
     referenced = {name for record in units for name in (record.save, *record.bases)}
@@ -185,6 +193,7 @@ def manifest_of(
         tensors=dict(draft.facts.tensors),
         groups={name: record for name, record in groups.items() if name in referenced},
         units=tuple(units),
+        differs=differs,
     )
 
 

@@ -1,6 +1,7 @@
 """Compute the drift certificate of a rebuilt checkpoint and its effective step. Pure functions of records.
 
-A certificate is exact only if every moving (layer, slot) is of the manifest's own save and was stored losslessly.
+A certificate is exact only if every moving (layer, slot) is of the manifest's own save and was stored losslessly, and
+the job's self-check found no state that comes back otherwise than it was.
 
 Weights that are k steps old lack k updates, which a schedule that continues at the newest step never makes up for. So
 the effective step is the newest step less the mean staleness of the weights, each layer weighted by its loss per step.
@@ -245,9 +246,9 @@ def certify(resolution: Resolution) -> Certificate:
         store_id=manifest.store_id,
         save=manifest.save.name,
         step=manifest.step,
-        exact=all(is_exact(unit, manifest.save.name) for unit in units),
+        exact=all(is_exact(unit, manifest.save.name) for unit in units) and not manifest.differs,
         units=units,
-        problems=resolution.problems,
+        problems=(*resolution.problems, *(f"as the job found when it saved: {text}" for text in manifest.differs)),
     )
 
 

@@ -4,6 +4,7 @@
     ├── UsageError
     │   ├── ConfigError
     │   ├── UnsupportedError
+    │   │   └── UnstorableError
     │   └── ModelMismatchError
     ├── StoreError
     │   ├── NoStoreError, StoreInUseError, FencedError, NewerFormatError, NothingToResumeError, DamagedError
@@ -46,6 +47,10 @@ class ConfigError(UsageError):
 
 class UnsupportedError(UsageError):
     """A framework, layout or tensor is not supported; the message names the supported ones."""
+
+
+class UnstorableError(UnsupportedError):
+    """Something in the state has a type that no save can hold; the message names it. Trying again does not help."""
 
 
 class ModelMismatchError(UsageError):

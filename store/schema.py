@@ -223,6 +223,8 @@ class PartRecord(SavePiece):
     run_tensors: tuple[StateTensor, ...]
     facts: dict[str, Any] = {}
     """From rank 0: data of the framework's own checkpoint layout besides the fragments."""
+    differs: tuple[str, ...] = ()
+    """State of this rank that does not come back as it was, as the job's self-check found."""
 
 
 class TensorRecord(Record):
@@ -295,6 +297,8 @@ class ManifestRecord(SavePiece):
     tensors: dict[Name, TensorRecord]
     groups: dict[SaveName, GroupRecord]
     units: tuple[UnitRecord, ...]
+    differs: tuple[str, ...] = ()
+    """State that does not come back as it was, from the parts of all ranks. If not empty, nothing of it is exact."""
 
 
 class ProvenRecord(Record):

@@ -209,6 +209,7 @@ class SegmentDraft:
     run_state: Any
     run_leaves: Sequence[Leaf | Item]
     facts: Mapping[str, Any]
+    differs: tuple[str, ...] = ()
 
 
 def write_segment(
@@ -241,6 +242,7 @@ def write_segment(
         run_state=draft.run_state,
         run_tensors=tuple(StateTensor(dtype=t.dtype, shape=t.shape, **vars(next(placed))) for t in draft.run_leaves),
         facts=dict(draft.facts),
+        differs=draft.differs,
     )
     data = to_bytes(part)
     write_new(files, part_path(draft.save, draft.rank), lambda file: file.write(data))

@@ -12,10 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from deploy.daemon.rescuer import OUTCOMES
-from deploy.metrics import ProcessMetrics
 from store.daemon_protocol import Report
 from store.errors import ConfigError
-from store.metrics_server import EndpointSecurity
+from store.metrics_server import EndpointSecurity, ProcessMetrics
 
 _log = logging.getLogger("driftpoint")
 

@@ -15,10 +15,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from deploy.metrics import ProcessMetrics
 from deploy.supervisor.restart_policy import NO_PROGRESS, OK, Attempt, GiveUp, RestartHistory, StoreSnapshot
 from store.errors import PREEMPTED, ConfigError
-from store.metrics_server import EndpointSecurity
+from store.metrics_server import EndpointSecurity, ProcessMetrics
 from store.names import SaveId
 
 _LISTED = 8

@@ -42,6 +42,17 @@ class TensorInfo:
     dtype: str  # dtype of the working copy, as safetensors names it (``BF16``, ``F32``, ...)
     kind: str  # ``trainable``, ``frozen`` or ``buffer``
     aliases: tuple[str, ...] = ()  # other names of the same tensor (tied weights) in the module tree
+    special: str | None = None  # its subclass or layout, if it is not a plain tensor that the adapter can save
+
+
+@dataclass(frozen=True)
+class LiveValue:
+    """A value in the framework's own state dicts, and where a save has it."""
+
+    name: str  # as a script reaches it
+    value: Any
+    fqn: str | None = None  # parameter or buffer of the model that it belongs to
+    stored: tuple[Any, ...] | None = None  # path in the run state; None if it is the memory of a piece
 
 
 @dataclass(frozen=True)
@@ -145,6 +156,9 @@ class Adapter(Protocol):
 
     def load_run_state(self, state: Mapping[str, Any]) -> None:
         """Load a :meth:`run_state`, except :meth:`objects`; it may be of another stage, world size or framework."""
+
+    def live_values(self) -> Iterable[LiveValue]:
+        """Return all that the state dicts of model and optimizer hold on this rank. Nothing is gathered."""
 
     def layout_facts(self) -> dict[str, Any]:
         """Return JSON values from which the merger rebuilds the framework's own checkpoint layout."""

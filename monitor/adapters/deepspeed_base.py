@@ -20,16 +20,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from monitor.adapters.base import FragmentPlace, Piece, StateVersions, TensorInfo
+from monitor.adapters.base import FragmentPlace, LiveValue, Piece, StateVersions, TensorInfo
 from monitor.adapters.module_tensors import ModuleTensors, whole_piece
 from monitor.adapters.optimizer_state import (
     common_scalars,
     complete_state,
     describe_group,
     fit_slots,
+    group_values,
     match_groups,
     planned_slots,
     require_by_parameter,
+    require_storable,
     restore_groups,
     restored_scalars,
     slots_of,
@@ -277,6 +279,7 @@ class ZeroAdapter(EngineAdapter, ABC):
             )
         self._check_supported()
         require_by_parameter(self._base_optimizer)
+        require_storable(self._base_optimizer, self._name_of_state)
         known, groups = {id(flat.tensor) for flat in self.flats()}, self._base_optimizer.param_groups
         unknown = [index for index, group in enumerate(groups) if any(id(p) not in known for p in group["params"])]
         if unknown or len(groups) != self._group_count:
@@ -380,6 +383,26 @@ class ZeroAdapter(EngineAdapter, ABC):
             if complete_state(self._base_optimizer, flat.tensor, slots, bool(scalars)):
                 self._base_optimizer.state[flat.tensor].update(scalars)
 
+    def live_values(self) -> Iterator[LiveValue]:
+        """Return buffers, and the state of the base optimizer. Stage 3 has no parameters in ``state_dict()``."""
+        for fqn, buffer in self._inventory.buffers().items():
+            yield LiveValue(f"model.state_dict()[{fqn!r}]", buffer)
+        flats = {id(flat.tensor): flat for flat in self.flats()}
+        for tensor, state in self._base_optimizer.state.items():
+            flat = flats.get(id(tensor))
+            for key, value in state.items():
+                name = f"optimizer.state[{'?' if flat is None else f'partition with {flat.fqns[0]}'}][{key!r}]"
+                if flat is None:
+                    yield LiveValue(name, value)
+                elif key not in slots_of(state, flat.tensor):
+                    yield LiveValue(name, value, stored=("framework", "scalars", flat.fqns[0], key))
+                else:
+                    for place in flat.placements:
+                        yield LiveValue(name, value.narrow(0, place.offset, place.numel))
+        yield from group_values(self._base_optimizer.param_groups, "optimizer.param_groups")
+        for key, item in self.objects().items():
+            yield LiveValue(f"engine.{key}.state_dict()", item.state_dict(), stored=("framework", key))
+
     def layout_facts(self) -> dict[str, Any]:
         facts = {**engine_facts(self.engine, self._inventory), **self._stage_facts()}
         for group, live in zip(facts["param_groups"], self._base_optimizer.param_groups, strict=True):
@@ -396,6 +419,9 @@ class ZeroAdapter(EngineAdapter, ABC):
     def _base_optimizer(self) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = self._zero.optimizer
         return optimizer
+
+    def _name_of_state(self, key: torch.Tensor) -> str:
+        return next((f"the partition with {flat.fqns[0]}" for flat in self.flats() if flat.tensor is key), "a tensor")
 
     def _groups(self) -> list[tuple[list[str], dict[str, Any]]]:
         fqns: dict[int, list[str]] = {}

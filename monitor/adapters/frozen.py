@@ -7,12 +7,12 @@ Training thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from monitor.adapters.base import Adapter, FragmentPlace, Piece, TensorInfo, version_of
+from monitor.adapters.base import Adapter, FragmentPlace, LiveValue, Piece, TensorInfo, version_of
 from monitor.distributed import Group
 from store.errors import ModelMismatchError, UnsupportedError
 from store.names import FROZEN, LEFT_OUT, Fragment
@@ -86,6 +86,9 @@ class SkipFrozenAdapter:
                 f"saved with: {listed(differing, 1)}. Load the same base model, in the same dtype, before "
                 "monitor.attach"
             )
+
+    def live_values(self) -> Iterable[LiveValue]:
+        return (one for one in self._inner.live_values() if one.fqn not in self._skipped)
 
     def layout_facts(self) -> dict[str, Any]:
         return {**self._inner.layout_facts(), LEFT_OUT: sorted(self._skipped)}

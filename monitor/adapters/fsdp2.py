@@ -25,7 +25,7 @@ from monitor.adapters.base import Piece
 from monitor.adapters.module_tensors import ModuleTensors, require_materialized, whole_piece, without_wrappers
 from monitor.adapters.optimizer_state import slots_of
 from monitor.adapters.pytorch import PyTorchAdapter, Replica, even_slice
-from store.errors import UnsupportedError
+from store.errors import UnstorableError, UnsupportedError
 from store.names import Fragment
 
 
@@ -111,11 +111,11 @@ def row_range(
 
 
 def local_of(tensor: DTensor, name: str) -> torch.Tensor:
-    """Return this rank's memory behind a DTensor, not a copy. Raise UnsupportedError unless it is a plain tensor."""
+    """Return this rank's memory behind a DTensor, not a copy. Raise UnstorableError unless it is a plain tensor."""
     with torch.no_grad():  # while gradients are recorded, to_local() returns a new view
         local = tensor.to_local()
     if type(local) not in (torch.Tensor, torch.nn.Parameter):
-        raise UnsupportedError(
+        raise UnstorableError(
             f"{name} is made of {type(local).__name__} (quantized or otherwise packed), which is not supported; train "
             "with plain tensors"
         )
@@ -155,6 +155,9 @@ class ShardedModuleTensors(ModuleTensors):
         for part in self.cache.get("parts", lambda: [p for p in self._module.modules() if isinstance(p, FSDPModule)]):
             part.reshard()
 
+    def _special_kind(self, tensor: torch.Tensor) -> str | None:
+        return None if type(tensor) is DTensor else super()._special_kind(tensor)
+
     def _check_sharding(self) -> None:
         pass  # RowRanges refuses unsupported placements
 
@@ -163,6 +166,7 @@ class Fsdp2Adapter(PyTorchAdapter):
     """Adapter of a sharded module and its optimizer, over all ranks of the job."""
 
     framework = "fsdp2"
+    _known_tensors = frozenset({DTensor})  # their local parts are checked by local_of()
 
     def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, wrappers: Sequence[Any] = ()) -> None:
         if not dist.is_initialized():

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from monitor.adapters.base import Adapter, Piece, StepCache, TensorInfo
+from monitor.adapters.base import Adapter, LiveValue, Piece, StepCache, TensorInfo
 from monitor.adapters.frozen import fingerprint
 from monitor.distributed import Group
-from store.errors import UnsupportedError
-from store.names import BUFFER, Fragment
+from store.errors import UnstorableError, UnsupportedError
+from store.names import BUFFER, FROZEN, Fragment
 from store.schema import digest
 
 _TORCH_OF: dict[str, torch.dtype] = {
@@ -47,6 +47,26 @@ def torch_dtype(name: str) -> torch.dtype:
     if dtype is None:
         raise UnsupportedError(f"unknown dtype {name!r} in a store; supported: {', '.join(_TORCH_OF)}")
     return dtype
+
+
+_PLAIN = frozenset({torch.Tensor, nn.Parameter})
+
+
+def special_kind(tensor: torch.Tensor) -> str | None:
+    """Return the subclass or layout of a tensor, or None if it is plain: its elements are all there is to it.
+
+    A subclass may keep scales, indices or a dtype of its own, which its elements do not tell."""
+    if type(tensor) not in _PLAIN:
+        return f"a {type(tensor).__module__}.{type(tensor).__qualname__}"
+    return None if tensor.layout is torch.strided else f"a tensor of layout {tensor.layout}"
+
+
+def unstorable(name: str, kind: str, advice: str = "train with plain tensors") -> UnstorableError:
+    """Return the error for a tensor of a :func:`special_kind`."""
+    return UnstorableError(
+        f"{name} is {kind}, not a plain tensor: a store holds elements, so it would come back as something else; "
+        f"{advice}"
+    )
 
 
 class ParameterNames:
@@ -141,15 +161,26 @@ class ModuleTensors:
         for name, parameter in self.parameters().items():
             shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
             kind = "trainable" if parameter.requires_grad or name in trainable else "frozen"
-            out[name] = TensorInfo(shape, dtype_name(parameter.dtype, name), kind, aliases.get(name, ()))
+            special = self._special_kind(parameter)
+            out[name] = TensorInfo(shape, dtype_name(parameter.dtype, name), kind, aliases.get(name, ()), special)
         for name, buffer in self.buffers().items():
             dtype = dtype_name(buffer.dtype, name)
-            out[name] = TensorInfo(tuple(buffer.shape), dtype, "buffer", aliases.get(name, ()))
+            special = self._special_kind(buffer)
+            out[name] = TensorInfo(tuple(buffer.shape), dtype, "buffer", aliases.get(name, ()), special)
         return out
 
     def state_dict_names(self) -> list[str]:
         """Return the keys of ``module.state_dict()`` for parameters and buffers, aliases included, in order."""
         return [self._naming(name) for name in _in_state_dict_order(self._module, "")]
+
+    def live_values(self) -> Iterator[LiveValue]:
+        """Return the values of ``module.state_dict()``; extra state is that of a module in the run state."""
+        canonical = {alias: fqn for fqn, names in self.aliases().items() for alias in names}
+        for key, value in self._module.state_dict().items():
+            name = self._naming(key)
+            module, _, last = name.rpartition(".")
+            stored = ("modules", module) if last == "_extra_state" else None
+            yield LiveValue(f"model.state_dict()[{key!r}]", value, canonical.get(name, name), stored)
 
     def _persistent_buffers(self) -> list[tuple[str, torch.Tensor]]:
         out: list[tuple[str, torch.Tensor]] = []
@@ -158,6 +189,9 @@ class ModuleTensors:
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     out.append((self._naming(f"{prefix}.{name}" if prefix else name), buffer))
         return out
+
+    def _special_kind(self, tensor: torch.Tensor) -> str | None:
+        return special_kind(tensor)
 
     def _check_sharding(self) -> None:
         from torch.distributed.tensor import DTensor
@@ -192,8 +226,17 @@ def require_materialized(tensor: torch.Tensor, what: str) -> None:
 
 
 def whole_piece(fqn: str, slot: str, tensor: torch.Tensor) -> Piece:
-    """Return a piece that is a view of ``tensor``. Raise UnsupportedError if it is on meta or not contiguous."""
+    """Return a piece that is a view of ``tensor``.
+
+    Raises:
+        UnsupportedError: It is on the meta device or not contiguous.
+        UnstorableError: It is of a :func:`special_kind`. Of a frozen parameter, which ``frozen: skip`` may leave out,
+            only the elements have to be plain.
+    """
     require_materialized(tensor, f"{fqn} ({slot})")
+    kind = special_kind(tensor.detach() if slot == FROZEN else tensor)
+    if kind is not None:
+        raise unstorable(fqn, kind)
     if not tensor.is_contiguous():
         raise UnsupportedError(
             f"{fqn} ({slot}) is not contiguous in memory (shape {tuple(tensor.shape)}, stride {tensor.stride()}); "

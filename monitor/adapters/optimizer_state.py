@@ -7,13 +7,14 @@ shape, and *scalars*, which are everything else (``step``, factored moments). Hy
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
-from monitor.adapters.module_tensors import torch_dtype
-from store.errors import ModelMismatchError, UnsupportedError
+from monitor.adapters.base import LiveValue
+from monitor.adapters.module_tensors import special_kind, torch_dtype
+from store.errors import ModelMismatchError, UnstorableError, UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS
 
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -50,6 +51,15 @@ def describe_group(fqns: Iterable[str], group: Mapping[str, Any]) -> dict[str, A
         if key != "params"
     }
     return {"params": list(fqns), "hyper": hyper}
+
+
+def group_values(groups: Iterable[Mapping[str, Any]], name: str) -> Iterator[LiveValue]:
+    """Return the hyperparameters of live param groups, and where :func:`describe_group` puts them in the run state."""
+    for index, group in enumerate(groups):
+        for key, value in group.items():
+            if key != "params":
+                stored = ("framework", "param_groups", index, "hyper", key)
+                yield LiveValue(f"{name}[{index}][{key!r}]", value, stored=stored)
 
 
 def match_groups(saved: Sequence[Mapping[str, Any]], live: LiveGroups) -> list[Mapping[str, Any]]:
@@ -173,6 +183,50 @@ def require_by_parameter(optimizer: torch.optim.Optimizer) -> None:
                 f"{type(optimizer).__name__} keeps state under {key!r}, which is not a parameter, so it would not be "
                 "saved; keep it in its param groups, or use an optimizer with state per parameter, such as AdamW"
             )
+
+
+_STORABLE = frozenset({torch.Tensor, torch.nn.Parameter, bool, int, float, str, type(None)})
+
+
+def require_storable(
+    optimizer: torch.optim.Optimizer, name_of: Callable[[torch.Tensor], str], known: frozenset[type] = frozenset()
+) -> None:
+    """Raise UnstorableError if state or hyperparameters of an optimizer have a type that no save can hold.
+
+    Args:
+        optimizer: its state has parameters as keys, see :func:`require_by_parameter`.
+        name_of: returns the name of a key of the state, for the error.
+        known: subclasses of tensors that the adapter saves.
+    """
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if type(value) not in _STORABLE and (kind := _unstorable_kind(value, known)) is not None:
+                raise _unstorable(optimizer, key, name_of(parameter), kind)
+    for index, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params" and (kind := _unstorable_kind(value, known)) is not None:
+                raise _unstorable(optimizer, key, f"param group {index}", kind)
+
+
+def _unstorable_kind(value: Any, known: frozenset[type]) -> str | None:
+    if type(value) in _STORABLE or type(value) in known:
+        return None
+    if isinstance(value, torch.Tensor):
+        return special_kind(value)
+    if isinstance(value, Mapping | list | tuple):
+        items = value.values() if isinstance(value, Mapping) else value
+        return next((kind for item in items if (kind := _unstorable_kind(item, known)) is not None), None)
+    if isinstance(value, bool | int | float | str):
+        return None
+    return f"a {type(value).__module__}.{type(value).__qualname__}"
+
+
+def _unstorable(optimizer: torch.optim.Optimizer, key: Any, holder: str, kind: str) -> UnstorableError:
+    return UnstorableError(
+        f"{type(optimizer).__name__} keeps {key!r} of {holder} as {kind}, which a save would not bring back as it is: "
+        "a store holds the elements of plain tensors, numbers, strings, lists and dicts. Use an optimizer that keeps "
+        "those, such as torch.optim.AdamW"
+    )
 
 
 def fit_slots(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, wanted: Mapping[str, str]) -> None:

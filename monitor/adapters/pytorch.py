@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from monitor.adapters.base import FragmentPlace, Piece, StateVersions, TensorInfo, versions_of
+from monitor.adapters.base import FragmentPlace, LiveValue, Piece, StateVersions, TensorInfo, versions_of
 from monitor.adapters.module_tensors import ModuleTensors, slice_piece, whole_piece, without_wrappers
 from monitor.adapters.optimizer_state import (
     NOT_STATE,
@@ -26,9 +26,11 @@ from monitor.adapters.optimizer_state import (
     complete_state,
     describe_group,
     fit_slots,
+    group_values,
     match_groups,
     planned_slots,
     require_by_parameter,
+    require_storable,
     restore_groups,
     restored_scalars,
     slots_of,
@@ -99,6 +101,7 @@ class PyTorchAdapter:
 
     framework = "torch"
     state_is_private = False
+    _known_tensors: frozenset[type] = frozenset()  # subclasses of tensors that the adapter can save
 
     def __init__(
         self,
@@ -134,6 +137,8 @@ class PyTorchAdapter:
         """Raise UnsupportedError if an optimized parameter is not in the model, or state belongs to no parameter."""
         self._groups()
         require_by_parameter(self.optimizer)
+        names = self._inventory.names()
+        require_storable(self.optimizer, lambda key: names.of(key, type(self.optimizer).__name__), self._known_tensors)
         for wrapper in self._wrappers:
             _require_no_state(wrapper, self.optimizer)
 
@@ -220,6 +225,20 @@ class PyTorchAdapter:
             scalars = self._restored_scalars(fqn, parameter, group, state)
             if complete_state(self.optimizer, parameter, state.get("slots", {}).get(fqn, ()), bool(scalars)):
                 self.optimizer.state[parameter].update(scalars)
+
+    def live_values(self) -> Iterator[LiveValue]:
+        yield from self._inventory.live_values()
+        whole, place = self.optimizer.state_dict(), "optimizer.state_dict()"
+        optimized = [(fqn, parameter) for fqn, parameter, _ in self._optimized()]
+        for index, state in whole.get("state", {}).items():
+            fqn, parameter = optimized[index]
+            slots = slots_of(self.optimizer.state.get(parameter, {}), parameter)
+            for key, value in state.items():
+                stored = None if key in slots else ("framework", "scalars", fqn, key)
+                yield LiveValue(f"{place}['state'][{index}][{key!r}]", value, stored=stored)
+        yield from group_values(whole.get("param_groups", ()), f"{place}['param_groups']")
+        for key in whole.keys() - {"state", "param_groups"}:
+            yield LiveValue(f"{place}[{key!r}]", whole[key])
 
     def layout_facts(self) -> dict[str, Any]:
         return {

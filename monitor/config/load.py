@@ -69,6 +69,8 @@ class Config(sections.Settings):
     """store the difference to an earlier save where that is smaller; needs packing"""
     frozen: Literal["save", "skip"] = "save"
     """skip: do not store frozen weights, if the script loads them itself; see docs/huggingface.md"""
+    self_check: bool = True
+    """compare the first save with the live state; what does not come back equal is logged, and not exact"""
     auto: sections.AutoSettings = sections.AutoSettings()
     bounds: sections.BoundSettings = sections.BoundSettings()
     budget: sections.BudgetSettings = sections.BudgetSettings()

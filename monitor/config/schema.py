@@ -168,6 +168,8 @@ class ResumeSettings(Settings):
     """effective: the saved step closest to the weights' age. newest: the step of the commit"""
     data: Literal["back", "on"] = "back"
     """back: repeat the batches since that step. on: keep the newest random states and objects"""
+    unused_state: Literal["refuse", "drop"] = "refuse"
+    """optimizer state of parameters that the optimizer does not hold. drop: resume without it, not exact"""
 
 
 class TraceSettings(Settings):

@@ -159,7 +159,7 @@ class SnapshotManifest:
             draft.kept[unit] if unit.slot == FROZEN else new_version(unit, save, size, "kept in memory")
             for unit, size in sizes.items()
         ]
-        return manifest_of(draft, units, draft.groups, bytes_avoided=0)
+        return manifest_of(draft, units, draft.groups, bytes_avoided=0, differs=ledger.differs)
 
     def _committed(self, unit: Unit) -> bool:
         version = self._job.ledger.versions.get(unit)

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 import torch
 
 from monitor.adapters.base import Adapter, Piece, StateVersions
-from monitor.adapters.module_tensors import dtype_name
+from monitor.adapters.module_tensors import dtype_name, unstorable
 from monitor.distributed import Group
 from monitor.observe.layers import Layer
-from store.errors import UnsupportedError, UsageError
+from store.errors import UnstorableError, UnsupportedError, UsageError
 from store.names import BUFFER, FROZEN, Fragment, Unit
 from store.schema import LayerRecord, TensorRecord, members_digest
 
@@ -73,9 +73,15 @@ class UnitTable:
     def local(self) -> dict[Unit, LocalUnit]:
         """Return the units with pieces on this rank.
 
-        Raise UnsupportedError for tensors that cannot be saved, or that were added to the model after attaching."""
-        for fqn in self._adapter.tensors():
+        Raise UnsupportedError for tensors that cannot be saved, or that were added to the model after attaching, and
+        UnstorableError for tensors that are not plain."""
+        for fqn, info in self._adapter.tensors().items():
             self._layer_named(fqn)
+            if info.special is not None:
+                advice = "train with plain tensors"
+                if info.kind == "frozen":
+                    advice += ", or load it in the script and leave it out with `frozen: skip`"
+                raise unstorable(fqn, info.special, advice)
         units: dict[Unit, list[Piece]] = {}
         for piece in self._adapter.owned():
             if piece.fragment.numel:
@@ -166,6 +172,7 @@ class Survey:
     local: Mapping[Unit, LocalUnit] = field(default_factory=dict)
     trouble: str | None = None
     """The reason; ``local`` is then empty."""
+    permanent: bool = False  # the reason is a type that no save can hold
 
 
 class Surveyor:
@@ -198,7 +205,7 @@ class Surveyor:
             local = self._table.local()
             self.mark()
         except UsageError as error:
-            return Survey(trouble=str(error))
+            return Survey(trouble=str(error), permanent=isinstance(error, UnstorableError))
         except Exception as error:  # noqa: BLE001 - errors of the user's own modules and optimizer: reported as trouble
             _log.error("the model and the optimizer cannot be inspected", exc_info=error)
             return Survey(trouble=f"the model and the optimizer cannot be inspected: {error!r}")

@@ -6,6 +6,7 @@ case. Live tensors are not changed. Damaged fragments are reported to the caller
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ import torch
 
 from monitor.adapters.base import Adapter, FragmentPlace
 from monitor.adapters.module_tensors import torch_dtype
+from monitor.adapters.optimizer_state import NOT_STATE
 from monitor.save.staging import as_bytes
 from store.catalog import Catalog
 from store.errors import DamagedError, MissingError, ModelMismatchError, StorageError, UnreachableError
@@ -100,6 +102,27 @@ def require_optimizer(saved: Mapping[str, Any], live: Mapping[str, Any]) -> None
 
 def _hyper(framework: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     return (item for group in framework["param_groups"] for item in group["hyper"].items())
+
+
+def unused_state(saved: Mapping[str, Any], slots: Slots, adapter: Adapter) -> list[str]:
+    """Return the parameters with stored optimizer state that the live optimizer does not hold. The same on all ranks.
+
+    saved: the framework's run state in the store. Parameters without elements have nothing to lose."""
+    held = {fqn for group in adapter.run_state()["param_groups"] for fqn in group["params"]}
+    stored = {fqn for fqn, by_slot in slots.items() if by_slot.keys() - NOT_STATE}
+    stored |= {fqn for fqn, scalars in (saved.get("scalars") or {}).items() if scalars}
+    return sorted(fqn for fqn, info in adapter.tensors().items() if fqn in stored - held and math.prod(info.shape) > 0)
+
+
+def require_state_used(unused: Sequence[str]) -> None:
+    """Raise ModelMismatchError if there are parameters whose stored optimizer state would be dropped."""
+    if unused:
+        raise ModelMismatchError(
+            f"the store has optimizer state of {listed(unused)}, and this optimizer does not hold "
+            f"{'that parameter' if len(unused) == 1 else 'these parameters'}, so it would be lost. If the run that was "
+            "saved unfroze layers on its way, do the same (optimizer.add_param_group) before resume(); a parameter may "
+            "be in a param group and stay frozen. To go on without that state, set `resume: {unused_state: drop}`"
+        )
 
 
 def _markers(framework: Mapping[str, Any]) -> set[str]:

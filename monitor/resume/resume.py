@@ -30,6 +30,8 @@ from monitor.resume.read import (
     require_model,
     require_optimizer,
     require_slots,
+    require_state_used,
+    unused_state,
 )
 from monitor.resume.select import ResumePoint, resolve_commit, select_commit, select_run_state
 from monitor.run_state import RunState, StateLoader, UserState, restore_rng, unrestored_state
@@ -53,10 +55,9 @@ class ResumeResult:
     resolution: Resolution
     resume_point: ResumePoint
     notes: tuple[str, ...]  # messages about everything damaged, skipped or converted
-    rounded: tuple[str, ...]
-    """Values that the live dtypes cannot hold, over all ranks. If not empty, the state is not exact."""
-    unrestored: tuple[str, ...] = ()
-    """Stored state that was not restored, and live state that the store lacks, over all ranks. Likewise."""
+    lost: tuple[str, ...]
+    """Values that the live dtypes or the optimizer cannot hold, stored state that was not restored, and live state that
+    the store lacks, on any rank. If not empty, the state is not exact."""
     memory: SaveId | None = None  # the in-memory snapshot that was resumed, if any
     kept: frozenset[SaveId] = frozenset()  # that snapshot, and an older one that parts of the state come from
     replicas: frozenset[int] = frozenset()  # ranks of the snapshot that were read from a peer's replica
@@ -113,19 +114,27 @@ def resume(
             notes.append(point.why)
             bad |= {point}
             continue
+        dropped = run_on_all_ranks(group, partial(_dropped_state, point, plan, adapter, settings))
         read = run_on_all_ranks(group, partial(read_fragments, catalog, plan.resolution, plan.places, buffers))
         newly_bad = frozenset().union(*group.all_gather(read.bad))
         if not newly_bad:
             read = run_on_all_ranks(group, partial(_with_rank_buffers, read, point.state, plan))
             rounded = _over_ranks(group, read.rounded)
             unrestored = _over_ranks(group, run_on_all_ranks(group, partial(_unrestored, point, adapter, group)))
-            notes += [*passed_over, *plan.resolution.problems, *point.notes, *read.notes, *rounded, *unrestored]
+            lost = (*dropped, *rounded, *unrestored)
+            notes += [*passed_over, *plan.resolution.problems, *point.notes, *read.notes, *lost]
             notes += run_on_all_ranks(group, partial(_object_notes, point.state, user))
             _load(plan, read, point, adapter, user=user, group=group)
-            return ResumeResult(
-                plan.resolution, point, tuple(dict.fromkeys(notes)), rounded, unrestored, passed_over=newer
-            )
+            return ResumeResult(plan.resolution, point, tuple(dict.fromkeys(notes)), lost, passed_over=newer)
         bad |= newly_bad
+
+
+def _dropped_state(point: ResumePoint, plan: _Plan, adapter: Adapter, settings: ResumeSettings) -> list[str]:
+    """Return a note on optimizer state without a parameter to go to. Raise ModelMismatchError if it is not allowed."""
+    unused = unused_state(point.state.framework, plan.slots, adapter)
+    if settings.unused_state == "refuse":
+        require_state_used(unused)
+    return [f"the optimizer state of {listed(unused)} was dropped (`unused_state: drop`)"] if unused else []
 
 
 def _plan(catalog: Catalog, save: SaveId, bad: frozenset[RejectedVersion], adapter: Adapter) -> _Plan:
@@ -307,7 +316,7 @@ def resume_event(result: ResumeResult, certificate: Certificate, step: int, newe
 
 
 def build_certificate(result: ResumeResult) -> Certificate:
-    """Certify the resumed state, including rounding by the live dtypes."""
+    """Certify the resumed state, including values that the live job cannot hold."""
     certificate = certify(result.resolution)
     replicated = {
         unit
@@ -316,8 +325,8 @@ def build_certificate(result: ResumeResult) -> Certificate:
     }
     for save in result.kept:
         certificate = mark_memory_sources(certificate, save, replicated)
-    problems = result.rounded + result.unrestored
-    return replace(certificate, exact=certificate.exact and not problems, problems=certificate.problems + problems)
+    exact = certificate.exact and not result.lost
+    return replace(certificate, exact=exact, problems=certificate.problems + result.lost)
 
 
 def reset_ledger(job: JobContext, catalog: Catalog, result: ResumeResult, step: int) -> None:

@@ -9,15 +9,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from monitor.context import JobContext
 from monitor.ledger import CommitDraft, PreparedCommit, build_manifest
 from monitor.observe.drift_meter import DriftMeter, Signature, measure_record
 from monitor.run_state import capture_run_state, to_tree
 from monitor.save.encode import SavePacking, encode_unit
+from monitor.save.self_check import SelfCheck
 from monitor.save.staging import AsyncCopy, StagedUnit
 from store.catalog import Catalog
 from store.commit import Expected, commit, hint_latest, wait_for_group
@@ -72,6 +74,7 @@ class SaveTask:
     packing: SavePacking
     commit_plan: CommitPlan | None
     failure: Exception | None = None
+    check: SelfCheck | None = None
     progress: Progress = field(default_factory=Progress)
 
     def meter_stage(self, unit: StagedUnit) -> None:
@@ -95,11 +98,15 @@ def empty_segment(job: JobContext, store_id: str, save: SaveId, plan: str) -> Se
     return SegmentDraft(store_id, save, rank, world_size, plan, fragments=(), run_state=None, run_leaves=(), facts={})
 
 
-def with_run_state(segment: SegmentDraft, job: JobContext) -> SegmentDraft:
+def with_run_state(
+    segment: SegmentDraft, job: JobContext, captured: Callable[[Mapping[str, Any]], None] = lambda _: None
+) -> SegmentDraft:
     """Add the run state as it is now, and on rank 0 the layout. Raises any exception of the user's objects.
 
-    Call ``job.rank_buffers.compare()`` before, on all ranks."""
-    tree, leaves = to_tree(capture_run_state(job.adapter, job.user, segment.rank, job.rank_buffers))
+    Call ``job.rank_buffers.compare()`` before, on all ranks. captured: called with the run state."""
+    state = capture_run_state(job.adapter, job.user, segment.rank, job.rank_buffers)
+    captured(state)
+    tree, leaves = to_tree(state)
     facts = job.adapter.layout_facts() if segment.rank == 0 else {}
     return replace(segment, run_state=tree, run_leaves=leaves, facts=facts)
 
@@ -114,12 +121,20 @@ def run_save(task: SaveTask) -> SaveResult:
     require_present(task.files, task.segment.save.epoch)
     units = [_Encoding(task, unit) for unit in task.staged]
     segment = replace(task.segment, fragments=[fragment for unit in units for fragment in unit.fragments])
+    if task.check is not None:
+        segment = replace(segment, differs=task.check.compare(segment, task.staged))
     written = time.monotonic()
     write_segment(task.files, segment, lambda: [unit.measure() for unit in units])
     task.progress.write_seconds = time.monotonic() - written
     if task.commit_plan is None:
         return SaveResult(None, time.monotonic() - began)
     return _commit(task, task.commit_plan, began)
+
+
+def check_after_commit(task: SaveTask) -> None:
+    """Read the segment back and compare it with the live state, if this save is to be checked."""
+    if task.check is not None and task.progress.write_seconds > 0.0:
+        task.check.read_back(task.files, task.segment.store_id, task.segment.rank)
 
 
 def prune_after_commit(task: SaveTask) -> None:

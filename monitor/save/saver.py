@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,12 +19,13 @@ from monitor.distributed import collect_messages, run_on_all_ranks, run_on_rank0
 from monitor.events import BackgroundFailureEvent, CommitEvent, SaveBeginEvent, SaveFailedEvent
 from monitor.ledger import CommitDraft, PreparedCommit
 from monitor.observe.drift_meter import Signature
-from monitor.observe.units import LocalUnit
+from monitor.observe.units import LocalUnit, Survey
 from monitor.save.encode import Packer, SavePacking
 from monitor.save.save_task import (
     CommitPlan,
     SaveResult,
     SaveTask,
+    check_after_commit,
     discard,
     empty_segment,
     make_room,
@@ -32,6 +33,7 @@ from monitor.save.save_task import (
     run_save,
     with_run_state,
 )
+from monitor.save.self_check import SelfChecker
 from monitor.save.staging import AsyncCopy, StagedUnit, Stager, UnfinishedCopy, encoded_bytes
 from monitor.save.store_session import StoreSession
 from monitor.types import DecisionResult
@@ -42,6 +44,7 @@ from store.errors import (
     NoSpaceError,
     SaveError,
     StoreError,
+    UnstorableError,
     UnsupportedError,
     UsageError,
 )
@@ -95,6 +98,7 @@ class Saver:
         self._fenced = self._committed = False
         self._renewing = not session.claimed
         self._failure: str | None = None
+        self._checker = SelfChecker(job)
         self.dropped: tuple[Unit, ...] = ()
         """Units with NaN or Inf that the save settled last left out. The same on all ranks."""
         self._copies = UnfinishedCopy(job.adapter, job.listeners.on_copy_wait)
@@ -151,16 +155,20 @@ class Saver:
             return SaveStatus("disagree", any_changed)
         return SaveStatus("unsupported" if unsupported else "fenced" if fenced else None, any_changed)
 
-    def require_storable(self, trouble: str | None) -> None:
+    def require_storable(self, survey: Survey) -> None:
         """Raise on all ranks if a part of the job cannot be stored: no later save could succeed. Collective.
 
-        trouble: why this rank's part of the job cannot be saved."""
+        Raises:
+            UnstorableError: A tensor has a type that no save can hold.
+            UnsupportedError: Another part of the job cannot be saved.
+        """
 
         def check() -> None:
-            if trouble is not None:
-                raise UnsupportedError(trouble)
+            if survey.trouble is not None:
+                raise (UnstorableError if survey.permanent else UnsupportedError)(survey.trouble)
             with_run_state(empty_segment(self._job, self._session.catalog.store_id, SaveId(0, 1), ""), self._job)
 
+        self._job.rank_buffers.compare()
         run_on_all_ranks(self._group, check)
 
     def settle_commit(self, step: int) -> str | None:
@@ -189,9 +197,19 @@ class Saver:
             first = self._job.ledger.newest is None
             self._listeners.on_save_begin(SaveBeginEvent(step, decided, self._job.table.sizes, first))
         segment, unstorable = self._segment(save, decided)
-        failure = failure or unstorable
+        check = self._checker.begin(save, [local[unit] for unit in decided.saved if unit in local])
         packing = self._packing(save, staged, decided)
-        task = SaveTask(self._session.files, segment, staged, copying, self._meter, packing, commit_plan, failure)
+        task = SaveTask(
+            self._session.files,
+            segment,
+            staged,
+            copying,
+            self._meter,
+            packing,
+            commit_plan,
+            failure or unstorable,
+            check,
+        )
         for unit in staged:
             if unit.measure is not None and encoding_named(unit.encoding).lossless:
                 task.meter_stage(unit)
@@ -201,6 +219,10 @@ class Saver:
         if commit_plan is not None:
             self.upkeep(lambda: prune_after_commit(task), f"tidying up after the commit of step {step}")
             self._check_free_space()
+        if check is not None:
+            self.upkeep(lambda: check_after_commit(task), f"the self-check of step {step}")
+        if decided.preempted:
+            self._checker.stop()
         return sum(copy.numel() * copy.element_size() for unit in staged for copy in unit.copies)
 
     def claim_name(self, step: int, *, snapshot: bool = False) -> str | None:
@@ -323,6 +345,7 @@ class Saver:
                 message = f"{self._upkeep.get(done.number, 'upkeep')} failed: {done.error}"
                 self._listeners.on_background_failure(BackgroundFailureEvent("upkeep", message, done.error))
             self._upkeep.pop(done.number, None)
+        self._checker.collect()
 
     def _finish(self, pending: _Pending, outcome: TaskResult[SaveResult | None] | None) -> Mapping[Unit, Signature]:
         """Move the drift references if the save is committed. Return the signatures of staged units. Collective."""
@@ -340,6 +363,8 @@ class Saver:
             settled = unit.unit in pending.task.progress.metered
             moved = committed and unit.unit not in dropped
             self._stager.unstage(unit, self._meter.settle(unit.unit, moved) if settled else unit.copies)
+        if not committed:
+            self._checker.repeat()
         if committed:
             self._job.table.lost -= pending.saved - set(dropped)
         elif not attempted and not (outcome is not None and isinstance(outcome.error, ExistsError)):
@@ -405,8 +430,9 @@ class Saver:
         Such an error does not stop training: the save fails and is reported like any other."""
         plan = [save.name, [[unit.layer, unit.slot, choice.encoding] for unit, choice in decided.saved.items()]]
         segment = empty_segment(self._job, self._session.catalog.store_id, save, digest(seal(plan)))
+        segment = replace(segment, differs=self._checker.differs)
         try:
-            return with_run_state(segment, self._job), None
+            return with_run_state(segment, self._job, self._checker.describe), None
         except UsageError as error:
             return segment, error
         except Exception as error:  # noqa: BLE001 - the edge to the user's own objects: kept as the save's failure

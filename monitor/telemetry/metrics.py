@@ -40,7 +40,17 @@ SKIPS = ("busy", "nothing", "withheld", "fenced", "storage", "disagree", "unsupp
 _STORE_FAILURES = ("StorageError", "MissingError", "DamagedError", "SaveError", "NotFiniteError", "FencedError")
 FAILURES = (
     *_STORE_FAILURES,
-    *("ExistsError", "UnsupportedError", "internal", "upkeep", "memory", "peer", "daemon", "close_timeout"),
+    *(
+        "ExistsError",
+        "UnsupportedError",
+        "internal",
+        "upkeep",
+        "memory",
+        "peer",
+        "daemon",
+        "close_timeout",
+        "self_check",
+    ),
 )
 """Values of the label ``reason`` of failures."""
 

@@ -1,0 +1,401 @@
+"""Compare what a save wrote with the live state, in value and type: the first save of a job, and the first after the
+shape of its state changed.
+
+While the state stands still, the training thread notes what ``state_dict()`` of model, optimizer and the user's objects
+hold. Each tensor must be the memory of a piece, or be in the run state; nothing may be left over. The background thread
+decodes the run state before it is written, and after the commit reads all of this rank's segment back. What differs is
+logged as an error and recorded with the commits from then on, which are no longer exact. No collective.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from monitor.adapters.base import Adapter, LiveValue
+from monitor.adapters.module_tensors import dtype_name
+from monitor.context import JobContext
+from monitor.events import BackgroundFailureEvent
+from monitor.observe.units import LocalUnit
+from monitor.run_state import from_tree
+from monitor.save.staging import StagedUnit
+from store.encoding import encoding_named
+from store.errors import DamagedError, StorageError
+from store.fragments import FragmentReader, Source
+from store.names import Fragment, SaveId
+from store.resolve import base_key, index_bases
+from store.schema import digest
+from store.segment import SegmentDraft, read_leaves, read_part
+from store.state_tree import Leaf
+from store.storage.local import Files
+
+_log = logging.getLogger("driftpoint")
+
+_BLOCKS, _WIDTH = 64, 1024
+"""Of a larger piece, this many blocks of this many elements are compared with live memory."""
+
+_NAMED = 8
+"""Differences that are logged and recorded; usually they have one cause."""
+
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+
+Outline = dict[str, tuple[str, str]]
+"""Path -> type (with dtype, shape, length) and digest of the value."""
+
+
+def outline(value: Any, name: str) -> Outline:
+    """Return the types and values in nested data. Tensors count with their bits, on whichever device they are."""
+    out: Outline = {}
+    _outline(value, name, out)
+    return out
+
+
+def _outline(value: Any, name: str, out: Outline) -> None:
+    kind = type(value).__name__
+    if isinstance(value, torch.Tensor):
+        local = _local(value)
+        known = "torch.Tensor" if type(local) in (torch.Tensor, nn.Parameter) else type(local).__name__
+        bits = local.detach().cpu().contiguous().reshape(-1).view(torch.uint8) if local.numel() else None
+        hashed = "" if bits is None else digest(bits.numpy().data)
+        out[name] = f"{known} of {local.dtype} {tuple(local.shape)}", hashed
+    elif isinstance(value, np.ndarray | np.generic):
+        out[name] = f"numpy {kind} of {value.dtype} {value.shape}", digest(np.ascontiguousarray(value).tobytes())
+    elif isinstance(value, Mapping):
+        out[name] = f"{kind} of {len(value)}", ""
+        for key, item in value.items():
+            _outline(item, f"{name}[{key!r}]", out)
+    elif isinstance(value, set | frozenset):
+        out[name] = f"{kind} of {len(value)}", _digest(sorted(map(repr, value)))
+    elif isinstance(value, list | tuple | deque) and not all(type(item) in _PLAIN for item in value):
+        out[name] = f"{kind} of {len(value)}", ""
+        for index, item in enumerate(value):
+            _outline(item, f"{name}[{index}]", out)
+    else:
+        length = f" of {len(value)}" if isinstance(value, list | tuple | deque) else ""
+        out[name] = kind + length, _digest(value)
+
+
+def _digest(value: Any) -> str:
+    return digest(repr(value).encode(errors="surrogatepass"))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's memory behind a DTensor, or the tensor itself."""
+    if type(tensor).__name__ != "DTensor":
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()  # type: ignore[attr-defined, no-any-return]
+
+
+def differences(live: Outline, stored: Outline) -> list[str]:
+    """Return what comes back otherwise than it is, with both types."""
+    out = []
+    for name in [*live, *(name for name in stored if name not in live)]:
+        was, back = live.get(name), stored.get(name)
+        if was is None or back is None:
+            text = f"is {was[0]} and is missing" if was else "is not there"
+            out.append(f"{name} {text} in what was saved" if was else f"{name} {text} and comes back as {back[0]}")  # type: ignore[index]
+        elif was[0] != back[0]:
+            out.append(f"{name} is {was[0]} and comes back as {back[0]}")
+        elif was[1] != back[1]:
+            out.append(f"{name}, {was[0]}, comes back with other values")
+    return out
+
+
+def unsaved(adapter: Adapter, state: Mapping[str, Any]) -> list[str]:
+    """Return what the framework's own state dicts hold beyond the adapter's pieces and the run state.
+
+    state: as captured; ``framework`` is None on ranks that do not store it."""
+    pieces = adapter.held()
+    memory = {_memory_of(piece.tensor) for piece in pieces}
+    fqns = {piece.fragment.fqn for piece in pieces}
+    return [text for one in adapter.live_values() for text in _unsaved(one, state, memory, fqns)]
+
+
+def _unsaved(one: LiveValue, state: Mapping[str, Any], memory: set[Any], fqns: set[str]) -> Iterator[str]:
+    if one.stored is not None:
+        if state.get(one.stored[0]) is None and one.stored[0] == "framework":
+            return  # rank 0 stores it for all
+        found = _at(state, one.stored)
+        if found is None:
+            yield f"{one.name} is {_kind(one.value)} and is in no part of a save"
+        else:
+            yield from differences(outline(one.value, one.name), outline(found[0], one.name))
+    elif isinstance(one.value, torch.Tensor):
+        local = _local(one.value)
+        if local.numel() and _memory_of(local) not in memory and one.fqn not in fqns:
+            yield f"{one.name} is {_kind(one.value)} and is in no part of a save"
+    elif isinstance(one.value, Mapping | list | tuple):
+        items = one.value.items() if isinstance(one.value, Mapping) else enumerate(one.value)
+        for key, item in items:
+            yield from _unsaved(LiveValue(f"{one.name}[{key!r}]", item), state, memory, fqns)
+    elif one.value is not None:
+        yield f"{one.name} is {_kind(one.value)} and is in no part of a save"
+
+
+def _kind(value: Any) -> str:
+    return outline(value, "")[""][0]
+
+
+def _at(state: Any, path: Sequence[Any]) -> tuple[Any] | None:
+    for key in path:
+        try:
+            state = state[key]
+        except (LookupError, TypeError):
+            return None
+    return (state,)
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[int, int, torch.dtype]:
+    return tensor.data_ptr(), tensor.numel(), tensor.dtype
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Some elements of a 1-d tensor: evenly spaced blocks, the first and last ones among them. All of a small one."""
+
+    dtype: str
+    numel: int
+    data: bytes
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Sample:
+        """Copy elements of a contiguous tensor to the host."""
+        values, numel = tensor.detach(), tensor.numel()
+        if numel > _BLOCKS * _WIDTH:
+            shape, stride = (_BLOCKS - 1, _WIDTH), (_stride(numel), 1)
+            blocks = values.as_strided(shape, stride, int(values.storage_offset()))
+            values = torch.cat((blocks.reshape(-1), values[-_WIDTH:]))
+        data = values.cpu().view(torch.uint8).numpy().tobytes()
+        return cls(dtype_name(tensor.dtype), numel, data)
+
+    def select(self, chunks: Iterable[np.ndarray[Any, Any]]) -> bytes:
+        """Return the same elements of decoded chunks."""
+        starts, width = [0], self.numel
+        if self.numel > _BLOCKS * _WIDTH:
+            starts = [block * _stride(self.numel) for block in range(_BLOCKS - 1)] + [self.numel - _WIDTH]
+            width = _WIDTH
+        size = len(self.data) // len(starts)  # of a block, in bytes
+        out, position = bytearray(len(self.data)), 0
+        for chunk in chunks:
+            values = np.ascontiguousarray(chunk).reshape(-1).view(np.uint8)
+            for block, start in enumerate(starts):
+                begin = start * (size // width)
+                first, after = max(begin, position), min(begin + size, position + values.size)
+                if first < after:
+                    target = block * size + first - begin
+                    out[target : target + after - first] = values[first - position : after - position].tobytes()
+            position += values.size
+        return bytes(out)
+
+
+def _stride(numel: int) -> int:
+    """Return the elements between the beginnings of two blocks of a sample."""
+    return (numel - _WIDTH) // (_BLOCKS - 1)
+
+
+@dataclass
+class SelfCheck:
+    """One save of this rank and the live state that it must hold."""
+
+    save: SaveId
+    live: Outline  # of the run state
+    found: list[str]  # differences
+    seconds: float  # that the training thread spent
+    samples: Mapping[Fragment, Sample] = field(default_factory=dict)
+    stopped: threading.Event = field(default_factory=threading.Event)
+    done: bool = False
+    failed: bool = False  # the storage could not be read
+
+    def compare(self, segment: SegmentDraft, staged: Iterable[StagedUnit]) -> tuple[str, ...]:
+        """Compare what is about to be written: staged copies, and the run state, decoded. Return all differences.
+
+        Costs no more than the run state, so the commit can still say what differs."""
+        for unit in staged:
+            if encoding_named(unit.encoding).lossless:
+                for fragment, copy in zip(unit.fragments, unit.copies, strict=True):
+                    self._add(_difference(f"{fragment.fqn}/{fragment.slot}", self.samples[fragment], Sample.of(copy)))
+        tree, leaves = json.loads(json.dumps(segment.run_state)), cast("Sequence[Leaf]", segment.run_leaves)
+        self._add(differences(self.live, outline(from_tree(tree, leaves), "state")))
+        if self.found:
+            self._report()
+        return tuple(self.found[:_NAMED])
+
+    def read_back(self, files: Files, store_id: str, rank: int) -> None:
+        """Read the segment and compare it. Only storage that cannot be read is no difference."""
+        began, before = time.monotonic(), len(self.found)
+        try:
+            part = read_part(files, store_id, self.save, rank)
+            bases = _Bases(files, store_id, rank)
+            for entry in part.entries:
+                if self.stopped.is_set():
+                    return
+                self._add(self._compare(files, bases.source(Source(part, entry))))
+            missing = self.samples.keys() - {entry.fragment for entry in part.entries}
+            self._add(f"{one.fqn}/{one.slot} is missing in what was saved" for one in missing)
+            if not self.found:
+                self._add(differences(self.live, outline(from_tree(part.run_state, read_leaves(files, part)), "state")))
+        except DamagedError as error:
+            self._add([f"the segment cannot be read back: {error}"])
+        except StorageError as error:
+            _log.warning("self-check of step %d: the segment cannot be read back: %s", self.save.step, error)
+            self.failed = True
+            return
+        self.done = True
+        if len(self.found) > before:
+            self._report()
+        _log.info(
+            "self-check of step %d: %d fragments and %d values of the run state %s; it took %.3f s of training, and "
+            "%.2f s in the background",
+            self.save.step,
+            len(self.samples),
+            len(self.live),
+            "differ in part" if self.found else "come back equal",
+            self.seconds,
+            time.monotonic() - began,
+        )
+
+    def _compare(self, files: Files, source: Source) -> Iterator[str]:
+        entry = source.entry
+        name, sample = f"{entry.fqn}/{entry.slot}", self.samples.get(entry.fragment)
+        if sample is None:
+            yield f"{name}, elements {entry.start} to {entry.stop}, was saved and is not there"
+            return
+        try:
+            chunks = FragmentReader(files, source).chunks()
+            if not encoding_named(entry.encoding).lossless:
+                deque(chunks, maxlen=0)  # what it lost is measured when it is encoded
+                back = sample.data
+            else:
+                back = sample.select(chunks)
+        except DamagedError as error:
+            yield f"{name} cannot be read back: {error}"
+            return
+        yield from _difference(name, sample, replace(sample, dtype=entry.dtype, data=back))
+
+    def _add(self, found: Iterable[str]) -> None:
+        self.found += [one for one in found if one not in self.found]
+
+    def _report(self) -> None:
+        more = len(self.found) - _NAMED
+        _log.error(
+            "self-check: not all of the state comes back from a save as it is, so commits from step %d on are not "
+            "exact: %s%s",
+            self.save.step,
+            "; ".join(self.found[:_NAMED]),
+            f"; and {more} more" if more > 0 else "",
+        )
+
+
+def _difference(name: str, live: Sample, stored: Sample) -> Iterator[str]:
+    if stored.dtype != live.dtype:
+        yield f"{name} is {live.dtype} and comes back as {stored.dtype}"
+    elif stored.data != live.data:
+        yield f"{name}, {live.dtype}, comes back with other values"
+
+
+class _Bases:
+    """Finds the fragments that differences refer to; a rank's bases are in its own segments."""
+
+    def __init__(self, files: Files, store_id: str, rank: int) -> None:
+        self._files, self._store_id, self._rank = files, store_id, rank
+        self._known: dict[str, Mapping[Any, Source]] = {}
+
+    def source(self, source: Source) -> Source:
+        name, key = source.entry.base, base_key(source.entry)
+        if name is None or key is None:
+            return source
+        if name not in self._known:
+            part = read_part(self._files, self._store_id, SaveId.parse(name), self._rank)
+            self._known[name] = index_bases((part, entry) for entry in part.entries)
+        base = self._known[name].get(key)
+        if base is None:
+            raise DamagedError(f"{source.entry.fqn}/{source.entry.slot} has no base in save {name}")
+        return Source(source.part, source.entry, base)
+
+
+class SelfChecker:
+    """Decides when a save of this rank is checked, and keeps what the last check found."""
+
+    def __init__(self, job: JobContext) -> None:
+        self._job = job
+        self._sizes: Any = None  # the units of the job when they were checked last
+        self._shapes: Any = None  # of the user's objects, likewise
+        self._unsaved: list[str] = []
+        self._described: tuple[Outline, list[str], float] | None = None
+        self._current: SelfCheck | None = None
+        self._differs: tuple[str, ...] = ()
+
+    @property
+    def differs(self) -> tuple[str, ...]:
+        """What the last check found; recorded with every save."""
+        return self._differs
+
+    def describe(self, state: Mapping[str, Any]) -> None:
+        """Note the live state if a check is due. Training thread, while it stands still. state: the run state."""
+        self._described = None
+        sizes, shapes = self._job.table.sizes, [_shape_of(item) for item in state["user"]]
+        if not self._job.config.self_check or (self._sizes, self._shapes) == (sizes, shapes):
+            return
+        began, changed = time.perf_counter(), self._sizes != sizes
+        self._sizes, self._shapes = sizes, shapes
+        try:
+            live = outline(state, "state")
+            if changed:  # alike on all ranks, in case a script's own state_dict() communicates
+                self._unsaved = unsaved(self._job.adapter, state)
+        except Exception as error:  # noqa: BLE001 - the edge to the user's own state dicts: reported, saves go on
+            _log.warning("self-check: the state dicts of model and optimizer cannot be compared: %r", error)
+            return
+        self._described = live, [*self._unsaved], time.perf_counter() - began
+
+    def begin(self, save: SaveId, parts: Iterable[LocalUnit]) -> SelfCheck | None:
+        """Return the check of a save that stores ``parts``, or None. Training thread, while the state stands still."""
+        described, self._described = self._described, None
+        if described is None:
+            return None
+        began, (live, found, seconds) = time.perf_counter(), described
+        samples = {piece.fragment: Sample.of(piece.tensor) for part in parts for piece in part.pieces}
+        self._current = SelfCheck(save, live, found, seconds + time.perf_counter() - began, samples)
+        return self._current
+
+    def stop(self) -> None:
+        """End a check under way, since the process is about to exit."""
+        if self._current is not None:
+            self._current.stopped.set()
+
+    def collect(self) -> None:
+        """Take the outcome of a check that ended in the background. Training thread."""
+        check = self._current
+        if check is None:
+            return
+        new = tuple(check.found[:_NAMED])
+        if new and new != self._differs:
+            self._job.listeners.on_background_failure(BackgroundFailureEvent("self_check"))
+        if new or check.done:
+            self._differs = new
+        if check.failed:
+            self.repeat()
+        elif check.done:
+            self._current = None
+
+    def repeat(self) -> None:
+        """Check the next save: this one failed, or cannot be read."""
+        if self._current is not None and not self._current.done:
+            self._current, self._shapes = None, None
+
+
+def _shape_of(state: Any) -> Any:
+    """Return the types in the first level of an object's state."""
+    if isinstance(state, Mapping):
+        return type(state), [(key, type(item)) for key, item in state.items() if isinstance(key, str)][:_WIDTH]
+    return type(state)

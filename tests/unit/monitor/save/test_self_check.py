@@ -1,0 +1,325 @@
+"""The first save of a job is compared with the live state: what does not come back is said at once, and never exact."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import monitor
+from monitor import run_state
+from monitor.save import staging
+from store.catalog import open_catalog
+from store.certificate import certify
+from store.errors import StorageError
+from store.resolve import newest_resumable
+from store.state_tree import Leaf
+from store.storage.local import LocalFiles
+from tests.support.hooked import HookedFiles
+
+CONFIG = {"every": 1, "metrics": {"enabled": False}}
+
+
+class Counting(torch.optim.SGD):
+    """Keeps something beside the state of its parameters, as averaging optimizers do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.average = torch.zeros(3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "average": {"values": self.average, "count": 7}}
+
+
+class Scaled(nn.Linear):
+    """Adds a tensor to its state dict that is neither a parameter nor a buffer, as quantizing layers do."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "scale"] = torch.ones(2, dtype=torch.float64)
+
+
+class Job:
+    """A model, an optimizer and a checkpointer whose saves are waited for."""
+
+    def __init__(
+        self, store: Path, model: nn.Module | None = None, kind: Any = None, state: Any = (), **settings: Any
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = model or nn.Linear(4, 4)
+        self.optimizer = (kind or torch.optim.AdamW)(self.model.parameters())
+        self.ckpt = monitor.attach(
+            (self.model, self.optimizer), {**CONFIG, "store": str(store), **settings}, state=list(state)
+        )
+        self.ckpt.resume()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(2, 4)).square().sum().backward()
+        self.optimizer.step()
+        self.ckpt.step()
+        self.ckpt.flush()
+
+    @property
+    def failures(self) -> float:
+        found = self.ckpt.metrics.registry.get_sample_value("driftpoint_failures_total", {"reason": "self_check"})
+        return found or 0.0
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture(autouse=True)
+def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level(logging.INFO, "driftpoint"):
+        yield caplog
+
+
+def errors(logged: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in logged.records if one.levelno >= logging.ERROR]
+
+
+def checks(logged: pytest.LogCaptureFixture) -> list[str]:
+    return [text for one in logged.records if (text := one.getMessage()).startswith("self-check of step")]
+
+
+def exact(store: Path) -> bool:
+    return certify(newest_resumable(open_catalog(LocalFiles(store)))[0]).exact
+
+
+def require_found(job: Job, store: Path, logged: pytest.LogCaptureFixture, *words: str) -> None:
+    """One error that has the words, in the log, the metrics and every commit; a resume is not exact."""
+    job.step()
+    (said,) = errors(logged)
+    assert all(word in said for word in words), said
+    assert not exact(store)
+    assert job.failures == 1
+    job.step()
+    assert not exact(store) and len(errors(logged)) == 1
+    job.ckpt.close()
+
+
+def test_a_state_that_comes_back_is_exact(store: Path, logged: pytest.LogCaptureFixture) -> None:
+    job = Job(store, state=[torch.Generator(), torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD([torch.ones(1)]))])
+    job.step()
+    job.step()
+    assert errors(logged) == [] and exact(store) and job.failures == 0
+    (said,) = checks(logged)
+    assert "6 fragments" in said and "s of training" in said
+    job.ckpt.close()
+
+
+def test_state_of_an_optimizer_beside_its_parameters(store: Path, logged: pytest.LogCaptureFixture) -> None:
+    require_found(
+        Job(store, kind=Counting),
+        store,
+        logged,
+        "optimizer.state_dict()['average']['values'] is torch.Tensor of torch.float32 (3,) and is in no part of a save",
+        "['count'] is int",
+    )
+    other = Job(store, kind=Counting)
+    assert other.ckpt.certificate is not None and not other.ckpt.certificate.exact
+    assert any("average" in problem for problem in other.ckpt.certificate.problems)
+    other.ckpt.close()
+
+
+def test_a_state_dict_with_more_than_parameters_and_buffers(store: Path, logged: pytest.LogCaptureFixture) -> None:
+    require_found(
+        Job(store, nn.Sequential(Scaled(4, 4))),
+        store,
+        logged,
+        "model.state_dict()['0.scale'] is torch.Tensor of torch.float64 (2,) and is in no part of a save",
+    )
+
+
+def test_a_state_dict_of_copies_is_no_difference(store: Path, logged: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(4, 4)
+    model._register_state_dict_hook(lambda _, state, *__: state.update({k: v.half() for k, v in state.items()}))
+    job = Job(store, model)
+    job.step()
+    assert errors(logged) == [] and exact(store)
+    job.ckpt.close()
+
+
+class Holder:
+    """A user's object with one tensor and one number."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": torch.ones(3, dtype=torch.float64) / 3, "count": 3}
+
+    def load_state_dict(self, state: Any) -> None: ...
+
+
+def test_a_dtype_that_is_lost(store: Path, logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = run_state._tensor_leaf
+    monkeypatch.setattr(run_state, "_tensor_leaf", lambda value: kept(value.float()))
+    words = (
+        "state['user'][0]['values'] is torch.Tensor of torch.float64 (3,)",
+        "comes back as torch.Tensor of torch.float32",
+    )
+    require_found(Job(store, state=[Holder()]), store, logged, *words)
+
+
+def test_values_that_are_lost(store: Path, logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = run_state._tensor_leaf
+
+    def leaf(value: Any) -> Leaf | None:
+        return kept(value.half().double() if value.dtype == torch.float64 else value)
+
+    monkeypatch.setattr(run_state, "_tensor_leaf", leaf)
+    require_found(Job(store, state=[Holder()]), store, logged, "['values'], torch.Tensor of", "other values")
+
+
+def test_a_copy_that_is_wrong(store: Path, logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large tensor, too: the last element."""
+    kept = staging.AsyncCopy.finish
+
+    def finish(self: Any) -> None:
+        kept(self)
+        for _, buffer in self._host:
+            if buffer.numel() > 100_000:
+                buffer[-1] = 123.0
+
+    monkeypatch.setattr(staging.AsyncCopy, "finish", finish)
+    job = Job(store, nn.Linear(4, 30_000))
+    job.step()
+    assert "weight/fp32, F32, comes back with other values" in errors(logged)[0]
+    job.step()
+    assert not exact(store)
+    job.ckpt.close()
+
+
+def test_bytes_that_do_not_read_back(store: Path, logged: pytest.LogCaptureFixture) -> None:
+    job = Job(store)
+    opened = job.ckpt._opened
+    assert opened is not None
+
+    class Flipped:
+        """Storage that reads other bytes than were written."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(inner, name)
+
+        def read_into(self, path: str, offset: int, target: memoryview) -> None:
+            inner.read_into(path, offset, target)
+            if len(target):
+                target.cast("B")[0] ^= 1
+
+    inner, opened.files = opened.files, Flipped()  # type: ignore[assignment]
+    job.step()
+    opened.files = inner
+    assert "do not match" in errors(logged)[0]
+    job.step()
+    assert not exact(store)
+    job.ckpt.close()
+
+
+def test_checked_again_when_the_shape_changes(store: Path, logged: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    job = Job(store, model)
+    job.step()
+    job.step()
+    assert len(checks(logged)) == 1
+    model[0].requires_grad_(True)
+    job.step()
+    assert len(checks(logged)) == 2
+    job.step()
+    assert len(checks(logged)) == 2 and errors(logged) == []
+    job.ckpt.close()
+
+
+def test_checked_again_when_an_object_has_other_state(
+    store: Path, logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Growing(Holder):
+        def __init__(self) -> None:
+            self.state: dict[str, Any] = {"count": 1}
+
+        def state_dict(self) -> dict[str, Any]:
+            return dict(self.state)
+
+    holder = Growing()
+    kept = run_state._tensor_leaf
+    narrow = lambda value: kept(value.float() if value.dtype == torch.float64 else value)  # noqa: E731
+    monkeypatch.setattr(run_state, "_tensor_leaf", narrow)
+    job = Job(store, state=[holder])
+    job.step()
+    holder.state["count"] = 2
+    job.step()
+    assert len(checks(logged)) == 1 and exact(store)
+    holder.state["values"] = torch.ones(3, dtype=torch.float64)
+    job.step()
+    assert len(checks(logged)) == 2 and not exact(store)
+    job.ckpt.close()
+
+
+def test_a_save_that_failed_is_checked_when_it_succeeds(store: Path, logged: pytest.LogCaptureFixture) -> None:
+    job = Job(store)
+    opened = job.ckpt._opened
+    assert opened is not None
+    files = opened.files = HookedFiles(opened.files, before=full)
+    job.step()
+    assert checks(logged) == []
+    files.before = lambda operation, path: None
+    job.step()
+    assert len(checks(logged)) == 1 and exact(store)
+    job.ckpt.close()
+
+
+def full(operation: str, path: str) -> None:
+    if operation == "write":
+        raise StorageError(f"cannot write {path}: the filesystem is full")
+
+
+def test_a_difference_that_is_gone_is_exact_again(store: Path, logged: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(Scaled(4, 4), nn.Linear(4, 4))
+    model[1].requires_grad_(False)
+    job = Job(store, model)
+    job.step()
+    assert not exact(store)
+    model[0].__class__ = nn.Linear
+    model[1].requires_grad_(True)
+    job.step()
+    assert exact(store)
+    job.ckpt.close()
+
+
+def test_switched_off(store: Path, logged: pytest.LogCaptureFixture) -> None:
+    job = Job(store, kind=Counting, self_check=False)
+    job.step()
+    assert errors(logged) == [] and checks(logged) == [] and exact(store)
+    job.ckpt.close()
+
+
+@pytest.mark.parametrize("settings", [{"packing": 1, "differences": True}, {"encoding": "compact"}, {"frozen": "skip"}])
+def test_other_ways_to_store(store: Path, logged: pytest.LogCaptureFixture, settings: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 300), nn.BatchNorm1d(300))
+    model[0].requires_grad_(False)
+    job = Job(store, model, **settings)
+    for _ in range(3):
+        job.step()
+    if settings != {"frozen": "skip"}:
+        model[0].requires_grad_(True)  # checked again: with differences, on top of earlier saves
+        job.step()
+    assert errors(logged) == [] and len(checks(logged)) == (1 if settings == {"frozen": "skip"} else 2)
+    job.ckpt.close()
+
+
+def test_state_dicts_that_raise_do_not_stop_saves(store: Path, logged: pytest.LogCaptureFixture) -> None:
+    class Raising(torch.optim.SGD):
+        def state_dict(self) -> dict[str, Any]:
+            raise RuntimeError("not now")
+
+    job = Job(store, kind=lambda parameters: Raising(parameters, lr=0.1))
+    job.step()
+    assert exact(store) and errors(logged) == []
+    assert any("cannot be compared" in one.getMessage() for one in logged.records)
+    job.ckpt.close()
