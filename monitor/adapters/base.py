@@ -6,9 +6,10 @@ It leaves the user's param groups as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -196,3 +197,33 @@ class StepCache:
             self._values[key] = compute()
         value: T = self._values[key]
         return value
+
+
+def wrap_methods(
+    target: Any,
+    names: Sequence[str],
+    hook: Callable[[], None] | None = None,
+    *,
+    then: Callable[[], None] | None = None,
+) -> None:
+    """Call ``hook`` before, and ``then`` after, each call of these methods of one object. Methods that it lacks do not
+    matter: releases of DeepSpeed differ."""
+    for name in names:
+        method = getattr(target, name, None)
+        if method is not None:
+            setattr(target, name, _wrapped(method, hook, then))
+
+
+def _wrapped(
+    method: Callable[..., Any], hook: Callable[[], None] | None, then: Callable[[], None] | None
+) -> Callable[..., Any]:
+    @wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if hook is not None:
+            hook()
+        result = method(*args, **kwargs)
+        if then is not None:
+            then()
+        return result
+
+    return called

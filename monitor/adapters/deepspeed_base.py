@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import deepspeed
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from monitor.adapters.base import FragmentPlace, LiveValue, Piece, StateVersions, TensorInfo
+from monitor.adapters.base import FragmentPlace, LiveValue, Piece, StateVersions, TensorInfo, wrap_methods
 from monitor.adapters.module_tensors import ModuleTensors, whole_piece
 from monitor.adapters.optimizer_state import (
     common_scalars,
@@ -301,9 +300,11 @@ class ZeroAdapter(EngineAdapter, ABC):
         master again."""
         self.before_update(hook)
         self._base_optimizer.register_load_state_dict_pre_hook(lambda *_: hook())
-        _around(self.engine, ("load_checkpoint", "load_module_state_dict", "offload_states", "reload_states"), hook)
-        _around(self._zero, _CHANGING, hook)
-        _around(self._zero, ("_link_all_hp_params",), then=lambda: self._intercept_parameters(hook))
+        wrap_methods(
+            self.engine, ("load_checkpoint", "load_module_state_dict", "offload_states", "reload_states"), hook
+        )
+        wrap_methods(self._zero, _CHANGING, hook)
+        wrap_methods(self._zero, ("_link_all_hp_params",), then=lambda: self._intercept_parameters(hook))
         self._intercept_parameters(hook)
 
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -413,7 +414,7 @@ class ZeroAdapter(EngineAdapter, ABC):
 
     def _intercept_parameters(self, hook: Callable[[], None]) -> None:
         for parameter in self._inventory.parameters().values():
-            _around(parameter, ("set_full_hp_param",), hook)
+            wrap_methods(parameter, ("set_full_hp_param",), hook)
 
     @property
     def _base_optimizer(self) -> torch.optim.Optimizer:
@@ -472,36 +473,6 @@ class ZeroAdapter(EngineAdapter, ABC):
                     f"{type(self._zero).__name__} of DeepSpeed {deepspeed.__version__} has no {name!r}: this release "
                     "is not supported; install 0.19"
                 )
-
-
-def _around(
-    target: Any,
-    names: Sequence[str],
-    hook: Callable[[], None] | None = None,
-    *,
-    then: Callable[[], None] | None = None,
-) -> None:
-    """Call ``hook`` before, and ``then`` after, each call of these methods of one object. Methods that it lacks do not
-    matter: releases of DeepSpeed differ."""
-    for name in names:
-        method = getattr(target, name, None)
-        if method is not None:
-            setattr(target, name, _wrapped(method, hook, then))
-
-
-def _wrapped(
-    method: Callable[..., Any], hook: Callable[[], None] | None, then: Callable[[], None] | None
-) -> Callable[..., Any]:
-    @wraps(method)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        if hook is not None:
-            hook()
-        result = method(*args, **kwargs)
-        if then is not None:
-            then()
-        return result
-
-    return called
 
 
 def _wanted_slots(flat: FlatPartition, slots: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
