@@ -13,13 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from store.catalog import open_catalog
 from store.errors import StorageError
-from store.storage.local import LocalFiles
-from store.verify import verify
 from tests.support.jobs import Job, job, same
 from tests.support.launch import alone
-from tests.support.mounts import tmpfs
+from tests.support.mounts import fill, tmpfs
+from tests.support.stores import intact_steps
 
 ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small filesystem")
 WIDTH = 128
@@ -31,20 +29,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     """A filesystem of 3 MiB."""
     with tmpfs(tmp_path / "disk", "3m") as place:
         yield place
-
-
-def commits(store: Path) -> list[int]:
-    report = verify(open_catalog(LocalFiles(store)))
-    assert all(commit.state == "ok" for commit in report.commits)
-    return sorted(commit.save.step for commit in report.commits)
-
-
-def fill(disk: Path, leave: int) -> Path:
-    """A file that leaves ``leave`` bytes."""
-    ballast = disk / "ballast"
-    status = os.statvfs(disk)
-    ballast.write_bytes(bytes(status.f_bavail * status.f_bsize - leave))
-    return ballast
 
 
 @pytest.mark.needs_root
@@ -59,12 +43,12 @@ def test_a_disk_that_fills_up_and_is_freed(disk: Path, leave: int, caplog: pytes
             one.step()
         assert one.metric("driftpoint_failures_total", reason="NoSpaceError") >= 3
         assert any(record.levelno >= logging.WARNING for record in caplog.records)
-        assert commits(store) == [1]
+        assert intact_steps(store) == [1]
         ballast.unlink()
         one.ckpt.flush()
         one.step()
         saved = one.weights()
-    assert commits(store) == [6]
+    assert intact_steps(store) == [6]
     with job(store, width=WIDTH) as other:
         assert other.ckpt.resume() == 6
         assert same(other.weights(), saved)
@@ -102,7 +86,7 @@ def test_a_store_that_is_deleted_under_the_job(tmp_path: Path, caplog: pytest.Lo
         (tmp_path / "elsewhere").rename(store)
         one.step()
     assert "the commit of step 1 is intact" in caplog.text
-    assert commits(store) == [1, 5]
+    assert intact_steps(store) == [1, 5]
 
 
 @pytest.mark.needs_root
@@ -114,7 +98,7 @@ def test_a_store_on_a_read_only_disk_is_refused(disk: Path) -> None:
     for place in ("store", "new"):
         with pytest.raises(StorageError, match=re.escape(str(disk / place))):
             Job(disk / place, width=WIDTH)
-    assert commits(disk / "store") == [1]
+    assert intact_steps(disk / "store") == [1]
 
 
 @pytest.mark.needs_root

@@ -16,9 +16,9 @@ from store.layout import segment_dir
 from store.names import SaveId
 from store.session import claim_epoch, newest_epoch
 from store.storage.local import LocalFiles
-from store.verify import verify
 from tests.support.jobs import Job, job, same
-from tests.support.mounts import tmpfs
+from tests.support.mounts import fill, tmpfs
+from tests.support.stores import intact_steps
 
 pytestmark = [
     pytest.mark.needs_root,
@@ -39,20 +39,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield place
 
 
-def commits(store: Path) -> list[int]:
-    report = verify(open_catalog(LocalFiles(store)))
-    assert all(commit.state == "ok" for commit in report.commits)
-    return sorted(commit.save.step for commit in report.commits)
-
-
-def fill(disk: Path, leave: int) -> Path:
-    """A file that leaves ``leave`` bytes."""
-    ballast = disk / "ballast"
-    status = os.statvfs(disk)
-    ballast.write_bytes(bytes(status.f_bavail * status.f_bsize - leave))
-    return ballast
-
-
 @pytest.mark.parametrize("share", [None, 0.8])
 def test_a_rule_that_keeps_more_than_there_is_room_for(
     disk: Path, share: float | None, caplog: pytest.LogCaptureFixture
@@ -65,7 +51,7 @@ def test_a_rule_that_keeps_more_than_there_is_room_for(
         for _ in range(8):
             one.step()
         saved = one.weights()
-    assert commits(store)[-1] == 8
+    assert intact_steps(store)[-1] == 8
     assert one.metric("driftpoint_failures_total", reason="NoSpaceError") == 0
     assert "deleted the commits of steps 1, which `retention:` keeps otherwise" in caplog.text
     with job(store, **SMALL) as other:
@@ -79,13 +65,13 @@ def test_a_disk_that_others_fill(disk: Path, caplog: pytest.LogCaptureFixture) -
     with job(store, retention=THREE, **SMALL) as one:
         for _ in range(3):
             one.step()
-        before = commits(store)
+        before = intact_steps(store)
         fill(disk, 4096)
         for _ in range(4):
             one.step()
         assert one.metric("driftpoint_failures_total", reason="NoSpaceError") >= 1
     assert len(before) > 1
-    assert commits(store)[-1] >= 6
+    assert intact_steps(store)[-1] >= 6
     assert "deleted the commits of steps" in caplog.text
 
 
@@ -100,8 +86,8 @@ def test_the_commit_that_was_proven_stays(disk: Path) -> None:
         fill(disk, 4096)
         for _ in range(4):
             two.step()
-    assert commits(store)[0] == 1
-    assert commits(store)[-1] >= 5
+    assert intact_steps(store)[0] == 1
+    assert intact_steps(store)[-1] >= 5
 
 
 def test_what_cannot_be_freed_is_told(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -111,7 +97,7 @@ def test_what_cannot_be_freed_is_told(disk: Path, caplog: pytest.LogCaptureFixtu
         fill(disk, 4096)
         for _ in range(3):
             one.step()
-    assert commits(store) == [1]
+    assert intact_steps(store) == [1]
     assert "no more can be deleted" in caplog.text
     assert "prune" not in caplog.text
 
@@ -139,7 +125,7 @@ def test_a_job_starts_on_a_full_disk(disk: Path, caplog: pytest.LogCaptureFixtur
         assert report is not None and report.skipped is None
         two.step()
     assert newest_epoch(LocalFiles(store)) == 2
-    assert commits(store)[-1] == 5
+    assert intact_steps(store)[-1] == 5
     assert 1 in {save.step for save in open_catalog(LocalFiles(store)).proven()}
 
 
@@ -156,7 +142,7 @@ def test_a_job_that_was_taken_over_before_it_could_claim(disk: Path) -> None:
         report = two.step()
         assert report is not None and report.skipped == "fenced"
     assert newest_epoch(files) == 2
-    assert commits(store) == [1]
+    assert intact_steps(store) == [1]
 
 
 def test_an_old_commit_makes_room_for_the_start(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -164,14 +150,14 @@ def test_an_old_commit_makes_room_for_the_start(disk: Path, caplog: pytest.LogCa
     with job(store, retention=THREE, **SMALL) as one:
         for _ in range(3):
             one.step()
-    oldest = commits(store)[0]
+    oldest = intact_steps(store)[0]
     fill(disk, 0)
     with job(store, **SMALL) as two:
         assert f"deleted the commits of steps {oldest}, to record this start" in caplog.text
         assert two.ckpt.resume() == 3
         for _ in range(3):
             two.step()
-    assert commits(store)[-1] >= 5
+    assert intact_steps(store)[-1] >= 5
 
 
 def test_what_a_killed_save_left_makes_room_for_the_start(disk: Path) -> None:
@@ -185,7 +171,7 @@ def test_what_a_killed_save_left_makes_room_for_the_start(disk: Path) -> None:
     with job(store, **SMALL) as two:
         assert two.ckpt.resume() == 1
         two.step()
-    assert commits(store)[-1] == 2
+    assert intact_steps(store)[-1] == 2
 
 
 def test_a_new_store_on_a_full_disk_is_refused(disk: Path) -> None:
@@ -208,4 +194,4 @@ def test_memory_of_the_job_before_stays_until_the_store_is_claimed(disk: Path, t
         ballast.unlink()
         for _ in range(3):
             two.step()
-    assert commits(store)[-1] >= 6
+    assert intact_steps(store)[-1] >= 6

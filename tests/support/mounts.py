@@ -33,3 +33,11 @@ def shared_memory(prefix: str = "driftpoint-") -> Iterator[Path]:
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix=prefix, dir=memory if os.access(memory, os.W_OK) else None) as folder:
         yield Path(folder)
+
+
+def fill(disk: Path, leave: int) -> Path:
+    """Write a file that leaves ``leave`` bytes free, and return it."""
+    ballast = disk / "ballast"
+    status = os.statvfs(disk)
+    ballast.write_bytes(bytes(status.f_bavail * status.f_bsize - leave))
+    return ballast

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from store.catalog import open_or_create
+from store.catalog import open_catalog, open_or_create
 from store.commit import Expected, Group, commit, hint_latest, mark_proven, wait_for_group
 from store.encoding import encoding_named
 from store.encoding.base import Bytes
@@ -35,6 +35,7 @@ from store.schema import GroupRecord, LayerRecord, ManifestRecord, TensorRecord,
 from store.segment import Data, SegmentDraft, StagedFragment, write_segment
 from store.session import claim_epoch
 from store.storage.local import LocalFiles
+from store.verify import verify
 from tests.support.entries import iter_chunks
 
 SLOTS = (WEIGHTS, "exp_avg", "exp_avg_sq")
@@ -334,3 +335,10 @@ def _drift_of(unit: Unit, drift: float | Mapping[Unit, float | None] | Callable[
     if isinstance(drift, Mapping):
         return drift[unit]
     return drift(unit) if callable(drift) else drift
+
+
+def intact_steps(store: Path) -> list[int]:
+    """Return the steps of all commits, which must be whole to the last byte."""
+    report = verify(open_catalog(LocalFiles(store)))
+    assert all(commit.state == "ok" for commit in report.commits)
+    return sorted(commit.save.step for commit in report.commits)
