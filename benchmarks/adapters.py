@@ -111,7 +111,7 @@ class Run:
     def close(self) -> None:
         """Let go of the stores."""
         for ckpt in self.ckpts.values():
-            ckpt.close()
+            ckpt.close(save=False)
 
 
 def main() -> int:

@@ -106,7 +106,7 @@ def at_one_rate(warm: Warm, rate: float, saves: int, folder: Path) -> AtRate:
                 seen[name].append(newest_save(folder / name))
             if number == 2:
                 for name in PLAIN:
-                    ckpts.pop(name).close()
+                    ckpts.pop(name).close(save=False)
             weights = learner.flat("fp32")
             if before is not None:
                 drifts.append(float(torch.linalg.vector_norm(weights - before) / torch.linalg.vector_norm(before)))
@@ -133,7 +133,7 @@ def _attached(
         yield ckpts
     finally:
         for ckpt in ckpts.values():
-            ckpt.close()
+            ckpt.close(save=False)
 
 
 def attached(learner: Learner, store: Path, settings: Mapping[str, Any]) -> monitor.Checkpointer:

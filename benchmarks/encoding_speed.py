@@ -123,7 +123,7 @@ def stalls(learner: Learner, rounds: int, folder: Path) -> list[Figure]:
                 stall[name].append(report.stall_seconds)
                 durable[name].append(time.perf_counter() - began)
     for ckpt in ckpts.values():
-        ckpt.close()
+        ckpt.close(save=False)
     figures = []
     for name in SAVED:
         goal = STALL_GOAL if name == "compact" else None

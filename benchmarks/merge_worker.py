@@ -55,7 +55,7 @@ class Worker:
         ckpt = self._attached()
         ckpt.resume()
         ckpt.save(wait=True)
-        ckpt.close()
+        ckpt.close(save=False)
         self.engine.save_checkpoint(str(self.folder / "own"))
         self.load()  # both ways once, for what is made only once
         self.seen.clear()
@@ -67,12 +67,12 @@ class Worker:
         for _ in range(count):
             self.step()
             ckpt.save(wait=True)
-        ckpt.close()
+        ckpt.close(save=False)
 
     def load(self) -> None:
         ckpt = self._attached()
         self.note("resume", ckpt.resume)
-        ckpt.close()
+        ckpt.close(save=False)
         self.note("load", lambda: self.engine.load_checkpoint(str(self.folder / "own")))
 
     def _attached(self, keep_last: int = 3) -> monitor.Checkpointer:

@@ -103,7 +103,7 @@ class Bench:
                 seen.setdefault(name, {})[number] = self.block(name) / self.block_steps
         for name, ckpt in self.ways.items():
             self.require_saved(name, ckpt)
-            ckpt.close()
+            ckpt.close(save=False)
         nbytes = sum(p.tensor.numel() * p.tensor.element_size() for p in adapter_for(self.engine).owned())
         return {
             "steps": {name: {str(number): value for number, value in found.items()} for name, found in seen.items()},

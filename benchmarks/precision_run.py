@@ -136,4 +136,4 @@ class _Saving:
 
     def __exit__(self, *_: object) -> None:
         self._settled()
-        self._ckpt.close()
+        self._ckpt.close(save=False)

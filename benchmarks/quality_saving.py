@@ -53,7 +53,7 @@ class Saving:
     def close(self) -> None:
         """Let go of the store."""
         self.settle()
-        self._ckpt.close()
+        self._ckpt.close(save=False)
 
 
 @dataclass(frozen=True)

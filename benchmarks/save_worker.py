@@ -236,7 +236,7 @@ class Bench:
         self.kept.step()  # the version before is counted once all ranks are known to have it
         self.require_kept()
         for ckpt in (self.ckpt, self.aware, self.lazy, self.each, self.kept):
-            ckpt.close()
+            ckpt.close(save=False)
         for stager in self.stagers.values():
             if stager is not None:
                 stager.close()

@@ -90,8 +90,8 @@ def model(millions: float, count: int, rounds: int, goal: float | None) -> list[
                 if turn >= CLIMBED:
                     times[name].append(time.thread_time() - began)
         memory = next(one for one in on._job.listeners.all if isinstance(one, TraceRecorder)).memory_bytes
-        on.close()
-        off.close()
+        on.close(save=False)
+        off.close(save=False)
         written = (path / "on.trace.jsonl").read_bytes().splitlines()
     ratios = [a / b for a, b in zip(times["on"], times["off"], strict=True)]
     lines = CLIMBED + rounds

@@ -19,7 +19,7 @@ from merger.io.output_dir import SourceUse, certificate_file, require_space
 from merger.io.output_file import Hole, OutFile
 from merger.io.transfer import TransferPlan, plan_transfer
 from merger.layouts import layout_for
-from merger.layouts.base import LayoutResult, Target
+from merger.layouts.base import LayoutResult, Target, require_folder
 from merger.recipe.compose import Assembly, assemble
 from merger.recipe.model import Recipe, single_source_recipe
 from merger.recipe.sources import OpenSources, open_sources, raise_all
@@ -196,6 +196,7 @@ def _draft(
 
 def _make_plan(assembled: Assembly, checkpoint: Checkpoint, target: Target, request: Request) -> MergePlan:
     if target.files is not None:
+        require_folder(target.files)
         checkpoint = replace(checkpoint, files=target.files)
     laid = layout_for(checkpoint, target).lay_out(checkpoint, target)
     checkpoint = replace(checkpoint, certificate=laid.certificate or checkpoint.certificate)

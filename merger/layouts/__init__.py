@@ -26,10 +26,6 @@ _OPTIONS = {"shard_bytes": "--shard-size"}
 
 def layout_for(checkpoint: Checkpoint, target: Target) -> Layout:
     """Return the layout. UnsupportedError if there is none; UsageError for settings that it does not use."""
-    if target.files is not None:
-        from merger.layouts.huggingface import require_folder
-
-        require_folder(target.files)
     name = _default(checkpoint, target) if target.layout == "native" else target.layout
     _require_used(checkpoint, target, name)
     if name == "torch":

@@ -137,3 +137,9 @@ def strip_wrappers(names: Iterable[str]) -> list[str]:
     while found and all(name.startswith(_PARALLEL) for name in found):
         found = [name.removeprefix(_PARALLEL) for name in found]
     return found
+
+
+def require_folder(files: Path) -> None:
+    """Raise UsageError unless it is a directory."""
+    if not files.is_dir():
+        raise UsageError(f"{files} is not a directory: name the one that holds config.json and the tokenizer (--files)")

@@ -19,7 +19,7 @@ import torch
 
 from merger.checkpoint import SLOT_OF_KIND, Checkpoint, PlannedTensor, plan_parameter
 from merger.io.output_file import OutFile, VerbatimFile
-from merger.layouts.base import LayoutResult, Target, model_names
+from merger.layouts.base import LayoutResult, Target, model_names, require_folder
 from merger.tensors import torch_dtype
 from merger.writers.safetensors import SafetensorsFile
 from store.certificate import Certificate, CertifiedUnit, is_exact, is_lossy
@@ -287,12 +287,6 @@ def _rounded(unit: CertifiedUnit, dtype: str | None) -> CertifiedUnit:
 
 def _text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def require_folder(files: Path) -> None:
-    """Raise UsageError unless it is a directory."""
-    if not files.is_dir():
-        raise UsageError(f"{files} is not a directory: name the one that holds config.json and the tokenizer (--files)")
 
 
 def model_files(files: Path, dtype: str | None) -> list[OutFile]:

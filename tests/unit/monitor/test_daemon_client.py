@@ -74,7 +74,7 @@ def test_without_a_daemon_it_is_said_once(tmp_path: Path, base: Path, caplog: py
     one = job(tmp_path / "store", base)
     until(lambda: one.metric("driftpoint_failures_total", reason="daemon") == 1.0, "a complaint")
     trained(one)
-    assert len(warnings(caplog)) == 1 and "driftpoint daemon run" in warnings(caplog)[0]
+    assert sum("driftpoint daemon run" in text for text in warnings(caplog)) == 1
 
 
 def test_another_version_of_the_protocol_is_said(

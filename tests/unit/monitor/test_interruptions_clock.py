@@ -12,8 +12,8 @@ from monitor import ledger
 from store.catalog import open_catalog
 from store.session import count_incarnations
 from store.storage.local import LocalFiles
+from tests.support.internals import tracer_of
 from tests.support.jobs import Job
-from tests.support.memory_jobs import tracer_of
 
 
 @pytest.mark.parametrize("days", [400, -400])

@@ -95,6 +95,7 @@ def test_optimizer_state_is_refused_at_the_first_decision(tmp_path: Path, make: 
         train(model, optimizer)
         with pytest.raises(UnstorableError, match=rf"Memory keeps 'memory' of weight as .*{KINDS[make]}"):
             ckpt.step()
+        ckpt.close(save=False)
     assert not open_catalog(LocalFiles(tmp_path / "store")).saves()
 
 
@@ -118,6 +119,7 @@ def test_state_that_changes_its_class_after_a_save_does_not_end_training(tmp_pat
         report = ckpt.step()
         assert report is not None and report.skipped == "unsupported"
         assert report.problem is not None and "'memory' of weight" in report.problem
+        ckpt.close(save=False)
 
 
 def test_a_hyperparameter_is_refused(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from deploy.report.history import read_history
 from monitor.telemetry.trace import TraceFile
 from store.errors import StorageError
 from store.trace import DecisionLine, JobLine, rotated_path
-from tests.support.jobs import job, tracer_of
+from tests.support.internals import tracer_of
+from tests.support.jobs import job
 from tests.support.traced import trace_of, traced
 
 
