@@ -42,6 +42,7 @@ with monitor.attach((model, optimizer), settings) as checkpointer:
         checkpointer.step()
         checkpointer.flush()
         torch.save(model.state_dict(), f"{sys.argv[2]}/model-{step + 1}.pt")
+    checkpointer.close(save=False)  # as the policy leaves it
 """
 
 
