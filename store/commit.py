@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from store.errors import DamagedError, ExistsError, SaveError
-from store.layout import LATEST, MANIFESTS, PROVEN, manifest_path, part_path, proven_path, segment_dir
+from store.layout import LATEST, MANIFESTS, PROVEN, SEGMENTS, manifest_path, part_path, proven_path, segment_dir
 from store.names import SaveId
 from store.schema import GroupRecord, ManifestRecord, PartRecord, ProvenRecord, from_bytes, to_bytes
 from store.segment import PART_LIMIT, check_payload_size, parse_part, parts_digest, present_parts
@@ -91,6 +91,11 @@ def commit(files: Files, manifest: ManifestRecord) -> None:
     data = to_bytes(manifest)
     from_bytes(ManifestRecord, data, manifest_path(manifest.save))  # never commit an unreadable manifest
     require_newest(files, manifest.epoch)
+    gone = manifest.groups.keys() - set(files.list_dir(SEGMENTS))
+    if gone:
+        raise SaveError(
+            f"save {manifest.save} takes units from {min(gone)}, whose segments are gone: it is not committed"
+        )
     write_new(files, manifest_path(manifest.save), lambda file: file.write(data))
     require_newest(files, manifest.epoch)
 

@@ -73,7 +73,6 @@ class Retention:
             raise ConfigError(f"retention.keep_every is {self.keep_every}: give a number of steps, or leave it out")
 
 
-_MINIMUM = Retention(keep_last=1, log_spaced=False)
 """What stays in any case: the newest commit, the newest that is not suspect, and the newest proven one."""
 
 _RECORDS = 1 << 16
@@ -174,6 +173,8 @@ def plan_prune(
     make_room: int = 0,
     continued: SaveId | None = None,
     *,
+    groups: Set[SaveId] = frozenset(),
+    least: int = 1,
     ended: bool = False,
 ) -> PrunePlan:
     """Plan a prune without writing anything.
@@ -184,12 +185,15 @@ def plan_prune(
         epoch: Epoch of the job that prunes. None: the newest one, where no job owns the store.
         make_room: Bytes to free, if need be by dropping commits that the rule retains, the oldest first.
         continued: Commit that the running job continues; it stays, even if newer ones are whole.
+        groups: Segment groups that the next commit refers to. They stay, with the commits through which a resume of
+            ``continued`` finds those that it lacks: a unit that is damaged in it may have fallen back to an older one.
+        least: Newest commits that stay however much room is wanted.
         ended: Whether the job of ``epoch`` has ended for certain, so that no save is in progress.
     """
     epoch = newest_epoch(catalog.files) if epoch is None else epoch
     commits = _commits(catalog)
-    groups = {name: parse_save_dir(name) for name in list_or_empty(catalog.files, SEGMENTS)}
-    unrecognised = [f"{SEGMENTS}/{name}" for name, group in groups.items() if group is None]
+    folders = {name: parse_save_dir(name) for name in list_or_empty(catalog.files, SEGMENTS)}
+    unrecognised = [f"{SEGMENTS}/{name}" for name, group in folders.items() if group is None]
     known = TOP_LEVEL | FOREIGN
     unrecognised += [name for name in catalog.files.list_dir("") if name not in known and not is_temporary(name)]
     for name in list_or_empty(catalog.files, MANIFESTS):
@@ -205,12 +209,18 @@ def plan_prune(
     proven, suspects = catalog.proven(), catalog.suspects().saves
     newest = max(commits.readable)
     fenced = epoch + ended  # saves of an epoch before this one cannot be committed any more
-    older = sorted(group for group in groups.values() if group is not None and (group < newest or group.epoch < fenced))
-    garbage = _Garbage(catalog, older)
+    older = sorted(
+        group for group in folders.values() if group is not None and (group < newest or group.epoch < fenced)
+    )
+    garbage = _Garbage(catalog, [group for group in older if group not in groups])
     needed = {save for save in commits.readable if save > newest_whole or save == continued}
+    elsewhere = groups - garbage.reachable(needed & {continued})
+    needed |= {save for save in commits.readable if elsewhere & garbage.reachable({save})}
     other_bases = _newest_with_other_bases(catalog, commits.whole)
     keep = select_retained(commits.whole, proven, retention, suspects) | needed | other_bases
-    minimum = select_retained(commits.whole, proven, _MINIMUM, suspects) | needed
+    fewest = Retention(keep_last=least, log_spaced=False)
+    minimum = select_retained(commits.whole, proven, fewest, suspects) | needed
+    minimum |= other_bases if least > 1 else set()
     spare = [*sorted(keep - minimum - other_bases), *sorted(other_bases - minimum)]
     given_up = _give_up(garbage, keep, spare, make_room)
     keep -= given_up

@@ -165,7 +165,10 @@ def make_room(task: SaveTask) -> None:
         draft = plan.draft
         remove_failed(task.files, draft.save, draft.save.epoch)
         retention = replace(plan.retention, max_share=None)  # what the save lacked, and no more
-        prune(task.files, plan.catalog, retention, draft.save.epoch, failed=True, continued=draft.previous)
+        groups = frozenset(map(SaveId.parse, draft.groups))
+        prune(
+            task.files, plan.catalog, retention, draft.save.epoch, failed=True, continued=draft.previous, groups=groups
+        )
 
 
 def prune(
@@ -176,6 +179,7 @@ def prune(
     *,
     failed: bool = False,
     continued: SaveId | None = None,
+    groups: frozenset[SaveId] = frozenset(),
 ) -> None:
     """Delete what retention does not keep, and more if another full save does not fit. Log a warning then.
 
@@ -186,12 +190,15 @@ def prune(
         epoch: Of the owner.
         failed: Whether a save failed for want of space.
         continued: Commit that the job continues, which stays.
+        groups: Segment groups that the job's next commit refers to, which stay.
 
     Raises:
         SaveError: Nothing may be deleted, because a commit cannot be read.
     """
     wanted = bytes_to_free(catalog, retention, failed=failed)
-    plan = plan_prune(catalog, retention, epoch, wanted, continued)
+    fits = bytes_to_free(catalog, replace(retention, max_share=None), failed=failed) == 0
+    least = 2 if fits else 1  # for the share of the disk alone, no bit rot may cost the only commit
+    plan = plan_prune(catalog, retention, epoch, wanted, continued, groups=groups, least=least)
     execute(files, plan)
     catalog.retain(plan.keep)
     if plan.blocked:
@@ -199,9 +206,11 @@ def prune(
     place = getattr(files, "root", "the store")
     if plan.given_up:
         _log.warning(
-            "%s has too little room for another full save: deleted the commits of steps %s, which `retention:` keeps "
-            "otherwise; %d bytes freed. Free space, or keep fewer commits",
-            *(place, ", ".join(str(save.step) for save in plan.given_up), plan.freed_bytes),
+            "%s %s: deleted the commits of steps %s, which `retention:` keeps otherwise; %d bytes freed. Free space "
+            "or keep fewer commits",
+            place,
+            "would take more than its share of the disk" if fits else "has too little room for another full save",
+            *(", ".join(str(save.step) for save in plan.given_up), plan.freed_bytes),
         )
     if failed and plan.freed_bytes < wanted:
         _log.warning(

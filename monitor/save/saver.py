@@ -327,6 +327,7 @@ class Saver:
     def _renew_epoch(self) -> None:
         def claim() -> tuple[int, str]:
             session = self._session
+            session.require_unchanged()
             record = renew_epoch(
                 session.files, session.catalog.store_id, session.epoch, session.token, session.incarnation
             )

@@ -381,8 +381,8 @@ class SelfChecker:
         new = tuple(check.found[:_NAMED])
         if new and new != self._differs:
             self._job.listeners.on_background_failure(BackgroundFailureEvent("self_check"))
-        if new or check.done:
-            self._differs = new
+        if new:
+            self._differs = tuple(dict.fromkeys((*self._differs, *new)))[:_NAMED]
         if check.failed:
             self.repeat()
         elif check.done:

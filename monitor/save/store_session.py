@@ -16,6 +16,7 @@ from monitor.distributed import Group, run_on_all_ranks, run_on_rank0
 from store.catalog import Catalog, open_catalog, open_or_create
 from store.errors import DamagedError, FencedError, MissingError, NoSpaceError, NoStoreError, StorageError
 from store.location import files_at, place_of
+from store.names import SaveId
 from store.retention import Retention, execute, plan_prune
 from store.schema import EpochRecord, IncarnationRecord
 from store.session import (
@@ -52,7 +53,19 @@ class StoreSession:
     incarnation: IncarnationRecord | None = None  # stored with each claimed epoch; rank 0, if interruptions are counted
     claimed: bool = True
     """False: the disk had no room for the claim. ``epoch`` is that of the job before, until the next one is claimed."""
+    newest: SaveId | None = None  # the newest commit when it was opened; rank 0
     began: float = field(default_factory=time.monotonic)
+
+    def require_unchanged(self) -> None:
+        """Raise FencedError if another job committed since this one opened the store without a claim. Rank 0.
+
+        The job before was not fenced then, and may have pruned what this one resumed."""
+        newest = max(self.catalog.saves(), default=None)
+        if not self.claimed and newest != self.newest:
+            raise FencedError(
+                f"the disk had no room when this job began, so it could not claim the store, and another job committed "
+                f"{newest} since. This job saves nothing; stop one of the two"
+            )
 
     def mark_closed(self) -> None:
         """Record that this job ends as intended, so that its end is no interruption. Rank 0, if they are counted."""
@@ -107,9 +120,10 @@ def open_store(
     files = run_on_all_ranks(group, lambda: files_at(place_of(path).expanduser(), options))
     lock: StoreLock | None = None
     incarnation: IncarnationRecord | None = None
+    newest: SaveId | None = None
 
     def claim() -> _Claim:
-        nonlocal lock, incarnation
+        nonlocal lock, incarnation, newest
         catalog = open_or_create(files) if create else _open_existing(files, path)
         if isinstance(files, LocalFiles):
             lock = StoreLock(files.root, lock_seconds)
@@ -118,7 +132,8 @@ def open_store(
         if counting:
             incarnation = _begin_incarnation(catalog, group.world_size)
         found = _claim(catalog, incarnation, locked=lock is not None)
-        return replace(found, has_commits=bool(catalog.saves()))
+        newest = max(catalog.saves(), default=None)
+        return replace(found, has_commits=newest is not None)
 
     try:
         found = run_on_rank0(group, claim)
@@ -128,7 +143,15 @@ def open_store(
             lock.release()
         raise
     return StoreSession(
-        files, catalog, found.epoch, found.token, found.has_commits, lock, incarnation, claimed=found.claimed
+        files,
+        catalog,
+        found.epoch,
+        found.token,
+        found.has_commits,
+        lock,
+        incarnation,
+        claimed=found.claimed,
+        newest=newest,
     )
 
 
@@ -178,14 +201,14 @@ def _newest_record(files: Files) -> EpochRecord | None:
 
 
 def _free_some(catalog: Catalog, before: EpochRecord, *, locked: bool) -> bool:
-    """Delete what a killed save left, or the oldest commit. Return whether anything was freed.
+    """Delete what a killed save left, or the oldest commit if two are left. Return whether anything was freed.
 
     Before its claim this job does not own the store: the job before must have ended, as its mark says, or the lock of
     the machine on which it ran."""
     if not (is_closed(catalog, before.epoch) or (locked and before.host == socket.gethostname())):
         return False
     try:
-        plan = plan_prune(catalog, Retention(keep_last=_EVERY_COMMIT), before.epoch, make_room=1, ended=True)
+        plan = plan_prune(catalog, Retention(keep_last=_EVERY_COMMIT), before.epoch, make_room=1, least=2, ended=True)
         execute(catalog.files, plan)
     except (StorageError, DamagedError, FencedError) as error:
         _log.warning("the store is full, and pruning it stopped: %s", error)
