@@ -54,7 +54,7 @@ def test_drift_is_that_of_the_trace(names: Names) -> None:
     units = next(line["units"] for line in lines(names) if line["kind"] == "job" and line["units"])
     at = next(i for i, unit in enumerate(units) if (unit["layer"], unit["slot"]) == ("7", "fp32"))
     moved = {line["step"]: line["since"] for line in lines(names) if line["kind"] == "moved"}
-    assert len(moved) == 39  # the last decision's would come with the next one
+    assert len(moved) == 40
     assert names["drift"]["7"] == {step: since[str(step - 10)][at] / 10 for step, since in moved.items()}
     drawn = {line.get_label(): line.get_ydata() for line in names["figures"][0].axes[0].get_lines()}
     assert {layer: list(values) for layer, values in drawn.items()} == {

@@ -105,4 +105,4 @@ def test_a_version_in_memory_that_kills_is_passed_over(tmp_path: Path) -> None:
         assert run.starts == [0, 6, 6, 4], run.said
         assert [one["commit"] for one in run.events if one["event"] == "suspect"] == ["00000006-000001"]
     seen = StoreProbe(tmp_path / "store", shared).look()
-    assert seen.newest is not None and seen.newest.step == 8
+    assert seen.newest is not None and seen.newest.step == 10
