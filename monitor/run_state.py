@@ -97,7 +97,8 @@ class UserState:
             if one is not None and not _is_kind(self.objects[index], one.kind):
                 raise ModelMismatchError(
                     f"{self.label(index)} is not of the class that was saved there, {one.kind}: pass the same objects "
-                    'in the same order, or give them names, as in state={"scheduler": scheduler}'
+                    'in the same order, or give them names, as in state={"scheduler": scheduler}; a class that was '
+                    "renamed may inherit from one of the old name"
                 )
         return found
 

@@ -274,7 +274,8 @@ def _is_exact(whole: Certificate, kept: tuple[CertifiedUnit, ...]) -> bool:
     This follows from the units only for a commit of a store. Other checkpoints, composites included, may be inexact for
     reasons that no unit shows.
     """
-    of_one_commit = bool(whole.store_id) and len(kept) < len(whole.units)
+    told = whole.as_found or bool(whole.problems)  # what is told of the whole may concern the weights
+    of_one_commit = bool(whole.store_id) and not told and len(kept) < len(whole.units)
     return whole.exact or (of_one_commit and bool(kept) and all(is_exact(unit, whole.save) for unit in kept))
 
 

@@ -176,10 +176,14 @@ class ModuleTensors:
     def live_values(self) -> Iterator[LiveValue]:
         """Return the values of ``module.state_dict()``; extra state is that of a module in the run state."""
         canonical = {alias: fqn for fqn, names in self.aliases().items() for alias in names}
+        first = {id(module): self._naming(path) for path, module in self._module.named_modules()}
+        shared = {
+            self._naming(path): first[id(module)] for path, module in self._module.named_modules(remove_duplicate=False)
+        }
         for key, value in self._module.state_dict().items():
             name = self._naming(key)
             module, _, last = name.rpartition(".")
-            stored = ("modules", module) if last == "_extra_state" else None
+            stored = ("modules", shared.get(module, module)) if last == "_extra_state" else None
             yield LiveValue(f"model.state_dict()[{key!r}]", value, canonical.get(name, name), stored)
 
     def _persistent_buffers(self) -> list[tuple[str, torch.Tensor]]:

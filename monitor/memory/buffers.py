@@ -17,7 +17,7 @@ import torch
 from monitor.save.store_session import StoreSession
 from store.errors import StorageError, StoreError
 from store.memory.arena import Arena
-from store.memory.cleanup import KEEP_UNREACHABLE_SECONDS, clear_old, without_versions
+from store.memory.cleanup import clear_old, without_versions
 from store.memory.layout import Tier
 from store.names import SaveId
 
@@ -89,9 +89,7 @@ class SharedMemoryBuffers:
             The problem, or None.
         """
         # On every node. Versions stay: only the node's daemon can tell whether a commit is as new, or rescue them.
-        # Without one they would fill the memory of the node, so they go after a week.
         log_errors(lambda: clear_old(tier.base, wanted=without_versions))
-        log_errors(lambda: clear_old(tier.base, KEEP_UNREACHABLE_SECONDS))
         try:
             self.arena = Arena(tier, session.epoch, rank, self._versions, session.files)
             for slot in slots_to_reserve(self.arena, kept):

@@ -121,7 +121,8 @@ def resume(
             read = run_on_all_ranks(group, partial(_with_rank_buffers, read, point.state, plan))
             rounded = _over_ranks(group, read.rounded)
             unrestored = _over_ranks(group, run_on_all_ranks(group, partial(_unrestored, point, adapter, group)))
-            lost = (*dropped, *rounded, *unrestored)
+            objects = () if point.state.user is None else tuple(user.notes(point.state.user))
+            lost = (*dropped, *rounded, *unrestored, *objects)
             notes += [*passed_over, *plan.resolution.problems, *point.notes, *read.notes, *lost]
             notes += run_on_all_ranks(group, partial(_object_notes, point.state, user))
             _load(plan, read, point, adapter, user=user, group=group)
@@ -199,7 +200,7 @@ def _object_notes(state: RunState, user: UserState) -> list[str]:
         )
     if state.user is None and len(user):
         notes.append(f"the commit has no state for the {len(user)} objects in state=: they keep their initial state")
-    return notes if state.user is None else notes + user.notes(state.user)
+    return notes
 
 
 def _load(

@@ -41,7 +41,7 @@ from store.storage.local import Files
 
 _log = logging.getLogger("driftpoint")
 
-_BLOCKS, _WIDTH = 64, 1024
+_BLOCKS, _WIDTH = 64, 16
 """Of a larger piece, this many blocks of this many elements are compared with live memory."""
 
 _NAMED = 8
@@ -364,7 +364,11 @@ class SelfChecker:
         if described is None:
             return None
         began, (live, found, seconds) = time.perf_counter(), described
-        samples = {piece.fragment: Sample.of(piece.tensor) for part in parts for piece in part.pieces}
+        try:
+            samples = {piece.fragment: Sample.of(piece.tensor) for part in parts for piece in part.pieces}
+        except Exception as error:  # noqa: BLE001 - out of memory on one rank: reported, the save goes on
+            _log.warning("self-check: the live state cannot be sampled: %r", error)
+            return None
         self._current = SelfCheck(save, live, found, seconds + time.perf_counter() - began, samples)
         return self._current
 
