@@ -64,6 +64,10 @@ def launch(worker: str, world: int, directory: Path) -> None:
     assert done.code == 0, done.output[-6000:]
 
 
+WORDS = ("exact", "as_found", "unvouched")
+"""What a certificate says of the whole."""
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("layouts")
@@ -275,6 +279,9 @@ def test_a_universal_checkpoint_is_a_source_that_loses_nothing(
             other.pop("universal_checkpoint_info", None)
             if "driftpoint" in one:  # each names the source that it was made of
                 assert (one["driftpoint"].pop("save"), other["driftpoint"].pop("save")) == (SAVE, merged[name].tag)
+                # a universal checkpoint holds no hashes, so what is made of it is called as found
+                words = [{key: made["driftpoint"].pop(key, None) for key in WORDS} for made in (one, other)]
+                assert [(word["exact"], word["as_found"]) for word in words] == [(True, False), (False, True)]
             found += differences(one, other, file)
     assert found == []
 

@@ -136,7 +136,7 @@ def main(spec: Mapping[str, Any]) -> None:
             compared.compare("saves", saves[-1].step, stored(part.entries))
     results.tell("compared", **compared.counts)
     torch.distributed.barrier()
-    ckpt.close(save=False)
+    ckpt.close()
     leave()
 
 
