@@ -46,6 +46,8 @@ from store.errors import ConfigError
 from store.location import store_place
 from store.names import Unit
 
+_PATIENCE = 30.0  # seconds; after an error other ranks may be gone, and their part of a commit with them
+
 
 class Checkpointer:
     """Saves and resumes the state of one training job. Create it with :func:`monitor.attach`.
@@ -163,8 +165,7 @@ class Checkpointer:
         """
         if self._resume_called:  # the save under way may belong to a branch that this resume leaves
             self.copied()
-            self.flush()
-            self._saver.settle(self._step, False)
+            self._saver.abandon(self._step, self.config.timeouts.close)
         job, result = self._job, None
         buffers = run_on_all_ranks(job.group, lambda: ReadBuffers(self._saver.borrow_buffers(job.table.local())))
         if self._catalog is not None:
@@ -215,7 +216,7 @@ class Checkpointer:
 
         Raises:
             Preempted: The job was preempted and the last save is done. Uncaught, it ends the process with code 75.
-            UnstorableError: At the first decision, the state has a type that no save can hold.
+            UnsupportedError: At the first decision, the state has a part that no save can hold.
             ConfigError: The checkpointer is closed, or the store contains commits and :meth:`resume` was not called.
         """
         began = time.perf_counter()
@@ -265,8 +266,10 @@ class Checkpointer:
         if not wait or not isinstance(self._saver, Saver):
             return report
         if report.skipped is None:
-            self.flush()
-            report = replace(report, skipped=self._saver.settle_commit(self._step)).without(self._saver.dropped)
+            skipped = self._saver.settle_commit(self._step, self.config.timeouts.close)
+            report = replace(report, skipped=skipped).without(self._saver.dropped)
+            if skipped != "busy":
+                self.flush()  # upkeep
         return report if report.skipped is None else not_committed(self._job, self._saver, report, strict)
 
     def commit_last_step(self) -> None:
@@ -278,9 +281,11 @@ class Checkpointer:
         Raises:
             SaveError: The step is not committed, on all ranks. In-memory snapshots stay for the next job.
         """
-        if isinstance(self._saver, Saver) and self._trained and not self.preempted:
-            last_step = LastStep(self._job, self._saver, self._step, lambda: self.save(wait=True))
-            last_step.commit(uncounted=self._job.completed_steps() is None and self._updates > 0)
+        left = self.preempted and self.config.preemption.exit
+        if isinstance(self._saver, Saver) and (self._trained or self._updates) and not left:
+            counted = self._job.completed_steps()
+            last_step = LastStep(self._job, self._saver, counted or self._step, partial(self.save, wait=True))
+            last_step.commit(uncounted=counted is None and self._updates > 0)
 
     def preempt(self) -> None:
         """Announce the end of the job, like a signal does: the next :meth:`step` makes the last save.
@@ -332,18 +337,14 @@ class Checkpointer:
 
     def finish(self, *, clean: bool) -> None:
         """Close with a known outcome, without another save. clean: training is complete."""
-        self._close(self.config.timeouts.close if clean else self._patience, clean=clean, ended=clean)
+        timeout = self.config.timeouts.close
+        self._close(timeout if clean else min(_PATIENCE, timeout), clean=clean, ended=clean)
 
     def __enter__(self) -> Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._end(clean=kind is None)
-
-    @property
-    def _patience(self) -> float:
-        # After an error other ranks may be gone, and their part of a commit with them.
-        return min(30.0, self.config.timeouts.close)
 
     def _close(self, timeout: float, clean: bool, ended: bool) -> None:
         """Close once. clean: the job ends as intended, as far as is known. ended: that is certain."""
@@ -357,7 +358,8 @@ class Checkpointer:
 
     def _close_at_exit(self) -> None:
         # last_value: set by an uncaught exception, but not by sys.exit(1)
-        self._close(self._patience, clean=not hasattr(sys, "last_value"), ended=False)
+        timeout = min(_PATIENCE, self.config.timeouts.close)
+        self._close(timeout, clean=not hasattr(sys, "last_value"), ended=False)
 
     def _leave(self) -> StepReport:
         """Save what time allows. If the process is to exit, it exits by the deadline in any case."""
@@ -385,13 +387,8 @@ class Checkpointer:
         """Return False on a micro step of gradient accumulation."""
         self._updates = 0
         counted = self._job.completed_steps()
-        if counted is None:
-            self._step += 1
-            return True
-        if counted == self._step:
-            return False
-        self._step = counted
-        return True
+        before, self._step = self._step, self._step + 1 if counted is None else counted
+        return self._step != before
 
     def _require_open(self) -> None:
         if self._closed:
@@ -430,9 +427,9 @@ class Checkpointer:
         survey = self._surveyor.survey(stepped=request is None)
         local, trouble = survey.local, survey.trouble is not None
         settled = self._saver.settle(self._step, not trouble and self._job.table.changed(local), trouble)
-        if not self._checked:
+        if not self._checked and not (request is not None and request.preempted):
             self._saver.require_storable(survey)
-            self._checked = True
+            self._checked = settled.skip != "unsupported"
         if settled.skip is not None:
             if request is None:
                 self._pace.put_off(self._step, busy=settled.skip == "busy")

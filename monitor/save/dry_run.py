@@ -37,7 +37,9 @@ class DryRunSaver:
 
     def _nothing(self, *_: Any, **__: Any) -> None: ...
 
-    reserve = return_buffers = finish_copies = forget_bases = upkeep = flush = close = require_storable = _nothing
+    reserve = return_buffers = finish_copies = forget_bases = upkeep = flush = close = require_storable = abandon = (
+        _nothing
+    )
 
     def borrow_buffers(self, local: Mapping[Unit, LocalUnit]) -> Mapping[Fragment, torch.Tensor]:
         del local

@@ -70,12 +70,15 @@ class LastStep:
         if self.job.group.all_reduce_max([uncounted])[0]:
             _log.warning("the last optimizer step is not saved: call ckpt.step() after every optimizer.step()")
             return
-        self.saver.flush(timeout)
-        self.saver.settle_commit(self.step)
+        self.saver.settle_commit(self.step, timeout)
         if not self.job.group.broadcast(self._is_committed()):
             self.save()
-        if self.job.group.rank == 0:
+        if self.job.group.rank == 0 and self._is_committed():
             log_startup(f"the last step {self.step} is committed to {self.job.config.store_path}")
+        elif self.job.group.rank == 0:
+            layers = ", ".join(sorted({unit.layer for unit in self.saver.dropped}))
+            text = "the last step %d is not committed whole: %s keep an older version, for they hold NaN or Inf now"
+            _log.error(text, self.step, layers)
 
     def _is_committed(self) -> bool:
         """Return whether every unit of the newest commit is of the last step. Rank 0."""
@@ -120,16 +123,21 @@ class FinalSave:
         request = SaveRequest("preempted", lambda: self.affordable(deadline.left))
         saved: dict[Unit, Choice] = {}
         self.saver.wait(deadline.left)
-        report = self._save(request, deadline, saved)
-        first, saves = report, 1
-        while report.skipped is None and saves < _MAX_SAVES:
+        reports: list[StepReport] = []
+        while len(reports) < _MAX_SAVES:
+            reports.append(self._save(request, deadline, saved))
+            useful = reports[-1].saved if reports[-1].skipped is None else self._may_succeed(reports)
             stale = any(age != 0 for age in self._ages())  # on rank 0
-            if not self.job.group.broadcast(stale and deadline.left > 0.0):
+            if not useful or not self.job.group.broadcast(stale and deadline.left > 0.0):
                 break
-            report, saves = self._save(request, deadline, saved), saves + 1
         if self.job.group.rank == 0:
-            self.job.listeners.on_preempted(self._outcome(deadline.passed, report.skipped))
+            self.job.listeners.on_preempted(self._outcome(deadline.passed, reports[-1].skipped))
+        first = next((one for one in reports if one.skipped is None), reports[0])
         return replace(first, saved=saved, preempted=True)
+
+    def _may_succeed(self, reports: list[StepReport]) -> bool:
+        """Return whether another save may do better than one that failed, such as after room was made on the disk."""
+        return reports[-1].skipped == "failed" and [one.skipped for one in reports].count("failed") == 1
 
     def _ages(self) -> list[int | None]:
         return [self.job.ledger.staleness(unit, self.step) for unit in self.job.table.sizes if is_moving(unit)]
@@ -138,10 +146,10 @@ class FinalSave:
         report = self.decide(request)
         if report.skipped is not None:
             return report
-        self.saver.wait(deadline.left)
-        skipped = self.saver.settle_commit(self.step)
+        skipped = self.saver.settle_commit(self.step, deadline.left)
         if skipped is not None:
             return replace(report, skipped=skipped, saved={})
+        report = report.without(self.saver.dropped)
         saved.update(report.saved or {})
         return report
 

@@ -56,6 +56,8 @@ from store.storage.local import LocalFiles
 
 _log = logging.getLogger("driftpoint")
 
+_MEETING = 0.5  # seconds until ranks that wait for a commit tell each other whether their part failed
+
 
 @dataclass(frozen=True)
 class SaveStatus:
@@ -70,6 +72,7 @@ class _Pending:
     number: int
     task: SaveTask
     saved: frozenset[Unit]
+    abandoned: bool = False  # the job went back to an earlier step
 
     @property
     def save(self) -> SaveId:
@@ -158,26 +161,42 @@ class Saver:
     def require_storable(self, survey: Survey) -> None:
         """Raise on all ranks if a part of the job cannot be stored: no later save could succeed. Collective.
 
+        Trouble that may pass does not raise.
+
         Raises:
             UnstorableError: A tensor has a type that no save can hold.
-            UnsupportedError: Another part of the job cannot be saved.
+            UnsupportedError: The run state cannot be saved.
         """
 
         def check() -> None:
-            if survey.trouble is not None:
-                raise (UnstorableError if survey.permanent else UnsupportedError)(survey.trouble)
+            if survey.trouble is not None and survey.permanent:
+                raise UnstorableError(survey.trouble)
             with_run_state(empty_segment(self._job, self._session.catalog.store_id, SaveId(0, 1), ""), self._job)
 
         self._job.rank_buffers.compare()
         run_on_all_ranks(self._group, check)
 
-    def settle_commit(self, step: int) -> str | None:
-        """Finish the pending save on all ranks. Collective.
+    def settle_commit(self, step: int, timeout: float) -> str | None:
+        """Wait at most so many seconds for the pending save, and finish it on all ranks. Collective.
+
+        The ranks meet from time to time, so that none waits for one whose part failed.
 
         Return None if it is committed, ``busy`` if a rank is still writing, else ``failed``."""
-        if self.settle(step, False).skip == "busy":
-            return "busy"
-        return None if self._committed else "failed"
+        until = time.monotonic() + timeout
+        while True:
+            self.wait(max(0.0, min(until - time.monotonic(), _MEETING)))
+            if self.settle(step, False).skip != "busy":
+                return None if self._committed else "failed"
+            if not self._group.broadcast(time.monotonic() < until):
+                return "busy"
+
+    def abandon(self, step: int, timeout: float) -> None:
+        """Finish the pending save before the job goes back. If it is not over in time, it never counts. Collective."""
+        self.flush(timeout)
+        if self.settle(step, False).skip == "busy" and self._pending is not None:
+            self._pending = replace(self._pending, abandoned=True)
+            if self._pending.task.commit_plan is not None:
+                self._pending.task.commit_plan.give_up.set()
 
     def failure(self) -> str:
         """Return why the last save failed, with the rank that says so. Collective."""
@@ -267,9 +286,9 @@ class Saver:
     def newest(self) -> SaveId | None:
         """The newest commit of the job, settled or not. Rank 0 only."""
         self._collect()
-        saved = None if self._outcome is None else self._outcome.result
-        if self._pending is not None and saved is not None and saved.prepared is not None:
-            return self._pending.save
+        pending, saved = self._pending, None if self._outcome is None else self._outcome.result
+        if pending is not None and not pending.abandoned and saved is not None and saved.prepared is not None:
+            return pending.save
         return self._job.ledger.newest
 
     def wait(self, timeout: float) -> bool:
@@ -415,9 +434,10 @@ class Saver:
     def _report(self, pending: _Pending, outcome: TaskResult[SaveResult | None]) -> PreparedCommit | None:
         """Advance the ledger to the commit, or report the failure. Return the commit, on rank 0 only."""
         saved, step = outcome.result, pending.save.step
-        if saved is None or saved.prepared is None:
-            if outcome.error is not None or self._group.rank == 0:
-                self._listeners.on_save_failed(SaveFailedEvent(step, outcome.error, self._job.ledger.newest))
+        error = SaveError("the job went back to an earlier step") if pending.abandoned else outcome.error
+        if saved is None or saved.prepared is None or pending.abandoned:
+            if error is not None or self._group.rank == 0:
+                self._listeners.on_save_failed(SaveFailedEvent(step, error, self._job.ledger.newest))
             return None
         ledger = self._job.ledger
         staleness = {unit: ledger.staleness(unit, step) for unit in saved.prepared.drift}

@@ -218,7 +218,8 @@ class SelfCheck:
     failed: bool = False  # the storage could not be read
 
     def compare(self, segment: SegmentDraft, staged: Iterable[StagedUnit]) -> tuple[str, ...]:
-        """Compare what is about to be written: staged copies, and the run state, decoded. Return all differences.
+        """Compare what is about to be written: staged copies, and the run state, decoded. Return all differences,
+        those of earlier saves among them.
 
         Costs no more than the run state, so the commit can still say what differs."""
         for unit in staged:
@@ -229,7 +230,7 @@ class SelfCheck:
         self._add(differences(self.live, outline(from_tree(tree, leaves), "state")))
         if self.found:
             self._report()
-        return tuple(self.found[:_NAMED])
+        return tuple(dict.fromkeys((*segment.differs, *self.found)))[:_NAMED]
 
     def read_back(self, files: Files, store_id: str, rank: int) -> None:
         """Read the segment and compare it. Only storage that cannot be read is no difference."""

@@ -13,11 +13,13 @@ import store.session
 from monitor.memory.tier import MemoryTier
 from monitor.save.final_save import LastStep
 from monitor.save.saver import Saver
+from monitor.save.self_check import SelfCheck
 from store.errors import DriftpointError
 from store.schema import EpochRecord
 from store.storage.local import Files
 from tests.crash.simulated import SimulatedFiles
 from tests.unit.monitor import test_checkpointer_end as end
+from tests.unit.monitor import test_checkpointer_end_incomplete as incomplete
 from tests.unit.monitor import test_checkpointer_store_away as away
 from tests.unit.store import test_session_fencing as fencing
 
@@ -42,6 +44,11 @@ def fence_a_store_that_is_away(patch: Patch) -> None:
 def nothing(*_: Any, **__: Any) -> None: ...
 
 
+def only_settle(saver: Saver, step: int, timeout: float) -> None:
+    saver.flush(timeout)
+    saver.settle(step, False)
+
+
 MUTANTS: dict[str, tuple[Callable[[Patch], None], Callable[[Path], object]]] = {
     "memory is given back at any clean end": (
         lambda patch: patch.setattr(MemoryTier, "_committed", lambda _: True),
@@ -54,6 +61,14 @@ MUTANTS: dict[str, tuple[Callable[[Patch], None], Callable[[Path], object]]] = {
     "a save that is not finished counts as committed": (
         lambda patch: patch.setattr(Saver, "settle_commit", nothing),
         end.test_a_save_that_is_not_finished_in_time_is_no_success,
+    ),
+    "what a self-check found is forgotten at the next one": (
+        lambda patch: patch.setattr(SelfCheck, "compare", lambda *_: ()),
+        incomplete.test_what_a_self_check_found_stays_with_every_later_commit,
+    ),
+    "a branch that was left still counts": (
+        lambda patch: patch.setattr(Saver, "abandon", only_settle),
+        incomplete.test_a_save_of_a_branch_that_was_left_is_not_the_last_step_of_the_new_one,
     ),
     "the last step is not committed": (
         lambda patch: patch.setattr(LastStep, "commit", nothing),

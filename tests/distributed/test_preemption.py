@@ -172,3 +172,14 @@ def test_one_rank_hears_of_it_and_all_stop_at_one_step(tmp_path: Path, ranks: in
     for rank in range(ranks):
         found = resumed.one("resumed", rank=rank)
         assert (found["step"], found["exact"], found["digest"]) == (6, True, digests(ended, rank)[6])
+
+
+def test_a_rank_whose_state_cannot_be_taken_for_a_moment_does_not_cost_the_grace_period(tmp_path: Path) -> None:
+    """Rank 0 hears of it at once, and there is time for another save."""
+    spec = {"steps": 8, "settings": {"every": 100}, "situation": "fails_once", "signals": {"1": 3}}
+    ended = torchrun("preempt.py", 2, spec, tmp_path)
+    assert "boom" in ended.output
+    assert "another rank is gone" not in ended.output
+    left = ended.of("left")
+    assert {(one["code"], one["skipped"]) for one in left} == {(75, None)}
+    assert steps(tmp_path) == [max(one["step"] for one in left)]

@@ -102,11 +102,14 @@ class Stuck:
     """An object whose state cannot be taken any more."""
 
     def __init__(self) -> None:
-        self.stuck = False
+        self.stuck = self.fails = False
 
     def state_dict(self) -> dict[str, int]:
         if self.stuck:
             threading.Event().wait()
+        if self.fails:
+            self.fails = False
+            raise RuntimeError("boom")
         return {}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -121,6 +124,12 @@ def stuck(job: Job, step: int) -> None:
     STUCK.stuck = step == NOW["signal"]
 
 
+def fails_once(job: Job, step: int) -> None:
+    """At the last save the state of rank 1 cannot be taken; the next moment it can."""
+    if step == 3 and rank() == 1:
+        STUCK.fails = True
+
+
 def own_handler(job: Job, step: int) -> None:
     """The script has a handler of its own; see :func:`main`."""
 
@@ -132,7 +141,8 @@ def own_handler_announces(job: Job, step: int) -> None:
 SITUATIONS: Mapping[str, Callable[[Job, int], None]] = {
     one.__name__: one
     for one in (
-        plain, hanging, slow, under_way, twice, forked, first_thing, stuck, own_handler, own_handler_announces,
+        plain, hanging, slow, under_way, twice, forked, first_thing, stuck, fails_once, own_handler,
+        own_handler_announces,
     )
 }  # fmt: skip
 
@@ -161,7 +171,7 @@ def main(spec: Mapping[str, Any]) -> None:
             job.ckpt.preempt()
 
     torch.manual_seed(3)
-    state = [STUCK] if name == "stuck" else []
+    state = [STUCK] if name in ("stuck", "fails_once") else []
     job = Job(Path(spec["directory"]) / "store", state, spec.get("width", 8), **spec.get("settings", {}))
     if name == "first_thing":
         announce()

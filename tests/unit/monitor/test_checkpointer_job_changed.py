@@ -226,10 +226,6 @@ def test_an_optimizer_that_was_replaced_is_told(store: Path, trained: int, caplo
         for _ in range(trained):
             one.step()
         other = torch.optim.AdamW(one.model.parameters(), lr=1e-3)
-        if not trained:  # nothing could ever be saved
-            with pytest.raises(UnsupportedError, match="took no step since the last decision"):
-                train_with(one, other)
-            return
         for _ in range(2):
             report = train_with(one, other)
             assert report is not None and report.skipped == "unsupported"
