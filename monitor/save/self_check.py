@@ -213,13 +213,14 @@ class SelfCheck:
     found: list[str]  # differences
     seconds: float  # that the training thread spent
     samples: Mapping[Fragment, Sample] = field(default_factory=dict)
+    earlier: Sequence[str] = ()  # differences that only reading back shows, of the check before
+    shown: Sequence[str] = ()  # such differences of this check; set by :meth:`read_back`
     stopped: threading.Event = field(default_factory=threading.Event)
     done: bool = False
     failed: bool = False  # the storage could not be read
 
     def compare(self, segment: SegmentDraft, staged: Iterable[StagedUnit]) -> tuple[str, ...]:
-        """Compare what is about to be written: staged copies, and the run state, decoded. Return all differences,
-        those of earlier saves among them.
+        """Compare what is about to be written: staged copies, and the run state, decoded. Return all differences.
 
         Costs no more than the run state, so the commit can still say what differs."""
         for unit in staged:
@@ -230,7 +231,7 @@ class SelfCheck:
         self._add(differences(self.live, outline(from_tree(tree, leaves), "state")))
         if self.found:
             self._report()
-        return tuple(dict.fromkeys((*segment.differs, *self.found)))[:_NAMED]
+        return tuple(dict.fromkeys((*self.earlier, *self.found)))[:_NAMED]
 
     def read_back(self, files: Files, store_id: str, rank: int) -> None:
         """Read the segment and compare it. Only storage that cannot be read is no difference."""
@@ -252,8 +253,8 @@ class SelfCheck:
             _log.warning("self-check of step %d: the segment cannot be read back: %s", self.save.step, error)
             self.failed = True
             return
-        self.done = True
-        if len(self.found) > before:
+        self.shown, self.done = self.found[before:], True
+        if self.shown:
             self._report()
         _log.info(
             "self-check of step %d: %d fragments and %d values of the run state %s; it took %.3f s of training, and "
@@ -336,10 +337,11 @@ class SelfChecker:
         self._described: tuple[Outline, list[str], float] | None = None
         self._current: SelfCheck | None = None
         self._differs: tuple[str, ...] = ()
+        self._shown: Sequence[str] = ()  # those among them that only reading back shows
 
     @property
     def differs(self) -> tuple[str, ...]:
-        """What the last check found; recorded with every save."""
+        """What the last check found; recorded with every save that is not checked."""
         return self._differs
 
     def describe(self, state: Mapping[str, Any]) -> None:
@@ -370,7 +372,9 @@ class SelfChecker:
         except Exception as error:  # noqa: BLE001 - out of memory on one rank: reported, the save goes on
             _log.warning("self-check: the live state cannot be sampled: %r", error)
             return None
-        self._current = SelfCheck(save, live, found, seconds + time.perf_counter() - began, samples)
+        self._current = SelfCheck(
+            save, live, found, seconds + time.perf_counter() - began, samples, earlier=self._shown
+        )
         return self._current
 
     def stop(self) -> None:
@@ -384,14 +388,14 @@ class SelfChecker:
         if check is None:
             return
         new = tuple(check.found[:_NAMED])
-        if new and new != self._differs:
+        if not set(new) <= set(self._differs):
             self._job.listeners.on_background_failure(BackgroundFailureEvent("self_check"))
-        if new:
+        if check.done:
+            self._differs, self._shown, self._current = new, check.shown, None
+        else:
             self._differs = tuple(dict.fromkeys((*self._differs, *new)))[:_NAMED]
         if check.failed:
             self.repeat()
-        elif check.done:
-            self._current = None
 
     def repeat(self) -> None:
         """Check the next save: this one failed, or cannot be read."""

@@ -64,7 +64,7 @@ MUTANTS: dict[str, tuple[Callable[[Patch], None], Callable[[Path], object]]] = {
     ),
     "what a self-check found is forgotten at the next one": (
         lambda patch: patch.setattr(SelfCheck, "compare", lambda *_: ()),
-        incomplete.test_what_a_self_check_found_stays_with_every_later_commit,
+        incomplete.test_what_a_self_check_found_stays_until_another_is_complete,
     ),
     "a branch that was left still counts": (
         lambda patch: patch.setattr(Saver, "abandon", only_settle),

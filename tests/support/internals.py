@@ -124,8 +124,8 @@ def abandon(ckpt: monitor.Checkpointer) -> None:
 
 
 def note_difference(ckpt: monitor.Checkpointer, text: str) -> None:
-    """Make the self-check of the last save find a difference."""
+    """Let the last self-check have found a difference when it read the save back."""
     ckpt.flush()
     saver = saver_of(ckpt)
     saver._collect()
-    saver._checker._differs = (text,)
+    saver._checker._differs = saver._checker._shown = (text,)
