@@ -21,8 +21,9 @@ from pathlib import Path
 from monitor.background import BackgroundWorker, TaskResult
 from monitor.context import JobContext
 from monitor.decide.schedule import SnapshotSchedule
+from monitor.distributed import node_id
 from monitor.events import BackgroundFailureEvent, MemoryEvent
-from monitor.memory.buffers import SharedMemoryBuffers, log_errors
+from monitor.memory.buffers import SharedMemoryBuffers, left_by_others, log_errors
 from monitor.memory.recovery import MemoryCandidate, find_newest_snapshot, rolled_back_to
 from monitor.memory.replication import Replication, ReplicationStatus
 from monitor.memory.snapshot import SnapshotManifest, SnapshotStager, Version, seal_snapshot
@@ -122,7 +123,11 @@ class MemoryTier:
             self._newest = None
             nbytes = self._stager.payload_bytes(local)
             problem = self._buffers.take(self._tier, self._session, self._group.rank, nbytes, kept)
-            problems = self._group.all_gather(problem)
+            reports = self._group.all_gather((problem, node_id(self._tier), left_by_others(self._tier)))
+            problems = [problem for problem, _, _ in reports]
+            if self._group.rank == 0:
+                for left in {node: left for _, node, left in reports if left}.values():
+                    _log.warning("%s", left)
             if any(problems):
                 self._disable("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(problems) if text)[:600])
             else:

@@ -10,7 +10,7 @@ files, and never writes to removed ones.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,8 +18,10 @@ from store.errors import StorageError
 from store.memory.arena import Owner, boot_seconds, is_owned, seconds_since_written, touch
 from store.memory.index import belonging_to, scan_node, unfinished_ranks, version_in
 from store.memory.layout import SLOTS, Generation, Tier, tiers
+from store.memory.limits import size_text
 from store.names import SaveId
 from store.storage.local import Files
+from store.text import listed
 
 KEEP_SECONDS = 24 * 3600.0
 """Time that a dead job's memory is kept for a restart."""
@@ -120,6 +122,29 @@ def renew(tier: Tier, save: SaveId) -> None:
 def used_bytes(tier: Tier) -> int:
     """Return the bytes of memory that the store's versions use on this node."""
     return sum(_bytes(path) for place in tier.generations() for path, _, _ in place.files())
+
+
+def describe_left(own: Tier) -> str | None:
+    """Describe the memory that dead jobs of other stores left, and how to free it; None if there is none.
+
+    Where their stores are is unknown, so it may be the newest state of a job, and stays. Raises StorageError."""
+    others = [tier for tier in tiers(own.base) if tier != own]
+    left = {tier.store_id: sum(map(_bytes, _left(tier))) for tier in others}
+    found = {store_id: nbytes for store_id, nbytes in left.items() if nbytes}
+    if not found:
+        return None
+    stores = listed((f"{store_id} ({size_text(nbytes)})" for store_id, nbytes in found.items()), 8)
+    return (
+        f"dead jobs of other stores left {size_text(sum(found.values()))} in the memory at {own.base}: {stores}. "
+        "`driftpoint rescue STORE` commits what no commit has; `driftpoint memory clear ID "
+        f"--memory {own.base}` frees the memory of one store"
+    )
+
+
+def _left(tier: Tier) -> Iterator[Path]:
+    for place in tier.generations():
+        for rank in place.ranks():
+            yield from () if is_owned(place.owner(rank)) else place.of(rank)
 
 
 def _removed(tier: Tier, wanted: Wanted) -> int:

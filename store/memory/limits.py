@@ -62,7 +62,7 @@ def _require(nbytes: int, path: Path, wanted: int | None = None) -> None:
     """Raise StorageError unless ``nbytes``, of ``wanted`` in all, may be reserved."""
     for free, what in _limits(path.parent) if nbytes else ():
         if nbytes > free:
-            raise StorageError(_no_room(wanted or nbytes, path, f"{what} {_size(max(0, free))}"))
+            raise StorageError(_no_room(wanted or nbytes, path, f"{what} {size_text(max(0, free))}"))
 
 
 def _limits(folder: Path) -> list[tuple[int, str]]:
@@ -118,11 +118,12 @@ def _reclaimable(place: Path, cached: str) -> int:
 
 def _no_room(nbytes: int, path: Path, why: str) -> str:
     return (
-        f"no room in memory for {_size(nbytes)} more at {path.parent}: {why}. Give the job more (docker run "
+        f"no room in memory for {size_text(nbytes)} more at {path.parent}: {why}. Give the job more (docker run "
         "--shm-size, in Kubernetes an emptyDir with `medium: Memory` at /dev/shm), or set `memory: {versions: 1}`, "
         "which takes half of it, or `memory: {enabled: false}`"
     )
 
 
-def _size(nbytes: int) -> str:
+def size_text(nbytes: int) -> str:
+    """Return a number of bytes in MB or GB."""
     return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e8 else f"{nbytes / 1e6:.1f} MB"

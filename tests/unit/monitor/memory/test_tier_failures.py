@@ -17,6 +17,7 @@ import torch
 import monitor.memory.tier
 from store.catalog import open_catalog
 from store.errors import StorageError
+from store.memory import cleanup
 from store.memory.arena import Arena
 from store.memory.cleanup import clear_old
 from store.memory.layout import Generation
@@ -370,3 +371,27 @@ def test_a_store_that_was_restored_knows_nothing_of_the_epochs_since(store: Path
     last = Job(store, every=4, memory=memory(store), resume={"at": "newest"})
     assert last.ckpt.resume() == 7 and sources(last) == {"memory"}
     last.ckpt.close(save=False)
+
+
+# ---- what dead jobs of other stores left
+
+
+def test_memory_of_dead_jobs_of_other_stores_is_told_with_the_command_that_frees_it(
+    store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    killed_at(store, 6)
+    left, living = tier_of(store), trained(store.parent / "living", 2, memory=memory(store))
+    caplog.clear()
+    other = trained(store.parent / "other", 2, memory=memory(store))
+    told = [text for text in caplog.messages if "dead jobs of other stores" in text]
+    freed = sum(path.stat().st_blocks * 512 for place in left.generations() for path, *_ in place.files())
+    assert len(told) == 1 and f"{left.store_id} ({freed / 1e6:.1f} MB)" in told[0]
+    assert f"driftpoint memory clear ID --memory {left.base}" in told[0]
+    assert tier_of(store.parent / "living").store_id not in told[0], "its job lives"
+    assert kept_steps(store)[-1] == 6, "it may be the newest state of its job"
+    living.ckpt.close()
+    other.ckpt.close()
+    caplog.clear()
+    assert cleanup.clear(left) == freed
+    trained(store.parent / "other", 2, memory=memory(store)).ckpt.close()
+    assert "dead jobs of other stores" not in caplog.text
