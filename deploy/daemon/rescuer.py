@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from store.catalog import open_catalog
-from store.errors import DamagedError, DriftpointError, FencedError, NoStoreError, SaveError, StoreInUseError
+from store.errors import DamagedError, DriftpointError, FencedError, NoStoreError, SaveError, StorageError, StoreInUseError
 from store.memory.cleanup import clear_old_of, committed
 from store.memory.layout import Tier
-from store.memory.rescue import rescue_newest
+from store.memory.rescue import newest_whole, rescue_newest
 from store.storage.local import LocalFiles
 
 _log = logging.getLogger("driftpoint")
@@ -33,7 +33,7 @@ _OUTCOME_OF = {
 }
 
 OUTCOMES = ("written", "nothing", "incomplete", "fenced", "in use", "damaged", "no store", "given up", "failed")
-"""``failed``: storage refused; the rescue is retried a few times."""
+"""``failed``: storage refused, or the store is damaged; the rescue is retried a few times."""
 
 THREADS = 16  # most stores written at a time
 
@@ -152,7 +152,10 @@ class Rescuer:
             return "failed", f"internal {type(error).__name__}: {error}"
 
     def _rescued(self, request: RescueRequest) -> tuple[str, str]:
-        catalog = open_catalog(LocalFiles(request.store))
+        try:
+            catalog = open_catalog(LocalFiles(request.store))
+        except DamagedError as error:  # of the store: it says nothing of the memory
+            raise StorageError(str(error)) from error
         if catalog.store_id != request.store_id:
             raise NoStoreError(f"{request.store} now holds another store")
         tier = Tier(self._base, request.store_id)
@@ -161,5 +164,5 @@ class Rescuer:
         finally:
             if request.old:
                 catalog.forget()
-                clear_old_of(tier, wanted=committed(tier, catalog.files, max(catalog.saves(), default=None)))
+                clear_old_of(tier, wanted=committed(tier, catalog.files, newest_whole(catalog)))
         return done.outcome, done.why

@@ -195,7 +195,7 @@ def rescue_newest(tier: Tier, catalog: Catalog, *, aborted: Callable[[], bool] =
         FencedError: Another job claimed the store.
         DamagedError: No version is whole.
         SaveError: ``aborted`` returned True.
-        StorageError: Storage failed.
+        StorageError: Storage failed, or the store is damaged, so that nothing is said of the memory.
     """
     lock = _lock(tier)
     try:
@@ -215,8 +215,10 @@ def rescue(
     watch = _Watch(files, version.save.epoch, aborted)
     try:
         watch.require_newest()
-        # Raises DamagedError if the commit could not be resumed, because versions of older commits are gone.
-        resolve(Catalog(Overlay(files, version), catalog.record), version.save)
+        try:
+            resolve(Catalog(Overlay(files, version), catalog.record), version.save)
+        except DamagedError as error:  # the commit could not be resumed
+            raise _LackingError(str(error)) from error
         for rank in sorted(version.records):
             write_share(files, version, rank, watch)
         remove_rest(files, version.save)
@@ -232,6 +234,18 @@ def rescue(
     with suppress(StorageError):
         hint_latest(files, version.save)
     return manifest
+
+
+class _LackingError(DamagedError):
+    """The store lacks versions that a version in memory continues; the memory may be whole."""
+
+
+def newest_whole(catalog: Catalog) -> SaveId | None:
+    """Return the newest commit whose records are whole, suspect or not; None if there is none. Raises StorageError."""
+    for save in catalog.saves():
+        with suppress(DamagedError):
+            return resolve(catalog, save).manifest.save
+    return None
 
 
 class _Watch:
@@ -253,9 +267,9 @@ class _Watch:
 
 
 def _rescue_newest(tier: Tier, catalog: Catalog, aborted: Callable[[], bool]) -> RescueResult:
-    node, newest = belonging_to(scan_node(tier), catalog.files), next(iter(catalog.saves()), None)
+    node, newest = belonging_to(scan_node(tier), catalog.files), newest_whole(catalog)
     newer = sorted((save for save in node.versions if newest is None or save > newest), reverse=True)
-    incomplete, damaged = [], list(node.problems)
+    incomplete, lacking, damaged = [], [], list(node.problems)
     for save in newer:
         held = node.versions[save]
         _require_dead(tier, held)
@@ -267,16 +281,18 @@ def _rescue_newest(tier: Tier, catalog: Catalog, aborted: Callable[[], bool]) ->
             version = assemble_version(save, [rank_share(held)], node)
             manifest = rescue(catalog.files, catalog, version, aborted=aborted)
         except DamagedError as error:
-            damaged.append(str(error))
+            (lacking if isinstance(error, _LackingError) else damaged).append(str(error))
             continue
         nbytes = sum(part.payload_bytes for part in version.records.values())
         return RescueResult(WRITTEN, f"wrote version {save} of {len(held)} ranks, {nbytes} bytes", manifest)
+    if lacking:
+        raise StorageError("the store lacks what versions in memory continue: " + listed(lacking, 4, "; "))
     if damaged:
         raise DamagedError("no version in memory is whole: " + listed(damaged, 4, "; "))
     if incomplete:
         return RescueResult(INCOMPLETE, listed(incomplete, 4, "; "))
     there = "nothing" if not node.versions else f"version {node.newest}"
-    return RescueResult(NOTHING, f"memory holds {there}, and the newest commit of the store is {newest or 'none'}")
+    return RescueResult(NOTHING, f"memory holds {there}, and the newest whole commit of the store is {newest or 'none'}")
 
 
 def _missing_ranks(held: Mapping[int, HeldSnapshot]) -> str | None:

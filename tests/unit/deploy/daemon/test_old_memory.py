@@ -13,15 +13,26 @@ import pytest
 from deploy.daemon import node
 from deploy.daemon.metrics import DaemonMetrics
 from deploy.daemon.node import Node, Options
+from store.layout import SEGMENTS, STORE, manifest_path
 from store.memory.cleanup import KEEP_UNREACHABLE_SECONDS
 from store.memory.index import SeenStore, scan_node
 from store.memory.layout import Tier, tiers
 from store.names import SaveId
+from store.resolve import newest_resumable
+from tests.support import jobs
 from tests.support.daemons import daemon, known, steps, trainer, until
 from tests.support.jobs import Job
-from tests.support.kept import abandoned, kept_step, memory, tier_of
+from tests.support.kept import abandoned, catalog_of, kept_step, memory, tier_of
 
 DAY = 24 * 3600.0
+
+
+class PartlyFrozen(jobs.Model):
+    """A model with weights that are saved once."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(width)
+        self.embed.requires_grad_(False)
 
 
 @pytest.fixture
@@ -111,6 +122,42 @@ def test_damaged_memory_goes_after_a_rescue_was_tried_and_its_failure_told(
     cleaned(tier)
     assert steps(store) == [4] and tiers(tier.base) == []
     assert "damaged" in errors(caplog) and "it is removed" in errors(caplog)
+
+
+def test_memory_stays_while_its_store_is_damaged_and_is_written_when_that_is_mended(
+    store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = died(store, 6, days_ago=2)
+    whole = (store / STORE).read_bytes()
+    (store / STORE).write_bytes(whole[:-9])
+    cleaned(tier)
+    assert scan_node(tier).newest == SaveId(6, 1) and "it stays" in errors(caplog)
+    (store / STORE).write_bytes(whole)
+    cleaned(tier)
+    assert steps(store) == [6, 4] and tiers(tier.base) == []
+
+
+def test_memory_stays_while_the_store_lacks_what_it_continues(
+    store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(jobs, "Model", PartlyFrozen)
+    tier = died(store, 10, days_ago=2)
+    segments = (store / SEGMENTS).rename(store / "elsewhere")
+    (store / SEGMENTS).mkdir()
+    cleaned(tier)
+    assert scan_node(tier).newest == SaveId(10, 1) and "it stays" in errors(caplog)
+    (store / SEGMENTS).rmdir()
+    segments.rename(store / SEGMENTS)
+    cleaned(tier)
+    assert steps(store) == [10, 8, 4] and tiers(tier.base) == []
+
+
+def test_a_newer_commit_that_is_damaged_does_not_make_memory_worthless(store: Path) -> None:
+    tier = died(store, 6, days_ago=2)
+    (store / manifest_path(SaveId(8, 1))).write_bytes(b"torn")
+    cleaned(tier)
+    assert steps(store) == [8, 6, 4] and tiers(tier.base) == []
+    assert newest_resumable(catalog_of(store))[0].manifest.save == SaveId(6, 1)
 
 
 def test_memory_of_a_store_whose_place_is_unknown_stays(store: Path, caplog: pytest.LogCaptureFixture) -> None:
