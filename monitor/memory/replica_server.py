@@ -75,7 +75,7 @@ class ReplicaStore:
         self._tier = tier
         try:
             for rank, nbytes in needs.items():
-                arena = Arena(tier, epoch, rank, self._versions, files)
+                arena = Arena(tier, epoch, rank, self._versions, files, replica=True)
                 self._sources[rank] = _Source(arena)
                 for slot in slots_to_reserve(arena, kept):
                     arena.room(slot, nbytes)

@@ -80,6 +80,11 @@ class Owner(FileLock):
         self.release()
         raise MissingError(f"{path} was removed by its owner before")
 
+    def mark(self, *, replica: bool) -> None:
+        """Note in the size of the file whether the memory is for replicas. Others read it without opening the file."""
+        with suppress(OSError):
+            os.ftruncate(self._descriptor, int(replica))
+
 
 def is_owned(path: Path) -> bool:
     """Return whether a living process holds the lock, without trying to take it."""
@@ -100,12 +105,22 @@ class Arena:
         rank: Rank of this process.
         versions: 2, or 1: then there is no version while one is being replaced.
         files: Of the store, to recognise memory of its copies; without it all memory counts as the store's.
+        replica: Whether it is for replicas of a rank on another node.
 
     Raises:
         StorageError: Another process holds the memory.
     """
 
-    def __init__(self, tier: Tier, epoch: int, rank: int, versions: int = 2, files: Files | None = None) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        epoch: int,
+        rank: int,
+        versions: int = 2,
+        files: Files | None = None,
+        *,
+        replica: bool = False,
+    ) -> None:
         self._tier = tier
         self._rank = rank
         self._slots = SLOTS[:versions]
@@ -120,6 +135,7 @@ class Arena:
         branches = (tier.generation(epoch, branch) for branch in range(1 if files is None else BRANCHES))
         free = (one for one in branches if (one.folder, rank) not in self._foreign)
         self._place, self._owner = _acquire_first_free(rank, free)
+        self._owner.mark(replica=replica)
         self._date()
 
     @property

@@ -102,7 +102,8 @@ def unfinished_ranks(tier: Tier, node: NodeIndex, held: Mapping[int, HeldSnapsho
     A job cannot resume such a version. Ranks of other nodes, and replicas of them here, do not count."""
     folders = {one.payload.parent for one in held.values()}
     replicas = {one.record.part.rank for one in node.everything() if one.record.replica}
-    here = {rank for place in tier.generations() if place.folder in folders for rank in place.ranks()}
+    places = [place for place in tier.generations() if place.folder in folders]
+    here = {rank for place in places for rank in place.ranks() if not place.is_replica(rank)}
     world_size = next(iter(held.values())).record.part.world_size
     return sorted(rank for rank in here - held.keys() - replicas if rank < world_size)
 

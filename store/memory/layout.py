@@ -93,6 +93,12 @@ class Generation:
         """Path of the file that a rank's process locks."""
         return self.folder / f"rank-{rank:05d}.owner"
 
+    def is_replica(self, rank: int) -> bool:
+        """Return whether a rank's memory is for replicas of it; see :meth:`store.memory.arena.Owner.mark`."""
+        with suppress(OSError):
+            return self.owner(rank).lstat().st_size > 0
+        return False
+
     def payload(self, rank: int, slot: int) -> Path:
         return self.folder / f"rank-{rank:05d}.{slot}.payload"
 

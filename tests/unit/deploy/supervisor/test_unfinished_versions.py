@@ -8,6 +8,7 @@ import pytest
 
 from deploy.supervisor.restart_policy import Attempt, GiveUp, Limits, Restart, RestartHistory, decide_restart
 from deploy.supervisor.store_probe import StoreProbe
+from monitor.memory.replica_server import ReplicaStore
 from store.memory.arena import Arena
 from store.memory.layout import Tier
 from store.names import SaveId
@@ -94,3 +95,17 @@ def test_ranks_of_other_nodes_are_not_missed(root: Path) -> None:
     for path in job.tier.generation(store.epoch).of(1):
         path.unlink(missing_ok=True)
     assert StoreProbe(root, root.parent / "shm").look().step == 11
+
+
+def test_a_replica_that_is_being_received_is_not_a_rank_that_did_not_finish(root: Path) -> None:
+    store = StoreBuilder(root)
+    job = TwoRanks(root, store)
+    store.save(10)
+    job.dies(11)
+    for path in job.tier.generation(store.epoch).of(1):
+        path.unlink(missing_ok=True)
+    replicas = ReplicaStore(2)
+    assert replicas.take(job.tier, store.epoch, {1: NBYTES}, None, LocalFiles(root)) is None
+    for still_lives in (True, False):
+        assert StoreProbe(root, root.parent / "shm").look().step == 11, still_lives
+        replicas.close(remove=False)
