@@ -175,19 +175,21 @@ def _claim(catalog: Catalog, incarnation: IncarnationRecord | None, *, locked: b
         if before is None:
             raise
         if not _free_some(catalog, before, locked=locked):
-            return _unclaimed(before, error)
+            return _unclaimed(before, error, files)
         try:
             record = claim_epoch(files, catalog.store_id, incarnation)
         except NoSpaceError as again:
-            return _unclaimed(_newest_record(files) or before, again)
+            return _unclaimed(_newest_record(files) or before, again, files)
     return _Claim(record.epoch, record.token, record.token)
 
 
-def _unclaimed(before: EpochRecord, error: NoSpaceError) -> _Claim:
+def _unclaimed(before: EpochRecord, error: NoSpaceError, files: Files) -> _Claim:
     _log.error(
         "the store has no room for the record of this start, so nothing is saved until there is: %s. Training goes on, "
-        "and every decision tries again",
+        "and every decision tries again. Make room on its disk; to give up old commits, stop this job and the one "
+        "before, and run `driftpoint prune %s --minimum`",
         error,
+        getattr(files, "root", "STORE"),
     )
     return _Claim(before.epoch, secrets.token_hex(16), before.token, claimed=False)
 

@@ -113,6 +113,7 @@ def test_a_job_starts_on_a_full_disk(disk: Path, caplog: pytest.LogCaptureFixtur
         assert [record.levelname for record in caplog.records if "no room for the record" in record.message] == [
             "ERROR"
         ]
+        assert f"driftpoint prune {store} --minimum" in caplog.text
         assert two.ckpt.resume() == 1
         assert same(two.weights(), saved)
         for _ in range(2):

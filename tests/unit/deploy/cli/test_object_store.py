@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deploy.cli import prune
 from deploy.supervisor.store_probe import StoreProbe
-from store.location import place_of
+from store import retention
+from store.location import files_at, place_of
+from store.retention import PrunePlan
+from store.session import claim_epoch
 from store.storage.bucket import ObjectOptions
+from store.storage.local import Files
 from tests.support.cli import Here
 from tests.support.s3 import BUCKET, Server
 from tests.support.stores import StoreBuilder
@@ -78,6 +83,41 @@ def test_prune(here: Here, builder: StoreBuilder, server: Server) -> None:
     alike(here, builder, "prune", *options)
     left = {str(path.relative_to(builder.root)) for path in builder.root.rglob("*") if path.is_file()}
     assert set(server.objects("runs/one")) == left - {"LOCK"}
+
+
+def beside(monkeypatch: pytest.MonkeyPatch, happens: Callable[[Files], None]) -> None:
+    """Let something happen in the bucket between the plan and the deletions of a prune."""
+
+    def execute(files: Files, plan: PrunePlan) -> None:
+        happens(files)
+        retention.execute(files, plan)
+
+    monkeypatch.setattr(prune, "execute", execute)
+
+
+def test_the_minimum_stops_where_another_job_takes_the_bucket_over(
+    here: Here, builder: StoreBuilder, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = server.objects("runs/one")
+    beside(monkeypatch, lambda files: claim_epoch(files, builder.store_id) and None)
+    assert here("prune", URL, "--minimum").code == 11
+    assert set(server.objects("runs/one")) > set(before)
+
+
+def test_the_minimum_keeps_what_a_commit_of_the_living_job_takes_from_older_ones(
+    here: Here, builder: StoreBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def commits(files: Files) -> None:
+        builder.files = files
+        builder.save(80, layers=("layers.0",))
+
+    builder.files = files_at(place_of(URL))
+    builder.save(75, layers=("layers.1",))
+    beside(monkeypatch, commits)
+    answer = here("prune", URL, "--minimum", "--json")
+    assert answer.code == 0 and answer.json["delete"]["segments"], answer.err
+    assert here("verify", URL).code == 0
+    assert here("status", URL, "--json").json["resume"]["step"] == 80
 
 
 def test_damage_is_found_and_passed_over(here: Here, builder: StoreBuilder, server: Server) -> None:
