@@ -158,11 +158,14 @@ class Rescuer:
             raise StorageError(str(error)) from error
         if catalog.store_id != request.store_id:
             raise NoStoreError(f"{request.store} now holds another store")
-        tier = Tier(self._base, request.store_id)
+        tier, begins = Tier(self._base, request.store_id), False
         try:
             done = rescue_newest(tier, catalog, aborted=request.dropped.is_set)
+        except StoreInUseError:
+            begins = True  # a job that needs the memory
+            raise
         finally:
-            if request.old:
+            if request.old and not begins:
                 catalog.forget()
                 clear_old_of(tier, wanted=committed(tier, catalog.files, newest_whole(catalog)))
         return done.outcome, done.why

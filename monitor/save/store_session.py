@@ -206,11 +206,12 @@ def _free_some(catalog: Catalog, before: EpochRecord, *, locked: bool) -> bool:
     """Delete what a killed save left, or the oldest commit if two are left. Return whether anything was freed.
 
     Before its claim this job does not own the store: the job before must have ended, as its mark says, or the lock of
-    the machine on which it ran."""
-    if not (is_closed(catalog, before.epoch) or (locked and before.host == socket.gethostname())):
+    the machine on which it ran. A rescue of its memory there gives way to the lock."""
+    ended = locked and before.host == socket.gethostname()
+    if not ended and not is_closed(catalog, before.epoch):
         return False
-    try:
-        plan = plan_prune(catalog, Retention(keep_last=_EVERY_COMMIT), before.epoch, make_room=1, least=2, ended=True)
+    try:  # on another host its memory may just be committed, with segments that no manifest names yet
+        plan = plan_prune(catalog, Retention(keep_last=_EVERY_COMMIT), before.epoch, make_room=1, least=2, ended=ended)
         execute(catalog.files, plan)
     except (StorageError, DamagedError, FencedError) as error:
         _log.warning("the store is full, and pruning it stopped: %s", error)

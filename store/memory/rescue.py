@@ -1,7 +1,8 @@
 """Write the newest in-memory version of a dead job into the store as a commit.
 
 The commit has the epoch of the dead job. If another job claims the store, the rescue is fenced and removes its files;
-that job finds the version in memory itself. The store's LOCK is not taken, so no job waits for a rescue. One rescue of
+that job finds the version in memory itself. The store's LOCK is not taken, so no job waits for a rescue; while a job
+holds it, there is none, because on a full disk that job makes room before its claim. One rescue of
 a store runs on a node at a time, and only while no process of the job holds its lock. The next rescue completes an
 interrupted one.
 
@@ -48,9 +49,9 @@ from store.segment import (
     read_part,
     write_segment,
 )
-from store.session import require_newest
+from store.session import lock_holder, require_newest
 from store.storage.atomic import is_temporary
-from store.storage.local import Files, read_at
+from store.storage.local import Files, LocalFiles, read_at
 from store.text import listed
 
 _PIECE = 1 << 22
@@ -225,6 +226,8 @@ def rescue(
         manifest = _manifest(files, catalog, version)
         with suppress(ExistsError):  # an interrupted rescue committed it
             commit(files, manifest)
+        # Again: a job that took the lock before the manifest had its name may be removing the segments, to make room.
+        watch.require_newest()
     except (StoreError, SaveError) as error:
         with suppress(StorageError):  # pruning removes the remains
             _remove_unless_committed(files, catalog, version)
@@ -264,6 +267,8 @@ class _Watch:
 
     def require_newest(self) -> None:
         require_newest(self._files, self._epoch)
+        if isinstance(self._files, LocalFiles) and lock_holder(self._files.root) is not None:
+            raise StoreInUseError(f"a job on {self._files.root} begins: it finds the memory by itself")
 
 
 def _rescue_newest(tier: Tier, catalog: Catalog, aborted: Callable[[], bool]) -> RescueResult:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -13,12 +14,17 @@ import pytest
 from deploy.daemon import node
 from deploy.daemon.metrics import DaemonMetrics
 from deploy.daemon.node import Node, Options
-from store.layout import SEGMENTS, STORE, manifest_path
+from store.commit import commit
+from store.layout import SEGMENTS, STORE, manifest_path, segment_dir
+from store.memory import rescue
 from store.memory.cleanup import KEEP_UNREACHABLE_SECONDS
 from store.memory.index import SeenStore, scan_node
 from store.memory.layout import Tier, tiers
 from store.names import SaveId
 from store.resolve import newest_resumable
+from store.schema import ManifestRecord
+from store.session import StoreLock
+from store.storage.local import Files
 from tests.support import jobs
 from tests.support.daemons import daemon, known, steps, trainer, until
 from tests.support.jobs import Job
@@ -158,6 +164,25 @@ def test_a_newer_commit_that_is_damaged_does_not_make_memory_worthless(store: Pa
     cleaned(tier)
     assert steps(store) == [8, 6, 4] and tiers(tier.base) == []
     assert newest_resumable(catalog_of(store))[0].manifest.save == SaveId(6, 1)
+
+
+def test_a_rescue_gives_way_to_a_job_that_makes_room_before_its_claim(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That job looked which segments are needed just before the rescue committed."""
+    tier, locks = died(store, 6, days_ago=2), []
+
+    def late(files: Files, manifest: ManifestRecord) -> None:
+        locks.append(StoreLock(store, 0.0))
+        commit(files, manifest)
+
+    monkeypatch.setattr(rescue, "commit", late)
+    cleaned(tier)
+    locks.pop().release()
+    shutil.rmtree(store / segment_dir(SaveId(6, 1)))
+    again = Job(store, every=4, memory=memory(store))
+    assert again.ckpt.resume() == 6
+    again.ckpt.close(save=False)
 
 
 def test_memory_of_a_store_whose_place_is_unknown_stays(store: Path, caplog: pytest.LogCaptureFixture) -> None:
