@@ -7,7 +7,7 @@ unknown state with the reason; the hanging read is left in a daemon thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,9 +15,9 @@ from deploy.supervisor.restart_policy import StoreSnapshot
 from store.catalog import Catalog, mark_suspect, open_catalog, withdraw_suspect
 from store.errors import DamagedError, DriftpointError, NoStoreError, NothingToResumeError, StorageError, StoreError
 from store.location import files_at, is_url
-from store.memory.index import belonging_to, unfinished_ranks
+from store.memory.index import HeldSnapshot, belonging_to, unfinished_ranks
 from store.memory.index import scan_node as look_at_memory
-from store.memory.layout import Tier
+from store.memory.layout import SLOTS, Tier
 from store.names import SaveId
 from store.resolve import newest_resumable
 from store.session import lock_holder, newest_epoch
@@ -113,15 +113,25 @@ def _look(root: Path, memory: Path | None, options: ObjectOptions | None) -> Sto
 
 
 def _snapshots_in_memory(catalog: Catalog, memory: Path | None) -> list[SaveId]:
-    """List the snapshots in memory that a job can resume: readable, and of all ranks as far as this node knows."""
+    """List the snapshots in memory that a job can resume: readable, and of all ranks as far as this node can tell."""
     if memory is None:
         return []
     try:
         tier = Tier(memory, catalog.store_id)
         node = belonging_to(look_at_memory(tier), catalog.files)
-        return [save for save, held in node.versions.items() if not unfinished_ranks(tier, node, held)]
+        finished = [save for save, held in node.versions.items() if not unfinished_ranks(tier, node, held)]
+        return [save for save in finished if save != node.newest or _may_be_whole(node.versions[save])]
     except (StoreError, OSError):
         return []
+
+
+def _may_be_whole(newest: Mapping[int, HeldSnapshot]) -> bool:
+    """Return whether the newest snapshot here is of all ranks, or can be told from no other.
+
+    Ranks on other nodes may have died before they finished it. They have the one before it: with two payloads, no rank
+    begins a snapshot before all have finished the last one."""
+    one = next(iter(newest.values()))
+    return len(newest) == one.record.part.world_size or not any(one.payload.parent.glob(f"rank-*.{SLOTS[1]}.payload"))
 
 
 def _resumes(catalog: Catalog, skip: frozenset[SaveId]) -> SaveId | None:

@@ -97,11 +97,36 @@ def test_ranks_of_other_nodes_are_not_missed(root: Path) -> None:
     assert StoreProbe(root, root.parent / "shm").look().step == 11
 
 
+def test_a_version_that_ranks_of_other_nodes_may_not_have_finished_is_no_progress(root: Path) -> None:
+    """No rank begins a version before all have finished the last one: that one is whole."""
+    store = StoreBuilder(root)
+    job = TwoRanks(root, store)
+    store.save(10)
+    bad = store.save(20)
+    probe, history = StoreProbe(root, root.parent / "shm"), RestartHistory()
+    for number in range(3):
+        before = probe.look()
+        assert (before.resumes, before.step) == (bad, 20)
+        job.dies(21)
+        for rank in (0, 1):
+            job.tier.generation(store.epoch).payload(rank, 1).touch()
+        for path in job.tier.generation(store.epoch).of(1):
+            path.unlink(missing_ok=True)
+        history, verdict = decide_restart(history, Attempt(1, before, probe.look()), Limits(), lambda: 0.0)
+        if number == 1:
+            assert isinstance(verdict, Restart) and verdict.suspect == bad
+            break
+    job.dies(21, 22)
+    for path in job.tier.generation(store.epoch).of(1):
+        path.unlink(missing_ok=True)
+    assert (probe.look().step, probe.look().resumes) == (21, SaveId(21, store.epoch))
+
+
 def test_a_replica_that_is_being_received_is_not_a_rank_that_did_not_finish(root: Path) -> None:
     store = StoreBuilder(root)
     job = TwoRanks(root, store)
     store.save(10)
-    job.dies(11)
+    job.dies(11, 12)
     for path in job.tier.generation(store.epoch).of(1):
         path.unlink(missing_ok=True)
     replicas = ReplicaStore(2)
