@@ -217,6 +217,7 @@ class Checkpointer:
         Raises:
             Preempted: The job was preempted and the last save is done. Uncaught, it ends the process with code 75.
             UnsupportedError: At the first decision, the state has a part that no save can hold.
+            NotFiniteError: A layer has NaN or Inf, and ``bounds: {nonfinite: raise}`` is set.
             ConfigError: The checkpointer is closed, or the store contains commits and :meth:`resume` was not called.
         """
         began = time.perf_counter()
@@ -317,8 +318,7 @@ class Checkpointer:
         """Commit the last step (see :meth:`commit_last_step`), and release the store and the metrics port.
 
         If an exception is propagating (for example in ``finally:``), it saves nothing more and waits shortly for the
-        save under way. In-memory snapshots stay if they are newer than every commit. In a forked child it does nothing.
-        Calling it again does nothing.
+        save under way. In-memory snapshots stay if newer than every commit. A second call, or one in a child, is void.
 
         Args:
             save: Whether to commit the last step. If False, only the save under way is waited for.
@@ -437,7 +437,7 @@ class Checkpointer:
             return self._report(settled.skip, began, None, problem=problem)
         if settled.changed:
             self._agree(local)
-        decided = self._decider.decide(self._step, local, request)
+        decided = self._decider.decide(self._step, local, request, self._saver.dropped)
         self._pace.agreed(self._step, decided.interval)
         if self._group.rank == 0:
             committed = self._job.ledger.versions.keys()

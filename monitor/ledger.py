@@ -32,6 +32,7 @@ from store.schema import (
     members_digest,
     members_of,
 )
+from store.text import listed
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class CommitDraft:
     saved: Mapping[Unit, Choice]
     sizes: Mapping[Unit, UnitSize]  # of all units, over all ranks
     groups: Mapping[str, GroupRecord]
+    partial: bool = True  # whether layers with NaN or Inf may be left out
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,8 @@ def build_manifest(draft: CommitDraft, group: Group) -> PreparedCommit:
     Raises:
         SaveError: The segments do not hold exactly the units that were decided.
         DamagedError: A unit was stored in several lossy encodings at once.
-        NotFiniteError: No layer to be saved is finite, or a unit with NaN or Inf has no version yet.
+        NotFiniteError: No layer to be saved is finite, a unit with NaN or Inf has no version yet, or none may be left
+            out.
     """
     nonfinite, drift, errors = _combine_measures(group)
     _require_whole_tensors(draft, group)
@@ -156,10 +159,9 @@ def build_manifest(draft: CommitDraft, group: Group) -> PreparedCommit:
             raise SaveError(f"save {draft.save}: the segments hold {actual} of {unit}, expected {expected}")
     dropped = tuple(unit for unit in draft.saved if unit.layer in nonfinite)
     units = [_unit_record(draft, unit, dropped, stored, errors) for unit in draft.sizes]
-    if len(dropped) == len(draft.saved):
-        raise NotFiniteError(
-            f"save {draft.save}: all layers to be saved have NaN or Inf; the previous versions stay", dropped
-        )
+    if len(dropped) == len(draft.saved) or (dropped and not draft.partial):
+        which = "all layers to be saved" if len(dropped) == len(draft.saved) else listed(sorted(nonfinite))
+        raise NotFiniteError(f"save {draft.save}: {which} have NaN or Inf; the previous versions stay", dropped)
     written = sum(stored[unit].size.nbytes for unit in draft.saved)
     # Compression frames take a few bytes: a small state that does not compress grows a little.
     avoided = max(0, sum(size.nbytes for size in draft.sizes.values()) - written)

@@ -16,7 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from store.catalog import open_catalog
-from store.errors import DamagedError, DriftpointError, FencedError, NoStoreError, SaveError, StorageError, StoreInUseError
+from store.errors import (
+    DamagedError,
+    DriftpointError,
+    FencedError,
+    NoStoreError,
+    SaveError,
+    StorageError,
+    StoreInUseError,
+)
 from store.memory.cleanup import clear_old_of, committed
 from store.memory.layout import Tier
 from store.memory.rescue import newest_whole, rescue_newest

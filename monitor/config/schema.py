@@ -86,6 +86,8 @@ class BoundSettings(Settings):
     """relative distance from the last save at which a layer is always saved"""
     precision: Literal["exact", "any"] | None = None
     """exact: lossless encodings only. null: exact, unless `encoding` is lossy"""
+    nonfinite: Literal["hold", "raise"] = "hold"
+    """layers with NaN or Inf are never saved. raise: step() then also raises, so that the job ends"""
 
 
 class AutoSettings(Settings):

@@ -7,7 +7,7 @@ thread. So the training thread reads each byte once: it either copies or measure
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from monitor.config.load import Config
@@ -24,7 +24,9 @@ from policies.bounds import forced, incomplete
 from policies.builtin import Fallback
 from policies.deadline import DeadlinePolicy, Nothing
 from policies.validation import Failure, failure_of
+from store.errors import NotFiniteError
 from store.names import Unit
+from store.text import listed
 
 _log = logging.getLogger("driftpoint")
 
@@ -80,10 +82,23 @@ class Decider:
         self._ledger = job.ledger
         self._budget_tracker = budget_tracker
         self._pace = job.pace
+        self._ends = job.config.bounds.nonfinite == "raise"
         self._deadline_policy = DeadlinePolicy(job.config.in_bounds(Nothing()), job.config.encodings())
 
-    def decide(self, step: int, local: Mapping[Unit, LocalUnit], request: SaveRequest | None) -> DecisionResult:
-        """Decide on every unit: as ``request`` asks, or by the policy if it is None. Collective."""
+    def decide(
+        self, step: int, local: Mapping[Unit, LocalUnit], request: SaveRequest | None, dropped: Collection[Unit] = ()
+    ) -> DecisionResult:
+        """Decide on every unit: as ``request`` asks, or by the policy if it is None. Collective.
+
+        Args:
+            step: Step of this decision.
+            local: Units of this rank.
+            request: A save that was asked for.
+            dropped: Units with NaN or Inf that the last save left out.
+
+        Raises:
+            NotFiniteError: On all ranks: a layer has NaN or Inf, and the job is to end then.
+        """
         units = list(self._table.sizes)
         first = [unit for unit in units if self._sees_all or not is_moving(unit)]
         measured: dict[Unit, Measured] = {}
@@ -97,6 +112,13 @@ class Decider:
                 stats = unit_stats(self._table, self._ledger, step, measured)
         made, saved, missing, interval = self._choose(step, stats, request)
         self._measure([unit for unit in units if unit not in saved], local, measured, mine)
+        sick = {unit.layer: unit for unit in (*dropped, *(unit for unit, one in measured.items() if not one.finite))}
+        if sick and self._ends and request is None:
+            raise NotFiniteError(
+                f"NaN or Inf at step {step} in {listed(sick)}, which is not saved; the job ends (`bounds: {{nonfinite: "
+                f"raise}}`). The next start resumes from the newest commit",
+                tuple(sick.values()),
+            )
         result = DecisionResult(
             stats=(),
             choices={},

@@ -35,6 +35,8 @@ class DryRunSaver:
         self._ledger = job.ledger
         self._listeners = job.listeners
 
+    dropped: tuple[Unit, ...] = ()
+
     def _nothing(self, *_: Any, **__: Any) -> None: ...
 
     reserve = return_buffers = finish_copies = forget_bases = upkeep = flush = close = require_storable = abandon = (

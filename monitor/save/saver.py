@@ -42,6 +42,7 @@ from store.errors import (
     ExistsError,
     FencedError,
     NoSpaceError,
+    NotFiniteError,
     SaveError,
     StoreError,
     UnstorableError,
@@ -153,6 +154,7 @@ class Saver:
             if any_failed and pending is not None and pending.task.commit_plan is not None:
                 pending.task.commit_plan.give_up.set()  # one rank's part failed: rank 0 need not wait for it
             return SaveStatus("unsupported" if unsupported else "busy", any_changed)
+        self.dropped = ()
         self._listeners.on_settled({} if pending is None else self._finish(pending, outcome))
         if newest != -oldest:
             return SaveStatus("disagree", any_changed)
@@ -372,7 +374,9 @@ class Saver:
         commit = self._report(pending, outcome) if outcome is not None else None
         early = {unit.unit: unit.signature for unit in pending.task.staged if unit.signature is not None}
         reached = tuple(self._job.ledger.groups)
-        news = (commit is not None, commit.dropped if commit else (), pending.task.progress.attempted, reached)
+        error = None if outcome is None else outcome.error
+        sick = commit.dropped if commit else error.units if isinstance(error, NotFiniteError) else ()
+        news = (commit is not None, sick, pending.task.progress.attempted, reached)
         committed, dropped, attempted, reached = self._group.broadcast(news)
         self._committed = committed
         self.dropped = tuple(dropped)
@@ -470,6 +474,7 @@ class Saver:
             saved=decided.saved,
             sizes=self._job.table.sizes,
             groups=dict(self._job.ledger.groups),
+            partial=self._job.config.bounds.nonfinite == "hold",
         )
         return CommitPlan(
             draft, self._job.config.timeouts.commit, self._session.catalog, self._job.config.retention_rule()

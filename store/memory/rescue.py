@@ -297,7 +297,9 @@ def _rescue_newest(tier: Tier, catalog: Catalog, aborted: Callable[[], bool]) ->
     if incomplete:
         return RescueResult(INCOMPLETE, listed(incomplete, 4, "; "))
     there = "nothing" if not node.versions else f"version {node.newest}"
-    return RescueResult(NOTHING, f"memory holds {there}, and the newest whole commit of the store is {newest or 'none'}")
+    return RescueResult(
+        NOTHING, f"memory holds {there}, and the newest whole commit of the store is {newest or 'none'}"
+    )
 
 
 def _missing_ranks(held: Mapping[int, HeldSnapshot]) -> str | None:

@@ -3,6 +3,7 @@
 total, every    steps; ``flush`` waits for each save, so that what is committed when it dies is known
 dies            [attempt (from 1; null: each), step, how], ... : how is "kill", an exit code, or "hang"
 poison          steps that no attempt survives which resumes at them: it dies two steps later
+    nan         steps at which weights become NaN in each attempt that resumes at them
     poison_now      the same, before the first step
     settled         each version in memory is waited for
 settings        more of the configuration
@@ -60,6 +61,8 @@ record("resumed", start=start)
 if start in spec.get("poison_now", []):
     die(42)
 for step in range(start, spec["total"]):
+    if step == start and start in spec.get("nan", []):
+        job.model.head.weight.data.fill_(float("nan"))
     job.step()
     if spec.get("settled"):
         wait_for_snapshot(job.ckpt)

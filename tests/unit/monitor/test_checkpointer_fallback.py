@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from store.catalog import open_catalog
+from store.errors import NotFiniteError, SaveError
 from store.names import Unit
 from store.storage.local import LocalFiles
 from store.verify import verify
-from tests.support.jobs import committed_steps, job
+from tests.support.jobs import Job, committed_steps, job
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
@@ -86,3 +88,21 @@ def flip_byte(store: Path, unit: Unit, save: str) -> None:
     data = bytearray(path.read_bytes())
     data[part.header_bytes + entry.offset] ^= 1
     path.write_bytes(data)
+
+
+@pytest.mark.parametrize("policy", ["full", {"name": "parity", "k": 2}])
+def test_where_nan_ends_the_job_nothing_is_committed_beside_it(store: Path, policy: Any) -> None:
+    """One layer has NaN: the others are not committed either, so that a supervisor sees no progress."""
+    one = Job(store, policy=policy, bounds={"nonfinite": "raise"})
+    for _ in range(2):
+        one.step()
+    before = committed_steps(store)
+    one.model.head.bias.data.fill_(float("nan"))
+    with pytest.raises(NotFiniteError, match="head"):
+        for _ in range(2):
+            one.ckpt.step()
+            one.ckpt.flush()
+    assert committed_steps(store) == before
+    with pytest.raises(SaveError):
+        one.ckpt.close()
+    assert committed_steps(store) == before

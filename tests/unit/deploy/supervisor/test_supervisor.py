@@ -77,6 +77,16 @@ def test_a_poisoned_commit_is_passed_over_and_training_goes_on(tmp_path: Path) -
         assert verify(catalog(tmp_path)).ok
 
 
+def test_a_commit_that_leads_to_nan_is_passed_over_where_nan_ends_the_job(tmp_path: Path) -> None:
+    spec = {"dies": [[1, 7, "kill"]], "nan": [6], "settings": {"bounds": {"nonfinite": "raise"}}}
+    with supervised(tmp_path, PYTHON + training(tmp_path, every=3, **spec)) as run:
+        assert run.ends() == 0, run.said
+        assert run.starts == [0, 6, 6, 3]
+        assert "NotFiniteError: NaN or Inf at step" in run.said and "ended: exit code 1" in run.said
+        assert [e["commit"] for e in run.events if e["event"] == "suspect"] == ["00000006-000001"]
+        assert verify(catalog(tmp_path)).ok
+
+
 def test_what_dies_everywhere_ends_and_no_commit_is_blamed(tmp_path: Path) -> None:
     spec = {"every": 3, "dies": [[1, 7, "kill"]], "poison": [3, 6]}
     with supervised(tmp_path, PYTHON + training(tmp_path, **spec)) as run:
