@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import monitor
 from store.catalog import open_catalog
+from store.names import Unit
 from store.storage.local import LocalFiles
 from tests.support.hooked import HookedFiles
 from tests.support.internals import hook_files
@@ -106,6 +107,18 @@ def job(store: Path | dict[str, Any], **settings: Any) -> Iterator[Job]:
 def committed_steps(store: Path) -> list[int]:
     """Steps of the commits in a store, ascending."""
     return sorted(save.step for save in open_catalog(LocalFiles(store)).saves())
+
+
+def flip_bit(store: Path, unit: Unit, save: str) -> None:
+    """Change a stored byte of a unit in a save of one rank."""
+    catalog = open_catalog(LocalFiles(store))
+    found = next(one for one in catalog.saves() if one.name == save)
+    part = catalog.group(found, catalog.manifest(found).groups[save]).parts[0]
+    entry = next(entry for entry in part.entries if entry.unit == unit)
+    path = store / "segments" / save / "rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[part.header_bytes + entry.offset] ^= 1
+    path.write_bytes(data)
 
 
 def skip_reason(report: monitor.StepReport | None) -> str | None:

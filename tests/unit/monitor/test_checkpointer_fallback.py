@@ -13,7 +13,7 @@ from store.errors import NotFiniteError, SaveError
 from store.names import Unit
 from store.storage.local import LocalFiles
 from store.verify import verify
-from tests.support.jobs import Job, committed_steps, job
+from tests.support.jobs import Job, committed_steps, flip_bit, job
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf")])
@@ -63,7 +63,7 @@ def test_a_flipped_byte_makes_only_its_unit_fall_back(store: Path) -> None:
         for step in (1, 2):
             one.step()
             states[step] = one.weights()
-    flip_byte(store, Unit("blocks.1", "exp_avg"), "00000002-000001")
+    flip_bit(store, Unit("blocks.1", "exp_avg"), "00000002-000001")
     with job(store) as other:
         assert other.ckpt.resume() == 2
         certificate = other.ckpt.certificate
@@ -77,17 +77,6 @@ def test_a_flipped_byte_makes_only_its_unit_fall_back(store: Path) -> None:
             assert torch.equal(tensor, states[1 if fell else 2][name]), name
         other.step()
     assert verify(open_catalog(LocalFiles(store))).commits
-
-
-def flip_byte(store: Path, unit: Unit, save: str) -> None:
-    catalog = open_catalog(LocalFiles(store))
-    found = next(one for one in catalog.saves() if one.name == save)
-    part = catalog.group(found, catalog.manifest(found).groups[save]).parts[0]
-    entry = next(entry for entry in part.entries if entry.unit == unit)
-    path = store / "segments" / save / "rank-00000.safetensors"
-    data = bytearray(path.read_bytes())
-    data[part.header_bytes + entry.offset] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("policy", ["full", {"name": "parity", "k": 2}])

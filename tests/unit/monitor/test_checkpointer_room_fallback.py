@@ -12,24 +12,12 @@ from store.names import Unit
 from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.hooked import nothing
-from tests.support.jobs import job
+from tests.support.jobs import flip_bit, job
 
 
 def full(operation: str, path: str) -> None:
     if operation == "write":
         raise NoSpaceError(f"cannot write {path}: the filesystem is full")
-
-
-def rot(store: Path, unit: Unit, save: str) -> None:
-    """Flip a bit of the unit's stored bytes."""
-    catalog = open_catalog(LocalFiles(store))
-    found = next(one for one in catalog.saves() if one.name == save)
-    part = catalog.group(found, catalog.manifest(found).groups[save]).parts[0]
-    entry = next(entry for entry in part.entries if entry.unit == unit)
-    path = store / "segments" / save / "rank-00000.safetensors"
-    data = bytearray(path.read_bytes())
-    data[part.header_bytes + entry.offset] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("policy", ["full", {"name": "threshold", "threshold": 1e9, "slots": {"fp32": 0.0}}])
@@ -38,7 +26,7 @@ def test_the_version_that_a_unit_fell_back_to_is_not_deleted(tmp_path: Path, pol
     with job(store) as one:
         one.step()
         one.step()
-    rot(store, Unit("blocks.1", "exp_avg"), "00000002-000001")
+    flip_bit(store, Unit("blocks.1", "exp_avg"), "00000002-000001")
     with job(store, policy=policy) as other:
         assert other.ckpt.resume() == 2
         files = other.hook()
