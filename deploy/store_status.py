@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.exit_codes import health
-from deploy.format import count_text, kind_text, plural
+from deploy.format import AS_FOUND, count_text, kind_text, plural
 from store.catalog import Catalog, open_catalog
-from store.certificate import Certificate, certify, run_saves
+from store.certificate import Certificate, certify, certify_stored, run_saves
 from store.errors import DamagedError, NoStoreError, NothingToResumeError, StorageError, UsageError
 from store.layout import LOCK, STORE
 from store.location import files_at, is_url
@@ -131,10 +131,13 @@ class Resume:
     lossy: tuple[str, ...]
     fallbacks: tuple[str, ...]
     proven: bool
+    as_found: bool = False
 
 
 def resume_kind(found: Resume | Certificate) -> str:
-    """Describe what a resume gives: exact, or its staleness, drift and lossy encodings."""
+    """Describe what a resume gives: exact, as found, or its staleness, drift and lossy encodings."""
+    if found.as_found:
+        return AS_FOUND
     return kind_text(exact=found.exact, max_staleness=found.max_staleness, max_drift=found.max_drift, lossy=found.lossy)
 
 
@@ -225,7 +228,7 @@ def _resume(
         return None, None, None
     problems.extend(passed_over)
     problems.extend(resolution.problems)
-    certificate = certify(resolution)
+    certificate = certify_stored(resolution)
     resume = Resume(
         save=certificate.save,
         step=certificate.step,
@@ -237,6 +240,7 @@ def _resume(
         lossy=certificate.lossy,
         fallbacks=tuple(str(version.record.unit) for version in resolution.fallbacks),
         proven=resolution.manifest.save in catalog.proven(),
+        as_found=certificate.as_found,
     )
     return resume, resolution.manifest, certificate
 

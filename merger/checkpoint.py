@@ -19,7 +19,7 @@ import torch
 
 from merger.io.blocks import Extent
 from merger.tensors import Implausible, from_leaf, torch_dtype
-from store.certificate import Certificate
+from store.certificate import IMPORTED_AS_FOUND, Certificate
 from store.errors import DamagedError, MergeError, StorageError, UnreachableError
 from store.fragments import FragmentIndex
 from store.names import BUFFER, FROZEN, WEIGHTS, Fragment
@@ -31,12 +31,6 @@ from store.text import listed
 
 SLOT_OF_KIND = {"trainable": WEIGHTS, "frozen": FROZEN, "buffer": BUFFER}
 """Slot of the tensor itself, by its record's kind."""
-
-POLICY = "import"
-"""Policy name in the manifest of an imported commit."""
-
-IMPORTED_AS_FOUND = "imported as found"
-"""Reason of the units of an imported commit whose source was not exact. Early releases name its kind."""
 
 IMPORTED_WITH = f"{IMPORTED_AS_FOUND}, with "
 """Beginning of the reason of units in which implausible values were allowed; their kinds follow."""

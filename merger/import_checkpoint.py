@@ -18,9 +18,7 @@ from typing import Any
 import xxhash
 
 from merger.checkpoint import (
-    IMPORTED_AS_FOUND,
     IMPORTED_WITH,
-    POLICY,
     Checkpoint,
     RankState,
     implausible_lines,
@@ -32,7 +30,7 @@ from merger.io.stream import CHUNK, bytes_to_read, fragment_streams
 from merger.sources import open_source
 from merger.tensors import Implausible, to_leaf
 from store.catalog import Catalog, open_or_create
-from store.certificate import Certificate, certify
+from store.certificate import IMPORT, IMPORTED_AS_FOUND, Certificate, certify
 from store.commit import Expected, Group, commit, hint_latest, wait_for_group
 from store.errors import DamagedError, StorageError, UnsupportedError, UsageError
 from store.fragments import covered_numel
@@ -250,7 +248,7 @@ def _write_segments(
     """
     files, world_size = catalog.files, len(plan.run_states)
     units = [[extent.fqn, extent.slot] for extents in plan.checkpoint.index.names().values() for extent in extents[:1]]
-    agreed = digest(seal([save.name, POLICY, units]))
+    agreed = digest(seal([save.name, IMPORT, units]))
     implausible: dict[tuple[str, str], set[Implausible]] = {}
     try:
         for rank, (tree, leaves) in enumerate(plan.run_states):
@@ -311,7 +309,7 @@ def _manifest(
         commits=1,
         world_size=len(group.parts),
         framework=checkpoint.framework,
-        policy=POLICY,
+        policy=IMPORT,
         created=datetime.now(UTC).isoformat(timespec="milliseconds"),
         previous=None,
         bytes_avoided=0,

@@ -18,7 +18,7 @@ from typing import Any
 from store.encoding import ENCODINGS, encoding_named
 from store.names import WEIGHTS, SaveId, Unit
 from store.resolve import Resolution, Version
-from store.schema import GroupRecord
+from store.schema import GroupRecord, ManifestRecord
 
 
 @dataclass(frozen=True)
@@ -250,6 +250,29 @@ def certify(resolution: Resolution) -> Certificate:
         units=units,
         problems=(*resolution.problems, *(f"as the job found when it saved: {text}" for text in manifest.differs)),
     )
+
+
+IMPORT = "import"
+"""Policy name in the manifest of an imported commit."""
+
+IMPORTED_AS_FOUND = "imported as found"
+"""Reason of the units of an imported commit whose source was not exact. Early releases name its kind."""
+
+
+def imported_as_found(manifest: ManifestRecord) -> bool:
+    """Return whether a commit was imported from foreign files.
+
+    Hashes prove its bytes since the import, and nothing about the files before."""
+    early = (f"imported from a {kind} checkpoint" for kind in ("deepspeed", "universal", "trainer"))
+    foreign = (IMPORTED_AS_FOUND, *early)
+    return manifest.policy == IMPORT and any(unit.reason.startswith(foreign) for unit in manifest.units)
+
+
+def certify_stored(resolution: Resolution) -> Certificate:
+    """Build the certificate of a resolution, as found if it was imported so."""
+    certificate = certify(resolution)
+    foreign = certificate.exact and imported_as_found(resolution.manifest)
+    return replace(certificate, exact=False, as_found=True) if foreign else certificate
 
 
 def _certify_unit(step: int, version: Version) -> CertifiedUnit:

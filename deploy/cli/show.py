@@ -17,7 +17,7 @@ from deploy.exit_codes import health
 from deploy.format import plural, resume_step_text, size_text
 from deploy.store_status import find_save, is_resumable, open_store, parameters, resume_kind, resume_step, written
 from store.catalog import Catalog
-from store.certificate import Certificate, CertifiedUnit, certify
+from store.certificate import Certificate, CertifiedUnit, certify_stored
 from store.errors import DamagedError, StorageError
 from store.names import SaveId, Unit
 from store.resolve import Resolution, newest_resumable, resolve
@@ -154,7 +154,7 @@ def _look_at(catalog: Catalog, save: SaveId) -> Shown:
 def _whole(catalog: Catalog, resolution: Resolution, problems: tuple[str, ...]) -> Shown:
     onward = resume_step(catalog, resolution)
     manifest = resolution.manifest
-    return Shown(manifest, certify(resolution), True, True, problems, onward, _suspect(catalog, manifest.save))
+    return Shown(manifest, certify_stored(resolution), True, True, problems, onward, _suspect(catalog, manifest.save))
 
 
 def _suspect(catalog: Catalog, save: SaveId) -> str:

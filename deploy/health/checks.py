@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from deploy.format import ago_text, clock, drift_text, plural, size_text, span_text, steps_text
+from deploy.format import AS_FOUND, ago_text, clock, drift_text, plural, size_text, span_text, steps_text
 from deploy.health.facts import AHEAD, FLOOR, LATE, LONG, VERY_LATE, Check, Facts, Level, parse_time, shell_command
 from store.names import SaveId
 from store.text import listed
@@ -65,8 +65,9 @@ def check_kind(facts: Facts) -> Check:
         told = status.problems[0] if status.problems else ""
         text = f"step {resume.step}, not the newest commit: {why}"
         return Check(name, "look", text, told, shell_command("status", facts.root))
-    if resume.exact:
-        return Check(name, "good", f"step {resume.step}, exact", "every layer bit for bit")
+    if resume.exact or resume.as_found:
+        word, note = ("exact", "every layer bit for bit") if resume.exact else ("as found", AS_FOUND)
+        return Check(name, "good", f"step {resume.step}, {word}", note)
     if resume.max_staleness <= 0:
         note = f"to {', '.join(resume.lossy)}; drift up to {drift_text(resume.max_drift)}"
         return Check(name, "good", f"step {resume.step}, rounded", note)

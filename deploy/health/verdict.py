@@ -84,8 +84,8 @@ def _lost(loss: Loss) -> str:
 def _how(facts: Facts) -> str:
     assert facts.status is not None and facts.status.resume is not None
     resume = facts.status.resume
-    if resume.exact:
-        return "bit for bit"
+    if resume.exact or resume.as_found:
+        return "bit for bit" if resume.exact else "as it was imported"
     if resume.fallbacks:
         units = plural(len(resume.fallbacks), "layer slot")
         return f"with {units} in an older version because of damage"

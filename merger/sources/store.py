@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from merger.checkpoint import (
-    IMPORTED_AS_FOUND,
     IMPORTED_WITH,
-    POLICY,
     Checkpoint,
     RunStates,
     read_run_states,
@@ -19,7 +17,7 @@ from merger.checkpoint import (
 )
 from merger.io.blocks import Block, Damage, Extent, StoredFragment, xxh3
 from store.catalog import Catalog, open_catalog
-from store.certificate import CertifiedUnit, certify
+from store.certificate import CertifiedUnit, certify, imported_as_found
 from store.encoding import itemsize
 from store.errors import DamagedError, MergeError, StorageError
 from store.fragments import FragmentIndex, Source
@@ -113,18 +111,8 @@ class StoreSource:
 
 
 def _imported_as_found(resolution: Resolution, index: FragmentIndex[Extent]) -> frozenset[tuple[str, str]]:
-    """Return all (fqn, slot) of a commit that was imported from foreign files; none of any other commit.
-
-    Hashes prove the bytes since the import, and nothing about the files before.
-    """
-    reasons = [version.record.reason for version in resolution.versions.values()]
-    foreign = (
-        IMPORTED_AS_FOUND,
-        *(f"imported from a {kind} checkpoint" for kind in ("deepspeed", "universal", "trainer")),
-    )
-    if resolution.manifest.policy != POLICY or not any(reason.startswith(foreign) for reason in reasons):
-        return frozenset()
-    return frozenset(index.names())
+    """Return all (fqn, slot) of a commit that was imported from foreign files; none of any other commit."""
+    return frozenset(index.names()) if imported_as_found(resolution.manifest) else frozenset()
 
 
 def _imported_implausible(resolution: Resolution) -> list[str]:

@@ -35,6 +35,7 @@ def test_exact(here: Here, builder: StoreBuilder) -> None:
         "lossy": [],
         "fallbacks": [],
         "proven": False,
+        "as_found": False,
     }
     assert (answer.json["in_use"], answer.json["in_use_by"], answer.json["problems"]) == (False, None, [])
     assert answer.json["size_bytes"] == sum(p.stat().st_size for p in builder.root.rglob("*") if p.is_file())
@@ -175,3 +176,20 @@ def test_a_damaged_epoch_record_is_a_problem(here: Here, builder: StoreBuilder) 
     answer = here("status", builder.root, "--json")
     assert (answer.code, answer.json["owner"]) == (12, None)
     assert "epochs/000001.json" in answer.json["problems"][0]
+
+
+@pytest.mark.parametrize("reason", ["imported as found", "imported from a deepspeed checkpoint"])
+def test_an_import_is_as_found_until_the_job_has_saved_over_it(here: Here, tmp_path: Path, reason: str) -> None:
+    """As the certificate of the import says: no hash vouches for the files that it read."""
+    builder = StoreBuilder(tmp_path / "store", policy="import")
+    builder.save(10, reason=reason)
+    for command in ("status", "show", "report"):
+        text = here(command, builder.root, *(() if command != "report" else ("--out", tmp_path / "page.html"))).out
+        found = (tmp_path / "page.html").read_text() if command == "report" else text
+        assert "as found" in found, command
+    resume = here("status", builder.root, "--json").json["resume"]
+    assert (resume["exact"], resume["as_found"]) == (False, True)
+    builder.policy = "full"
+    builder.save(20)
+    resume = here("status", builder.root, "--json").json["resume"]
+    assert (resume["exact"], resume["as_found"]) == (True, False)
