@@ -44,6 +44,7 @@ from store.layout import (
 from store.names import SaveId, Unit
 from store.schema import (
     FORMAT,
+    READER,
     Entry,
     EpochRecord,
     GroupRecord,
@@ -56,7 +57,7 @@ from store.schema import (
     unseal,
 )
 from store.segment import PART_LIMIT, check_payload_size, parse_part, parts_digest, present_parts
-from store.storage.atomic import ensure_dir, is_temporary, write_new
+from store.storage.atomic import ensure_dir, is_temporary, replace_hint, write_new
 from store.storage.local import Files, list_or_empty
 
 _MANIFEST_LIMIT = 1 << 26
@@ -248,12 +249,19 @@ def open_catalog(files: Files) -> Catalog:
         raise NoStoreError(f"{_root(files)} is no driftpoint store: there is no {STORE} in it") from error
     body = unseal(data, STORE)
     reader = body.get("reader") if isinstance(body, dict) else None
-    if isinstance(reader, int) and reader > FORMAT:
+    if isinstance(reader, int) and reader > READER:
         raise NewerFormatError(
             f"{_root(files)} is in a format that needs a reader of format {reader}; this release reads up to "
-            f"{FORMAT}: run `pip install --upgrade driftpoint`"
+            f"{READER}: run `pip install --upgrade driftpoint`"
         )
     return Catalog(files, from_bytes(StoreRecord, data, STORE))
+
+
+def require_reader(files: Files) -> None:
+    """Refuse readers before :data:`store.schema.READER` from now on; durable on return."""
+    record = open_catalog(files).record
+    if record.reader < READER:
+        replace_hint(files, STORE, to_bytes(record.model_copy(update={"reader": READER})))
 
 
 def _parse_saves(names: Iterable[str]) -> set[SaveId]:
@@ -306,17 +314,19 @@ def restore_store_record(files: Files) -> Catalog:
         (EPOCHS, EpochRecord),
         (MANIFESTS, ManifestRecord),
     )
-    ids = set()
+    ids, reader = set(), FORMAT
     for folder, kind in kinds:
         for name in (name for name in list_or_empty(files, folder) if name.endswith(".json")):
             with suppress(DamagedError):  # marks of closed epochs, and records that are damaged
-                ids.add(from_bytes(kind, files.read(f"{folder}/{name}", _MANIFEST_LIMIT), name).store_id)
+                found = from_bytes(kind, files.read(f"{folder}/{name}", _MANIFEST_LIMIT), name)
+                ids.add(found.store_id)
+                reader = READER if getattr(found, "differs", ()) else reader
     if len(ids) != 1:
         raise DamagedError(
             f"the records in {_root(files)} carry {len(ids)} store ids, so its {STORE} cannot be restored: copy that "
             "file from a backup"
         )
-    data = to_bytes(StoreRecord(format=FORMAT, reader=FORMAT, store_id=ids.pop()))
+    data = to_bytes(StoreRecord(format=FORMAT, reader=reader, store_id=ids.pop()))
     write_new(files, STORE, lambda file: file.write(data))
     return open_catalog(files)
 

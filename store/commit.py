@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
+from store.catalog import require_reader
 from store.errors import DamagedError, ExistsError, SaveError
 from store.layout import LATEST, MANIFESTS, PROVEN, SEGMENTS, manifest_path, part_path, proven_path, segment_dir
 from store.names import SaveId
@@ -96,6 +97,8 @@ def commit(files: Files, manifest: ManifestRecord) -> None:
         raise SaveError(
             f"save {manifest.save} takes units from {min(gone)}, whose segments are gone: it is not committed"
         )
+    if manifest.differs:
+        require_reader(files)
     write_new(files, manifest_path(manifest.save), lambda file: file.write(data))
     require_newest(files, manifest.epoch)
 

@@ -64,6 +64,8 @@ def unseal(data: bytes, what: str) -> Any:
 
 
 FORMAT = 1
+READER = 2
+"""Newest reader version: 2 also knows ``differs`` of manifests, which version 1 would ignore and call exact."""
 
 Natural = Annotated[int, Field(ge=0, lt=1 << 62)]
 Ratio = Annotated[float, Field(ge=0, allow_inf_nan=False)]

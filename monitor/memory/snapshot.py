@@ -29,7 +29,7 @@ from monitor.save.store_session import StoreSession
 from store.encoding import encoding_named
 from store.errors import SaveError
 from store.memory.arena import Arena
-from store.memory.layout import READER, VersionRecord
+from store.memory.layout import VersionRecord, reader_of
 from store.names import BUFFER, FROZEN, RAW, Fragment, SaveId, Unit
 from store.schema import Entry, ManifestRecord, MeasureRecord, PartRecord, StateTensor, digest, seal
 from store.segment import SegmentDraft
@@ -104,7 +104,8 @@ def seal_snapshot(version: Version) -> float:
         run_tensors=tensors,
         facts=dict(segment.facts),
     )
-    version.arena.seal(version.slot, VersionRecord(reader=READER, claim=version.claim, part=part, head=version.head))
+    record = VersionRecord(reader=reader_of(version.head), claim=version.claim, part=part, head=version.head)
+    version.arena.seal(version.slot, record)
     return time.monotonic() - began
 
 
@@ -159,7 +160,13 @@ class SnapshotManifest:
             draft.kept[unit] if unit.slot == FROZEN else new_version(unit, save, size, "kept in memory")
             for unit, size in sizes.items()
         ]
-        return manifest_of(draft, units, draft.groups, bytes_avoided=0, differs=ledger.differs)
+        return manifest_of(
+            draft,
+            units,
+            draft.groups,
+            bytes_avoided=0,
+            differs=tuple(dict.fromkeys((*ledger.differs, *self._saver.differs))),
+        )
 
     def _committed(self, unit: Unit) -> bool:
         version = self._job.ledger.versions.get(unit)

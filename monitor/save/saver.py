@@ -115,6 +115,11 @@ class Saver:
         """Whether a save began and is not settled. The same on all ranks."""
         return self._pending is not None
 
+    @property
+    def differs(self) -> tuple[str, ...]:
+        """State of this rank that does not come back from a save, as the self-check found."""
+        return self._checker.differs
+
     def reserve(self, local: Mapping[Unit, LocalUnit]) -> None:
         """Allocate the staging buffers. Raises SaveError if there is not enough memory."""
         try:

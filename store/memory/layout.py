@@ -25,7 +25,7 @@ from pathlib import Path
 
 from store.errors import DamagedError, MissingError, NewerFormatError, StorageError
 from store.names import SaveId
-from store.schema import Digest, ManifestRecord, Natural, PartRecord, Record, from_bytes, unseal
+from store.schema import READER, Digest, ManifestRecord, Natural, PartRecord, Record, from_bytes, unseal
 
 SLOTS = (0, 1)
 """Payloads of a rank: the current version, and the one being written."""
@@ -224,8 +224,10 @@ def write_private(path: Path, temporary: Path, data: bytes) -> None:
 RECORD_LIMIT = 1 << 28
 """Largest record in bytes, like a part."""
 
-READER = 1
-"""Oldest reader version that can read records written by this release."""
+
+def reader_of(head: ManifestRecord | None) -> int:
+    """Return the oldest reader version that can read a record with this head."""
+    return READER if head is not None and head.differs else 1
 
 
 class VersionRecord(Record):

@@ -66,7 +66,7 @@ def write_new(
 
 
 def replace_hint(files: Files, path: str, data: bytes) -> None:
-    """Write or replace a small file that is only a hint."""
+    """Write or replace a small file; the change is atomic, and durable on return."""
     if isinstance(files, WholeFiles):
         files.replace(path, data)
         return

@@ -9,10 +9,11 @@ from typing import Any
 from store.errors import StoreError
 from store.memory.arena import Arena
 from store.memory.index import MemoryVersion, assemble_version, rank_share, scan_node
-from store.memory.layout import READER, Tier, VersionRecord
+from store.memory.layout import Tier, VersionRecord
 from store.memory.overlay import Overlay
 from store.names import RAW, SaveId
 from store.schema import (
+    READER,
     Entry,
     LayerRecord,
     ManifestRecord,

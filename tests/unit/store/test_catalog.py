@@ -11,7 +11,7 @@ from store.catalog import open_catalog, open_or_create, restore_store_record
 from store.errors import DamagedError, ExistsError, NewerFormatError, NoStoreError, NothingToResumeError, StorageError
 from store.layout import STORE
 from store.resolve import newest_resumable
-from store.schema import StoreRecord, to_bytes
+from store.schema import READER, StoreRecord, to_bytes
 from store.session import mark_closed
 from store.storage.atomic import write_new
 from store.storage.local import LocalFiles
@@ -99,7 +99,9 @@ def test_a_damaged_record_is_told(job: Job) -> None:
 
 
 def test_a_newer_format_is_told_from_damage(files: SimulatedFiles) -> None:
-    write_new(files, "STORE.json", lambda f: f.write(to_bytes(StoreRecord(format=2, reader=2, store_id="0" * 32))))
+    write_new(
+        files, "STORE.json", lambda f: f.write(to_bytes(StoreRecord(format=2, reader=READER + 1, store_id="0" * 32)))
+    )
     for opened in (open_catalog, open_or_create):
         with pytest.raises(NewerFormatError, match="pip install"):
             opened(files)

@@ -325,7 +325,8 @@ def test_clocks_that_differ() -> None:
 
 def remember(run: SeenRun, save: SaveId, claim: str | None = None) -> Generation:
     """A version in memory as a dead process of the newest epoch leaves it."""
-    from store.memory.layout import READER, VersionRecord
+    from store.memory.layout import VersionRecord
+    from store.schema import READER
 
     base = run.root.parent / "memory"
     base.mkdir(exist_ok=True)

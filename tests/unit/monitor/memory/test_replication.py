@@ -18,8 +18,9 @@ from monitor.memory.transport import Answer, Put, Request
 from store.errors import MissingError
 from store.memory.arena import Arena
 from store.memory.index import scan_node
-from store.memory.layout import READER, Tier, VersionRecord, parse_record
+from store.memory.layout import Tier, VersionRecord, parse_record
 from store.names import SaveId
+from store.schema import READER
 from tests.support.made_versions import CLAIM, NBYTES, content, head_of, keep, part_of, tier_at
 from tests.support.mounts import tmpfs
 from tests.support.peering import (

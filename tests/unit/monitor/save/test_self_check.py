@@ -14,13 +14,19 @@ from torch import nn
 import monitor
 from monitor import run_state
 from monitor.save import staging
+from store import catalog
 from store.catalog import open_catalog
 from store.certificate import certify
-from store.errors import StorageError
+from store.errors import NewerFormatError, StorageError
+from store.layout import STORE
+from store.memory import layout
+from store.memory.index import scan_node
 from store.resolve import newest_resumable
+from store.schema import READER
 from store.state_tree import Leaf
 from store.storage.local import LocalFiles
 from tests.support.hooked import HookedFiles
+from tests.support.kept import abandoned, memory, settled, tier_of
 
 CONFIG = {"every": 1, "metrics": {"enabled": False}}
 
@@ -128,6 +134,39 @@ def test_state_of_an_optimizer_beside_its_parameters(store: Path, logged: pytest
     assert other.ckpt.certificate is not None and not other.ckpt.certificate.exact
     assert any("average" in problem for problem in other.ckpt.certificate.problems)
     other.ckpt.close()
+
+
+def test_older_releases_that_ignore_the_difference_refuse_the_store_and_its_memory(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same = Job(store.parent / "same")
+    same.step()
+    assert open_catalog(LocalFiles(store.parent / "same")).record.reader == 1
+    same.ckpt.close()
+    job = Job(store, kind=Counting, memory=memory(store), every=2)
+    for _ in range(3):
+        job.step()
+    settled(job)
+    abandoned(job)
+    assert open_catalog(LocalFiles(store)).record.reader == READER
+    assert scan_node(tier_of(store)).newest is not None
+    monkeypatch.setattr(catalog, "READER", 1)
+    monkeypatch.setattr(layout, "READER", 1)
+    with pytest.raises(NewerFormatError):
+        open_catalog(LocalFiles(store))
+    monkeypatch.undo()
+    tier = tier_of(store)
+    monkeypatch.setattr(layout, "READER", 1)
+    found = scan_node(tier)
+    assert found.newest is None and "newer release" in found.problems[0]
+
+
+def test_a_lost_store_record_is_restored_with_the_reader_that_its_commits_need(store: Path) -> None:
+    job = Job(store, kind=Counting)
+    job.step()
+    job.ckpt.close()
+    (store / STORE).unlink()
+    assert catalog.restore_store_record(LocalFiles(store)).record.reader == READER
 
 
 def test_a_state_dict_with_more_than_parameters_and_buffers(store: Path, logged: pytest.LogCaptureFixture) -> None:

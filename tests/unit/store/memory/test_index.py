@@ -12,10 +12,10 @@ from store.catalog import Catalog
 from store.errors import DamagedError, NewerFormatError, StorageError
 from store.memory.arena import Arena
 from store.memory.index import RankShare, assemble_version, rank_share, scan_node
-from store.memory.layout import READER, Tier, VersionRecord, parse_record
+from store.memory.layout import Tier, VersionRecord, parse_record
 from store.memory.overlay import Overlay
 from store.names import SaveId
-from store.schema import PartRecord, StoreRecord, seal, to_bytes
+from store.schema import READER, PartRecord, StoreRecord, seal, to_bytes
 from store.storage.local import LocalFiles
 from tests.support.made_versions import (
     CLAIM,
