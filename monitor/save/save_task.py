@@ -137,8 +137,8 @@ def check_after_commit(task: SaveTask) -> None:
         task.check.read_back(task.files, task.segment.store_id, task.segment.rank)
 
 
-def prune_after_commit(task: SaveTask) -> None:
-    """Update LATEST and prune, if :func:`run_save` committed. Rank 0 only.
+def prune_after_commit(task: SaveTask, epoch: int) -> None:
+    """Update LATEST and prune, if :func:`run_save` committed. ``epoch``: the job's newest. Rank 0 only.
 
     Raises SaveError with all problems. The commit stands in any case, and the next save tries again."""
     prepared, commit_plan, notes = task.progress.prepared, task.commit_plan, []
@@ -149,26 +149,25 @@ def prune_after_commit(task: SaveTask) -> None:
     except StorageError as error:
         notes.append(f"LATEST was not updated: {error}")
     try:
-        prune(task.files, commit_plan.catalog, commit_plan.retention, commit_plan.draft.save.epoch)
+        prune(task.files, commit_plan.catalog, commit_plan.retention, epoch)
     except (SaveError, StorageError, DamagedError) as error:
         notes.append(f"pruning stopped: {error}")
     if notes:
         raise SaveError("; ".join(notes))
 
 
-def make_room(task: SaveTask) -> None:
+def make_room(task: SaveTask, epoch: int) -> None:
     """Free what the next save needs, after this one failed because the disk was full. Rank 0 only.
 
-    Also if its manifest was attempted: a full disk may have room for the segments, and not for the manifest."""
+    Also if its manifest was attempted: a full disk may have room for the segments, and not for the manifest. ``epoch``:
+    the job's newest."""
     plan = task.commit_plan
     if plan is not None:
         draft = plan.draft
-        remove_failed(task.files, draft.save, draft.save.epoch)
+        remove_failed(task.files, draft.save, epoch)
         retention = replace(plan.retention, max_share=None)  # what the save lacked, and no more
         groups = frozenset(map(SaveId.parse, draft.groups))
-        prune(
-            task.files, plan.catalog, retention, draft.save.epoch, failed=True, continued=draft.previous, groups=groups
-        )
+        prune(task.files, plan.catalog, retention, epoch, failed=True, continued=draft.previous, groups=groups)
 
 
 def prune(

@@ -98,7 +98,7 @@ class Saver:
         staging = job.config.staging
         # Whether copies are made during the next forward and backward.
         self.lazy = staging == "lazy" or (staging == "auto" and job.adapter.state_is_private)
-        self._upkeep: dict[int, str] = {}
+        self._upkeep: dict[int, tuple[str, int]] = {}  # names and epochs of short jobs, by number
         self._fenced = self._committed = False
         self._renewing = not session.claimed
         self._failure: str | None = None
@@ -243,7 +243,9 @@ class Saver:
         self._copies.set(copying)
         self._pending = _Pending(self._writer.submit(lambda: run_save(task)), task, frozenset(decided.saved))
         if commit_plan is not None:
-            self.upkeep(lambda: prune_after_commit(task), f"tidying up after the commit of step {step}")
+            self.upkeep(
+                lambda: prune_after_commit(task, self._session.epoch), f"tidying up after the commit of step {step}"
+            )
             self._check_free_space()
         if check is not None:
             self.upkeep(lambda: check_after_commit(task), f"the self-check of step {step}")
@@ -287,7 +289,7 @@ class Saver:
 
     def upkeep(self, job: Callable[[], None], what: str) -> None:
         """Run a short job in the background. A failure is reported as "``what`` failed" and has no other effect."""
-        self._upkeep[self._writer.submit(job)] = what
+        self._upkeep[self._writer.submit(job)] = what, self._session.epoch
 
     @property
     def newest(self) -> SaveId | None:
@@ -369,7 +371,10 @@ class Saver:
                 self._failure = None if done.error is None else str(done.error) or repr(done.error)
                 self._fenced = self._fenced or isinstance(done.error, FencedError)
             elif done.error is not None:
-                message = f"{self._upkeep.get(done.number, 'upkeep')} failed: {done.error}"
+                what, epoch = self._upkeep.pop(done.number, ("upkeep", -1))
+                if isinstance(done.error, FencedError) and epoch != self._session.epoch:
+                    continue  # fenced by this job's own next epoch; the next save repeats it
+                message = f"{what} failed: {done.error}"
                 self._listeners.on_background_failure(BackgroundFailureEvent("upkeep", message, done.error))
             self._upkeep.pop(done.number, None)
         self._checker.collect()
@@ -431,7 +436,7 @@ class Saver:
         """Let retention give way in the background if the disk was full on any rank. Collective."""
         full = outcome is not None and isinstance(outcome.error, NoSpaceError)
         if self._group.all_reduce_max([full])[0] and self._group.rank == 0:
-            self.upkeep(lambda: make_room(task), "making room for the next save")
+            self.upkeep(lambda: make_room(task, self._session.epoch), "making room for the next save")
 
     def _packing(self, save: SaveId, staged: Sequence[StagedUnit], decided: DecisionResult) -> SavePacking:
         now, before = time.monotonic(), self._began

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from monitor.save import saver
+from monitor.save.save_task import SaveTask
 from store.catalog import open_catalog
-from store.errors import (
-    StorageError,
-)
+from store.errors import NoSpaceError, StorageError
 from store.names import Unit
+from store.session import require_newest
 from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.internals import saver_of
@@ -152,3 +153,39 @@ def test_failure_to_prune_is_reported_and_commits_stay(store: Path, caplog: pyte
         assert one.metric("driftpoint_last_commit_step") == 2
     assert "tidying up after the commit of step 2 failed: pruning stopped" in caplog.text
     assert committed_steps(store) == [1, 2, 3]
+
+
+def test_room_made_while_the_job_renews_its_own_epoch_is_no_fence(
+    store: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    began, renewed, went_on = threading.Event(), threading.Event(), threading.Event()
+
+    def full(operation: str, path: str) -> None:
+        if operation == "write" and path.startswith("segments"):
+            raise NoSpaceError(f"cannot write {path}: the filesystem is full")
+
+    with job(store) as one:
+        one.step()
+        files = one.hook()
+        files.before = full
+        one.step()
+
+        def waits(task: SaveTask, epoch: int) -> None:
+            began.set()
+            assert renewed.wait(60)
+            require_newest(task.files, epoch)
+            went_on.set()
+
+        saver.make_room, original = waits, saver.make_room
+        try:
+            files.before = lambda operation, path: wait_for(began) if path.startswith("epochs") else None
+            one.ckpt._step = 1  # rolled back, as a framework's own load does: the next save renews the epoch
+            one.ckpt.save()
+            assert one.ckpt._saver._session.epoch == 2
+            renewed.set()
+            one.ckpt.flush()
+        finally:
+            saver.make_room = original
+        one.ckpt.flush()
+    assert "took it over" not in caplog.text and "making room" not in caplog.text
+    assert not went_on.is_set()
