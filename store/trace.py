@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -174,6 +176,16 @@ def rotated_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.1")
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[Iterator[bytes]]:
+    """Open a trace for reading its lines, those of the full file before it first. Raises OSError."""
+    with path.open("rb") as file, ExitStack() as stack:
+        before: Iterable[bytes] = ()
+        with suppress(FileNotFoundError):
+            before = stack.enter_context(rotated_path(path).open("rb"))
+        yield chain(before, file)
+
+
 def to_line(line: Line) -> bytes:
     """Return a line with its newline; numbers are read back exactly."""
     return json.dumps(line.model_dump(mode="json"), separators=(",", ":"), allow_nan=False).encode() + b"\n"
@@ -198,6 +210,8 @@ def incarnations(trace: Trace) -> Iterator[tuple[JobLine, tuple[Line, ...]]]:
     job: JobLine | None = None
     rest: list[Line] = []
     for line in trace.lines:
+        if line == job:
+            continue  # repeated where a file begins
         if isinstance(line, JobLine):
             waits = job is not None and not job.units and job.started == line.started
             if job is not None and not waits:

@@ -7,9 +7,7 @@ skipped.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
@@ -21,7 +19,7 @@ from deploy.health.trace_reader import JobStatus, TraceFollower, TraceValidator
 from deploy.report.incidents import Incident, Incidents, nonfinite_incident, restart_incident, skipped_incident
 from store.certificate import is_lossy
 from store.names import Unit
-from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, ResumedLine, iter_lines, rotated_path
+from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, ResumedLine, iter_lines, opened
 
 _Floats = npt.NDArray[np.float64]
 _Counts = npt.NDArray[np.int64]
@@ -162,11 +160,8 @@ class History:
 
 def read_history(path: Path, most: int = 120, progress: Callable[[int], None] = lambda _: None) -> History:
     """Read a trace file, after the full one before it. ``progress`` gets the bytes of each line. Raises OSError."""
-    with path.open("rb") as file, ExitStack() as stack:
-        before: Iterable[bytes] = ()
-        with suppress(FileNotFoundError):
-            before = stack.enter_context(rotated_path(path).open("rb"))
-        return history_of(TraceValidator().validate(iter_lines(_needed(chain(before, file), progress))), most)
+    with opened(path) as file:
+        return history_of(TraceValidator().validate(iter_lines(_needed(file, progress))), most)
 
 
 def _needed(file: Iterable[bytes], progress: Callable[[int], None]) -> Iterator[bytes]:

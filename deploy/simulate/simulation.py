@@ -33,7 +33,7 @@ from policies.replay.recorded_run import Costs, Run, run_of
 from policies.replay.replay import replay
 from store.config_file import parse_yaml
 from store.errors import ConfigError, UsageError
-from store.trace import Trace, read_lines
+from store.trace import Trace, opened, read_lines
 
 _MULTIPLES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Multiples of the recorded interval that are tried."""
@@ -244,9 +244,9 @@ class Simulation:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace file. Raises UsageError if it is unreadable or not a trace."""
+    """Read a trace file, after the full one before it. Raises UsageError if it is unreadable or not a trace."""
     try:
-        with path.open("rb") as file:
+        with opened(path) as file:
             trace = read_lines(file)
     except OSError as error:
         raise UsageError(f"cannot read the trace {path}: {error.strerror}; give the file STORE.trace.jsonl") from error

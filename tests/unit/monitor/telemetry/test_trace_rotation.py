@@ -8,7 +8,9 @@ import pytest
 
 from deploy.health.trace_reader import Tail
 from deploy.report.history import read_history
+from deploy.simulate.simulation import read_trace
 from monitor.telemetry.trace import TraceFile
+from policies.replay.recorded_run import run_of
 from store.errors import StorageError
 from store.trace import DecisionLine, JobLine, rotated_path
 from tests.support.internals import tracer_of
@@ -35,6 +37,8 @@ def test_two_files_of_a_job_hold_its_newest_decisions(tmp_path: Path) -> None:
         assert trace.skipped == 0 and isinstance(trace.lines[0], JobLine) and trace.lines[0].units
     found = [line.step for file in (full, path) for part in traced(file) for line in part.of(DecisionLine)]
     assert found == list(range(found[0], 32)) and len(found) > 5
+    (replayed,) = run_of(read_trace(path)).segments
+    assert [decision.line.step for decision in replayed.decisions] == found, "one incarnation, through both files"
     history, begun_now, followed = read_history(path), Tail(path).look(), follower.look()
     assert history.totals.incarnations == 1 and history.skipped == 0 and not history.restarts
     assert begun_now is not None and followed is not None and history.job_status is not None
