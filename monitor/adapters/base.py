@@ -6,10 +6,11 @@ It leaves the user's param groups as they are.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -211,7 +212,13 @@ def wrap_methods(
     for name in names:
         method = getattr(target, name, None)
         if method is not None:
+            if inspect.ismethod(method) and name not in vars(target):  # of the class, where others may replace it later
+                method = partial(_call_method, target, name)
             setattr(target, name, _wrapped(method, hook, then))
+
+
+def _call_method(target: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    return getattr(type(target), name)(target, *args, **kwargs)
 
 
 def _wrapped(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from monitor.adapters.base import StepCache
+from monitor.adapters.base import StepCache, wrap_methods
 from monitor.adapters.module_tensors import ModuleTensors
 from monitor.adapters.pytorch import PyTorchAdapter
 
@@ -67,3 +67,18 @@ def test_an_adapter_walks_the_module_tree_once_per_period(monkeypatch: pytest.Mo
         for _ in range(3):
             adapter.owned(), adapter.tensors(), adapter.run_state(), adapter.layout_facts()
     assert len(walks) == 2  # one of them with the other names of tied parameters
+
+
+class Engine:
+    def load(self, folder: str) -> str:
+        return f"loaded {folder}"
+
+
+def test_a_method_that_its_class_replaces_later_is_called_through_the_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the Trainer's resume does at each ``train()``, with an engine that was attached at the first one."""
+    engine, seen = Engine(), list[str]()
+    wrap_methods(engine, ["load"], lambda: seen.append("hook"))
+    wrap_methods(engine, ["load"], lambda: seen.append("second"))
+    assert engine.load("a") == "loaded a" and seen == ["second", "hook"]
+    monkeypatch.setattr(Engine, "load", lambda _, folder: f"skipped {folder}")
+    assert engine.load("b") == "skipped b" and seen == ["second", "hook"] * 2
