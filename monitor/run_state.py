@@ -94,7 +94,7 @@ class UserState:
         else:
             found = self._match_positions(saved)
         for index, one in enumerate(found):
-            if one is not None and not _is_kind(self.objects[index], one.kind):
+            if one is not None and not _is_kind(self.objects[index], one.kind) and not self._renamed(index, one, saved):
                 raise ModelMismatchError(
                     f"{self.label(index)} is not of the class that was saved there, {one.kind}: pass the same objects "
                     'in the same order, or give them names, as in state={"scheduler": scheduler}; a class that was '
@@ -102,11 +102,22 @@ class UserState:
                 )
         return found
 
+    def _renamed(self, index: int, one: SavedObject, saved: Sequence[SavedObject]) -> bool:
+        """Return whether only the class of a named object can have changed: neither class occurs under another name."""
+        elsewhere = any(_is_kind(self.objects[index], other.kind) for other in saved)
+        return one.name is not None and not elsewhere and not any(_is_kind(item, one.kind) for item in self.objects)
+
     def notes(self, saved: Sequence[SavedObject]) -> list[str]:
         """Describe the objects that a resume from ``saved`` leaves as they are, and stored ones that it drops."""
-        new = [self.label(index) for index, one in enumerate(self.match(saved)) if one is None]
+        found = self.match(saved)
+        new = [self.label(index) for index, one in enumerate(found) if one is None]
         dropped = sorted(self._dropped & {one.name for one in saved if one.name is not None})
         notes = [f"{name} is not in the store: it keeps its initial state" for name in new]
+        notes += [
+            f"{self.label(index)} takes the state that was saved under its name by a {one.kind}"
+            for index, one in enumerate(found)
+            if one is not None and not _is_kind(self.objects[index], one.kind)
+        ]
         return notes + [f"the stored state of {name!r} is dropped, since state= has None for it" for name in dropped]
 
     def _match_list(self, saved: Sequence[SavedObject]) -> list[SavedObject | None]:

@@ -264,6 +264,15 @@ def test_a_list_becomes_names_in_its_order_and_new_ones_follow(store: Path) -> N
     assert [item.state for item in objects.values()] == [1, 2, 5]
 
 
+def test_a_named_object_whose_class_was_renamed_takes_its_state_and_that_is_told(store: Path) -> None:
+    saved(store, {"data": Sampler(1), "scheduler": Scheduler(2)})
+    objects = {"data": Holder(), "scheduler": Scheduler()}
+    with Run(store, objects) as run:
+        run.ckpt.resume()
+        assert "state['data'] (a Holder) takes the state that was saved under its name by a Sampler" in run.notes
+    assert [item.state for item in objects.values()] == [1, 2]
+
+
 def test_a_subclass_takes_the_state_of_its_base(store: Path) -> None:
     saved(store, [Holder(3)])
     sampler = Sampler()
