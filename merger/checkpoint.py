@@ -45,6 +45,8 @@ class RankState:
 
     rng: Any
     user: Any
+    own: tuple[str, ...] = ()
+    """State that no output holds: the extra state of modules, and buffers in which ranks differ."""
 
 
 @dataclass(frozen=True)
@@ -261,8 +263,21 @@ def read_run_states(
             f"the run state of save {parts[0].save} has no framework state, so no checkpoint can be written from it. "
             "Another program wrote it; merge a save that Driftpoint wrote"
         )
-    ranks = {rank: RankState(tree.get("rng"), tree.get("user")) for rank, tree in trees.items()}
+    ranks = {rank: RankState(tree.get("rng"), tree.get("user"), _own_state(tree)) for rank, tree in trees.items()}
     return RunStates(framework, ranks, trees[0].get("client_state") or {}), None
+
+
+def _own_state(tree: Mapping[str, Any]) -> tuple[str, ...]:
+    modules = (f"the extra state of module {name!r}" for name in tree.get("modules") or ())
+    return (*modules, *(f"the values of buffer {name!r} on each rank" for name in tree.get("rank_buffers") or ()))
+
+
+def own_state_notes(checkpoint: Checkpoint) -> list[str]:
+    """Return a note on the state of the source that no output holds."""
+    left_out = dict.fromkeys(name for state in checkpoint.run_states.values() for name in state.own)
+    return (
+        [f"left out: {listed(left_out)}; a job that resumes from the store itself gets them back"] if left_out else []
+    )
 
 
 _PLAIN: dict[type, Any] = {list: list, deque: list, tuple: tuple, torch.Size: tuple, set: set}

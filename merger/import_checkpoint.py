@@ -22,6 +22,7 @@ from merger.checkpoint import (
     Checkpoint,
     RankState,
     implausible_lines,
+    own_state_notes,
     refuse_implausible,
 )
 from merger.io.blocks import Extent, Progress
@@ -126,7 +127,7 @@ def plan_import(source: Path, step: str | None = None) -> ImportPlan:
     opened = open_source(source)
     checkpoint = opened.checkpoint(step, frozenset())
     _require_exact(checkpoint)
-    notes: list[str] = []
+    notes = own_state_notes(checkpoint)
     client_state = _storable(checkpoint.client_state, notes)
     states = []
     for rank in range(max(checkpoint.run_states, default=0) + 1):  # at least one; empty for ranks that are missing

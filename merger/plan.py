@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from merger.checkpoint import Checkpoint, implausible_lines, with_problems
+from merger.checkpoint import Checkpoint, implausible_lines, own_state_notes, with_problems
 from merger.io.blocks import Block, Damage
 from merger.io.output_dir import SourceUse, certificate_file, require_space
 from merger.io.output_file import Hole, OutFile
@@ -205,6 +205,7 @@ def _make_plan(assembled: Assembly, checkpoint: Checkpoint, target: Target, requ
         *_effective_note(assembled, checkpoint),
         *_dtype_note(request, target, checkpoint),
         *laid.notes,
+        *own_state_notes(checkpoint),
     )
     certificate = certificate_file(checkpoint.certificate, laid.tag, notes, assembled.uses)
     files = (*laid.files, certificate)

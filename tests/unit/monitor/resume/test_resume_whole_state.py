@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 import monitor
+from merger.import_checkpoint import plan_import
+from merger.merge import merge
 from store.errors import ModelMismatchError, UnsupportedError, UsageError
 from tests.support.forged import forge_part, saves_of
 
@@ -109,6 +111,14 @@ def test_the_extra_state_of_modules_comes_back(store: Path) -> None:
         assert run.ckpt.resume() == 1 and run.exact
         assert torch.equal(run.extra.seen["amax"], seen["amax"])
         assert run.extra.seen["history"] == seen["history"] and run.extra.seen["history"].maxlen == 2
+
+
+def test_outputs_of_merges_and_imports_say_that_they_lack_it(store: Path, tmp_path: Path) -> None:
+    saved(store, extra=Observer())
+    for notes in (merge(store, tmp_path / "out").notes, plan_import(store).notes):
+        assert any("left out: the extra state of module 'extra'" in note for note in notes), notes
+    saved(tmp_path / "plain")
+    assert not any("left out" in note for note in merge(tmp_path / "plain", tmp_path / "other").notes)
 
 
 @pytest.mark.parametrize(
