@@ -107,6 +107,7 @@ class Checkpointer:
         self._process = os.getpid()
         self._unregister_exit = at_exit(self._close_at_exit)
         self._preemption = Preemption(job.config.preemption, job.group, active=opened is not None)
+        self._barrier = job.group.barrier(job.config.timeouts.close)
         self._attached(opened)
 
     def _attached(self, opened: StoreSession | None) -> None:
@@ -285,8 +286,10 @@ class Checkpointer:
         left = self.preempted and self.config.preemption.exit
         if isinstance(self._saver, Saver) and (self._trained or self._updates) and not left:
             counted = self._job.completed_steps()
-            last_step = LastStep(self._job, self._saver, counted or self._step, partial(self.save, wait=True))
-            last_step.commit(uncounted=counted is None and self._updates > 0)
+            step, save = counted or self._step, partial(self.save, wait=True)
+            LastStep(self._job, self._saver, step, self._barrier, save).commit(
+                uncounted=counted is None and self._updates > 0
+            )
 
     def preempt(self) -> None:
         """Announce the end of the job, like a signal does: the next :meth:`step` makes the last save.
@@ -329,11 +332,13 @@ class Checkpointer:
         self._end(clean=sys.exc_info()[0] is None, save=save)
 
     def _end(self, *, clean: bool, save: bool = True) -> None:
+        committed = False
         try:
             if clean and save and not self._closed and os.getpid() == self._process:
                 self.commit_last_step()
+            committed = clean
         finally:
-            self.finish(clean=clean)
+            self.finish(clean=committed)
 
     def finish(self, *, clean: bool) -> None:
         """Close with a known outcome, without another save. clean: training is complete."""

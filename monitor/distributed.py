@@ -42,8 +42,15 @@ class Group(Protocol):
     def async_flag(self) -> AsyncFlag:
         """Create an :class:`AsyncFlag`. Collective."""
 
-    def monitored_barrier(self, timeout: float) -> bool:
-        """Wait until all ranks are here. Return False if any is not after ``timeout`` seconds, or is gone."""
+    def barrier(self, timeout: float) -> Barrier:
+        """Create a :class:`Barrier`. Collective."""
+
+
+class Barrier(Protocol):
+    """A meeting of all ranks at the end of a job. It has its own process group, which one failure breaks for good."""
+
+    def wait(self) -> bool:
+        """Wait until all ranks are here. Return False if any is not in time, or is gone."""
 
 
 class AsyncFlag(Protocol):
@@ -80,8 +87,13 @@ class SingleProcessGroup:
     def async_flag(self) -> AsyncFlag:
         return _ImmediateFlag()
 
-    def monitored_barrier(self, timeout: float) -> bool:
+    def barrier(self, timeout: float) -> Barrier:
         del timeout
+        return _ImmediateBarrier()
+
+
+class _ImmediateBarrier:
+    def wait(self) -> bool:
         return True
 
 
@@ -122,9 +134,20 @@ class GlooGroup:
         """Create a flag with its own process group, since its reductions outlast calls."""
         return _GlooAsyncFlag()
 
-    def monitored_barrier(self, timeout: float) -> bool:
+    def barrier(self, timeout: float) -> Barrier:
+        """Create a barrier whose bound is rank 0's ``timeout`` in seconds, one at least."""
+        return _GlooBarrier(timedelta(seconds=max(1.0, self.broadcast(timeout))))
+
+
+class _GlooBarrier:
+    def __init__(self, timeout: timedelta) -> None:
+        self._timeout = timeout
+        # The other ranks wait for rank 0 as long as the group's own timeout, so that is the bound.
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
+
+    def wait(self) -> bool:
         try:
-            dist.monitored_barrier(self._group, timeout=timedelta(seconds=max(1.0, timeout)))
+            dist.monitored_barrier(self._group, timeout=self._timeout)
         except (RuntimeError, ValueError, AssertionError):  # the last two: the process group is destroyed
             return False
         return True

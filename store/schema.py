@@ -302,6 +302,11 @@ class ManifestRecord(SavePiece):
     differs: tuple[str, ...] = ()
     """State that does not come back as it was, from the parts of all ranks. If not empty, nothing of it is exact."""
 
+    @property
+    def oldest(self) -> SaveId:
+        """The oldest version of a unit that an optimizer updates. A snapshot that is newer is not superseded."""
+        return min((unit.version for unit in self.units if unit.moving), default=self.save)
+
 
 class ProvenRecord(Record):
     """The manifest was resumed from in ``by_epoch``, and an optimizer step succeeded."""

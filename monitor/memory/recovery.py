@@ -184,8 +184,7 @@ def _newest_commit(catalog: Catalog) -> _NewestCommit | None:
         manifest = newest_resumable(catalog)[0].manifest
     except StoreError:
         return None  # a resume from the store reports it
-    oldest = min((unit.version for unit in manifest.units if unit.moving), default=manifest.save)
-    return _NewestCommit(manifest.save, oldest)
+    return _NewestCommit(manifest.save, manifest.oldest)
 
 
 def _with_remote(found: MemoryVersion, reports: list[_NodeReport], replication: Replication) -> MemoryVersion:

@@ -36,6 +36,7 @@ from store.errors import StorageError, StoreError
 from store.memory.cleanup import renew
 from store.memory.index import belonging_to, scan_node
 from store.memory.layout import Tier
+from store.memory.rescue import newest_whole
 from store.names import SaveId, Unit
 
 _log = logging.getLogger("driftpoint")
@@ -214,29 +215,30 @@ class MemoryTier:
         return self._writer.join(timeout)
 
     def close(self) -> bool:
-        """Close the memory, and remove it if a commit is at least as new. Return whether it holds newer state."""
+        """Close the memory, and remove it if a commit is as new in all layers. Return whether it holds newer state."""
         if not self.wait(min(30.0, self._job.config.timeouts.close)):
             _log.warning("rank %d: the snapshot in memory is not finished and is given up", self._group.rank)
         self._writer.stop()
-        remove = self._buffers.arena is not None and self._committed()
+        superseded = self._superseded()
+        remove = superseded and self._buffers.arena is not None
         self._replication.close(remove=remove)
         if self._buffers.arena is not None:
             self._pending = None
             if remove:  # memory of earlier incarnations may not be reused yet
                 self._buffers.take_rest(self._group.world_size)
             self._buffers.close(remove=remove)
-        return self._newest is not None and not remove
+        return not superseded
 
     def _begin_replication(self, local: Mapping[Unit, LocalUnit], kept: SaveId | None) -> None:
         if not self._disabled:
             self._replication.begin(self._tier, self._session, self._stager.payload_bytes(local), kept)
 
-    def _committed(self) -> bool:
-        """Return whether a commit is at least as new as all memory holds; False if that is unknown."""
+    def _superseded(self) -> bool:
+        """Return whether every layer of a commit is at least as new as all memory holds; False if that is unknown."""
         try:
-            newest = max(self._session.catalog.saves(), default=None)
+            newest = newest_whole(self._session.catalog)
             kept = belonging_to(scan_node(self._tier), self._session.files).versions
-            return newest is not None and all(save <= newest for save in kept)
+            return all(newest is not None and save <= newest.oldest for save in kept)
         except (StoreError, OSError):
             return False
 

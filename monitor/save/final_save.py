@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from monitor.context import JobContext
+from monitor.distributed import Barrier
 from monitor.events import PreemptedEvent
 from monitor.observe.units import is_moving
 from monitor.preemption import Deadline
@@ -48,12 +49,14 @@ class LastStep:
         job: The job.
         saver: Writes the saves.
         step: The last step.
+        barrier: Where the ranks meet.
         save: Saves all units and waits for the commit. Raises SaveError, on all ranks.
     """
 
     job: JobContext
     saver: Saver
     step: int
+    barrier: Barrier
     save: Callable[[], object]
 
     def commit(self, *, uncounted: bool) -> None:
@@ -61,7 +64,7 @@ class LastStep:
 
         uncounted: whether an optimizer step was taken that :meth:`monitor.Checkpointer.step` was not told of."""
         timeout = self.job.config.timeouts.close
-        if not self.job.group.monitored_barrier(timeout):
+        if not self.barrier.wait():
             _log.error(
                 "the last step %d is not saved: not all ranks closed within %.0f s, or a process group is gone",
                 *(self.step, timeout),

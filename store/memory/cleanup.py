@@ -20,6 +20,7 @@ from store.memory.index import belonging_to, scan_node, unfinished_ranks, versio
 from store.memory.layout import SLOTS, Generation, Tier, tiers
 from store.memory.limits import size_text
 from store.names import SaveId
+from store.schema import ManifestRecord
 from store.storage.local import Files
 from store.text import listed
 
@@ -78,8 +79,8 @@ def without_versions(place: Generation, rank: int) -> bool:
     return not any(place.record(rank, slot).exists() for slot in SLOTS)
 
 
-def committed(tier: Tier, files: Files, newest: SaveId | None) -> Wanted:
-    """Return a test whether a rank's memory holds nothing that could be resumed and is newer than ``newest``.
+def committed(tier: Tier, files: Files, newest: ManifestRecord | None) -> Wanted:
+    """Return a test whether a rank's memory holds nothing that is newer than a layer of ``newest`` and can be resumed.
 
     files: Of the store with that commit. Memory of a copy of the store, or with a damaged record, may be newer."""
     node = belonging_to(scan_node(tier), files)
@@ -87,7 +88,7 @@ def committed(tier: Tier, files: Files, newest: SaveId | None) -> Wanted:
         one.payload
         for save, held in node.versions.items()
         for one in held.values()
-        if (newest is not None and save <= newest) or unfinished_ranks(tier, node, held)
+        if (newest is not None and save <= newest.oldest) or unfinished_ranks(tier, node, held)
     }
 
     def worthless(place: Generation, rank: int) -> bool:

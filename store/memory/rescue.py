@@ -243,11 +243,11 @@ class _LackingError(DamagedError):
     """The store lacks versions that a version in memory continues; the memory may be whole."""
 
 
-def newest_whole(catalog: Catalog) -> SaveId | None:
+def newest_whole(catalog: Catalog) -> ManifestRecord | None:
     """Return the newest commit whose records are whole, suspect or not; None if there is none. Raises StorageError."""
     for save in catalog.saves():
         with suppress(DamagedError):
-            return resolve(catalog, save).manifest.save
+            return resolve(catalog, save).manifest
     return None
 
 
@@ -273,8 +273,10 @@ class _Watch:
 
 def _rescue_newest(tier: Tier, catalog: Catalog, aborted: Callable[[], bool]) -> RescueResult:
     node, newest = belonging_to(scan_node(tier), catalog.files), newest_whole(catalog)
-    newer = sorted((save for save in node.versions if newest is None or save > newest), reverse=True)
-    incomplete, lacking, damaged = [], [], list(node.problems)
+    newer = sorted((save for save in node.versions if newest is None or save > newest.save), reverse=True)
+    incomplete: list[str] = []
+    lacking: list[str] = []
+    damaged = list(node.problems)
     for save in newer:
         held = node.versions[save]
         _require_dead(tier, held)

@@ -15,7 +15,7 @@ from monitor.save.final_save import LastStep
 from monitor.save.saver import Saver
 from monitor.save.self_check import SelfCheck
 from store.errors import DriftpointError
-from store.schema import EpochRecord
+from store.schema import EpochRecord, ManifestRecord
 from store.storage.local import Files
 from tests.crash.simulated import SimulatedFiles
 from tests.unit.monitor import test_checkpointer_end as end
@@ -51,8 +51,12 @@ def only_settle(saver: Saver, step: int, timeout: float) -> None:
 
 MUTANTS: dict[str, tuple[Callable[[Patch], None], Callable[[Path], object]]] = {
     "memory is given back at any clean end": (
-        lambda patch: patch.setattr(MemoryTier, "_committed", lambda _: True),
+        lambda patch: patch.setattr(MemoryTier, "_superseded", lambda _: True),
         end.test_memory_that_is_newer_than_every_commit_outlives_a_failed_last_save,
+    ),
+    "memory is given back for a commit with older layers": (
+        lambda patch: patch.setattr(ManifestRecord, "oldest", property(lambda manifest: manifest.save)),
+        incomplete.test_memory_stays_where_the_newest_commit_has_older_layers,
     ),
     "a save that failed counts as committed": (
         lambda patch: patch.setattr(Saver, "settle_commit", nothing),

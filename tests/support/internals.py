@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import TypeVar
 
 import monitor
 from monitor.context import JobContext
+from monitor.events import SaveListener
 from monitor.memory.tier import MemoryTier
 from monitor.save.encode import Packer
 from monitor.save.saver import Saver
@@ -15,6 +17,8 @@ from monitor.telemetry.trace import TraceRecorder
 from store.names import SaveId
 from store.storage.local import Files
 from tests.support.hooked import HookedFiles
+
+_Listener = TypeVar("_Listener", bound=SaveListener)
 
 LATER = SaveId(10**9, 1)
 """Newer than any save of a test."""
@@ -129,3 +133,10 @@ def note_difference(ckpt: monitor.Checkpointer, text: str) -> None:
     saver = saver_of(ckpt)
     saver._collect()
     saver._checker._differs = saver._checker._shown = (text,)
+
+
+def listen(ckpt: monitor.Checkpointer, listener: _Listener) -> _Listener:
+    """Add a listener to the job's."""
+    listeners = ckpt._listeners
+    listeners.all = (*listeners.all, listener)
+    return listener

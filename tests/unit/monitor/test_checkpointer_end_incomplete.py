@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from monitor.api import attach_counted
+from monitor.events import SaveListener
 from store.catalog import open_catalog
 from store.certificate import certify
-from store.errors import UnsupportedError
+from store.errors import SaveError, UnsupportedError
 from store.resolve import resolve
 from store.storage.local import LocalFiles
 from tests.support.hooked import nothing
-from tests.support.internals import note_difference
+from tests.support.internals import listen, note_difference, wait_for_snapshot
 from tests.support.jobs import Job, Model, committed_steps, job, same
 from tests.unit.monitor.test_checkpointer_end import full_disk
 
@@ -262,3 +263,55 @@ def test_a_save_of_a_branch_that_was_left_is_not_the_last_step_of_the_new_one(tm
     with job(tmp_path / "store") as other:
         assert other.ckpt.resume() == 7
         assert same(other.weights(), one.weights())
+
+
+# ---- memory
+
+
+def remembering(tmp_path: Path, **settings: Any) -> Job:
+    (tmp_path / "shm").mkdir(exist_ok=True)
+    memory = {"enabled": True, "every": 1, "path": str(tmp_path / "shm")}
+    return Job(tmp_path / "store", every=5, memory=memory, daemon={"enabled": False}, **settings)
+
+
+def test_memory_stays_where_the_newest_commit_has_older_layers(tmp_path: Path) -> None:
+    one = remembering(tmp_path, policy={"name": "parity", "k": 3})
+    for _ in range(20):
+        one.step()
+        wait_for_snapshot(one.ckpt)
+    weights = one.weights()
+    one.ckpt.finish(clean=False)
+    other = remembering(tmp_path, policy={"name": "parity", "k": 3})
+    try:
+        step = other.ckpt.resume()
+        assert step >= 19
+        assert other.ckpt.certificate is not None
+        assert other.ckpt.certificate.exact
+        assert step == 19 or same(other.weights(), weights)
+    finally:
+        other.ckpt.close(save=False)
+
+
+class Ends(SaveListener):
+    """Notes how ends were told."""
+
+    def __init__(self) -> None:
+        self.clean: list[bool] = []
+
+    def on_close(self, clean: bool, timeout: float) -> None:
+        self.clean.append(clean)
+
+
+def test_an_end_that_is_not_committed_is_not_told_as_a_clean_one(tmp_path: Path) -> None:
+    one = remembering(tmp_path)
+    for _ in range(8):
+        one.step()
+        wait_for_snapshot(one.ckpt)
+    one.ckpt.finish(clean=False)
+    other = remembering(tmp_path)
+    other.ckpt.resume()
+    ends = listen(other.ckpt, Ends())
+    other.hook().before = full_disk
+    with pytest.raises(SaveError):
+        other.ckpt.close()
+    assert ends.clean == [False]

@@ -34,9 +34,41 @@ dist.barrier()
 """
 
 
+_LATE_AT_THE_END = """
+import sys, time
+from pathlib import Path
+import torch.distributed as dist
+rank, path, late = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+from monitor.distributed import current_group
+group, waited = current_group(), Path(path).with_name("waited")
+barrier = group.barrier(1.0)
+if rank == late:
+    deadline = time.monotonic() + 120
+    while not waited.exists():
+        assert time.monotonic() < deadline, "the other rank still waits"
+        time.sleep(0.05)
+assert not barrier.wait()
+waited.touch()
+assert group.all_gather(rank) == [0, 1]
+assert not barrier.wait()
+dist.barrier()
+"""
+
+
 def test_a_rank_may_be_as_late_as_the_job_allows(tmp_path: Path) -> None:
+    run_ranks(_LATE, tmp_path)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_at_the_end_no_rank_waits_longer_than_the_bound(tmp_path: Path, late: int) -> None:
+    """And the job's other collectives go on."""
+    run_ranks(_LATE_AT_THE_END, tmp_path, str(late))
+
+
+def run_ranks(script: str, tmp_path: Path, *options: str) -> None:
     ranks = [
-        subprocess.Popen([sys.executable, "-c", _LATE, str(rank), str(tmp_path / "meet")], env=environment())
+        subprocess.Popen([sys.executable, "-c", script, str(rank), str(tmp_path / "meet"), *options], env=environment())
         for rank in (0, 1)
     ]
     try:
