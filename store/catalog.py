@@ -95,6 +95,41 @@ class LoadedGroup:
         return {unit: tuple(entries) for unit, entries in fragments.items()}
 
 
+@dataclass(frozen=True)
+class CommitSummary:
+    """Facts of a commit that pruning needs. Its records never change, so a process reads them once."""
+
+    full_bytes: int
+    """Bytes of all its units."""
+    groups: dict[SaveId, int]
+    """Segment groups that it reaches, with their payload bytes."""
+    versions: frozenset[str]
+    """Saves that hold its units or their bases."""
+    bases: frozenset[str]
+    whole: bool
+
+
+@dataclass(frozen=True)
+class CommitSurvey:
+    """All commits, newest first, as pruning found them.
+
+    Args:
+        names: All in ``manifests/``.
+        others: Those that name no commit.
+        whole: Commits without a damaged or missing record.
+        readable: Those whose manifest could be read.
+        unreadable: Those whose manifest is damaged.
+        refused: Error of a read that storage refused, '' if there was none.
+    """
+
+    names: list[str]
+    others: list[str]
+    whole: tuple[SaveId, ...]
+    readable: dict[SaveId, CommitSummary]
+    unreadable: tuple[SaveId, ...]
+    refused: str
+
+
 class Catalog:
     """Reads the records of one store."""
 
@@ -103,6 +138,10 @@ class Catalog:
         self.record = record
         self._manifests: dict[SaveId, ManifestRecord] = {}
         self._groups: dict[tuple[SaveId, str], LoadedGroup] = {}
+        self.survey: CommitSurvey | None = None
+        """The last one of :mod:`store.retention`."""
+        self.swept: set[SaveId] = set()
+        """Finished segment groups that hold no temporary files."""
 
     @property
     def store_id(self) -> str:
@@ -115,8 +154,12 @@ class Catalog:
         Raises:
             DamagedError: There are segments but no ``manifests/``, so commits were lost.
         """
+        return newest_first(self.manifest_names())
+
+    def manifest_names(self) -> list[str]:
+        """Return all names in ``manifests/``. Raises as :meth:`saves`."""
         try:
-            return sorted(_parse_saves(self.files.list_dir(MANIFESTS)), reverse=True)
+            return self.files.list_dir(MANIFESTS)
         except MissingError as error:
             if any(parse_save_dir(name) is not None for name in list_or_empty(self.files, SEGMENTS)):
                 raise DamagedError(
@@ -187,9 +230,15 @@ class Catalog:
             self._groups[key] = group
         return self._groups[key]
 
+    def add(self, manifest: ManifestRecord, parts: Sequence[PartRecord]) -> None:
+        """Cache the records of a commit that this process has just made, in rank order."""
+        key = (manifest.save, manifest.groups[manifest.save.name].parts)
+        self._manifests[manifest.save] = manifest
+        self._groups[key] = LoadedGroup(manifest.save, dict(enumerate(parts)), ())
+
     def retain(self, saves: Collection[SaveId]) -> None:
         """Drop cached records that none of ``saves`` needs, to bound memory in a long-lived process."""
-        self._manifests = {save: manifest for save, manifest in self._manifests.items() if save in saves}
+        self._manifests = {save: self._manifests[save] for save in self._manifests.keys() & frozenset(saves)}
         needed = {
             (SaveId.parse(name), record.parts)
             for manifest in self._manifests.values()
@@ -201,6 +250,8 @@ class Catalog:
         """Clear the cache, so that records are read from storage again."""
         self._manifests.clear()
         self._groups.clear()
+        self.survey = None
+        self.swept.clear()
 
     def _load_group(self, save: SaveId, record: GroupRecord) -> LoadedGroup:
         parts: dict[int, PartRecord] = {}
@@ -254,6 +305,11 @@ def open_catalog(files: Files) -> Catalog:
             f"{FORMAT}: run `pip install --upgrade driftpoint`"
         )
     return Catalog(files, from_bytes(StoreRecord, data, STORE))
+
+
+def newest_first(names: Iterable[str]) -> list[SaveId]:
+    """Return the saves of file names in ``manifests/``, newest first. Fast for sorted names."""
+    return sorted((save for name in names if (save := parse_save_file(name)) is not None), reverse=True)
 
 
 def _parse_saves(names: Iterable[str]) -> set[SaveId]:

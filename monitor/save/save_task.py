@@ -196,11 +196,11 @@ def prune(
         SaveError: Nothing may be deleted, because a commit cannot be read.
     """
     wanted = bytes_to_free(catalog, retention, failed=failed)
-    fits = bytes_to_free(catalog, replace(retention, max_share=None), failed=failed) == 0
+    fits = wanted == 0 or bytes_to_free(catalog, replace(retention, max_share=None), failed=failed) == 0
     least = 2 if fits else 1  # for the share of the disk alone, no bit rot may cost the only commit
     plan = plan_prune(catalog, retention, epoch, wanted, continued, groups=groups, least=least)
     execute(files, plan)
-    catalog.retain(plan.keep)
+    catalog.retain(plan.keep[-1:])
     if plan.blocked:
         raise SaveError(plan.blocked)
     place = getattr(files, "root", "the store")
@@ -273,5 +273,6 @@ def _commit(task: SaveTask, commit_plan: CommitPlan, began: float) -> SaveResult
     prepared = build_manifest(commit_plan.draft, group)
     task.progress.attempted = True
     commit(task.files, prepared.manifest)
+    commit_plan.catalog.add(prepared.manifest, group.parts)
     task.progress.prepared = prepared
     return SaveResult(prepared, time.monotonic() - began, group.record.payload_bytes)
