@@ -99,35 +99,23 @@ class LoadedGroup:
 class CommitSummary:
     """Facts of a commit that pruning needs. Its records never change, so a process reads them once."""
 
-    full_bytes: int
-    """Bytes of all its units."""
-    groups: dict[SaveId, int]
-    """Segment groups that it reaches, with their payload bytes."""
-    versions: frozenset[str]
-    """Saves that hold its units or their bases."""
+    full_bytes: int  # of all its units
+    groups: dict[SaveId, int]  # segment groups that it reaches, with their payload bytes
+    versions: frozenset[str]  # saves that hold its units or their bases
     bases: frozenset[str]
     whole: bool
 
 
 @dataclass(frozen=True)
 class CommitSurvey:
-    """All commits, newest first, as pruning found them.
+    """All commits, newest first, as pruning found them."""
 
-    Args:
-        names: All in ``manifests/``.
-        others: Those that name no commit.
-        whole: Commits without a damaged or missing record.
-        readable: Those whose manifest could be read.
-        unreadable: Those whose manifest is damaged.
-        refused: Error of a read that storage refused, '' if there was none.
-    """
-
-    names: list[str]
-    others: list[str]
+    names: list[str]  # all in manifests/
+    others: list[str]  # those that name no commit
     whole: tuple[SaveId, ...]
     readable: dict[SaveId, CommitSummary]
-    unreadable: tuple[SaveId, ...]
-    refused: str
+    unreadable: tuple[SaveId, ...]  # whose manifest is damaged
+    refused: str  # error of a refused read, '' if there was none
 
 
 class Catalog:
@@ -138,10 +126,8 @@ class Catalog:
         self.record = record
         self._manifests: dict[SaveId, ManifestRecord] = {}
         self._groups: dict[tuple[SaveId, str], LoadedGroup] = {}
-        self.survey: CommitSurvey | None = None
-        """The last one of :mod:`store.retention`."""
-        self.swept: set[SaveId] = set()
-        """Finished segment groups that hold no temporary files."""
+        self.survey: CommitSurvey | None = None  # the last one of store.retention
+        self.swept: set[SaveId] = set()  # finished segment groups without temporary files
 
     @property
     def store_id(self) -> str:
@@ -170,7 +156,7 @@ class Catalog:
 
     def proven(self) -> set[SaveId]:
         """Return the commits that a job resumed from and then took a step."""
-        return _parse_saves(list_or_empty(self.files, PROVEN))
+        return set(newest_first(list_or_empty(self.files, PROVEN)))
 
     def suspects(self) -> Suspects:
         """Return the suspect marks; damaged and unreadable ones are ignored and listed as problems."""
@@ -229,12 +215,6 @@ class Catalog:
                 return group
             self._groups[key] = group
         return self._groups[key]
-
-    def add(self, manifest: ManifestRecord, parts: Sequence[PartRecord]) -> None:
-        """Cache the records of a commit that this process has just made, in rank order."""
-        key = (manifest.save, manifest.groups[manifest.save.name].parts)
-        self._manifests[manifest.save] = manifest
-        self._groups[key] = LoadedGroup(manifest.save, dict(enumerate(parts)), ())
 
     def retain(self, saves: Collection[SaveId]) -> None:
         """Drop cached records that none of ``saves`` needs, to bound memory in a long-lived process."""
@@ -308,12 +288,8 @@ def open_catalog(files: Files) -> Catalog:
 
 
 def newest_first(names: Iterable[str]) -> list[SaveId]:
-    """Return the saves of file names in ``manifests/``, newest first. Fast for sorted names."""
+    """Return the saves that files are named after, newest first. Fast for sorted names."""
     return sorted((save for name in names if (save := parse_save_file(name)) is not None), reverse=True)
-
-
-def _parse_saves(names: Iterable[str]) -> set[SaveId]:
-    return {save for name in names if (save := parse_save_file(name)) is not None}
 
 
 def _root(files: Files) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from store.errors import DamagedError, ExistsError, MissingError, SaveError
+from store.errors import DamagedError, ExistsError, SaveError
 from store.layout import LATEST, MANIFESTS, PROVEN, SEGMENTS, manifest_path, part_path, proven_path, segment_dir
 from store.names import SaveId
 from store.schema import GroupRecord, ManifestRecord, PartRecord, ProvenRecord, from_bytes, to_bytes
@@ -97,13 +97,12 @@ def commit(files: Files, manifest: ManifestRecord) -> None:
     data = to_bytes(manifest)
     from_bytes(ManifestRecord, data, manifest_path(manifest.save))  # never commit an unreadable manifest
     require_newest(files, manifest.epoch)
-    for name in sorted(manifest.groups):
-        try:
-            files.size(part_path(SaveId.parse(name), 0))
-        except MissingError as error:
-            raise SaveError(
-                f"save {manifest.save} takes units from {name}, whose segments are gone: it is not committed"
-            ) from error
+    others = manifest.groups.keys() - {manifest.save.name}
+    gone = others - set(files.list_dir(SEGMENTS)) if others else others
+    if gone:
+        raise SaveError(
+            f"save {manifest.save} takes units from {min(gone)}, whose segments are gone: it is not committed"
+        )
     write_new(files, manifest_path(manifest.save), lambda file: file.write(data))
     require_newest(files, manifest.epoch)
 

@@ -89,7 +89,7 @@ def select_retained(
     A damaged or suspect commit must not displace a good one: suspects are left out, and the newest commit always stays.
     """
     all_saves = sorted(saves, reverse=True)
-    newest_first = [save for save in all_saves if save not in suspects] or all_saves if suspects else all_saves
+    newest_first = [save for save in all_saves if save not in suspects] or all_saves
     keep = {*all_saves[:1], *newest_first[: retention.keep_last]}
     keep.update(sorted(proven & set(newest_first), reverse=True)[:1])
     if retention.keep_every is not None:
@@ -152,10 +152,7 @@ def bytes_to_free(catalog: Catalog, retention: Retention, *, failed: bool = Fals
     needed = payload + payload // 50 + _RECORDS
     short = needed - free
     if retention.max_share is not None:
-        sizes: dict[SaveId, int] = {}
-        for one in commits.values():
-            sizes.update(one.groups)
-        held = sum(sizes.values())
+        held = sum({group: size for one in commits.values() for group, size in one.groups.items()}.values())
         short = max(short, needed + held - int(retention.max_share * (free + held)))
     return max(short, least)
 
@@ -237,9 +234,9 @@ def plan_prune(
         *_temporaries(catalog, commits, finished, keep),
         *_old_epochs(files, {save.epoch for save in (*keep, *reachable)}),
     )
-    for group in dead:
-        names = garbage.names(group)
-        unrecognised += [f"{segment_dir(group)}/{name}" for name in names if not _is_segment_file(name)]
+    unrecognised += [
+        f"{segment_dir(group)}/{name}" for group in dead for name in garbage.names(group) if not _is_segment_file(name)
+    ]
     return PrunePlan(
         keep=tuple(save for save in reversed(readable) if save in keep),
         manifests=dropped,
@@ -277,13 +274,11 @@ class _Garbage:
 
     def size(self, group: SaveId) -> int:
         if group not in self._sizes:
-            self._sizes[group] = sum(self._size_of(f"{segment_dir(group)}/{name}") for name in self.names(group))
+            self._sizes[group] = 0
+            for name in filter(_is_segment_file, self.names(group)):
+                with suppress(MissingError):
+                    self._sizes[group] += self._files.size(f"{segment_dir(group)}/{name}")
         return self._sizes[group]
-
-    def _size_of(self, path: str) -> int:
-        with suppress(MissingError):
-            return self._files.size(path) if _is_segment_file(path.rpartition("/")[2]) else 0
-        return 0
 
 
 def _give_up(garbage: _Garbage, keep: Set[SaveId], spare: Sequence[SaveId], wanted: int) -> set[SaveId]:

@@ -273,6 +273,5 @@ def _commit(task: SaveTask, commit_plan: CommitPlan, began: float) -> SaveResult
     prepared = build_manifest(commit_plan.draft, group)
     task.progress.attempted = True
     commit(task.files, prepared.manifest)
-    commit_plan.catalog.add(prepared.manifest, group.parts)
     task.progress.prepared = prepared
     return SaveResult(prepared, time.monotonic() - began, group.record.payload_bytes)
