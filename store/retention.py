@@ -142,10 +142,10 @@ def bytes_to_free(catalog: Catalog, retention: Retention, *, failed: bool = Fals
         failed: Whether a save failed for want of space. Then something must be freed even if there seems to be room: a
             quota, for example, is not seen in advance.
     """
-    commits = _survey(catalog).readable
+    least, free = int(failed), free_bytes(catalog.files)
+    commits = _survey(catalog).readable if failed or free is not None else {}
     if not commits:
         return 0
-    least, free = int(failed), free_bytes(catalog.files)
     if free is None:
         return least
     payload = next(iter(commits.values())).full_bytes
@@ -206,7 +206,8 @@ def plan_prune(
     readable = commits.readable
     # Damaged commits are not retained, except those newer than all whole ones, which may be resumed in part.
     newest_whole, newest = commits.whole[0], next(iter(readable))
-    proven, suspects = catalog.proven(), catalog.suspects().saves
+    marks = {folder: list_or_empty(files, folder) for folder in (PROVEN, SUSPECT)}
+    proven, suspects = set(newest_first(marks[PROVEN])), catalog.suspects().saves if marks[SUSPECT] else frozenset()
     fenced = epoch + ended  # saves of an epoch before this one cannot be committed any more
     older = sorted(
         group for group in folders.values() if group is not None and (group < newest or group.epoch < fenced)
@@ -231,7 +232,8 @@ def plan_prune(
     catalog.swept &= reachable
     finished = sorted(group for group in reachable - catalog.swept if group < newest)
     temporaries = (
-        *_temporaries(catalog, commits, finished, keep),
+        *_temporaries({MANIFESTS: commits.others, **marks}, newest, keep),
+        *_unfinished(catalog, finished),
         *_old_epochs(files, {save.epoch for save in (*keep, *reachable)}),
     )
     unrecognised += [
@@ -359,8 +361,8 @@ def _survey(catalog: Catalog) -> CommitSurvey:
             refused = str(error)
     whole = tuple(save for save, one in readable.items() if one.whole)
     others = [name for name in names if parse_save_file(name) is None]
-    catalog.survey = CommitSurvey(names, others, whole, readable, tuple(unreadable), refused)
-    return catalog.survey
+    found = catalog.survey = CommitSurvey(names, others, whole, readable, tuple(unreadable), refused)
+    return found
 
 
 def _summary(catalog: Catalog, save: SaveId) -> CommitSummary:
@@ -415,24 +417,23 @@ def _old_epochs(files: Files, needed: Set[int]) -> Iterator[str]:
             yield f"{EPOCHS}/{name}"
 
 
-def _temporaries(
-    catalog: Catalog, commits: CommitSurvey, finished: Sequence[SaveId], keep: Set[SaveId]
-) -> Iterator[str]:
+def _temporaries(listed: Mapping[str, Sequence[str]], newest: SaveId, keep: Set[SaveId]) -> Iterator[str]:
     # Skips files that may be in use: of the commit after the newest, or a mark being set on a kept commit.
-    files, readable = catalog.files, commits.readable
-    newest = next(iter(readable))
-    for folder in (MANIFESTS, PROVEN, SUSPECT):
-        for name in commits.others if folder == MANIFESTS else list_or_empty(files, folder):
-            save = parse_save_file(final_name(name) or "")
+    for folder, names in listed.items():
+        for name in names:
+            save, mark = parse_save_file(final_name(name) or ""), parse_save_file(name)
             if save is not None and save <= newest and (folder == MANIFESTS or save not in keep):
                 yield f"{folder}/{name}"
-            mark = parse_save_file(name)
-            # Of a commit that goes, or whose prune was interrupted, or of a lost version in memory.
+            # A mark of a commit that goes, or whose prune was interrupted, or of a lost version in memory.
             if mark is not None and mark < newest and mark not in keep:
                 yield f"{folder}/{name}"
-    for group in finished:
-        left = [name for name in list_or_empty(files, segment_dir(group)) if is_temporary(name)]
-        yield from (f"{segment_dir(group)}/{name}" for name in left)
+
+
+def _unfinished(catalog: Catalog, groups: Sequence[SaveId]) -> Iterator[str]:
+    for group in groups:
+        folder = segment_dir(group)
+        left = [f"{folder}/{name}" for name in list_or_empty(catalog.files, folder) if is_temporary(name)]
+        yield from left
         if not left:  # nothing is written there any more
             catalog.swept.add(group)
 
