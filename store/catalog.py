@@ -96,6 +96,29 @@ class LoadedGroup:
         return {unit: tuple(entries) for unit, entries in fragments.items()}
 
 
+@dataclass(frozen=True)
+class CommitSummary:
+    """Facts of a commit that pruning needs. Its records never change, so a process reads them once."""
+
+    full_bytes: int  # of all its units
+    groups: dict[SaveId, int]  # segment groups that it reaches, with their payload bytes
+    versions: frozenset[str]  # saves that hold its units or their bases
+    bases: frozenset[str]
+    whole: bool
+
+
+@dataclass(frozen=True)
+class CommitSurvey:
+    """All commits, newest first, as pruning found them."""
+
+    names: list[str]  # all in manifests/
+    others: list[str]  # those that name no commit
+    whole: tuple[SaveId, ...]
+    readable: dict[SaveId, CommitSummary]
+    unreadable: tuple[SaveId, ...]  # whose manifest is damaged
+    refused: str  # error of a refused read, '' if there was none
+
+
 class Catalog:
     """Reads the records of one store."""
 
@@ -104,6 +127,8 @@ class Catalog:
         self.record = record
         self._manifests: dict[SaveId, ManifestRecord] = {}
         self._groups: dict[tuple[SaveId, str], LoadedGroup] = {}
+        self.survey: CommitSurvey | None = None  # the last one of store.retention
+        self.swept: set[SaveId] = set()  # finished segment groups without temporary files
 
     @property
     def store_id(self) -> str:
@@ -116,8 +141,12 @@ class Catalog:
         Raises:
             DamagedError: There are segments but no ``manifests/``, so commits were lost.
         """
+        return newest_first(self.manifest_names())
+
+    def manifest_names(self) -> list[str]:
+        """Return all names in ``manifests/``. Raises as :meth:`saves`."""
         try:
-            return sorted(_parse_saves(self.files.list_dir(MANIFESTS)), reverse=True)
+            return self.files.list_dir(MANIFESTS)
         except MissingError as error:
             if any(parse_save_dir(name) is not None for name in list_or_empty(self.files, SEGMENTS)):
                 raise DamagedError(
@@ -128,7 +157,7 @@ class Catalog:
 
     def proven(self) -> set[SaveId]:
         """Return the commits that a job resumed from and then took a step."""
-        return _parse_saves(list_or_empty(self.files, PROVEN))
+        return set(newest_first(list_or_empty(self.files, PROVEN)))
 
     def suspects(self) -> Suspects:
         """Return the suspect marks; damaged and unreadable ones are ignored and listed as problems."""
@@ -190,7 +219,7 @@ class Catalog:
 
     def retain(self, saves: Collection[SaveId]) -> None:
         """Drop cached records that none of ``saves`` needs, to bound memory in a long-lived process."""
-        self._manifests = {save: manifest for save, manifest in self._manifests.items() if save in saves}
+        self._manifests = {save: self._manifests[save] for save in self._manifests.keys() & frozenset(saves)}
         needed = {
             (SaveId.parse(name), record.parts)
             for manifest in self._manifests.values()
@@ -202,6 +231,8 @@ class Catalog:
         """Clear the cache, so that records are read from storage again."""
         self._manifests.clear()
         self._groups.clear()
+        self.survey = None
+        self.swept.clear()
 
     def _load_group(self, save: SaveId, record: GroupRecord) -> LoadedGroup:
         parts: dict[int, PartRecord] = {}
@@ -264,8 +295,9 @@ def require_reader(files: Files) -> None:
         replace_hint(files, STORE, to_bytes(record.model_copy(update={"reader": READER})))
 
 
-def _parse_saves(names: Iterable[str]) -> set[SaveId]:
-    return {save for name in names if (save := parse_save_file(name)) is not None}
+def newest_first(names: Iterable[str]) -> list[SaveId]:
+    """Return the saves that files are named after, newest first. Fast for sorted names."""
+    return sorted((save for name in names if (save := parse_save_file(name)) is not None), reverse=True)
 
 
 def _root(files: Files) -> str:

@@ -56,9 +56,10 @@ def wait_for_group(
         SaveError: Parts were missing after ``timeout`` seconds, or ``aborted`` returned True.
         DamagedError: A part belongs to another job or decision.
     """
-    deadline, pause = clock() + timeout, 0.01
+    began = clock()
     parts: dict[int, tuple[bytes, PartRecord]] = {}
     while True:
+        listed = clock()
         for rank in present_parts(files, expected.save):
             if rank not in parts:
                 parts[rank] = _read_matching_part(files, expected, rank)
@@ -67,10 +68,12 @@ def wait_for_group(
         missing = sorted(set(range(expected.world_size)) - set(parts))[:8]
         if aborted():
             raise SaveError(f"save {expected.save} was given up: a rank could not write its segment")
-        if clock() >= deadline:
+        now = clock()
+        if now >= began + timeout:
             raise SaveError(f"save {expected.save}: ranks {missing} wrote no segment within {timeout:g} s")
-        sleep(pause)
-        pause = min(0.25, pause * 1.5)  # listing is expensive where many ranks share a filesystem
+        # A twentieth of the time so far, so that little is added to it; more where listing takes long, as it does where
+        # many ranks share a filesystem.
+        sleep(min(0.25, max(0.002, (now - began) / 20, 10 * (now - listed))))
 
 
 def commit(files: Files, manifest: ManifestRecord) -> None:
@@ -86,13 +89,17 @@ def commit(files: Files, manifest: ManifestRecord) -> None:
         SaveError: The manifest names a save without its group.
     """
     _require_reachable(manifest)
-    ensure_dir(files, MANIFESTS)
-    # Every rank synced its own segment; this makes the group's directory entry durable whoever created it.
+    if files.make_dir(MANIFESTS):  # it was deleted
+        files.sync_dir("")
+    # Every rank synced its own files; this makes their names durable, whoever made them. Those of the directories above
+    # are, since the epoch is listed: its claim synced the root after the store was made.
+    files.sync_dir(SEGMENTS)
     files.sync_dir(segment_dir(manifest.save))
     data = to_bytes(manifest)
     from_bytes(ManifestRecord, data, manifest_path(manifest.save))  # never commit an unreadable manifest
     require_newest(files, manifest.epoch)
-    gone = manifest.groups.keys() - set(files.list_dir(SEGMENTS))
+    others = manifest.groups.keys() - {manifest.save.name}
+    gone = others - set(files.list_dir(SEGMENTS)) if others else others
     if gone:
         raise SaveError(
             f"save {manifest.save} takes units from {min(gone)}, whose segments are gone: it is not committed"

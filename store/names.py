@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import total_ordering
+from functools import lru_cache, total_ordering
 
 WEIGHTS = "fp32"
 """Slot of the weights that the optimizer updates: the fp32 master weights if there are any, otherwise the parameter
@@ -71,13 +71,14 @@ class SaveId:
         """As in file names: ``00000120-000003``."""
         return f"{self.step:08d}-{self.epoch:06d}"
 
-    @classmethod
-    def parse(cls, name: str) -> SaveId:
+    @staticmethod
+    @lru_cache(1 << 14)
+    def parse(name: str) -> SaveId:
         """Parse a :attr:`name`. Raises ValueError for other text."""
         match = _SAVE_NAME.match(name)
         if match is None:
             raise ValueError(f"{name!r} is not a save name such as 00000120-000003")
-        save = cls(int(match[1]), int(match[2]))
+        save = SaveId(int(match[1]), int(match[2]))
         if save.name != name:
             raise ValueError(f"{name!r} is not the canonical form {save.name!r}")
         return save

@@ -14,11 +14,12 @@ stay.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 
-from store.catalog import Catalog, LoadedGroup, open_catalog
+from store.catalog import Catalog, CommitSummary, CommitSurvey, LoadedGroup, newest_first, open_catalog
 from store.errors import ConfigError, DamagedError, MissingError, StorageError
 from store.layout import (
     EPOCHS,
@@ -33,9 +34,7 @@ from store.layout import (
     parse_rank_file,
     parse_save_dir,
     parse_save_file,
-    proven_path,
     segment_dir,
-    suspect_path,
 )
 from store.location import free_bytes
 from store.names import SaveId
@@ -130,6 +129,8 @@ class PrunePlan:
     blocked: str | None = None
     given_up: tuple[SaveId, ...] = ()
     """Those of ``manifests`` that the rule retains, and that make room."""
+    read: Mapping[SaveId, CommitSummary] = field(default_factory=dict, compare=False, repr=False)
+    """Commits that the plan was made for."""
 
 
 def bytes_to_free(catalog: Catalog, retention: Retention, *, failed: bool = False) -> int:
@@ -141,20 +142,17 @@ def bytes_to_free(catalog: Catalog, retention: Retention, *, failed: bool = Fals
         failed: Whether a save failed for want of space. Then something must be freed even if there seems to be room: a
             quota, for example, is not seen in advance.
     """
-    manifests = []
-    for save in catalog.saves():
-        with suppress(DamagedError, StorageError):
-            manifests.append(catalog.manifest(save))
-    if not manifests:
-        return 0
     least, free = int(failed), free_bytes(catalog.files)
+    commits = _survey(catalog).readable if failed or free is not None else {}
+    if not commits:
+        return 0
     if free is None:
         return least
-    payload = sum(unit.nbytes for unit in manifests[0].units)
+    payload = next(iter(commits.values())).full_bytes
     needed = payload + payload // 50 + _RECORDS
     short = needed - free
     if retention.max_share is not None:
-        held = sum({name: one.payload_bytes for found in manifests for name, one in found.groups.items()}.values())
+        held = sum({group: size for one in commits.values() for group, size in one.groups.items()}.values())
         short = max(short, needed + held - int(retention.max_share * (free + held)))
     return max(short, least)
 
@@ -191,82 +189,97 @@ def plan_prune(
         ended: Whether the job of ``epoch`` has ended for certain, so that no save is in progress.
     """
     epoch = newest_epoch(catalog.files) if epoch is None else epoch
-    commits = _commits(catalog)
-    folders = {name: parse_save_dir(name) for name in list_or_empty(catalog.files, SEGMENTS)}
+    files = catalog.files
+    commits = _survey(catalog)
+    folders = {name: parse_save_dir(name) for name in list_or_empty(files, SEGMENTS)}
     unrecognised = [f"{SEGMENTS}/{name}" for name, group in folders.items() if group is None]
     known = TOP_LEVEL | FOREIGN
-    unrecognised += [name for name in catalog.files.list_dir("") if name not in known and not is_temporary(name)]
-    for name in list_or_empty(catalog.files, MANIFESTS):
-        if parse_save_file(final_name(name) or name) is None:
-            unrecognised.append(f"{MANIFESTS}/{name}")
+    unrecognised += [name for name in files.list_dir("") if name not in known and not is_temporary(name)]
+    unrecognised += [
+        f"{MANIFESTS}/{name}" for name in commits.others if parse_save_file(final_name(name) or "") is None
+    ]
     if commits.refused or commits.unreadable or not commits.whole:
         # The groups of a damaged manifest are unknown, so no group is garbage. A record that storage refused to read
         # may be whole: a temporary error must not get a good commit deleted.
         blocked = f"{_why_blocked(commits)}: nothing is deleted"
-        return PrunePlan(tuple(sorted(commits.readable)), (), (), (), tuple(unrecognised), 0, epoch, blocked)
+        return PrunePlan(tuple(reversed(commits.readable)), (), (), (), tuple(unrecognised), 0, epoch, blocked)
+    readable = commits.readable
     # Damaged commits are not retained, except those newer than all whole ones, which may be resumed in part.
-    newest_whole = max(commits.whole)
-    proven, suspects = catalog.proven(), catalog.suspects().saves
-    newest = max(commits.readable)
+    newest_whole, newest = commits.whole[0], next(iter(readable))
+    marks = {folder: list_or_empty(files, folder) for folder in (PROVEN, SUSPECT)}
+    proven, suspects = set(newest_first(marks[PROVEN])), catalog.suspects().saves if marks[SUSPECT] else frozenset()
     fenced = epoch + ended  # saves of an epoch before this one cannot be committed any more
     older = sorted(
         group for group in folders.values() if group is not None and (group < newest or group.epoch < fenced)
     )
-    garbage = _Garbage(catalog, [group for group in older if group not in groups])
-    needed = {save for save in commits.readable if save > newest_whole or save == continued}
+    garbage = _Garbage(files, readable, [group for group in older if group not in groups])
+    needed = {save for save in readable if save > newest_whole or save == continued}
     elsewhere = groups - garbage.reachable(needed & {continued})
-    needed |= {save for save in commits.readable if elsewhere & garbage.reachable({save})}
-    other_bases = _newest_with_other_bases(catalog, commits.whole)
+    needed |= {save for save in readable if elsewhere & readable[save].groups.keys()} if elsewhere else set()
+    other_bases = _newest_with_other_bases(readable, commits.whole)
     keep = select_retained(commits.whole, proven, retention, suspects) | needed | other_bases
-    fewest = Retention(keep_last=least, log_spaced=False)
-    minimum = select_retained(commits.whole, proven, fewest, suspects) | needed
-    minimum |= other_bases if least > 1 else set()
-    spare = [*sorted(keep - minimum - other_bases), *sorted(other_bases - minimum)]
-    given_up = _give_up(garbage, keep, spare, make_room)
-    keep -= given_up
-    reachable, dead = garbage.reachable(keep), garbage.groups(keep)
-    dropped = tuple(sorted(set(commits.readable) - keep))
-    finished = [group for group in older if group in reachable]
+    given_up: set[SaveId] = set()
+    if make_room:
+        fewest = Retention(keep_last=least, log_spaced=False)
+        minimum = select_retained(commits.whole, proven, fewest, suspects) | needed
+        minimum |= other_bases if least > 1 else set()
+        spare = sorted(keep - minimum, key=lambda save: (save in other_bases, save))
+        given_up = _give_up(garbage, keep, spare, make_room)
+        keep -= given_up
+    reachable = garbage.reachable(keep)
+    dead = tuple(group for group in garbage.older if group not in reachable)
+    dropped = tuple(save for save in reversed(readable) if save not in keep)
+    catalog.swept &= reachable
+    finished = sorted(group for group in reachable - catalog.swept if group < newest)
     temporaries = (
-        *_temporaries(catalog.files, finished, newest, keep, set(commits.readable)),
-        *_old_epochs(catalog.files, {save.epoch for save in (*keep, *reachable)}),
+        *_temporaries({MANIFESTS: commits.others, **marks}, newest, keep),
+        *_unfinished(catalog, finished),
+        *_old_epochs(files, {save.epoch for save in (*keep, *reachable)}),
     )
-    for folder in map(segment_dir, dead):
-        names = list_or_empty(catalog.files, folder)
-        unrecognised += [f"{folder}/{name}" for name in names if not _is_segment_file(name)]
+    unrecognised += [
+        f"{segment_dir(group)}/{name}" for group in dead for name in garbage.names(group) if not _is_segment_file(name)
+    ]
     return PrunePlan(
-        keep=tuple(sorted(keep)),
+        keep=tuple(save for save in reversed(readable) if save in keep),
         manifests=dropped,
         groups=dead,
         temporaries=temporaries,
         unrecognised=tuple(unrecognised),
-        freed_bytes=garbage.nbytes(keep),
+        freed_bytes=sum(map(garbage.size, dead)),
         epoch=epoch,
         given_up=tuple(sorted(given_up)),
+        read=readable,
     )
 
 
 class _Garbage:
     """The segment groups that no retained commit needs, and their bytes."""
 
-    def __init__(self, catalog: Catalog, older: Sequence[SaveId]) -> None:
-        self._catalog = catalog
-        self._older = older  # than the newest commit, or of a save that cannot be committed any more
+    def __init__(self, files: Files, commits: Mapping[SaveId, CommitSummary], older: Sequence[SaveId]) -> None:
+        self._files = files
+        self._commits = commits
+        self.older = older  # than the newest commit, or of a save that cannot be committed any more
+        self._names: dict[SaveId, list[str]] = {}
         self._sizes: dict[SaveId, int] = {}
 
     def reachable(self, keep: Set[SaveId]) -> set[SaveId]:
-        return {group for save in keep for group in _needed_groups(self._catalog.manifest(save))}
+        return set().union(*(self._commits[save].groups for save in keep))
 
-    def groups(self, keep: Set[SaveId]) -> tuple[SaveId, ...]:
-        reachable = self.reachable(keep)
-        return tuple(group for group in self._older if group not in reachable)
+    def names(self, group: SaveId) -> list[str]:
+        if group not in self._names:
+            self._names[group] = list_or_empty(self._files, segment_dir(group))
+        return self._names[group]
 
     def nbytes(self, keep: Set[SaveId]) -> int:
-        return sum(map(self._size, self.groups(keep)))
+        reachable = self.reachable(keep)
+        return sum(self.size(group) for group in self.older if group not in reachable)
 
-    def _size(self, group: SaveId) -> int:
+    def size(self, group: SaveId) -> int:
         if group not in self._sizes:
-            self._sizes[group] = _segment_bytes(self._catalog.files, group)
+            self._sizes[group] = 0
+            for name in filter(_is_segment_file, self.names(group)):
+                with suppress(MissingError):
+                    self._sizes[group] += self._files.size(f"{segment_dir(group)}/{name}")
         return self._sizes[group]
 
 
@@ -283,27 +296,11 @@ def _give_up(garbage: _Garbage, keep: Set[SaveId], spare: Sequence[SaveId], want
     return set(keep - kept)
 
 
-def _segment_bytes(files: Files, group: SaveId) -> int:
-    folder, nbytes = segment_dir(group), 0
-    for name in list_or_empty(files, folder):
-        with suppress(MissingError):
-            nbytes += files.size(f"{folder}/{name}") if _is_segment_file(name) else 0
-    return nbytes
-
-
-def _needed_groups(manifest: ManifestRecord) -> set[SaveId]:
-    return {SaveId.parse(name) for name in manifest.groups}
-
-
-def _newest_with_other_bases(catalog: Catalog, whole: Sequence[SaveId]) -> set[SaveId]:
+def _newest_with_other_bases(commits: Mapping[SaveId, CommitSummary], whole: Sequence[SaveId]) -> set[SaveId]:
     """Return the newest commit that needs no base of the newest, so that no damaged base costs all commits."""
-    newest_first = sorted(whole, reverse=True)
-    bases = {base for unit in catalog.manifest(newest_first[0]).units for base in unit.bases}
-    for save in newest_first[1:] if bases else ():
-        units = catalog.manifest(save).units
-        if not any(bases.intersection((unit.save, *unit.bases)) for unit in units):
-            return {save}
-    return set()
+    bases = commits[whole[0]].bases
+    others = (save for save in whole[1:] if bases.isdisjoint(commits[save].versions))
+    return set(islice(others, 1)) if bases else set()
 
 
 def execute(files: Files, plan: PrunePlan) -> None:
@@ -315,25 +312,25 @@ def execute(files: Files, plan: PrunePlan) -> None:
     The process may have been stopped since the plan was made, and another job may have taken the store over, resumed an
     older commit and committed on top of it. So the epoch is checked before each deletion. A job that claims the store
     after the manifests are gone cannot find their segments any more; what the manifests of an earlier one need is
-    looked up again.
+    looked up again. A manifest is never replaced, so those that were read for the plan are not read again.
 
     Raises:
         FencedError: Another job took the store over; the rest of the plan is left to it.
     """
-    if plan.blocked is not None:
+    if plan.blocked is not None or not (plan.manifests or plan.temporaries or plan.groups):
         return
     files.sync_dir(MANIFESTS)
     for save in plan.manifests:
         _remove(files, manifest_path(save), plan)
-    files.sync_dir(MANIFESTS)
-    for path in (path(save) for save in plan.manifests for path in (proven_path, suspect_path)):
-        _remove(files, path, plan)
+    if plan.manifests:
+        files.sync_dir(MANIFESTS)
     for path in plan.temporaries:
         _remove(files, path, plan)
     if plan.groups:
         require_newest(files, plan.epoch)
         catalog = open_catalog(files)
-        needed = {group for save in catalog.saves() for group in _needed_groups(catalog.manifest(save))}
+        found = (plan.read[save].groups if save in plan.read else _groups_of(catalog, save) for save in catalog.saves())
+        needed = set().union(*found)
         for group in plan.groups:
             if group not in needed:
                 require_newest(files, plan.epoch)
@@ -347,37 +344,51 @@ def _remove(files: Files, path: str, plan: PrunePlan) -> None:
         files.unlink(path)
 
 
-@dataclass(frozen=True)
-class _Commits:
-    """``unreadable``: damaged manifests. ``refused``: error of a refused read, '' if there was none."""
-
-    whole: tuple[SaveId, ...]
-    readable: tuple[SaveId, ...]
-    unreadable: tuple[SaveId, ...]
-    refused: str
-
-
-def _commits(catalog: Catalog) -> _Commits:
-    readable, unreadable, refused = [], [], ""
-    for save in catalog.saves():
+def _survey(catalog: Catalog) -> CommitSurvey:
+    """Read what is new in ``manifests/`` since the last survey, and forget what is gone."""
+    names = catalog.manifest_names()
+    last = catalog.survey
+    if last is not None and last.names == names and not (last.unreadable or last.refused):
+        return last
+    readable, unreadable, refused = {}, [], ""
+    known = {} if last is None else last.readable
+    for save in newest_first(names):
         try:
-            catalog.manifest(save)
+            readable[save] = known.get(save) or _summary(catalog, save)
         except DamagedError:
             unreadable.append(save)
         except StorageError as error:
             refused = str(error)
-        else:
-            readable.append(save)
-    damaged = {save: [group for group in _groups_of(catalog, save).values() if group.problems] for save in readable}
-    refused = next((group.problems[-1] for groups in damaged.values() for group in groups if group.refused), refused)
-    whole = tuple(save for save in readable if not damaged[save] and _has_all_bases(catalog, save))
-    return _Commits(whole, tuple(readable), tuple(unreadable), refused)
+    whole = tuple(save for save, one in readable.items() if one.whole)
+    others = [name for name in names if parse_save_file(name) is None]
+    found = catalog.survey = CommitSurvey(names, others, whole, readable, tuple(unreadable), refused)
+    return found
 
 
-def _has_all_bases(catalog: Catalog, save: SaveId) -> bool:
+def _summary(catalog: Catalog, save: SaveId) -> CommitSummary:
+    manifest, sizes = catalog.manifest(save), _groups_of(catalog, save)
+    groups = {save.name: catalog.group(save, manifest.groups[save.name]) for save in sizes}
+    for group in groups.values():
+        if group.refused:
+            raise StorageError(group.problems[-1])
+    bases = frozenset(base for unit in manifest.units for base in unit.bases)
+    return CommitSummary(
+        full_bytes=sum(unit.nbytes for unit in manifest.units),
+        groups=sizes,
+        versions=bases.union(unit.save for unit in manifest.units),
+        bases=bases,
+        whole=not any(group.problems for group in groups.values()) and _has_all_bases(manifest, groups),
+    )
+
+
+def _groups_of(catalog: Catalog, save: SaveId) -> dict[SaveId, int]:
+    """Return the segment groups that a commit reaches, with their payload bytes."""
+    return {SaveId.parse(name): record.payload_bytes for name, record in catalog.manifest(save).groups.items()}
+
+
+def _has_all_bases(manifest: ManifestRecord, groups: Mapping[str, LoadedGroup]) -> bool:
     """Return whether the records of all bases of a commit's units are present; sizes and bytes are not checked."""
-    groups = _groups_of(catalog, save)
-    for unit in catalog.manifest(save).units:
+    for unit in manifest.units:
         if not {unit.save, *unit.bases} <= groups.keys():
             return False
         stored = groups[unit.save].by_unit.get(unit.unit, ())
@@ -389,17 +400,12 @@ def _has_all_bases(catalog: Catalog, save: SaveId) -> bool:
     return True
 
 
-def _why_blocked(commits: _Commits) -> str:
+def _why_blocked(commits: CommitSurvey) -> str:
     if commits.refused:
         return commits.refused
     if commits.unreadable:
         return f"commit {commits.unreadable[0]} cannot be read (inspect its manifest, then move it away)"
     return "no commit is whole" if commits.readable else "there is no commit"
-
-
-def _groups_of(catalog: Catalog, save: SaveId) -> dict[str, LoadedGroup]:
-    groups = catalog.manifest(save).groups
-    return {name: catalog.group(SaveId.parse(name), record) for name, record in groups.items()}
 
 
 def _old_epochs(files: Files, needed: Set[int]) -> Iterator[str]:
@@ -411,21 +417,25 @@ def _old_epochs(files: Files, needed: Set[int]) -> Iterator[str]:
             yield f"{EPOCHS}/{name}"
 
 
-def _temporaries(
-    files: Files, finished: Sequence[SaveId], newest: SaveId, keep: Set[SaveId], readable: Set[SaveId]
-) -> Iterator[str]:
+def _temporaries(listed: Mapping[str, Sequence[str]], newest: SaveId, keep: Set[SaveId]) -> Iterator[str]:
     # Skips files that may be in use: of the commit after the newest, or a mark being set on a kept commit.
-    for folder in (MANIFESTS, PROVEN, SUSPECT):
-        for name in list_or_empty(files, folder):
-            save = parse_save_file(final_name(name) or "")
+    for folder, names in listed.items():
+        for name in names:
+            save, mark = parse_save_file(final_name(name) or ""), parse_save_file(name)
             if save is not None and save <= newest and (folder == MANIFESTS or save not in keep):
                 yield f"{folder}/{name}"
-    for name in list_or_empty(files, SUSPECT):  # marks of a commit whose prune was interrupted, or of a lost memory
-        save = parse_save_file(name)
-        if save is not None and save < newest and save not in readable:
-            yield f"{SUSPECT}/{name}"
-    for folder in map(segment_dir, finished):
-        yield from (f"{folder}/{name}" for name in list_or_empty(files, folder) if is_temporary(name))
+            # A mark of a commit that goes, or whose prune was interrupted, or of a lost version in memory.
+            if mark is not None and mark < newest and mark not in keep:
+                yield f"{folder}/{name}"
+
+
+def _unfinished(catalog: Catalog, groups: Sequence[SaveId]) -> Iterator[str]:
+    for group in groups:
+        folder = segment_dir(group)
+        left = [f"{folder}/{name}" for name in list_or_empty(catalog.files, folder) if is_temporary(name)]
+        yield from left
+        if not left:  # nothing is written there any more
+            catalog.swept.add(group)
 
 
 def _remove_group(files: Files, group: SaveId) -> None:

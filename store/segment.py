@@ -1,8 +1,9 @@
 """Write and read segments: one rank's payload (safetensors) and the part that describes it.
 
-The payload is durable under its final name before its part is written, so a readable part proves that the payload was
-complete. Both are immutable. This module writes the safetensors container itself, because it must hash each tensor
-while it is written and fsync before the name appears. Offsets are relative to the end of the header.
+The payload is synced and has its final name before its part is written, so a readable part proves that the payload was
+complete. Both are immutable. Their names are durable once their directory is synced, which a commit does. This module
+writes the safetensors container itself, because it must hash each tensor while it is written and fsync before the name
+appears. Offsets are relative to the end of the header.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Payload:
 def write_payload(
     files: Files, path: str, items: Sequence[Item], meanwhile: Callable[[], None] = lambda: None
 ) -> Payload:
-    """Write all items under a name that must not exist; durable on return.
+    """Write all items under a name that must not exist. The bytes are durable on return; the name is not.
 
     ``meanwhile`` runs once after all bytes are written and before the fsync.
     """
@@ -113,7 +114,7 @@ def write_payload(
         meanwhile()
 
     most = len(reserved) + sum(item.nbytes for item in items)
-    write_new(files, path, fill, patched=not all(item.exact for item in items), most=most)
+    write_new(files, path, fill, patched=not all(item.exact for item in items), most=most, sync_name=False)
     ends = list(accumulate(nbytes for nbytes, _ in found))
     placed = tuple(
         PayloadPiece(end - nbytes, nbytes, hashed) for end, (nbytes, hashed) in zip(ends, found, strict=True)
@@ -215,12 +216,16 @@ class SegmentDraft:
 def write_segment(
     files: Files, draft: SegmentDraft, measure: Callable[[], Sequence[MeasureRecord]] = lambda: ()
 ) -> PartRecord:
-    """Write payload, then part; both durable on return. Raises ExistsError if this rank wrote this save before.
+    """Write payload, then part. Raises ExistsError if this rank wrote this save before.
 
+    Their bytes are durable on return. Their names become so in :func:`store.commit.commit`, once for all ranks.
     ``measure`` is called after the payload is written and before its fsync; its result goes into the part.
     """
     measures: list[MeasureRecord] = []
-    ensure_dir(files, segment_dir(draft.save))
+    try:
+        files.make_dir(segment_dir(draft.save))
+    except MissingError:  # segments/ was deleted
+        ensure_dir(files, segment_dir(draft.save))
     fragments = [_item(fragment) for fragment in draft.fragments]
     leaves = [Item(f"run_state/{i}", leaf.dtype, leaf.shape, leaf.data) for i, leaf in enumerate(draft.run_leaves)]
     payload = write_payload(
@@ -245,7 +250,7 @@ def write_segment(
         differs=draft.differs,
     )
     data = to_bytes(part)
-    write_new(files, part_path(draft.save, draft.rank), lambda file: file.write(data))
+    write_new(files, part_path(draft.save, draft.rank), lambda file: file.write(data), sync_name=False)
     return part
 
 

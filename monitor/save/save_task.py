@@ -195,11 +195,11 @@ def prune(
         SaveError: Nothing may be deleted, because a commit cannot be read.
     """
     wanted = bytes_to_free(catalog, retention, failed=failed)
-    fits = bytes_to_free(catalog, replace(retention, max_share=None), failed=failed) == 0
+    fits = wanted == 0 or bytes_to_free(catalog, replace(retention, max_share=None), failed=failed) == 0
     least = 2 if fits else 1  # for the share of the disk alone, no bit rot may cost the only commit
     plan = plan_prune(catalog, retention, epoch, wanted, continued, groups=groups, least=least)
     execute(files, plan)
-    catalog.retain(plan.keep)
+    catalog.retain(plan.keep[-1:])
     if plan.blocked:
         raise SaveError(plan.blocked)
     place = getattr(files, "root", "the store")

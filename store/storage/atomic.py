@@ -42,7 +42,13 @@ def ensure_dir(files: Files, path: str) -> None:
 
 
 def write_new(
-    files: Files, path: str, fill: Callable[[NewFile], None], *, patched: bool = False, most: int = 0
+    files: Files,
+    path: str,
+    fill: Callable[[NewFile], None],
+    *,
+    patched: bool = False,
+    most: int = 0,
+    sync_name: bool = True,
 ) -> None:
     """Write a file under a free name; it is durable on return. Raises ExistsError if the name is taken.
 
@@ -52,6 +58,8 @@ def write_new(
         fill: Writes the content.
         patched: Whether ``fill`` may call ``write_at``.
         most: Largest size of a payload in bytes; 0 for a record.
+        sync_name: Whether the name is durable on return, too. If not, the directory must be synced before anything
+            refers to the file.
     """
     if isinstance(files, WholeFiles):
         files.put_new(path, fill, patched=patched, most=most)
@@ -62,7 +70,8 @@ def write_new(
         files.link(temporary, path)
     finally:
         _discard(files, temporary)
-    files.sync_dir(folder)
+    if sync_name:
+        files.sync_dir(folder)
 
 
 def replace_hint(files: Files, path: str, data: bytes) -> None:

@@ -4,15 +4,15 @@ import errno
 
 import pytest
 
-from store.catalog import open_catalog
+from store.catalog import open_catalog, open_or_create
 from store.commit import Expected, commit, hint_latest, mark_proven, wait_for_group
 from store.errors import DamagedError, ExistsError, SaveError, StorageError
 from store.layout import part_path, payload_path
 from store.segment import present_parts
-from store.storage.atomic import is_temporary
-from tests.crash.checker import check_goes_on, promised, read_newest
+from store.storage.atomic import final_name, is_temporary
+from tests.crash.checker import check, check_goes_on, promised, read_newest
 from tests.crash.damage import flip, forge, remove
-from tests.crash.simulated import Fault, SimulatedFiles
+from tests.crash.simulated import Disk, Fault, SimulatedFiles, disk_after
 from tests.crash.workload import PLAN, RANKS, Job, Memory, Save
 
 
@@ -201,3 +201,76 @@ def test_a_manifest_that_nobody_could_follow_is_refused(job: Job) -> None:
         with pytest.raises(SaveError, match=name):
             commit(job.files, job.last.model_copy(update={"groups": groups}))
     assert job.files.disk.files() == before
+
+
+def syncs(files: SimulatedFiles, start: int = 0) -> list[str]:
+    """What was synced: directories by path, files by the name that they got."""
+    names = {op.node: op.path for op in files.log if op.verb == "write"}
+    made = [op for op in files.log[start:] if op.verb in ("sync", "sync_dir")]
+    return [
+        op.path or "." if op.verb == "sync_dir" else (final_name(names[op.node].rpartition("/")[2]) or "")
+        for op in made
+    ]
+
+
+def test_a_save_syncs_each_file_and_each_directory_once(job: Job) -> None:
+    job.save()
+    start = len(job.files.log)
+    draft = job.plan()
+    for rank in range(RANKS):
+        job.write(draft, rank)
+    job.commit(draft)
+    ranks = [f"rank-{rank:05d}.{kind}" for rank in range(RANKS) for kind in ("safetensors", "json")]
+    assert syncs(job.files, start) == [*ranks, "segments", f"segments/{draft.id}", f"{draft.id}.json", "manifests"]
+
+
+def test_a_commit_outlives_a_power_loss_whoever_made_the_store() -> None:
+    """Another process made it, and was killed before it synced: at any point of that, and nothing unsynced is kept."""
+    first = SimulatedFiles()
+    open_or_create(first)
+    for made in range(len(first.log) + 1):
+        files = SimulatedFiles(disk_after(Disk(), first.log[:made]))
+        memory = Memory()
+        job = Job(files, memory)
+        for rank in range(RANKS):
+            job.write(draft := job.plan(), rank)
+        job.commit(draft)
+        after = SimulatedFiles(files.disk.crashed(lambda _: False))
+        assert read_newest(open_catalog(after)).save == draft.id
+        check(after, promised(memory.events))
+
+
+@pytest.mark.parametrize("folder", ["segments", "manifests"])
+def test_a_directory_that_was_deleted_is_made_again_durably(job: Job, folder: str) -> None:
+    for name in job.files.list_dir(folder):
+        remove(job.files, f"{folder}/{name}")
+    job.files.remove_dir(folder)
+    job.files.sync_dir("")
+    save = job.save(everything=True)
+    assert read_newest(open_catalog(SimulatedFiles(job.files.disk.crashed(lambda _: False)))).save == save
+
+
+class Slow(SimulatedFiles):
+    """A look takes so many seconds."""
+
+    def __init__(self, files: SimulatedFiles, clock: Clock, seconds: float) -> None:
+        super().__init__(files.disk)
+        self.clock, self.seconds = clock, seconds
+        self.looks = 0
+
+    def list_dir(self, path: str) -> list[str]:
+        self.looks += 1
+        self.clock.now += self.seconds
+        return super().list_dir(path)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.001, 0.1], ids=lambda seconds: f"look-{seconds}")
+@pytest.mark.parametrize("waits", [0.02, 1.0, 30.0])
+def test_waiting_for_ranks_adds_little_and_looks_seldom(job: Job, waits: float, seconds: float) -> None:
+    """Adds a twentieth of the wait, ten looks, or 0.25 s. A tenth of the time goes to looks, or four looks a second."""
+    draft, clock = job.plan(), Clock()
+    slow, end = Slow(job.files, clock, seconds), clock.now + waits
+    with pytest.raises(SaveError, match="given up"):
+        wait_for_group(slow, expected(job, draft), 60, aborted=lambda: clock.now >= end, clock=clock, sleep=clock.sleep)
+    assert clock.now - end <= min(0.25, max(0.002, 0.05 * waits, 10 * seconds)) + seconds
+    assert slow.looks <= 2 + min(waits / max(0.002, min(0.25, 10 * seconds)), 120 + 4 * waits)

@@ -146,7 +146,7 @@ def test_what_is_there_is_never_replaced() -> None:
     assert files.read("p", 1 << 20) == before
 
 
-@pytest.mark.parametrize("verb", ["create", "write", "sync", "link", "sync_dir"])
+@pytest.mark.parametrize("verb", ["create", "write", "sync", "link"])
 @pytest.mark.parametrize("after", [False, True])
 def test_a_failed_write_leaves_no_half_file_under_the_name(verb: str, after: bool) -> None:
     files = SimulatedFiles(faults=[Fault(verb, after=after)])

@@ -9,8 +9,9 @@ import pytest
 
 from store.catalog import open_catalog, open_or_create
 from store.errors import FencedError, StorageError
-from store.layout import EPOCHS, MANIFESTS, epoch_path, manifest_path
+from store.layout import EPOCHS, MANIFESTS, epoch_path, manifest_path, segment_dir
 from store.retention import Retention, execute, plan_prune
+from store.schema import to_bytes
 from store.session import claim_epoch, newest_epoch, read_epoch, renew_epoch, require_newest, require_present
 from store.storage.local import LocalFiles
 from tests.crash.checker import assert_true_to_write, read_commit, read_newest
@@ -134,6 +135,20 @@ def test_a_prune_keeps_the_segments_of_a_commit_that_it_did_not_plan_for(files: 
     once(files, "unlink", manifest_path(plan.manifests[1]), lambda: put(files, back, data))
     execute(files, plan)
     assert_true_to_write(read_commit(open_catalog(files), plan.manifests[0]))
+
+
+def test_a_prune_keeps_the_segments_of_a_commit_that_appears_under_a_new_name(files: SimulatedFiles) -> None:
+    """None that the plan has read: of a job that was stopped in the middle of its commit, for example."""
+    job = Job(files, Memory())
+    for _ in range(4):
+        job.save()
+    catalog = open_catalog(files)
+    plan = plan_prune(catalog, ONE, job.epoch)
+    gone = catalog.manifest(plan.groups[0])
+    late = gone.model_copy(update={"step": gone.step + 1})
+    once(files, "unlink", MANIFESTS, lambda: put(files, manifest_path(late.save), to_bytes(late)))
+    execute(files, plan)
+    assert files.list_dir(segment_dir(gone.save))
 
 
 def test_a_fenced_owner_cannot_prune_by_a_new_plan_either(files: SimulatedFiles) -> None:

@@ -32,6 +32,16 @@ def test_a_directory_that_is_there_is_synced_all_the_same(files: SimulatedFiles)
     assert [(op.verb, op.path) for op in files.log] == [("sync_dir", ""), ("sync_dir", "a")]
 
 
+def test_a_directory_that_cannot_be_synced_is_an_error_unless_its_sync_is_left_to_the_caller(
+    files: SimulatedFiles,
+) -> None:
+    files.faults = [Fault("sync_dir", times=None)]
+    with pytest.raises(StorageError):
+        write_new(files, "name", lambda file: file.write(b"data"))
+    write_new(files, "other", lambda file: file.write(b"data"), sync_name=False)
+    assert verbs(files)[-4:] == ["write", "sync", "link", "unlink"]
+
+
 def test_what_is_there_stays(files: SimulatedFiles) -> None:
     write_new(files, "name", lambda file: file.write(b"old"))
     with pytest.raises(ExistsError):
