@@ -24,7 +24,7 @@ from monitor.ledger import CommitDraft, manifest_of, new_version
 from monitor.observe.units import LocalUnit
 from monitor.save.save_task import empty_segment, with_run_state
 from monitor.save.saver import Saver
-from monitor.save.staging import AsyncCopy, EncodedCopy, EncodingLoss, as_bytes
+from monitor.save.staging import AsyncCopy, CopyTiming, EncodedCopy, EncodingLoss, as_bytes
 from monitor.save.store_session import StoreSession
 from store.encoding import encoding_named
 from store.errors import SaveError
@@ -172,13 +172,15 @@ class SnapshotManifest:
 
 
 class SnapshotStager:
-    """Stages the snapshots of one rank. Training thread. ``lazy``: copy during the next forward and backward."""
+    """Stages the snapshots of one rank. Training thread."""
 
-    def __init__(self, job: JobContext, session: StoreSession, manifest: SnapshotManifest, *, lazy: bool) -> None:
+    def __init__(
+        self, job: JobContext, session: StoreSession, manifest: SnapshotManifest, copy_timing: CopyTiming
+    ) -> None:
         self._job = job
         self._session = session
         self._manifest = manifest
-        self._lazy = lazy
+        self._copy_timing = copy_timing
         self._encodings = job.config.memory_encodings()
 
     def payload_bytes(self, local: Mapping[Unit, LocalUnit]) -> int:
@@ -197,8 +199,8 @@ class SnapshotStager:
         leaves = cast("Sequence[Leaf]", segment.run_leaves)
         spare = max(sum(len(leaf.data) for leaf in leaves), _MARGIN)
         placements, end = _placements(_moving(local), self._encodings, allocate, spare)
-        copying = self._start_copies(placements)
         head = self._manifest.manifest(save, store_id) if segment.rank == 0 else None
+        copying = self._start_copies(placements)  # last: an error would leave them unfinished
         return Version(arena, slot, segment, leaves, self._session.token, placements, end, head, copying)
 
     def _start_copies(self, placements: Sequence[Placement]) -> AsyncCopy:
@@ -211,9 +213,7 @@ class SnapshotStager:
                 (now if one.unit.slot == BUFFER else copying).add([one.source], [one.copy])
         now.start()
         now.finish()
-        copying.start()
-        if not self._lazy:
-            copying.finish()
+        self._copy_timing.start(copying)
         return copying
 
 

@@ -34,7 +34,7 @@ from monitor.save.save_task import (
     with_run_state,
 )
 from monitor.save.self_check import SelfChecker
-from monitor.save.staging import AsyncCopy, StagedUnit, Stager, UnfinishedCopy, encoded_bytes
+from monitor.save.staging import AsyncCopy, CopyTiming, StagedUnit, Stager, UnfinishedCopy, encoded_bytes
 from monitor.save.store_session import StoreSession
 from monitor.types import DecisionResult
 from store.encoding import encoding_named
@@ -94,9 +94,7 @@ class Saver:
         self._writer: BackgroundWorker[SaveResult | None] = BackgroundWorker(f"driftpoint-writer-{job.group.rank}")
         self._pending: _Pending | None = None
         self._outcome: TaskResult[SaveResult | None] | None = None
-        staging = job.config.staging
-        # Whether copies are made during the next forward and backward.
-        self.lazy = staging == "lazy" or (staging == "auto" and job.adapter.state_is_private)
+        self.copy_timing = CopyTiming(job.config.staging, private=job.adapter.state_is_private)
         self._upkeep: dict[int, str] = {}
         self._fenced = self._committed = False
         self._renewing = not session.claimed
@@ -409,9 +407,7 @@ class Saver:
                 if unit in local:
                     mine = decided.mine.get(unit)
                     staged.append(self._stager.stage(local[unit], choice.encoding or "", mine, copying))
-            copying.start()
-            if not self.lazy:
-                copying.finish()
+            self.copy_timing.start(copying)
         except Exception as error:  # noqa: BLE001 - this rank's edge: kept as the save's failure
             for one in staged:
                 self._stager.unstage(one, one.copies)

@@ -2,11 +2,13 @@
 
 State does not change between two optimizer steps. So copies are made at once (``eager``), or during the next forward
 and backward (``lazy``); then the next optimizer step waits for the copies that are not complete, and so does any other
-public call of the framework that changes the state. What cannot be intercepted is found, and the save is given up.
+public call of the framework that changes the state. What cannot be intercepted is found, and the save is given up:
+by the kernel, whatever code made the change (:class:`WriteTracker`), or else by version counters and a sample.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,11 +24,14 @@ from monitor.adapters.module_tensors import dtype_name
 from monitor.observe.drift_meter import DriftMeter, Measure, Signature, measure_record
 from monitor.observe.units import LocalUnit
 from monitor.save.torch_codecs import encoded_chunks, encoder_named, true_on
+from monitor.save.write_tracking import TrackedCopy, WriteTracker, write_tracker
 from store.encoding import CHUNK, encoding_named
 from store.encoding.base import Bytes
 from store.errors import SaveError
 from store.names import BUFFER, FROZEN, Fragment, Unit
 from store.schema import MeasureRecord
+
+_log = logging.getLogger("driftpoint")
 
 _HUGE = 3.3e38  # larger values may round to infinity, so they are stored raw
 
@@ -230,8 +235,14 @@ class AsyncCopy:
         self._host: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._devices: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._encoded: list[EncodedCopy] = []
+        self._tracked: TrackedCopy | None = None
         self._lock = threading.Lock()
         self._done = False
+
+    @property
+    def torn(self) -> bool:
+        """Whether the copies are complete, and not those of one state."""
+        return self._torn
 
     def add(self, sources: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
         """Add copies of ``sources`` into ``buffers``, pair by pair."""
@@ -262,12 +273,22 @@ class AsyncCopy:
                     if copy.source.device == device:
                         copy.begin()
 
+    def start_tracked(self, tracker: WriteTracker) -> bool:
+        """Start with every write to the sources tracked. Return False if it cannot be. Training thread."""
+        if self._devices or self._encoded or not tracker.acquire():
+            return False
+        self._tracked = TrackedCopy(tracker, self._host)
+        return True
+
     def finish(self) -> None:
         """Copy the host tensors, and return once every copy is complete. Later calls do nothing."""
         with self._lock:
             if self._done:
                 return
             self._done = self._torn = True  # torn until all succeed: after an error the save must not use the copies
+            if self._tracked is not None:
+                self._torn = not self._tracked.finish()
+                return
             for source, buffer in self._host:
                 buffer.copy_(source)
             for copy in self._encoded:
@@ -284,8 +305,9 @@ class AsyncCopy:
     def require_whole(self) -> None:
         """Raise SaveError if a source was changed in place before its copy was complete.
 
-        Autograd's version counters tell of most changes outside the optimizer. Of the others, such as those through
-        ``.data``, a sample tells; one that leaves the sampled elements as they were is not found."""
+        With tracked writes, every change is found. Otherwise autograd's version counters tell of most changes outside
+        the optimizer, and of others, such as those through ``.data``, a sample tells: one that leaves the sampled
+        elements as they were is not found."""
         if self._torn:
             raise SaveError(
                 "the state was changed between two optimizer steps while it was copied, so this save is given up; "
@@ -306,6 +328,38 @@ class AsyncCopy:
                 if not sample.holds():
                     return True
         return False
+
+
+class CopyTiming:
+    """Chooses when the copies of a job are made, for its saves and its snapshots. Training thread.
+
+    Beside training where the state is private to the optimizer, the user vouches for it (``lazy``), or all writes to it
+    are tracked; until a change of it is found. Else at once.
+
+    Args:
+        setting: ``staging`` of the configuration.
+        private: As :attr:`monitor.adapters.base.Adapter.state_is_private`.
+    """
+
+    def __init__(self, setting: Literal["auto", "eager", "lazy"], *, private: bool) -> None:
+        self._lazy = setting == "lazy" or (setting == "auto" and private)
+        self._tracker = write_tracker() if setting == "auto" and not private else None
+        self._last = AsyncCopy()  # with tracked writes
+
+    def start(self, copying: AsyncCopy) -> None:
+        """Start the copies, and complete them if they are not made beside training."""
+        if self._tracker is not None and self._last.torn:
+            self._tracker = None
+            _log.warning(
+                "the state was changed between two optimizer steps, so copies are made before ckpt.step() returns from "
+                "now on, which takes longer. Make such changes before ckpt.step(), or call ckpt.copied() before them"
+            )
+        if self._tracker is not None and copying.start_tracked(self._tracker):
+            self._last = copying
+            return
+        copying.start()
+        if not self._lazy:
+            copying.finish()
 
 
 class UnfinishedCopy:

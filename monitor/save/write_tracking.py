@@ -1,0 +1,180 @@
+"""Copies host memory beside training, and finds every write to it meanwhile, whatever code makes it.
+
+Autograd counts the in-place operations that it sees. It sees no write through ``.data``, numpy, or a pointer. Linux does,
+from 6.7 on: a page that is write-protected by ``userfaultfd`` in its asynchronous mode loses the protection when it is
+written, without a signal or a wait, and ``PAGEMAP_SCAN`` tells which pages have it (userfaultfd(2), ioctl_pagemap_scan).
+
+Not seen: writes by a device into pinned memory, and by another process into shared memory. Such memory is refused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import platform
+import struct
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import lru_cache
+
+import torch
+
+_SYSCALL = {"x86_64": 323, "aarch64": 282}  # userfaultfd(2)
+_USER_MODE_ONLY = 1
+_FEATURES = 1 << 0 | 1 << 13 | 1 << 15  # PAGEFAULT_FLAG_WP, WP_UNPOPULATED, WP_ASYNC
+_API, _REGISTER, _UNREGISTER, _PROTECT = 0xC018AA3F, 0xC020AA00, 0x8010AA01, 0xC018AA06  # UFFDIO_...
+_SCAN = 0xC0606610  # PAGEMAP_SCAN
+_ARM, _REGISTERED_ONLY = 1, 2  # PM_SCAN_WP_MATCHING, PM_SCAN_CHECK_WPASYNC
+_PROTECTABLE, _WRITTEN, _OF_FILE, _PRESENT = 1, 2, 4, 8  # PAGE_IS_WPALLOWED, PAGE_IS_WRITTEN, PAGE_IS_FILE, ..._PRESENT
+_LEAST = 1 << 18  # bytes; smaller tensors are copied in less time than tracking takes
+
+
+class WriteTracker:
+    """Tracks writes to pages of this process, for one :class:`TrackedCopy` at a time.
+
+    :func:`write_tracker` returns the one of the process. Raises OSError if the kernel does not track writes."""
+
+    def __init__(self) -> None:
+        import fcntl  # noqa: PLC0415 - not on every platform
+
+        self._ioctl = fcntl.ioctl
+        libc = ctypes.CDLL(None, use_errno=True)
+        self._fault = libc.syscall(_SYSCALL.get(platform.machine(), -1), os.O_CLOEXEC | _USER_MODE_ONLY)
+        if self._fault < 0:
+            raise OSError(ctypes.get_errno(), "userfaultfd is not permitted")
+        self._call(_API, 0xAA, _FEATURES, 0)
+        self._pages = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        self._busy = threading.Lock()
+        self._probe()
+
+    def acquire(self) -> bool:
+        """Reserve the tracker until :meth:`release`. Return False while another copy uses it: protecting pages again
+        would hide what was written to them."""
+        return self._busy.acquire(blocking=False)
+
+    def release(self) -> None:
+        self._busy.release()
+
+    def protect(self, tensor: torch.Tensor) -> range | None:
+        """Track writes to the pages that lie within a contiguous host tensor, and return their addresses.
+
+        None if they cannot be tracked, or are few. Call :meth:`unprotect` before they are written on purpose: each
+        write to a protected page costs a fault."""
+        begin = tensor.data_ptr()
+        start = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        stop = (begin + tensor.numel() * tensor.element_size()) // mmap.PAGESIZE * mmap.PAGESIZE
+        if stop - start < _LEAST or tensor.is_pinned():
+            return None
+        pages = range(start, stop)
+        with suppress(OSError):
+            try:
+                self._arm(pages)
+            except PermissionError:  # not registered, or mapped anew since
+                self._call(_REGISTER, start, stop - start, 2, 0)
+                self._arm(pages)
+                if not self._all(pages, _PRESENT, but=_OF_FILE) or self.written(pages):
+                    self._call(_UNREGISTER, start, stop - start)
+                    return None
+            return pages
+        return None
+
+    def written(self, pages: range) -> bool:
+        """Return whether any page may have been written since :meth:`protect`. Raises OSError.
+
+        All must be known to be protected still, so that pages that were unmapped count as written."""
+        return not self._all(pages, _PROTECTABLE, but=_WRITTEN)
+
+    def unprotect(self, pages: range) -> None:
+        with suppress(OSError):  # then writing them costs a fault each, and nothing else
+            self._call(_PROTECT, pages.start, len(pages), 0)
+
+    def _arm(self, pages: range) -> None:
+        self._scan(pages, _ARM | _REGISTERED_ONLY)
+
+    def _all(self, pages: range, category: int, *, but: int) -> bool:
+        """Return whether all pages are in ``category`` and none is in ``but``."""
+        first = (ctypes.c_uint64 * 3)()  # begin, end and categories of the first run of such pages
+        found = self._scan(pages, 0, ctypes.addressof(first), 1, 0, but, category | but, 0, category | but)
+        return found == 1 and (first[0], first[1]) == (pages.start, pages.stop)
+
+    def _scan(self, pages: range, flags: int, *values: int) -> int:
+        values = values or (0,) * 7
+        scan = bytearray(struct.pack("12Q", 96, flags, pages.start, pages.stop, 0, *values))
+        return self._ioctl(self._pages, _SCAN, scan)
+
+    def _call(self, request: int, *values: int) -> None:
+        self._ioctl(self._fault, request, bytearray(struct.pack(f"{len(values)}Q", *values)))
+
+    def _probe(self) -> None:
+        """Raise OSError unless a write is found, and only that."""
+        memory = torch.full((2 * _LEAST,), 7, dtype=torch.uint8)
+        pages = self.protect(memory)
+        if pages is None or self.written(pages):
+            raise OSError("the kernel does not protect pages asynchronously")
+        memory.data[_LEAST] = 1
+        if not self.written(pages):
+            raise OSError("the kernel does not tell of writes")
+        self.unprotect(pages)
+
+
+class TrackedCopy:
+    """Copies host tensors, most of them in :meth:`finish`, and tells whether any was written before it was copied.
+
+    Tensors that cannot be tracked are copied at once.
+
+    Args:
+        tracker: Acquired; released by :meth:`finish`.
+        pairs: 1-d contiguous sources, and buffers of the same sizes.
+    """
+
+    def __init__(self, tracker: WriteTracker, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._tracker = tracker
+        self._left: list[tuple[torch.Tensor, torch.Tensor, range]] = []
+        try:
+            for source, buffer in pairs:
+                self._begin(source, buffer)
+        except BaseException:
+            self._end()
+            raise
+
+    def finish(self) -> bool:
+        """Copy the rest. Return whether the copies hold the values that the sources had in the beginning."""
+        whole = True
+        try:
+            for source, buffer, pages in self._left:
+                ctypes.memmove(buffer.data_ptr() + pages.start - source.data_ptr(), pages.start, len(pages))
+                whole = whole and not self._tracker.written(pages)
+                self._tracker.unprotect(pages)
+        finally:
+            self._end()
+        return whole
+
+    def _begin(self, source: torch.Tensor, buffer: torch.Tensor) -> None:
+        pages = self._tracker.protect(source)
+        if pages is None:
+            buffer.copy_(source)
+            return
+        self._left.append((source, buffer, pages))
+        begin, target = source.data_ptr(), buffer.data_ptr()
+        end = begin + source.numel() * source.element_size()
+        for start, stop in ((begin, pages.start), (pages.stop, end)):  # they share their pages with other data
+            ctypes.memmove(target + start - begin, start, stop - start)
+
+    def _end(self) -> None:
+        """Release the tracker. Pages that are still protected after an error only cost a fault when written."""
+        self._left.clear()
+        self._tracker.release()
+
+
+def write_tracker() -> WriteTracker | None:
+    """Return the tracker of this process, None where the system has none."""
+    return _tracker_of(os.getpid())  # a forked child's memory is another one
+
+
+@lru_cache(maxsize=1)
+def _tracker_of(_: int) -> WriteTracker | None:
+    with suppress(OSError, ImportError, AttributeError):
+        return WriteTracker()
+    return None
