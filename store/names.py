@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import total_ordering
+from functools import lru_cache, total_ordering
 
 WEIGHTS = "fp32"
 """Slot of the weights that the optimizer updates: the fp32 master weights if there are any, otherwise the parameter
@@ -72,6 +72,7 @@ class SaveId:
         return f"{self.step:08d}-{self.epoch:06d}"
 
     @classmethod
+    @lru_cache(maxsize=4096)
     def parse(cls, name: str) -> SaveId:
         """Parse a :attr:`name`. Raises ValueError for other text."""
         match = _SAVE_NAME.match(name)

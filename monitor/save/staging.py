@@ -500,8 +500,9 @@ class Stager:
     def _encodes_now(self, part: LocalUnit, encoding: str) -> bool:
         """Whether to encode while staging: fewer bytes to copy, but the copying thread spends the time."""
         known = encoding_named(encoding)
-        applies = all(known.applies(dtype_name(tensor.dtype)) for tensor in part.tensors)
-        return self._encode == "staging" and applies and not known.lossless
+        if self._encode == "saving" or known.lossless:
+            return False
+        return all(known.applies(dtype_name(tensor.dtype)) for tensor in part.tensors)
 
     def _encoded_copies(self, part: LocalUnit, encoding: str, copies: list[torch.Tensor]) -> tuple[EncodedCopy, ...]:
         sizes = [encoding_named(encoding).stored_bytes(tensor.numel(), "F32") for tensor in part.tensors]
