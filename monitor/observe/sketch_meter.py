@@ -206,10 +206,10 @@ class SketchMeter:
 
     A save gets the signature of the last measurement of the unit by the thread that stages it, unless an earlier save
     used that up; otherwise one computed from the copies. :meth:`stage` does not read the copies, which may still be
-    filling; if they are not what was measured, :meth:`settle` reads them once the save is committed, and compares a sample of at most 64 values, spread
-    over the unit, bit by bit. If they differ, the state changed between measuring and copying (an optimizer step
-    changes all values), and the signature is computed from the copies. A change outside the sample (a few rows of an
-    embedding) is not detected, so measure a unit in the step in which it is staged.
+    filling. Unless they are what was measured, :meth:`settle` reads them once the save is committed, and compares a
+    sample of at most 64 values, spread over the unit, bit by bit. If they differ, the state changed between measuring
+    and copying (an optimizer step changes all values), and the signature is computed from the copies. A change outside
+    the sample (a few rows of an embedding) is not detected, so measure a unit in the step in which it is staged.
 
     Thread-safe. The training thread measures live pieces while a thread that carries out a save measures and stages its
     copies; neither uses the other's measurement.
@@ -249,9 +249,7 @@ class SketchMeter:
         """
         with self._lock:
             signature = self._signature(unit, pieces)
-            self._measured[threading.get_ident(), unit] = _Measured(
-                signature, _sample(pieces), _places(pieces)
-            )
+            self._measured[threading.get_ident(), unit] = _Measured(signature, _sample(pieces), _places(pieces))
             reference = self._references.get(unit)
         if reference is None:
             return Measure(0.0, 0.0, signature.finite, signature)
@@ -294,9 +292,7 @@ class SketchMeter:
                 raise ValueError(f"{unit} is not staged; call stage() before settle()")
             copies, measured = pending.copies, pending.measured
             if committed:
-                current = measured is not None and (
-                    pending.of_copies or torch.equal(measured.sample, _sample(copies))
-                )
+                current = measured is not None and (pending.of_copies or torch.equal(measured.sample, _sample(copies)))
                 self._references[unit] = (
                     measured.signature if measured is not None and current else self._signature(unit, copies)
                 )

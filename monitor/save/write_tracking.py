@@ -1,15 +1,17 @@
 """Copies host memory beside training, and finds every write to it meanwhile, whatever code makes it.
 
-Autograd counts the in-place operations that it sees. It sees no write through ``.data``, numpy, or a pointer. Linux does,
-from 6.7 on: a page that is write-protected by ``userfaultfd`` in its asynchronous mode loses the protection when it is
-written, without a signal or a wait, and ``PAGEMAP_SCAN`` tells which pages have it (userfaultfd(2), ioctl_pagemap_scan).
+Autograd counts the in-place operations that it sees, which writes through ``.data``, numpy or a pointer are not. Linux
+sees all, from 6.7 on: a page that is write-protected by userfaultfd(2) in its asynchronous mode loses the protection
+when it is written, without a signal or a wait, and PAGEMAP_SCAN tells which pages have it (admin-guide/mm/pagemap).
 
-Not seen: writes by a device into pinned memory, and by another process into shared memory. Such memory is refused.
+It does not see writes by a device into pinned memory, nor by another process into shared memory. Such memory is
+copied at once, and so is what shares a page with other data.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import platform
@@ -24,7 +26,8 @@ import torch
 _SYSCALL = {"x86_64": 323, "aarch64": 282}  # userfaultfd(2)
 _USER_MODE_ONLY = 1
 _FEATURES = 1 << 0 | 1 << 13 | 1 << 15  # PAGEFAULT_FLAG_WP, WP_UNPOPULATED, WP_ASYNC
-_API, _REGISTER, _UNREGISTER, _PROTECT = 0xC018AA3F, 0xC020AA00, 0x8010AA01, 0xC018AA06  # UFFDIO_...
+_API, _REGISTER, _PROTECT = 0xC018AA3F, 0xC020AA00, 0xC018AA06  # UFFDIO_API, UFFDIO_REGISTER, UFFDIO_WRITEPROTECT
+_WRITES = 2  # UFFDIO_REGISTER_MODE_WP
 _SCAN = 0xC0606610  # PAGEMAP_SCAN
 _ARM, _REGISTERED_ONLY = 1, 2  # PM_SCAN_WP_MATCHING, PM_SCAN_CHECK_WPASYNC
 _PROTECTABLE, _WRITTEN, _OF_FILE, _PRESENT = 1, 2, 4, 8  # PAGE_IS_WPALLOWED, PAGE_IS_WRITTEN, PAGE_IS_FILE, ..._PRESENT
@@ -37,9 +40,6 @@ class WriteTracker:
     :func:`write_tracker` returns the one of the process. Raises OSError if the kernel does not track writes."""
 
     def __init__(self) -> None:
-        import fcntl  # noqa: PLC0415 - not on every platform
-
-        self._ioctl = fcntl.ioctl
         libc = ctypes.CDLL(None, use_errno=True)
         self._fault = libc.syscall(_SYSCALL.get(platform.machine(), -1), os.O_CLOEXEC | _USER_MODE_ONLY)
         if self._fault < 0:
@@ -65,18 +65,17 @@ class WriteTracker:
         begin = tensor.data_ptr()
         start = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
         stop = (begin + tensor.numel() * tensor.element_size()) // mmap.PAGESIZE * mmap.PAGESIZE
-        if stop - start < _LEAST or tensor.is_pinned():
+        if stop - start < _LEAST or tensor.device.type != "cpu" or tensor.is_pinned():
             return None
         pages = range(start, stop)
         with suppress(OSError):
             try:
                 self._arm(pages)
             except PermissionError:  # not registered, or mapped anew since
-                self._call(_REGISTER, start, stop - start, 2, 0)
-                self._arm(pages)
-                if not self._all(pages, _PRESENT, but=_OF_FILE) or self.written(pages):
-                    self._call(_UNREGISTER, start, stop - start)
+                if not self._all(pages, _PRESENT, but=_OF_FILE):  # others may have it, too
                     return None
+                self._call(_REGISTER, start, stop - start, _WRITES, 0)
+                self._arm(pages)
             return pages
         return None
 
@@ -102,10 +101,10 @@ class WriteTracker:
     def _scan(self, pages: range, flags: int, *values: int) -> int:
         values = values or (0,) * 7
         scan = bytearray(struct.pack("12Q", 96, flags, pages.start, pages.stop, 0, *values))
-        return self._ioctl(self._pages, _SCAN, scan)
+        return int(fcntl.ioctl(self._pages, _SCAN, scan))
 
     def _call(self, request: int, *values: int) -> None:
-        self._ioctl(self._fault, request, bytearray(struct.pack(f"{len(values)}Q", *values)))
+        fcntl.ioctl(self._fault, request, bytearray(struct.pack(f"{len(values)}Q", *values)))
 
     def _probe(self) -> None:
         """Raise OSError unless a write is found, and only that."""
@@ -175,6 +174,7 @@ def write_tracker() -> WriteTracker | None:
 
 @lru_cache(maxsize=1)
 def _tracker_of(_: int) -> WriteTracker | None:
-    with suppress(OSError, ImportError, AttributeError):
+    try:
         return WriteTracker()
-    return None
+    except (OSError, AttributeError):  # another system, an older kernel, or a sandbox that does not permit it
+        return None

@@ -36,7 +36,8 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.embed(x))
+        out: torch.Tensor = self.head(self.embed(x))
+        return out
 
 
 class Job:
@@ -49,7 +50,7 @@ class Job:
         self.ckpt.resume()
         self.scaler = torch.amp.GradScaler("cpu")
         self.average = copy.deepcopy(self.model)
-        self.compiled = torch.compile(lambda: self.optimizer.step(), backend="eager")
+        self.compiled = torch.compile(self.optimizer.step, backend="eager")
 
     def backward(self) -> None:
         self.optimizer.zero_grad()
@@ -209,7 +210,7 @@ WAITED_FOR = [
 ]
 
 
-CASES = [(change, None) for change in WAITED_FOR]
+CASES: list[tuple[Callable[[Job], None], str | None]] = [(change, None) for change in WAITED_FOR]
 CASES += [(change, kind) for change in (steps, steps_compiled, steps_by_the_scaler) for kind in ("foreach", "fused")]
 
 

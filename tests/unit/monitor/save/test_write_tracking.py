@@ -52,7 +52,12 @@ def by_a_view(live: torch.Tensor) -> None:
     live.view(-1, 2)[60_000:60_001].detach().zero_()
 
 
-CHANGES = [by_data, by_numpy, in_place, by_pointer, of_the_same_value, by_a_view]
+def by_a_system_call(live: torch.Tensor) -> None:
+    with Path("/dev/zero").open("rb") as zeros:
+        assert os.preadv(zeros.fileno(), [live.numpy().data[90_000:90_001]], 0) == 4
+
+
+CHANGES = [by_data, by_numpy, in_place, by_pointer, of_the_same_value, by_a_view, by_a_system_call]
 
 
 @pytest.mark.parametrize("change", CHANGES)
