@@ -24,8 +24,9 @@ from monitor.ledger import CommitDraft, manifest_of, new_version
 from monitor.observe.units import LocalUnit
 from monitor.save.save_task import empty_segment, with_run_state
 from monitor.save.saver import Saver
-from monitor.save.staging import AsyncCopy, CopyTiming, EncodedCopy, EncodingLoss, as_bytes
+from monitor.save.staging import AsyncCopy, CopyTiming, as_bytes
 from monitor.save.store_session import StoreSession
+from monitor.save.torch_codecs import EncodedCopy, EncodingLoss
 from store.encoding import encoding_named
 from store.errors import SaveError
 from store.memory.arena import Arena
