@@ -160,8 +160,8 @@ class AsyncCopy:
 
     @property
     def torn(self) -> bool:
-        """Whether the copies are complete, and not those of one state."""
-        return self._torn
+        """Whether the copies are over, and not those of one state."""
+        return self._torn and not self._lock.locked()
 
     def add(self, sources: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
         """Add copies of ``sources`` into ``buffers``, pair by pair."""
@@ -206,6 +206,7 @@ class AsyncCopy:
                 return
             self._done = self._torn = True  # torn until all succeed: after an error the save must not use the copies
             if self._tracked is not None:
+                self._host, self._versions = [], []
                 self._torn = not self._tracked.finish()
                 return
             for source, buffer in self._host:

@@ -287,6 +287,35 @@ def test_copies_are_made_at_once_where_nothing_vouches(
 
 
 @tracked_only
+def test_a_copy_under_way_is_no_change_and_another_one_beside_it_is_made_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    timing, live = staging.CopyTiming("auto", private=False), torch.randn(WIDTH, WIDTH).flatten()
+    first, second, buffers = staging.AsyncCopy(), staging.AsyncCopy(), [torch.empty_like(live) for _ in range(2)]
+    real, began, release = WriteTracker.written, threading.Event(), threading.Event()
+
+    def written(*given: Any) -> bool:
+        began.set()
+        assert release.wait(60)
+        return real(*given)
+
+    monkeypatch.setattr(WriteTracker, "written", written)
+    first.add([live], buffers[:1])
+    timing.start(first)
+    background = threading.Thread(target=first.finish)
+    background.start()
+    assert began.wait(60)
+    second.add([live], buffers[1:])
+    timing.start(second)
+    assert timing._tracker is not None
+    assert torch.equal(buffers[1], live)
+    release.set()
+    background.join()
+    first.require_whole()
+    assert torch.equal(buffers[0], live)
+
+
+@tracked_only
 def test_without_the_tracker_s_answer_a_torn_state_would_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
