@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -68,7 +68,7 @@ class Version:
     claim: str  # token of the claim of the save's epoch
     placements: Sequence[Placement]
     fragments_end: int  # bytes of all fragments; the tensors of the run state follow
-    head: ManifestRecord | None
+    head: Callable[[], ManifestRecord] | None  # rank 0
     copying: AsyncCopy
 
 
@@ -105,7 +105,8 @@ def seal_snapshot(version: Version) -> float:
         run_tensors=tensors,
         facts=dict(segment.facts),
     )
-    version.arena.seal(version.slot, VersionRecord(reader=READER, claim=version.claim, part=part, head=version.head))
+    head = None if version.head is None else version.head()
+    version.arena.seal(version.slot, VersionRecord(reader=READER, claim=version.claim, part=part, head=head))
     return time.monotonic() - began
 
 
@@ -142,25 +143,23 @@ class SnapshotManifest:
         units = [[unit.layer, unit.slot] for unit in self._job.table.sizes if unit.slot != FROZEN]
         return digest(seal([save.name, "memory", units]))
 
-    def manifest(self, save: SaveId, store_id: str) -> ManifestRecord:
-        """Return the manifest without the snapshot's own group and encoding errors: not all parts exist yet."""
-        job, ledger, sizes = self._job, self._job.ledger, self._job.table.sizes
+    def manifest(self, save: SaveId, store_id: str) -> Callable[[], ManifestRecord]:
+        """Return a function that builds the manifest in any thread, of what is known now.
+
+        It lacks the snapshot's own group and the encoding errors: not all parts exist yet."""
+        job, ledger, sizes = self._job, replace(self._job.ledger), self._job.table.sizes
         draft = CommitDraft(
             facts=job.facts(store_id),
             save=save,
             world_size=job.group.world_size,
             commits=ledger.commits,
             previous=self._saver.newest,
-            kept=ledger.kept(save.step, {}, sizes),
+            find_kept=partial(ledger.kept, save.step, {}, sizes),
             saved={},
             sizes=sizes,
             groups=ledger.groups,
         )
-        units = [
-            draft.kept[unit] if unit.slot == FROZEN else new_version(unit, save, size, "kept in memory")
-            for unit, size in sizes.items()
-        ]
-        return manifest_of(draft, units, draft.groups, bytes_avoided=0, differs=ledger.differs)
+        return partial(_manifest, draft, ledger.differs)
 
     def _committed(self, unit: Unit) -> bool:
         version = self._job.ledger.versions.get(unit)
@@ -170,6 +169,14 @@ class SnapshotManifest:
         """Return the sum of autograd's version counters of frozen parameters, which the script may still change."""
         frozen = (one for one in self._job.adapter.module.parameters() if not one.requires_grad)
         return versions_of(frozen)
+
+
+def _manifest(draft: CommitDraft, differs: tuple[str, ...]) -> ManifestRecord:
+    units = [
+        draft.kept[unit] if unit.slot == FROZEN else new_version(unit, draft.save, size, "kept in memory")
+        for unit, size in draft.sizes.items()
+    ]
+    return manifest_of(draft, units, draft.groups, bytes_avoided=0, differs=differs)
 
 
 class SnapshotStager:

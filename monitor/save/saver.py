@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -462,7 +463,7 @@ class Saver:
             world_size=self._group.world_size,
             commits=self._job.ledger.commits + 1,
             previous=self._job.ledger.newest,
-            kept=self._job.ledger.kept(save.step, decided.drift, self._job.table.sizes),
+            find_kept=partial(replace(self._job.ledger).kept, save.step, decided.drift, self._job.table.sizes),
             saved=decided.saved,
             sizes=self._job.table.sizes,
             groups=dict(self._job.ledger.groups),

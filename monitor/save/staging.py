@@ -387,20 +387,21 @@ class Stager:
             measure: Measurement of the live tensors, if there is one.
             copying: Makes the copies.
         """
-        copies, encoded = self._pool.take(part.unit, part.tensors), tuple[EncodedCopy, ...]()
+        tensors = part.tensors
+        copies, encoded = self._pool.take(part.unit, tensors), tuple[EncodedCopy, ...]()
         if self._encodes_now(part, encoding):
             # The original values do not reach host memory, so they are measured on the device.
-            measure = measure or self._meter.measure(part.unit, part.tensors)
+            measure = measure or self._meter.measure(part.unit, tensors)
             encoded = self._encoded_copies(part, encoding, copies) if measure.finite else ()
         if encoded:
             copying.add_encoded(encoded)
         elif part.unit.slot in (BUFFER, FROZEN):  # a forward may change buffers, and scripts reach frozen weights
             now = AsyncCopy()
-            now.add(part.tensors, copies)
+            now.add(tensors, copies)
             now.start()
             now.finish()
         else:
-            copying.add(part.tensors, copies)
+            copying.add(tensors, copies)
         return StagedUnit(
             unit=part.unit,
             encoding=encoding,
