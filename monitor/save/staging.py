@@ -194,7 +194,7 @@ class AsyncCopy:
 
     def start_tracked(self, tracker: WriteTracker) -> bool:
         """Start with every write to the sources tracked. Return False if it cannot be. Training thread."""
-        if self._devices or self._encoded or not tracker.acquire():
+        if self._devices or self._encoded or not tracker.in_use.acquire(blocking=False):
             return False
         self._tracked = TrackedCopy(tracker, self._host)
         return True

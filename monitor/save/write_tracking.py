@@ -46,36 +46,27 @@ class WriteTracker:
             raise OSError(ctypes.get_errno(), "userfaultfd is not permitted")
         self._call(_API, 0xAA, _FEATURES, 0)
         self._pages = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-        self._busy = threading.Lock()
+        self.in_use = threading.Lock()  # held by a copy: protecting its pages again would hide what was written to them
         self._probe()
-
-    def acquire(self) -> bool:
-        """Reserve the tracker until :meth:`release`. Return False while another copy uses it: protecting pages again
-        would hide what was written to them."""
-        return self._busy.acquire(blocking=False)
-
-    def release(self) -> None:
-        self._busy.release()
 
     def protect(self, tensor: torch.Tensor) -> range | None:
         """Track writes to the pages that lie within a contiguous host tensor, and return their addresses.
 
         None if they cannot be tracked, or are few. Call :meth:`unprotect` before they are written on purpose: each
         write to a protected page costs a fault."""
-        begin = tensor.data_ptr()
-        start = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
-        stop = (begin + tensor.numel() * tensor.element_size()) // mmap.PAGESIZE * mmap.PAGESIZE
+        begin, end = _addresses(tensor)
+        start, stop = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
         if stop - start < _LEAST or tensor.device.type != "cpu" or tensor.is_pinned():
             return None
         pages = range(start, stop)
         with suppress(OSError):
             try:
-                self._arm(pages)
+                self._scan(pages, _ARM | _REGISTERED_ONLY)
             except PermissionError:  # not registered, or mapped anew since
                 if not self._all(pages, _PRESENT, but=_OF_FILE):  # others may have it, too
                     return None
                 self._call(_REGISTER, start, stop - start, _WRITES, 0)
-                self._arm(pages)
+                self._scan(pages, _ARM | _REGISTERED_ONLY)
             return pages
         return None
 
@@ -89,9 +80,6 @@ class WriteTracker:
         with suppress(OSError):  # then writing them costs a fault each, and nothing else
             self._call(_PROTECT, pages.start, len(pages), 0)
 
-    def _arm(self, pages: range) -> None:
-        self._scan(pages, _ARM | _REGISTERED_ONLY)
-
     def _all(self, pages: range, category: int, *, but: int) -> bool:
         """Return whether all pages are in ``category`` and none is in ``but``."""
         first = (ctypes.c_uint64 * 3)()  # begin, end and categories of the first run of such pages
@@ -99,8 +87,7 @@ class WriteTracker:
         return found == 1 and (first[0], first[1]) == (pages.start, pages.stop)
 
     def _scan(self, pages: range, flags: int, *values: int) -> int:
-        values = values or (0,) * 7
-        scan = bytearray(struct.pack("12Q", 96, flags, pages.start, pages.stop, 0, *values))
+        scan = bytearray(struct.pack("12Q", 96, flags, pages.start, pages.stop, 0, *(values or [0] * 7)))
         return int(fcntl.ioctl(self._pages, _SCAN, scan))
 
     def _call(self, request: int, *values: int) -> None:
@@ -124,7 +111,7 @@ class TrackedCopy:
     Tensors that cannot be tracked are copied at once.
 
     Args:
-        tracker: Acquired; released by :meth:`finish`.
+        tracker: Its ``in_use`` is held; :meth:`finish` releases it.
         pairs: 1-d contiguous sources, and buffers of the same sizes.
     """
 
@@ -156,15 +143,18 @@ class TrackedCopy:
             buffer.copy_(source)
             return
         self._left.append((source, buffer, pages))
-        begin, target = source.data_ptr(), buffer.data_ptr()
-        end = begin + source.numel() * source.element_size()
+        begin, end = _addresses(source)
         for start, stop in ((begin, pages.start), (pages.stop, end)):  # they share their pages with other data
-            ctypes.memmove(target + start - begin, start, stop - start)
+            ctypes.memmove(buffer.data_ptr() + start - begin, start, stop - start)
 
     def _end(self) -> None:
-        """Release the tracker. Pages that are still protected after an error only cost a fault when written."""
-        self._left.clear()
-        self._tracker.release()
+        self._left.clear()  # pages that an error left protected only cost a fault each when they are written
+        self._tracker.in_use.release()
+
+
+def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
+    begin = tensor.data_ptr()
+    return begin, begin + tensor.numel() * tensor.element_size()
 
 
 def write_tracker() -> WriteTracker | None:

@@ -22,10 +22,10 @@ MIB = 1 << 18  # float32 values
 @pytest.fixture(name="tracker")
 def _tracker() -> Iterator[WriteTracker]:
     tracker = write_tracker()
-    assert tracker is not None and tracker.acquire()
+    assert tracker is not None and tracker.in_use.acquire(blocking=False)
     yield tracker
-    tracker.acquire()  # unless the test left it acquired
-    tracker.release()
+    tracker.in_use.acquire(blocking=False)  # unless the test left it acquired
+    tracker.in_use.release()
 
 
 def by_data(live: torch.Tensor) -> None:
@@ -163,12 +163,12 @@ def test_memory_that_was_unmapped_counts_as_written(tracker: WriteTracker) -> No
 def test_one_copy_at_a_time_uses_the_tracker(tracker: WriteTracker) -> None:
     live = torch.randn(MIB)
     copy = TrackedCopy(tracker, [(live, torch.empty_like(live))])
-    assert not tracker.acquire()  # protecting the pages again would hide what was written since
+    assert not tracker.in_use.acquire(blocking=False)  # protecting the pages again would hide what was written since
     copy.finish()
-    assert tracker.acquire()
+    assert tracker.in_use.acquire(blocking=False)
 
 
 def test_a_failure_releases_the_tracker(tracker: WriteTracker) -> None:
     with pytest.raises(RuntimeError):
         TrackedCopy(tracker, [(torch.randn(8), torch.empty(9))])
-    assert tracker.acquire()
+    assert tracker.in_use.acquire(blocking=False)
