@@ -24,7 +24,7 @@ from monitor.adapters.module_tensors import dtype_name
 from monitor.observe.drift_meter import DriftMeter, Measure, Signature, measure_record
 from monitor.observe.units import LocalUnit
 from monitor.save.torch_codecs import EncodedCopy
-from monitor.save.write_tracking import TrackedCopy, WriteTracker, write_tracker
+from monitor.save.write_tracker import TrackedCopy, WriteTracker, write_tracker
 from store.encoding import encoding_named
 from store.errors import SaveError
 from store.names import BUFFER, FROZEN, Fragment, Unit

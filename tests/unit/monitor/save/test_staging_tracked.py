@@ -18,7 +18,7 @@ from torch import nn
 
 import monitor
 from monitor.save import staging
-from monitor.save.write_tracking import WriteTracker, write_tracker
+from monitor.save.write_tracker import WriteTracker, write_tracker
 from tests.support.internals import hold_writer, saver_of
 from tests.support.jobs import committed_steps, same
 from tests.support.kept import memory

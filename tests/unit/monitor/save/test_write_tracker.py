@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from monitor.save.write_tracking import TrackedCopy, WriteTracker, write_tracker
+from monitor.save.write_tracker import TrackedCopy, WriteTracker, write_tracker
 
 if write_tracker() is None:
     pytest.skip("this kernel does not track writes", allow_module_level=True)
