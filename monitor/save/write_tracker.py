@@ -32,6 +32,7 @@ _SCAN = 0xC0606610  # PAGEMAP_SCAN
 _ARM, _REGISTERED_ONLY = 1, 2  # PM_SCAN_WP_MATCHING, PM_SCAN_CHECK_WPASYNC
 _PROTECTABLE, _WRITTEN, _OF_FILE, _PRESENT = 1, 2, 4, 8  # PAGE_IS_WPALLOWED, PAGE_IS_WRITTEN, PAGE_IS_FILE, ..._PRESENT
 _LEAST = 1 << 18  # bytes; smaller tensors are copied in less time than tracking takes
+_MOST = 4096  # registered tensors; each takes up to two more of the 65,530 mappings that Linux allows a process
 
 
 class WriteTracker:
@@ -46,6 +47,7 @@ class WriteTracker:
             raise OSError(ctypes.get_errno(), "userfaultfd is not permitted")
         self._call(_API, 0xAA, _FEATURES, 0)
         self._pages = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+        self._registered = 0
         self.in_use = threading.Lock()  # held by a copy: protecting its pages again would hide what was written to them
         self._probe()
 
@@ -63,8 +65,9 @@ class WriteTracker:
             try:
                 self._scan(pages, _ARM | _REGISTERED_ONLY)
             except PermissionError:  # not registered, or mapped anew since
-                if not self._all(pages, _PRESENT, but=_OF_FILE):  # others may have it, too
+                if self._registered == _MOST or not self._all(pages, _PRESENT, but=_OF_FILE):  # others may have it, too
                     return None
+                self._registered += 1
                 self._call(_REGISTER, start, stop - start, _WRITES, 0)
                 self._scan(pages, _ARM | _REGISTERED_ONLY)
             return pages

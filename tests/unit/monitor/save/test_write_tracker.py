@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import monitor.save.write_tracker as write_tracker_module
 from monitor.save.write_tracker import TrackedCopy, WriteTracker, write_tracker
 
 if write_tracker() is None:
@@ -166,6 +167,17 @@ def test_one_copy_at_a_time_uses_the_tracker(tracker: WriteTracker) -> None:
     assert not tracker.in_use.acquire(blocking=False)  # protecting the pages again would hide what was written since
     copy.finish()
     assert tracker.in_use.acquire(blocking=False)
+
+
+def test_memory_mappings_are_not_used_up(tracker: WriteTracker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_tracker_module, "_MOST", tracker._registered + 2)
+    blocks = [
+        torch.frombuffer(mmap.mmap(-1, 4 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.float32)
+        for _ in range(3)
+    ]
+    found = [tracker.protect(block.fill_(1.0)) for block in blocks]
+    assert [pages is None for pages in found] == [False, False, True]
+    assert tracker.protect(blocks[0]) == found[0]
 
 
 def test_a_failure_releases_the_tracker(tracker: WriteTracker) -> None:
