@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 
 from monitor.observe.drift_meter import drift_ratio
 from monitor.observe.units import UnitSize, is_moving
@@ -56,12 +57,16 @@ class CommitDraft:
     world_size: int
     commits: int
     previous: SaveId | None
-    kept: Mapping[Unit, UnitRecord]
-    """Present versions, with drift and staleness as of this save; ``saved`` replaces some."""
+    find_kept: Callable[[], Mapping[Unit, UnitRecord]]  # called in any thread
     saved: Mapping[Unit, Choice]
     sizes: Mapping[Unit, UnitSize]  # of all units, over all ranks
     groups: Mapping[str, GroupRecord]
     partial: bool = True  # whether layers with NaN or Inf may be left out
+
+    @cached_property
+    def kept(self) -> Mapping[Unit, UnitRecord]:
+        """Present versions, with drift and staleness as of this save; ``saved`` replaces some."""
+        return self.find_kept()
 
 
 @dataclass(frozen=True)

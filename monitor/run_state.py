@@ -346,7 +346,7 @@ def _tensor_leaf(value: Any) -> Leaf | None:
     # Other subclasses (DTensor, quantized tensors) would come back as plain tensors.
     if type(value) not in (torch.Tensor, nn.Parameter) or value.layout != torch.strided:
         return None
-    host = value.detach().to("cpu", copy=True).contiguous()
+    host = value.detach().cpu().contiguous()
     data = host.reshape(-1).view(torch.uint8).numpy().tobytes() if host.numel() else b""
     return Leaf(dtype_name(host.dtype), tuple(host.shape), data)
 

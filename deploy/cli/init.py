@@ -57,7 +57,7 @@ def init(
 
 def schema(*, json: JsonOption = True, debug: DebugOption = False) -> None:
     """Print the JSON schema of a configuration, for editors and validators. Always JSON."""
-    from monitor.config.template import config_schema
+    from monitor.config.load import config_schema
 
     del json, debug
     output.answer(config_schema(), lambda _: None, as_json=True)
@@ -69,8 +69,7 @@ def create(out: Path, values: Mapping[str, Any], *, schema: bool) -> list[Path]:
     Raises:
         ConfigError: the values are invalid, or a file exists; nothing is written then.
     """
-    from monitor.config.load import load_config
-    from monitor.config.template import SCHEMA_FILE, TITLE, config_schema, written
+    from monitor.config.load import SCHEMA_FILE, TITLE, config_schema, load_config, written
 
     try:
         load_config(values)

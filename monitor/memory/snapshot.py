@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -24,8 +24,9 @@ from monitor.ledger import CommitDraft, manifest_of, new_version
 from monitor.observe.units import LocalUnit
 from monitor.save.save_task import empty_segment, with_run_state
 from monitor.save.saver import Saver
-from monitor.save.staging import AsyncCopy, EncodedCopy, EncodingLoss, as_bytes
+from monitor.save.staging import AsyncCopy, CopyTiming, as_bytes
 from monitor.save.store_session import StoreSession
+from monitor.save.torch_codecs import EncodedCopy, EncodingLoss
 from store.encoding import encoding_named
 from store.errors import SaveError
 from store.memory.arena import Arena
@@ -67,7 +68,7 @@ class Version:
     claim: str  # token of the claim of the save's epoch
     placements: Sequence[Placement]
     fragments_end: int  # bytes of all fragments; the tensors of the run state follow
-    head: ManifestRecord | None
+    head: Callable[[], ManifestRecord] | None  # rank 0
     copying: AsyncCopy
 
 
@@ -104,8 +105,8 @@ def seal_snapshot(version: Version) -> float:
         run_tensors=tensors,
         facts=dict(segment.facts),
     )
-    record = VersionRecord(reader=reader_of(version.head), claim=version.claim, part=part, head=version.head)
-    version.arena.seal(version.slot, record)
+    head = None if version.head is None else version.head()
+    version.arena.seal(version.slot, VersionRecord(reader=reader_of(head), claim=version.claim, part=part, head=head))
     return time.monotonic() - began
 
 
@@ -142,31 +143,24 @@ class SnapshotManifest:
         units = [[unit.layer, unit.slot] for unit in self._job.table.sizes if unit.slot != FROZEN]
         return digest(seal([save.name, "memory", units]))
 
-    def manifest(self, save: SaveId, store_id: str) -> ManifestRecord:
-        """Return the manifest without the snapshot's own group and encoding errors: not all parts exist yet."""
-        job, ledger, sizes = self._job, self._job.ledger, self._job.table.sizes
+    def manifest(self, save: SaveId, store_id: str) -> Callable[[], ManifestRecord]:
+        """Return a function that builds the manifest in any thread, of what is known now.
+
+        It lacks the snapshot's own group and the encoding errors: not all parts exist yet."""
+        job, ledger, sizes = self._job, replace(self._job.ledger), self._job.table.sizes
         draft = CommitDraft(
             facts=job.facts(store_id),
             save=save,
             world_size=job.group.world_size,
             commits=ledger.commits,
             previous=self._saver.newest,
-            kept=ledger.kept(save.step, {}, sizes),
+            find_kept=partial(ledger.kept, save.step, {}, sizes),
             saved={},
             sizes=sizes,
             groups=ledger.groups,
         )
-        units = [
-            draft.kept[unit] if unit.slot == FROZEN else new_version(unit, save, size, "kept in memory")
-            for unit, size in sizes.items()
-        ]
-        return manifest_of(
-            draft,
-            units,
-            draft.groups,
-            bytes_avoided=0,
-            differs=tuple(dict.fromkeys((*ledger.differs, *self._saver.differs))),
-        )
+        differs = tuple(dict.fromkeys((*ledger.differs, *self._saver.differs)))
+        return partial(_manifest, draft, differs)
 
     def _committed(self, unit: Unit) -> bool:
         version = self._job.ledger.versions.get(unit)
@@ -178,14 +172,24 @@ class SnapshotManifest:
         return versions_of(frozen)
 
 
-class SnapshotStager:
-    """Stages the snapshots of one rank. Training thread. ``lazy``: copy during the next forward and backward."""
+def _manifest(draft: CommitDraft, differs: tuple[str, ...]) -> ManifestRecord:
+    units = [
+        draft.kept[unit] if unit.slot == FROZEN else new_version(unit, draft.save, size, "kept in memory")
+        for unit, size in draft.sizes.items()
+    ]
+    return manifest_of(draft, units, draft.groups, bytes_avoided=0, differs=differs)
 
-    def __init__(self, job: JobContext, session: StoreSession, manifest: SnapshotManifest, *, lazy: bool) -> None:
+
+class SnapshotStager:
+    """Stages the snapshots of one rank. Training thread."""
+
+    def __init__(
+        self, job: JobContext, session: StoreSession, manifest: SnapshotManifest, copy_timing: CopyTiming
+    ) -> None:
         self._job = job
         self._session = session
         self._manifest = manifest
-        self._lazy = lazy
+        self._copy_timing = copy_timing
         self._encodings = job.config.memory_encodings()
 
     def payload_bytes(self, local: Mapping[Unit, LocalUnit]) -> int:
@@ -204,8 +208,8 @@ class SnapshotStager:
         leaves = cast("Sequence[Leaf]", segment.run_leaves)
         spare = max(sum(len(leaf.data) for leaf in leaves), _MARGIN)
         placements, end = _placements(_moving(local), self._encodings, allocate, spare)
-        copying = self._start_copies(placements)
         head = self._manifest.manifest(save, store_id) if segment.rank == 0 else None
+        copying = self._start_copies(placements)  # last: an error would leave them unfinished
         return Version(arena, slot, segment, leaves, self._session.token, placements, end, head, copying)
 
     def _start_copies(self, placements: Sequence[Placement]) -> AsyncCopy:
@@ -218,9 +222,7 @@ class SnapshotStager:
                 (now if one.unit.slot == BUFFER else copying).add([one.source], [one.copy])
         now.start()
         now.finish()
-        copying.start()
-        if not self._lazy:
-            copying.finish()
+        self._copy_timing.start(copying)
         return copying
 
 

@@ -64,7 +64,7 @@ class MemoryTier:
         self._tier = Tier(Path(settings.path), session.catalog.store_id)
         self._schedule = SnapshotSchedule(settings.every, settings.stall_share)
         self._manifest = SnapshotManifest(job, saver)
-        self._stager = SnapshotStager(job, session, self._manifest, lazy=saver.lazy)
+        self._stager = SnapshotStager(job, session, self._manifest, saver.copy_timing)
         on_device = any(one.is_cuda for one in job.adapter.module.parameters())
         self._buffers = SharedMemoryBuffers(settings.versions, pinned=on_device)
         self._writer: BackgroundWorker[float] = BackgroundWorker(f"driftpoint-memory-{job.group.rank}")

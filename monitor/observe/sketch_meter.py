@@ -179,6 +179,7 @@ class _Measured:
 
     signature: Signature
     sample: torch.Tensor
+    places: tuple[int, ...]  # addresses of the pieces
 
     @property
     def nbytes(self) -> int:
@@ -192,6 +193,7 @@ class _Pending:
     copies: list[torch.Tensor]
     measured: _Measured | None
     """The last measurement, None if there was none to use."""
+    of_copies: bool  # it is of the copies themselves
 
 
 class SketchMeter:
@@ -204,10 +206,10 @@ class SketchMeter:
 
     A save gets the signature of the last measurement of the unit by the thread that stages it, unless an earlier save
     used that up; otherwise one computed from the copies. :meth:`stage` does not read the copies, which may still be
-    filling; :meth:`settle` reads them once the save is committed, and compares a sample of at most 64 values, spread
-    over the unit, bit by bit. If they differ, the state changed between measuring and copying (an optimizer step
-    changes all values), and the signature is computed from the copies. A change outside the sample (a few rows of an
-    embedding) is not detected, so measure a unit in the step in which it is staged.
+    filling. Unless they are what was measured, :meth:`settle` reads them once the save is committed, and compares a
+    sample of at most 64 values, spread over the unit, bit by bit. If they differ, the state changed between measuring
+    and copying (an optimizer step changes all values), and the signature is computed from the copies. A change outside
+    the sample (a few rows of an embedding) is not detected, so measure a unit in the step in which it is staged.
 
     Thread-safe. The training thread measures live pieces while a thread that carries out a save measures and stages its
     copies; neither uses the other's measurement.
@@ -247,7 +249,7 @@ class SketchMeter:
         """
         with self._lock:
             signature = self._signature(unit, pieces)
-            self._measured[threading.get_ident(), unit] = _Measured(signature, _sample(pieces))
+            self._measured[threading.get_ident(), unit] = _Measured(signature, _sample(pieces), _places(pieces))
             reference = self._references.get(unit)
         if reference is None:
             return Measure(0.0, 0.0, signature.finite, signature)
@@ -276,7 +278,8 @@ class SketchMeter:
             if unit in self._pending:
                 raise ValueError(f"{unit} is already staged; settle that save before staging another one")
             measured = self._measured.pop((threading.get_ident(), unit), None)
-            self._pending[unit] = _Pending(list(copies), measured)
+            of_copies = measured is not None and measured.places == _places(copies)
+            self._pending[unit] = _Pending(list(copies), measured, of_copies)
 
     def settle(self, unit: Unit, committed: bool) -> list[torch.Tensor]:
         """Update the reference if committed. Returns the staged copies: the meter keeps none.
@@ -289,7 +292,7 @@ class SketchMeter:
                 raise ValueError(f"{unit} is not staged; call stage() before settle()")
             copies, measured = pending.copies, pending.measured
             if committed:
-                current = measured is not None and torch.equal(measured.sample, _sample(copies))
+                current = measured is not None and (pending.of_copies or torch.equal(measured.sample, _sample(copies)))
                 self._references[unit] = (
                     measured.signature if measured is not None and current else self._signature(unit, copies)
                 )
@@ -317,6 +320,10 @@ def _all_values(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     dtype = torch.float32 if narrow else torch.float64
     # cat copies even a single tensor: the values must not change with the state.
     return torch.cat([torch.empty(0, dtype=dtype), *(piece.detach().to("cpu", dtype) for piece in pieces)])
+
+
+def _places(pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    return tuple(piece.data_ptr() for piece in pieces)
 
 
 def _sample(pieces: Sequence[torch.Tensor]) -> torch.Tensor:

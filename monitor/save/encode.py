@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from monitor.adapters.module_tensors import dtype_name
-from monitor.save.staging import EncodedCopy, EncodingLoss, as_bytes, in_range
-from monitor.save.torch_codecs import encoder_named
+from monitor.save.staging import as_bytes
+from monitor.save.torch_codecs import EncodedCopy, EncodingLoss, encoder_named, in_range
 from store.encoding import CHUNK, Encoding, encoding_named
 from store.encoding.base import Bytes
 from store.encoding.stream import EncodedEntry, Packing

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -34,7 +35,7 @@ from monitor.save.save_task import (
     with_run_state,
 )
 from monitor.save.self_check import SelfChecker
-from monitor.save.staging import AsyncCopy, StagedUnit, Stager, UnfinishedCopy, encoded_bytes
+from monitor.save.staging import AsyncCopy, CopyTiming, StagedUnit, Stager, UnfinishedCopy, encoded_bytes
 from monitor.save.store_session import StoreSession
 from monitor.types import DecisionResult
 from store.encoding import encoding_named
@@ -95,9 +96,7 @@ class Saver:
         self._writer: BackgroundWorker[SaveResult | None] = BackgroundWorker(f"driftpoint-writer-{job.group.rank}")
         self._pending: _Pending | None = None
         self._outcome: TaskResult[SaveResult | None] | None = None
-        staging = job.config.staging
-        # Whether copies are made during the next forward and backward.
-        self.lazy = staging == "lazy" or (staging == "auto" and job.adapter.state_is_private)
+        self.copy_timing = CopyTiming(job.config.staging, private=job.adapter.state_is_private)
         self._upkeep: dict[int, tuple[str, int]] = {}  # names and epochs of short jobs, by number
         self._fenced = self._committed = False
         self._renewing = not session.claimed
@@ -423,9 +422,7 @@ class Saver:
                 if unit in local:
                     mine = decided.mine.get(unit)
                     staged.append(self._stager.stage(local[unit], choice.encoding or "", mine, copying))
-            copying.start()
-            if not self.lazy:
-                copying.finish()
+            self.copy_timing.start(copying)
         except Exception as error:  # noqa: BLE001 - this rank's edge: kept as the save's failure
             for one in staged:
                 self._stager.unstage(one, one.copies)
@@ -480,7 +477,7 @@ class Saver:
             world_size=self._group.world_size,
             commits=self._job.ledger.commits + 1,
             previous=self._job.ledger.newest,
-            kept=self._job.ledger.kept(save.step, decided.drift, self._job.table.sizes),
+            find_kept=partial(replace(self._job.ledger).kept, save.step, decided.drift, self._job.table.sizes),
             saved=decided.saved,
             sizes=self._job.table.sizes,
             groups=dict(self._job.ledger.groups),

@@ -2,16 +2,18 @@
 
 State does not change between two optimizer steps. So copies are made at once (``eager``), or during the next forward
 and backward (``lazy``); then the next optimizer step waits for the copies that are not complete, and so does any other
-public call of the framework that changes the state. What cannot be intercepted is found, and the save is given up.
+public call of the framework that changes the state. What cannot be intercepted is found, and the save is given up:
+by the kernel, whatever code made the change (:class:`WriteTracker`), or else by version counters and a sample.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -21,92 +23,14 @@ from monitor.adapters.base import Adapter, version_of
 from monitor.adapters.module_tensors import dtype_name
 from monitor.observe.drift_meter import DriftMeter, Measure, Signature, measure_record
 from monitor.observe.units import LocalUnit
-from monitor.save.torch_codecs import encoded_chunks, encoder_named, true_on
-from store.encoding import CHUNK, encoding_named
-from store.encoding.base import Bytes
+from monitor.save.torch_codecs import EncodedCopy
+from monitor.save.write_tracker import TrackedCopy, WriteTracker, write_tracker
+from store.encoding import encoding_named
 from store.errors import SaveError
 from store.names import BUFFER, FROZEN, Fragment, Unit
 from store.schema import MeasureRecord
 
-_HUGE = 3.3e38  # larger values may round to infinity, so they are stored raw
-
-
-def in_range(values: torch.Tensor, unsigned: bool) -> torch.Tensor:
-    """Return whether an encoding can hold the values: none is NaN or rounds to infinity; none negative if unsigned.
-
-    The result is a tensor on the device of the values."""
-    least, largest = torch.aminmax(values)
-    return ((least >= 0) if unsigned else (least > -_HUGE)) & (largest < _HUGE)
-
-
-@dataclass
-class EncodingLoss:
-    """Squared L2 norms over a unit's fragments on this rank: of the encoding error and of the decoded values."""
-
-    error_sq: float = 0.0
-    decoded_sq: float = 0.0
-
-
-@dataclass
-class EncodedCopy:
-    """Encodes one fragment where it is, and copies the encoded bytes to host memory.
-
-    Values that the encoding cannot hold are copied as they are. The source must not change until :meth:`finish`.
-
-    Args:
-        source: 1-d float32, on any device.
-        encoding: Name of a lossy encoding.
-        encoded: 1-d uint8 host memory of the encoded size, pinned if the source is on CUDA.
-        copy: 1-d float32 host memory for the decoded values, or for the values if the encoding cannot hold them.
-            Empty if neither is needed.
-    """
-
-    source: torch.Tensor
-    encoding: str
-    encoded: torch.Tensor
-    copy: torch.Tensor
-    held: bool = False  # whether the encoding holds all values; set by :meth:`finish`
-    lost: EncodingLoss = field(default_factory=EncodingLoss)  # set by :meth:`finish`
-    _result: torch.Tensor | None = None
-
-    def begin(self) -> None:
-        """Encode; on CUDA, queue it in the current stream."""
-        try:
-            self._encode()
-        except (torch.OutOfMemoryError, MemoryError):  # memory for a plain copy is reserved
-            self._result = None
-
-    @torch.no_grad()
-    def _encode(self) -> None:
-        encoder, device = encoder_named(self.encoding), self.source.device
-        sums, held = torch.zeros(2, dtype=torch.float64, device=device), true_on(device)
-        scratch = torch.empty(min(CHUNK, self.source.numel()), dtype=torch.float32, device=device)
-        for values_at, bytes_at in encoded_chunks(self.source.numel(), self.encoding):
-            values, out = self.source[values_at], torch.empty_like(self.encoded[bytes_at], device=device)
-            decoded = scratch[: values.numel()]
-            held &= encoder.encode(values, out) & in_range(values, encoder.unsigned)
-            encoder.decode(out, decoded)
-            sums[1] += decoded.double().square().sum()
-            sums[0] += decoded.sub_(values).double().square().sum()
-            self.encoded[bytes_at].copy_(out, non_blocking=True)
-        result = torch.cat((held.double().view(1), sums))
-        self._result = torch.empty(3, dtype=torch.float64, pin_memory=result.is_cuda).copy_(result, non_blocking=True)
-
-    def finish(self) -> None:
-        """Set the outcome, after the work that :meth:`begin` queued is complete. Copy the values if they do not fit."""
-        held, error_sq, decoded_sq = (0.0, 0.0, 0.0) if self._result is None else self._result.tolist()
-        self.held = held == 1.0
-        if self.held:
-            self.lost = EncodingLoss(error_sq, decoded_sq)
-        elif self.copy.numel():
-            self.copy.copy_(self.source)
-
-    def chunks(self) -> Iterator[Bytes]:
-        """Yield the encoded chunks and decode each one into ``copy``. Background thread."""
-        encoder = encoder_named(self.encoding)
-        for values_at, bytes_at in encoded_chunks(self.copy.numel(), self.encoding):
-            encoder.decode(self.encoded[bytes_at], self.copy[values_at])
-            yield self.encoded[bytes_at].numpy()
+_log = logging.getLogger("driftpoint")
 
 
 class StagingPool:
@@ -230,8 +154,14 @@ class AsyncCopy:
         self._host: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._devices: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._encoded: list[EncodedCopy] = []
+        self._tracked: TrackedCopy | None = None
         self._lock = threading.Lock()
         self._done = False
+
+    @property
+    def torn(self) -> bool:
+        """Whether the copies are over, and not those of one state."""
+        return self._torn and not self._lock.locked()
 
     def add(self, sources: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
         """Add copies of ``sources`` into ``buffers``, pair by pair."""
@@ -262,12 +192,23 @@ class AsyncCopy:
                     if copy.source.device == device:
                         copy.begin()
 
+    def start_tracked(self, tracker: WriteTracker) -> bool:
+        """Start with every write to the sources tracked. Return False if it cannot be. Training thread."""
+        if self._devices or self._encoded or not tracker.in_use.acquire(blocking=False):
+            return False
+        self._tracked = TrackedCopy(tracker, self._host)
+        return True
+
     def finish(self) -> None:
         """Copy the host tensors, and return once every copy is complete. Later calls do nothing."""
         with self._lock:
             if self._done:
                 return
             self._done = self._torn = True  # torn until all succeed: after an error the save must not use the copies
+            if self._tracked is not None:
+                self._host, self._versions = [], []
+                self._torn = not self._tracked.finish()
+                return
             for source, buffer in self._host:
                 buffer.copy_(source)
             for copy in self._encoded:
@@ -284,8 +225,9 @@ class AsyncCopy:
     def require_whole(self) -> None:
         """Raise SaveError if a source was changed in place before its copy was complete.
 
-        Autograd's version counters tell of most changes outside the optimizer. Of the others, such as those through
-        ``.data``, a sample tells; one that leaves the sampled elements as they were is not found."""
+        With tracked writes, every change is found. Otherwise autograd's version counters tell of most changes outside
+        the optimizer, and of others, such as those through ``.data``, a sample tells: one that leaves the sampled
+        elements as they were is not found."""
         if self._torn:
             raise SaveError(
                 "the state was changed between two optimizer steps while it was copied, so this save is given up; "
@@ -306,6 +248,38 @@ class AsyncCopy:
                 if not sample.holds():
                     return True
         return False
+
+
+class CopyTiming:
+    """Chooses when the copies of a job are made, for its saves and its snapshots. Training thread.
+
+    Beside training where the state is private to the optimizer, the user vouches for it (``lazy``), or all writes to it
+    are tracked; until a change of it is found. Else at once.
+
+    Args:
+        setting: ``staging`` of the configuration.
+        private: As :attr:`monitor.adapters.base.Adapter.state_is_private`.
+    """
+
+    def __init__(self, setting: Literal["auto", "eager", "lazy"], *, private: bool) -> None:
+        self._lazy = setting == "lazy" or (setting == "auto" and private)
+        self._tracker = write_tracker() if setting == "auto" and not private else None
+        self._last = AsyncCopy()  # with tracked writes
+
+    def start(self, copying: AsyncCopy) -> None:
+        """Start the copies, and complete them if they are not made beside training."""
+        if self._tracker is not None and self._last.torn:
+            self._tracker = None
+            _log.warning(
+                "the state was changed between two optimizer steps, so copies are made before ckpt.step() returns from "
+                "now on, which takes longer. Make such changes before ckpt.step(), or call ckpt.copied() before them"
+            )
+        if self._tracker is not None and copying.start_tracked(self._tracker):
+            self._last = copying
+            return
+        copying.start()
+        if not self._lazy:
+            copying.finish()
 
 
 class UnfinishedCopy:
@@ -413,20 +387,21 @@ class Stager:
             measure: Measurement of the live tensors, if there is one.
             copying: Makes the copies.
         """
-        copies, encoded = self._pool.take(part.unit, part.tensors), tuple[EncodedCopy, ...]()
+        tensors = part.tensors
+        copies, encoded = self._pool.take(part.unit, tensors), tuple[EncodedCopy, ...]()
         if self._encodes_now(part, encoding):
             # The original values do not reach host memory, so they are measured on the device.
-            measure = measure or self._meter.measure(part.unit, part.tensors)
+            measure = measure or self._meter.measure(part.unit, tensors)
             encoded = self._encoded_copies(part, encoding, copies) if measure.finite else ()
         if encoded:
             copying.add_encoded(encoded)
         elif part.unit.slot in (BUFFER, FROZEN):  # a forward may change buffers, and scripts reach frozen weights
             now = AsyncCopy()
-            now.add(part.tensors, copies)
+            now.add(tensors, copies)
             now.start()
             now.finish()
         else:
-            copying.add(part.tensors, copies)
+            copying.add(tensors, copies)
         return StagedUnit(
             unit=part.unit,
             encoding=encoding,
@@ -446,8 +421,9 @@ class Stager:
     def _encodes_now(self, part: LocalUnit, encoding: str) -> bool:
         """Whether to encode while staging: fewer bytes to copy, but the copying thread spends the time."""
         known = encoding_named(encoding)
-        applies = all(known.applies(dtype_name(tensor.dtype)) for tensor in part.tensors)
-        return self._encode == "staging" and applies and not known.lossless
+        if self._encode == "saving" or known.lossless:
+            return False
+        return all(known.applies(dtype_name(tensor.dtype)) for tensor in part.tensors)
 
     def _encoded_copies(self, part: LocalUnit, encoding: str, copies: list[torch.Tensor]) -> tuple[EncodedCopy, ...]:
         sizes = [encoding_named(encoding).stored_bytes(tensor.numel(), "F32") for tensor in part.tensors]

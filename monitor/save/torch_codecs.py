@@ -12,6 +12,7 @@ addition are fused.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -19,6 +20,7 @@ import torch
 from store.encoding import (
     BF16,
     BF16_INT8,
+    CHUNK,
     INT8_BLOCK,
     INT8_SQRT_BLOCK,
     RAW,
@@ -26,7 +28,7 @@ from store.encoding import (
     encoding_named,
     int8,
 )
-from store.encoding.base import BLOCK, PIECE, lanes_bytes
+from store.encoding.base import BLOCK, PIECE, Bytes, lanes_bytes
 from store.encoding.bfloat16 import TOO_LARGE
 from store.encoding.int8 import GRID, block_count
 from store.errors import DamagedError
@@ -367,3 +369,84 @@ _ENCODERS: dict[str, Encoder] = {
     INT8_BLOCK: Int8BlockEncoder(),
     INT8_SQRT_BLOCK: Int8SqrtBlockEncoder(),
 }
+
+
+_HUGE = 3.3e38  # larger values may round to infinity, so they are stored raw
+
+
+def in_range(values: torch.Tensor, unsigned: bool) -> torch.Tensor:
+    """Return whether an encoding can hold the values: none is NaN or rounds to infinity; none negative if unsigned.
+
+    The result is a tensor on the device of the values."""
+    least, largest = torch.aminmax(values)
+    return ((least >= 0) if unsigned else (least > -_HUGE)) & (largest < _HUGE)
+
+
+@dataclass
+class EncodingLoss:
+    """Squared L2 norms over a unit's fragments on this rank: of the encoding error and of the decoded values."""
+
+    error_sq: float = 0.0
+    decoded_sq: float = 0.0
+
+
+@dataclass
+class EncodedCopy:
+    """Encodes one fragment where it is, and copies the encoded bytes to host memory.
+
+    Values that the encoding cannot hold are copied as they are. The source must not change until :meth:`finish`.
+
+    Args:
+        source: 1-d float32, on any device.
+        encoding: Name of a lossy encoding.
+        encoded: 1-d uint8 host memory of the encoded size, pinned if the source is on CUDA.
+        copy: 1-d float32 host memory for the decoded values, or for the values if the encoding cannot hold them.
+            Empty if neither is needed.
+    """
+
+    source: torch.Tensor
+    encoding: str
+    encoded: torch.Tensor
+    copy: torch.Tensor
+    held: bool = False  # whether the encoding holds all values; set by :meth:`finish`
+    lost: EncodingLoss = field(default_factory=EncodingLoss)  # set by :meth:`finish`
+    _result: torch.Tensor | None = None
+
+    def begin(self) -> None:
+        """Encode; on CUDA, queue it in the current stream."""
+        try:
+            self._encode()
+        except (torch.OutOfMemoryError, MemoryError):  # memory for a plain copy is reserved
+            self._result = None
+
+    @torch.no_grad()
+    def _encode(self) -> None:
+        encoder, device = encoder_named(self.encoding), self.source.device
+        sums, held = torch.zeros(2, dtype=torch.float64, device=device), true_on(device)
+        scratch = torch.empty(min(CHUNK, self.source.numel()), dtype=torch.float32, device=device)
+        for values_at, bytes_at in encoded_chunks(self.source.numel(), self.encoding):
+            values, out = self.source[values_at], torch.empty_like(self.encoded[bytes_at], device=device)
+            decoded = scratch[: values.numel()]
+            held &= encoder.encode(values, out) & in_range(values, encoder.unsigned)
+            encoder.decode(out, decoded)
+            sums[1] += decoded.double().square().sum()
+            sums[0] += decoded.sub_(values).double().square().sum()
+            self.encoded[bytes_at].copy_(out, non_blocking=True)
+        result = torch.cat((held.double().view(1), sums))
+        self._result = torch.empty(3, dtype=torch.float64, pin_memory=result.is_cuda).copy_(result, non_blocking=True)
+
+    def finish(self) -> None:
+        """Set the outcome, after the work that :meth:`begin` queued is complete. Copy the values if they do not fit."""
+        held, error_sq, decoded_sq = (0.0, 0.0, 0.0) if self._result is None else self._result.tolist()
+        self.held = held == 1.0
+        if self.held:
+            self.lost = EncodingLoss(error_sq, decoded_sq)
+        elif self.copy.numel():
+            self.copy.copy_(self.source)
+
+    def chunks(self) -> Iterator[Bytes]:
+        """Yield the encoded chunks and decode each one into ``copy``. Background thread."""
+        encoder = encoder_named(self.encoding)
+        for values_at, bytes_at in encoded_chunks(self.copy.numel(), self.encoding):
+            encoder.decode(self.encoded[bytes_at], self.copy[values_at])
+            yield self.encoded[bytes_at].numpy()

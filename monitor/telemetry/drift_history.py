@@ -80,7 +80,7 @@ class DriftHistory:
             if signature is not None and signature.finite:
                 values[row, : signature.values.numel()] = signature.values
                 known[row] = True
-        return _DecisionSignatures(step, values, known, _squares(values))
+        return _DecisionSignatures(step, values, known, _norms(values))
 
 
 def compared_with(number: int, anchors: int) -> list[int]:
@@ -97,6 +97,10 @@ def _rows(now: _DecisionSignatures, then: _DecisionSignatures) -> torch.Tensor:
     known = now.known & then.known
     moved = torch.where(known, _distances(now.values, then.values), 0.0)
     return torch.stack([moved, torch.where(known, then.squared, 0.0), (~known).to(torch.float64)], dim=1)
+
+
+def _norms(values: torch.Tensor) -> torch.Tensor:
+    return torch.cat([_squares(some.to(torch.float64)) for some in torch.split(values, _ROWS)])
 
 
 def _distances(now: torch.Tensor, then: torch.Tensor) -> torch.Tensor:

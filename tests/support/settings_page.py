@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from monitor.config.template import ADVANCED, COMMON, config_schema, documented
+from monitor.config.load import ADVANCED, COMMON, config_schema, documented
 from tests.support.cli import ROOT
 
 PAGE = ROOT / "docs" / "configuration.md"

@@ -11,8 +11,7 @@ import yaml
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel
 
-from monitor.config.load import Config, load_config
-from monitor.config.template import ADVANCED, COMMON, config_schema, documented
+from monitor.config.load import ADVANCED, COMMON, Config, config_schema, documented, load_config
 from store.errors import ConfigError
 from tests.support.cli import ROOT
 from tests.support.settings_page import PAGE, SCHEMA, page, schema_text

@@ -38,7 +38,7 @@ def commit(ledger: Ledger, step: int, saved: tuple[Unit, ...], sick: tuple[Unit,
     save = SaveId(step, 1)
     draft = CommitDraft(
         facts=FACTS, save=save, world_size=1, commits=ledger.commits + 1, previous=ledger.newest,
-        kept=ledger.kept(step, {A: 0.25}, SIZES), saved={unit: Choice("raw", "chosen") for unit in saved},
+        find_kept=lambda: ledger.kept(step, {A: 0.25}, SIZES), saved={unit: Choice("raw", "chosen") for unit in saved},
         sizes=SIZES, groups=dict(ledger.groups),
     )  # fmt: skip
     drawn = build_manifest(

@@ -38,7 +38,8 @@ def drawn(*parts: PartRecord, unit: Unit = UNIT, numel: int = 10) -> object:
         {"w": TensorRecord(layer="block", shape=(10,), dtype="F32", kind="trainable")},
     )  # fmt: skip
     draft = CommitDraft(
-        facts=facts, save=SAVE, world_size=2, commits=1, previous=None, kept={}, saved={unit: Choice("raw", "first")},
+        facts=facts, save=SAVE, world_size=2, commits=1, previous=None, find_kept=dict,
+        saved={unit: Choice("raw", "first")},
         sizes={unit: UnitSize(numel, 4 * numel, members_digest({"w": (numel, "F32")}))}, groups={},
     )  # fmt: skip
     return build_manifest(draft, Group(parts, GroupRecord(world_size=2, payload_bytes=100, parts=DIGEST)))

@@ -10,8 +10,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from monitor.config.load import Config, load_config
-from monitor.config.template import config_schema
+from monitor.config.load import Config, config_schema, load_config
 from tests.support.cli import Here
 from tests.support.stores import StoreBuilder
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import monitor
 from monitor.save.encode import LIFE
-from monitor.save.staging import EncodedCopy
+from monitor.save.torch_codecs import EncodedCopy
 from store.catalog import open_catalog
 from store.certificate import certify
 from store.errors import ConfigError

@@ -1,0 +1,186 @@
+"""Every write to protected pages is found, whatever code makes it; what cannot be tracked is copied at once."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import monitor.save.write_tracker as write_tracker_module
+from monitor.save.write_tracker import TrackedCopy, WriteTracker, write_tracker
+
+if write_tracker() is None:
+    pytest.skip("this kernel does not track writes", allow_module_level=True)
+
+MIB = 1 << 18  # float32 values
+
+
+@pytest.fixture(name="tracker")
+def _tracker() -> Iterator[WriteTracker]:
+    tracker = write_tracker()
+    assert tracker is not None and tracker.in_use.acquire(blocking=False)
+    yield tracker
+    tracker.in_use.acquire(blocking=False)  # unless the test left it acquired
+    tracker.in_use.release()
+
+
+def by_data(live: torch.Tensor) -> None:
+    live.data[77_777] = 1.0
+
+
+def by_numpy(live: torch.Tensor) -> None:
+    live.numpy()[-3000] += 1.0
+
+
+def in_place(live: torch.Tensor) -> None:
+    live.clamp_(-0.1, 0.1)
+
+
+def by_pointer(live: torch.Tensor) -> None:
+    ctypes.memset(live.data_ptr() + 40_000, 1, 1)
+
+
+def of_the_same_value(live: torch.Tensor) -> None:
+    live.data[50_000] = float(live[50_000])
+
+
+def by_a_view(live: torch.Tensor) -> None:
+    live.view(-1, 2)[60_000:60_001].detach().zero_()
+
+
+def by_a_system_call(live: torch.Tensor) -> None:
+    with Path("/dev/zero").open("rb") as zeros:
+        assert os.preadv(zeros.fileno(), [live.numpy().data[90_000:90_001]], 0) == 4
+
+
+CHANGES = [by_data, by_numpy, in_place, by_pointer, of_the_same_value, by_a_view, by_a_system_call]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_write_before_the_copy_is_found(tracker: WriteTracker, change: Callable[[torch.Tensor], None]) -> None:
+    live = torch.randn(MIB)
+    copy = TrackedCopy(tracker, [(live, torch.empty_like(live))])
+    change(live)
+    assert not copy.finish()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_write_after_the_copy_does_not_matter(tracker: WriteTracker, change: Callable[[torch.Tensor], None]) -> None:
+    live, buffer = torch.randn(MIB), torch.empty(MIB)
+    copy, before = TrackedCopy(tracker, [(live, buffer)]), live.clone()
+    assert copy.finish()
+    change(live)
+    assert torch.equal(buffer, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64])
+@pytest.mark.parametrize("shift", [0, 1, 5, 1000])
+def test_copies_are_equal_to_the_bit_wherever_a_tensor_begins(
+    tracker: WriteTracker, dtype: torch.dtype, shift: int
+) -> None:
+    live = torch.randn(3 * MIB).to(dtype)[shift : 2 * MIB + 13]
+    buffer, before = torch.empty_like(live), live.clone()
+    copy = TrackedCopy(tracker, [(live, buffer)])
+    assert copy.finish()
+    assert torch.equal(buffer.view(torch.uint8), before.view(torch.uint8))
+
+
+@pytest.mark.parametrize("place", [0, -1])
+def test_what_shares_a_page_with_other_data_is_copied_at_once(tracker: WriteTracker, place: int) -> None:
+    whole = torch.randn(2 * MIB)
+    live = whole[100 : MIB + 100]
+    buffer, before = torch.empty_like(live), live.clone()
+    copy = TrackedCopy(tracker, [(live, buffer)])
+    live.data[place] += 1.0
+    whole.data[50], whole.data[MIB + 150] = 1.0, 1.0  # beside it
+    assert copy.finish()
+    assert torch.equal(buffer, before)
+
+
+def test_small_tensors_are_copied_at_once(tracker: WriteTracker) -> None:
+    live, buffer = torch.randn(100), torch.empty(100)
+    copy, before = TrackedCopy(tracker, [(live, buffer), (torch.empty(0), torch.empty(0))]), live.clone()
+    live.zero_()
+    assert copy.finish()
+    assert torch.equal(buffer, before)
+
+
+def shared(_: Path) -> mmap.mmap:
+    return mmap.mmap(-1, 4 * MIB)
+
+
+def of_a_file(directory: Path) -> mmap.mmap:
+    path = directory / "values"
+    path.write_bytes(bytes(4 * MIB))
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), 4 * MIB)
+
+
+@pytest.mark.parametrize("mapped", [shared, of_a_file])
+@pytest.mark.parametrize("touched", [False, True])
+def test_memory_that_others_may_write_is_not_tracked(
+    tmp_path: Path, tracker: WriteTracker, mapped: Callable[[Path], mmap.mmap], touched: bool
+) -> None:
+    live = torch.frombuffer(mapped(tmp_path), dtype=torch.float32)
+    if touched:
+        live.fill_(1.0)
+    assert tracker.protect(live) is None
+    assert tracker.protect(live.fill_(2.0)) is None
+
+
+def test_a_forked_child_has_memory_of_its_own(tracker: WriteTracker) -> None:
+    live = torch.ones(MIB)
+    pages = tracker.protect(live)
+    assert pages is not None
+    child = os.fork()
+    if child == 0:
+        ctypes.memset(live.data_ptr() + 50_000, 0, 100)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not tracker.written(pages)
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    live.data[70_000] = 2.0  # perhaps before the child ends
+    os.waitpid(child, 0)
+    assert tracker.written(pages)
+
+
+def test_memory_that_was_unmapped_counts_as_written(tracker: WriteTracker) -> None:
+    mapped = mmap.mmap(-1, 4 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    live = torch.frombuffer(mapped, dtype=torch.float32).fill_(1.0)
+    pages = tracker.protect(live)
+    assert pages is not None and not tracker.written(pages)
+    del live
+    mapped.close()
+    assert tracker.written(pages)
+
+
+def test_one_copy_at_a_time_uses_the_tracker(tracker: WriteTracker) -> None:
+    live = torch.randn(MIB)
+    copy = TrackedCopy(tracker, [(live, torch.empty_like(live))])
+    assert not tracker.in_use.acquire(blocking=False)  # protecting the pages again would hide what was written since
+    copy.finish()
+    assert tracker.in_use.acquire(blocking=False)
+
+
+def test_memory_mappings_are_not_used_up(tracker: WriteTracker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(write_tracker_module, "_MOST", tracker._registered + 2)
+    blocks = [
+        torch.frombuffer(mmap.mmap(-1, 4 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.float32)
+        for _ in range(3)
+    ]
+    found = [tracker.protect(block.fill_(1.0)) for block in blocks]
+    assert [pages is None for pages in found] == [False, False, True]
+    assert tracker.protect(blocks[0]) == found[0]
+
+
+def test_a_failure_releases_the_tracker(tracker: WriteTracker) -> None:
+    with pytest.raises(RuntimeError):
+        TrackedCopy(tracker, [(torch.randn(8), torch.empty(9))])
+    assert tracker.in_use.acquire(blocking=False)
