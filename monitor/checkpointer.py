@@ -212,8 +212,7 @@ class Checkpointer:
         grace period allows. Collective.
 
         Returns:
-            The decision, or None if none was due. With ``preemption: {exit: false}``, the report of the last save,
-            with ``preempted`` set: leave the training loop.
+            The decision; None if none was due. If it has ``preempted`` set, leave the training loop.
 
         Raises:
             Preempted: The job was preempted and the last save is done. Uncaught, it ends the process with code 75.
@@ -310,9 +309,8 @@ class Checkpointer:
     def copied(self) -> None:
         """Wait until the save under way has copied its tensors, so that they may be changed. Not collective.
 
-        Optimizer steps wait by themselves, and so do ``load_state_dict()`` of the model and the optimizer, and
-        DeepSpeed's ``load_checkpoint`` and ``safe_set_...`` functions. Call it before changing the state by other
-        means, such as writing through ``.data``."""
+        Optimizer steps, ``load_state_dict()``, and DeepSpeed's ``load_checkpoint`` and ``safe_set_...`` wait by
+        themselves. Call it before changing the state by other means, such as writing through ``.data``."""
         self._saver.finish_copies()
         if self._memory is not None:
             self._memory.finish_copies()

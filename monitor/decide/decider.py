@@ -90,15 +90,8 @@ class Decider:
     ) -> DecisionResult:
         """Decide on every unit: as ``request`` asks, or by the policy if it is None. Collective.
 
-        Args:
-            step: Step of this decision.
-            local: Units of this rank.
-            request: A save that was asked for.
-            dropped: Units with NaN or Inf that the last save left out.
-
-        Raises:
-            NotFiniteError: On all ranks: a layer has NaN or Inf, and the job is to end then.
-        """
+        ``dropped``: units with NaN or Inf that the last save left out. If the job is to end at such units, it raises
+        NotFiniteError on all ranks."""
         units = list(self._table.sizes)
         first = [unit for unit in units if self._sees_all or not is_moving(unit)]
         measured: dict[Unit, Measured] = {}

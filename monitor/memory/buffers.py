@@ -17,7 +17,7 @@ import torch
 from monitor.save.store_session import StoreSession
 from store.errors import StorageError, StoreError
 from store.memory.arena import Arena
-from store.memory.cleanup import clear_old, describe_left, without_versions
+from store.memory.cleanup import clear_old, without_versions
 from store.memory.layout import Tier
 from store.names import SaveId
 
@@ -142,14 +142,6 @@ def slots_to_reserve(arena: Arena, kept: SaveId | None) -> tuple[int, ...]:
     arena.take_over(kept)
     # The memory of an older snapshot that is kept becomes the last payload later.
     return arena.slots[: -1 if arena.spares(kept) else None]
-
-
-def left_by_others(tier: Tier) -> str | None:
-    """Call :func:`store.memory.cleanup.describe_left`; return errors as text, too."""
-    try:
-        return describe_left(tier)
-    except (StorageError, OSError) as error:
-        return str(error)
 
 
 def log_errors(action: Callable[[], object]) -> None:

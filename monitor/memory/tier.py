@@ -23,7 +23,7 @@ from monitor.context import JobContext
 from monitor.decide.schedule import SnapshotSchedule
 from monitor.distributed import node_id
 from monitor.events import BackgroundFailureEvent, MemoryEvent
-from monitor.memory.buffers import SharedMemoryBuffers, left_by_others, log_errors
+from monitor.memory.buffers import SharedMemoryBuffers, log_errors
 from monitor.memory.recovery import MemoryCandidate, find_newest_snapshot, rolled_back_to
 from monitor.memory.replication import Replication, ReplicationStatus
 from monitor.memory.snapshot import SnapshotManifest, SnapshotStager, Version, seal_snapshot
@@ -33,7 +33,7 @@ from monitor.save.staging import UnfinishedCopy
 from monitor.save.store_session import StoreSession
 from store.catalog import Catalog
 from store.errors import StorageError, StoreError
-from store.memory.cleanup import renew
+from store.memory.cleanup import describe_left, renew
 from store.memory.index import belonging_to, scan_node
 from store.memory.layout import Tier
 from store.memory.rescue import newest_whole
@@ -124,7 +124,7 @@ class MemoryTier:
             self._newest = None
             nbytes = self._stager.payload_bytes(local)
             problem = self._buffers.take(self._tier, self._session, self._group.rank, nbytes, kept)
-            reports = self._group.all_gather((problem, node_id(self._tier), left_by_others(self._tier)))
+            reports = self._group.all_gather((problem, node_id(self._tier), describe_left(self._tier)))
             problems = [problem for problem, _, _ in reports]
             if self._group.rank == 0:
                 for left in {node: left for _, node, left in reports if left}.values():

@@ -126,12 +126,13 @@ def used_bytes(tier: Tier) -> int:
 
 
 def describe_left(own: Tier) -> str | None:
-    """Describe the memory that dead jobs of other stores left, and how to free it; None if there is none.
+    """Describe the memory that dead jobs of other stores left, and how to free it; None if none is known.
 
-    Where their stores are is unknown, so it may be the newest state of a job, and stays. Raises StorageError."""
-    others = [tier for tier in tiers(own.base) if tier != own]
-    left = {tier.store_id: sum(map(_bytes, _left(tier))) for tier in others}
-    found = {store_id: nbytes for store_id, nbytes in left.items() if nbytes}
+    Where their stores are is unknown, so it may be the newest state of a job, and stays."""
+    found: dict[str, int] = {}
+    with suppress(StorageError, OSError):  # the job reports it where it uses the memory
+        left = {tier.store_id: sum(map(_bytes, _left(tier))) for tier in tiers(own.base) if tier != own}
+        found = {store_id: nbytes for store_id, nbytes in left.items() if nbytes}
     if not found:
         return None
     stores = listed((f"{store_id} ({size_text(nbytes)})" for store_id, nbytes in found.items()), 8)
