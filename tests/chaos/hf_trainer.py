@@ -18,7 +18,8 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import monitor
-from tests.chaos.trainer import Diary
+from tests.chaos.diary import Diary
+from tests.support.internals import memory_of
 
 
 class Bags(nn.Module):
@@ -79,9 +80,10 @@ class Telling(TrainerCallback):  # type: ignore[misc]
         self.diary.put("resumed", step=state.global_step, exact=found is None or found.exact)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        registry = self.ours.checkpointer.metrics.registry
-        committed = registry.get_sample_value("driftpoint_last_commit_step")
-        self.diary.put("step", step=state.global_step, committed=int(committed or 0))
+        ckpt = self.ours.checkpointer
+        committed, memory = ckpt.metrics.registry.get_sample_value("driftpoint_last_commit_step"), memory_of(ckpt)
+        newest = memory.newest.step if memory is not None and memory.newest is not None else 0
+        self.diary.put("step", step=state.global_step, committed=int(committed or 0), newest=newest)
 
 
 def main(spec: dict[str, Any]) -> None:
