@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.diary import entries
-from tests.chaos.victims import VICTIMS, Target, gone
+from tests.chaos.victims import VICTIMS, Target, end_job
 from tests.support.launch import ENVIRONMENT, launcher
 
 TRAINER = Path(__file__).with_name("hf_trainer.py")
@@ -105,7 +105,7 @@ class TrainerChaos:
             try:
                 self._kill(process, diary)
             finally:
-                self._end(process, diary)
+                end_job(process, [one["pid"] for one in entries(diary)])
             self._check(number, diary, reference)
         process, diary = self._started("last", self.settings)
         self._ended(process, diary)
@@ -147,7 +147,10 @@ class TrainerChaos:
             assert step >= self.newest, self._said(number, f"{step} is older than the version {self.newest} in memory")
             first = min((step for _, step in losses), default=step)
             assert first == step, self._said(number, f"step {step} was resumed, and {first} was trained")
+            from_memory = "memory" in resumed[0]["sources"]
+            assert self.settings["memory"]["enabled"] or not from_memory, self._said(number, "there is no memory tier")
             self.outcomes["resumed" if step else "anew"] += 1
+            self.outcomes["from memory"] += from_memory
         for (rank, step), found in losses.items():
             wanted = reference[rank, step][: len(found)]  # the last one may have been killed in its accumulation
             assert found == wanted, self._said(number, f"rank {rank}, step {step}: {found} and not {wanted}")
@@ -185,17 +188,8 @@ class TrainerChaos:
         try:
             code = process.wait(2 * LIMIT)
         finally:
-            self._end(process, diary)
+            end_job(process, [one["pid"] for one in entries(diary)])
         assert code == 0, self._said(-1, diary.with_suffix(".txt").read_text()[-3000:])
-
-    def _end(self, process: subprocess.Popen[bytes], diary: Path) -> None:
-        """The launcher gets a moment to end what it started."""
-        try:
-            process.wait(45)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        gone(sorted({one["pid"] for one in entries(diary)} - {process.pid}))
 
     def _said(self, number: int, text: str) -> str:
         return f"seed {self.seed}, ranks {self.ranks}, round {number}: {text} (in {self.folder})"

@@ -77,7 +77,8 @@ class Telling(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         found = self.ours.checkpointer.certificate
-        self.diary.put("resumed", step=state.global_step, exact=found is None or found.exact)
+        sources = sorted({unit.source for unit in found.units}) if found else []
+        self.diary.put("resumed", step=state.global_step, exact=found is None or found.exact, sources=sources)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         ckpt = self.ours.checkpointer

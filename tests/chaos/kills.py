@@ -35,7 +35,7 @@ from typing import Any
 from store.daemon_protocol import AskStatus, AskStop, Report, query_daemon
 from store.errors import DriftpointError
 from tests.chaos.diary import entries
-from tests.chaos.victims import DAEMON_VICTIMS, VICTIMS, Target, gone
+from tests.chaos.victims import DAEMON_VICTIMS, VICTIMS, Target, end_job
 from tests.support.launch import ENVIRONMENT, ROOT, WORKERS, Started, launcher
 
 TRAINER = Path(__file__).with_name("trainer.py")
@@ -117,7 +117,7 @@ class Chaos:
             (VICTIMS | DAEMON_VICTIMS)[name](target, chance)
             self.outcomes[name] += 1
         finally:
-            self._end(process, [one["pid"] for one in entries(diary)])
+            end_job(process, [one["pid"] for one in entries(diary)])
         self._note(number, diary, reference)
         if self.peers and chance.random() < 0.5:
             shutil.rmtree(self.shared / f"node{chance.randrange(self.ranks)}", ignore_errors=True)
@@ -133,7 +133,7 @@ class Chaos:
             self._check(self.rounds, resumed, reference)
             code = process.wait(LIMIT)
         finally:
-            self._end(process, [one["pid"] for one in entries(diary)])
+            end_job(process, [one["pid"] for one in entries(diary)])
         assert code == 0, self._said(self.rounds, "the last one did not end by itself")
         self._note(self.rounds, diary, reference)
         ends = entries(diary, "end")
@@ -182,7 +182,7 @@ class Chaos:
         try:
             assert process.wait(5 * LIMIT) == 0, self._said(-1, "the reference run failed")
         finally:
-            self._end(process, [])
+            end_job(process, [])
         return {(one["rank"], one["step"]): one for one in entries(diary)}
 
     def _started(self, number: int, steps: int | None = None, *, reference: bool = False) -> tuple[Process, Path]:
@@ -252,15 +252,6 @@ class Chaos:
             assert process.poll() is None, self._said(-1, "it ended by itself")
             assert time.monotonic() < deadline, self._said(-1, f"step {step} was not reached in {LIMIT} s")
             time.sleep(0.002)
-
-    def _end(self, process: Process, pids: list[int]) -> None:
-        """The launcher gets a moment to end what it started."""
-        try:
-            process.wait(45)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        gone(sorted(set(pids) - {process.pid}))
 
     def _said(self, number: int, text: str) -> str:
         return f"seed {self.seed}, {self.framework}, round {number}: {text} (in {self.folder})"
