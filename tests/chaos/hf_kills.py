@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,7 +25,7 @@ from typing import Any
 
 from tests.chaos.diary import entries
 from tests.chaos.victims import VICTIMS, Target, end_job
-from tests.support.launch import ENVIRONMENT, launcher
+from tests.support.launch import Started, launcher
 
 TRAINER = Path(__file__).with_name("hf_trainer.py")
 
@@ -117,7 +115,7 @@ class TrainerChaos:
         assert not left, self._said(self.rounds, f"left in shared memory: {left}")
         return self.outcomes
 
-    def _kill(self, process: subprocess.Popen[bytes], diary: Path) -> None:
+    def _kill(self, process: Started, diary: Path) -> None:
         early = self.chance.random() < 0.2
         after, name = self.chance.randrange(1, 14), self.chance.choice(list(VICTIMS))
         deadline = time.monotonic() + LIMIT
@@ -164,7 +162,7 @@ class TrainerChaos:
             found.setdefault((one["rank"], one["step"]), []).append(one["loss"])
         return found
 
-    def _started(self, name: str, settings: dict[str, Any] | None) -> tuple[subprocess.Popen[bytes], Path]:
+    def _started(self, name: str, settings: dict[str, Any] | None) -> tuple[Started, Path]:
         diary, described = self.folder / f"{name}.jsonl", self.folder / f"{name}.json"
         output = self.folder / ("alone" if settings is None else "output")
         spec = {
@@ -172,19 +170,10 @@ class TrainerChaos:
             "samples": self.samples,
         }  # fmt: skip
         described.write_text(json.dumps(spec))
-        command = [sys.executable, *(launcher(self.ranks) if self.ranks > 1 else [])]
-        with (self.folder / f"{name}.txt").open("w") as told:
-            process = subprocess.Popen(
-                [*command, str(TRAINER), str(described)],
-                stdout=told,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **ENVIRONMENT, "TMPDIR": str(self.folder)},
-                cwd=self.folder,
-                start_new_session=True,
-            )
-        return process, diary
+        words = [*(launcher(self.ranks) if self.ranks > 1 else []), str(TRAINER), str(described)]
+        return Started(words, self.folder, self.folder / f"{name}.txt", TMPDIR=str(self.folder)), diary
 
-    def _ended(self, process: subprocess.Popen[bytes], diary: Path) -> None:
+    def _ended(self, process: Started, diary: Path) -> None:
         try:
             code = process.wait(2 * LIMIT)
         finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,7 @@ class Telling(TrainerCallback):  # type: ignore[misc]
 
 
 def main(spec: dict[str, Any]) -> None:
+    tempfile.tempdir = None  # so that TMPDIR counts, wherever this process was forked from
     torch.use_deterministic_algorithms(True)
     diary = Diary(spec["diary"])
     arguments = TrainingArguments(
