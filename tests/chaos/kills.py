@@ -109,7 +109,7 @@ class Chaos:
         try:
             resumed = self._resumed(process, diary)
             self._check(number, resumed, reference)
-            early = bool(self.promised[0]) or chance.random() < 0.2
+            early = bool(self.promised[0]) or (number + 1 < self.rounds and chance.random() < 0.2)
             self._until(process, diary, resumed[0]["step"] + chance.randrange(1, 14), early)
             time.sleep(chance.uniform(0, 0.05))
             name = chance.choice(list(self.names))
