@@ -5,17 +5,16 @@ left alone.
 
 What the job does (accumulation, how data is ordered, evaluation, the Trainer's own saving, memory tier, staging) is
 drawn from the seed. After each kill: the resume is not older than the last acknowledged commit, all ranks go on from
-the same step, and every micro-batch's loss is, to the bit, that of the job that was left alone.
+the same step, which is not older than the newest version in memory that all were known to have, and every micro-batch's
+loss is, to the bit, that of the job that was left alone. At the end nothing is left in shared memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,10 +23,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.victims import VICTIMS, Target, gone
-from tests.support.launch import ENVIRONMENT
+from tests.chaos.diary import entries
+from tests.chaos.victims import VICTIMS, Target, end_job
+from tests.support.launch import Started, launcher
 
 TRAINER = Path(__file__).with_name("hf_trainer.py")
+
+LIMIT = 400.0
+"""Seconds after which a job counts as hanging, however busy the machine is."""
 
 Losses = dict[tuple[int, int], list[str]]
 """By rank and step."""
@@ -72,14 +75,20 @@ class TrainerChaos:
     rounds: int
     seed: int
     ranks: int = 1
+    memory: bool | None = None
+    """Whether there is a memory tier. None: drawn."""
     outcomes: Counter[str] = field(default_factory=Counter)
     committed: int = 0
+    newest: int = 0
+    """In memory, that all ranks were known to have."""
 
     def __post_init__(self) -> None:
         self.chance = random.Random(self.seed)
         self.steps = 12 * self.rounds + 10
         self.arguments, settings, self.samples = drawn(self.chance, self.steps)
         self.settings = {**settings, "store": str(self.folder / "store"), "trace": {"enabled": False}}
+        if self.memory is not None:
+            self.settings["memory"]["enabled"] = self.memory
         self.settings["memory"]["path"] = str(self.shared)
         self.settings["metrics"] = {"port": 0}
 
@@ -88,29 +97,31 @@ class TrainerChaos:
         print(f"seed {self.seed}: {self.arguments} {self.settings} {self.samples} samples", flush=True)
         process, diary = self._started("reference", None)
         self._ended(process, diary)
-        reference, (end, *_) = self._losses(diary), _read(diary, "end")
+        reference, (end, *_) = self._losses(diary), entries(diary, "end")
         for number in range(self.rounds):
             process, diary = self._started(f"round-{number}", self.settings)
             try:
                 self._kill(process, diary)
             finally:
-                self._end(process, diary)
+                end_job(process, [one["pid"] for one in entries(diary)])
             self._check(number, diary, reference)
         process, diary = self._started("last", self.settings)
         self._ended(process, diary)
         self._check(self.rounds, diary, reference)
-        for one in _read(diary, "end"):
+        for one in entries(diary, "end"):
             assert one["weights"] == end["weights"], self._said(self.rounds, "other weights in the end")
             assert one["log"] == end["log"], self._said(self.rounds, "another history in the end")
+        left = [str(path) for path in self.shared.rglob("rank-*")]
+        assert not left, self._said(self.rounds, f"left in shared memory: {left}")
         return self.outcomes
 
-    def _kill(self, process: subprocess.Popen[bytes], diary: Path) -> None:
+    def _kill(self, process: Started, diary: Path) -> None:
         early = self.chance.random() < 0.2
         after, name = self.chance.randrange(1, 14), self.chance.choice(list(VICTIMS))
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + LIMIT
         while process.poll() is None:
-            assert time.monotonic() < deadline, self._said(-1, "nothing came of it in 240 s")
-            resumed, told = _read(diary, "resumed"), _read(diary, "step")
+            assert time.monotonic() < deadline, self._said(-1, f"nothing came of it in {LIMIT} s")
+            resumed, told = entries(diary, "resumed"), entries(diary, "step")
             if len(resumed) == self.ranks and (early or self._far_enough(told, resumed[0]["step"] + after)):
                 time.sleep(self.chance.uniform(0, 0.05))
                 VICTIMS[name](Target(process.pid, {one["rank"]: one["pid"] for one in resumed}), self.chance)
@@ -125,27 +136,33 @@ class TrainerChaos:
         return any(one["step"] >= step and (one["committed"] or self.committed) for one in told)
 
     def _check(self, number: int, diary: Path, reference: Losses) -> None:
-        resumed, losses = _read(diary, "resumed"), self._losses(diary)
+        resumed, losses = entries(diary, "resumed"), self._losses(diary)
         if resumed:
             step = resumed[0]["step"]
             assert {one["step"] for one in resumed} == {step}, self._said(number, f"ranks disagree: {resumed}")
             assert all(one["exact"] for one in resumed), self._said(number, "not exact")
             assert step >= self.committed, self._said(number, f"{step} is older than the commit {self.committed}")
+            assert step >= self.newest, self._said(number, f"{step} is older than the version {self.newest} in memory")
             first = min((step for _, step in losses), default=step)
             assert first == step, self._said(number, f"step {step} was resumed, and {first} was trained")
+            from_memory = "memory" in resumed[0]["sources"]
+            assert self.settings["memory"]["enabled"] or not from_memory, self._said(number, "there is no memory tier")
             self.outcomes["resumed" if step else "anew"] += 1
+            self.outcomes["from memory"] += from_memory
         for (rank, step), found in losses.items():
             wanted = reference[rank, step][: len(found)]  # the last one may have been killed in its accumulation
             assert found == wanted, self._said(number, f"rank {rank}, step {step}: {found} and not {wanted}")
-        self.committed = max([self.committed, *(one["committed"] for one in _read(diary, "step"))])
+        told = entries(diary, "step")
+        self.committed = max([self.committed, *(one["committed"] for one in told)])
+        self.newest = max([self.newest, *(one["newest"] for one in told)])
 
     def _losses(self, diary: Path) -> Losses:
         found: Losses = {}
-        for one in _read(diary, "loss"):
+        for one in entries(diary, "loss"):
             found.setdefault((one["rank"], one["step"]), []).append(one["loss"])
         return found
 
-    def _started(self, name: str, settings: dict[str, Any] | None) -> tuple[subprocess.Popen[bytes], Path]:
+    def _started(self, name: str, settings: dict[str, Any] | None) -> tuple[Started, Path]:
         diary, described = self.folder / f"{name}.jsonl", self.folder / f"{name}.json"
         output = self.folder / ("alone" if settings is None else "output")
         spec = {
@@ -153,44 +170,18 @@ class TrainerChaos:
             "samples": self.samples,
         }  # fmt: skip
         described.write_text(json.dumps(spec))
-        command = [sys.executable]
-        if self.ranks > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.ranks}"]
-        with (self.folder / f"{name}.txt").open("w") as told:
-            process = subprocess.Popen(
-                [*command, str(TRAINER), str(described)],
-                stdout=told,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **ENVIRONMENT, "TMPDIR": str(self.folder)},
-                cwd=self.folder,
-                start_new_session=True,
-            )
-        return process, diary
+        words = [*(launcher(self.ranks) if self.ranks > 1 else []), str(TRAINER), str(described)]
+        return Started(words, self.folder, self.folder / f"{name}.txt", TMPDIR=str(self.folder)), diary
 
-    def _ended(self, process: subprocess.Popen[bytes], diary: Path) -> None:
+    def _ended(self, process: Started, diary: Path) -> None:
         try:
-            code = process.wait(400)
+            code = process.wait(2 * LIMIT)
         finally:
-            self._end(process, diary)
+            end_job(process, [one["pid"] for one in entries(diary)])
         assert code == 0, self._said(-1, diary.with_suffix(".txt").read_text()[-3000:])
-
-    def _end(self, process: subprocess.Popen[bytes], diary: Path) -> None:
-        """The launcher gets a moment to end what it started."""
-        try:
-            process.wait(45)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        gone(sorted({one["pid"] for one in _read(diary)} - {process.pid}))
 
     def _said(self, number: int, text: str) -> str:
         return f"seed {self.seed}, ranks {self.ranks}, round {number}: {text} (in {self.folder})"
-
-
-def _read(diary: Path, kind: str | None = None) -> list[dict[str, Any]]:
-    lines = diary.read_bytes().split(b"\n")[:-1] if diary.exists() else []
-    found = [json.loads(line) for line in lines]
-    return [one for one in found if kind in (None, one["kind"])]
 
 
 def main() -> int:
@@ -199,13 +190,15 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
     parser.add_argument("--ranks", type=int, choices=[1, 2], default=1)
+    parser.add_argument("--memory", action=argparse.BooleanOptionalAction, help="a memory tier; drawn by default")
     parser.add_argument("--shared", type=Path, default=Path("/dev/shm"), help="shared memory")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="driftpoint-hf-kills-"))
     shared = Path(tempfile.mkdtemp(prefix="driftpoint-hf-kills-", dir=given.shared))
     print(f"{given.rounds} rounds, {given.ranks} ranks, in {folder}", flush=True)
     try:
-        for name, count in sorted(TrainerChaos(folder, shared, given.rounds, given.seed, given.ranks).run().items()):
+        chaos = TrainerChaos(folder, shared, given.rounds, given.seed, given.ranks, given.memory)
+        for name, count in sorted(chaos.run().items()):
             print(f"{name}: {count}")
         shutil.rmtree(folder)
     finally:

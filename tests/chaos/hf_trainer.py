@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import monitor
-from tests.chaos.trainer import Diary
+from tests.chaos.diary import Diary
+from tests.support.internals import memory_of
 
 
 class Bags(nn.Module):
@@ -76,15 +78,18 @@ class Telling(TrainerCallback):  # type: ignore[misc]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         found = self.ours.checkpointer.certificate
-        self.diary.put("resumed", step=state.global_step, exact=found is None or found.exact)
+        sources = sorted({unit.source for unit in found.units}) if found else []
+        self.diary.put("resumed", step=state.global_step, exact=found is None or found.exact, sources=sources)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        registry = self.ours.checkpointer.metrics.registry
-        committed = registry.get_sample_value("driftpoint_last_commit_step")
-        self.diary.put("step", step=state.global_step, committed=int(committed or 0))
+        ckpt = self.ours.checkpointer
+        committed, memory = ckpt.metrics.registry.get_sample_value("driftpoint_last_commit_step"), memory_of(ckpt)
+        newest = memory.newest.step if memory is not None and memory.newest is not None else 0
+        self.diary.put("step", step=state.global_step, committed=int(committed or 0), newest=newest)
 
 
 def main(spec: dict[str, Any]) -> None:
+    tempfile.tempdir = None  # so that TMPDIR counts, wherever this process was forked from
     torch.use_deterministic_algorithms(True)
     diary = Diary(spec["diary"])
     arguments = TrainingArguments(

@@ -1,11 +1,13 @@
 """Kills a training job at random moments, restarts it, and checks after every round what came back.
 
-    python -m tests.chaos.kills --rounds 100 --seed 7 --ranks 2
+    python -m tests.chaos.kills --rounds 100 --seed 7 --framework zero2
 
 After each kill: the resume is not older than the last acknowledged commit, nor than the newest version in memory that
-all ranks were known to have; it comes from memory where that is newer; and the state is, to the bit, that of an
-uninterrupted run at the step that is resumed. At the end the job ends by itself, and nothing is left in shared memory.
+all ranks were known to have; it comes from memory where that is newer; the state is, to the bit, that of an
+uninterrupted run at the step that is resumed; and so is every loss that follows. At the end the job ends by itself, and
+nothing is left in shared memory.
 
+``--no-memory``: without a memory tier. Then it always resumes from a commit.
 ``--daemon``: with the node's daemon, which is killed as well, and which writes what dead jobs leave into the store.
 ``--supervised``: under ``driftpoint run``, which is killed first.
 ``--peers``: every rank has a node of its own, and after every other kill one of them is lost with its memory. Then the
@@ -32,15 +34,36 @@ from typing import Any
 
 from store.daemon_protocol import AskStatus, AskStop, Report, query_daemon
 from store.errors import DriftpointError
-from tests.chaos.victims import DAEMON_VICTIMS, VICTIMS, Target, gone
-from tests.support.launch import ENVIRONMENT, ROOT
+from tests.chaos.diary import entries
+from tests.chaos.victims import DAEMON_VICTIMS, VICTIMS, Target, end_job
+from tests.support.launch import ENVIRONMENT, ROOT, WORKERS, Started, launcher
 
 TRAINER = Path(__file__).with_name("trainer.py")
-RANKS = """1 or 2: from three on DistributedDataParallel sums gradients in another order in the first step after a start
-than later, since it lays its buckets out anew after it; then no job that was restarted equals one that was not."""
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {"kind": "plain"},
+    "ddp": {"kind": "ddp"},
+    "zero2": {"kind": "zero", "stage": 2, "precision": "bf16"},
+    "zero3": {"kind": "zero", "stage": 3, "precision": "bf16"},
+    "fsdp2": {"kind": "fsdp2"},
+}
+"""The job of each framework, for :func:`resume_jobs.build`. Plain PyTorch has one rank, the others have two: from three
+on DistributedDataParallel sums gradients in another order in the first step after a start than later, since it lays its
+buckets out anew after it; then no job that was restarted equals one that was not."""
+
+ALL_TRAINED = {"frozen": False}
+"""A version in memory of a model with frozen weights is never called exact (docs/memory.md)."""
 
 EVERY = 7
 """Steps between commits."""
+
+LIMIT = 400.0
+"""Seconds after which a job counts as hanging, however busy the machine is."""
+
+Process = Started | subprocess.Popen[bytes]
+
+Reference = dict[tuple[int, int], dict[str, Any]]
+"""Losses and the digest of the state after each step of an uninterrupted run, by rank and step."""
 
 
 @dataclass
@@ -51,8 +74,9 @@ class Chaos:
     shared: Path
     rounds: int
     seed: int
-    ranks: int = 1
+    framework: str = "plain"
     names: Sequence[str] = tuple(VICTIMS)
+    memory: bool = True
     daemon: bool = False
     supervised: bool = False
     peers: bool = False
@@ -62,57 +86,72 @@ class Chaos:
     replicated: int = 0
     """Newest step that all ranks were known to have at their peers, too, since the job last resumed another one."""
 
+    @property
+    def ranks(self) -> int:
+        return 1 if self.framework == "plain" else 2
+
+    @property
+    def steps(self) -> int:
+        """More than a busy machine lets it train in all rounds, before the signals are there."""
+        return 40 * self.rounds + 100
+
     def run(self) -> Counter[str]:
         """All rounds, the last one without a kill."""
         chance = random.Random(self.seed)
-        steps = 150 * self.rounds + 200  # more than a busy machine lets it train before the signal is there
-        reference = self._reference(steps)
+        reference = self._reference()
         for number in range(self.rounds):
-            self._round(number, steps, reference, chance)
-        self._last(steps, reference)
+            self._round(number, reference, chance)
+        self._last(reference)
         return self.outcomes
 
-    def _round(self, number: int, steps: int, reference: dict[tuple[int, int], str], chance: random.Random) -> None:
-        process, diary = self._started(number, steps, reference=False)
+    def _round(self, number: int, reference: Reference, chance: random.Random) -> None:
+        process, diary = self._started(number)
         try:
             resumed = self._resumed(process, diary)
             self._check(number, resumed, reference)
-            self._until(process, diary, resumed[0]["step"] + chance.randrange(1, 14))
+            early = bool(self.promised[0]) or (number + 1 < self.rounds and chance.random() < 0.2)
+            self._until(process, diary, resumed[0]["step"] + chance.randrange(1, 14), early)
             time.sleep(chance.uniform(0, 0.05))
             name = chance.choice(list(self.names))
             target = Target(process.pid, {one["rank"]: one["pid"] for one in resumed}, self._daemon_pid())
             (VICTIMS | DAEMON_VICTIMS)[name](target, chance)
             self.outcomes[name] += 1
         finally:
-            self._end(process, [one["pid"] for one in _read(diary)])
-        self._note(diary)
+            end_job(process, [one["pid"] for one in entries(diary)])
+        self._note(number, diary, reference)
         if self.peers and chance.random() < 0.5:
             shutil.rmtree(self.shared / f"node{chance.randrange(self.ranks)}", ignore_errors=True)
             self.promised, self.replicated = (self.promised[0], self.replicated), 0
             self.outcomes["a node lost"] += 1
 
-    def _last(self, steps: int, reference: dict[tuple[int, int], str]) -> None:
+    def _last(self, reference: Reference) -> None:
         """To its end, a few steps on: closed as it is meant to be."""
         newest = max(self.promised)
-        process, diary = self._started(self.rounds, min(steps, newest + 20), reference=False)
+        process, diary = self._started(self.rounds, min(self.steps, newest + 20))
         try:
             resumed = self._resumed(process, diary)
             self._check(self.rounds, resumed, reference)
-            code = process.wait(120)
+            code = process.wait(LIMIT)
         finally:
-            self._end(process, [one["pid"] for one in _read(diary)])
+            end_job(process, [one["pid"] for one in entries(diary)])
         assert code == 0, self._said(self.rounds, "the last one did not end by itself")
-        assert len([one for one in _read(diary) if one["kind"] == "end"]) == self.ranks
+        self._note(self.rounds, diary, reference)
+        ends = entries(diary, "end")
+        assert len(ends) == self.ranks
+        for one in ends:
+            wanted = reference[one["rank"], one["step"]]["digest"]
+            assert one["digest"] == wanted, self._said(self.rounds, f"another state in the end: {one}")
         if self.daemon:
             with suppress(DriftpointError):  # it was killed, and nobody needed another one
                 query_daemon(self.shared, AskStop(), 10.0)
-        left = [str(path) for path in self.shared.rglob("rank-*")]
+        left = [str(path) for path in self.shared.rglob("rank-*" if self.memory else "*")]
         assert not left, self._said(self.rounds, f"left in shared memory: {left}")
 
-    def _check(self, number: int, resumed: list[dict[str, Any]], reference: dict[tuple[int, int], str]) -> None:
+    def _check(self, number: int, resumed: list[dict[str, Any]], reference: Reference) -> None:
         committed, newest = self.promised
         step = resumed[0]["step"]
         from_memory = bool({"memory", "peer"} & {*resumed[0]["sources"]})
+        assert self.memory or not from_memory, self._said(number, f"there is no memory tier: {resumed}")
         assert {one["step"] for one in resumed} == {step}, self._said(number, f"ranks disagree: {resumed}")
         assert step >= committed, self._said(number, f"step {step} is older than the commit {committed}")
         assert step >= newest, self._said(number, f"step {step} is older than the version {newest} that all ranks had")
@@ -120,86 +159,79 @@ class Chaos:
         for one in resumed:
             assert one["exact"], self._said(number, f"not exact: {one}")
             if step:
-                wanted = reference[one["rank"], step]
+                wanted = reference[one["rank"], step]["digest"]
                 assert one["digest"] == wanted, self._said(number, f"another state than at step {step}: {one}")
         self.replicated *= step == self.replicated  # what is older goes when a newer one is resumed
         self.outcomes["from memory" if from_memory else "from the store" if step else "anew"] += 1
         self.outcomes["from peers"] += "peer" in resumed[0]["sources"]
 
-    def _note(self, diary: Path) -> None:
-        told = [one for one in _read(diary) if one["kind"] == "step"]
+    def _note(self, number: int, diary: Path, reference: Reference) -> None:
+        """Compare the losses since the resume, and keep what was acknowledged."""
+        told = entries(diary, "step")
+        for one in told:
+            wanted = reference[one["rank"], one["step"]]["losses"]
+            assert one["losses"] == wanted, self._said(number, f"other losses than {wanted}: {one}")
         self.promised = (
             max([self.promised[0], *(one["committed"] for one in told)]),
             max([self.promised[1], *(one["newest"] for one in told)]),
         )
         self.replicated = max([self.replicated, *(one["replicated"] for one in told)])
 
-    def _reference(self, steps: int) -> dict[tuple[int, int], str]:
-        process, diary = self._started(-1, steps, reference=True)
+    def _reference(self) -> Reference:
+        process, diary = self._started(-1, reference=True)
         try:
-            assert process.wait(600) == 0, self._said(-1, "the reference run failed")
+            assert process.wait(5 * LIMIT) == 0, self._said(-1, "the reference run failed")
         finally:
-            self._end(process, [])
-        return {(one["rank"], one["step"]): one["digest"] for one in _read(diary)}
+            end_job(process, [])
+        return {(one["rank"], one["step"]): one for one in entries(diary)}
 
-    def _started(self, number: int, steps: int, *, reference: bool) -> tuple[subprocess.Popen[bytes], Path]:
+    def _started(self, number: int, steps: int | None = None, *, reference: bool = False) -> tuple[Process, Path]:
         name = "reference" if reference else f"round-{number}"
         diary, described = self.folder / f"{name}.jsonl", self.folder / f"{name}.json"
-        store = self.folder / ("reference-store" if reference else "store")
-        peers = self.peers and not reference
-        memory = {"enabled": not reference, "every": 1, "path": str(self.shared), "peers": peers}
+        store = self.folder / "store"
         settings = {
+            "store": str(store),
             "every": EVERY,
-            "memory": memory,
+            "memory": {"enabled": self.memory, "every": 1, "path": str(self.shared), "peers": self.peers},
             "staging": "lazy" if number % 2 else "eager",
+            "metrics": {"enabled": False},
             "trace": {"enabled": False},
-            "daemon": {"enabled": self.daemon and not reference, "port": 0, "exit_idle_seconds": 20},
+            "daemon": {"enabled": self.daemon, "port": 0, "exit_idle_seconds": 20},
         }
+        case = {**CASES[self.framework], **ALL_TRAINED, "total_steps": self.steps}
         spec = {
-            "diary": str(diary), "store": str(store), "steps": steps, "width": 24, "pause": 0.003,
-            "settings": settings, "reference": reference, "nodes": peers,
+            "case": case, "steps": steps or self.steps, "pause": 0.01, "settings": settings, "diary": str(diary),
+            "reference": reference, "nodes": self.peers,
         }  # fmt: skip
         described.write_text(json.dumps(spec))
-        command = [sys.executable]
-        if self.ranks > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.ranks}"]
-        if self.supervised and not reference:
-            run = [
-                sys.executable,
-                "-m",
-                "deploy.cli",
-                "run",
-                "--store",
-                str(store),
-                "--max-restarts",
-                "0",
-                "--wait",
-                "30",
-            ]
-            command = [*run, "--", *command]
-        with (self.folder / f"{name}.txt").open("w") as output:
+        words = [*(launcher(self.ranks) if self.ranks > 1 else []), str(TRAINER), str(described)]
+        known, told = {"PYTHONPATH": f"{ROOT}{os.pathsep}{WORKERS}"}, self.folder / f"{name}.txt"
+        if not self.supervised or reference:
+            return Started(words, self.folder, told, **known), diary
+        run = [sys.executable, "-m", "deploy.cli", "run", "--store", str(store), "--max-restarts", "0", "--wait", "30"]
+        with told.open("w") as output:
             process = subprocess.Popen(
-                [*command, str(TRAINER), str(described)],
+                [*run, "--", sys.executable, *words],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, **ENVIRONMENT, **known},
                 cwd=self.folder,
                 start_new_session=True,
             )
         return process, diary
 
-    def _resumed(self, process: subprocess.Popen[bytes], diary: Path) -> list[dict[str, Any]]:
+    def _resumed(self, process: Process, diary: Path) -> list[dict[str, Any]]:
         """What every rank resumed, once it has."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + LIMIT
         while time.monotonic() < deadline:
-            found = [one for one in _read(diary) if one["kind"] == "resumed"]
+            found = entries(diary, "resumed")
             if len(found) == self.ranks:
                 return sorted(found, key=lambda one: int(one["rank"]))
             assert process.poll() is None, self._said(
                 -1, f"it ended by itself: {diary.with_suffix('.txt').read_text()}"
             )
             time.sleep(0.005)
-        raise AssertionError(self._said(-1, "nothing was resumed in 120 s"))
+        raise AssertionError(self._said(-1, f"nothing was resumed in {LIMIT} s"))
 
     def _daemon_pid(self) -> int | None:
         if not self.daemon:
@@ -213,29 +245,16 @@ class Chaos:
             time.sleep(0.02)
         raise AssertionError(self._said(-1, "there is no daemon after 60 s"))
 
-    def _until(self, process: subprocess.Popen[bytes], diary: Path, step: int) -> None:
-        deadline = time.monotonic() + 120
-        while not any(one["step"] >= step for one in _read(diary) if one["kind"] == "step"):
+    def _until(self, process: Process, diary: Path, step: int, early: bool) -> None:
+        """Until a step, and a first commit. early: even before there is something to lose."""
+        deadline = time.monotonic() + LIMIT
+        while not any(one["step"] >= step and (one["committed"] or early) for one in entries(diary, "step")):
             assert process.poll() is None, self._said(-1, "it ended by itself")
-            assert time.monotonic() < deadline, self._said(-1, f"step {step} was not reached in 120 s")
+            assert time.monotonic() < deadline, self._said(-1, f"step {step} was not reached in {LIMIT} s")
             time.sleep(0.002)
 
-    def _end(self, process: subprocess.Popen[bytes], pids: list[int]) -> None:
-        """The launcher gets a moment to end what it started."""
-        try:
-            process.wait(45)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        gone(sorted(set(pids) - {process.pid}))
-
     def _said(self, number: int, text: str) -> str:
-        return f"seed {self.seed}, ranks {self.ranks}, round {number}: {text} (in {self.folder})"
-
-
-def _read(diary: Path) -> list[dict[str, Any]]:
-    lines = diary.read_bytes().split(b"\n")[:-1] if diary.exists() else []
-    return [json.loads(line) for line in lines]
+        return f"seed {self.seed}, {self.framework}, round {number}: {text} (in {self.folder})"
 
 
 def main() -> int:
@@ -243,9 +262,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
-    parser.add_argument("--ranks", type=int, choices=[1, 2], default=1, help=RANKS)
+    parser.add_argument("--framework", choices=[*CASES], default="plain", help="plain: one rank; others: two")
     names = sorted(VICTIMS | DAEMON_VICTIMS)
     parser.add_argument("--victim", action="append", choices=names, help="only these; may be repeated")
+    parser.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True, help="the memory tier")
     parser.add_argument("--daemon", action="store_true", help="with the node's daemon")
     parser.add_argument("--supervised", action="store_true", help="under driftpoint run")
     parser.add_argument("--peers", action="store_true", help="a node for each rank; nodes are lost")
@@ -253,12 +273,12 @@ def main() -> int:
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="driftpoint-kills-"))
     shared = Path(tempfile.mkdtemp(prefix="driftpoint-kills-", dir=given.shared))
-    print(f"seed {given.seed}, {given.rounds} rounds, {given.ranks} ranks, in {folder}", flush=True)
+    print(f"seed {given.seed}, {given.rounds} rounds, {given.framework}, in {folder}", flush=True)
     try:
         usual = ["everything"] if given.supervised else [*VICTIMS]  # others would make it start the job again
         victims = given.victim or usual + ([*DAEMON_VICTIMS] if given.daemon else [])
-        how = (given.daemon, given.supervised, given.peers)
-        chaos = Chaos(folder, shared, given.rounds, given.seed, given.ranks, victims, *how)
+        how = (given.memory, given.daemon, given.supervised, given.peers)
+        chaos = Chaos(folder, shared, given.rounds, given.seed, given.framework, victims, *how)
         for name, count in sorted(chaos.run().items()):
             print(f"{name}: {count}")
         shutil.rmtree(folder)

@@ -15,13 +15,24 @@ SEED = int(os.environ.get("DRIFTPOINT_SEED", "3"))
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize(("ranks", "rounds"), [(1, 8), (2, 5)])
-def test_a_few_rounds_of_random_kills(tmp_path: Path, ranks: int, rounds: int) -> None:
+@pytest.mark.parametrize(("framework", "rounds"), [("plain", 8), ("ddp", 5)])
+def test_a_few_rounds_of_random_kills(tmp_path: Path, framework: str, rounds: int) -> None:
     with shared_memory() as shared:
         print(f"DRIFTPOINT_SEED={SEED}")
-        outcomes = Chaos(tmp_path, shared, rounds, SEED, ranks).run()
+        outcomes = Chaos(tmp_path, shared, rounds, SEED, framework).run()
         assert outcomes["from memory"] > 0
         assert sum(outcomes[name] for name in ("one rank", "all ranks", "everything", "stopped")) == rounds
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("framework", "memory"), [("zero2", True), ("zero3", True), ("fsdp2", False), ("plain", False)]
+)
+def test_two_rounds_of_each_other_kind(tmp_path: Path, framework: str, memory: bool) -> None:
+    with shared_memory() as shared:
+        outcomes = Chaos(tmp_path, shared, 2, SEED, framework, memory=memory).run()
+        assert outcomes["from memory"] + outcomes["from the store"] > 0
 
 
 @pytest.mark.slow
@@ -45,5 +56,5 @@ def test_a_few_rounds_with_the_supervisor_killed_too(tmp_path: Path) -> None:
 @pytest.mark.distributed
 def test_a_few_rounds_in_which_nodes_are_lost_too(tmp_path: Path) -> None:
     with shared_memory() as shared:
-        outcomes = Chaos(tmp_path, shared, 4, SEED, 2, peers=True).run()
+        outcomes = Chaos(tmp_path, shared, 4, SEED, "ddp", peers=True).run()
         assert outcomes["a node lost"] > 0 and outcomes["from peers"] > 0

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
+
+from tests.support.launch import Started
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,17 @@ VICTIMS: dict[str, Callable[[Target, random.Random], None]] = {
     "stopped": stopped,
 }
 """By name; more of them may be added, and named on the command line."""
+
+
+def end_job(process: Started | subprocess.Popen[bytes], pids: Iterable[int]) -> None:
+    """Give a launcher a moment to end what it started, and its ranks one to be gone; then kill what is left."""
+    try:
+        process.wait(45)
+    except subprocess.TimeoutExpired:
+        pids = {*pids, *(one.pid for one in psutil.Process(process.pid).children(recursive=True))}
+        process.kill()
+        process.wait(30)
+    gone(sorted({*pids} - {process.pid}))
 
 
 def gone(pids: list[int], seconds: float = 30) -> None:

@@ -96,6 +96,38 @@ def python(
         return subprocess.CompletedProcess(said, code, out.read_text(errors="replace"), err.read_text(errors="replace"))
 
 
+class Started:
+    """A launch that goes on beside the test, as much of :class:`subprocess.Popen` as it takes to kill one. There is one
+    at a time: until it has ended, nothing else can be launched.
+
+    words: What follows ``python``. output: A file for all that it prints."""
+
+    def __init__(self, words: Sequence[str], directory: Path, output: Path, **environment: str) -> None:
+        known = {**os.environ, **ENVIRONMENT, **environment}
+        self.args = list(words)
+        self.pid = _preloaded().start(self.args, directory, (output, output), known)
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, None as long as it runs."""
+        with suppress(subprocess.TimeoutExpired):
+            return self.wait(0)
+        return None
+
+    def wait(self, timeout: float) -> int:
+        """The exit code. TimeoutExpired."""
+        if self.returncode is None:
+            self.returncode = _preloaded().code(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout)
+        return self.returncode
+
+    def kill(self) -> None:
+        """SIGKILL, where it still lives."""
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
+
 def once(make: Callable[[_K], _T]) -> Callable[[_K], _T]:
     """Have ``make`` called once for each argument: from then on it gives the same result, or the same error."""
     made: dict[_K, tuple[_T] | Exception] = {}
@@ -154,11 +186,7 @@ class _Preloaded:
         timeout: float,
     ) -> int:
         """One launch, to its end: its exit code, -1 where time was up. streams: stdout and stderr."""
-        asked = {"words": words, "directory": str(directory), "environment": environment}
-        asked["streams"] = list(map(str, streams))
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(asked).encode() + b"\n")
-        pid = self._answer()
+        pid = self.start(words, directory, streams, environment)
         ended = False
         try:
             ended = self._answers(timeout)
@@ -167,6 +195,20 @@ class _Preloaded:
                 self._end(pid)
             code = self._answer()
         return code if ended else -1
+
+    def start(
+        self, words: list[str], directory: Path, streams: tuple[Path, Path], environment: Mapping[str, str]
+    ) -> int:
+        """One launch: its process id."""
+        asked = {"words": words, "directory": str(directory), "environment": environment}
+        asked["streams"] = list(map(str, streams))
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asked).encode() + b"\n")
+        return self._answer()
+
+    def code(self, seconds: float) -> int | None:
+        """The exit code of what was started, None where it did not end in time."""
+        return self._answer() if self._answers(seconds) else None
 
     def _end(self, pid: int) -> None:
         # torchrun gives its workers sessions of their own; it ends them itself when it is asked to.

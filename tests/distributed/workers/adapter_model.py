@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class Tiny(nn.Module):
-    def __init__(self, width: int = WIDTH) -> None:
+    def __init__(self, width: int = WIDTH, frozen: bool = True) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.ModuleList([Block(width) for _ in range(3)])
@@ -39,7 +39,7 @@ class Tiny(nn.Module):
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("scale", torch.full((width,), 1.5))
         self.register_buffer("cache", torch.zeros(7), persistent=False)
-        self.blocks[1].requires_grad_(False)
+        self.blocks[1].requires_grad_(not frozen)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         if self.training:

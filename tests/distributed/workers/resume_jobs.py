@@ -103,7 +103,7 @@ def build(case: Mapping[str, Any], seed: int) -> Trainee:
 def _engine(case: Mapping[str, Any], seed: int) -> Trainee:
     import deepspeed
 
-    model = Tiny(case.get("width", WIDTH))
+    model = Tiny(case.get("width", WIDTH), case.get("frozen", True))
     settings = config(case["stage"], case["precision"], **ZERO)
     for section in ("optimizer", "scheduler"):
         settings[section]["params"] |= case.get(section, {})
@@ -123,7 +123,7 @@ def _engine(case: Mapping[str, Any], seed: int) -> Trainee:
 
 
 def _torch(case: Mapping[str, Any], seed: int) -> Trainee:
-    model: Any = Tiny()
+    model: Any = Tiny(frozen=case.get("frozen", True))
     if case["kind"] == "ddp":
         model = DistributedDataParallel(model)
     elif case["kind"] == "fsdp2":
@@ -131,7 +131,8 @@ def _torch(case: Mapping[str, Any], seed: int) -> Trainee:
 
         model = shard(model, case)
     optimizer = torch.optim.AdamW(param_groups(model), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[1e-2, 3e-3], total_steps=40)
+    total = case.get("total_steps", 40)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[1e-2, 3e-3], total_steps=total)
     loader = Shuffled(10 * seed + rank())
 
     def step() -> list[float]:
