@@ -23,7 +23,6 @@ from monitor.events import AttachEvent, DecisionEvent, MeasuredEvent
 from monitor.memory.tier import MemoryTier
 from monitor.observe.units import LocalUnit, Surveyor
 from monitor.preemption import Preemption
-from monitor.resume.read import ReadBuffers
 from monitor.resume.resume import (
     ResumeResult,
     build_certificate,
@@ -168,7 +167,6 @@ class Checkpointer:
             self.copied()
             self._saver.abandon(self._step, self.config.timeouts.close)
         job, result = self._job, None
-        buffers = run_on_all_ranks(job.group, lambda: ReadBuffers(self._saver.borrow_buffers(job.table.local())))
         if self._catalog is not None:
             snapshot = self._memory.find(self._catalog) if memory and self._memory is not None else None
             attempt = partial(
@@ -176,11 +174,9 @@ class Checkpointer:
                 adapter=job.adapter,
                 group=self._group,
                 user=job.user,
-                buffers=buffers,
                 settings=self.config.resume,
             )
             result = resume_memory_or_store(attempt, self._catalog, snapshot)
-        self._saver.return_buffers(job.table.local(), buffers.buffers)
         self._resume_called = True
         self._trained = result is not None and result.memory is not None
         self._updates = 0

@@ -8,7 +8,7 @@ while it is written and fsync before the name appears. Offsets are relative to t
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
@@ -19,6 +19,7 @@ from store.encoding import BF16, RAW, encoding_named, itemsize
 from store.encoding.compression import packed_bound
 from store.encoding.stream import PACKING, EncodedEntry
 from store.errors import DamagedError, MissingError, NewerFormatError
+from store.fragments import Readable
 from store.layout import parse_rank_file, part_path, payload_path, segment_dir
 from store.names import SaveId
 from store.schema import Entry, MeasureRecord, PartRecord, StateTensor, digest, from_bytes, to_bytes
@@ -29,7 +30,7 @@ from store.storage.local import Files, NewFile, as_bytes, list_or_empty
 _CHUNK = 1 << 22
 _ALIGN = 64
 
-_HASHED = 1 << 20
+CHUNK_BYTES = 1 << 20
 """Bytes read and hashed at a time, so that they are in the core's cache when hashed."""
 
 
@@ -122,16 +123,45 @@ def write_payload(
 
 
 def read_piece(
-    files: Files, path: str, header_bytes: int, piece: PayloadPiece | Entry | StateTensor, target: memoryview
+    files: Readable, path: str, header_bytes: int, piece: PayloadPiece | Entry | StateTensor, target: memoryview
 ) -> None:
     """Fill ``target`` (exactly ``piece.nbytes`` bytes) and check its hash. Raises DamagedError if it differs."""
     if target.nbytes != piece.nbytes:
         raise DamagedError(f"{path}: a piece has {piece.nbytes} bytes instead of {target.nbytes}")
-    state, flat = xxhash.xxh3_128(), as_bytes(target)
-    for start in range(0, piece.nbytes, _HASHED):
-        part = flat[start : start + _HASHED]
-        files.read_into(path, header_bytes + piece.offset + start, part)
-        state.update(part)
+    flat = as_bytes(target)
+    for _ in read_chunks(files, path, header_bytes, piece, lambda start, stop: flat[start:stop]):
+        pass
+
+
+def read_chunks(
+    files: Readable,
+    path: str,
+    header_bytes: int,
+    piece: PayloadPiece | Entry | StateTensor,
+    room: Callable[[int, int], memoryview] | None = None,
+) -> Iterator[tuple[int, memoryview]]:
+    """Yield the chunks of a piece, with their places in it, in the core's cache; check its hash after the last one.
+
+    Args:
+        files: Where to read.
+        path: Of the payload.
+        header_bytes: Of the payload.
+        piece: What to read.
+        room: Returns the memory to read bytes [start, stop) into; by default the same memory for all chunks.
+
+    Raises:
+        DamagedError: The piece does not match its hash, or the file ends early.
+    """
+    state, scratch = (
+        xxhash.xxh3_128(),
+        memoryview(b"") if room else memoryview(bytearray(min(piece.nbytes, CHUNK_BYTES))),
+    )
+    for start in range(0, piece.nbytes, CHUNK_BYTES):
+        stop = min(start + CHUNK_BYTES, piece.nbytes)
+        chunk = room(start, stop) if room else scratch[: stop - start]
+        files.read_into(path, header_bytes + piece.offset + start, chunk)
+        state.update(chunk)
+        yield start, chunk
     if state.hexdigest() != piece.xxh3_128:
         raise DamagedError(f"{path}: bytes {piece.offset} to {piece.offset + piece.nbytes} do not match their hash")
 
@@ -298,7 +328,7 @@ def check_payload_size(files: Files, part: PartRecord) -> None:
         raise DamagedError(f"{path} has {found} bytes instead of {part.payload_bytes}")
 
 
-def read_entry(files: Files, part: PartRecord, entry: Entry, target: memoryview) -> None:
+def read_entry(files: Readable, part: PartRecord, entry: Entry, target: memoryview) -> None:
     """Fill ``target`` (``entry.nbytes`` bytes) with the stored bytes of a fragment and check their hash."""
     read_piece(files, payload_path(part.save, part.rank), part.header_bytes, entry, target)
 

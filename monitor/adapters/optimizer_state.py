@@ -229,8 +229,12 @@ def _unstorable(optimizer: torch.optim.Optimizer, key: Any, holder: str, kind: s
     )
 
 
-def fit_slots(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, wanted: Mapping[str, str]) -> None:
-    """Create the slots in ``wanted`` (slot -> dtype) with zeros, on the parameter's device, and drop others."""
+def fit_slots(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, wanted: Mapping[str, str], *, filled: bool = False
+) -> None:
+    """Create the slots in ``wanted`` (slot -> dtype), on the parameter's device, and drop others.
+
+    filled: whether the load fills all elements of the slots that it creates. Otherwise they are zeros."""
     state = optimizer.state.get(parameter, {})
     planned, live = planned_slots(state, parameter, wanted), slots_of(state, parameter)
     for slot in live if parameter.numel() else ():  # an empty tensor has nothing in the store and nothing to lose
@@ -238,7 +242,8 @@ def fit_slots(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, wanted:
             del state[slot]
     for slot, dtype in planned.items():
         if slot not in live:
-            optimizer.state[parameter][slot] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            create = torch.empty_like if filled else torch.zeros_like
+            optimizer.state[parameter][slot] = create(parameter, dtype=dtype, requires_grad=False)
 
 
 def complete_state(

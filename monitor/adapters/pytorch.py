@@ -184,7 +184,7 @@ class PyTorchAdapter:
     def prepare_load(self, slots: Mapping[str, Mapping[str, str]]) -> None:
         """Create the slots in ``slots`` that the optimizer lacks, and drop others."""
         for fqn, parameter, _ in self._optimized():
-            fit_slots(self.optimizer, parameter, slots.get(fqn, {}))
+            fit_slots(self.optimizer, parameter, slots.get(fqn, {}), filled=True)
 
     def finish_load(self) -> None:
         pass  # nothing is derived from the parameters

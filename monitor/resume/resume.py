@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
-
 from monitor.adapters.base import Adapter, FragmentPlace
 from monitor.config.schema import ResumeSettings
 from monitor.context import JobContext
@@ -22,7 +20,7 @@ from monitor.distributed import Group, run_on_all_ranks, run_on_rank0
 from monitor.events import ResumeEvent
 from monitor.memory.recovery import MemoryCandidate, newest_on_disk
 from monitor.resume.read import (
-    ReadBuffers,
+    OpenPayloads,
     ReadResult,
     Slots,
     encoding_loss,
@@ -74,7 +72,7 @@ class _Plan:
 
 
 def resume(
-    catalog: Catalog, adapter: Adapter, group: Group, user: UserState, buffers: ReadBuffers, *, settings: ResumeSettings
+    catalog: Catalog, adapter: Adapter, group: Group, user: UserState, *, settings: ResumeSettings
 ) -> ResumeResult | None:
     """Load the newest resumable commit into the live job. Collective.
 
@@ -83,7 +81,6 @@ def resume(
         adapter: The live tensors.
         group: All ranks.
         user: The user's objects.
-        buffers: Host memory to read into.
         settings: Which step and data position to resume.
 
     Returns:
@@ -115,18 +112,19 @@ def resume(
             bad |= {point}
             continue
         dropped = run_on_all_ranks(group, partial(_dropped_state, point, plan, adapter, settings))
-        read = run_on_all_ranks(group, partial(read_fragments, catalog, plan.resolution, plan.places, buffers))
-        newly_bad = frozenset().union(*group.all_gather(read.bad))
-        if not newly_bad:
-            read = run_on_all_ranks(group, partial(_with_rank_buffers, read, point.state, plan))
-            rounded = _over_ranks(group, read.rounded)
-            unrestored = _over_ranks(group, run_on_all_ranks(group, partial(_unrestored, point, adapter, group)))
-            objects = () if point.state.user is None else tuple(user.notes(point.state.user))
-            lost = (*dropped, *rounded, *unrestored, *objects)
-            notes += [*passed_over, *plan.resolution.problems, *point.notes, *read.notes, *lost]
-            notes += run_on_all_ranks(group, partial(_object_notes, point.state, user))
-            _load(plan, read, point, adapter, user=user, group=group)
-            return ResumeResult(plan.resolution, point, tuple(dict.fromkeys(notes)), lost, passed_over=newer)
+        with OpenPayloads(catalog.files) as payloads:
+            read = run_on_all_ranks(group, partial(read_fragments, payloads, plan.resolution, plan.places))
+            newly_bad = frozenset().union(*group.all_gather(read.bad))
+            if not newly_bad:
+                read = run_on_all_ranks(group, partial(_with_rank_buffers, read, point.state, plan))
+                rounded = _over_ranks(group, read.rounded)
+                unrestored = _over_ranks(group, run_on_all_ranks(group, partial(_unrestored, point, adapter, group)))
+                objects = () if point.state.user is None else tuple(user.notes(point.state.user))
+                lost = (*dropped, *rounded, *unrestored, *objects)
+                notes += [*passed_over, *plan.resolution.problems, *point.notes, *read.notes, *lost]
+                notes += run_on_all_ranks(group, partial(_object_notes, point.state, user))
+                _load(plan, read, point, adapter, user=user, group=group)
+                return ResumeResult(plan.resolution, point, tuple(dict.fromkeys(notes)), lost, passed_over=newer)
         bad |= newly_bad
 
 
@@ -173,8 +171,8 @@ def _with_rank_buffers(read: ReadResult, state: RunState, plan: _Plan) -> ReadRe
                 f"the store holds {fqn} of this rank with {tensor.numel()} elements, and this model has "
                 f"{0 if place is None else place.fragment.numel}: set another `store:`, or fix the model"
             )
-        values[place.fragment] = tensor.reshape(-1)
-        loss = encoding_loss(values[place.fragment], place)
+        values[place.fragment] = flat = tensor.reshape(-1)
+        loss = encoding_loss(flat, place)
         rounded += [] if loss is None else [loss]
     return replace(read, values=values, rounded=tuple(rounded))
 
@@ -251,10 +249,7 @@ def _require_unchanged(plan: _Plan, state: RunState, adapter: Adapter) -> None:
 def _copy_values(plan: _Plan, read: ReadResult, framework: Mapping[str, Any], adapter: Adapter) -> None:
     try:
         adapter.prepare_load(plan.slots)
-        for piece in adapter.held():
-            if piece.fragment in read.values:
-                with torch.inference_mode() if piece.tensor.is_inference() else torch.no_grad():
-                    piece.tensor.copy_(read.values[piece.fragment])
+        read.load(adapter.held())
         adapter.load_run_state(framework)
     except Exception as error:
         # Everything was checked before: this is a device out of memory or the like.

@@ -71,6 +71,35 @@ class Files(Protocol):
         """Fill ``target`` from ``offset``. Raises DamagedError if the file ends early."""
 
 
+class OpenFile:
+    """A file open for reading. It stays readable where its name is removed or replaced.
+
+    Args:
+        descriptor: Closed by :meth:`close`.
+        path: For messages.
+    """
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        self.descriptor = descriptor
+        self._path = path
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill ``target`` from ``offset``. Raises DamagedError if the file ends early, StorageError. Any thread."""
+        with _translate_errors("read", self._path):
+            _fill(self.descriptor, offset, target, self._path)
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+@runtime_checkable
+class OpensFiles(Protocol):
+    """Storage whose files are those of a filesystem of this machine, at least in part."""
+
+    def open_file(self, path: str) -> OpenFile | None:
+        """Open a file for reading; None if its bytes are elsewhere. Raises as :meth:`Files.read_into`."""
+
+
 @runtime_checkable
 class WholeFiles(Protocol):
     """Additional operations of storage that shows files only when they are whole, without temporary names."""
@@ -150,6 +179,16 @@ class LocalFiles:
         with self._opened(path) as descriptor:
             _fill(descriptor, offset, target, self.root / path)
 
+    def open_file(self, path: str) -> OpenFile:
+        with _translate_errors("read", self.root, path):
+            descriptor = os.open(self._at(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                self._require_regular(os.fstat(descriptor), path)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            return OpenFile(descriptor, self.root / path)
+
     def expect(self, path: str, offset: int, nbytes: int) -> None:
         with suppress(StorageError, DamagedError), self._opened(path) as descriptor:
             os.posix_fadvise(descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
@@ -182,13 +221,12 @@ class LocalFiles:
 
     @contextmanager
     def _opened(self, path: str) -> Iterator[int]:
+        file = self.open_file(path)
         with _translate_errors("read", self.root, path):
-            descriptor = os.open(self._at(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                self._require_regular(os.fstat(descriptor), path)
-                yield descriptor
+                yield file.descriptor
             finally:
-                os.close(descriptor)
+                file.close()
 
     def _require_regular(self, status: os.stat_result, path: str) -> None:
         if not stat.S_ISREG(status.st_mode):
