@@ -326,7 +326,7 @@ class ReadResult:
             raise RuntimeError(f"{len(self.values) - len(found)} of {len(self.values)} fragments have no live tensor")
         with torch.no_grad():
             for values, piece in found:
-                if isinstance(values, torch.Tensor):
+                if isinstance(values, torch.Tensor) and values.data_ptr() != piece.tensor.data_ptr():
                     with torch.inference_mode() if piece.tensor.is_inference() else nullcontext():
                         piece.tensor.copy_(values)
         run_in_threads([partial(_load, values, piece.tensor) for values, piece in found if not _on_host(values)])
@@ -448,7 +448,7 @@ class _Reader:
                 run = []
             if one.plain and one.nbytes <= _SMALL and len(one.copies) == 1:
                 run.append(one)
-            elif one.plain and one.dtype == one.place.dtype:
+            elif one.plain and one.dtype == one.place.dtype and not one.place.new:
                 self._check(one)
             else:
                 self._fill(one)

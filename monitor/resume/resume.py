@@ -248,7 +248,7 @@ def _require_unchanged(plan: _Plan, state: RunState, adapter: Adapter) -> None:
 
 def _copy_values(plan: _Plan, read: ReadResult, framework: Mapping[str, Any], adapter: Adapter) -> None:
     try:
-        adapter.prepare_load(plan.slots)
+        adapter.prepare_load(plan.slots, read.values)
         read.load(adapter.held())
         adapter.load_run_state(framework)
     except Exception as error:
