@@ -408,8 +408,10 @@ class Checkpointer:
     def _begin(self, result: ResumeResult | None) -> None:
         if result is None and self._group.rank == 0 and self._opened is not None:
             warn_of_beginning(self.config.store_path)
+        local = self._job.table.local()
+        self._saver.prepare_buffers(local)
         if self._memory is not None:
-            self._memory.begin(self._job.table.local(), None if result is None else result.memory)
+            self._memory.begin(local, None if result is None else result.memory)
 
     def _mark_proven(self) -> None:
         opened, resumed = self._opened, self.resumed

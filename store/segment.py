@@ -128,8 +128,7 @@ def read_piece(
     """Fill ``target`` (exactly ``piece.nbytes`` bytes) and check its hash. Raises DamagedError if it differs."""
     if target.nbytes != piece.nbytes:
         raise DamagedError(f"{path}: a piece has {piece.nbytes} bytes instead of {target.nbytes}")
-    flat = as_bytes(target)
-    for _ in read_chunks(files, path, header_bytes, piece, lambda start, stop: flat[start:stop]):
+    for _ in read_chunks(files, path, header_bytes, piece, as_bytes(target)):
         pass
 
 
@@ -138,27 +137,15 @@ def read_chunks(
     path: str,
     header_bytes: int,
     piece: PayloadPiece | Entry | StateTensor,
-    room: Callable[[int, int], memoryview] | None = None,
+    target: memoryview | None = None,
 ) -> Iterator[tuple[int, memoryview]]:
-    """Yield the chunks of a piece, with their places in it, in the core's cache; check its hash after the last one.
+    """Yield (place in the piece, bytes) while reading it into ``target``, or through memory that is used again.
 
-    Args:
-        files: Where to read.
-        path: Of the payload.
-        header_bytes: Of the payload.
-        piece: What to read.
-        room: Returns the memory to read bytes [start, stop) into; by default the same memory for all chunks.
-
-    Raises:
-        DamagedError: The piece does not match its hash, or the file ends early.
-    """
-    state, scratch = (
-        xxhash.xxh3_128(),
-        memoryview(b"") if room else memoryview(bytearray(min(piece.nbytes, CHUNK_BYTES))),
-    )
+    A chunk is small enough to stay in the core's cache. Raises DamagedError at the end if the hash differs."""
+    state, scratch = xxhash.xxh3_128(), bytearray(0 if target else min(piece.nbytes, CHUNK_BYTES))
     for start in range(0, piece.nbytes, CHUNK_BYTES):
         stop = min(start + CHUNK_BYTES, piece.nbytes)
-        chunk = room(start, stop) if room else scratch[: stop - start]
+        chunk = target[start:stop] if target else memoryview(scratch)[: stop - start]
         files.read_into(path, header_bytes + piece.offset + start, chunk)
         state.update(chunk)
         yield start, chunk

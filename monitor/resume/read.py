@@ -10,16 +10,15 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import xxhash
 
 from monitor.adapters.base import Adapter, FragmentPlace, Piece
 from monitor.adapters.module_tensors import torch_dtype
@@ -41,8 +40,8 @@ from store.location import Kind, mount_of
 from store.names import BUFFER, FROZEN, RAW, WEIGHTS, Fragment, SaveId
 from store.resolve import RejectedVersion, Resolution
 from store.schema import ManifestRecord
-from store.segment import CHUNK_BYTES, read_chunks, read_entry
-from store.storage.local import Files, OpenFile, OpensFiles
+from store.segment import read_chunks
+from store.storage.local import Files, OpensFiles, fill
 from store.text import listed
 
 Slots = dict[str, dict[str, str]]  # fqn -> slot -> dtype as stored
@@ -55,7 +54,7 @@ _OPTIMIZER_MARKERS = frozenset({"betas", "momentum", "alpha", "rho", "lr_decay",
 _CHUNK = 1 << 22  # elements checked at once: the checks need several times the memory of their input
 
 _SMALL = 1 << 18
-"""Plain fragments of at most these bytes stay in host memory once they are checked, since a read has a cost."""
+"""Fragments of at most these bytes are kept in host memory once they are checked: a read has a cost of its own."""
 
 _THREADS = 2
 _MOST_OPEN = 256
@@ -219,93 +218,60 @@ def _is_mask_value(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
 
 
 class OpenPayloads:
-    """Keeps payloads of this machine open while a resume reads them. Those that are removed meanwhile stay readable."""
+    """Keeps payloads on this machine open while a resume reads them; those that are pruned meanwhile stay readable."""
 
     def __init__(self, files: Files) -> None:
         self.files = files
-        self._open: dict[str, OpenFile | None] = {}
-        self._kinds: dict[int, Kind | None] = {}
+        self._open: dict[str, int | None] = {}
 
     def __enter__(self) -> OpenPayloads:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for file in self._open.values():
-            if file is not None:
-                file.close()
-        self._open.clear()
+        for descriptor in self._open.values():
+            if descriptor is not None:
+                os.close(descriptor)
 
     def repeatable(self, path: str) -> bool:
-        """Return whether a payload is open, on a filesystem where a second read soon after costs no transfer."""
+        """Return whether a payload is open, on a filesystem where a second read soon after needs no transfer."""
         if path not in self._open:
-            self._open[path] = self._opened(path)
+            self._open[path] = self._opened(path) if len(self._open) < _MOST_OPEN else None
         return self._open[path] is not None
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
         """Fill ``target`` from ``offset``. Raises DamagedError if the file ends early, StorageError. Any thread."""
-        file = self._open.get(path)
-        if file is None:
+        descriptor = self._open.get(path)
+        if descriptor is None:
             self.files.read_into(path, offset, target)
         else:
-            file.read_into(offset, target)
+            fill(descriptor, offset, target, path)
 
-    def _opened(self, path: str) -> OpenFile | None:
-        if not isinstance(self.files, OpensFiles) or len(self._open) >= _MOST_OPEN:
-            return None
-        try:
-            file = self.files.open_file(path)
-        except (DamagedError, StorageError):  # reading it says so
-            return None
-        if file is None or self._kind(file.descriptor) in _REPEATABLE:
-            return file
-        file.close()
+    def _opened(self, path: str) -> int | None:
+        with suppress(DamagedError, StorageError):  # reading it raises them
+            descriptor = self.files.open_file(path) if isinstance(self.files, OpensFiles) else None
+            mount = None if descriptor is None else mount_of(f"/proc/self/fd/{descriptor}")
+            if mount is not None and mount.kind in _REPEATABLE:
+                return descriptor
+            if descriptor is not None:
+                os.close(descriptor)
         return None
-
-    def _kind(self, descriptor: int) -> Kind | None:
-        device = os.fstat(descriptor).st_dev
-        if device not in self._kinds:
-            mount = mount_of(f"/proc/self/fd/{descriptor}")
-            self._kinds[device] = None if mount is None else mount.kind
-        return self._kinds[device]
 
 
 @dataclass(frozen=True)
 class CheckedValues:
-    """Values whose bytes were checked, to be read again from the open payloads into the live tensor.
+    """Values whose bytes were checked, and are read again from the open payloads into the live tensor.
 
-    The hash is checked again, so that bytes which changed after the first check cannot pass."""
+    The second read checks the hash again: bytes that changed in between do not pass."""
 
     payloads: OpenPayloads
     copies: Sequence[Copy[Source]]
 
-    def check(self, copy: Copy[Source]) -> None:
-        """Read the bytes of one of the copies. Raises DamagedError unless they match their hash."""
-        for _ in self._chunks(copy, None):
-            pass
-
     def load(self, tensor: torch.Tensor) -> None:
-        """Fill a live tensor. Raises DamagedError unless the bytes match their hash; values are then undefined."""
+        """Fill a live tensor. After an error its values are undefined."""
         for copy in self.copies:
-            target = tensor[copy.target_start : copy.target_start + copy.numel].view(torch.uint8)
-            read_with_retries(lambda: self._load(copy, target))  # noqa: B023
-        tensor[:0].zero_()  # counts as a change in place: autograd does not see the writes
-
-    def _load(self, copy: Copy[Source], target: torch.Tensor) -> None:
-        if not target.is_cuda:
-            memory = as_bytes(target)
-            for _ in self._chunks(copy, lambda start, stop: memory[start:stop]):
-                pass
-            return
-        pinned = torch.empty(min(CHUNK_BYTES, target.numel()), dtype=torch.uint8, pin_memory=True)
-        room = as_bytes(pinned)
-        for start, chunk in self._chunks(copy, lambda start, stop: room[: stop - start]):
-            target[start : start + len(chunk)].copy_(pinned[: len(chunk)])
-
-    def _chunks(
-        self, copy: Copy[Source], room: Callable[[int, int], memoryview] | None
-    ) -> Iterator[tuple[int, memoryview]]:
-        part, entry = copy.source.part, copy.source.entry
-        return read_chunks(self.payloads, payload_path(part.save, part.rank), part.header_bytes, entry, room)
+            target = tensor[copy.target_start : copy.target_start + copy.numel]
+            read_with_retries(lambda: _fetch(self.payloads, copy, target))  # noqa: B023
+        tensor[:0].zero_()  # autograd counts this as a change in place, and does not see the others
 
 
 @dataclass(frozen=True)
@@ -313,46 +279,49 @@ class ReadResult:
     """The values that a rank needs, verified."""
 
     values: Mapping[Fragment, torch.Tensor | CheckedValues]
-    """Of each live fragment: 1-d in host memory, in the dtype as stored, or still in the open payloads."""
+    """Of each live fragment: 1-d in host memory, in the dtype as stored, or in the open payloads."""
     bad: frozenset[RejectedVersion]
     """Versions that are damaged or cannot be read. If not empty, ``values`` must not be used."""
     notes: tuple[str, ...]  # slots that the store does not have
     rounded: tuple[str, ...]  # values that the live dtypes cannot hold
 
     def load(self, pieces: Iterable[Piece]) -> None:
-        """Copy the values into the live tensors. Raises an error if values have no live tensor."""
-        found = [(self.values[piece.fragment], piece) for piece in pieces if piece.fragment in self.values]
+        """Fill the live tensors. Raises RuntimeError if values have none."""
+        found = [piece for piece in pieces if piece.fragment in self.values]
         if len(found) < len(self.values):
             raise RuntimeError(f"{len(self.values) - len(found)} of {len(self.values)} fragments have no live tensor")
-        with torch.no_grad():
-            for values, piece in found:
-                if isinstance(values, torch.Tensor) and values.data_ptr() != piece.tensor.data_ptr():
-                    with torch.inference_mode() if piece.tensor.is_inference() else nullcontext():
-                        piece.tensor.copy_(values)
-        run_in_threads([partial(_load, values, piece.tensor) for values, piece in found if not _on_host(values)])
+        _in_threads(self._load, found)
+
+    def _load(self, piece: Piece) -> None:
+        values = self.values[piece.fragment]
+        with torch.inference_mode() if piece.tensor.is_inference() else torch.no_grad():
+            if isinstance(values, CheckedValues):
+                values.load(piece.tensor)
+            elif values.data_ptr() != piece.tensor.data_ptr():  # a new slot may have taken over the memory
+                piece.tensor.copy_(values)
 
 
-def _on_host(values: torch.Tensor | CheckedValues) -> bool:
-    return isinstance(values, torch.Tensor)
+def _in_threads(action: Callable[[T], None], items: Iterable[T]) -> None:
+    """Call ``action`` with all items, in order, in two threads, until one raises an error.
 
+    Reading, hashing and copying release the interpreter's lock."""
+    rest = deque(items)
 
-def _load(values: CheckedValues, tensor: torch.Tensor) -> None:
-    with torch.inference_mode() if tensor.is_inference() else torch.no_grad():  # both are of one thread
-        values.load(tensor)
+    def run() -> None:
+        while rest:
+            try:
+                item = rest.popleft()
+            except IndexError:  # the other thread took the last one
+                return
+            try:
+                action(item)
+            except BaseException:
+                rest.clear()
+                raise
 
-
-def run_in_threads(tasks: Sequence[Callable[[], None]]) -> None:
-    """Run tasks, begun in order, in threads. Reading, hashing and copying leave the interpreter to other threads.
-
-    Raises the error of the first task that has one; those not begun are dropped."""
     with ThreadPoolExecutor(_THREADS, "driftpoint-resume") as pool:
-        futures = [pool.submit(task) for task in tasks]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        for future in [pool.submit(run) for _ in range(_THREADS)]:
+            future.result()
 
 
 @dataclass(frozen=True)
@@ -362,20 +331,15 @@ class _Wanted:
     place: FragmentPlace
     dtype: torch.dtype  # as stored
     copies: Sequence[Copy[Source]]
-    plain: bool  # whole fragments, stored as they are, in open payloads
+    again: bool  # checked first, and read again into the live tensor
 
     @property
     def nbytes(self) -> int:
         return sum(copy.source.entry.nbytes for copy in self.copies)
 
-    @property
-    def first(self) -> tuple[str, int]:
-        """Payload and offset of the first byte."""
-        return byte_range(self.copies[0].source)[:2]
-
 
 def read_fragments(payloads: OpenPayloads, resolution: Resolution, places: Sequence[FragmentPlace]) -> ReadResult:
-    """Read and verify the values of ``places``. Large plain ones are only hashed, and stay in the open payloads.
+    """Read and verify the values of ``places``, in the order of the payloads.
 
     Raises:
         ModelMismatchError: The live dtypes cannot represent the values.
@@ -388,17 +352,22 @@ def read_fragments(payloads: OpenPayloads, resolution: Resolution, places: Seque
         stored = _stored_fragment(index, place.fragment, notes)
         if stored is not None:
             copies, dtype = index.cover(stored), torch_dtype(index.dtype(stored.fqn, stored.slot) or "")
-            wanted.append(_Wanted(place, dtype, copies, all(_is_plain(payloads, copy) for copy in copies)))
-    wanted.sort(key=lambda one: one.first)
+            again = dtype == place.dtype and not place.new and stored.numel * dtype.itemsize > _SMALL
+            wanted.append(_Wanted(place, dtype, copies, again and all(_is_repeatable(payloads, c) for c in copies)))
+    wanted.sort(key=lambda one: byte_range(one.copies[0].source))
     reader = _Reader(payloads, (copy.source for one in wanted for copy in one.copies))
-    run_in_threads([partial(reader.read, batch) for batch in _batches(wanted)])
+    _in_threads(reader.read, wanted)
     return ReadResult(reader.values, frozenset(reader.bad), tuple(notes), tuple(sorted(reader.rounded)))
 
 
-def _is_plain(payloads: OpenPayloads, copy: Copy[Source]) -> bool:
-    part, entry = copy.source.part, copy.source.entry
-    whole = entry.encoding == RAW and entry.packing is None and copy.numel == entry.numel
-    return whole and payloads.repeatable(payload_path(part.save, part.rank))
+def _is_plain(copy: Copy[Source]) -> bool:
+    """Return whether the values are a whole stored fragment, byte by byte."""
+    entry = copy.source.entry
+    return entry.encoding == RAW and entry.packing is None and copy.numel == entry.numel
+
+
+def _is_repeatable(payloads: OpenPayloads, copy: Copy[Source]) -> bool:
+    return _is_plain(copy) and payloads.repeatable(byte_range(copy.source)[0])
 
 
 def _stored_fragment(index: FragmentIndex[Source], fragment: Fragment, notes: list[str]) -> Fragment | None:
@@ -412,22 +381,8 @@ def _stored_fragment(index: FragmentIndex[Source], fragment: Fragment, notes: li
     return Fragment(fragment.fqn, slot, fragment.start, fragment.numel)
 
 
-def _batches(wanted: Iterable[_Wanted]) -> Iterator[list[_Wanted]]:
-    """Yield them in order, small ones together."""
-    batch: list[_Wanted] = []
-    nbytes = 0
-    for one in wanted:
-        if batch and nbytes + one.nbytes > CHUNK_BYTES:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(one)
-        nbytes += one.nbytes
-    if batch:
-        yield batch
-
-
 class _Reader:
-    """Reads and verifies fragments in several threads."""
+    """Reads and verifies fragments. Any thread."""
 
     def __init__(self, payloads: OpenPayloads, sources: Iterable[Source]) -> None:
         self.values: dict[Fragment, torch.Tensor | CheckedValues] = {}
@@ -437,65 +392,25 @@ class _Reader:
         self._ahead = ReadAhead(payloads.files, sources)
         self._lock = threading.Lock()
 
-    def read(self, batch: Sequence[_Wanted]) -> None:
-        """Read a batch, neighbours in a payload at once."""
+    def read(self, one: _Wanted) -> None:
         with self._lock:
-            self._ahead.reading(sum(one.nbytes for one in batch))
-        run: list[_Wanted] = []
-        for one in batch:
-            if run and one.first != byte_range(run[-1].copies[-1].source)[::2]:
-                self._read_run(run)
-                run = []
-            if one.plain and one.nbytes <= _SMALL and len(one.copies) == 1:
-                run.append(one)
-            elif one.plain and one.dtype == one.place.dtype and not one.place.new:
-                self._check(one)
-            else:
-                self._fill(one)
-        self._read_run(run)
-
-    def _read_run(self, run: Sequence[_Wanted]) -> None:
-        if not run:
+            self._ahead.reading(one.nbytes)
+        host = None if one.again else torch.empty(one.place.fragment.numel, dtype=one.dtype)
+        if not all([self._fill(copy, host) for copy in one.copies]):  # noqa: C419 - all that are damaged
             return
-        path, first = run[0].first
-        bytes_read = torch.empty(sum(one.nbytes for one in run), dtype=torch.uint8)
-        memory, position = as_bytes(bytes_read), 0
-        try:
-            self._payloads.read_into(path, first, memory)
-        except (DamagedError, StorageError):  # which of them is to be found
-            memory = memory[:0]
-        for one in run:
-            start, position = position, position + one.nbytes
-            if xxhash.xxh3_128_hexdigest(memory[start:position]) != one.copies[0].source.entry.xxh3_128:
-                self._fill(one)
-                continue
-            found = bytes_read[start:position]
-            self._keep(one, (found.clone() if start % one.dtype.itemsize else found).view(one.dtype))
-
-    def _check(self, one: _Wanted) -> None:
-        values = CheckedValues(self._payloads, one.copies)
-        if all([self._attempt(copy, lambda _: values.check(copy)) for copy in one.copies]):  # noqa: B023, C419
-            self.values[one.place.fragment] = values
-
-    def _fill(self, one: _Wanted) -> None:
-        host = torch.empty(one.place.fragment.numel, dtype=one.dtype)
-        found = []
-        for copy in one.copies:
-            target = host[copy.target_start : copy.target_start + copy.numel]
-            found.append(self._attempt(copy, lambda fault: _fetch(self._payloads, copy, target, fault)))  # noqa: B023
-        if all(found):
-            self._keep(one, host)
-
-    def _keep(self, one: _Wanted, host: torch.Tensor) -> None:
+        if host is None:
+            self.values[one.place.fragment] = CheckedValues(self._payloads, one.copies)
+            return
         loss = encoding_loss(host, one.place)
         if loss is not None:
             self.rounded.add(loss)
         self.values[one.place.fragment] = host
 
-    def _attempt(self, copy: Copy[Source], read: Callable[[_Fault], None]) -> bool:
+    def _fill(self, copy: Copy[Source], host: torch.Tensor | None) -> bool:
+        target = None if host is None else host[copy.target_start : copy.target_start + copy.numel]
         fault = _Fault(copy.source.part.save)
         try:
-            read_with_retries(lambda: read(fault))
+            read_with_retries(lambda: _fetch(self._payloads, copy, target, fault))
         except UnreachableError:
             raise
         except (DamagedError, StorageError):
@@ -511,10 +426,16 @@ class _Fault:
     save: SaveId
 
 
-def _fetch(files: Readable, copy: Copy[Source], target: torch.Tensor, fault: _Fault) -> None:
+def _fetch(files: Readable, copy: Copy[Source], target: torch.Tensor | None, fault: _Fault | None = None) -> None:
+    """Read values into ``target``, on any device, and verify them; without a target, which plain ones need not have,
+    only verify them."""
     part, entry = copy.source.part, copy.source.entry
-    if entry.encoding == RAW and entry.packing is None and copy.numel == entry.numel:
-        read_entry(files, part, entry, as_bytes(target))
+    if target is None or _is_plain(copy):
+        memory = as_bytes(target) if target is not None and target.device.type == "cpu" else None
+        path = payload_path(part.save, part.rank)
+        for start, chunk in read_chunks(files, path, part.header_bytes, entry, memory):
+            if target is not None and memory is None:
+                target.view(torch.uint8)[start : start + len(chunk)].copy_(torch.frombuffer(chunk, dtype=torch.uint8))
         return
     reader, position = FragmentReader(files, copy.source), -copy.source_start
     try:
@@ -525,7 +446,8 @@ def _fetch(files: Readable, copy: Copy[Source], target: torch.Tensor, fault: _Fa
                 target[position + first : position + after] = values[first:after]
             position += values.numel()
     except (DamagedError, StorageError):
-        fault.save = reader.at_fault
+        if fault is not None:
+            fault.save = reader.at_fault
         raise
 
 

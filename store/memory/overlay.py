@@ -15,7 +15,7 @@ from store.layout import MANIFESTS, manifest_path, part_path, payload_path, segm
 from store.memory.index import MemoryVersion
 from store.memory.layout import opened
 from store.schema import ManifestRecord, to_bytes
-from store.storage.local import Files, LocalFiles, OpenFile, OpensFiles, read_at
+from store.storage.local import Files, LocalFiles, OpensFiles, read_at
 
 
 class Overlay:
@@ -84,7 +84,7 @@ class Overlay:
             return
         self.read_payload(self._ranks[path], offset, target)
 
-    def open_file(self, path: str) -> OpenFile | None:
+    def open_file(self, path: str) -> int | None:
         if path in self._ranks:
             payload = self._version.payloads.get(self._ranks[path])
             return None if payload is None else LocalFiles(payload.parent).open_file(payload.name)

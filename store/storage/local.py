@@ -71,33 +71,12 @@ class Files(Protocol):
         """Fill ``target`` from ``offset``. Raises DamagedError if the file ends early."""
 
 
-class OpenFile:
-    """A file open for reading. It stays readable where its name is removed or replaced.
-
-    Args:
-        descriptor: Closed by :meth:`close`.
-        path: For messages.
-    """
-
-    def __init__(self, descriptor: int, path: Path) -> None:
-        self.descriptor = descriptor
-        self._path = path
-
-    def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from ``offset``. Raises DamagedError if the file ends early, StorageError. Any thread."""
-        with _translate_errors("read", self._path):
-            _fill(self.descriptor, offset, target, self._path)
-
-    def close(self) -> None:
-        os.close(self.descriptor)
-
-
 @runtime_checkable
 class OpensFiles(Protocol):
-    """Storage whose files are those of a filesystem of this machine, at least in part."""
+    """Storage with files on filesystems of this machine."""
 
-    def open_file(self, path: str) -> OpenFile | None:
-        """Open a file for reading; None if its bytes are elsewhere. Raises as :meth:`Files.read_into`."""
+    def open_file(self, path: str) -> int | None:
+        """Return a descriptor to read from, None if the bytes are elsewhere. Raises as :meth:`Files.read_into`."""
 
 
 @runtime_checkable
@@ -172,14 +151,14 @@ class LocalFiles:
             if size > limit:
                 raise DamagedError(f"{self.root / path} has {size} bytes, more than the {limit} such a file can have")
             data = bytearray(size)
-            _fill(descriptor, 0, memoryview(data), self.root / path)
+            fill(descriptor, 0, memoryview(data), self.root / path)
             return bytes(data)
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
         with self._opened(path) as descriptor:
-            _fill(descriptor, offset, target, self.root / path)
+            fill(descriptor, offset, target, self.root / path)
 
-    def open_file(self, path: str) -> OpenFile:
+    def open_file(self, path: str) -> int:
         with _translate_errors("read", self.root, path):
             descriptor = os.open(self._at(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
@@ -187,7 +166,7 @@ class LocalFiles:
             except BaseException:
                 os.close(descriptor)
                 raise
-            return OpenFile(descriptor, self.root / path)
+            return descriptor
 
     def expect(self, path: str, offset: int, nbytes: int) -> None:
         with suppress(StorageError, DamagedError), self._opened(path) as descriptor:
@@ -221,12 +200,12 @@ class LocalFiles:
 
     @contextmanager
     def _opened(self, path: str) -> Iterator[int]:
-        file = self.open_file(path)
+        descriptor = self.open_file(path)
         with _translate_errors("read", self.root, path):
             try:
-                yield file.descriptor
+                yield descriptor
             finally:
-                file.close()
+                os.close(descriptor)
 
     def _require_regular(self, status: os.stat_result, path: str) -> None:
         if not stat.S_ISREG(status.st_mode):
@@ -334,8 +313,10 @@ def read_at(descriptor: int, offset: int, target: memoryview) -> int:
     return target.nbytes - len(rest)
 
 
-def _fill(descriptor: int, offset: int, target: memoryview, path: Path) -> None:
-    got = read_at(descriptor, offset, target)
+def fill(descriptor: int, offset: int, target: memoryview, path: str | Path) -> None:
+    """Fill ``target`` from ``offset`` of the file ``path``. Raises DamagedError if it ends early, StorageError."""
+    with _translate_errors("read", path):
+        got = read_at(descriptor, offset, target)
     if got < target.nbytes:
         raise DamagedError(f"{path} ends at byte {offset + got}, {target.nbytes - got} bytes too early")
 
