@@ -182,19 +182,20 @@ class Checkpointer:
         self._updates = 0
         self._pace.restart()
         self._surveyor.mark()
+        local = job.table.local()
         if result is not None and self._catalog is not None:
-            self._adopt(result, self._catalog)
-        self._begin(result)
+            self._adopt(result, self._catalog, local)
+        self._begin(result, local)
         return self._step
 
-    def _adopt(self, result: ResumeResult, catalog: Catalog) -> None:
+    def _adopt(self, result: ResumeResult, catalog: Catalog, local: Mapping[Unit, LocalUnit]) -> None:
         """Count steps and measure drift from the resumed state."""
         self.resumed = result
         self._saver.forget_bases()
         self._step = result.resume_point.save.step
         self.certificate = build_certificate(result)
         reset_ledger(self._job, catalog, result, self._step)
-        for unit, part in self._job.table.local().items():
+        for unit, part in local.items():
             if unit in result.resolution.versions:
                 self._job.meter.reset(unit, part.tensors)
         newest = self._job.ledger.newest
@@ -402,13 +403,12 @@ class Checkpointer:
                 "replace them. Begin the loop with `range(ckpt.resume(), total_steps)`, or name another `store:`"
             )
         if not self._resume_called:
-            self._begin(None)
+            self._begin(None, self._job.table.local())
         self._resume_called = True
 
-    def _begin(self, result: ResumeResult | None) -> None:
+    def _begin(self, result: ResumeResult | None, local: Mapping[Unit, LocalUnit]) -> None:
         if result is None and self._group.rank == 0 and self._opened is not None:
             warn_of_beginning(self.config.store_path)
-        local = self._job.table.local()
         self._saver.prepare_buffers(local)
         if self._memory is not None:
             self._memory.begin(local, None if result is None else result.memory)

@@ -320,7 +320,7 @@ def read_entry(files: Readable, part: PartRecord, entry: Entry, target: memoryvi
     read_piece(files, payload_path(part.save, part.rank), part.header_bytes, entry, target)
 
 
-def read_leaves(files: Files, part: PartRecord) -> list[Leaf]:
+def read_leaves(files: Readable, part: PartRecord) -> list[Leaf]:
     """Read the tensors of a part's run state and check their hashes."""
     leaves = []
     for tensor in part.run_tensors:

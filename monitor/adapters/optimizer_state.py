@@ -114,7 +114,8 @@ def _hyper_for(index: int, fqns: Sequence[str], hyper_of: Mapping[str, Mapping[s
         )
     first = hyper_of[known[0]]
     for fqn in known[1:]:
-        differing = [key for key in first if not equal(first[key], hyper_of[fqn].get(key))]
+        same = hyper_of[fqn] is first  # as of one saved group
+        differing = [] if same else [key for key in first if not equal(first[key], hyper_of[fqn].get(key))]
         if differing:
             raise ModelMismatchError(
                 f"param group {index} joins {known[0]} and {fqn}, which were saved with different "

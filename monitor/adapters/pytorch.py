@@ -159,7 +159,7 @@ class PyTorchAdapter:
             part.register_load_state_dict_pre_hook(_LoadHook(hook))  # type: ignore[no-untyped-call]
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._inventory.infos(trainable=frozenset())
+        return self._inventory.cache.get("infos", lambda: self._inventory.infos(trainable=frozenset()))
 
     def owned(self) -> list[Piece]:
         """Return this rank's part of :meth:`held`. Optimizer state is included once it exists, after the first step."""
@@ -283,6 +283,9 @@ class PyTorchAdapter:
             yield self._replica(fqn, BUFFER, buffer)
 
     def _groups(self) -> list[tuple[list[str], dict[str, Any]]]:
+        return self._inventory.cache.get("groups", self._named_groups)
+
+    def _named_groups(self) -> list[tuple[list[str], dict[str, Any]]]:
         names, kind = self._inventory.names(), type(self.optimizer).__name__
         return [
             ([names.of(parameter, f"param group {index} of {kind}") for parameter in group["params"]], group)

@@ -71,6 +71,15 @@ class _Plan:
     places: Sequence[FragmentPlace]
 
 
+@dataclass(frozen=True)
+class _Checked:
+    """All that a resume loads on this rank, and what it loses."""
+
+    point: ResumePoint
+    read: ReadResult
+    lost: tuple[str, ...]
+
+
 def resume(
     catalog: Catalog, adapter: Adapter, group: Group, user: UserState, *, settings: ResumeSettings
 ) -> ResumeResult | None:
@@ -101,31 +110,49 @@ def resume(
         if name is None:
             return None
         catalog.forget()
-        plan = run_on_all_ranks(group, partial(_plan, catalog, SaveId.parse(name), bad, adapter))
-        _require_same_versions(plan.resolution, group)
-        local = sorted({place.fragment.slot for place in plan.places})
-        live: set[str] = set().union(*group.all_gather(local))
-        require_slots({slot for slots in plan.slots.values() for slot in slots}, live)
-        point = select_run_state(catalog, plan.resolution, plan.slots, group, user=user, settings=settings)
-        if isinstance(point, RejectedVersion):
-            notes.append(point.why)
-            bad |= {point}
-            continue
-        dropped = run_on_all_ranks(group, partial(_dropped_state, point, plan, adapter, settings))
         with OpenPayloads(catalog.files) as payloads:
-            read = run_on_all_ranks(group, partial(read_fragments, payloads, plan.resolution, plan.places))
-            newly_bad = frozenset().union(*group.all_gather(read.bad))
-            if not newly_bad:
-                read = run_on_all_ranks(group, partial(_with_rank_buffers, read, point.state, plan))
-                rounded = _over_ranks(group, read.rounded)
-                unrestored = _over_ranks(group, run_on_all_ranks(group, partial(_unrestored, point, adapter, group)))
-                objects = () if point.state.user is None else tuple(user.notes(point.state.user))
-                lost = (*dropped, *rounded, *unrestored, *objects)
-                notes += [*passed_over, *plan.resolution.problems, *point.notes, *read.notes, *lost]
-                notes += run_on_all_ranks(group, partial(_object_notes, point.state, user))
-                _load(plan, read, point, adapter, user=user, group=group)
-                return ResumeResult(plan.resolution, point, tuple(dict.fromkeys(notes)), lost, passed_over=newer)
-        bad |= newly_bad
+            with adapter.cache_lookups():  # nothing changes
+                plan = run_on_all_ranks(group, partial(_plan, catalog, SaveId.parse(name), bad, adapter))
+                found = _check(catalog, plan, payloads, adapter, group, user=user, settings=settings)
+            if isinstance(found, frozenset):
+                bad |= found
+                notes += [one.why for one in found if one.why]
+                continue
+            notes += [*passed_over, *plan.resolution.problems, *found.point.notes, *found.read.notes, *found.lost]
+            notes += run_on_all_ranks(group, partial(_object_notes, found.point.state, user))
+            _load(plan, found.read, found.point, adapter, user=user, group=group)
+        return ResumeResult(plan.resolution, found.point, tuple(dict.fromkeys(notes)), found.lost, passed_over=newer)
+
+
+def _check(
+    catalog: Catalog,
+    plan: _Plan,
+    payloads: OpenPayloads,
+    adapter: Adapter,
+    group: Group,
+    *,
+    user: UserState,
+    settings: ResumeSettings,
+) -> _Checked | frozenset[RejectedVersion]:
+    """Read and check all that the plan loads. Return the versions that cannot be used, if there are any. Collective."""
+    _require_same_versions(plan.resolution, group)
+    local = sorted({place.fragment.slot for place in plan.places})
+    live: set[str] = set().union(*group.all_gather(local))
+    require_slots({slot for slots in plan.slots.values() for slot in slots}, live)
+    point = select_run_state(catalog, plan.resolution, plan.slots, group, user=user, settings=settings)
+    if isinstance(point, RejectedVersion):
+        return frozenset({point})
+    dropped = run_on_all_ranks(group, partial(_dropped_state, point, plan, adapter, settings))
+    read = run_on_all_ranks(group, partial(read_fragments, payloads, plan.resolution, plan.places))
+    bad: frozenset[RejectedVersion] = frozenset().union(*group.all_gather(read.bad))
+    if bad:
+        return bad
+    read = run_on_all_ranks(group, partial(_with_rank_buffers, read, point.state, plan))
+    rounded = _over_ranks(group, read.rounded)
+    unrestored = _over_ranks(group, run_on_all_ranks(group, partial(_unrestored, point, adapter, group)))
+    objects = () if point.state.user is None else tuple(user.notes(point.state.user))
+    run_on_all_ranks(group, lambda: _check_run_state(point.state, adapter))
+    return _Checked(point, read, (*dropped, *rounded, *unrestored, *objects))
 
 
 def _dropped_state(point: ResumePoint, plan: _Plan, adapter: Adapter, settings: ResumeSettings) -> list[str]:
@@ -209,15 +236,16 @@ def _load(
     User objects load first, since only trying shows whether they accept their state. Tensors, hyperparameters and
     random states follow, so that they end up bit for bit as saved."""
     state, generators = point.state, point.generators
-    run_on_all_ranks(group, lambda: _check_run_state(state, adapter))
     loader = run_on_all_ranks(group, lambda: StateLoader(state, adapter, user, generators))
     try:
         run_on_all_ranks(group, loader.load)
-        run_on_all_ranks(group, lambda: _require_unchanged(plan, state, adapter))
+        with adapter.cache_lookups():
+            run_on_all_ranks(group, lambda: _require_unchanged(plan, state, adapter))
     except BaseException:
         loader.undo()
         raise
-    run_on_all_ranks(group, lambda: _copy_values(plan, read, state.framework, adapter))
+    with adapter.cache_lookups():
+        run_on_all_ranks(group, lambda: _copy_values(plan, read, state.framework, adapter))
     adapter.finish_load()
     if generators and state.rng is not None:
         restore_rng(state.rng)
