@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
-from monitor.context import JobContext
+from monitor.context import JobContext, without_gc
 from monitor.decide.budget_tracker import BudgetTracker
 from monitor.decide.decider import Decider
 from monitor.distributed import collect_messages, run_on_all_ranks
@@ -139,6 +139,7 @@ class Checkpointer:
         """Whether the store contained commits when the job attached to it."""
         return self._opened is not None and self._opened.has_commits
 
+    @without_gc()
     def resume(self, *, memory: bool = True) -> int:
         """Load the newest resumable state into the model, the optimizer and the objects in ``state=[...]``.
 
