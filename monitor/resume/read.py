@@ -433,9 +433,9 @@ def _fetch(files: Readable, copy: Copy[Source], target: torch.Tensor | None, fau
     if target is None or _is_plain(copy):
         memory = as_bytes(target) if target is not None and target.device.type == "cpu" else None
         path = payload_path(part.save, part.rank)
-        for start, chunk in read_chunks(files, path, part.header_bytes, entry, memory):
+        for start, read in read_chunks(files, path, part.header_bytes, entry, memory):
             if target is not None and memory is None:
-                target.view(torch.uint8)[start : start + len(chunk)].copy_(torch.frombuffer(chunk, dtype=torch.uint8))
+                target.view(torch.uint8)[start : start + len(read)].copy_(torch.frombuffer(read, dtype=torch.uint8))
         return
     reader, position = FragmentReader(files, copy.source), -copy.source_start
     try:
