@@ -171,11 +171,7 @@ class Checkpointer:
         if self._catalog is not None:
             snapshot = self._memory.find(self._catalog) if memory and self._memory is not None else None
             attempt = partial(
-                resume,
-                adapter=job.adapter,
-                group=self._group,
-                user=job.user,
-                settings=self.config.resume,
+                resume, adapter=job.adapter, group=self._group, user=job.user, settings=self.config.resume
             )
             result = resume_memory_or_store(attempt, self._catalog, snapshot)
         self._resume_called = True
