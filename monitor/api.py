@@ -16,7 +16,7 @@ from monitor.adapters.base import Adapter
 from monitor.adapters.frozen import SkipFrozenAdapter
 from monitor.checkpointer import Checkpointer
 from monitor.config.load import Config, bytes_each, load_config
-from monitor.context import JobContext
+from monitor.context import JobContext, without_gc
 from monitor.daemon_client import DaemonClient
 from monitor.decide.budget_tracker import BudgetTracker
 from monitor.decide.schedule import schedule_for
@@ -227,6 +227,7 @@ def attach(
     return attach_counted(target, config, state, None)
 
 
+@without_gc()
 def attach_counted(
     target: Any,
     config: str | os.PathLike[str] | Mapping[str, Any] | Config | None,
@@ -242,7 +243,8 @@ def attach_counted(
     check_same_config(job)
     if isinstance(job.adapter, SkipFrozenAdapter):
         job.adapter.agree(group)
-    check_policy(job)
+    with job.adapter.cache_lookups():
+        check_policy(job)
     settings = job.config
     options = settings.s3.options()
     if job.observing:
@@ -260,7 +262,8 @@ def attach_counted(
             opened.release()
         raise
     if group.rank == 0:
-        log_startup(startup_message(job, metrics, has_commits=ckpt.holds_commits, unset=config is None))
+        with job.adapter.cache_lookups():
+            log_startup(startup_message(job, metrics, has_commits=ckpt.holds_commits, unset=config is None))
     return ckpt
 
 
@@ -276,12 +279,13 @@ def _build_job(
     if settings.frozen == "skip":
         adapter = cast("Adapter", SkipFrozenAdapter(adapter))
     user = UserState(state)
-    to_tree(capture_run_state(adapter, user, rank=0))  # raises now if something cannot be stored
-    layers = find_layers(
-        adapter.module, list(adapter.tensors()), experts=settings.layers.experts, patterns=settings.layers.patterns
-    )
-    table = UnitTable(adapter, layers, group)
-    table.local()  # likewise
+    with adapter.cache_lookups():
+        to_tree(capture_run_state(adapter, user, rank=0))  # raises now if something cannot be stored
+        layers = find_layers(
+            adapter.module, list(adapter.tensors()), experts=settings.layers.experts, patterns=settings.layers.patterns
+        )
+        table = UnitTable(adapter, layers, group)
+        table.local()  # likewise
     meter = BySlotMeter(meter_for(settings.drift.method, settings.drift.width, settings.drift.seed))
     policy = settings.bounded_policy()
     observing = isinstance(policy, Observe)

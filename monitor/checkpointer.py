@@ -15,7 +15,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
-from monitor.context import JobContext
+from monitor.context import JobContext, without_gc
 from monitor.decide.budget_tracker import BudgetTracker
 from monitor.decide.decider import Decider
 from monitor.distributed import collect_messages, run_on_all_ranks
@@ -23,7 +23,6 @@ from monitor.events import AttachEvent, DecisionEvent, MeasuredEvent
 from monitor.memory.tier import MemoryTier
 from monitor.observe.units import LocalUnit, Surveyor
 from monitor.preemption import Preemption
-from monitor.resume.read import ReadBuffers
 from monitor.resume.resume import (
     ResumeResult,
     build_certificate,
@@ -140,6 +139,7 @@ class Checkpointer:
         """Whether the store contained commits when the job attached to it."""
         return self._opened is not None and self._opened.has_commits
 
+    @without_gc()
     def resume(self, *, memory: bool = True) -> int:
         """Load the newest resumable state into the model, the optimizer and the objects in ``state=[...]``.
 
@@ -168,37 +168,31 @@ class Checkpointer:
             self.copied()
             self._saver.abandon(self._step, self.config.timeouts.close)
         job, result = self._job, None
-        buffers = run_on_all_ranks(job.group, lambda: ReadBuffers(self._saver.borrow_buffers(job.table.local())))
         if self._catalog is not None:
             snapshot = self._memory.find(self._catalog) if memory and self._memory is not None else None
             attempt = partial(
-                resume,
-                adapter=job.adapter,
-                group=self._group,
-                user=job.user,
-                buffers=buffers,
-                settings=self.config.resume,
+                resume, adapter=job.adapter, group=self._group, user=job.user, settings=self.config.resume
             )
             result = resume_memory_or_store(attempt, self._catalog, snapshot)
-        self._saver.return_buffers(job.table.local(), buffers.buffers)
         self._resume_called = True
         self._trained = result is not None and result.memory is not None
         self._updates = 0
         self._pace.restart()
         self._surveyor.mark()
+        local = job.table.local()
         if result is not None and self._catalog is not None:
-            self._adopt(result, self._catalog)
-        self._begin(result)
+            self._adopt(result, self._catalog, local)
+        self._begin(result, local)
         return self._step
 
-    def _adopt(self, result: ResumeResult, catalog: Catalog) -> None:
+    def _adopt(self, result: ResumeResult, catalog: Catalog, local: Mapping[Unit, LocalUnit]) -> None:
         """Count steps and measure drift from the resumed state."""
         self.resumed = result
         self._saver.forget_bases()
         self._step = result.resume_point.save.step
         self.certificate = build_certificate(result)
         reset_ledger(self._job, catalog, result, self._step)
-        for unit, part in self._job.table.local().items():
+        for unit, part in local.items():
             if unit in result.resolution.versions:
                 self._job.meter.reset(unit, part.tensors)
         newest = self._job.ledger.newest
@@ -404,14 +398,15 @@ class Checkpointer:
                 "replace them. Begin the loop with `range(ckpt.resume(), total_steps)`, or name another `store:`"
             )
         if not self._resume_called:
-            self._begin(None)
+            self._begin(None, self._job.table.local())
         self._resume_called = True
 
-    def _begin(self, result: ResumeResult | None) -> None:
+    def _begin(self, result: ResumeResult | None, local: Mapping[Unit, LocalUnit]) -> None:
         if result is None and self._group.rank == 0 and self._opened is not None:
             warn_of_beginning(self.config.store_path)
+        self._saver.prepare_buffers(local)
         if self._memory is not None:
-            self._memory.begin(self._job.table.local(), None if result is None else result.memory)
+            self._memory.begin(local, None if result is None else result.memory)
 
     def _mark_proven(self) -> None:
         opened, resumed = self._opened, self.resumed

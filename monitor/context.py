@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from monitor.adapters.base import Adapter
@@ -17,6 +19,18 @@ from monitor.observe.drift_meter import DriftMeter
 from monitor.observe.units import UnitTable
 from monitor.run_state import UserState
 from policies.base import Policy
+
+
+@contextmanager
+def without_gc() -> Iterator[None]:
+    """Pause the cyclic garbage collector: it would go through the records of all tensors again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True)

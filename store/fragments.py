@@ -269,15 +269,16 @@ class ReadAhead:
         """Announce more fragments, as the next ``nbytes`` stored bytes are about to be read."""
         self._lead -= nbytes
         while self._rest and self._lead < 0:
-            path, offset, end = _byte_range(self._rest.popleft())
-            while self._rest and (path, end) == _byte_range(self._rest[0])[:2]:  # neighbours in a file: one request
-                end = _byte_range(self._rest.popleft())[2]
+            path, offset, end = byte_range(self._rest.popleft())
+            while self._rest and (path, end) == byte_range(self._rest[0])[:2]:  # neighbours in a file: one request
+                end = byte_range(self._rest.popleft())[2]
             self._lead += end - offset
             if self._files is not None:
                 self._files.expect(path, offset, end - offset)
 
 
-def _byte_range(source: Source) -> tuple[str, int, int]:
+def byte_range(source: Source) -> tuple[str, int, int]:
+    """Return the payload of a stored fragment, and where its bytes begin and end there."""
     part, entry = source.part, source.entry
     first = part.header_bytes + entry.offset
     return payload_path(part.save, part.rank), first, first + entry.nbytes

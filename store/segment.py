@@ -9,7 +9,7 @@ appears. Offsets are relative to the end of the header.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from store.encoding import BF16, RAW, encoding_named, itemsize
 from store.encoding.compression import packed_bound
 from store.encoding.stream import PACKING, EncodedEntry
 from store.errors import DamagedError, MissingError, NewerFormatError
+from store.fragments import Readable
 from store.layout import parse_rank_file, part_path, payload_path, segment_dir
 from store.names import SaveId
 from store.schema import Entry, MeasureRecord, PartRecord, StateTensor, digest, from_bytes, to_bytes
@@ -30,7 +31,7 @@ from store.storage.local import Files, NewFile, as_bytes, list_or_empty
 _CHUNK = 1 << 22
 _ALIGN = 64
 
-_HASHED = 1 << 20
+CHUNK_BYTES = 1 << 20
 """Bytes read and hashed at a time, so that they are in the core's cache when hashed."""
 
 
@@ -123,16 +124,32 @@ def write_payload(
 
 
 def read_piece(
-    files: Files, path: str, header_bytes: int, piece: PayloadPiece | Entry | StateTensor, target: memoryview
+    files: Readable, path: str, header_bytes: int, piece: PayloadPiece | Entry | StateTensor, target: memoryview
 ) -> None:
     """Fill ``target`` (exactly ``piece.nbytes`` bytes) and check its hash. Raises DamagedError if it differs."""
     if target.nbytes != piece.nbytes:
         raise DamagedError(f"{path}: a piece has {piece.nbytes} bytes instead of {target.nbytes}")
-    state, flat = xxhash.xxh3_128(), as_bytes(target)
-    for start in range(0, piece.nbytes, _HASHED):
-        part = flat[start : start + _HASHED]
-        files.read_into(path, header_bytes + piece.offset + start, part)
-        state.update(part)
+    for _ in read_chunks(files, path, header_bytes, piece, as_bytes(target)):
+        pass
+
+
+def read_chunks(
+    files: Readable,
+    path: str,
+    header_bytes: int,
+    piece: PayloadPiece | Entry | StateTensor,
+    target: memoryview | None = None,
+) -> Iterator[tuple[int, memoryview]]:
+    """Yield (place in the piece, bytes) while reading it into ``target``, or through memory that is used again.
+
+    A chunk is small enough to stay in the core's cache. Raises DamagedError at the end if the hash differs."""
+    state, scratch = xxhash.xxh3_128(), bytearray(0 if target else min(piece.nbytes, CHUNK_BYTES))
+    for start in range(0, piece.nbytes, CHUNK_BYTES):
+        stop = min(start + CHUNK_BYTES, piece.nbytes)
+        chunk = target[start:stop] if target else memoryview(scratch)[: stop - start]
+        files.read_into(path, header_bytes + piece.offset + start, chunk)
+        state.update(chunk)
+        yield start, chunk
     if state.hexdigest() != piece.xxh3_128:
         raise DamagedError(f"{path}: bytes {piece.offset} to {piece.offset + piece.nbytes} do not match their hash")
 
@@ -303,12 +320,12 @@ def check_payload_size(files: Files, part: PartRecord) -> None:
         raise DamagedError(f"{path} has {found} bytes instead of {part.payload_bytes}")
 
 
-def read_entry(files: Files, part: PartRecord, entry: Entry, target: memoryview) -> None:
+def read_entry(files: Readable, part: PartRecord, entry: Entry, target: memoryview) -> None:
     """Fill ``target`` (``entry.nbytes`` bytes) with the stored bytes of a fragment and check their hash."""
     read_piece(files, payload_path(part.save, part.rank), part.header_bytes, entry, target)
 
 
-def read_leaves(files: Files, part: PartRecord) -> list[Leaf]:
+def read_leaves(files: Readable, part: PartRecord) -> list[Leaf]:
     """Read the tensors of a part's run state and check their hashes."""
     leaves = []
     for tensor in part.run_tensors:

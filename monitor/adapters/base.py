@@ -9,8 +9,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, wraps
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -34,6 +35,8 @@ class FragmentPlace:
 
     fragment: Fragment
     dtype: torch.dtype  # of the live tensor
+    new: bool = field(default=False, compare=False)
+    """The memory does not exist, and may be the host memory that the values were read into."""
 
 
 @dataclass(frozen=True)
@@ -136,8 +139,12 @@ class Adapter(Protocol):
 
         Changes nothing. Raises the errors that those two would raise."""
 
-    def prepare_load(self, slots: Mapping[str, Mapping[str, str]]) -> None:
-        """Create optimizer state before :meth:`held` is called; slots[fqn][slot] is its dtype."""
+    def prepare_load(
+        self, slots: Mapping[str, Mapping[str, str]], values: Mapping[Fragment, Any] = MappingProxyType({})
+    ) -> None:
+        """Create optimizer state before :meth:`held` is called; slots[fqn][slot] is its dtype.
+
+        values: what the load will fill; new state may take over their host memory. What is not in it becomes zeros."""
 
     def finish_load(self) -> None:
         """Refresh everything derived from the loaded state (bf16 working weights, gathered parameters). Collective."""

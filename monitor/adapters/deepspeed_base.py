@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import deepspeed
@@ -339,7 +340,11 @@ class ZeroAdapter(EngineAdapter, ABC):
                 ]
         return [place for place in places if place.fragment.numel]
 
-    def prepare_load(self, slots: Mapping[str, Mapping[str, str]]) -> None:
+    def prepare_load(
+        self,
+        slots: Mapping[str, Mapping[str, str]],
+        values: Mapping[Fragment, Any] = MappingProxyType({}),  # noqa: ARG002 - slots of a partition are of many
+    ) -> None:
         """Fit the slots of each flat partition to those that ``slots`` names for any parameter in it.
 
         Missing ones are created with zeros, others dropped. If ``slots`` names one for only some parameters of a

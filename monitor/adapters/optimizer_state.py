@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -113,7 +114,8 @@ def _hyper_for(index: int, fqns: Sequence[str], hyper_of: Mapping[str, Mapping[s
         )
     first = hyper_of[known[0]]
     for fqn in known[1:]:
-        differing = [key for key in first if not equal(first[key], hyper_of[fqn].get(key))]
+        same = hyper_of[fqn] is first  # as of one saved group
+        differing = [] if same else [key for key in first if not equal(first[key], hyper_of[fqn].get(key))]
         if differing:
             raise ModelMismatchError(
                 f"param group {index} joins {known[0]} and {fqn}, which were saved with different "
@@ -229,8 +231,31 @@ def _unstorable(optimizer: torch.optim.Optimizer, key: Any, holder: str, kind: s
     )
 
 
-def fit_slots(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, wanted: Mapping[str, str]) -> None:
-    """Create the slots in ``wanted`` (slot -> dtype) with zeros, on the parameter's device, and drop others."""
+def new_slot(parameter: torch.Tensor, dtype: torch.dtype, value: Any = None) -> torch.Tensor:
+    """Return a new slot of ``parameter``, on its device.
+
+    value: what the load will fill the slot with; 1-d host memory of its own becomes the slot. Without it: zeros."""
+    if value is None:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    own = isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() == value.nbytes
+    if own and can_take_over(parameter) and (value.dtype, value.numel()) == (dtype, parameter.numel()):
+        taken: torch.Tensor = value.view(parameter.shape)
+        return taken
+    return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+
+
+def can_take_over(parameter: torch.Tensor) -> bool:
+    """Return whether a new slot of ``parameter`` may be host memory that a resume has read."""
+    return special_kind(parameter) is None and parameter.device.type == "cpu"
+
+
+def fit_slots(
+    optimizer: torch.optim.Optimizer,
+    parameter: torch.Tensor,
+    wanted: Mapping[str, str],
+    values: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Create the slots in ``wanted`` (slot -> dtype) and drop others. ``values``: by slot, see :func:`new_slot`."""
     state = optimizer.state.get(parameter, {})
     planned, live = planned_slots(state, parameter, wanted), slots_of(state, parameter)
     for slot in live if parameter.numel() else ():  # an empty tensor has nothing in the store and nothing to lose
@@ -238,7 +263,7 @@ def fit_slots(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, wanted:
             del state[slot]
     for slot, dtype in planned.items():
         if slot not in live:
-            optimizer.state[parameter][slot] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            optimizer.state[parameter][slot] = new_slot(parameter, dtype, values.get(slot))
 
 
 def complete_state(

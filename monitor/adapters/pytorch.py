@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -23,6 +24,7 @@ from monitor.adapters.module_tensors import ModuleTensors, slice_piece, whole_pi
 from monitor.adapters.optimizer_state import (
     NOT_STATE,
     LiveGroups,
+    can_take_over,
     complete_state,
     describe_group,
     fit_slots,
@@ -37,7 +39,7 @@ from monitor.adapters.optimizer_state import (
     to_host,
 )
 from store.errors import UnsupportedError
-from store.names import BUFFER, FROZEN, WEIGHTS
+from store.names import BUFFER, FROZEN, WEIGHTS, Fragment
 from store.text import listed
 
 SMALL = 16_384  # tensors with fewer elements are written by one rank: slices would cost more than they save
@@ -157,7 +159,7 @@ class PyTorchAdapter:
             part.register_load_state_dict_pre_hook(_LoadHook(hook))  # type: ignore[no-untyped-call]
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._inventory.infos(trainable=frozenset())
+        return self._inventory.cache.get("infos", lambda: self._inventory.infos(trainable=frozenset()))
 
     def owned(self) -> list[Piece]:
         """Return this rank's part of :meth:`held`. Optimizer state is included once it exists, after the first step."""
@@ -177,14 +179,19 @@ class PyTorchAdapter:
             state = self.optimizer.state.get(parameter, {})
             live = slots_of(state, parameter)
             for slot, dtype in planned_slots(state, parameter, slots.get(fqn, {})).items():
-                tensor = state[slot] if slot in live else parameter
-                places.append(FragmentPlace(self._replica(fqn, slot, tensor).piece.fragment, dtype))
+                new = slot not in live
+                fragment = self._replica(fqn, slot, parameter if new else state[slot]).piece.fragment
+                places.append(FragmentPlace(fragment, dtype, new and can_take_over(parameter)))
         return [place for place in places if place.fragment.numel]
 
-    def prepare_load(self, slots: Mapping[str, Mapping[str, str]]) -> None:
+    def prepare_load(
+        self, slots: Mapping[str, Mapping[str, str]], values: Mapping[Fragment, Any] = MappingProxyType({})
+    ) -> None:
         """Create the slots in ``slots`` that the optimizer lacks, and drop others."""
         for fqn, parameter, _ in self._optimized():
-            fit_slots(self.optimizer, parameter, slots.get(fqn, {}))
+            wanted = slots.get(fqn, {})
+            found = {slot: values.get(self._replica(fqn, slot, parameter).piece.fragment) for slot in wanted}
+            fit_slots(self.optimizer, parameter, wanted, found)
 
     def finish_load(self) -> None:
         pass  # nothing is derived from the parameters
@@ -276,6 +283,9 @@ class PyTorchAdapter:
             yield self._replica(fqn, BUFFER, buffer)
 
     def _groups(self) -> list[tuple[list[str], dict[str, Any]]]:
+        return self._inventory.cache.get("groups", self._named_groups)
+
+    def _named_groups(self) -> list[tuple[list[str], dict[str, Any]]]:
         names, kind = self._inventory.names(), type(self.optimizer).__name__
         return [
             ([names.of(parameter, f"param group {index} of {kind}") for parameter in group["params"]], group)

@@ -20,6 +20,7 @@ The rules, outermost first:
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -238,12 +239,16 @@ def _alike_by_content(nodes: Mapping[str, _Node]) -> set[str]:
     """Return the names that are alike to at least one other: leaves by shapes, containers by their tensor names."""
     if not any(node.children for node in nodes.values()):
         shapes = {name: tuple(sorted(node.shapes().items())) for name, node in nodes.items()}
-        values = list(shapes.values())
-        return {name for name, shape in shapes.items() if values.count(shape) >= 2}
-    contents = {name: node.relative_names() for name, node in nodes.items()}
-    pairs = combinations(contents, 2)
-    close = [(a, b) for a, b in pairs if 2 * len(contents[a] & contents[b]) >= len(contents[a] | contents[b])]
-    return {name for pair in close for name in pair}
+        counts = Counter(shapes.values())
+        return {name for name, shape in shapes.items() if counts[shape] >= 2}
+    by_content: dict[frozenset[str], list[str]] = {}
+    for name, node in nodes.items():
+        by_content.setdefault(frozenset(node.relative_names()), []).append(name)
+    close = {content for content, names in by_content.items() if len(names) >= 2}
+    for a, b in combinations(by_content, 2):  # of thousands of experts, few are different
+        if 2 * len(a & b) >= len(a | b):
+            close |= {a, b}
+    return {name for content in close for name in by_content[content]}
 
 
 def _holds_stack(node: _Node) -> bool:

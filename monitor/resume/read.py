@@ -7,27 +7,41 @@ case. Live tensors are not changed. Damaged fragments are reported to the caller
 from __future__ import annotations
 
 import math
+import os
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
 
-from monitor.adapters.base import Adapter, FragmentPlace
+from monitor.adapters.base import Adapter, FragmentPlace, Piece
 from monitor.adapters.module_tensors import torch_dtype
 from monitor.adapters.optimizer_state import NOT_STATE
 from monitor.save.staging import as_bytes
-from store.catalog import Catalog
 from store.errors import DamagedError, MissingError, ModelMismatchError, StorageError, UnreachableError
-from store.fragments import Copy, FragmentIndex, FragmentReader, ReadAhead, Source, stored_slot
+from store.fragments import (
+    Copy,
+    FragmentIndex,
+    FragmentReader,
+    Readable,
+    ReadAhead,
+    Source,
+    byte_range,
+    stored_slot,
+)
+from store.layout import payload_path
+from store.location import Kind, mount_of
 from store.names import BUFFER, FROZEN, RAW, WEIGHTS, Fragment, SaveId
 from store.resolve import RejectedVersion, Resolution
 from store.schema import ManifestRecord
-from store.segment import read_entry
-from store.storage.local import Files
+from store.segment import read_chunks
+from store.storage.local import Files, OpensFiles, fill
 from store.text import listed
 
 Slots = dict[str, dict[str, str]]  # fqn -> slot -> dtype as stored
@@ -38,6 +52,15 @@ _OPTIMIZER_MARKERS = frozenset({"betas", "momentum", "alpha", "rho", "lr_decay",
 """Hyperparameters that distinguish kinds of optimizers, in all implementations."""
 
 _CHUNK = 1 << 22  # elements checked at once: the checks need several times the memory of their input
+
+_SMALL = 1 << 18
+"""Fragments of at most these bytes are kept in host memory once they are checked: a read has a cost of its own."""
+
+_THREADS = 2
+_MOST_OPEN = 256
+
+_REPEATABLE: frozenset[Kind | None] = frozenset({"local", "passing", "container"})
+"""Filesystems that keep what was just read in the memory of this machine. Others may fetch it again."""
 
 
 def require_model(manifest: ManifestRecord, adapter: Adapter) -> None:
@@ -111,7 +134,8 @@ def unused_state(saved: Mapping[str, Any], slots: Slots, adapter: Adapter) -> li
     held = {fqn for group in adapter.run_state()["param_groups"] for fqn in group["params"]}
     stored = {fqn for fqn, by_slot in slots.items() if by_slot.keys() - NOT_STATE}
     stored |= {fqn for fqn, scalars in (saved.get("scalars") or {}).items() if scalars}
-    return sorted(fqn for fqn, info in adapter.tensors().items() if fqn in stored - held and math.prod(info.shape) > 0)
+    unused = stored - held
+    return sorted(fqn for fqn, info in adapter.tensors().items() if fqn in unused and math.prod(info.shape) > 0)
 
 
 def require_state_used(unused: Sequence[str]) -> None:
@@ -193,58 +217,157 @@ def _is_mask_value(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     return (before.double().abs() == torch.finfo(before.dtype).max) & after.double().isinf()
 
 
-class ReadBuffers:
-    """Host memory to read into, by fragment. Missing buffers are allocated and kept in ``buffers``."""
+class OpenPayloads:
+    """Keeps payloads on this machine open while a resume reads them; those that are pruned meanwhile stay readable."""
 
-    def __init__(self, buffers: Mapping[Fragment, torch.Tensor] = MappingProxyType({})) -> None:
-        self.buffers = dict(buffers)
+    def __init__(self, files: Files) -> None:
+        self.files = files
+        self._open: dict[str, int | None] = {}
 
-    def at(self, fragment: Fragment, dtype: torch.dtype) -> torch.Tensor:
-        """Return a 1-d buffer of the fragment's size and ``dtype``; contents undefined."""
-        buffer = self.buffers.get(fragment)
-        if buffer is None or buffer.dtype != dtype or buffer.numel() != fragment.numel:
-            buffer = self.buffers[fragment] = torch.empty(fragment.numel, dtype=dtype)
-        return buffer
+    def __enter__(self) -> OpenPayloads:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._open.values():
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def repeatable(self, path: str) -> bool:
+        """Return whether a payload is open, on a filesystem where a second read soon after needs no transfer."""
+        if path not in self._open:
+            self._open[path] = self._opened(path) if len(self._open) < _MOST_OPEN else None
+        return self._open[path] is not None
+
+    def read_into(self, path: str, offset: int, target: memoryview) -> None:
+        """Fill ``target`` from ``offset``. Raises DamagedError if the file ends early, StorageError. Any thread."""
+        descriptor = self._open.get(path)
+        if descriptor is None:
+            self.files.read_into(path, offset, target)
+        else:
+            fill(descriptor, offset, target, path)
+
+    def _opened(self, path: str) -> int | None:
+        with suppress(DamagedError, StorageError):  # reading it raises them
+            descriptor = self.files.open_file(path) if isinstance(self.files, OpensFiles) else None
+            mount = None if descriptor is None else mount_of(f"/proc/self/fd/{descriptor}")
+            if mount is not None and mount.kind in _REPEATABLE:
+                return descriptor
+            if descriptor is not None:
+                os.close(descriptor)
+        return None
+
+
+@dataclass(frozen=True)
+class CheckedValues:
+    """Values whose bytes were checked, and are read again from the open payloads into the live tensor.
+
+    The second read checks the hash again: bytes that changed in between do not pass."""
+
+    payloads: OpenPayloads
+    copies: Sequence[Copy[Source]]
+
+    def load(self, tensor: torch.Tensor) -> None:
+        """Fill a live tensor. After an error its values are undefined."""
+        for copy in self.copies:
+            target = tensor[copy.target_start : copy.target_start + copy.numel]
+            read_with_retries(lambda: _fetch(self.payloads, copy, target))  # noqa: B023
+        tensor[:0].zero_()  # autograd counts this as a change in place, and does not see the others
 
 
 @dataclass(frozen=True)
 class ReadResult:
-    """The values that a rank needs, verified, in host memory."""
+    """The values that a rank needs, verified."""
 
-    values: Mapping[Fragment, torch.Tensor]  # of each live fragment: 1-d, in the dtype as stored
+    values: Mapping[Fragment, torch.Tensor | CheckedValues]
+    """Of each live fragment: 1-d in host memory, in the dtype as stored, or in the open payloads."""
     bad: frozenset[RejectedVersion]
     """Versions that are damaged or cannot be read. If not empty, ``values`` must not be used."""
     notes: tuple[str, ...]  # slots that the store does not have
     rounded: tuple[str, ...]  # values that the live dtypes cannot hold
 
+    def load(self, pieces: Iterable[Piece]) -> None:
+        """Fill the live tensors. Raises RuntimeError if values have none."""
+        found = [piece for piece in pieces if piece.fragment in self.values]
+        if len(found) < len(self.values):
+            raise RuntimeError(f"{len(self.values) - len(found)} of {len(self.values)} fragments have no live tensor")
+        _in_threads(self._load, found)
 
-def read_fragments(
-    catalog: Catalog, resolution: Resolution, places: Sequence[FragmentPlace], buffers: ReadBuffers
-) -> ReadResult:
-    """Read and verify the values of ``places``.
+    def _load(self, piece: Piece) -> None:
+        values = self.values[piece.fragment]
+        with torch.inference_mode() if piece.tensor.is_inference() else torch.no_grad():
+            if isinstance(values, CheckedValues):
+                values.load(piece.tensor)
+            elif values.data_ptr() != piece.tensor.data_ptr():  # a new slot may have taken over the memory
+                piece.tensor.copy_(values)
+
+
+def _in_threads(action: Callable[[T], None], items: Iterable[T]) -> None:
+    """Call ``action`` with all items, in order, in two threads, until one raises an error.
+
+    Reading, hashing and copying release the interpreter's lock."""
+    rest = deque(items)
+
+    def run() -> None:
+        while rest:
+            try:
+                item = rest.popleft()
+            except IndexError:  # the other thread took the last one
+                return
+            try:
+                action(item)
+            except BaseException:
+                rest.clear()
+                raise
+
+    with ThreadPoolExecutor(_THREADS, "driftpoint-resume") as pool:
+        for future in [pool.submit(run) for _ in range(_THREADS)]:
+            future.result()
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A live fragment, and the stored ones that fill it."""
+
+    place: FragmentPlace
+    dtype: torch.dtype  # as stored
+    copies: Sequence[Copy[Source]]
+    again: bool  # checked first, and read again into the live tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(copy.source.entry.nbytes for copy in self.copies)
+
+
+def read_fragments(payloads: OpenPayloads, resolution: Resolution, places: Sequence[FragmentPlace]) -> ReadResult:
+    """Read and verify the values of ``places``, in the order of the payloads.
 
     Raises:
         ModelMismatchError: The live dtypes cannot represent the values.
         UnreachableError: The object store cannot be reached.
     """
     index = FragmentIndex(resolution.sources())
-    bad: set[RejectedVersion] = set()
     notes: list[str] = []
-    values: dict[Fragment, torch.Tensor] = {}
-    rounded: set[str] = set()
-    wanted = [(place, _stored_fragment(index, place.fragment, notes)) for place in places]
-    covers = [(place, stored, index.cover(stored)) for place, stored in wanted if stored is not None]
-    ahead = ReadAhead(catalog.files, (copy.source for _, _, copies in covers for copy in copies))
-    for place, stored, copies in covers:
-        fragment = place.fragment
-        host = buffers.at(fragment, torch_dtype(index.dtype(stored.fqn, stored.slot) or ""))
-        ahead.reading(sum(copy.source.entry.nbytes for copy in copies))
-        _fill(catalog, copies, host, bad)
-        loss = encoding_loss(host, place)
-        if loss is not None:
-            rounded.add(loss)
-        values[fragment] = host
-    return ReadResult(values, frozenset(bad), tuple(notes), tuple(sorted(rounded)))
+    wanted: list[_Wanted] = []
+    for place in places:
+        stored = _stored_fragment(index, place.fragment, notes)
+        if stored is not None:
+            copies, dtype = index.cover(stored), torch_dtype(index.dtype(stored.fqn, stored.slot) or "")
+            again = dtype == place.dtype and not place.new and stored.numel * dtype.itemsize > _SMALL
+            wanted.append(_Wanted(place, dtype, copies, again and all(_is_repeatable(payloads, c) for c in copies)))
+    wanted.sort(key=lambda one: byte_range(one.copies[0].source))
+    reader = _Reader(payloads, (copy.source for one in wanted for copy in one.copies))
+    _in_threads(reader.read, wanted)
+    return ReadResult(reader.values, frozenset(reader.bad), tuple(notes), tuple(sorted(reader.rounded)))
+
+
+def _is_plain(copy: Copy[Source]) -> bool:
+    """Return whether the values are a whole stored fragment, byte by byte."""
+    entry = copy.source.entry
+    return entry.encoding == RAW and entry.packing is None and copy.numel == entry.numel
+
+
+def _is_repeatable(payloads: OpenPayloads, copy: Copy[Source]) -> bool:
+    return _is_plain(copy) and payloads.repeatable(byte_range(copy.source)[0])
 
 
 def _stored_fragment(index: FragmentIndex[Source], fragment: Fragment, notes: list[str]) -> Fragment | None:
@@ -258,16 +381,42 @@ def _stored_fragment(index: FragmentIndex[Source], fragment: Fragment, notes: li
     return Fragment(fragment.fqn, slot, fragment.start, fragment.numel)
 
 
-def _fill(catalog: Catalog, copies: Iterable[Copy[Source]], host: torch.Tensor, bad: set[RejectedVersion]) -> None:
-    for copy in copies:
-        target = host[copy.target_start : copy.target_start + copy.numel]
+class _Reader:
+    """Reads and verifies fragments. Any thread."""
+
+    def __init__(self, payloads: OpenPayloads, sources: Iterable[Source]) -> None:
+        self.values: dict[Fragment, torch.Tensor | CheckedValues] = {}
+        self.bad: set[RejectedVersion] = set()
+        self.rounded: set[str] = set()
+        self._payloads = payloads
+        self._ahead = ReadAhead(payloads.files, sources)
+        self._lock = threading.Lock()
+
+    def read(self, one: _Wanted) -> None:
+        with self._lock:
+            self._ahead.reading(one.nbytes)
+        host = None if one.again else torch.empty(one.place.fragment.numel, dtype=one.dtype)
+        if not all([self._fill(copy, host) for copy in one.copies]):  # noqa: C419 - all that are damaged
+            return
+        if host is None:
+            self.values[one.place.fragment] = CheckedValues(self._payloads, one.copies)
+            return
+        loss = encoding_loss(host, one.place)
+        if loss is not None:
+            self.rounded.add(loss)
+        self.values[one.place.fragment] = host
+
+    def _fill(self, copy: Copy[Source], host: torch.Tensor | None) -> bool:
+        target = None if host is None else host[copy.target_start : copy.target_start + copy.numel]
         fault = _Fault(copy.source.part.save)
         try:
-            read_with_retries(lambda: _fetch(catalog.files, copy, target, fault))  # noqa: B023
+            read_with_retries(lambda: _fetch(self._payloads, copy, target, fault))
         except UnreachableError:
             raise
         except (DamagedError, StorageError):
-            bad.add(RejectedVersion(fault.save, copy.source.entry.unit))
+            self.bad.add(RejectedVersion(fault.save, copy.source.entry.unit))
+            return False
+        return True
 
 
 @dataclass
@@ -277,10 +426,16 @@ class _Fault:
     save: SaveId
 
 
-def _fetch(files: Files, copy: Copy[Source], target: torch.Tensor, fault: _Fault) -> None:
+def _fetch(files: Readable, copy: Copy[Source], target: torch.Tensor | None, fault: _Fault | None = None) -> None:
+    """Read values into ``target``, on any device, and verify them; without a target, which plain ones need not have,
+    only verify them."""
     part, entry = copy.source.part, copy.source.entry
-    if entry.encoding == RAW and entry.packing is None and copy.numel == entry.numel:
-        read_entry(files, part, entry, as_bytes(target))
+    if target is None or _is_plain(copy):
+        memory = as_bytes(target) if target is not None and target.device.type == "cpu" else None
+        path = payload_path(part.save, part.rank)
+        for start, read in read_chunks(files, path, part.header_bytes, entry, memory):
+            if target is not None and memory is None:
+                target.view(torch.uint8)[start : start + len(read)].copy_(torch.frombuffer(read, dtype=torch.uint8))
         return
     reader, position = FragmentReader(files, copy.source), -copy.source_start
     try:
@@ -291,7 +446,8 @@ def _fetch(files: Files, copy: Copy[Source], target: torch.Tensor, fault: _Fault
                 target[position + first : position + after] = values[first:after]
             position += values.numel()
     except (DamagedError, StorageError):
-        fault.save = reader.at_fault
+        if fault is not None:
+            fault.save = reader.at_fault
         raise
 
 

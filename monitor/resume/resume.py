@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
-
 from monitor.adapters.base import Adapter, FragmentPlace
 from monitor.config.schema import ResumeSettings
 from monitor.context import JobContext
@@ -22,7 +20,7 @@ from monitor.distributed import Group, run_on_all_ranks, run_on_rank0
 from monitor.events import ResumeEvent
 from monitor.memory.recovery import MemoryCandidate, newest_on_disk
 from monitor.resume.read import (
-    ReadBuffers,
+    OpenPayloads,
     ReadResult,
     Slots,
     encoding_loss,
@@ -73,8 +71,17 @@ class _Plan:
     places: Sequence[FragmentPlace]
 
 
+@dataclass(frozen=True)
+class _Checked:
+    """All that a resume loads on this rank, and what it loses."""
+
+    point: ResumePoint
+    read: ReadResult
+    lost: tuple[str, ...]
+
+
 def resume(
-    catalog: Catalog, adapter: Adapter, group: Group, user: UserState, buffers: ReadBuffers, *, settings: ResumeSettings
+    catalog: Catalog, adapter: Adapter, group: Group, user: UserState, *, settings: ResumeSettings
 ) -> ResumeResult | None:
     """Load the newest resumable commit into the live job. Collective.
 
@@ -83,7 +90,6 @@ def resume(
         adapter: The live tensors.
         group: All ranks.
         user: The user's objects.
-        buffers: Host memory to read into.
         settings: Which step and data position to resume.
 
     Returns:
@@ -104,30 +110,49 @@ def resume(
         if name is None:
             return None
         catalog.forget()
-        plan = run_on_all_ranks(group, partial(_plan, catalog, SaveId.parse(name), bad, adapter))
-        _require_same_versions(plan.resolution, group)
-        local = sorted({place.fragment.slot for place in plan.places})
-        live: set[str] = set().union(*group.all_gather(local))
-        require_slots({slot for slots in plan.slots.values() for slot in slots}, live)
-        point = select_run_state(catalog, plan.resolution, plan.slots, group, user=user, settings=settings)
-        if isinstance(point, RejectedVersion):
-            notes.append(point.why)
-            bad |= {point}
-            continue
-        dropped = run_on_all_ranks(group, partial(_dropped_state, point, plan, adapter, settings))
-        read = run_on_all_ranks(group, partial(read_fragments, catalog, plan.resolution, plan.places, buffers))
-        newly_bad = frozenset().union(*group.all_gather(read.bad))
-        if not newly_bad:
-            read = run_on_all_ranks(group, partial(_with_rank_buffers, read, point.state, plan))
-            rounded = _over_ranks(group, read.rounded)
-            unrestored = _over_ranks(group, run_on_all_ranks(group, partial(_unrestored, point, adapter, group)))
-            objects = () if point.state.user is None else tuple(user.notes(point.state.user))
-            lost = (*dropped, *rounded, *unrestored, *objects)
-            notes += [*passed_over, *plan.resolution.problems, *point.notes, *read.notes, *lost]
-            notes += run_on_all_ranks(group, partial(_object_notes, point.state, user))
-            _load(plan, read, point, adapter, user=user, group=group)
-            return ResumeResult(plan.resolution, point, tuple(dict.fromkeys(notes)), lost, passed_over=newer)
-        bad |= newly_bad
+        with OpenPayloads(catalog.files) as payloads:
+            with adapter.cache_lookups():  # nothing changes
+                plan = run_on_all_ranks(group, partial(_plan, catalog, SaveId.parse(name), bad, adapter))
+                found = _check(catalog, plan, payloads, adapter, group, user=user, settings=settings)
+            if isinstance(found, frozenset):
+                bad |= found
+                notes += [one.why for one in found if one.why]
+                continue
+            notes += [*passed_over, *plan.resolution.problems, *found.point.notes, *found.read.notes, *found.lost]
+            notes += run_on_all_ranks(group, partial(_object_notes, found.point.state, user))
+            _load(plan, found.read, found.point, adapter, user=user, group=group)
+        return ResumeResult(plan.resolution, found.point, tuple(dict.fromkeys(notes)), found.lost, passed_over=newer)
+
+
+def _check(
+    catalog: Catalog,
+    plan: _Plan,
+    payloads: OpenPayloads,
+    adapter: Adapter,
+    group: Group,
+    *,
+    user: UserState,
+    settings: ResumeSettings,
+) -> _Checked | frozenset[RejectedVersion]:
+    """Read and check all that the plan loads. Return the versions that cannot be used, if there are any. Collective."""
+    _require_same_versions(plan.resolution, group)
+    local = sorted({place.fragment.slot for place in plan.places})
+    live: set[str] = set().union(*group.all_gather(local))
+    require_slots({slot for slots in plan.slots.values() for slot in slots}, live)
+    point = select_run_state(catalog, plan.resolution, plan.slots, group, user=user, settings=settings)
+    if isinstance(point, RejectedVersion):
+        return frozenset({point})
+    dropped = run_on_all_ranks(group, partial(_dropped_state, point, plan, adapter, settings))
+    read = run_on_all_ranks(group, partial(read_fragments, payloads, plan.resolution, plan.places))
+    bad: frozenset[RejectedVersion] = frozenset().union(*group.all_gather(read.bad))
+    if bad:
+        return bad
+    read = run_on_all_ranks(group, partial(_with_rank_buffers, read, point.state, plan))
+    rounded = _over_ranks(group, read.rounded)
+    unrestored = _over_ranks(group, run_on_all_ranks(group, partial(_unrestored, point, adapter, group)))
+    objects = () if point.state.user is None else tuple(user.notes(point.state.user))
+    run_on_all_ranks(group, lambda: _check_run_state(point.state, adapter))
+    return _Checked(point, read, (*dropped, *rounded, *unrestored, *objects))
 
 
 def _dropped_state(point: ResumePoint, plan: _Plan, adapter: Adapter, settings: ResumeSettings) -> list[str]:
@@ -173,8 +198,8 @@ def _with_rank_buffers(read: ReadResult, state: RunState, plan: _Plan) -> ReadRe
                 f"the store holds {fqn} of this rank with {tensor.numel()} elements, and this model has "
                 f"{0 if place is None else place.fragment.numel}: set another `store:`, or fix the model"
             )
-        values[place.fragment] = tensor.reshape(-1)
-        loss = encoding_loss(values[place.fragment], place)
+        values[place.fragment] = flat = tensor.reshape(-1)
+        loss = encoding_loss(flat, place)
         rounded += [] if loss is None else [loss]
     return replace(read, values=values, rounded=tuple(rounded))
 
@@ -211,15 +236,16 @@ def _load(
     User objects load first, since only trying shows whether they accept their state. Tensors, hyperparameters and
     random states follow, so that they end up bit for bit as saved."""
     state, generators = point.state, point.generators
-    run_on_all_ranks(group, lambda: _check_run_state(state, adapter))
     loader = run_on_all_ranks(group, lambda: StateLoader(state, adapter, user, generators))
     try:
         run_on_all_ranks(group, loader.load)
-        run_on_all_ranks(group, lambda: _require_unchanged(plan, state, adapter))
+        with adapter.cache_lookups():
+            run_on_all_ranks(group, lambda: _require_unchanged(plan, state, adapter))
     except BaseException:
         loader.undo()
         raise
-    run_on_all_ranks(group, lambda: _copy_values(plan, read, state.framework, adapter))
+    with adapter.cache_lookups():
+        run_on_all_ranks(group, lambda: _copy_values(plan, read, state.framework, adapter))
     adapter.finish_load()
     if generators and state.rng is not None:
         restore_rng(state.rng)
@@ -250,11 +276,8 @@ def _require_unchanged(plan: _Plan, state: RunState, adapter: Adapter) -> None:
 
 def _copy_values(plan: _Plan, read: ReadResult, framework: Mapping[str, Any], adapter: Adapter) -> None:
     try:
-        adapter.prepare_load(plan.slots)
-        for piece in adapter.held():
-            if piece.fragment in read.values:
-                with torch.inference_mode() if piece.tensor.is_inference() else torch.no_grad():
-                    piece.tensor.copy_(read.values[piece.fragment])
+        adapter.prepare_load(plan.slots, read.values)
+        read.load(adapter.held())
         adapter.load_run_state(framework)
     except Exception as error:
         # Everything was checked before: this is a device out of memory or the like.

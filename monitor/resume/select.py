@@ -17,11 +17,12 @@ import torch
 
 from monitor.config.schema import ResumeSettings
 from monitor.distributed import Group, run_on_all_ranks
-from monitor.resume.read import Slots, read_with_retries
+from monitor.resume.read import OpenPayloads, Slots, read_with_retries
 from monitor.run_state import RunState, UserState, from_tree, parse_run_state
 from store.catalog import Catalog
 from store.certificate import certify, run_saves
 from store.errors import DamagedError, ModelMismatchError, NothingToResumeError, StorageError, UnreachableError
+from store.layout import payload_path
 from store.names import BUFFER, FROZEN, WEIGHTS, SaveId
 from store.resolve import RejectedVersion, Resolution, newest_resumable, resolve
 from store.schema import GroupRecord, PartRecord
@@ -129,7 +130,9 @@ def _read(catalog: Catalog, save: SaveId, record: GroupRecord, rank: int) -> Run
 
 
 def _tree(catalog: Catalog, part: PartRecord) -> dict[str, Any]:
-    leaves = read_with_retries(lambda: read_leaves(catalog.files, part))
+    with OpenPayloads(catalog.files) as payloads:
+        payloads.repeatable(payload_path(part.save, part.rank))  # opens it once for thousands of small tensors
+        leaves = read_with_retries(lambda: read_leaves(payloads, part))
     tree = from_tree(part.run_state, leaves)
     if not isinstance(tree, dict):
         raise DamagedError(f"the run state is a {type(tree).__name__}, no mapping")

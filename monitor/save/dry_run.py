@@ -22,7 +22,7 @@ from monitor.save.torch_codecs import decode, encode
 from monitor.types import DecisionResult
 from policies.encodings import expected_bytes, expected_error
 from store.encoding import encoding_named
-from store.names import RAW, Fragment, SaveId, Unit
+from store.names import RAW, SaveId, Unit
 
 
 class DryRunSaver:
@@ -39,13 +39,9 @@ class DryRunSaver:
 
     def _nothing(self, *_: Any, **__: Any) -> None: ...
 
-    reserve = return_buffers = finish_copies = forget_bases = upkeep = flush = close = require_storable = abandon = (
+    reserve = prepare_buffers = finish_copies = forget_bases = upkeep = flush = close = require_storable = abandon = (
         _nothing
     )
-
-    def borrow_buffers(self, local: Mapping[Unit, LocalUnit]) -> Mapping[Fragment, torch.Tensor]:
-        del local
-        return {}
 
     def claim_name(self, step: int) -> str | None: ...
 

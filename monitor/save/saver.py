@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
-
 from monitor.background import BackgroundWorker, TaskResult
 from monitor.context import JobContext
 from monitor.distributed import collect_messages, run_on_all_ranks, run_on_rank0
@@ -50,7 +48,7 @@ from store.errors import (
     UnsupportedError,
     UsageError,
 )
-from store.names import Fragment, SaveId, Unit
+from store.names import SaveId, Unit
 from store.schema import digest, seal
 from store.segment import SegmentDraft
 from store.session import renew_epoch
@@ -130,11 +128,9 @@ class Saver:
                 f"{error}. Give the job more memory, or run fewer ranks on this machine"
             ) from error
 
-    def borrow_buffers(self, local: Mapping[Unit, LocalUnit]) -> Mapping[Fragment, torch.Tensor]:
-        return self._stager.borrow_buffers(local)
-
-    def return_buffers(self, local: Mapping[Unit, LocalUnit], buffers: Mapping[Fragment, torch.Tensor]) -> None:
-        self._stager.return_buffers(local, buffers)
+    def prepare_buffers(self, local: Mapping[Unit, LocalUnit]) -> None:
+        """Touch the memory of the staging buffers in the background, once the state is as training begins."""
+        self.upkeep(lambda: self._stager.prepare(local), "touching the memory for the copies of a save")
 
     def forget_bases(self) -> None:
         """Take no delta to an earlier save: after a resume, those of this process may be abandoned or damaged."""

@@ -41,6 +41,9 @@ class StagingPool:
     def __init__(self) -> None:
         self._free: dict[Unit, list[list[torch.Tensor]]] = {}
         self._bytes: dict[Unit, list[torch.Tensor]] = {}
+        self._known: set[Unit] = set()
+        self._untouched: dict[Unit, list[torch.Tensor]] = {}
+        self._lock = threading.Lock()
 
     def take_bytes(self, unit: Unit, sizes: Sequence[int], pinned: bool) -> list[torch.Tensor]:
         """Return 1-d uint8 buffers of these sizes, contents undefined."""
@@ -53,14 +56,24 @@ class StagingPool:
         self._bytes[unit] = list(buffers)
 
     def reserve(self, unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
-        """Allocate one set of buffers and touch its pages before the first save."""
-        buffers = _allocate(tensors)
-        for buffer in buffers:
-            buffer.zero_()
-        self.give(unit, buffers)
+        """Allocate one set of buffers. :meth:`prepare` touches its pages."""
+        self._known.add(unit)
+        self._untouched[unit] = _allocate(tensors)
+        self.give(unit, self._untouched[unit])
+
+    def prepare(self, unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
+        """Touch the pages of the first set of buffers, unless a save has taken it. Any thread."""
+        with self._lock:
+            if unit not in self._known:
+                self.reserve(unit, tensors)
+            for buffer in self._untouched.pop(unit, ()):
+                buffer.zero_()
 
     def take(self, unit: Unit, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return buffers of the same dtypes and sizes, contents undefined."""
+        with self._lock:  # what is being touched is not being filled
+            self._known.add(unit)
+            self._untouched.pop(unit, None)
         for index, buffers in enumerate(self._free.get(unit, [])):
             if _fits(buffers, tensors):
                 return self._free[unit].pop(index)
@@ -70,12 +83,6 @@ class StagingPool:
     def give(self, unit: Unit, buffers: Sequence[torch.Tensor]) -> None:
         if buffers:
             self._free.setdefault(unit, []).append(list(buffers))
-
-    def keep(self, unit: Unit, tensors: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
-        """Adopt buffers if they fit ``tensors`` and the pool has none for them."""
-        pinned = all(buffer.is_pinned() for buffer in buffers) if any(tensor.is_cuda for tensor in tensors) else True
-        if pinned and _fits(buffers, tensors) and not self._free.get(unit):
-            self.give(unit, buffers)
 
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -360,23 +367,14 @@ class Stager:
         self._pool = StagingPool()
 
     def reserve(self, local: Mapping[Unit, LocalUnit]) -> None:
-        """Allocate buffers for a full save, so that the first save does not do it in the training loop."""
+        """Allocate buffers for a full save."""
         for unit, part in local.items():
             self._pool.reserve(unit, part.tensors)
 
-    def borrow_buffers(self, local: Mapping[Unit, LocalUnit]) -> Mapping[Fragment, torch.Tensor]:
-        """Return the staging buffers for a resume to read into. Allocating memory costs more than reading."""
-        return {
-            piece.fragment: buffer
-            for unit, part in local.items()
-            for piece, buffer in zip(part.pieces, self._pool.take(unit, part.tensors), strict=True)
-        }
-
-    def return_buffers(self, local: Mapping[Unit, LocalUnit], buffers: Mapping[Fragment, torch.Tensor]) -> None:
-        """Take back the buffers that a resume read into, for the units that are live now."""
+    def prepare(self, local: Mapping[Unit, LocalUnit]) -> None:
+        """Touch the memory of a full save's buffers, so that the first save does not do it. Background thread."""
         for unit, part in local.items():
-            found = [buffers.get(piece.fragment) for piece in part.pieces]
-            self._pool.keep(unit, part.tensors, [buffer for buffer in found if buffer is not None])
+            self._pool.prepare(unit, part.tensors)
 
     def stage(self, part: LocalUnit, encoding: str, measure: Measure | None, copying: AsyncCopy) -> StagedUnit:
         """Add the copies of a unit to ``copying``.

@@ -15,7 +15,7 @@ from store.layout import MANIFESTS, manifest_path, part_path, payload_path, segm
 from store.memory.index import MemoryVersion
 from store.memory.layout import opened
 from store.schema import ManifestRecord, to_bytes
-from store.storage.local import Files, read_at
+from store.storage.local import Files, LocalFiles, OpensFiles, read_at
 
 
 class Overlay:
@@ -83,6 +83,12 @@ class Overlay:
             self._below.read_into(path, offset, target)
             return
         self.read_payload(self._ranks[path], offset, target)
+
+    def open_file(self, path: str) -> int | None:
+        if path in self._ranks:
+            payload = self._version.payloads.get(self._ranks[path])
+            return None if payload is None else LocalFiles(payload.parent).open_file(payload.name)
+        return self._below.open_file(path) if isinstance(self._below, OpensFiles) else None
 
     def expect(self, path: str, offset: int, nbytes: int) -> None:
         if path not in self._ranks and isinstance(self._below, ReadPlan):

@@ -72,6 +72,14 @@ class Files(Protocol):
 
 
 @runtime_checkable
+class OpensFiles(Protocol):
+    """Storage with files on filesystems of this machine."""
+
+    def open_file(self, path: str) -> int | None:
+        """Return a descriptor to read from, None if the bytes are elsewhere. Raises as :meth:`Files.read_into`."""
+
+
+@runtime_checkable
 class WholeFiles(Protocol):
     """Additional operations of storage that shows files only when they are whole, without temporary names."""
 
@@ -143,12 +151,22 @@ class LocalFiles:
             if size > limit:
                 raise DamagedError(f"{self.root / path} has {size} bytes, more than the {limit} such a file can have")
             data = bytearray(size)
-            _fill(descriptor, 0, memoryview(data), self.root / path)
+            fill(descriptor, 0, memoryview(data), self.root / path)
             return bytes(data)
 
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
         with self._opened(path) as descriptor:
-            _fill(descriptor, offset, target, self.root / path)
+            fill(descriptor, offset, target, self.root / path)
+
+    def open_file(self, path: str) -> int:
+        with _translate_errors("read", self.root, path):
+            descriptor = os.open(self._at(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                self._require_regular(os.fstat(descriptor), path)
+            except BaseException:
+                os.close(descriptor)
+                raise
+            return descriptor
 
     def expect(self, path: str, offset: int, nbytes: int) -> None:
         with suppress(StorageError, DamagedError), self._opened(path) as descriptor:
@@ -182,10 +200,9 @@ class LocalFiles:
 
     @contextmanager
     def _opened(self, path: str) -> Iterator[int]:
+        descriptor = self.open_file(path)
         with _translate_errors("read", self.root, path):
-            descriptor = os.open(self._at(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                self._require_regular(os.fstat(descriptor), path)
                 yield descriptor
             finally:
                 os.close(descriptor)
@@ -296,8 +313,10 @@ def read_at(descriptor: int, offset: int, target: memoryview) -> int:
     return target.nbytes - len(rest)
 
 
-def _fill(descriptor: int, offset: int, target: memoryview, path: Path) -> None:
-    got = read_at(descriptor, offset, target)
+def fill(descriptor: int, offset: int, target: memoryview, path: str | Path) -> None:
+    """Fill ``target`` from ``offset`` of the file ``path``. Raises DamagedError if it ends early, StorageError."""
+    with _translate_errors("read", path):
+        got = read_at(descriptor, offset, target)
     if got < target.nbytes:
         raise DamagedError(f"{path} ends at byte {offset + got}, {target.nbytes - got} bytes too early")
 

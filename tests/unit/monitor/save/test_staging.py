@@ -34,6 +34,33 @@ def test_reserved_buffers_are_taken_and_taken_again() -> None:
     assert [b.data_ptr() for b in again] == [b.data_ptr() for b in first]
 
 
+def test_what_is_prepared_is_what_was_reserved() -> None:
+    pool, live = StagingPool(), tensors()
+    pool.reserve(UNIT, live)
+    reserved = [b.data_ptr() for b in pool._free[UNIT][0]]
+    pool.prepare(UNIT, live)
+    assert [b.data_ptr() for b in pool._free[UNIT][0]] == reserved and len(pool._free[UNIT]) == 1
+
+
+def test_buffers_in_use_are_not_touched() -> None:
+    pool, live = StagingPool(), tensors()
+    pool.reserve(UNIT, live)
+    taken = pool.take(UNIT, live)
+    for buffer in taken:
+        buffer.fill_(7)
+    pool.prepare(UNIT, live)
+    assert all(bool((buffer == 7).all()) for buffer in taken)
+    assert free_bytes(pool) == 0
+
+
+def test_a_unit_that_appeared_after_attaching_is_reserved_when_prepared() -> None:
+    pool, live = StagingPool(), tensors()
+    pool.prepare(UNIT, live)
+    assert free_bytes(pool) == 5 * 4 + 3 * 2
+    pool.prepare(UNIT, live)
+    assert free_bytes(pool) == 5 * 4 + 3 * 2
+
+
 def test_a_second_set_is_another_one() -> None:
     pool, live = StagingPool(), tensors()
     one, other = pool.take(UNIT, live), pool.take(UNIT, live)

@@ -1,0 +1,232 @@
+"""Large plain fragments are hashed first and read again into the live tensors; nothing that changed since gets in."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import monitor
+import monitor.resume.read as read
+from monitor.adapters.base import Piece
+from monitor.adapters.pytorch import PyTorchAdapter
+from store.catalog import open_catalog
+from store.errors import DriftpointError, ModelMismatchError
+from store.fragments import byte_range
+from store.location import Mount
+from store.names import WEIGHTS, Fragment
+from store.resolve import resolve
+from store.storage.local import LocalFiles
+
+LARGE = 300  # squared, in fp32, it is above the bytes of a small fragment
+
+
+def job(store: Path, width: int = LARGE, **settings: Any) -> tuple[nn.Module, torch.optim.AdamW, monitor.Checkpointer]:
+    model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    given = {"store": str(store), "every": 1, "metrics": {"enabled": False}, **settings}
+    return model, optimizer, monitor.attach((model, optimizer), given)
+
+
+def update(model: nn.Module, optimizer: torch.optim.AdamW) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(2, model[0].in_features)).square().sum().backward()  # type: ignore[index, union-attr]
+    optimizer.step()
+
+
+def values(model: nn.Module, optimizer: torch.optim.AdamW) -> list[torch.Tensor]:
+    slots = [optimizer.state[p][key] for p in model.parameters() for key in ("exp_avg", "exp_avg_sq")]
+    return [tensor.detach().clone() for tensor in (*model.parameters(), *slots)]
+
+
+def saved(store: Path, steps: int = 1, width: int = LARGE) -> list[list[torch.Tensor]]:
+    """What a job left in the store at each step."""
+    model, optimizer, ckpt = job(store, width)
+    found = []
+    with ckpt:
+        ckpt.resume()
+        for _ in range(steps):
+            update(model, optimizer)
+            ckpt.step()
+            ckpt.flush()
+            found.append(values(model, optimizer))
+    return found
+
+
+def payload(store: Path, step: int = 1) -> Path:
+    return next((store / "segments").glob(f"{step:08d}-*")) / "rank-00000.safetensors"
+
+
+def once_checked(monkeypatch: pytest.MonkeyPatch, action: Callable[[], object]) -> None:
+    """Call ``action`` after all checks of a resume, right before the first tensor changes."""
+    prepare = PyTorchAdapter.prepare_load
+
+    def prepare_after(self: PyTorchAdapter, *given: Any) -> None:
+        action()
+        prepare(self, *given)
+
+    monkeypatch.setattr(PyTorchAdapter, "prepare_load", prepare_after)
+
+
+def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_all_comes_back_and_counts_as_changed(tmp_path: Path, trained: bool) -> None:
+    (expected,) = saved(tmp_path / "store")
+    model, optimizer, ckpt = job(tmp_path / "store")
+    if trained:
+        update(model, optimizer)
+    before = [parameter._version for parameter in model.parameters()]
+    with ckpt:
+        assert ckpt.resume() == 1
+        assert same(values(model, optimizer), expected)
+        assert all(p._version > version for p, version in zip(model.parameters(), before, strict=True))
+        assert ckpt.certificate is not None and ckpt.certificate.exact
+        update(model, optimizer)
+
+
+def overwrite(store: Path) -> None:
+    place = first_weights(store, 1) + 1000
+    with payload(store).open("r+b") as file:
+        file.seek(place)
+        byte = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("change", [overwrite, lambda store: os.truncate(payload(store), 5000)])
+def test_bytes_that_change_after_the_check_end_the_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object]
+) -> None:
+    store = tmp_path / "store"
+    saved(store)
+    _, _, ckpt = job(store)
+    once_checked(monkeypatch, lambda: change(store))
+    with pytest.raises(DriftpointError, match="failed midway"):
+        ckpt.resume()
+    assert gc.isenabled()
+    ckpt.close(save=False)
+
+
+def test_a_payload_that_is_pruned_after_the_check_is_read_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = tmp_path / "store"
+    (expected,) = saved(store)
+    model, optimizer, ckpt = job(store)
+    once_checked(monkeypatch, payload(store).unlink)
+    assert ckpt.resume() == 1
+    assert same(values(model, optimizer), expected)
+    ckpt.close(save=False)
+
+
+@pytest.mark.parametrize("other", ["shared", "unknown", "too many"])
+def test_what_may_have_to_be_fetched_again_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    store = tmp_path / "store"
+    (expected,) = saved(store)
+    model, optimizer, ckpt = job(store)
+    update(model, optimizer)  # all memory is there
+    if other == "too many":
+        monkeypatch.setattr(read, "_MOST_OPEN", 0)
+    else:
+        mount = Mount("nfs4", "/") if other == "shared" else None
+        monkeypatch.setattr(read, "mount_of", lambda _: mount)
+    once_checked(monkeypatch, lambda: os.truncate(payload(store), 5000))
+    assert ckpt.resume() == 1
+    assert same(values(model, optimizer), expected)
+    ckpt.close(save=False)
+
+
+@pytest.mark.parametrize("width", [4, LARGE])
+def test_damage_is_found_before_anything_changes_and_falls_back(tmp_path: Path, width: int) -> None:
+    store = tmp_path / "store"
+    one, two = saved(store, 2, width)
+    damaged = first_weights(store, 2)
+    data = bytearray(payload(store, 2).read_bytes())
+    data[damaged] ^= 0x40
+    payload(store, 2).write_bytes(data)
+    model, optimizer, ckpt = job(store, width, resume={"at": "newest"})
+    with ckpt:
+        assert ckpt.resume() == 2
+        found = values(model, optimizer)
+        assert torch.equal(found[0], one[0]) and torch.equal(found[1], one[1])  # the layer's weights
+        assert same(found[2:], two[2:])
+
+
+def test_damaged_values_do_not_pass_for_a_dtype_that_cannot_hold_them(tmp_path: Path) -> None:
+    """They fall back, as everywhere, though the damage made them too large for the live dtype."""
+    store = tmp_path / "store"
+    saved(store, 2, 4)
+    start = first_weights(store, 2)
+    data = bytearray(payload(store, 2).read_bytes())
+    data[start : start + 4] = b"\x00\x00\x00\x7f"  # 1.7e38
+    payload(store, 2).write_bytes(data)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).half()
+    optimizer = torch.optim.AdamW(model.parameters())
+    given = {"store": str(store), "every": 1, "metrics": {"enabled": False}}
+    with monitor.attach((model, optimizer), given) as ckpt:
+        try:
+            assert ckpt.resume() == 1  # the effective step
+        except ModelMismatchError as error:
+            pytest.fail(str(error))
+        assert any("0/fp32" in problem for problem in ckpt.certificate.problems)  # type: ignore[union-attr]
+        ckpt.close(save=False)
+
+
+def first_weights(store: Path, step: int) -> int:
+    """Where the weights of the first layer begin in the payload."""
+    catalog = open_catalog(LocalFiles(store))
+    save = next(one for one in catalog.saves() if one.step == step)
+    sources = resolve(catalog, save).sources()
+    return next(byte_range(source)[1] for source in sources if (source.fqn, source.slot) == ("0.weight", WEIGHTS))
+
+
+def test_values_without_a_live_tensor_are_no_resume() -> None:
+    there, missing = Fragment("a", WEIGHTS, 0, 2), Fragment("b", WEIGHTS, 0, 2)
+    result = read.ReadResult({there: torch.ones(2), missing: torch.ones(2)}, frozenset(), (), ())
+    with pytest.raises(RuntimeError, match="1 of 2 fragments have no live tensor"):
+        result.load([Piece(there, torch.zeros(2))])
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 50])
+def test_every_item_is_done_once_or_an_error_ends_it(count: int) -> None:
+    done: list[int] = []
+    read._in_threads(done.append, range(count))
+    assert sorted(done) == list(range(count))
+
+    def fail(item: int) -> None:
+        if item == count // 2:
+            raise KeyError(item)
+
+    if count:
+        with pytest.raises(KeyError):
+            read._in_threads(fail, range(count))
+
+
+def test_slots_that_no_value_fills_are_zeros() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    adapter = PyTorchAdapter(model, optimizer)
+    slots = {"weight": {"exp_avg": "F32", "exp_avg_sq": "F32"}, "bias": {"exp_avg": "F32"}}
+    host = torch.randn(16)
+    adapter.prepare_load(slots, {Fragment("weight", "exp_avg", 0, 16): host})
+    state = optimizer.state[model.weight]
+    assert state["exp_avg"].data_ptr() == host.data_ptr() and state["exp_avg"].shape == (4, 4)
+    assert not state["exp_avg_sq"].any() and not optimizer.state[model.bias]["exp_avg"].any()
+
+
+def test_memory_that_holds_more_than_the_slot_is_not_taken_over() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    part = torch.randn(32)[:16]
+    fragment = Fragment("weight", "exp_avg", 0, 16)
+    PyTorchAdapter(model, optimizer).prepare_load({"weight": {"exp_avg": "F32"}}, {fragment: part})
+    assert optimizer.state[model.weight]["exp_avg"].data_ptr() != part.data_ptr()
