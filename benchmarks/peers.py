@@ -17,7 +17,6 @@ import os
 import platform
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -58,6 +57,7 @@ def main() -> int:
     parser.add_argument("--page", type=Path, default=None)
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leaves no process of a peer behind
     with tempfile.TemporaryDirectory(prefix="driftpoint-bench-", dir=options.dir) as folder:
         bench = Bench(options, Path(folder))
         bench.run()

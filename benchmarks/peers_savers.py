@@ -244,10 +244,8 @@ class TorchCheckpointing(Saver):
     distribution = "torch-checkpointing"
 
     def prepare(self) -> None:
-        from torch_checkpointing import CheckpointManager
+        from torch_checkpointing import CheckpointManager, SyncCheckpointSaverConfig
         from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
-
-        from torch_checkpointing import SyncCheckpointSaverConfig
 
         storage = LocalFileSystemStorageConfig(use_direct_io=False)
         self.make = lambda: CheckpointManager(CheckpointManager.Config(storage_config=storage))

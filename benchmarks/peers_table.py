@@ -149,14 +149,17 @@ def page(rows: Mapping[str, Mapping[str, Any]], reasons: Mapping[str, str], told
         told: ``command``, ``machine``, ``rounds`` and ``note`` of the run.
     """
     size = next(iter(rows.values())) if rows else {"bytes": 0, "tensors": 0, "step": 0.0}
+    measured = (
+        f"Date: {time.strftime('%Y-%m-%d')}. Machine: {told['machine']}. One process, plain PyTorch with AdamW, "
+        f"fp32: {size['bytes'] / 1e6:.0f} MB of state in {size['tensors']} tensors, a step of about "
+        f"{size['step']:.2g} s; {told['rounds']}, taken in turns. Figures are medians."
+    )
     lines = [
         "# Driftpoint beside others",
         "",
         f"    {told['command']}",
         "",
-        f"Date: {time.strftime('%Y-%m-%d')}. Machine: {told['machine']}. One process, plain PyTorch with AdamW, fp32: "
-        f"{size['bytes'] / 1e6:.0f} MB of state in {size['tensors']} tensors, a step of about {size['step']:.2g} s; "
-        f"{told['rounds']}, taken in turns. Figures are medians.",
+        measured,
         "",
         told["note"],
         "",

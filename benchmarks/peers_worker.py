@@ -1,8 +1,8 @@
 """One process of ``peers.py``: trains with one saver and measures it, or loads what another process left.
 
-    train   saves in turn with plain steps; stall, lost time, slowest step, time to durable
-    kill    saves one step to its end, begins another, and trains on until it is killed
-    load    loads each of the steps given, and compares the values with the digests of those steps
+train   saves in turn with plain steps; stall, lost time, slowest step, time to durable
+kill    saves one step to its end, begins another, and trains on until it is killed
+load    loads each of the steps given, and compares the values with the digests of those steps
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class Training:
             began = time.perf_counter()
             try:
                 found = self.saver.load(step)
-            except Exception as error:  # noqa: BLE001: a refusal of any kind is what is asked for
+            except Exception as error:  # noqa: BLE001
                 told.append({"refused": f"{type(error).__name__}: {error}"[:200]})
                 continue
             seconds = time.perf_counter() - began

@@ -1,6 +1,6 @@
 """How costs grow: with the tensors of a model, the commits in a store, and the ranks of a job.
 
-    python benchmarks/scaling.py [--tensors 10 110 1000 20000] [--commits 10 100 1700 5000] [--ranks 1 2 4] [--json FILE]
+    python benchmarks/scaling.py [--tensors 10 110 1000] [--commits 10 100 1700] [--ranks 1 2 4] [--json FILE]
 
 Tensors: processor time of a decision, of attach and of resume, beside ``torch.load`` and DCP's load of the same state.
 Commits: processor time of a save and its calls to the storage while the store fills. Ranks: collectives of a decision,
@@ -101,7 +101,9 @@ def commit_figures(told: dict[str, Any]) -> list[Figure]:
     for count in counts:
         found.append(Figure(f"{count} commits: a save", middle(count, "seconds"), "s", "processor time, all threads"))
         found.append(Figure(f"{count} commits: a save", middle(count, "wall"), "s", "wall time, until committed"))
-        found.append(Figure(f"{count} commits: a save", middle(count, "calls"), "calls", "opens, lists, renames, removals"))
+        found.append(
+            Figure(f"{count} commits: a save", middle(count, "calls"), "calls", "opens, lists, renames, removals")
+        )
     for count in counts[1:]:
         for name, unit in (("seconds", "processor time"), ("calls", "calls")):
             grown = middle(count, name) / middle(counts[0], name)

@@ -25,7 +25,15 @@ CALLS = {"open", "os.listdir", "os.scandir", "os.rename", "os.remove", "os.mkdir
 
 COLLECTIVES = (
     *("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "gather", "scatter", "reduce", "barrier"),
-    *("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "monitored_barrier", "send", "recv"),
+    *(
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "all_to_all",
+        "all_to_all_single",
+        "monitored_barrier",
+        "send",
+        "recv",
+    ),
 )
 
 

@@ -93,7 +93,9 @@ def test_ours_has_the_goals() -> None:
 
 def test_the_page_begins_with_what_others_do_better_and_says_why_a_row_is_missing() -> None:
     rows = {"driftpoint": row(stall=4.0), "a": row(stall=1.0)}
-    text = page(rows, {"b": "not installed: no such thing"}, dict.fromkeys(("command", "machine", "rounds", "note"), "x"))
+    text = page(
+        rows, {"b": "not installed: no such thing"}, dict.fromkeys(("command", "machine", "rounds", "note"), "x")
+    )
     assert text.index("## Where others win") < text.index("| stall | 4 ms | 1 ms, a | 4 × |") < text.index("## All")
     assert "| b | not installed: no such thing |" in text
     table = [line for line in text[text.index("## All") : text.index("## Goals")].splitlines() if line.startswith("|")]
@@ -144,5 +146,7 @@ def test_a_tiny_run_of_those_that_need_no_installation(peer: str, tmp_path: Path
     assert done.returncode in (0, 1), done.stderr  # 1: a goal is missed, as times may be here
     assert "NOT MEASURED" not in done.stderr
     rows = json.loads((tmp_path / "found.json").read_text())["figures"]
-    assert {f"stall, {peer}", f"load, warm, {peer}", f"time to durable, synced, {peer}"} <= {one["name"] for one in rows}
+    assert {f"stall, {peer}", f"load, warm, {peer}", f"time to durable, synced, {peer}"} <= {
+        one["name"] for one in rows
+    }
     assert f"| {peer} (" in (tmp_path / "page.md").read_text()
