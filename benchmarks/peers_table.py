@@ -216,7 +216,8 @@ HOW = """## How it is measured
   less that before the first save, over the bytes of the state. Staging buffers that stay are in it.
 - **One flipped byte**: in a copy of the newest save, at shares of its largest file that
   are evenly apart, such as a quarter, half and three quarters. Found:
-  the load is refused, or another whole step comes back. Loaded silently: other values come back without an error.
+  the load is refused, or another whole step comes back. Harmless: the same values came back, as
+  the byte held none. Loaded silently: other values come back without an error.
 - **Kill in mid-save**: one step saved to its end, another begun, SIGKILL to the process and its children at
   such shares of the time to durable. Then both are loaded. "Newer complete": it came back to the bit.
 
