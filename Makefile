@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup check format settings docs test test-all test-fast demo bench clean
+.PHONY: help setup check format settings docs test test-all test-fast demo bench peers clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -54,6 +54,10 @@ bench: $(READY) ## the benchmarks, each against its goal
 	$(BIN)/python benchmarks/merge.py
 	$(BIN)/python benchmarks/encoding.py
 	$(BIN)/python benchmarks/precision.py
+	$(BIN)/python benchmarks/scaling.py
+
+peers: $(READY) ## others beside Driftpoint, each in an environment of its own; writes docs/benchmarks/peers.md
+	$(BIN)/python benchmarks/peers.py --page docs/benchmarks/peers.md
 
 clean: ## remove the environment and what demos and tests left
-	rm -rf $(VENV) site demo-output driftpoint-checkpoints .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-peers site demo-output driftpoint-checkpoints .mypy_cache .ruff_cache .pytest_cache .hypothesis
