@@ -4,8 +4,6 @@ Only this module of the command line writes to stdout. The whole text is rendere
 that a closed pipe (``| head``) is detected in one place.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -139,7 +137,7 @@ MemoryOption = Annotated[
 class ByteBar:
     """Progress in bytes."""
 
-    def __init__(self, bar: Progress, label: str, total: int | None) -> None:
+    def __init__(self, bar: "Progress", label: str, total: int | None) -> None:
         self._bar, self._task = bar, bar.add_task(label, total=total)
 
     def __call__(self, count: int) -> None:

@@ -3,8 +3,6 @@
 The numbers are defined by the errors and the restart policy; this adds those without an error class.
 """
 
-from __future__ import annotations
-
 from deploy.supervisor import restart_policy
 from store.errors import (
     PREEMPTED,

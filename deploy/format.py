@@ -1,7 +1,5 @@
 """Format numbers, sizes, durations, times and names for people. Pure functions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version

@@ -3,8 +3,6 @@
 Reads records only, no payload: fast on any store, but it does not detect changed payload bytes (``verify`` does).
 """
 
-from __future__ import annotations
-
 import math
 import os
 from contextlib import suppress

@@ -3,8 +3,6 @@
 Uses certified units in layer order; does not access a store.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -112,7 +110,7 @@ def _source_width(units: Sequence[CertifiedUnit]) -> int:
 def _layer_table(
     by_row: Mapping[Row, Mapping[str, CertifiedUnit]],
     slots: Sequence[str],
-    widths: _Widths,
+    widths: "_Widths",
     name_widths: tuple[int, int],
 ) -> Table:
     names = [output.line("Layer"), *([output.line("Source")] if name_widths[1] else [])]
@@ -129,7 +127,7 @@ def _layer_table(
     return table
 
 
-def _unit_cell(unit: CertifiedUnit | None, widths: _Widths) -> Text:
+def _unit_cell(unit: CertifiedUnit | None, widths: "_Widths") -> Text:
     if unit is None:
         return Text("")
     age, drift = _age(unit)

@@ -5,8 +5,6 @@ format. A :class:`Checkpoint` says where bytes lie; a :class:`PlannedTensor` say
 or written here.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set

@@ -4,8 +4,6 @@ ZeRO-1/2: each param group is one flat tensor, cut into equal partitions. ZeRO-3
 ceil(numel / world size) slices, one per rank, laid flat by sub-group; the last slices hold padding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ written is durable and was read back. An interrupted import leaves a store witho
 Sources are never changed. Memory: a few chunks, and the run state.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace

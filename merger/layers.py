@@ -5,8 +5,6 @@ without such a stack inside is one layer; the tensors that a module with stacks 
 it. Numbered children are taken for a ``ModuleList``; a ``ModuleDict`` of blocks looks like any module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -30,7 +28,7 @@ class _Node:
 
     path: str
     own: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    children: dict[str, _Node] = field(default_factory=dict)
+    children: "dict[str, _Node]" = field(default_factory=dict)
 
     @property
     def is_list(self) -> bool:

@@ -5,8 +5,6 @@ one after another in the calling thread, because leaving tensors out of ``torch.
 Sources are never changed.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Sequence

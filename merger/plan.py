@@ -4,8 +4,6 @@ Reads records, the structure of pickles, and run state. A plan holds as long as 
 store proves damaged, a new plan is made without that version.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterator, Mapping, Set

@@ -1,7 +1,5 @@
 """Convert torch tensors to bytes and back, and detect values that no healthy training state holds."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

@@ -13,8 +13,6 @@ Example::
 Public names are imported on first use, so ``import monitor`` is cheap and does not import torch.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -3,8 +3,6 @@
 Collective; training thread.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ Tasks run one at a time, in order. The training thread blocks only in :meth:`Bac
 kept in its :class:`TaskResult`; none is swallowed.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable

@@ -5,8 +5,6 @@ the docstring says otherwise. Rank 0 keeps the ledger and decides; every rank st
 references that drift is measured against move at the next decision after a save is known to be committed.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -337,7 +335,7 @@ class Checkpointer:
         timeout = self.config.timeouts.close
         self._close(timeout if clean else min(_PATIENCE, timeout), clean=clean, ended=clean)
 
-    def __enter__(self) -> Checkpointer:
+    def __enter__(self) -> "Checkpointer":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

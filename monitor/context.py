@@ -1,7 +1,5 @@
 """Hold the parts of a job that all components share. ``attach`` builds one per rank."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Iterator

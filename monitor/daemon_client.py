@@ -5,8 +5,6 @@ the daemon is lost, training continues and saves by itself; the failure is logge
 (a data-loader worker) the client does nothing.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import select
@@ -176,7 +174,7 @@ class DaemonClient(SaveListener):
                 raise
         return self._starter.start(self._closing)
 
-    def _handshake(self, connection: socket.socket, lines: _LineBuffer) -> None:
+    def _handshake(self, connection: socket.socket, lines: "_LineBuffer") -> None:
         assert self._register is not None
         connection.settimeout(_MESSAGE_TIMEOUT)
         self._send(connection, self._register, lines)
@@ -185,7 +183,7 @@ class DaemonClient(SaveListener):
         with self._lock:
             self._unsent = True
 
-    def _serve(self, connection: socket.socket, lines: _LineBuffer) -> None:
+    def _serve(self, connection: socket.socket, lines: "_LineBuffer") -> None:
         """Send updates and read messages until the job ends or the connection is lost."""
         while True:
             with self._lock:
@@ -202,7 +200,7 @@ class DaemonClient(SaveListener):
             if connection.fileno() in ready:
                 self._receive(connection, lines)
 
-    def _receive(self, connection: socket.socket, lines: _LineBuffer) -> None:
+    def _receive(self, connection: socket.socket, lines: "_LineBuffer") -> None:
         try:
             data = connection.recv(LINE_LIMIT)
         except OSError as error:
@@ -222,7 +220,7 @@ class DaemonClient(SaveListener):
                     f"the node daemon (process {message.pid}) was asked to stop; this job does not start another"
                 )
 
-    def _send(self, connection: socket.socket, message: Message, lines: _LineBuffer) -> None:
+    def _send(self, connection: socket.socket, message: Message, lines: "_LineBuffer") -> None:
         try:
             connection.sendall(to_line(message))
         except OSError as error:

@@ -5,8 +5,6 @@ accelerator. They wait for a late rank as long as the job's own collectives do. 
 never call into this module.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -39,18 +37,13 @@ class Group(Protocol):
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order."""
 
-    def async_flag(self) -> AsyncFlag:
+    def async_flag(self) -> "AsyncFlag":
         """Create an :class:`AsyncFlag`. Collective."""
 
-    def barrier(self, timeout: float) -> Barrier:
-        """Create a :class:`Barrier`. Collective."""
+    def barrier(self, timeout: float) -> Callable[[], bool]:
+        """Create a function that waits until all ranks are here, and returns False if any is not in time, or is gone.
 
-
-class Barrier(Protocol):
-    """A meeting of all ranks at the end of a job. It has its own process group, which one failure breaks for good."""
-
-    def wait(self) -> bool:
-        """Wait until all ranks are here. Return False if any is not in time, or is gone."""
+        It has its own process group, which one failure breaks for good. Collective."""
 
 
 class AsyncFlag(Protocol):
@@ -87,14 +80,9 @@ class SingleProcessGroup:
     def async_flag(self) -> AsyncFlag:
         return _ImmediateFlag()
 
-    def barrier(self, timeout: float) -> Barrier:
+    def barrier(self, timeout: float) -> Callable[[], bool]:
         del timeout
-        return _ImmediateBarrier()
-
-
-class _ImmediateBarrier:
-    def wait(self) -> bool:
-        return True
+        return lambda: True
 
 
 class _ImmediateFlag:
@@ -134,23 +122,20 @@ class GlooGroup:
         """Create a flag with its own process group, since its reductions outlast calls."""
         return _GlooAsyncFlag()
 
-    def barrier(self, timeout: float) -> Barrier:
+    def barrier(self, timeout: float) -> Callable[[], bool]:
         """Create a barrier whose bound is rank 0's ``timeout`` in seconds, one at least."""
-        return _GlooBarrier(timedelta(seconds=max(1.0, self.broadcast(timeout))))
-
-
-class _GlooBarrier:
-    def __init__(self, timeout: timedelta) -> None:
-        self._timeout = timeout
+        bound = timedelta(seconds=max(1.0, self.broadcast(timeout)))
         # The other ranks wait for rank 0 as long as the group's own timeout, so that is the bound.
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        group = dist.new_group(backend="gloo", timeout=bound)
 
-    def wait(self) -> bool:
-        try:
-            dist.monitored_barrier(self._group, timeout=self._timeout)
-        except (RuntimeError, ValueError, AssertionError):  # the last two: the process group is destroyed
-            return False
-        return True
+        def meet() -> bool:
+            try:
+                dist.monitored_barrier(group, timeout=bound)
+            except (RuntimeError, ValueError, AssertionError):  # the last two: the process group is destroyed
+                return False
+            return True
+
+        return meet
 
 
 class _GlooAsyncFlag:

@@ -4,8 +4,6 @@ The training thread sends all events except :meth:`SaveListener.on_store_check`.
 training loop, so listeners handle errors of disks, ports and daemons themselves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

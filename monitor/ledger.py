@@ -4,8 +4,6 @@ The training thread owns the ledger; only a commit advances it. The background t
 :class:`CommitDraft` and returns a manifest.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter
@@ -208,7 +206,7 @@ def _unit_record(
     draft: CommitDraft,
     unit: Unit,
     dropped: tuple[Unit, ...],
-    stored: Mapping[Unit, _StoredUnit],
+    stored: "Mapping[Unit, _StoredUnit]",
     errors: Mapping[Unit, float],
 ) -> UnitRecord:
     choice = draft.saved.get(unit)

@@ -12,8 +12,6 @@ of another, and a rank that exits waits until the others reach its last boundary
 Training thread and collective, except :meth:`Preemption.preempt`.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

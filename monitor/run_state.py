@@ -8,8 +8,6 @@ of modules (``get_extra_state``); persistent buffers in which ranks differ.
 calls it before any other state changes, and if it fails on any rank, all ranks undo it. Training thread.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Mapping, Sequence

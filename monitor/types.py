@@ -1,7 +1,5 @@
 """Define the records of a decision: requests, results, and the report returned to the training loop."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -100,7 +98,7 @@ class StepReport:
     interval: int | None = None
     preempted: bool = False
 
-    def without(self, dropped: Collection[Unit]) -> StepReport:
+    def without(self, dropped: Collection[Unit]) -> "StepReport":
         """Return the report without the units that were left out of the commit."""
         kept = {unit: choice for unit, choice in (self.saved or {}).items() if unit not in dropped}
         return self if self.saved is None else replace(self, saved=kept)

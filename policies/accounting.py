@@ -7,8 +7,6 @@ save of a store is full and free, since without it there is nothing to resume. T
 and its replay keep the same account. One thread.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -16,8 +16,6 @@ reported.
 Moments are not checked: one large gradient moves them as far. Their corruption shows in the weights.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A policy is a pure function of its arguments: no clock, no I/O, no randomness, n
 know about the past is in :class:`History`, which survives a restart. docs/own-policies.md shows how to write one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -3,8 +3,6 @@
 Pure, like all policies. A save that fails, or a commit that is late, is the caller's to report.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace

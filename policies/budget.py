@@ -6,8 +6,6 @@ are some steps old, independent of the learning rate. docs/budget.md derives the
 Pure; the bytes available come from the caller's token bucket.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Implement the built-in policies full, parity, filter, threshold and observe, and the fallback for a failed policy."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ promise holds, and it does not detect a policy that never returns. The check bef
 real job and finds failures that occur at once. Neither writes anything.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import random

@@ -4,8 +4,6 @@ A save that does not finish leaves nothing. So if not everything is expected to 
 the previous commit. Pure; the caller supplies time and bandwidth.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field

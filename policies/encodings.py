@@ -4,8 +4,6 @@ Sizes and errors are those of the unit's newest version if it has the same encod
 size follows from the format (uncompressed), and the error is that on ordinary values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType

@@ -3,8 +3,6 @@
 Pure. docs/interval.md derives the formulas and explains the prior.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Final

@@ -3,8 +3,6 @@
 User code runs only if settings name it; reading a store never runs code. A file is executed once per content.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import importlib.util

@@ -4,8 +4,6 @@ Seeded: equal on every machine and in every process. The cases include rare stat
 unmeasured units. In a simulated run units drift, decisions are made, and saves take effect at once.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator, Sequence

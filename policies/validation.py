@@ -5,8 +5,6 @@ fail. Messages name the setting or unit, the value seen, and the allowed values;
 ``policy parity``.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math

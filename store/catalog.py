@@ -8,8 +8,6 @@ before they committed. ``driftpoint run`` sets it, and withdraws it if falling b
 resumable but comes after others, so a wrong mark costs a little training. Unreadable marks are ignored.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
@@ -159,7 +157,7 @@ class Catalog:
         """Return the commits that a job resumed from and then took a step."""
         return set(newest_first(list_or_empty(self.files, PROVEN)))
 
-    def suspects(self) -> Suspects:
+    def suspects(self) -> "Suspects":
         """Return the suspect marks; damaged and unreadable ones are ignored and listed as problems."""
         why: dict[SaveId, str] = {}
         problems: list[str] = []

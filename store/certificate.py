@@ -7,8 +7,6 @@ Weights that are k steps old lack k updates, which a schedule that continues at 
 the effective step is the newest step less the mean staleness of the weights, each layer weighted by its loss per step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace

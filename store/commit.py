@@ -5,8 +5,6 @@ The fsync of ``manifests/`` after the manifest has its name is the commit point:
 no messages: the committer watches the segment directory.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress

@@ -4,8 +4,6 @@ A duplicate key is an error, because YAML keeps its last value only. So is a num
 sexagesimal: ``0100`` is 64 and ``10:00`` is 600. Objects of Python are never built.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ that a later release can add some without a new version. The daemon detects a de
 There is one socket for each user and base, in a folder of mode 0700, so that only this user can answer there.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

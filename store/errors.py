@@ -17,8 +17,6 @@
 Every message says what is wrong, where, and what to do next.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -130,7 +128,7 @@ class SaveError(DriftpointError):
 class NotFiniteError(SaveError):
     """The values to save contain NaN or Inf in ``units``; no version was replaced."""
 
-    def __init__(self, message: str, units: Sequence[Unit]) -> None:
+    def __init__(self, message: str, units: "Sequence[Unit]") -> None:
         super().__init__(message)
         self.units = tuple(units)
 

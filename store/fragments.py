@@ -4,8 +4,6 @@ Every change of world size, ZeRO stage or framework is interval arithmetic on fr
 and decodes in the memory of a few chunks; values must not be used before the last hash was checked.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -53,7 +51,7 @@ class Source:
 
     part: PartRecord
     entry: Entry
-    base: Source | None = None
+    base: "Source | None" = None
 
     @property
     def fqn(self) -> str:

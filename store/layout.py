@@ -12,8 +12,6 @@ LATEST                                    a hint, never trusted
 PROBE                                     in object stores: put once; a second put tests If-None-Match
 """
 
-from __future__ import annotations
-
 import re
 
 from store.names import SaveId

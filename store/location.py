@@ -4,8 +4,6 @@ An s3 location behaves like an absolute path, so that code which passes, shows o
 two apart.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping
@@ -44,7 +42,7 @@ class ObjectUrl(PosixPath):
     def __fspath__(self) -> str:
         return str(self)
 
-    def resolve(self, strict: bool = False) -> ObjectUrl:  # noqa: ARG002
+    def resolve(self, strict: bool = False) -> "ObjectUrl":  # noqa: ARG002
         return self
 
     absolute = expanduser = resolve

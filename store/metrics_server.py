@@ -3,8 +3,6 @@
 Addresses other than loopback need TLS or ``insecure: true``; a client CA makes client certificates mandatory.
 """
 
-from __future__ import annotations
-
 import io
 import ipaddress
 import logging
@@ -84,7 +82,7 @@ class MetricsServer:
         security: TLS files. ConfigError if they cannot be used.
     """
 
-    def __init__(self, registry: CollectorRegistry, host: str, port: int, security: EndpointSecurity) -> None:
+    def __init__(self, registry: "CollectorRegistry", host: str, port: int, security: EndpointSecurity) -> None:
         from prometheus_client import start_http_server  # commands that serve nothing need not load it
 
         files = _tls_arguments(security.tls)
@@ -155,7 +153,7 @@ def _close_in_child() -> None:
         server.socket.close()
 
 
-_servers: weakref.WeakSet[WSGIServer] = weakref.WeakSet()
+_servers: "weakref.WeakSet[WSGIServer]" = weakref.WeakSet()
 os.register_at_fork(after_in_child=_close_in_child)
 
 
@@ -171,12 +169,12 @@ class ProcessMetrics:
         self._prefix = prefix
         self._server: MetricsServer | None = None
 
-    def gauge(self, name: str, text: str, *labels: str) -> Gauge:
+    def gauge(self, name: str, text: str, *labels: str) -> "Gauge":
         from prometheus_client import Gauge
 
         return Gauge(f"{self._prefix}_{name}", text, labels, registry=self.registry)
 
-    def counter(self, name: str, text: str, *labels: str) -> Counter:
+    def counter(self, name: str, text: str, *labels: str) -> "Counter":
         from prometheus_client import Counter
 
         return Counter(f"{self._prefix}_{name}", text, labels, registry=self.registry)

@@ -1,7 +1,5 @@
 """Define units, fragments and save ids, and the names of slots. Pure values."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import lru_cache, total_ordering
@@ -73,7 +71,7 @@ class SaveId:
 
     @staticmethod
     @lru_cache(1 << 14)
-    def parse(name: str) -> SaveId:
+    def parse(name: str) -> "SaveId":
         """Parse a :attr:`name`. Raises ValueError for other text."""
         match = _SAVE_NAME.match(name)
         if match is None:
@@ -83,7 +81,7 @@ class SaveId:
             raise ValueError(f"{name!r} is not the canonical form {save.name!r}")
         return save
 
-    def __lt__(self, other: SaveId) -> bool:
+    def __lt__(self, other: "SaveId") -> bool:
         return (self.epoch, self.step) < (other.epoch, other.step)
 
     def __str__(self) -> str:

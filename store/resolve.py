@@ -5,8 +5,6 @@ checkpoint. A version is damaged by its records (missing part, wrong size), or b
 match their hash and resolves again with that version in ``bad``. A base is never a difference itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 

@@ -12,8 +12,6 @@ newest epoch) may prune. Segments of its epoch that are newer than the newest co
 stay.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field

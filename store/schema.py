@@ -7,8 +7,6 @@ Records are validated when read and when built. Unknown keys are ignored, so tha
 a new format; a change that old readers must not ignore raises ``reader`` in STORE.json.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypeVar

@@ -6,8 +6,6 @@ writes the safetensors container itself, because it must hash each tensor while 
 appears. Offsets are relative to the end of the header.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -318,11 +316,6 @@ def check_payload_size(files: Files, part: PartRecord) -> None:
         raise DamagedError(str(error)) from error
     if found != part.payload_bytes:
         raise DamagedError(f"{path} has {found} bytes instead of {part.payload_bytes}")
-
-
-def read_entry(files: Readable, part: PartRecord, entry: Entry, target: memoryview) -> None:
-    """Fill ``target`` (``entry.nbytes`` bytes) with the stored bytes of a fragment and check their hash."""
-    read_piece(files, payload_path(part.save, part.rank), part.header_bytes, entry, target)
 
 
 def read_leaves(files: Readable, part: PartRecord) -> list[Leaf]:

@@ -12,8 +12,6 @@ helps only jobs of one machine; the epoch protects the data. A process that hold
 closing any descriptor of the file would drop it.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

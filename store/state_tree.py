@@ -5,8 +5,6 @@ leaves, stored beside the tree as bytes; the caller converts its tensors to leav
 type. Other types are refused, subclasses of plain types too: a reader imports nothing, so it could not rebuild them.
 """
 
-from __future__ import annotations
-
 import base64
 import math
 from collections import Counter, OrderedDict, defaultdict, deque

@@ -1,7 +1,5 @@
 """Format lists, counts and suggestions for messages."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

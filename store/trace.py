@@ -13,8 +13,6 @@ the next one begins with the job line that applies. Readers skip torn lines and 
 Units are named once, in the job line; elsewhere by their index there. See docs/trace.md.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress

@@ -3,8 +3,6 @@
 A fragment is checked together with all differences to it, chunk by chunk, so memory is a few chunks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Slow imports (torch, the merger) are left to the commands that need them.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import traceback

@@ -1,7 +1,5 @@
 """``driftpoint daemon``: run, query and stop the node daemon."""
 
-from __future__ import annotations
-
 import logging
 import os
 from datetime import datetime

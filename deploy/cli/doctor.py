@@ -1,7 +1,5 @@
 """``driftpoint doctor``: check the machine, the disk and the store before a job uses them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -108,13 +106,13 @@ def _exit_on_signals() -> Iterator[None]:
             signal.signal(one, handler)
 
 
-def _as_json(root: Path, findings: list[Finding]) -> dict[str, Any]:
+def _as_json(root: Path, findings: "list[Finding]") -> dict[str, Any]:
     from deploy.doctor.base import healthy
 
     return {"store": str(root.absolute()), "ok": healthy(findings), "findings": list(map(asdict, findings))}
 
 
-def _draw(console: Console, root: Path, findings: list[Finding]) -> None:
+def _draw(console: Console, root: Path, findings: "list[Finding]") -> None:
     rows = output.table(output.line("Check"), output.line(""), output.fold("Result and advice"))
     for one in findings:
         text = output.cell(one.seen)
@@ -128,7 +126,7 @@ def _draw(console: Console, root: Path, findings: list[Finding]) -> None:
     console.print(output.cell(f"{root.absolute()}: {verdict}" + (f", {plural(warned, 'warning')}" if warned else "")))
 
 
-def _findings(root: Path, plan: Plan, ranks: Ranks, patience: float) -> Iterator[Finding]:
+def _findings(root: Path, plan: "Plan", ranks: "Ranks", patience: float) -> "Iterator[Finding]":
     from deploy.doctor.disk import check_disk
     from deploy.doctor.machine import check_machine
     from deploy.doctor.nodes import check_nodes
@@ -143,7 +141,7 @@ def _findings(root: Path, plan: Plan, ranks: Ranks, patience: float) -> Iterator
         yield met
 
 
-def _bucket_findings(root: Path, options: ObjectOptions, plan: Plan, ranks: Ranks) -> Iterator[Finding]:
+def _bucket_findings(root: Path, options: ObjectOptions, plan: "Plan", ranks: "Ranks") -> "Iterator[Finding]":
     """Check the bucket from every rank, because each node must be able to reach it."""
     from deploy.doctor.bucket import check_bucket
     from deploy.doctor.machine import check_machine

@@ -3,8 +3,6 @@
 The merger is imported when the command runs, because it imports torch.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -65,7 +63,7 @@ def import_(
     output.answer(_as_json(plan, found), lambda console: _draw(console, plan, found), as_json=json)
 
 
-def _as_json(plan: ImportPlan, found: ImportResult) -> dict[str, Any]:
+def _as_json(plan: "ImportPlan", found: "ImportResult") -> dict[str, Any]:
     return {
         "store": str(found.store),
         "save": found.save.name,
@@ -81,7 +79,7 @@ def _as_json(plan: ImportPlan, found: ImportResult) -> dict[str, Any]:
     }
 
 
-def _draw(console: Console, plan: ImportPlan, found: ImportResult) -> None:
+def _draw(console: Console, plan: "ImportPlan", found: "ImportResult") -> None:
     checkpoint = plan.checkpoint
     console.print(
         output.facts(

@@ -1,7 +1,5 @@
 """``driftpoint init`` and ``schema``: write a starting configuration and its JSON schema."""
 
-from __future__ import annotations
-
 import json as json_
 from collections.abc import Mapping, Sequence
 from pathlib import Path

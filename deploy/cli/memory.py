@@ -1,7 +1,5 @@
 """``driftpoint memory`` and ``rescue``: list, free or commit snapshots in this node's shared memory."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -6,8 +6,6 @@ damage succeeds; one that fails because of damage has no result, so its error be
 The merger is imported when the command runs, because it imports torch.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -169,7 +167,7 @@ def merge(
     output.answer(_as_json(result), lambda console: _draw(console, result), as_json=json)
 
 
-def rebuild(request: Request, out: Path, workers: int | None) -> MergeResult:
+def rebuild(request: "Request", out: Path, workers: int | None) -> "MergeResult":
     """Run the merger, with a progress bar on a terminal."""
     from merger.merge import merge as run
 
@@ -187,7 +185,7 @@ def rebuild(request: Request, out: Path, workers: int | None) -> MergeResult:
         )
 
 
-def _as_json(result: MergeResult) -> dict[str, Any]:
+def _as_json(result: "MergeResult") -> dict[str, Any]:
     return {
         "out": str(result.out),
         "tag": result.tag,
@@ -202,7 +200,7 @@ def _as_json(result: MergeResult) -> dict[str, Any]:
     }
 
 
-def _draw(console: Console, result: MergeResult) -> None:
+def _draw(console: Console, result: "MergeResult") -> None:
     certificate = result.certificate
     print_certificate(console, certificate, result.parameters)
     if len(result.sources) > 1:
@@ -235,7 +233,7 @@ def print_certificate(console: Console, certificate: Certificate, parameters: in
         console.print()
 
 
-def step_table(steps: Sequence[ChosenStep]) -> Table:
+def step_table(steps: "Sequence[ChosenStep]") -> Table:
     """Return a table with one row per param group (and step written, if a group has several)."""
     table = output.table(output.number("Param group"), output.number("Optimizer step"), output.wide("Layers had"))
     for step in steps:
@@ -288,7 +286,7 @@ def _origin_text(unvouched: int) -> str:
     return f"nothing vouches for the origin of {plural(unvouched, 'tensor')}"
 
 
-def source_table(sources: Sequence[SourceUse], reads: dict[str, int] | None = None) -> Table:
+def source_table(sources: "Sequence[SourceUse]", reads: dict[str, int] | None = None) -> Table:
     """Return a table with one row per source; ``reads`` are the bytes read from each."""
     numbers = ("Step",) if reads is None else ("Step", "Read")
     table = output.table(output.fold("Source"), *map(output.number, numbers), output.wide("Taken from"))
@@ -329,13 +327,13 @@ def size_from(text: str) -> int:
 class MergePlanReport:
     """A drafted merge and its destination."""
 
-    draft: MergeDraft
+    draft: "MergeDraft"
     out: Path | None
     workers: int
     free: int | None
 
 
-def print_plan(request: Request, out: Path | None, workers: int | None, *, as_json: bool) -> int:
+def print_plan(request: "Request", out: Path | None, workers: int | None, *, as_json: bool) -> int:
     """Print the plan, write nothing, and return the exit code that the merge would have."""
     from merger.io.output_dir import free_bytes
     from merger.plan import default_workers, draft_merge
@@ -382,7 +380,7 @@ def _draw_plan(console: Console, report: MergePlanReport) -> None:
         output.problems(console, list(dict.fromkeys(map(str, draft.errors))), _FILES, "Missing")
 
 
-def _planned(plan: MergePlan, report: MergePlanReport) -> dict[str, Any]:
+def _planned(plan: "MergePlan", report: MergePlanReport) -> dict[str, Any]:
     return {
         "tag": plan.laid.tag,
         "framework": plan.checkpoint.framework,
@@ -402,12 +400,12 @@ def _planned(plan: MergePlan, report: MergePlanReport) -> dict[str, Any]:
     }
 
 
-def _seconds(plan: MergePlan) -> float:
+def _seconds(plan: "MergePlan") -> float:
     """Return how long the merge takes if devices are as fast as assumed; what is written is read back."""
     return (plan.bytes_to_read + 2 * plan.bytes_to_write) / _RATE
 
 
-def _facts(plan: MergePlan, report: MergePlanReport) -> dict[str, Text | str]:
+def _facts(plan: "MergePlan", report: MergePlanReport) -> dict[str, Text | str]:
     certificate = plan.checkpoint.certificate
     rows: dict[str, Text | str] = {
         "Result": f"{certificate.save}: step {certificate.step}",
@@ -426,7 +424,7 @@ def _facts(plan: MergePlan, report: MergePlanReport) -> dict[str, Text | str]:
     return rows
 
 
-def _file_table(plan: MergePlan) -> Table:
+def _file_table(plan: "MergePlan") -> Table:
     table = output.table(output.wide("File"), output.number("Bytes"))
     for file in plan.files[:_FILES]:
         table.add_row(output.cell(file.path), size_text(file.container.nbytes))

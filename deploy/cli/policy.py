@@ -4,8 +4,6 @@
 settings as YAML from stdin and writes the digest as the last line, since the user's code may print too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

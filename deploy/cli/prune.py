@@ -3,8 +3,6 @@
 Holds the store's lock meanwhile, so that no job on this machine starts.
 """
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """``driftpoint report`` and ``top``: show the safety of a run as an HTML page or live in the terminal."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -49,7 +47,7 @@ def report(
     raise typer.Exit(made.exit_code)
 
 
-def _as_json(made: ReportResult, path: Path) -> dict[str, Any]:
+def _as_json(made: "ReportResult", path: Path) -> dict[str, Any]:
     verdict, history = made.verdict, made.history
     return {
         "out": str(path.absolute()),
@@ -66,7 +64,7 @@ def _as_json(made: ReportResult, path: Path) -> dict[str, Any]:
     }
 
 
-def _draw(console: Console, made: ReportResult, path: Path) -> None:
+def _draw(console: Console, made: "ReportResult", path: Path) -> None:
     verdict = made.verdict
     styles = {"good": "green", "look": "yellow", "bad": "bold red"}
     console.print(output.cell(f"{verdict.title}. {verdict.sentence}", styles[verdict.level]))
@@ -113,7 +111,7 @@ def _interactive() -> bool:
     return sys.stdin.isatty() and sys.stdout.isatty() and not Console().is_dumb_terminal
 
 
-def _top_json(facts: Facts) -> dict[str, Any]:
+def _top_json(facts: "Facts") -> dict[str, Any]:
     from deploy.health.verdict import judge
     from deploy.top.view import layer_rows, moving_slots
 

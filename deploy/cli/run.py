@@ -1,7 +1,5 @@
 """``driftpoint run``: start a training command and restart it after failures."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass

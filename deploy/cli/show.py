@@ -1,7 +1,5 @@
 """``driftpoint show``: list the layer versions that a commit consists of."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 ``simulate`` replays a recorded run, ``estimate`` one that is built from stated assumptions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -158,7 +156,7 @@ def estimate(
     answer(found, chosen, plot=plot, as_json=json, assumed=assumptions.told())
 
 
-def check_options(limits: Limits, terms: Terms, *, recommend: bool) -> None:
+def check_options(limits: "Limits", terms: "Terms", *, recommend: bool) -> None:
     """Check the options shared by both commands.
 
     Args:
@@ -193,8 +191,8 @@ def check_numbers(values: Mapping[str, float | None], *, above_zero: bool) -> No
 
 
 def answer(
-    found: Simulation,
-    chosen: Recommendation | None,
+    found: "Simulation",
+    chosen: "Recommendation | None",
     *,
     plot: Path | None,
     as_json: bool,
@@ -210,7 +208,7 @@ def answer(
 
 
 def _simulation_json(
-    found: Simulation, chosen: Recommendation | None, assumed: Mapping[str, str] | None
+    found: "Simulation", chosen: "Recommendation | None", assumed: Mapping[str, str] | None
 ) -> dict[str, Any]:
     from deploy.simulate.summary import as_json as summary_json
     from deploy.simulate.summary import step_seconds
@@ -235,7 +233,7 @@ def _simulation_json(
     return body
 
 
-def draw(console: Console, found: Simulation, chosen: Recommendation | None, assumed: Mapping[str, str]) -> None:
+def draw(console: Console, found: "Simulation", chosen: "Recommendation | None", assumed: Mapping[str, str]) -> None:
     """Print the text of the command. ``assumed`` is empty for a recorded run."""
     from deploy.simulate.summary import step_seconds
 
@@ -265,7 +263,7 @@ def draw(console: Console, found: Simulation, chosen: Recommendation | None, ass
             console.print(output.cell(f"Note: {note}.", "yellow"))
 
 
-def _draw_all(console: Console, summaries: Sequence[Summary], baseline: Summary) -> None:
+def _draw_all(console: Console, summaries: "Sequence[Summary]", baseline: "Summary") -> None:
     console.print(_costs(summaries, baseline))
     console.print(output.cell("¹ without the first save of a store, which is always full"))
     console.print()
@@ -274,7 +272,7 @@ def _draw_all(console: Console, summaries: Sequence[Summary], baseline: Summary)
     console.print(_kept(summaries))
 
 
-def _draw_chosen(console: Console, chosen: Recommendation, baseline: Summary) -> None:
+def _draw_chosen(console: Console, chosen: "Recommendation", baseline: "Summary") -> None:
     console.print()
     limit = chosen.limits.bytes_per_hour
     most = "" if limit is None else f", at most {size_text(round(limit))} per hour after the first save"
@@ -287,7 +285,7 @@ def _draw_chosen(console: Console, chosen: Recommendation, baseline: Summary) ->
         console.print(output.cell(line))
 
 
-def _costs(summaries: Sequence[Summary], baseline: Summary) -> Table:
+def _costs(summaries: "Sequence[Summary]", baseline: "Summary") -> Table:
     from deploy.simulate.simulation import later_per_hour
 
     numbers = ("Saves", "Bytes", "per hour¹", "per save", "of full", "Stall")
@@ -306,7 +304,7 @@ def _costs(summaries: Sequence[Summary], baseline: Summary) -> Table:
     return found
 
 
-def _failure(summaries: Sequence[Summary]) -> Table:
+def _failure(summaries: "Sequence[Summary]") -> Table:
     numbers = ("Damage", "Weights' drift", "Moments' drift", "Lost steps")
     found = output.table(output.fold("Mean/worst at a failure"), *map(output.number, numbers))
     for one in summaries:
@@ -321,7 +319,7 @@ def _failure(summaries: Sequence[Summary]) -> Table:
     return found
 
 
-def _kept(summaries: Sequence[Summary]) -> Table:
+def _kept(summaries: "Sequence[Summary]") -> Table:
     times = summaries[0].terms.times if summaries else ()
     priced = bool(summaries) and summaries[0].price(1.0) is not None
     numbers = [name for hours in times for name in (_time(3600 * hours), *(["price"] if priced else []))]

@@ -1,7 +1,5 @@
 """``driftpoint status``: show a store's commits, its user, and the resume point."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``driftpoint verify``: read every byte of a store and check every hash."""
 
-from __future__ import annotations
-
 from collections.abc import Set
 from dataclasses import dataclass
 from pathlib import Path

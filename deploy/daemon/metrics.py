@@ -3,8 +3,6 @@
 If the port is in use, only the endpoint is missing.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time

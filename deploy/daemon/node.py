@@ -7,8 +7,6 @@ are rescued unless all of them unregistered cleanly. Stopped processes count as 
 Everything here runs in the event loop's thread; rescuer and verifier hand their results over to it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

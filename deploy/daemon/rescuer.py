@@ -5,8 +5,6 @@ store while it writes (see :mod:`store.memory.rescue`). Threads never keep the p
 completed by the next one.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

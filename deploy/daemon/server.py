@@ -5,8 +5,6 @@ asyncio thread. No message ends the daemon: an invalid one closes its connection
 (data-loader workers) keep a dead trainer's connection open, so processes are watched by pidfd instead.
 """
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import logging

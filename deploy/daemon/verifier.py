@@ -4,8 +4,6 @@ Newest first; each commit and each segment group once, at a bounded rate and the
 nothing. Commits pruned meanwhile are not damage. Bytes in the page cache are read from there.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -4,8 +4,6 @@ Sizes are estimated for Adam in fp32 before packing, as in docs/encodings.md: fr
 need less. The number of commits comes from the retention rule itself, applied to a long run.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
@@ -105,7 +103,7 @@ class Probe(Generic[F]):
         self._names.append(f".tmp-{secrets.token_hex(6)}-doctor")
         return self._names[-1]
 
-    def __enter__(self) -> Probe[F]:
+    def __enter__(self) -> "Probe[F]":
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -4,8 +4,6 @@ The objects have names of interrupted writes, which a store ignores. No store ob
 safe.
 """
 
-from __future__ import annotations
-
 import secrets
 import statistics
 import time

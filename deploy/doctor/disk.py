@@ -4,8 +4,6 @@ The files have names of interrupted writes: a store ignores them, and pruning re
 file is opened, so a store in use is safe. Does not need root.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

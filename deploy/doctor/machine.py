@@ -1,7 +1,5 @@
 """Check the machine: software, limits, memory and ports. Changes nothing and does not need root."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

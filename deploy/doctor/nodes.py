@@ -4,8 +4,6 @@ Every rank runs it, under torchrun or srun, which set its rank. Ranks communicat
 directory that is not shared shows as missing ranks. Each rank removes its own files.
 """
 
-from __future__ import annotations
-
 import hashlib
 import socket
 import time

@@ -3,8 +3,6 @@
 Reads records only, takes no lock and writes nothing, so a store in use is safe.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from datetime import UTC, datetime

@@ -4,8 +4,6 @@ The cost is derived from the newest commit, the newest snapshot in memory and th
 Quantities that the trace does not give stay unknown.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 

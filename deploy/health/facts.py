@@ -4,8 +4,6 @@ Facts are not judged here. An unreadable part never fails the whole: it is None,
 Reads records, no payload.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import socket

@@ -5,8 +5,6 @@ lines: a trace is a plain file, and wrong numbers must not stop its reader. :cla
 decisions and saves, never the whole trace. Each is owned by one thread.
 """
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence

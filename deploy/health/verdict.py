@@ -1,7 +1,5 @@
 """Summarise all checks in one sentence: whether the run is safe now. Pure."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from deploy.format import plural, span_text, steps_text

@@ -4,8 +4,6 @@ Colours are CSS classes of the page, and names are text for the page to escape. 
 that 126 layers over any number of decisions take a few hundred kilobytes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

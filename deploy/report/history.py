@@ -4,8 +4,6 @@ When all columns are full, neighbours are merged: drift by maximum, marks by any
 skipped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +41,7 @@ class Column:
     stall: float = 0.0  # seconds; ``longest`` is that of one decision
     longest: float = 0.0
 
-    def merge(self, other: Column) -> None:
+    def merge(self, other: "Column") -> None:
         """Merge the following column into this one."""
         self.last_step, self.last_at = other.last_step, other.last_at
         self.decisions += other.decisions

@@ -3,8 +3,6 @@
 A condition that lasts for several decisions is one incident. Names in the texts are untrusted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal

@@ -4,8 +4,6 @@ The page needs no script, font, image or network. Names come from untrusted stor
 them, and control characters are spelled out.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from bisect import bisect_right

@@ -3,8 +3,6 @@
 Every assumption is printed with its source. The results are estimates, not measurements.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,7 +63,7 @@ class Assumptions:
     hours: float = 24.0  # hours of training
 
     @classmethod
-    def of(cls, model: str, given: Mapping[str, Any]) -> Assumptions:
+    def of(cls, model: str, given: Mapping[str, Any]) -> "Assumptions":
         """Build the assumptions from the given values and the defaults."""
         return cls(model, **{"gpus": 1024} | {key: value for key, value in given.items() if value is not None})
 

@@ -4,8 +4,6 @@ A YAML file is a whole configuration. A name, ``{name: parity, k: 4}`` or ``{pol
 recorded configuration.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ encodings: full at longer intervals, parity, one threshold, and ``budget``. It t
 within the limits, and then the one with the least expected damage (docs/budget.md).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

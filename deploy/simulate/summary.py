@@ -1,7 +1,5 @@
 """Summarise a replay: bytes, stall, cost of a failure and money; plot the summaries with matplotlib."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -4,8 +4,6 @@ Owned by the supervisor's thread. A closed terminal, a full disk or a used port 
 the endpoint is dropped, and the event file's failure is reported once.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import time
@@ -32,7 +30,7 @@ class EventLog:
         line: Callable[[str], None],
         events: Path | None = None,
         root: Path | None = None,
-        metrics: SupervisorMetrics | None = None,
+        metrics: "SupervisorMetrics | None" = None,
     ) -> None:
         self._line = line
         self._metrics = metrics

@@ -5,8 +5,6 @@ signals and does not wait. The trainer's own handler gets its preemption signal 
 gets SIGTERM, because launchers give their workers little time after SIGTERM.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -5,8 +5,6 @@ commit of an old step (after a fallback) does not count: otherwise a job that al
 forever.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace

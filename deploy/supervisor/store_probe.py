@@ -4,8 +4,6 @@ Reads records only. A missing store counts as empty. A store that is unreadable 
 unknown state with the reason; the hanging read is left in a daemon thread.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path

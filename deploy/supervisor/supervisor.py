@@ -4,8 +4,6 @@ One thread, which receives signals by ``sigtimedwait`` and never in a handler, s
 to the store except suspect marks. If this process is killed, the command continues by itself.
 """
 
-from __future__ import annotations
-
 import random
 import signal
 import subprocess

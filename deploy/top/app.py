@@ -3,8 +3,6 @@
 Storage that does not answer holds up only the polling thread.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Hashable

@@ -1,7 +1,5 @@
 """The screen of ``driftpoint top``: whether the run is safe, and the age and drift of its layers. Does no I/O."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Encoded, packed or delta fragments of a store are blocks that are decoded chunk 
 stored byte once, so memory does not grow with a fragment.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ An interrupted merge leaves only a directory with a temporary name, which the ne
 lock on the directory tells interrupted merges from running ones: the kernel drops it with the process.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -3,8 +3,6 @@
 A container creates its file with holes where tensors go; the holes are filled in parallel, then the file is sealed.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ chunks if a block is decoded. A block's bytes are known to be correct only when 
 nothing made of them is complete before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -34,7 +32,7 @@ class FragmentStream:
     """
 
     extent: Extent
-    reading: Reading
+    reading: "Reading"
     last: bool
     implausible: dict[tuple[str, str], set[Implausible]] = field(default_factory=dict)
 

@@ -5,8 +5,6 @@ model. A block is known to be correct only at its end; the output has no name un
 over threads. A thread holds one chunk, one more if a dtype changes, and the decoder's chunks.
 """
 
-from __future__ import annotations
-
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Select the layout for a target and the framework that was training."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from merger.checkpoint import Checkpoint

@@ -1,7 +1,5 @@
 """Define layouts, their target, and the names of a state dict without the wrappers of training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

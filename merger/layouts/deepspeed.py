@@ -5,8 +5,6 @@ save (random-number states, the user's objects) is in the client state under ``d
 group is one flat tensor, cut into equal partitions.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate

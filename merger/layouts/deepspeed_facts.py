@@ -4,8 +4,6 @@ The configuration in the files is a record: ``engine.load_checkpoint`` does not 
 own. It is still kept valid for the new stage and world size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Build the model states, flat partitions and ZeRO-3 optimizer states of DeepSpeed checkpoints."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -132,7 +130,7 @@ def _ranks_in_file(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> lis
     return [other for other in saved if other % facts.world_size == rank] if facts.zero_stage == 3 else saved
 
 
-def zero3_states(facts: EngineFacts, checkpoint: Checkpoint, kept: Sequence[FlatState], rank: int) -> dict[str, Any]:
+def zero3_states(facts: EngineFacts, checkpoint: Checkpoint, kept: "Sequence[FlatState]", rank: int) -> dict[str, Any]:
     """Return ``optimizer.state_dict()`` of a rank without the loss scaler. ``kept``: by sub-group."""
     masters, states = [], []
     for sub_group, state in zip(facts.sub_groups, kept, strict=True):

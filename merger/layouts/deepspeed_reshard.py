@@ -5,8 +5,6 @@ The rules are those of ``zero/stage_1_and_2.py``, ``zero/stage3.py``, ``zero/par
 composite have different ones, the step of the run state's run is taken, and certificate and notes record it. Pure.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

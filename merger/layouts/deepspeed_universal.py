@@ -6,8 +6,6 @@ with ``"checkpoint": {"load_universal": true}`` loads it. Those loaders (DeepSpe
 load the checkpoint repair what can be repaired after loading; notes name another way for the rest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any

@@ -6,8 +6,6 @@ rounding cast makes weights less than exact, by an unknown amount; a cast to the
 weights.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -7,8 +7,6 @@ in ``extra.pt``. Hyperparameters and step counts of DeepSpeed's Adam variants be
 otherwise refuse or ignore them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

@@ -4,8 +4,6 @@
 in ``extra.pt``.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import Any
 

@@ -6,8 +6,6 @@ scaled, later entries dropped, and state that cannot be brought to another step 
 unpickled, and a file that asks for code to run when it is unpickled is not copied.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -102,7 +100,7 @@ def _trainer_folder(checkpoint: Checkpoint) -> Path:
 
 
 def _other_files(
-    checkpoint: Checkpoint, target: Target, folder: Path, rescaled: RescaledState, *, with_engine: bool
+    checkpoint: Checkpoint, target: Target, folder: Path, rescaled: "RescaledState", *, with_engine: bool
 ) -> tuple[list[OutFile], list[str]]:
     """Return the files beside the framework's, and notes on them."""
     notes: list[str] = []
@@ -140,7 +138,7 @@ def _weights_beside(checkpoint: Checkpoint, target: Target, folder: Path) -> tup
 
 
 def _scheduler(
-    checkpoint: Checkpoint, folder: Path, rescaled: RescaledState, *, with_engine: bool
+    checkpoint: Checkpoint, folder: Path, rescaled: "RescaledState", *, with_engine: bool
 ) -> tuple[Sequence[OutFile], str | None]:
     groups = checkpoint.framework_state["param_groups"]
     file, note = scheduler_file(folder, rescaled, [group["hyper"].get("lr") for group in groups])
@@ -157,7 +155,7 @@ def _scheduler(
     raise MergeError(note or f"{folder} has no scheduler.pt, without which a Trainer does not load optimizer.pt either")
 
 
-def _scaler(folder: Path, rescaled: RescaledState) -> tuple[Sequence[OutFile], str | None]:
+def _scaler(folder: Path, rescaled: "RescaledState") -> tuple[Sequence[OutFile], str | None]:
     if not (folder / _SCALER).is_file():
         return (), None
     if rescaled.same_step:

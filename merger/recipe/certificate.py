@@ -6,8 +6,6 @@ Records cannot prove that equal steps of different sources are one run. Stalenes
 is negative for newer units. Drift is known only for units of the run state's own checkpoint. Pure.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 

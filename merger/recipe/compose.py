@@ -5,8 +5,6 @@ hyperparameters, random generators, client state and layout facts are all those 
 tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -6,8 +6,6 @@ because optimizer state belongs to the weights it was made with. Without ``pre_w
 come from the first slice, and norm and head from the last, as in MergeKit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path

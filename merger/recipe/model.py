@@ -4,8 +4,6 @@ A model's parts are found from names, shapes and the order of layers, never by t
 of recipe (our own, the short forms, MergeKit's) becomes a :class:`Recipe`. Pure.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -52,7 +50,7 @@ class Rule:
     """``selection``, without the globs ``but``, comes from ``source``. ``where``: the rule's name in errors."""
 
     source: str
-    selection: Selection
+    selection: "Selection"
     where: str
     but: tuple[str, ...] = ()
 
@@ -95,7 +93,7 @@ class Model:
     layers: tuple[LayerRecord, ...]
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Model:
+    def of(cls, checkpoint: Checkpoint) -> "Model":
         """Return the model of a checkpoint."""
         return cls(checkpoint.tensors, checkpoint.layers)
 

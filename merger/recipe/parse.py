@@ -3,8 +3,6 @@
 Checks everything that does not need a model: names of sources, patterns, bounds.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Validate our own form of recipe files; errors name the line and the nearest known key."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,7 +76,7 @@ class SourceSection(Section):
         return {"path": value} if isinstance(value, str) else value
 
     @model_validator(mode="after")
-    def _one_step(self) -> SourceSection:
+    def _one_step(self) -> "SourceSection":
         if self.step is not None and self.tag is not None:
             raise ValueError("give `step` or `tag`, not both")
         return self
@@ -95,7 +93,7 @@ class TakeSection(Section):
     but: Texts | None = Field(default=None, alias="except")
 
     @model_validator(mode="after")
-    def _one_kind(self) -> TakeSection:
+    def _one_kind(self) -> "TakeSection":
         given = [kind for kind in ("layers", "blocks", "parameters", "regex") if getattr(self, kind) is not None]
         if len(given) != 1:
             raise ValueError(

@@ -4,8 +4,6 @@ A step is one of the source's own, or the newest within a bound. Errors are coll
 them. Reads no tensor.
 """
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Callable, Sequence, Set

@@ -1,7 +1,5 @@
 """Detect the kind of checkpoint at a path and open it as a source."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

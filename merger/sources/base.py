@@ -3,8 +3,6 @@
 Names found in foreign files are only hints and never lead out of the directory. No tensor is read until asked for.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
@@ -175,7 +173,7 @@ class Nest:
     value: Any
     where: str
 
-    def at(self, key: object) -> Nest:
+    def at(self, key: object) -> "Nest":
         """Return an item of a mapping or a list."""
         value = self.value
         in_list = isinstance(value, list | tuple) and isinstance(key, int) and 0 <= key < len(value)
@@ -183,7 +181,7 @@ class Nest:
             return Nest(value[key], f"{self.where}, {key}")
         raise DamagedError(f"{self.where} has no {key!r}, which every checkpoint of this kind has")
 
-    def get(self, key: object) -> Nest | None:
+    def get(self, key: object) -> "Nest | None":
         """Return an item of a mapping, or None if it is absent or None."""
         found = self.mapping().get(key)
         return None if found is None else Nest(found, f"{self.where}, {key}")
@@ -191,12 +189,12 @@ class Nest:
     def mapping(self) -> Mapping[Any, Any]:
         return self._of((Mapping,), "a mapping")  # type: ignore[no-any-return]
 
-    def items(self) -> Iterator[tuple[str, Nest]]:
+    def items(self) -> "Iterator[tuple[str, Nest]]":
         """Yield the items of a mapping whose keys are strings."""
         for name in [Nest(key, f"{self.where}, a key").text() for key in self.mapping()]:
             yield name, Nest(self.value[name], f"{self.where}, {name}")
 
-    def entries(self) -> list[Nest]:
+    def entries(self) -> "list[Nest]":
         """Return the items of a list or tuple."""
         return [Nest(value, f"{self.where}, {i}") for i, value in enumerate(self._of((list, tuple), "a list"))]
 

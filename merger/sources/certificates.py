@@ -6,8 +6,6 @@ than exact. A source without a record of drift certifies everything at one step,
 hashes, so nothing proves that all of them are of one save.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Files are read as ``engine.save_checkpoint`` wrote them; no DeepSpeed code runs,
 The other files of a Trainer's ``checkpoint-N`` folder (configuration, tokenizer, trainer state) stay beside the state.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence, Set
 from dataclasses import replace

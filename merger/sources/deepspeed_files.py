@@ -6,8 +6,6 @@ sampled element differs in the working dtype: tiny updates, embeddings of unseen
 the optimizer's slots only as far as they lie in the same file as the masters.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ that ``exclude_frozen_parameters`` left out are detected by names alone: neither
 outside the blocks is found, and gaps in a list of single modules may be modules without parameters.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

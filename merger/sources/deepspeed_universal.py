@@ -7,8 +7,6 @@ every slot. Samples of these are compared; moments that are not zero change with
 beyond rank 0's slice cannot be detected.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ wrongly so with ``round_robin_gradients``: they are compared with what DeepSpeed
 find a parameter.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,7 +63,7 @@ class OptimizerContents:
     problems: list[str] = field(default_factory=list)
     vouched: set[tuple[str, str]] = field(default_factory=set)
 
-    def add_state(self, fqns: Sequence[str], state: FlatState) -> None:
+    def add_state(self, fqns: Sequence[str], state: "FlatState") -> None:
         """Note the scalars and slots of parameters in a flat partition."""
         self.scalars |= {fqn: dict(state.scalars) for fqn in fqns}
         self.slots |= {fqn: list(state.slots) for fqn in fqns}
@@ -91,7 +89,7 @@ def param_shapes(model: Nest) -> list[list[Shape]]:
     return groups
 
 
-def flat_state(ranks: Sequence[Nest], masters: Sequence[FileTensor], numel: int) -> FlatState:
+def flat_state(ranks: Sequence[Nest], masters: Sequence[FileTensor], numel: int) -> "FlatState":
     """Return the optimizer state of one flat partition on all ranks.
 
     Args:

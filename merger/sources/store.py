@@ -1,7 +1,5 @@
 """Read a Driftpoint store: the newest version of every layer at a commit, an older one if bytes are damaged."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 from pathlib import Path

@@ -6,8 +6,6 @@ installed. Tensors become :class:`merger.sources.base.FileTensor`; each record i
 its list of allowed classes per process, so only one thread may read at a time.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import pickletools

@@ -5,8 +5,6 @@ checksums inside are set once those bytes are there. ``.metadata`` is a pickle o
 blob, so it is made last. Peak memory: the plain values.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

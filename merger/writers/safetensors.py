@@ -1,7 +1,5 @@
 """Write safetensors files: a JSON header with dtype, shape and offsets of every tensor, then their bytes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

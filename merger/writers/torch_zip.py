@@ -5,8 +5,6 @@ file is one that ``torch.save`` could have written. Peak memory: the plain value
 PKWARE's APPNOTE 6.3, sections 4.3.7 (local header), 4.3.9 (data descriptor) and 4.3.12 (directory entry).
 """
 
-from __future__ import annotations
-
 import errno
 import pickle
 import struct
@@ -189,7 +187,7 @@ def _rest(file: BinaryIO, data: Iterable[tuple[int, int]]) -> tuple[int, int]:
     return file.tell(), crc
 
 
-def _records(path: Path) -> list[Record]:
+def _records(path: Path) -> "list[Record]":
     try:
         return read_records(path)
     except DamagedError as error:

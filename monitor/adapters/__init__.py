@@ -1,7 +1,5 @@
 """Choose the adapter for a training framework. DeepSpeed and FSDP2 are imported only when they are used."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ An adapter is used from the training thread only, between optimizer steps, while
 It leaves the user's param groups as they are.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager

@@ -1,7 +1,5 @@
 """Adapt DeepSpeed engines, by ZeRO stage: 0 (no sharding), 1 and 2, 3."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

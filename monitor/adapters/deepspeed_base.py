@@ -5,8 +5,6 @@ parameters that the optimizer does not hold (mostly frozen ones). DeepSpeed's te
 from the training thread, between optimizer steps. Tensor, pipeline and expert parallelism are not supported.
 """
 
-from __future__ import annotations
-
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping

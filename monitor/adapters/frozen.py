@@ -5,8 +5,6 @@ and refuses other weights by name. Parameters frozen later are saved as usual; p
 Training thread.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ last forward left gathered ones registered, they are resharded first, as ``state
 all ranks; nothing is a collective. Tensor parallelism is not supported.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ Tensors are looked up anew unless the :class:`monitor.adapters.base.StepCache` i
 other memory behind a name.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ For each tensor (a parameter, or a flat partition of many) an optimizer keeps *s
 shape, and *scalars*, which are everything else (``step``, factored moments). Hyperparameters are kept by param group.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType

@@ -4,8 +4,6 @@ Every rank holds everything, writes a part of it and loads all of it. Training t
 scalers are the user's own objects.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager

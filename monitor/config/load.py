@@ -4,8 +4,6 @@ Everything is checked once, when it is read; no store is opened. Settings are wr
 JSON schema, for ``driftpoint init`` and the docs.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 Editors, ``driftpoint init`` and docs/configuration.md show the sections' docstrings and the fields' descriptions.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final, Literal, get_args

@@ -1,7 +1,5 @@
 """Charge decisions and saves to the budget account, and report its state in metrics and the log. Rank 0 only."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 

@@ -4,8 +4,6 @@ A policy that needs no drift decides first; what it saves is then measured on th
 thread. So the training thread reads each byte once: it either copies or measures it. Training thread; collective.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ All ranks reach the same steps: rank 0's choice travels with the decision (``His
 follows from what all ranks know. Training thread.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -1,7 +1,5 @@
 """Measure units over all ranks and build the statistics shown to the policy. Training thread."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Collection, Mapping

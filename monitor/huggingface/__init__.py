@@ -1,7 +1,5 @@
 """Integrate with the Hugging Face Trainer and Accelerate. transformers is imported only in this package."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

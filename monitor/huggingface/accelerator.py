@@ -4,8 +4,6 @@ accelerate is not imported here. Its own ``save_state`` and ``load_state`` are l
 cannot keep it from writing optimizers, or DeepSpeed's checkpoint. Training thread.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

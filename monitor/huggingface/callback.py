@@ -7,8 +7,6 @@ another step, nothing is trained. Everything runs in the training thread of ever
 collectives in it.
 """
 
-from __future__ import annotations
-
 import gc
 import itertools
 import os
@@ -32,7 +30,7 @@ from store.errors import ConfigError, SaveError, StoreError, UnsupportedError, U
 from store.location import store_place
 from store.names import SaveId
 
-_callbacks: weakref.WeakSet[CheckpointCallback] = weakref.WeakSet()
+_callbacks: "weakref.WeakSet[CheckpointCallback]" = weakref.WeakSet()
 _numbers = itertools.count()
 
 

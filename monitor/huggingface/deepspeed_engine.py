@@ -3,8 +3,6 @@
 Training thread.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from pathlib import Path

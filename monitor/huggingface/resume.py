@@ -7,8 +7,6 @@ Driftpoint loads them, each byte once. Every process has its own folder in the t
 shared. Training thread; collective.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

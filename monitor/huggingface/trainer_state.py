@@ -5,8 +5,6 @@ its gradient scaler, and the random generators at the beginning of the epoch, on
 All but the generators are the same on every rank, so only rank 0 stores the Trainer's state. Training thread.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass

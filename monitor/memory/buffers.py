@@ -5,8 +5,6 @@ buffer of its own, and waits. If pinning fails, because of a limit on locked mem
 equally correct.
 """
 
-from __future__ import annotations
-
 import logging
 import mmap
 from collections.abc import Callable

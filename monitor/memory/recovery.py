@@ -6,8 +6,6 @@ another node (:mod:`monitor.memory.replication`), or by a broadcast from rank 0.
 payload: buffers, which one rank keeps, and the run state of rank 0. If more is missing, the job resumes from the store.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

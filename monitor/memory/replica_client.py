@@ -5,8 +5,6 @@ payload does not change meanwhile. A failure costs the replica and is logged onc
 failure the next attempt waits, longer each time, so that a peer that hangs does not hold up new versions.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -7,8 +7,6 @@ is intact.
 A lock for each owner separates the server's threads from the training thread, which waits for it a moment at most.
 """
 
-from __future__ import annotations
-
 import logging
 import socket
 import threading

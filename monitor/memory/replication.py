@@ -6,8 +6,6 @@ beside training: no collective and no wait of the training thread depends on the
 replicas only, and are reported. Training thread, except :meth:`Replication.offer`.
 """
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

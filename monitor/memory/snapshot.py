@@ -6,8 +6,6 @@ manifest that a commit would have (:class:`SnapshotManifest`): layers that never
 are committed, and the manifest points to their version on disk. Nothing here knows whether other ranks have theirs.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence

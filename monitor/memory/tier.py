@@ -9,8 +9,6 @@ With replication, no snapshot begins while one is being sent. So there is always
 own memory and on another node, unless the last one could not be sent.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Collection, Mapping

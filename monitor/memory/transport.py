@@ -5,8 +5,6 @@ key is never sent: each side proves that it has it by an HMAC over the nonce of 
 as the process group's own traffic is not; receivers compare them with hashes. Every wait is bounded.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 import secrets

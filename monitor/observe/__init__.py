@@ -1,7 +1,5 @@
 """Choose the drift meter by its name in the configuration."""
 
-from __future__ import annotations
-
 from monitor.observe.drift_meter import DriftMeter
 from monitor.observe.exact_meter import ExactMeter
 from monitor.observe.sketch_meter import SketchMeter

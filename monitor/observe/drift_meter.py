@@ -5,8 +5,6 @@ change only when a save that holds the unit is committed. Two threads use a mete
 tensors, the background thread the copies of the save in progress; calls are serialized inside.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

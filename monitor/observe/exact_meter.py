@@ -1,7 +1,5 @@
 """Measure drift exactly, against a full copy of the committed state in host memory."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Sequence

@@ -17,8 +17,6 @@ The rules, outermost first:
 3. Tensors owned directly by a module that contains stacks are one layer, named after it.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,7 +58,7 @@ class _Node:
     module: nn.Module
     own: dict[str, str] = field(default_factory=dict)
     """Attribute name to fqn."""
-    children: dict[str, _Node] = field(default_factory=dict)
+    children: "dict[str, _Node]" = field(default_factory=dict)
 
     def fqns(self) -> Iterator[str]:
         yield from self.own.values()

@@ -25,8 +25,6 @@ relative distance is then about 2e-7, added in squares: 1e-5 is measured within 
 within some percent more, below that the noise shows.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import zlib

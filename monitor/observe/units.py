@@ -4,8 +4,6 @@ Layers are found once; pieces are listed again at every decision, because optimi
 step and parameters may be unfrozen.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -7,8 +7,6 @@ actual step is written to a file beside the store, so that the next attempt pred
 collective.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping

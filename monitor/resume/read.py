@@ -4,8 +4,6 @@ Reading intersects the stored fragments with the live ones, so another world siz
 case. Live tensors are not changed. Damaged fragments are reported to the caller, which falls back.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import threading
@@ -224,7 +222,7 @@ class OpenPayloads:
         self.files = files
         self._open: dict[str, int | None] = {}
 
-    def __enter__(self) -> OpenPayloads:
+    def __enter__(self) -> "OpenPayloads":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -5,8 +5,6 @@ their hash falls back to its previous version on all ranks alike. Afterwards the
 reset, so that later saves extend the resumed commit. Training thread, before training; collective.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -5,8 +5,6 @@ that all ranks can read. Nothing is interpolated and no scheduler is rewound. Re
 tensors, and changes no state. Training thread; collective, except :func:`resolve_commit`.
 """
 
-from __future__ import annotations
-
 import time
 from contextlib import suppress
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ A decision moves the drift references as if its save had been committed at once,
 under the observed policy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any

@@ -10,8 +10,6 @@ share of the time between saves.
 The background thread encodes, one save at a time; the training thread settles a save before the next one begins.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Training thread; collective.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import weakref
@@ -12,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from monitor.context import JobContext
-from monitor.distributed import Barrier
 from monitor.events import PreemptedEvent
 from monitor.observe.units import is_moving
 from monitor.preemption import Deadline
@@ -49,14 +46,14 @@ class LastStep:
         job: The job.
         saver: Writes the saves.
         step: The last step.
-        barrier: Where the ranks meet.
+        meet: Waits until all ranks are here; see :meth:`monitor.distributed.Group.barrier`.
         save: Saves all units and waits for the commit. Raises SaveError, on all ranks.
     """
 
     job: JobContext
     saver: Saver
     step: int
-    barrier: Barrier
+    meet: Callable[[], bool]
     save: Callable[[], object]
 
     def commit(self, *, uncounted: bool) -> None:
@@ -64,7 +61,7 @@ class LastStep:
 
         uncounted: whether an optimizer step was taken that :meth:`monitor.Checkpointer.step` was not told of."""
         timeout = self.job.config.timeouts.close
-        if not self.barrier.wait():
+        if not self.meet():
             _log.error(
                 "the last step %d is not saved: not all ranks closed within %.0f s, or a process group is gone",
                 *(self.step, timeout),
@@ -129,7 +126,9 @@ class FinalSave:
         reports: list[StepReport] = []
         while len(reports) < _MAX_SAVES:
             reports.append(self._save(request, deadline, saved))
-            useful = reports[-1].saved if reports[-1].skipped is None else self._may_succeed(reports)
+            # One that failed may succeed now, such as after room was made on the disk.
+            again = reports[-1].skipped == "failed" and [one.skipped for one in reports].count("failed") == 1
+            useful = again or (reports[-1].skipped is None and reports[-1].saved)
             stale = any(age != 0 for age in self._ages())  # on rank 0
             if not useful or not self.job.group.broadcast(stale and deadline.left > 0.0):
                 break
@@ -137,10 +136,6 @@ class FinalSave:
             self.job.listeners.on_preempted(self._outcome(deadline.passed, reports[-1].skipped))
         first = next((one for one in reports if one.skipped is None), reports[0])
         return replace(first, saved=saved, preempted=True)
-
-    def _may_succeed(self, reports: list[StepReport]) -> bool:
-        """Return whether another save may do better than one that failed, such as after room was made on the disk."""
-        return reports[-1].skipped == "failed" and [one.skipped for one in reports].count("failed") == 1
 
     def _ages(self) -> list[int | None]:
         return [self.job.ledger.staleness(unit, self.step) for unit in self.job.table.sizes if is_moving(unit)]

@@ -4,8 +4,6 @@ The training thread stages units (:class:`Stager`). The background thread does t
 staged copies only, never live tensors, and calls no collective. Only rank 0 has a :class:`CommitPlan`.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

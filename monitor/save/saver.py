@@ -4,8 +4,6 @@ One save at a time. Ranks exchange their state in one small reduction at the nex
 The background thread owns staged copies from :meth:`Saver.begin` until the save is finished.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence

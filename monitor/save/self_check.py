@@ -7,8 +7,6 @@ decodes the run state before it is written, and after the commit reads all of th
 logged as an error and recorded with the commits from then on, which are no longer exact. No collective.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import threading
@@ -169,7 +167,7 @@ class Sample:
     data: bytes
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Sample:
+    def of(cls, tensor: torch.Tensor) -> "Sample":
         """Copy elements of a contiguous tensor to the host."""
         values, numel = tensor.detach(), tensor.numel()
         if numel > _BLOCKS * _WIDTH:

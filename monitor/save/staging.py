@@ -6,8 +6,6 @@ public call of the framework that changes the state. What cannot be intercepted 
 by the kernel, whatever code made the change (:class:`WriteTracker`), or else by version counters and a sample.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

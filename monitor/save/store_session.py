@@ -4,8 +4,6 @@ Collective; before training. Every rank must read rank 0's epoch record with its
 a disk that is local to each node, and a path that differs between ranks.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import socket

@@ -9,8 +9,6 @@ the host, by multiplying with its rounded inverse. And each operation is a kerne
 addition are fused.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -42,7 +40,7 @@ _STEP = GRID + 1
 _LEAST_SQRT_BITS = (127 - 62) << 23  # bits of int8.LEAST_SQRT_SCALE, 2**-62
 
 
-def encoder_named(name: str) -> Encoder:
+def encoder_named(name: str) -> "Encoder":
     """Return the encoder of a lossy encoding. Raises DamagedError if there is none of that name."""
     if name not in _ENCODERS:
         raise DamagedError(f"no encoder {name!r}; known are {', '.join(sorted(_ENCODERS))}")

@@ -8,8 +8,6 @@ It does not see writes by a device into pinned memory, nor by another process in
 copied at once, and so is what shares a page with other data.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import mmap

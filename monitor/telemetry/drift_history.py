@@ -4,8 +4,6 @@ The caller sums over ranks. The earlier decisions depend on the number of decisi
 ranks. Training thread only.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

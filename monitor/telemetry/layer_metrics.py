@@ -6,8 +6,6 @@ last eighth is for units that stand out (non-finite values, a spike): first come
 maxima are over all units.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress

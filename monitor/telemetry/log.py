@@ -3,8 +3,6 @@
 Storage problems never reach the training loop as an exception and never pass silently: they are logged here.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 

@@ -7,8 +7,6 @@ The training thread updates all metrics, with two exceptions: free space on the 
 thread, since a file server that hangs would block any other, and the time of a step is computed at each scrape.
 """
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

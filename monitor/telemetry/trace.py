@@ -10,8 +10,6 @@ A full file is renamed, and the next one begins with the last job line, so that 
 trace ends with one report, so it has no gaps.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import math

@@ -5,8 +5,6 @@ docs/budget.md. Configurations are compared from a common step on: steps before 
 would count for some only. Pure.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 

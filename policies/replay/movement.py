@@ -5,8 +5,6 @@ log distance is linear in log age; beyond them it is extrapolated with the expon
 the accuracy.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence

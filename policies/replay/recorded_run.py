@@ -3,8 +3,6 @@
 Also selects the recorded decisions at which another configuration would decide. Pure.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

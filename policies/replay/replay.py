@@ -7,8 +7,6 @@ estimated: movement (:mod:`policies.replay.movement`), bytes (:mod:`policies.enc
 (:mod:`policies.accounting`). docs/simulate.md describes the method.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

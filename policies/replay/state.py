@@ -1,7 +1,5 @@
 """Define the plan, state and result of a replay."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -76,7 +74,7 @@ class ReplayResult:
         """State of the store at a failure, from ``since`` on."""
         return self.timeline.exposure(self.since)
 
-    def seen_from(self, since: Position | None) -> ReplayResult:
+    def seen_from(self, since: Position | None) -> "ReplayResult":
         """Return the result with exposure counted from another position."""
         return self if since == self.since else replace(self, since=since)
 

@@ -4,8 +4,6 @@ An encoding has a size known in advance; packing (:mod:`store.encoding.compressi
 Unknown names are refused at decisions and when a part is read. ``docs/encodings.md`` defines encodings and bounds.
 """
 
-from __future__ import annotations
-
 from store.encoding.base import BLOCK, CHUNK, Encoding, Lane, Raw, ValuesError, chunk_sizes, itemsize
 from store.encoding.bfloat16 import BF16, BF16_INT8, Bf16, Bf16Int8
 from store.encoding.int8 import INT8_BLOCK, INT8_SQRT_BLOCK, Int8Block, Int8SqrtBlock

@@ -4,8 +4,6 @@ A fragment's encoded form is the concatenation of its independent encoded chunks
 and decoding stream in bounded memory. Bytes are little-endian, and so must the machine be.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -81,9 +79,6 @@ class Encoding(Protocol):
 
     def decode(self, data: Bytes, numel: int, dtype: str) -> Values:
         """Decode one chunk. Raises DamagedError unless ``encode`` can have written ``data``."""
-
-    def error_bound(self, values: Values) -> NDArray[np.float64]:
-        """Return upper bounds of the distance of each decoded value to the value of one chunk."""
 
 
 def chunk_sizes(numel: int) -> Iterator[int]:
@@ -162,9 +157,6 @@ class Raw:
         check_size(self, data, numel, dtype)
         return data
 
-    def error_bound(self, values: Values) -> NDArray[np.float64]:
-        return np.zeros(values.size)
-
 
 @dataclass(frozen=True)
 class Float32Encoding(ABC):
@@ -198,9 +190,6 @@ class Float32Encoding(ABC):
         values = np.empty(numel, "<f4")
         self._decode_into(values, data)
         return values
-
-    @abstractmethod
-    def error_bound(self, values: Values) -> NDArray[np.float64]: ...
 
     @abstractmethod
     def _lanes(self, numel: int) -> tuple[Lane, ...]: ...

@@ -14,14 +14,12 @@ Rounding a decoded value to bfloat16 gives ``high`` again, because low adds at m
 2**15. So the weights of a bfloat16 model stay exact, and the float32 master copy keeps about 16 significant bits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from store.encoding.base import Bytes, Float32Encoding, Lane, Values, ValuesError, pieces
+from store.encoding.base import Bytes, Float32Encoding, Lane, ValuesError, pieces
 from store.errors import DamagedError
 
 BF16 = "bf16"
@@ -36,10 +34,6 @@ class Bf16(Float32Encoding):
 
     name: str = BF16
     relative_bound: float = 2.0**-8 * 1.01
-
-    def error_bound(self, values: Values) -> NDArray[np.float64]:
-        """Return 2**-8 of the value, at least 2**-134 (subnormals): half a unit in the last of eight places."""
-        return np.maximum(np.abs(values.astype(np.float64)) * 2.0**-8, 2.0**-134)
 
     def _lanes(self, numel: int) -> tuple[Lane, ...]:
         return (Lane(numel, 2),)
@@ -76,10 +70,6 @@ class Bf16Int8(Bf16):
 
     name: str = BF16_INT8
     relative_bound: float = 2.0**-15 * 1.01
-
-    def error_bound(self, values: Values) -> NDArray[np.float64]:
-        """Return 2**-15 of the value, at least 2**-141 (subnormals): one residual if clipped, otherwise half of one."""
-        return np.maximum(np.abs(values.astype(np.float64)) * 2.0**-15, 2.0**-141)
 
     def _lanes(self, numel: int) -> tuple[Lane, ...]:
         return Lane(numel, 2), Lane(numel, 1)

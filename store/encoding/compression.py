@@ -12,8 +12,6 @@ zigzag as in Protocol Buffers and Parquet, so that small differences of either s
 Widths other than 1, 2, 4 and 8 go byte by byte. When reading, every length is checked before memory is allocated.
 """
 
-from __future__ import annotations
-
 import struct
 import threading
 from collections.abc import Iterator, Sequence

@@ -30,8 +30,6 @@ become zero. Refused: NaN and infinities. Block-wise 8-bit state is from Dettmer
 Block-wise Quantization" (arXiv:2110.02861); here with linear codes.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,7 +38,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from store.encoding.base import BLOCK, Bytes, Float32Encoding, Lane, Values, ValuesError, check_float32, pieces
+from store.encoding.base import BLOCK, Bytes, Float32Encoding, Lane, ValuesError, pieces
 from store.errors import DamagedError
 
 GRID = 0xFF
@@ -81,12 +79,6 @@ class _BlockEncoding(Float32Encoding):
     scale_range: ClassVar[tuple[float, float]]
     """Least and largest scale that is written, besides 0."""
 
-    def error_bound(self, values: Values) -> NDArray[np.float64]:
-        bound = np.empty(values.size)
-        for elements, _, block in _rows(check_float32(self, values)):
-            bound[elements] = self._block_bound(block).reshape(-1)[: elements.stop - elements.start]
-        return bound
-
     def _lanes(self, numel: int) -> tuple[Lane, ...]:
         return Lane(numel, 1), Lane(block_count(numel), 4)
 
@@ -125,9 +117,6 @@ class _BlockEncoding(Float32Encoding):
     @abstractmethod
     def _finish(self, products: Floats) -> None:
         """Turn codes times scales into values, in place."""
-
-    @abstractmethod
-    def _block_bound(self, block: Floats) -> NDArray[np.float64]: ...
 
 
 INT8_SQRT_BLOCK = "int8-sqrt-block"
@@ -181,12 +170,6 @@ class Int8SqrtBlock(_BlockEncoding):
     def _finish(self, products: Floats) -> None:
         np.multiply(products, products, out=products)
 
-    def _block_bound(self, block: Floats) -> NDArray[np.float64]:
-        """Return (root + scale)**2 - value, with the largest scale that the block can get."""
-        roots = np.sqrt(block.astype(np.float64))
-        scale = np.maximum(roots.max(axis=1, keepdims=True) / 255 * (1 + 2.0**-13), LEAST_SQRT_SCALE)
-        return np.where(block == 0, 0, (roots + scale) ** 2 * (1 + 2.0**-22) - block)
-
 
 def _square_bits(roots: Floats) -> NDArray[np.int32]:
     """Return the bits of the squares, which order like the values but are not flushed to zero."""
@@ -226,9 +209,3 @@ class Int8Block(_BlockEncoding):
         return np.rint(block / by).astype(np.int8)
 
     def _finish(self, products: Floats) -> None: ...
-
-    def _block_bound(self, block: Floats) -> NDArray[np.float64]:
-        """Return half a scale: largest of the block / 254 * (1 + 2**-14), at most 127 * 2**-124 in tiny blocks."""
-        largest = np.abs(block.astype(np.float64)).max(axis=1)
-        half = np.where(largest < 128 * LEAST_SCALE, largest, largest / 254 * (1 + 2.0**-14))
-        return np.repeat(half, BLOCK)

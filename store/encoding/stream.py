@@ -3,8 +3,6 @@
 An entry holds the encoded chunks of its fragment, or, packed, one frame for each. Each iterator belongs to one thread.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

@@ -11,8 +11,6 @@ process would drop the lock. The file's mtime is the boot time of the last write
 holds wall-clock time (decades larger) or is of an earlier boot, the wall clock is used.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import time

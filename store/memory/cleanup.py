@@ -7,8 +7,6 @@ A rank's files are removed under its lock, which a job takes when it begins. So 
 files, and never writes to removed ones.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress

@@ -8,8 +8,6 @@ a token, which the store and every version hold, and a version names the commit 
 was restored to an older state. The memory of one incarnation is accepted as a whole or not at all.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -13,8 +13,6 @@
 A record is written last and renamed into place; it makes the payload a version. Shared memory is never synced.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import stat
@@ -53,7 +51,7 @@ class Tier:
     def folder(self) -> Path:
         return self.home / self.store_id
 
-    def generations(self) -> list[Generation]:
+    def generations(self) -> "list[Generation]":
         """Return the folders of all jobs, newest first. Raises StorageError if others may access them."""
         if not require_own(self.home):
             return []
@@ -61,7 +59,7 @@ class Tier:
         jobs = sorted(((int(match[1]), int(match[2] or 0)) for match in matches), reverse=True)
         return [Generation(self, epoch, branch) for epoch, branch in jobs]
 
-    def generation(self, epoch: int, branch: int = 0) -> Generation:
+    def generation(self, epoch: int, branch: int = 0) -> "Generation":
         """Return the folder of a job, which need not exist."""
         return Generation(self, epoch, branch)
 

@@ -5,8 +5,6 @@ brings the out-of-memory killer. Memory is reserved in small steps with a check 
 node reserve at the same time.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import suppress

@@ -4,8 +4,6 @@ Other files come from the store below, so that a layer whose bytes in memory are
 disk. Payloads of ranks on other nodes have a size but may not be readable from here.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NoReturn
 
@@ -51,7 +49,7 @@ class Overlay:
         """Whether the whole version can be read from here."""
         return not self._version.parts.keys() - self._version.payloads.keys() - self._version.far.keys()
 
-    def alone(self) -> Overlay:
+    def alone(self) -> "Overlay":
         """Return an overlay that shows the version as the only commit."""
         return Overlay(self._below, self._version, alone=True)
 

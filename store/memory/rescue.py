@@ -10,8 +10,6 @@ Payloads are read through a small buffer and not mapped, because truncating a ma
 hashes are checked before the segment gets its name. Other segments under the save's name are leftovers and are removed.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress

@@ -6,8 +6,6 @@ Invariants: a final name never shows a file that is not complete and synced; a f
 :func:`replace_hint`, for untrusted hints); after an error the temporary file is abandoned, never synced again.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 from collections.abc import Callable, Sequence

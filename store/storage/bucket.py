@@ -5,8 +5,6 @@ not exist, and after a refusal or no answer it is read: an object with exactly o
 from the environment. Any thread may use a bucket.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import time

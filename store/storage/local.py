@@ -5,8 +5,6 @@ states after a crash. Paths are relative, with ``/`` between names; paths that l
 symbolic link) are refused here. The order of operations is in :mod:`store.storage.atomic`.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import stat

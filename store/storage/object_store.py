@@ -7,8 +7,6 @@ Invariant: except for :meth:`ObjectFiles.replace` (hints) and large payloads, wh
 can replace an object.
 """
 
-from __future__ import annotations
-
 import secrets
 import threading
 from collections.abc import Callable, Sequence

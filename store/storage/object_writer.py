@@ -6,8 +6,6 @@ conditional upload in parts, but the name belongs to one writer (one rank of one
 afterwards must carry the upload's token. One thread writes a file.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import tempfile
@@ -81,7 +79,7 @@ class NewObject:
         large, self._large = self._large, None
         large.require_own(self._size)
 
-    def _begun(self) -> _Spooled | _Streamed:
+    def _begun(self) -> "_Spooled | _Streamed":
         try:
             self._bucket.size(self._key)
         except MissingError:

@@ -19,6 +19,7 @@ from store.encoding.compression import frame_bound, pack_chunk, packed_bound
 from store.encoding.stream import BaseEntry, Packing
 from store.errors import DamagedError
 from tests.support.entries import decode_entry, encode_entry, iter_chunks, reader, split_chunks, unpack_chunk
+from tests.support.error_bounds import error_bound
 
 Floats = NDArray[np.float32]
 LOSSY = sorted(name for name, encoding in ENCODINGS.items() if not encoding.lossless)
@@ -74,7 +75,7 @@ def decode_all(encoding: Encoding, data: NDArray[np.uint8], numel: int) -> Float
 
 
 def bounds(encoding: Encoding, values: Floats) -> NDArray[np.float64]:
-    return np.concatenate([np.zeros(0), *(encoding.error_bound(chunk) for chunk in iter_chunks(values))])
+    return np.concatenate([np.zeros(0), *(error_bound(encoding, chunk) for chunk in iter_chunks(values))])
 
 
 def in_torch(name: str, values: Floats) -> tuple[NDArray[np.uint8], bool]:

@@ -20,12 +20,13 @@ from store.errors import DamagedError, NothingToResumeError
 from store.fragments import FragmentIndex, FragmentReader, Source
 from store.names import RAW, Fragment, SaveId, Unit
 from store.resolve import RejectedVersion, Resolution, Version, newest_resumable, resolve
-from store.segment import read_entry, read_leaves
+from store.segment import read_leaves
 from store.state_tree import decode
 from store.storage.local import Files
 from store.verify import verify
 from tests.crash.models import PLAIN, RANKS, TENSORS, VARIED, Model, content
 from tests.crash.workload import Job, Memory, run_state
+from tests.support.entries import read_entry
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from store.memory.index import assemble_version, rank_share, scan_node
 from store.memory.layout import Tier
 from store.memory.overlay import Overlay
 from store.names import SaveId
-from store.segment import read_entry
 from store.storage.local import LocalFiles
+from tests.support.entries import read_entry
 from tests.support.launch import torchrun
 from tests.support.memory_places import DDP, FSDP2, ZERO2, ZERO3, Place, hashes, resumed, said
 from tests.support.mounts import shared_memory

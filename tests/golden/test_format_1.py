@@ -18,12 +18,13 @@ from store.layout import payload_path
 from store.names import BUFFER, FROZEN, WEIGHTS, Fragment, SaveId, Unit
 from store.resolve import Resolution, newest_resumable, resolve
 from store.retention import Retention, execute, plan_prune
-from store.segment import read_entry, read_leaves
+from store.segment import read_leaves
 from store.session import claim_epoch, read_epoch
 from store.state_tree import decode
 from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.golden.make_format_1 import SLOTS, TENSORS, WORLD, run_state, units, value
+from tests.support.entries import read_entry
 
 GOLDEN = Path(__file__).parent / "store-format-1"
 FIRST, SECOND = SaveId(10, 1), SaveId(20, 2)

@@ -23,6 +23,7 @@ from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.golden.make_format_1_encodings import NUMEL, STORES, bits, names, value, values_of
 from tests.support.entries import iter_chunks
+from tests.support.error_bounds import error_bound
 
 GOLDEN = Path(__file__).parent / "store-format-1-encodings"
 SAVES = [(name, SaveId(step, 1)) for name, (steps, _) in STORES.items() for step in steps]
@@ -67,7 +68,7 @@ def test_every_bit(name: str, save: SaveId) -> None:
         meant = value(source.fqn, source.slot, save.step)
         encoding = ENCODINGS[source.entry.encoding]
         for got, wanted in zip(iter_chunks(found), iter_chunks(meant), strict=True):
-            assert (np.abs(got.astype(np.float64) - wanted) <= encoding.error_bound(wanted)).all(), key
+            assert (np.abs(got.astype(np.float64) - wanted) <= error_bound(encoding, wanted)).all(), key
         seen.add((Unit(source.entry.layer, source.slot), source.fqn))
     assert seen == {(unit, fqn) for unit in STORES[name][1] for fqn in names(unit)}
 

@@ -6,6 +6,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from store.encoding.base import CHUNK, Bytes, Encoding, Lane, Values, chunk_sizes, lanes_bytes
 from store.encoding.stream import BaseEntry, Packing, Read, encoded_chunks, next_chunk, pack_chunks, require_end
+from store.fragments import Readable
+from store.layout import payload_path
+from store.schema import Entry, PartRecord
+from store.segment import read_piece
 
 
 def iter_chunks(values: Values) -> Iterator[Values]:
@@ -59,3 +63,8 @@ def reader(data: bytes, asked: list[int] | None = None) -> Read:
         return memoryview(data)[position - nbytes : position]
 
     return read
+
+
+def read_entry(files: Readable, part: PartRecord, entry: Entry, target: memoryview) -> None:
+    """Fill ``target`` (``entry.nbytes`` bytes) with the stored bytes of a fragment and check their hash."""
+    read_piece(files, payload_path(part.save, part.rank), part.header_bytes, entry, target)

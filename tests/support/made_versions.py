@@ -24,7 +24,7 @@ from store.schema import (
     members_digest,
     members_of,
 )
-from store.segment import read_entry
+from tests.support.entries import read_entry
 
 STORE = "ab" * 16
 CLAIM = "ef" * 16

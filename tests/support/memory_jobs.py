@@ -11,8 +11,9 @@ from monitor.adapters.module_tensors import torch_dtype
 from store.memory.index import MemoryVersion, assemble_version, rank_share, scan_node
 from store.memory.overlay import Overlay
 from store.names import SaveId
-from store.segment import read_entry, read_leaves
+from store.segment import read_leaves
 from store.storage.local import LocalFiles
+from tests.support.entries import read_entry
 from tests.support.jobs import Job
 from tests.support.kept import abandoned, memory, settled, tier_of
 

@@ -13,8 +13,8 @@ from monitor.adapters.pytorch import PyTorchAdapter
 from monitor.save.staging import AsyncCopy
 from store.catalog import open_catalog
 from store.resolve import newest_resumable
-from store.segment import read_entry
 from store.storage.local import LocalFiles
+from tests.support.entries import read_entry
 from tests.support.internals import hold_writer
 
 
