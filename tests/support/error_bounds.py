@@ -1,0 +1,54 @@
+"""Upper bounds of what each encoding loses, derived from its definition and not from its code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from store.encoding.base import Encoding
+from store.encoding.int8 import BLOCK, LEAST_SCALE, LEAST_SQRT_SCALE
+
+_Floats = NDArray[np.float64]
+
+
+def error_bound(encoding: Encoding, values: NDArray[Any]) -> _Floats:
+    """Upper bounds of the distance of each decoded value to the value of one chunk."""
+    if encoding.lossless:
+        return np.zeros(values.size)
+    return _BOUNDS[encoding.name](values.astype(np.float64))
+
+
+def _in_blocks(bound: Callable[[_Floats], _Floats]) -> Callable[[_Floats], _Floats]:
+    def bounds(values: _Floats) -> _Floats:
+        blocks = np.zeros((-(-values.size // BLOCK), BLOCK))
+        blocks.reshape(-1)[: values.size] = values
+        return bound(blocks).reshape(-1)[: values.size]
+
+    return bounds
+
+
+def _int8_block(blocks: _Floats) -> _Floats:
+    """Half a scale: largest of the block / 254 * (1 + 2**-14), at most 127 * 2**-124 in tiny blocks."""
+    largest = np.abs(blocks).max(axis=1)
+    half = np.where(largest < 128 * LEAST_SCALE, largest, largest / 254 * (1 + 2.0**-14))
+    return np.repeat(half, BLOCK)
+
+
+def _int8_sqrt_block(blocks: _Floats) -> _Floats:
+    """(root + scale)**2 - value, with the largest scale that the block can get."""
+    roots = np.sqrt(blocks)
+    scale = np.maximum(roots.max(axis=1, keepdims=True) / 255 * (1 + 2.0**-13), LEAST_SQRT_SCALE)
+    return np.where(blocks == 0, 0, (roots + scale) ** 2 * (1 + 2.0**-22) - blocks)
+
+
+_BOUNDS: Mapping[str, Callable[[_Floats], _Floats]] = {
+    # Half a unit in the last of eight places; subnormals.
+    "bf16": lambda values: np.maximum(np.abs(values) * 2.0**-8, 2.0**-134),
+    # One residual if clipped, otherwise half of one; subnormals.
+    "bf16+int8": lambda values: np.maximum(np.abs(values) * 2.0**-15, 2.0**-141),
+    "int8-block": _in_blocks(_int8_block),
+    "int8-sqrt-block": _in_blocks(_int8_sqrt_block),
+}
