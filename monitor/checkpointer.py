@@ -265,11 +265,14 @@ class Checkpointer:
                 self.flush()  # upkeep
         return report if report.skipped is None else not_committed(self._job, self._saver, report, strict)
 
-    def commit_last_step(self) -> None:
+    def commit_last_step(self) -> bool:
         """Commit the state of the last step, unless it is committed. Collective. :meth:`close` calls it.
 
         Waits, at most ``timeouts.close`` seconds each, for the other ranks, for the save under way and for its own. If
         another rank does not come, nothing more is saved and an error is logged.
+
+        Returns:
+            Whether all that was trained is committed. False also if layers hold NaN or Inf.
 
         Raises:
             SaveError: The step is not committed, on all ranks. In-memory snapshots stay for the next job.
@@ -278,9 +281,9 @@ class Checkpointer:
         if isinstance(self._saver, Saver) and (self._trained or self._updates) and not left:
             counted = self._job.completed_steps()
             step, save = counted or self._step, partial(self.save, wait=True)
-            LastStep(self._job, self._saver, step, self._barrier, save).commit(
-                uncounted=counted is None and self._updates > 0
-            )
+            last_step = LastStep(self._job, self._saver, step, self._barrier, save)
+            return last_step.commit(uncounted=counted is None and self._updates > 0)
+        return True
 
     def preempt(self) -> None:
         """Announce the end of the job, like a signal does: the next :meth:`step` makes the last save.
@@ -322,11 +325,10 @@ class Checkpointer:
         self._end(clean=sys.exc_info()[0] is None, save=save)
 
     def _end(self, *, clean: bool, save: bool = True) -> None:
-        committed = False
+        committed = clean and not save
         try:
             if clean and save and not self._closed and os.getpid() == self._process:
-                self.commit_last_step()
-            committed = clean
+                committed = self.commit_last_step()
         finally:
             self.finish(clean=committed)
 

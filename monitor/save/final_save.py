@@ -56,29 +56,29 @@ class LastStep:
     meet: Callable[[], bool]
     save: Callable[[], object]
 
-    def commit(self, *, uncounted: bool) -> None:
-        """Wait for the save under way, and save the step if it is not committed whole.
+    def commit(self, *, uncounted: bool) -> bool:
+        """Wait for the save under way, and save the step if it is not committed whole. Return whether it is then.
 
         uncounted: whether an optimizer step was taken that :meth:`monitor.Checkpointer.step` was not told of."""
         timeout = self.job.config.timeouts.close
         if not self.meet():
-            _log.error(
-                "the last step %d is not saved: not all ranks closed within %.0f s, or a process group is gone",
-                *(self.step, timeout),
-            )
-            return
+            text = "the last step %d is not saved: not all ranks closed in time (timeouts.close), or a group is gone"
+            _log.error(text, self.step)
+            return False
         if self.job.group.all_reduce_max([uncounted])[0]:
             _log.warning("the last optimizer step is not saved: call ckpt.step() after every optimizer.step()")
-            return
+            return True  # all that was counted may be committed
         self.saver.settle_commit(self.step, timeout)
         if not self.job.group.broadcast(self._is_committed()):
             self.save()
-        if self.job.group.rank == 0 and self._is_committed():
+        whole: bool = self.job.group.broadcast(self._is_committed())
+        if self.job.group.rank == 0 and whole:
             log_startup(f"the last step {self.step} is committed to {self.job.config.store_path}")
         elif self.job.group.rank == 0:
             layers = ", ".join(sorted({unit.layer for unit in self.saver.dropped}))
             text = "the last step %d is not committed whole: %s keep an older version, for they hold NaN or Inf now"
             _log.error(text, self.step, layers)
+        return whole
 
     def _is_committed(self) -> bool:
         """Return whether every unit of the newest commit is of the last step. Rank 0."""

@@ -86,8 +86,11 @@ def test_a_last_step_without_a_layer_is_not_told_as_committed(tmp_path: Path, ca
     one.update()
     spoil_head(one)
     one.ckpt.step()
+    ends = listen(one.ckpt, Ends())
     with caplog.at_level(logging.INFO, "driftpoint"):
+        assert not one.ckpt.commit_last_step()
         one.ckpt.close()
+    assert ends.clean == [False]
     assert "the last step 5 is committed" not in caplog.text
     errors = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert any("step 5" in text and "head" in text for text in errors)
