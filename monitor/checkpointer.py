@@ -266,13 +266,10 @@ class Checkpointer:
         return report if report.skipped is None else not_committed(self._job, self._saver, report, strict)
 
     def commit_last_step(self) -> bool:
-        """Commit the state of the last step, unless it is committed. Collective. :meth:`close` calls it.
+        """Commit the state of the last step, unless it is committed, and return whether it is then, whole. Collective.
 
         Waits, at most ``timeouts.close`` seconds each, for the other ranks, for the save under way and for its own. If
-        another rank does not come, nothing more is saved and an error is logged.
-
-        Returns:
-            Whether all that was trained is committed. False also if layers hold NaN or Inf.
+        another rank does not come, nothing more is saved and an error is logged. :meth:`close` calls it.
 
         Raises:
             SaveError: The step is not committed, on all ranks. In-memory snapshots stay for the next job.
@@ -398,7 +395,7 @@ class Checkpointer:
                 "replace them. Begin the loop with `range(ckpt.resume(), total_steps)`, or name another `store:`"
             )
         if not self._resume_called:
-            self._begin(None, self._job.table.local())
+            self._begin(None, self._surveyor.local())
         self._resume_called = True
 
     def _begin(self, result: ResumeResult | None, local: Mapping[Unit, LocalUnit]) -> None:

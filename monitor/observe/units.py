@@ -6,6 +6,7 @@ step and parameters may be unfrozen.
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -193,6 +194,12 @@ class Surveyor:
     def mark(self) -> None:
         """Note the current versions: from now on only the optimizer changes the weights."""
         self._versions, self._updates = self._adapter.state_versions(), 0
+
+    def local(self) -> Mapping[Unit, LocalUnit]:
+        """Return the units on this rank; none if the job cannot be saved, which :meth:`survey` tells all ranks."""
+        with suppress(Exception):
+            return self._table.local()
+        return {}
 
     def survey(self, stepped: bool) -> Survey:
         """Check the job and list its units. ``stepped``: whether the loop took optimizer steps since the last time."""

@@ -33,7 +33,7 @@ from monitor.save.save_task import (
 from monitor.save.self_check import SelfChecker
 from monitor.save.staging import AsyncCopy, CopyTiming, StagedUnit, Stager, UnfinishedCopy, encoded_bytes
 from monitor.save.store_session import StoreSession
-from monitor.types import DecisionResult
+from monitor.types import DecisionResult, newest_text
 from store.encoding import encoding_named
 from store.errors import (
     ExistsError,
@@ -159,9 +159,7 @@ class Saver:
         return SaveStatus("unsupported" if unsupported else "fenced" if fenced else None, any_changed)
 
     def require_storable(self, survey: Survey) -> None:
-        """Raise on all ranks if a part of the job cannot be stored: no later save could succeed. Collective.
-
-        Trouble that may pass does not raise.
+        """Raise on all ranks if a part of the job can never be stored; not for trouble that may pass. Collective.
 
         Raises:
             UnstorableError: A tensor has a type that no save can hold.
@@ -307,10 +305,9 @@ class Saver:
             message = f"upkeep of the store is not finished after {timeout:.0f} s, and is left to the next job"
             self._listeners.on_background_failure(BackgroundFailureEvent("close_timeout", message))
         elif not self.wait(0.0):
-            message = (
-                f"the save of step {self._pending.save.step if self._pending else '?'} is not finished after "
-                f"{timeout:.0f} s and is given up{self._newest_text()}"
-            )
+            step = self._pending.save.step if self._pending else "?"
+            known = "" if self._group.rank else f"; {newest_text(self._job.ledger.newest)}"
+            message = f"the save of step {step} is not finished after {timeout:.0f} s and is given up{known}"
             self._listeners.on_background_failure(BackgroundFailureEvent("close_timeout", message, severe=True))
         self._collect()
 
@@ -332,13 +329,6 @@ class Saver:
             self._pending = None
         self._writer.stop()
         self._session.release()
-
-    def _newest_text(self) -> str:
-        """Return what rank 0 knows of the newest commit, to be added to a message."""
-        newest = self._job.ledger.newest
-        if self._group.rank != 0:
-            return ""
-        return "; there is no commit yet" if newest is None else f"; the commit of step {newest.step} is intact"
 
     def _check_free_space(self) -> None:
         root = self._root

@@ -16,13 +16,13 @@ import pytest
 from safetensors import SafetensorError, deserialize
 
 import store.segment
-from store.catalog import open_catalog
+from store.catalog import Catalog, open_catalog
 from store.fragments import Source, StoredBytes
 from store.layout import payload_path
 from store.names import SaveId, Unit
 from store.resolve import newest_resumable, whole_key
 from store.retention import execute, plan_prune
-from store.schema import Entry, ManifestRecord, PartRecord, digest
+from store.schema import Entry, PartRecord, digest
 from store.segment import Item, Payload, PayloadPiece, read_part
 from store.storage.atomic import write_new
 from store.storage.local import Files, NewFile
@@ -211,9 +211,11 @@ def header_first(
     return Payload(len(header) + ends[-1], len(header), digest(header), placed)
 
 
-def reached_without_bases(manifest: ManifestRecord) -> set[SaveId]:
+def reached_without_bases(catalog: Catalog, save: SaveId) -> dict[SaveId, int]:
     """A prune that forgets bases."""
-    return {manifest.save, *(unit.version for unit in manifest.units)}
+    manifest = catalog.manifest(save)
+    reached = {manifest.save, *(unit.version for unit in manifest.units)}
+    return {one: manifest.groups[one.name].payload_bytes for one in reached}
 
 
 def stored_at_all(stored: Iterable[tuple[PartRecord, Entry]]) -> dict[Any, Source]:
@@ -222,7 +224,7 @@ def stored_at_all(stored: Iterable[tuple[PartRecord, Entry]]) -> dict[Any, Sourc
 
 
 CODE_MUTANTS: dict[str, tuple[str, str, object]] = {
-    "bases forgotten by a prune": ("BASES", "_needed_groups", reached_without_bases),
+    "bases forgotten by a prune": ("BASES", "_groups_of", reached_without_bases),
     "hash of encoded bytes not checked": ("WRONG BASE", "check_encoded", lambda source, found: None),
     "a base that is a difference itself": ("CHAIN", "index_bases", stored_at_all),
     "header written before the data is known": ("CONTAINER", "write_payload", header_first),

@@ -25,7 +25,7 @@ from store.errors import DamagedError, DriftpointError, MissingError, NewerForma
 from store.layout import manifest_path, part_path, payload_path
 from store.names import SaveId
 from store.retention import Retention, execute, plan_prune
-from store.schema import digest
+from store.schema import READER, digest
 from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.crash.checker import Reading, assert_true_to_write, read_newest
@@ -354,7 +354,7 @@ class TestOnARealFilesystem:
 
 
 def test_an_old_reader_refuses_a_newer_format(files: SimulatedFiles) -> None:
-    forge(files, "STORE.json", _set(reader=2, format=2))
+    forge(files, "STORE.json", _set(reader=READER + 1, format=READER + 1))
     with pytest.raises(NewerFormatError):
         open_catalog(files)
 

@@ -85,7 +85,7 @@ MUTANTS: dict[str, tuple[Callable[[Patch], None], Callable[[Path], object]]] = {
         ),
     ),
     "segments go without a look at the present commits": (
-        lambda patch: patch.setattr(store.retention, "_needed_groups", forget_after_plan()),
+        lambda patch: patch.setattr(store.retention, "_groups_of", forget_after_plan()),
         lambda _: fencing.test_a_prune_keeps_the_segments_of_a_commit_that_it_did_not_plan_for(SimulatedFiles()),
     ),
     "a renewal claims any epoch": (
@@ -99,15 +99,15 @@ MUTANTS: dict[str, tuple[Callable[[Patch], None], Callable[[Path], object]]] = {
 }
 
 
-def forget_after_plan() -> Callable[..., set[Any]]:
+def forget_after_plan() -> Callable[..., dict[Any, int]]:
     """Return the groups that a manifest needs while a prune is planned, and none afterwards."""
-    real, asked = store.retention._needed_groups, [0]
+    real, asked = store.retention._groups_of, [0]
 
-    def needed(manifest: Any) -> set[Any]:
+    def groups_of(catalog: Any, save: Any) -> dict[Any, int]:
         asked[0] += 1
-        return real(manifest) if asked[0] == 1 else set()
+        return real(catalog, save) if asked[0] == 1 else {}
 
-    return needed
+    return groups_of
 
 
 @pytest.mark.parametrize("name", MUTANTS)

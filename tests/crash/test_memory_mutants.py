@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 
 import monitor.memory.snapshot
 import monitor.memory.tier
+import monitor.resume.read
 import monitor.save.staging
 import store.memory.cleanup
 import store.segment
@@ -243,15 +244,14 @@ def do_not_compare_the_sample(patch: pytest.MonkeyPatch) -> None:
 
 
 def do_not_check_hashes(patch: pytest.MonkeyPatch) -> None:
-    real = store.segment.read_piece
+    real = store.segment.read_chunks
 
-    def read_piece(*words: Any) -> None:
-        try:
-            real(*words)
-        except DamagedError:
-            return
+    def read_chunks(*words: Any) -> Iterator[tuple[int, memoryview]]:
+        with suppress(DamagedError):
+            yield from real(*words)
 
-    patch.setattr(store.segment, "read_piece", read_piece)
+    patch.setattr(store.segment, "read_chunks", read_chunks)
+    patch.setattr(monitor.resume.read, "read_chunks", read_chunks)
 
 
 class _NoLock:

@@ -20,7 +20,7 @@ from store.errors import (
     StoreInUseError,
     UnsupportedError,
 )
-from store.schema import seal, unseal
+from store.schema import READER, seal, unseal
 from store.session import lock_holder
 from tests.support.jobs import Job, Model, committed_steps, job, same
 
@@ -105,7 +105,7 @@ def test_a_store_of_a_newer_format_is_refused(store: Path) -> None:
         one.step()
     path = store / "STORE.json"
     body = unseal(path.read_bytes(), "STORE.json")
-    path.write_bytes(seal({**body, "format": 2, "reader": 2}))
+    path.write_bytes(seal({**body, "format": READER + 1, "reader": READER + 1}))
     with pytest.raises(NewerFormatError, match="pip install --upgrade"):
         Job(store)
 

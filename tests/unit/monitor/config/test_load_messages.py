@@ -45,7 +45,7 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [
     (
         {"bounds": {"max_stalenes": 5}},
         """the configuration: unknown key 'bounds.max_stalenes': did you mean 'max_staleness'? Known here:
-        max_drift, max_staleness, precision""",
+        max_drift, max_staleness, nonfinite, precision""",
     ),
     (
         {"policy": {"name": MINE, "a": 1}},
