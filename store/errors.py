@@ -125,6 +125,10 @@ class SaveError(DriftpointError):
     """A save failed. The older commit is intact."""
 
 
+class StateChangedError(SaveError):
+    """The state was changed while it was copied. What is live now is not that of the save's step."""
+
+
 class NotFiniteError(SaveError):
     """The values to save contain NaN or Inf in ``units``; no version was replaced."""
 

@@ -234,7 +234,7 @@ class MemoryTier:
     def _superseded(self) -> bool:
         """Return whether every layer of a commit is at least as new as all memory holds; False if that is unknown."""
         try:
-            newest = newest_whole(self._session.catalog)
+            newest = newest_whole(Catalog(self._session.files, self._session.catalog.record))
             kept = belonging_to(scan_node(self._tier), self._session.files).versions
             return all(newest is not None and save <= newest.oldest for save in kept)
         except (StoreError, OSError):

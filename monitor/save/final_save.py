@@ -70,6 +70,12 @@ class LastStep:
             return True  # all that was counted may be committed
         self.saver.settle_commit(self.step, timeout)
         if not self.job.group.broadcast(self._is_committed()):
+            if self.saver.changed_at == self.step:  # what is live now is the state of no step
+                known = self.job.group.broadcast(newest_text(self.job.ledger.newest))
+                raise SaveError(
+                    f"the last step {self.step} is not committed: the state was changed while it was saved, and what "
+                    f"is live now is not the state of that step; {known}. Change it after ckpt.copied() or ckpt.close()"
+                )
             self.save()
         whole: bool = self.job.group.broadcast(self._is_committed())
         if self.job.group.rank == 0 and whole:

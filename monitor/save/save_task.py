@@ -140,7 +140,7 @@ def prune_after_commit(task: SaveTask, epoch: int) -> None:
 
     Raises SaveError with all problems. The commit stands in any case, and the next save tries again."""
     prepared, commit_plan, notes = task.progress.prepared, task.commit_plan, []
-    if prepared is None or commit_plan is None:
+    if prepared is None or commit_plan is None or commit_plan.give_up.is_set():  # or the job went back meanwhile
         return
     try:
         hint_latest(task.files, prepared.manifest.save)

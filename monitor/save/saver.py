@@ -41,6 +41,7 @@ from store.errors import (
     NoSpaceError,
     NotFiniteError,
     SaveError,
+    StateChangedError,
     StoreError,
     UnstorableError,
     UnsupportedError,
@@ -100,6 +101,8 @@ class Saver:
         self._checker = SelfChecker(job)
         self.dropped: tuple[Unit, ...] = ()
         """Units with NaN or Inf that the save settled last left out. The same on all ranks."""
+        self.changed_at: int | None = None
+        """Step of the last save that was given up because the state was changed meanwhile. The same on all ranks."""
         self._copies = UnfinishedCopy(job.adapter, job.listeners.on_copy_wait)
         self._highest_step = self._highest_snapshot = -1
         self._root = session.files.root if isinstance(session.files, LocalFiles) else None
@@ -133,6 +136,7 @@ class Saver:
     def forget_bases(self) -> None:
         """Take no delta to an earlier save: after a resume, those of this process may be abandoned or damaged."""
         self._packer.reset()
+        self.changed_at = None
 
     def settle(self, step: int, changed: bool, trouble: bool = False) -> SaveStatus:
         """Finish the pending save on all ranks, and move the drift references if it is committed. Collective.
@@ -146,8 +150,12 @@ class Saver:
         pending, outcome = self._pending, self._outcome
         busy = pending is not None and outcome is None
         failed = outcome is not None and outcome.error is not None
-        newest, oldest, *flags = self._group.all_reduce_max([step, -step, busy, failed, changed, self._fenced, trouble])
-        any_busy, any_failed, any_changed, fenced, unsupported = (bool(flag) for flag in flags)
+        torn = outcome is not None and isinstance(outcome.error, StateChangedError)
+        values = [step, -step, busy, failed, changed, self._fenced, trouble, torn]
+        newest, oldest, *flags = self._group.all_reduce_max(values)
+        any_busy, any_failed, any_changed, fenced, unsupported, any_torn = (bool(flag) for flag in flags)
+        if any_torn and pending is not None:
+            self.changed_at = pending.save.step
         if any_busy:
             if any_failed and pending is not None and pending.task.commit_plan is not None:
                 pending.task.commit_plan.give_up.set()  # one rank's part failed: rank 0 need not wait for it

@@ -24,7 +24,7 @@ from monitor.observe.units import LocalUnit
 from monitor.save.torch_codecs import EncodedCopy
 from monitor.save.write_tracker import TrackedCopy, WriteTracker, write_tracker
 from store.encoding import encoding_named
-from store.errors import SaveError
+from store.errors import StateChangedError
 from store.names import BUFFER, FROZEN, Fragment, Unit
 from store.schema import MeasureRecord
 
@@ -156,17 +156,13 @@ class AsyncCopy:
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._samples: list[_Sample] = []
         self._torn = False
+        self.torn = False  # whether tracked copies are over, and not those of one state
         self._host: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._devices: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._encoded: list[EncodedCopy] = []
         self._tracked: TrackedCopy | None = None
         self._lock = threading.Lock()
         self._done = False
-
-    @property
-    def torn(self) -> bool:
-        """Whether the copies are over, and not those of one state."""
-        return self._torn and not self._lock.locked()
 
     def add(self, sources: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
         """Add copies of ``sources`` into ``buffers``, pair by pair."""
@@ -212,7 +208,7 @@ class AsyncCopy:
             self._done = self._torn = True  # torn until all succeed: after an error the save must not use the copies
             if self._tracked is not None:
                 self._host, self._versions = [], []
-                self._torn = not self._tracked.finish()
+                self.torn = self._torn = not self._tracked.finish()
                 return
             for source, buffer in self._host:
                 buffer.copy_(source)
@@ -228,13 +224,13 @@ class AsyncCopy:
             self._samples.clear()
 
     def require_whole(self) -> None:
-        """Raise SaveError if a source was changed in place before its copy was complete.
+        """Raise StateChangedError if a source was changed in place before its copy was complete.
 
         With tracked writes, every change is found. Otherwise autograd's version counters tell of most changes outside
         the optimizer, and of others, such as those through ``.data``, a sample tells: one that leaves the sampled
         elements as they were is not found."""
         if self._torn:
-            raise SaveError(
+            raise StateChangedError(
                 "the state was changed between two optimizer steps while it was copied, so this save is given up; "
                 "call ckpt.copied() before such a change, or set `staging: eager`"
             )

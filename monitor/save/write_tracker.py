@@ -14,6 +14,7 @@ import mmap
 import os
 import platform
 import struct
+import sys
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
@@ -39,7 +40,11 @@ class WriteTracker:
     :func:`write_tracker` returns the one of the process. Raises OSError if the kernel does not track writes."""
 
     def __init__(self) -> None:
+        if sys.platform != "linux":
+            raise OSError("only Linux tracks writes")
         libc = ctypes.CDLL(None, use_errno=True)
+        self._copy = libc.process_vm_readv
+        self._copy.restype = ctypes.c_ssize_t
         self._fault = libc.syscall(_SYSCALL.get(platform.machine(), -1), os.O_CLOEXEC | _USER_MODE_ONLY)
         if self._fault < 0:
             raise OSError(ctypes.get_errno(), "userfaultfd is not permitted")
@@ -104,6 +109,18 @@ class WriteTracker:
         if not self.written(pages):
             raise OSError("the kernel does not tell of writes")
         self.unprotect(pages)
+        if not self.copy(memory.data_ptr(), memory.data_ptr() + _LEAST, 1) or memory[0] != 1:
+            raise OSError("a process may not read its own memory through the kernel")
+
+    def copy(self, target: int, start: int, nbytes: int) -> bool:
+        """Copy memory of this process. Return False if it is gone, which would end the process in a plain copy."""
+        while nbytes > 0:
+            local, there = ((ctypes.c_size_t * 2)(address, nbytes) for address in (target, start))  # struct iovec
+            done = self._copy(os.getpid(), local, ctypes.c_ulong(1), there, ctypes.c_ulong(1), ctypes.c_ulong(0))
+            if done <= 0:
+                return False
+            target, start, nbytes = target + done, start + done, nbytes - done
+        return True
 
 
 class TrackedCopy:
@@ -118,7 +135,8 @@ class TrackedCopy:
 
     def __init__(self, tracker: WriteTracker, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._tracker = tracker
-        self._left: list[tuple[torch.Tensor, torch.Tensor, range]] = []
+        # Sources, their addresses, targets, and pages.
+        self._left: list[tuple[torch.Tensor, tuple[int, int], int, range]] = []
         try:
             for source, buffer in pairs:
                 self._begin(source, buffer)
@@ -128,23 +146,33 @@ class TrackedCopy:
 
     def finish(self) -> bool:
         """Copy the rest. Return whether the copies hold the values that the sources had in the beginning."""
-        whole = True
         try:
-            for source, buffer, pages in self._left:
-                ctypes.memmove(buffer.data_ptr() + pages.start - source.data_ptr(), pages.start, len(pages))
-                whole = whole and not self._tracker.written(pages)
-                self._tracker.unprotect(pages)
+            whole = all([self._copied(*one) for one in self._left])  # noqa: C419 - all memory is to be unprotected
+            for source, addresses, _, pages in self._left:  # once all are known: sources may share pages
+                if _addresses(source) == addresses:
+                    self._tracker.unprotect(pages)
         finally:
             self._end()
         return whole
+
+    def _copied(self, source: torch.Tensor, addresses: tuple[int, int], target: int, pages: range) -> bool:
+        """Copy one source. Return whether it was not written, and its storage has the memory that it had.
+
+        A storage may get other memory, as by ``share_memory_()`` or ``resize_()``. Pages must be read before they are
+        looked at: reading memory that was given back to the system makes a page that was never protected."""
+        try:
+            copied = self._tracker.copy(target, pages.start, len(pages)) and not self._tracker.written(pages)
+        except OSError:
+            return False
+        return copied and _addresses(source) == addresses
 
     def _begin(self, source: torch.Tensor, buffer: torch.Tensor) -> None:
         pages = self._tracker.protect(source)
         if pages is None:
             buffer.copy_(source)
             return
-        self._left.append((source, buffer, pages))
         begin, end = _addresses(source)
+        self._left.append((source, (begin, end), buffer.data_ptr() + pages.start - begin, pages))
         for start, stop in ((begin, pages.start), (pages.stop, end)):  # they share their pages with other data
             ctypes.memmove(buffer.data_ptr() + start - begin, start, stop - start)
 

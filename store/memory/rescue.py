@@ -49,7 +49,7 @@ from store.segment import (
 )
 from store.session import lock_holder, require_newest
 from store.storage.atomic import is_temporary
-from store.storage.local import Files, LocalFiles, read_at
+from store.storage.local import Files, LocalFiles, list_or_empty, read_at
 from store.text import listed
 
 _PIECE = 1 << 22
@@ -242,7 +242,7 @@ class _LackingError(DamagedError):
 
 
 def newest_whole(catalog: Catalog) -> ManifestRecord | None:
-    """Return the newest commit whose records are whole, suspect or not; None if there is none. Raises StorageError."""
+    """Return the newest commit whose records are whole and can be read, suspect or not; None if there is none."""
     for save in catalog.saves():
         with suppress(DamagedError):
             return resolve(catalog, save).manifest
@@ -270,8 +270,14 @@ class _Watch:
 
 
 def _rescue_newest(tier: Tier, catalog: Catalog, aborted: Callable[[], bool]) -> RescueResult:
-    node, newest = belonging_to(scan_node(tier), catalog.files), newest_whole(catalog)
-    newer = sorted((save for save in node.versions if newest is None or save > newest.save), reverse=True)
+    node, newest = belonging_to(scan_node(tier), catalog.files), max(catalog.saves(), default=None)
+    newer = sorted((save for save in node.versions if newest is None or save > newest), reverse=True)
+    if not newer and newest is not None:
+        # The newest commit may be damaged. A version may have its name, or that of segments that some commit needs: it
+        # must not replace them, since other ranks' parts may be whole. A job that resumes it finds them all.
+        whole = newest_whole(catalog)
+        older = sorted((save for save in node.versions if whole is None or save > whole.save), reverse=True)
+        newer = [save for save in older if not list_or_empty(catalog.files, segment_dir(save))]
     incomplete: list[str] = []
     lacking: list[str] = []
     damaged = list(node.problems)
@@ -297,9 +303,7 @@ def _rescue_newest(tier: Tier, catalog: Catalog, aborted: Callable[[], bool]) ->
     if incomplete:
         return RescueResult(INCOMPLETE, listed(incomplete, 4, "; "))
     there = "nothing" if not node.versions else f"version {node.newest}"
-    return RescueResult(
-        NOTHING, f"memory holds {there}, and the newest whole commit of the store is {newest or 'none'}"
-    )
+    return RescueResult(NOTHING, f"memory holds {there}, and the newest commit of the store is {newest or 'none'}")
 
 
 def _missing_ranks(held: Mapping[int, HeldSnapshot]) -> str | None:

@@ -12,7 +12,7 @@ import torch
 from store.catalog import open_catalog
 from store.certificate import certify
 from store.errors import DamagedError, FencedError, StoreInUseError
-from store.layout import payload_path, segment_dir
+from store.layout import part_path, payload_path, segment_dir
 from store.memory.index import scan_node
 from store.memory.rescue import NOTHING, REASON, WRITTEN, rescue_newest
 from store.names import SaveId
@@ -74,6 +74,27 @@ def test_a_second_rescue_finds_nothing_to_do(store: Path) -> None:
     before = sorted(path for path in store.rglob("*"))
     assert rescue_newest(tier_of(store), catalog_of(store)).outcome == NOTHING
     assert sorted(path for path in store.rglob("*")) == before
+
+
+def test_a_version_never_replaces_the_commit_of_its_name(store: Path) -> None:
+    """Not even a damaged one: other ranks' parts may be whole, and newer commits may need them."""
+    one = Job(store, every=4, memory=memory(store))
+    one.ckpt.resume()
+    for _ in range(7):
+        kept_step(one)
+    one.ckpt.save(wait=True)
+    abandoned(one)
+    part = store / part_path(SaveId(7, 1), 0)
+    flipped = bytearray(part.read_bytes())
+    flipped[200] ^= 1
+    part.write_bytes(flipped)
+    hints = ("LOCK", "LATEST")
+    before = {path: path.read_bytes() for path in store.rglob("*") if path.is_file() and path.name not in hints}
+    assert sorted(scan_node(tier_of(store)).versions) == [SaveId(6, 1), SaveId(7, 1)]
+    done = rescue_newest(tier_of(store), catalog_of(store))
+    assert (done.outcome, done.manifest and done.manifest.save) == (WRITTEN, SaveId(6, 1)), "which no commit has"
+    assert rescue_newest(tier_of(store), catalog_of(store)).outcome == NOTHING
+    assert {path: path.read_bytes() for path in before} == before
 
 
 def test_before_the_first_commit(store: Path, tmp_path: Path) -> None:

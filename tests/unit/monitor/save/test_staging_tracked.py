@@ -19,6 +19,7 @@ from torch import nn
 import monitor
 from monitor.save import staging
 from monitor.save.write_tracker import WriteTracker, write_tracker
+from store.errors import SaveError
 from tests.support.internals import hold_writer, saver_of
 from tests.support.jobs import committed_steps, same
 from tests.support.kept import memory
@@ -103,8 +104,15 @@ def renormalizes_in_a_forward(one: Job) -> None:
     one.model(torch.randint(0, WIDTH, (30, 5)))
 
 
+def shares_its_weights(one: Job) -> None:
+    """As a queue of torch.multiprocessing does."""
+    one.model.head.weight.share_memory_()
+    one.model.head.weight.data.add_(0.1)
+
+
 FOUND = [
     one_element_by_data,
+    shares_its_weights,
     one_element_of_a_moment,
     a_row_by_numpy,
     averaged_weights,
@@ -141,6 +149,22 @@ def test_a_change_by_other_means_is_found_and_later_copies_are_made_at_once(
     assert committed_steps(store) == [1, 3]
     assert same(committed(store), decided)
     assert sum("before ckpt.step() returns" in record.message for record in caplog.records) == 1
+
+
+@tracked_only
+def test_what_is_live_after_a_change_does_not_become_the_last_step(tmp_path: Path) -> None:
+    """As where averaged weights are copied into the model for an export before the job ends."""
+    one, release = Job(tmp_path / "s"), threading.Event()
+    one.step()
+    hold_writer(one.ckpt, release)
+    one.backward()
+    one.optimizer.step()
+    one.ckpt.step()
+    averaged_weights(one)
+    release.set()
+    with pytest.raises(SaveError, match="not the state of that step; the commit of step 1 is intact"):
+        one.ckpt.close()
+    assert committed_steps(tmp_path / "s") == [1]
 
 
 def committed(store: Path) -> dict[str, torch.Tensor]:

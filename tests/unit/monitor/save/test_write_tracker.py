@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Callable, Iterator
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,46 @@ def by_a_system_call(live: torch.Tensor) -> None:
 
 
 CHANGES = [by_data, by_numpy, in_place, by_pointer, of_the_same_value, by_a_view, by_a_system_call]
+
+
+def to_shared_memory(live: torch.Tensor) -> None:
+    live.share_memory_()
+
+
+def as_a_queue_does(live: torch.Tensor) -> None:
+    ForkingPickler.dumps(live)
+
+
+def by_growing_in_place(live: torch.Tensor) -> None:
+    live.untyped_storage().resize_(16 * MIB)
+
+
+@pytest.mark.parametrize("move", [to_shared_memory, as_a_queue_does, by_growing_in_place])
+def test_a_storage_that_gets_other_memory_is_found(tracker: WriteTracker, move: Callable[[torch.Tensor], None]) -> None:
+    """The old memory is read only if it is still there, and nothing but the buffer is written."""
+    live, buffer, others = torch.randn(MIB), torch.zeros(MIB), torch.zeros(16 * MIB)
+    copy = TrackedCopy(tracker, [(live.view(-1), buffer)])
+    move(live)
+    others += 1.0  # may have the memory that was given up
+    assert not copy.finish()
+    assert bool((others == 1.0).all())
+
+
+def test_memory_that_is_copied_twice_is_not_taken_for_changed(tracker: WriteTracker) -> None:
+    live, buffers = torch.randn(MIB), [torch.empty(MIB), torch.empty(MIB)]
+    assert TrackedCopy(tracker, [(live, buffer) for buffer in buffers]).finish()
+    assert all(torch.equal(buffer, live) for buffer in buffers)
+
+
+def test_an_error_of_the_system_is_no_error_of_training(tracker: WriteTracker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def written(_: range) -> bool:
+        raise OSError("no memory")
+
+    live = torch.randn(MIB)
+    copy = TrackedCopy(tracker, [(live, torch.empty_like(live))])
+    monkeypatch.setattr(tracker, "written", written)
+    assert not copy.finish()
+    assert tracker.in_use.acquire(blocking=False)
 
 
 @pytest.mark.parametrize("change", CHANGES)
