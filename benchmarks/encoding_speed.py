@@ -100,10 +100,7 @@ def _packing(
     same = all(np.array_equal(old, new) for old, new in zip(chunks, unpack(), strict=True))
     if not same:
         raise RuntimeError(f"{title}: unpacking gave other bytes")
-    return [
-        _speed(title, pack, values, rounds),
-        _speed(f"{title}, back", unpack, values, rounds),
-    ]
+    return [_speed(title, pack, values, rounds), _speed(f"{title}, back", unpack, values, rounds)]
 
 
 def stalls(learner: Learner, rounds: int, folder: Path) -> list[Figure]:

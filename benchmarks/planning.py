@@ -31,16 +31,7 @@ from store.catalog import open_or_create  # noqa: E402
 from store.commit import commit  # noqa: E402
 from store.layout import manifest_path, part_path, payload_path, segment_dir  # noqa: E402
 from store.names import RAW, SaveId  # noqa: E402
-from store.schema import (  # noqa: E402
-    Entry,
-    GroupRecord,
-    LayerRecord,
-    ManifestRecord,
-    PartRecord,
-    TensorRecord,
-    UnitRecord,
-    to_bytes,
-)
+from store.schema import Entry, GroupRecord, LayerRecord, ManifestRecord, PartRecord, TensorRecord, UnitRecord, to_bytes  # noqa: E402
 from store.segment import parts_digest  # noqa: E402
 from store.session import claim_epoch  # noqa: E402
 from store.state_tree import encode  # noqa: E402

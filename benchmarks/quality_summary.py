@@ -29,11 +29,7 @@ from policies.budget import LAG
 RAW, COMPACT = 12.0, 4.14
 """Bytes a parameter of a save of everything; compact's are taken from its row where there is one."""
 
-BASELINES = {
-    "budget": "full",
-    "budget, compact": "full, compact",
-    "budget, compact, packed": "full, compact, packed",
-}
+BASELINES = {"budget": "full", "budget, compact": "full, compact", "budget, compact, packed": "full, compact, packed"}
 """What each family is held against: as many bytes, spent on everything, less often, in the same encoding."""
 
 

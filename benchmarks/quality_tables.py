@@ -17,26 +17,9 @@ from statistics import fmean, pstdev
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from benchmarks.quality import RESULTS  # noqa: E402
-from benchmarks.quality_results import (  # noqa: E402
-    Mean,
-    Results,
-    RowResult,
-    correlation,
-    load,
-    row_results,
-    slope_through_zero,
-)
+from benchmarks.quality_results import Mean, Results, RowResult, correlation, load, row_results, slope_through_zero  # noqa: E402
 from benchmarks.quality_settings import MAKERS, setting_named  # noqa: E402
-from benchmarks.quality_summary import (  # noqa: E402
-    BASELINES,
-    baseline,
-    by_case,
-    drift_points,
-    lags,
-    ruled,
-    weights_a_step,
-    window,
-)
+from benchmarks.quality_summary import BASELINES, baseline, by_case, drift_points, lags, ruled, weights_a_step, window  # noqa: E402
 
 OTHERS = {
     "full": "full, raw",

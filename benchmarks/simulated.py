@@ -22,12 +22,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 import monitor  # noqa: E402
 from benchmarks.figures import Figure, report  # noqa: E402
-from deploy.simulate.simulation import (  # noqa: E402
-    Limits,
-    Recommendation,
-    read_trace,
-    recommend,
-)
+from deploy.simulate.simulation import Limits, Recommendation, read_trace, recommend  # noqa: E402
 from deploy.simulate.summary import Terms  # noqa: E402
 from examples.stdlib_text import VOCABULARY, Batches, standard_library  # noqa: E402
 from policies.replay.recorded_run import Costs, Run, run_of  # noqa: E402

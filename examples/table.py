@@ -52,7 +52,7 @@ def footnotes(story: Story, control: Story | None) -> Text:
         (
             "age: steps between the version and the commit. drift: how far the live state had moved from the version "
             "when the commit was made, relative to its norm; 0 where this commit wrote it."
-        ),
+        )
     ]
     if not story.is_selective:
         notes.append("NOT SHOWN BY THIS RUN: that saves are selective; most of them were full.")

@@ -175,10 +175,7 @@ def check_policy(job: JobContext) -> None:
 
 
 def attach(
-    target: Any,
-    config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None,
-    *,
-    state: Objects = (),
+    target: Any, config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None, *, state: Objects = ()
 ) -> Checkpointer:
     """Create the checkpointer of a training job.
 

@@ -20,12 +20,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _STYLES = {"good": "green", "plain": "", "look": "yellow", "bad": "bold red"}
 _TITLES = {"good": "bold white on green", "look": "bold black on yellow", "bad": "bold white on red"}
 _STATES = {"fresh": "", "stale": "", "fallback": "bold red", "sick": "bold white on red"}
-_PAIRS = (
-    ("Newest commit", "Job"),
-    ("A resume gives", "Saves"),
-    ("Memory of this node", "Disk"),
-    ("Bytes", "Kept"),
-)
+_PAIRS = (("Newest commit", "Job"), ("A resume gives", "Saves"), ("Memory of this node", "Disk"), ("Bytes", "Kept"))
 _SHORT = {"Newest commit": "Commit", "A resume gives": "Resume", "Memory of this node": "Memory"}
 _FACT_NAME = 8
 _SLOT = 14

@@ -124,11 +124,7 @@ def _optim_states(facts: EngineFacts, checkpoint: Checkpoint, kept: Sequence[Fla
     states = (zero3_states if facts.zero_stage == 3 else zero12_states)(facts, checkpoint, kept, rank)
     if not facts.is_bf16_optimizer:
         states = {constants.LOSS_SCALER: loss_scaler(checkpoint.framework_state, facts.dtype), **states}
-    return {
-        constants.OPTIMIZER_STATE_DICT: states,
-        "ds_config": facts.ds_config,
-        "ds_version": facts.ds_version,
-    }
+    return {constants.OPTIMIZER_STATE_DICT: states, "ds_config": facts.ds_config, "ds_version": facts.ds_version}
 
 
 def _recovery_scripts() -> list[OutFile]:

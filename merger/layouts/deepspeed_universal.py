@@ -20,14 +20,7 @@ from merger.io.blocks import xxh3
 from merger.io.output_file import OutFile, VerbatimFile
 from merger.layouts.base import LayoutResult, Target
 from merger.layouts.deepspeed import loss_scaler
-from merger.layouts.deepspeed_facts import (
-    EngineFacts,
-    GroupFacts,
-    PlacedParameter,
-    SubGroupFacts,
-    config_for,
-    facts_of,
-)
+from merger.layouts.deepspeed_facts import EngineFacts, GroupFacts, PlacedParameter, SubGroupFacts, config_for, facts_of
 from merger.layouts.deepspeed_model import CLIENT_KEY, client_state, model_states
 from merger.layouts.deepspeed_reshard import (
     ALIGNMENT,

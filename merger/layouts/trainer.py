@@ -247,11 +247,7 @@ def _is_complete(state: Any) -> bool:
 
 def _trainer_rng(state: Mapping[str, Any], *, every_device: bool) -> dict[str, Any]:
     kind, words, *rest = state["numpy"]
-    out = {
-        "python": state["python"],
-        "numpy": (kind, np.asarray(words, dtype=np.uint32), *rest),
-        "cpu": state["torch"],
-    }
+    out = {"python": state["python"], "numpy": (kind, np.asarray(words, dtype=np.uint32), *rest), "cpu": state["torch"]}
     devices = list(state.get("cuda") or ())
     if devices:
         out["cuda"] = devices if every_device else devices[0]

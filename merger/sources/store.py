@@ -5,14 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from merger.checkpoint import (
-    IMPORTED_WITH,
-    Checkpoint,
-    RunStates,
-    read_run_states,
-    require_whole,
-    with_problems,
-)
+from merger.checkpoint import IMPORTED_WITH, Checkpoint, RunStates, read_run_states, require_whole, with_problems
 from merger.io.blocks import Block, Damage, Extent, StoredFragment, xxh3
 from store.catalog import Catalog, open_catalog
 from store.certificate import CertifiedUnit, certify, imported_as_found

@@ -206,11 +206,7 @@ class StepCache:
 
 
 def wrap_methods(
-    target: Any,
-    names: Sequence[str],
-    hook: Callable[[], None] | None = None,
-    *,
-    then: Callable[[], None] | None = None,
+    target: Any, names: Sequence[str], hook: Callable[[], None] | None = None, *, then: Callable[[], None] | None = None
 ) -> None:
     """Call ``hook`` before, and ``then`` after, each call of these methods of one object. Methods that it lacks do not
     matter: releases of DeepSpeed differ."""

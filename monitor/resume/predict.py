@@ -19,13 +19,7 @@ from monitor.config.load import Config
 from monitor.distributed import Group, run_on_all_ranks, run_on_rank0
 from monitor.memory.recovery import find_newest_snapshot
 from monitor.resume.resume import memory_or_store
-from monitor.resume.select import (
-    ResumePoint,
-    read_run_state,
-    resolve_commit,
-    select_commit,
-    select_run_state,
-)
+from monitor.resume.select import ResumePoint, read_run_state, resolve_commit, select_commit, select_run_state
 from monitor.run_state import RunState, UserState
 from monitor.save.store_session import open_existing_store
 from store.catalog import Catalog

@@ -23,16 +23,7 @@ from monitor.adapters.module_tensors import torch_dtype
 from monitor.adapters.optimizer_state import NOT_STATE
 from monitor.save.staging import as_bytes
 from store.errors import DamagedError, MissingError, ModelMismatchError, StorageError, UnreachableError
-from store.fragments import (
-    Copy,
-    FragmentIndex,
-    FragmentReader,
-    Readable,
-    ReadAhead,
-    Source,
-    byte_range,
-    stored_slot,
-)
+from store.fragments import Copy, FragmentIndex, FragmentReader, Readable, ReadAhead, Source, byte_range, stored_slot
 from store.layout import payload_path
 from store.location import Kind, mount_of
 from store.names import BUFFER, FROZEN, RAW, WEIGHTS, Fragment, SaveId

@@ -15,17 +15,7 @@ from typing import Protocol
 
 import torch
 
-from store.encoding import (
-    BF16,
-    BF16_INT8,
-    CHUNK,
-    INT8_BLOCK,
-    INT8_SQRT_BLOCK,
-    RAW,
-    chunk_sizes,
-    encoding_named,
-    int8,
-)
+from store.encoding import BF16, BF16_INT8, CHUNK, INT8_BLOCK, INT8_SQRT_BLOCK, RAW, chunk_sizes, encoding_named, int8
 from store.encoding.base import BLOCK, PIECE, Bytes, lanes_bytes
 from store.encoding.bfloat16 import TOO_LARGE
 from store.encoding.int8 import GRID, block_count

@@ -110,14 +110,7 @@ class Arena:
     """
 
     def __init__(
-        self,
-        tier: Tier,
-        epoch: int,
-        rank: int,
-        versions: int = 2,
-        files: Files | None = None,
-        *,
-        replica: bool = False,
+        self, tier: Tier, epoch: int, rank: int, versions: int = 2, files: Files | None = None, *, replica: bool = False
     ) -> None:
         self._tier = tier
         self._rank = rank

@@ -48,10 +48,7 @@ _ADVICE = {
 _SIGNS = (
     (("169.254.", "/latest/api/token"), f"there are no credentials, or they could not be fetched; {_CHECK_KEYS}"),
     ((_LOST,), _CHECK_REGION),
-    (
-        ("invalid path",),
-        "an object has a key that is no path (an empty name, or a dot, between slashes): remove it",
-    ),
+    (("invalid path",), "an object has a key that is no path (an empty name, or a dot, between slashes): remove it"),
     (
         ("timed out", "kind: Timeout"),
         "the server did not answer in time: check the endpoint, or raise `s3: {request_seconds: ...}`",

@@ -332,12 +332,7 @@ _ADVICE = {
 }
 
 
-_KINDS = {
-    errno.ENOENT: MissingError,
-    errno.EEXIST: ExistsError,
-    errno.ENOSPC: NoSpaceError,
-    errno.EDQUOT: NoSpaceError,
-}
+_KINDS = {errno.ENOENT: MissingError, errno.EEXIST: ExistsError, errno.ENOSPC: NoSpaceError, errno.EDQUOT: NoSpaceError}
 
 
 @contextmanager

@@ -97,8 +97,7 @@ def test_the_power_really_goes(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scenario", "stride"),
-    [pytest.param("save", 2, marks=pytest.mark.core), ("several", 11), ("varied", 11)],
+    ("scenario", "stride"), [pytest.param("save", 2, marks=pytest.mark.core), ("several", 11), ("varied", 11)]
 )
 def test_power_lost_at_any_change(machine: Machine, scenario: str, stride: int) -> None:
     base = machine.base_events if scenario == "save" else ()

@@ -50,10 +50,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     return done
 
 
-@pytest.mark.parametrize(
-    ("case", "told"),
-    [("missing", "missing.py"), ("rehearsed", "ValueError('no')")],
-)
+@pytest.mark.parametrize(("case", "told"), [("missing", "missing.py"), ("rehearsed", "ValueError('no')")])
 def test_refused_alike_on_all_ranks(launched: Launched, case: str, told: str) -> None:
     for rank in (0, 1):
         found = launched.one("refused", case=case, rank=rank)

@@ -38,12 +38,7 @@ def run(words: Sequence[object], cwd: Path) -> None:
     assert done.returncode == 0, done.stderr[-6000:]
 
 
-_DTYPES = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-}
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64}
 
 
 def read_tensors(checkpoint: Checkpoint) -> dict[tuple[str, str], torch.Tensor]:

@@ -49,7 +49,7 @@ def local(engine: Any) -> torch.Tensor:
 def changes(stage: int, saved: str) -> dict[str, Change]:
     """In this order: DeepSpeed has no moments by parameter once it has loaded a checkpoint."""
     found: dict[str, Change] = {
-        "full_state": lambda engine: safe_set_full_optimizer_state(parameter(engine), full(engine), "exp_avg"),
+        "full_state": lambda engine: safe_set_full_optimizer_state(parameter(engine), full(engine), "exp_avg")
     }
     if stage == 3:
         found["local_param"] = lambda engine: safe_set_local_fp32_param(parameter(engine), local(engine))

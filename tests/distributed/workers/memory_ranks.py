@@ -73,12 +73,7 @@ class Life:
             "metrics": {"enabled": False},
             # A rank that has no part to give is waited for so long, and a peer that takes nothing.
             "timeouts": {"commit": self.spec.get("commit_seconds", 600.0), "peer": self.spec.get("peer_seconds", 60.0)},
-            "memory": {
-                "enabled": True,
-                "every": 1,
-                "path": self.spec["shared"],
-                "peers": bool(self.spec.get("peers")),
-            },
+            "memory": {"enabled": True, "every": 1, "path": self.spec["shared"], "peers": bool(self.spec.get("peers"))},
             **self.spec.get("settings", {}).get(str(rank()), {}),
         }
         ckpt = monitor.attach(trainee.target, settings, state=[*trainee.state, self.moody])

@@ -99,15 +99,7 @@ ODD: list[Any] = [
     *("skip", "exact", "sketch", "newest", "on", "SIGUSR1", [], ["SIGUSR1"], ["SIGKILL"], [1], {}, {"a": "b"}),
     *({"exp_avg": "int8-block"}, {"name": "full"}, {"name": 1}, {"name": "threshold", "threshold": 1}, {"x": 1}),
 ]
-TOGETHER = {
-    "budget",
-    "s3",
-    "metrics.host",
-    "metrics.tls",
-    "memory.peers",
-    "differences",
-    "policy",
-}
+TOGETHER = {"budget", "s3", "metrics.host", "metrics.tls", "memory.peers", "differences", "policy"}
 """What more is asked of: settings that others are needed for, and policies by names that only the job may know."""
 
 

@@ -141,13 +141,7 @@ def test_the_gap_is_between_the_same_steps_of_two_runs() -> None:
 
 def test_the_table_has_the_figures() -> None:
     text = printed(result_table(interrupted(), undisturbed()))
-    for figure in (
-        "killed after step 38, resumed at 35",
-        "+0.2500",
-        "x0.39",
-        "x0.29",
-        "200 ms median, 300 ms most",
-    ):
+    for figure in ("killed after step 38, resumed at 35", "+0.2500", "x0.39", "x0.29", "200 ms median, 300 ms most"):
         assert figure in text
     assert "equal to the last bit, all 38" in printed(footnotes(interrupted(), undisturbed()))
 

@@ -125,12 +125,7 @@ def test_parity_continues_its_rotation_after_a_restart(store: Path) -> None:
         other.ckpt.resume()
         second = [other.step() for _ in range(2)]
     saved = [sorted({unit.layer for unit in report.saved or ()}) for report in [*first, *second] if report]
-    assert saved == [
-        sorted(LAYERS),
-        sorted(LAYERS[0::2]),
-        sorted(LAYERS[1::2]),
-        sorted(LAYERS[0::2]),
-    ]
+    assert saved == [sorted(LAYERS), sorted(LAYERS[0::2]), sorted(LAYERS[1::2]), sorted(LAYERS[0::2])]
 
 
 class UnusualModel(torch.nn.Module):

@@ -72,11 +72,7 @@ def test_an_error_on_one_rank_is_everybodys() -> None:
         lambda group: run_on_all_ranks(group, lambda: fail_on(1, StorageError("the disk is gone"), group))
     )
     assert [type(one) for one in results] == [StorageError] * 3
-    assert [str(one) for one in results] == [
-        "rank 1: the disk is gone",
-        "the disk is gone",
-        "rank 1: the disk is gone",
-    ]
+    assert [str(one) for one in results] == ["rank 1: the disk is gone", "the disk is gone", "rank 1: the disk is gone"]
 
 
 def test_the_first_ranks_answer_is_everybodys() -> None:

@@ -22,10 +22,7 @@ from store.schema import (
 
 DIGEST = "0" * 32
 A, B = Unit("a", "fp32"), Unit("b", "fp32")
-SIZES = {
-    A: UnitSize(4, 16, members_digest({"a": (4, "F32")})),
-    B: UnitSize(2, 8, members_digest({"b": (2, "F32")})),
-}
+SIZES = {A: UnitSize(4, 16, members_digest({"a": (4, "F32")})), B: UnitSize(2, 8, members_digest({"b": (2, "F32")}))}
 FACTS = JobFacts(
     DIGEST, "torch", "parity", tuple(LayerRecord(name=name, block=True) for name in "ab"),
     {unit.layer: TensorRecord(layer=unit.layer, shape=(size.numel,), dtype="F32", kind="trainable")
@@ -144,10 +141,7 @@ def test_going_on_before_the_commit_all_that_moves_is_to_be_saved_anew() -> None
     resolution = Resolution(manifest, versions, {}, ())
     ledger = Ledger()
     ledger.adopt(resolution, 20)
-    assert (ledger.versions.keys(), ledger.groups.keys()) == (
-        versions.keys(),
-        {"00000010-000001", "00000020-000001"},
-    )
+    assert (ledger.versions.keys(), ledger.groups.keys()) == (versions.keys(), {"00000010-000001", "00000020-000001"})
     ledger.adopt(resolution, 15)
     assert (ledger.versions.keys(), ledger.groups.keys()) == ({still}, {"00000010-000001"})
     ledger.full_after_rollback = False

@@ -89,10 +89,7 @@ class TestVersions:
 
     def test_a_new_unit_is_saved_beside_the_inner_choice(self) -> None:
         new = replace(LAYER, staleness=None, drift=None)
-        assert choices(bounded(Fixed({})), new, OTHER) == [
-            Choice("raw", "no version yet"),
-            Choice(None, "inner skips"),
-        ]
+        assert choices(bounded(Fixed({})), new, OTHER) == [Choice("raw", "no version yet"), Choice(None, "inner skips")]
 
     @pytest.mark.parametrize("moving", [True, False])
     def test_a_unit_with_other_parameters_is_saved(self, moving: bool) -> None:

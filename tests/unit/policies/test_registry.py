@@ -22,10 +22,7 @@ from store.errors import ConfigError
         ("filter", Filter(n=2, m=5, auxiliary="always")),
         ({"name": "filter", "n": 1, "m": 3, "auxiliary": "interval"}, Filter(1, 3, "interval")),
         ({"name": "threshold", "threshold": 0.01}, Threshold(0.01)),
-        (
-            {"name": "threshold", "threshold": 0.01, "slots": {"exp_avg": 1}},
-            Threshold(0.01, {"exp_avg": 1}),
-        ),
+        ({"name": "threshold", "threshold": 0.01, "slots": {"exp_avg": 1}}, Threshold(0.01, {"exp_avg": 1})),
         ("observe", Observe(Full())),
         ({"name": "observe", "inner": "parity"}, Observe(Parity())),
         ({"name": "observe", "inner": {"name": "threshold", "threshold": 0.5}}, Observe(Threshold(0.5))),

@@ -265,9 +265,7 @@ def test_without_free_descriptors_it_waits_and_takes_no_processor_time() -> None
     assert answer == "HTTP/1.0 200"
 
 
-def test_a_malformed_accept_header_leaves_the_log_of_the_job_alone(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_malformed_accept_header_leaves_the_log_of_the_job_alone(capfd: pytest.CaptureFixture[str]) -> None:
     with serving() as server, socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
         client.sendall(b"GET /metrics HTTP/1.0\r\nAccept: application/openmetrics-text;version=x\r\n\r\n")
         assert client.recv(12) == b"HTTP/1.0 500"

@@ -219,11 +219,7 @@ def _recommit(job: Job, changed: SaveId, saves: list[SaveId]) -> None:
     for save in saves:
         manifest = open_catalog(job.files).manifest(save)
         if changed.name in manifest.groups:
-            forge(
-                job.files,
-                f"manifests/{save}.json",
-                lambda body: body["groups"][changed.name].update(parts=digest),
-            )
+            forge(job.files, f"manifests/{save}.json", lambda body: body["groups"][changed.name].update(parts=digest))
 
 
 def test_a_prune_does_not_count_on_a_commit_whose_bases_are_not_to_be_found(job: Job, saves: list[SaveId]) -> None:

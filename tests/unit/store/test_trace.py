@@ -27,13 +27,7 @@ UNIT = TracedUnit(layer="layers.0", slot="fp32", position=0, block=True, nbytes=
 
 def begun(started: float, *units: TracedUnit) -> JobLine:
     return JobLine(
-        started=started,
-        epoch=1,
-        framework="torch",
-        world_size=2,
-        policy="full",
-        settings={"every": 10},
-        units=units,
+        started=started, epoch=1, framework="torch", world_size=2, policy="full", settings={"every": 10}, units=units
     )
 
 

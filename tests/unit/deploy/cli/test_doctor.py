@@ -178,11 +178,7 @@ class TestDisk:
                 assert all(one["todo"] for one in found if one["state"] == "fail")
 
     @pytest.mark.parametrize(
-        ("call", "told"),
-        [
-            ("link", "hard links are not supported"),
-            ("rename", "a rename cannot replace a file"),
-        ],
+        ("call", "told"), [("link", "hard links are not supported"), ("rename", "a rename cannot replace a file")]
     )
     def test_what_a_filesystem_has_not(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, told: str

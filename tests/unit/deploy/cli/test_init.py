@@ -60,14 +60,8 @@ def test_what_is_commented_out_is_every_other_default(here: Here) -> None:
     [
         (("--every", "50", "--store", "/data/a b: c"), {"every": 50, "store": "/data/a b: c"}),
         (("--every", "auto", "--encoding", "compact"), {"every": "auto", "encoding": "compact"}),
-        (
-            ("--policy", "budget", "--bytes-per-hour", "2e10"),
-            {"policy": "budget", "budget": {"bytes_per_hour": 2e10}},
-        ),
-        (
-            ("--policy", "threshold", "--set", "threshold=0.01"),
-            {"policy": {"name": "threshold", "threshold": 0.01}},
-        ),
+        (("--policy", "budget", "--bytes-per-hour", "2e10"), {"policy": "budget", "budget": {"bytes_per_hour": 2e10}}),
+        (("--policy", "threshold", "--set", "threshold=0.01"), {"policy": {"name": "threshold", "threshold": 0.01}}),
     ],
 )
 def test_it_writes_what_was_asked_for(here: Here, given: tuple[str, ...], expected: dict[str, object]) -> None:

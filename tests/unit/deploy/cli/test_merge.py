@@ -248,12 +248,7 @@ def test_a_plan_lists_everything_that_is_missing(here: Here, trained: Path, tmp_
     answer = here("merge", "--recipe", recipe, "--out", tmp_path, "--plan", columns=400)
     assert (answer.code, answer.err) == (10, "")
     listed = answer.out[answer.out.index("Missing") :]
-    for part in (
-        "nowhere does not exist",
-        "the model has no layer '9'",
-        "no rule names 2.weight",
-        "already exists",
-    ):
+    for part in ("nowhere does not exist", "the model has no layer '9'", "no rule names 2.weight", "already exists"):
         assert part in listed
     found = here("merge", "--recipe", recipe, "--out", tmp_path, "--plan", "--json")
     assert (found.code, found.json["possible"], len(found.json["missing"])) == (10, False, 4)

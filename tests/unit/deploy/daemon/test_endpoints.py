@@ -102,10 +102,7 @@ def test_the_configuration_is_refused_alike_by_trainer_and_supervisor(
 
 def test_what_the_supervisor_hands_to_the_daemon_is_what_the_trainer_would(tmp_path: Path) -> None:
     settings = {
-        "metrics": {
-            "host": "0.0.0.0",
-            "tls": {"cert": "/tls/crt", "key": "/tls/key", "client_ca": "/tls/ca"},
-        },
+        "metrics": {"host": "0.0.0.0", "tls": {"cert": "/tls/crt", "key": "/tls/key", "client_ca": "/tls/ca"}},
         "daemon": {"enabled": True, "host": "0.0.0.0"},
     }
     path = tmp_path / "driftpoint.yaml"
@@ -115,7 +112,7 @@ def test_what_the_supervisor_hands_to_the_daemon_is_what_the_trainer_would(tmp_p
     assert wanted is not None and list(wanted.words) == ["--host", "0.0.0.0", *security.cli_options()]
     assert metrics_settings(path, None) == ("0.0.0.0", security)
     assert security.cli_options() == [
-        *("--tls-cert", "/tls/crt", "--tls-key", "/tls/key", "--tls-client-ca", "/tls/ca"),
+        *("--tls-cert", "/tls/crt", "--tls-key", "/tls/key", "--tls-client-ca", "/tls/ca")
     ]
 
 

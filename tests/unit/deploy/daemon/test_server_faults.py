@@ -16,18 +16,7 @@ from store.retention import Retention, plan_prune
 from store.verify import verify
 from tests.support.cli import driftpoint
 from tests.support.control_groups import group
-from tests.support.daemons import (
-    Running,
-    catalog_of,
-    daemon,
-    known,
-    report,
-    resumed,
-    same,
-    steps,
-    trainer,
-    until,
-)
+from tests.support.daemons import Running, catalog_of, daemon, known, report, resumed, same, steps, trainer, until
 from tests.support.jobs import Job
 
 pytestmark = pytest.mark.slow

@@ -12,12 +12,7 @@ from hypothesis import strategies as st
 import merger.io.output_file
 import merger.io.transfer
 from merger.checkpoint import PlannedTensor
-from merger.io.transfer import (
-    CHUNK,
-    TransferPlan,
-    TransferResult,
-    transfer,
-)
+from merger.io.transfer import CHUNK, TransferPlan, TransferResult, transfer
 from tests.support.extents import DTYPES, Spread, all_of, require_transferred, run_transfer, values, wanted
 
 

@@ -7,11 +7,7 @@ import torch
 
 from merger.io.blocks import Extent
 from merger.io.output_file import Hole
-from merger.io.transfer import (
-    check_hole,
-    checksums,
-    plan_transfer,
-)
+from merger.io.transfer import check_hole, checksums, plan_transfer
 from store.errors import DamagedError, MergeError
 from store.fragments import FragmentIndex
 from tests.support.extents import Spread, all_of, run_transfer, values, wanted

@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from merger.io.blocks import Block, Extent
-from merger.io.transfer import (
-    CHUNK,
-)
+from merger.io.transfer import CHUNK
 from store.errors import DamagedError, StorageError
 from tests.support.extents import Spread, all_of, require_transferred, run_transfer, some_flaw, values
 

@@ -12,12 +12,7 @@ import pytest
 import torch
 
 from merger.io.output_file import Hole, OutputError
-from merger.io.transfer import (
-    check_cancelled,
-    plan_transfer,
-    run_parallel,
-    transfer,
-)
+from merger.io.transfer import check_cancelled, plan_transfer, run_parallel, transfer
 from tests.support.extents import Spread, all_of, some_flaw, values
 
 ROOT = Path(__file__).parents[4]

@@ -72,11 +72,7 @@ def test_the_certificate_has_the_chosen_step_and_what_the_layers_had() -> None:
     laid = DeepSpeedLayout().lay_out(checkpoint, Target("deepspeed", zero_stage=1))
     assert laid.certificate is not None
     assert json.loads(json.dumps(laid.certificate.as_json()))["optimizer_steps"] == [
-        {
-            "param_group": 0,
-            "chosen": 12.0,
-            "had": [{"step": 8.0, "layers": ["a"]}, {"step": 12.0, "layers": ["b"]}],
-        },
+        {"param_group": 0, "chosen": 12.0, "had": [{"step": 8.0, "layers": ["a"]}, {"step": 12.0, "layers": ["b"]}]},
         {"param_group": 1, "chosen": 6.0, "had": [{"step": 6.0, "layers": ["c"]}]},
     ]
     assert checkpoint.certificate.exact and not laid.certificate.exact

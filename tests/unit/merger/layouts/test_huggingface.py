@@ -25,10 +25,7 @@ from tests.support.plain_stores import PlainStore
 from tests.support.planned import Tensor, planned
 from tests.support.stores import How
 
-TIED = {
-    "embed.weight": tensor(50, 4, aliases=("head.weight",)),
-    "up.weight": tensor(4, 4, aliases=("down.weight",)),
-}
+TIED = {"embed.weight": tensor(50, 4, aliases=("head.weight",)), "up.weight": tensor(4, 4, aliases=("down.weight",))}
 NAMES = ["embed.weight", "up.weight", "down.weight", "head.weight"]
 
 

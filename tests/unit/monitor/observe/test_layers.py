@@ -114,13 +114,7 @@ def test_bert_keeps_its_embeddings_together() -> None:
 def test_t5_has_two_stacks_and_an_odd_first_block() -> None:
     layers = layers_of(t5())
     encoder, decoder = (tuple(f"{side}.block.{i}" for i in range(2)) for side in ("encoder", "decoder"))
-    assert list(layers) == [
-        "shared",
-        *encoder,
-        "encoder.final_layer_norm",
-        *decoder,
-        "decoder.final_layer_norm",
-    ]
+    assert list(layers) == ["shared", *encoder, "encoder.final_layer_norm", *decoder, "decoder.final_layer_norm"]
     assert blocks_of(layers) == [*encoder, *decoder]
     odd = [fqn for fqn in layers["encoder.block.0"].fqns if "relative_attention_bias" in fqn]
     assert len(odd) == 1
@@ -129,12 +123,7 @@ def test_t5_has_two_stacks_and_an_odd_first_block() -> None:
 
 def test_experts_belong_to_their_block_by_default() -> None:
     layers = layers_of(mixtral())
-    assert list(layers) == [
-        "model.embed_tokens",
-        *(f"model.layers.{i}" for i in range(3)),
-        "model.norm",
-        "lm_head",
-    ]
+    assert list(layers) == ["model.embed_tokens", *(f"model.layers.{i}" for i in range(3)), "model.norm", "lm_head"]
 
 
 def test_a_fused_expert_bank_is_one_separate_layer() -> None:
@@ -149,10 +138,7 @@ def test_a_fused_expert_bank_is_one_separate_layer() -> None:
 
 def test_qwen2_moe_keeps_the_shared_expert_with_the_block() -> None:
     config = transformers.Qwen2MoeConfig(
-        **SMALL | HEADS,
-        num_experts=4,
-        moe_intermediate_size=8,
-        shared_expert_intermediate_size=8,
+        **SMALL | HEADS, num_experts=4, moe_intermediate_size=8, shared_expert_intermediate_size=8
     )
     layers = layers_of(transformers.Qwen2MoeForCausalLM(config), experts=True)
     assert "model.layers.1.mlp.experts" in layers
@@ -188,8 +174,7 @@ class SparseModel(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("container", "names"),
-    [(nn.ModuleList, ["0", "1", "2", "3"]), (nn.ModuleDict, [f"expert_{i}" for i in range(4)])],
+    ("container", "names"), [(nn.ModuleList, ["0", "1", "2", "3"]), (nn.ModuleDict, [f"expert_{i}" for i in range(4)])]
 )
 def test_each_expert_module_is_a_layer_with_experts_true(container: type[nn.Module], names: list[str]) -> None:
     model = SparseModel(container)
@@ -344,10 +329,7 @@ def test_a_pattern_may_add_to_a_detected_layer() -> None:
 @pytest.mark.parametrize(
     ("patterns", "said"),
     [
-        (
-            {"a": r".*q_proj.*", "b": r".*layers\.0.*"},
-            ["'a'", "'b'", "model.layers.0.self_attn.q_proj.weight"],
-        ),
+        ({"a": r".*q_proj.*", "b": r".*layers\.0.*"}, ["'a'", "'b'", "model.layers.0.self_attn.q_proj.weight"]),
         ({"a": r"model\.layer"}, ["'a'", "matches no tensor"]),
         ({"a": r"("}, ["'a'", "not a regular expression"]),
     ],

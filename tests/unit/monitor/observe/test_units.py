@@ -37,9 +37,7 @@ def test_units_are_in_model_order_with_sizes_in_elements_and_bytes() -> None:
         Unit("head", BUFFER), Unit("head", WEIGHTS),
     ]  # fmt: skip
     assert table.sizes[Unit("blocks.0", WEIGHTS)] == UnitSize(
-        8 * 8 + 8,
-        4 * (8 * 8 + 8),
-        members_digest({"blocks.0.0.weight": (64, "F32"), "blocks.0.0.bias": (8, "F32")}),
+        8 * 8 + 8, 4 * (8 * 8 + 8), members_digest({"blocks.0.0.weight": (64, "F32"), "blocks.0.0.bias": (8, "F32")})
     )
     assert [table.layer(unit).name for unit in table.sizes] == [unit.layer for unit in table.sizes]
     assert [record.name for record in table.layer_records()] == list(LAYERS)

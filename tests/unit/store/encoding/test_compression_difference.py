@@ -11,10 +11,7 @@ from store.encoding.base import Lane, lanes_bytes
 from store.encoding.compression import apply_difference, difference
 
 
-@given(
-    lanes=st.lists(st.builds(Lane, st.integers(0, 40), st.integers(1, 9)), max_size=3),
-    seed=st.integers(0, 1000),
-)
+@given(lanes=st.lists(st.builds(Lane, st.integers(0, 40), st.integers(1, 9)), max_size=3), seed=st.integers(0, 1000))
 def test_any_two_chunks_there_and_back(lanes: list[Lane], seed: int) -> None:
     rng = np.random.default_rng(seed)
     new, old = (rng.integers(0, 256, lanes_bytes(lanes), dtype=np.uint8) for _ in range(2))
