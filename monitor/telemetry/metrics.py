@@ -35,7 +35,15 @@ LAYER_SERIES = 512
 SKIPS = ("busy", "nothing", "withheld", "fenced", "storage", "disagree", "unsupported")
 """Values of the label ``reason`` of skipped saves."""
 
-_STORE_FAILURES = ("StorageError", "MissingError", "DamagedError", "SaveError", "NotFiniteError", "FencedError")
+_STORE_FAILURES = (
+    "StorageError",
+    "MissingError",
+    "DamagedError",
+    "SaveError",
+    "StateChangedError",
+    "NotFiniteError",
+    "FencedError",
+)
 FAILURES = (
     *_STORE_FAILURES,
     *(

@@ -70,7 +70,7 @@ def test_a_write_through_data_gives_the_save_up(
         one.ckpt.flush()
         one.step()
         assert commits(tmp_path / "s") == [1, 3]
-        assert one.metric("driftpoint_failures_total", reason="SaveError") == 1
+        assert one.metric("driftpoint_failures_total", reason="StateChangedError") == 1
 
 
 @pytest.mark.parametrize("change", BY_DATA)

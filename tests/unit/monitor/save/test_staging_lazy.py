@@ -108,7 +108,7 @@ def test_a_change_around_the_optimizer_gives_the_save_up_and_training_goes_on(tm
     ckpt.close(save=False)
     assert not torch.equal(committed, committed_step_one)
     assert torch.equal(stored_weight(tmp_path / "s"), committed_step_one)
-    assert ckpt.metrics.registry.get_sample_value("driftpoint_failures_total", {"reason": "SaveError"}) == 1
+    assert ckpt.metrics.registry.get_sample_value("driftpoint_failures_total", {"reason": "StateChangedError"}) == 1
 
 
 def test_auto_is_eager_where_scripts_can_reach_the_weights(tmp_path: Path) -> None:
