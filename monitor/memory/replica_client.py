@@ -156,7 +156,7 @@ class ReplicaSender:
 
 
 class RemoteNode:
-    """Reads payloads that another node's server serves, piece by piece. Training thread, at a resume.
+    """Reads payloads that another node's server serves, piece by piece. Any thread; one piece at a time.
 
     The caller compares each piece with its hash. After two failures in a row the node is not asked again; its layers
     then come from their next newest version, on all ranks alike.
@@ -169,12 +169,22 @@ class RemoteNode:
 
     def __init__(self, endpoint: Endpoint, key: bytes, timeout: float) -> None:
         self._endpoint, self._key, self._silence = endpoint, key, transfer_timeout(timeout)
+        self._lock = threading.Lock()  # a request and its answer share the connection
         self._connection: Connection | None = None
         self._failure: str | None = None
         self.nbytes = 0  # bytes read so far
 
     def read(self, save: SaveId, rank: int, offset: int, target: memoryview) -> None:
         """Fill ``target`` from a payload. Raises MissingError if that fails."""
+        with self._lock:
+            self._read(save, rank, offset, target)
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _read(self, save: SaveId, rank: int, offset: int, target: memoryview) -> None:
         for last in (False, True):
             if self._failure is not None:
                 break
@@ -188,11 +198,6 @@ class RemoteNode:
                     self._failure = str(error)
                     _log.warning("version %s of rank %d cannot be read from its peer: %s", save, rank, error)
         raise MissingError(f"version {save} of rank {rank} cannot be read from another node: {self._failure}")
-
-    def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
 
     def _fetch(self, request: Get, target: memoryview) -> None:
         if self._connection is None:

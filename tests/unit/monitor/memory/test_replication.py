@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -216,6 +217,24 @@ def test_payloads_are_read_from_afar_as_long_as_they_are_shown(mine: Arena, thei
     theirs.server.serve({(save, 0): mine.files(0)[1]})
     with pytest.raises(MissingError):  # what failed once is not asked again
         payload.read(0, memoryview(target))
+    node.close()
+
+
+def test_threads_read_from_one_node_at_once(mine: Arena, theirs: ReplicaTarget) -> None:
+    save = SaveId(4, 1)
+    keep(mine, 0, save)
+    theirs.server.serve({(save, 0): mine.files(0)[1]})
+    node = RemoteNode(theirs.server.endpoint, KEY, 120.0)
+
+    def read(offset: int) -> bytes:
+        target = bytearray(50)
+        RemotePayload(node, save, 0).read(offset, memoryview(target))
+        return bytes(target)
+
+    offsets = [50 * (turn % 2) for turn in range(200)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(read, offsets))
+    assert found == [content(save, 0)[offset : offset + 50] for offset in offsets]
     node.close()
 
 
