@@ -35,9 +35,6 @@ def drift_text(drift: float | None) -> str:
     return "0" if drift == 0 else f"{drift:#.3g}".rstrip(".")
 
 
-AS_FOUND = "as found: imported, and no hash proves that all files were of one save"
-
-
 def kind_text(*, exact: bool, max_staleness: int, max_drift: float | None, lossy: Sequence[str] = ()) -> str:
     """Describe a checkpoint: exact, or its staleness, drift and lossy encodings."""
     if exact:

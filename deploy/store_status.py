@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.exit_codes import health
-from deploy.format import AS_FOUND, count_text, kind_text, plural
+from deploy.format import count_text, kind_text, plural
 from store.catalog import Catalog, open_catalog
-from store.certificate import Certificate, certify, certify_stored, run_saves
+from store.certificate import AS_FOUND, Certificate, certify, certify_stored, run_saves
 from store.errors import DamagedError, NoStoreError, NothingToResumeError, StorageError, UsageError
 from store.layout import LOCK, STORE
 from store.location import files_at, is_url

@@ -312,6 +312,7 @@ class Checkpointer:
 
         If an exception is propagating (for example in ``finally:``), it saves nothing more and waits shortly for the
         save under way. In-memory snapshots stay if newer than every commit. A second call, or one in a child, is void.
+        It saves the state as it is: swap in averaged weights (EMA) only after it.
 
         Args:
             save: Whether to commit the last step. If False, only the save under way is waited for.

@@ -253,6 +253,8 @@ def certify(resolution: Resolution) -> Certificate:
 IMPORT = "import"
 """Policy name in the manifest of an imported commit."""
 
+AS_FOUND = "as found: imported, and no hash proves that all files were of one save"
+
 IMPORTED_AS_FOUND = "imported as found"
 """Reason of the units of an imported commit whose source was not exact. Early releases name its kind."""
 

@@ -7,8 +7,9 @@ Quantities that the trace does not give stay unknown.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from deploy.format import AS_FOUND, ago_text, clock, drift_text, plural, size_text, span_text, steps_text
+from deploy.format import ago_text, clock, drift_text, plural, size_text, span_text, steps_text
 from deploy.health.facts import AHEAD, FLOOR, LATE, LONG, VERY_LATE, Check, Facts, Level, parse_time, shell_command
+from store.certificate import AS_FOUND
 from store.names import SaveId
 from store.text import listed
 

@@ -32,7 +32,7 @@ from monitor.resume.read import (
 from monitor.resume.select import ResumePoint, resolve_commit, select_commit, select_run_state
 from monitor.run_state import RunState, StateLoader, UserState, restore_rng, unrestored_state
 from store.catalog import Catalog
-from store.certificate import Certificate, certify, mark_memory_sources
+from store.certificate import Certificate, certify_stored, mark_memory_sources
 from store.errors import DamagedError, DriftpointError, ModelMismatchError, NothingToResumeError, StorageError
 from store.names import BUFFER, SaveId
 from store.resolve import RejectedVersion, Resolution
@@ -339,7 +339,7 @@ def resume_event(result: ResumeResult, certificate: Certificate, step: int, newe
 
 def build_certificate(result: ResumeResult) -> Certificate:
     """Certify the resumed state, including values that the live job cannot hold."""
-    certificate = certify(result.resolution)
+    certificate = certify_stored(result.resolution)
     replicated = {
         unit
         for unit, version in result.resolution.versions.items()
@@ -347,8 +347,9 @@ def build_certificate(result: ResumeResult) -> Certificate:
     }
     for save in result.kept:
         certificate = mark_memory_sources(certificate, save, replicated)
-    exact = certificate.exact and not result.lost
-    return replace(certificate, exact=exact, problems=certificate.problems + result.lost)
+    if result.lost:
+        certificate = replace(certificate, exact=False, as_found=False)
+    return replace(certificate, problems=certificate.problems + result.lost)
 
 
 def reset_ledger(job: JobContext, catalog: Catalog, result: ResumeResult, step: int) -> None:

@@ -12,7 +12,7 @@ from monitor import events
 from monitor.config.load import Config
 from monitor.events import SaveListener, unexpected
 from monitor.types import SKIP_REASONS, newest_text
-from store.certificate import MEMORY, PEER, Certificate
+from store.certificate import AS_FOUND, MEMORY, PEER, Certificate
 
 _log = logging.getLogger("driftpoint")
 
@@ -176,6 +176,8 @@ class SaveLog(SaveListener):
 def _kind(certificate: Certificate) -> str:
     if certificate.exact:
         return "exact"
+    if certificate.as_found:
+        return AS_FOUND
     if certificate.max_staleness == 0:
         return "all of one step, not bitwise"
     return f"a composite, up to {certificate.max_staleness} steps stale"

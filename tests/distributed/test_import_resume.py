@@ -77,7 +77,7 @@ def test_a_live_job_resumes_from_it(saved: Any, tmp_path: Path, source: str, ran
     told = resumed.of("resumed")
     assert len(told) == ranks
     for one in told:
-        assert (one["step"], one["global_steps"], one["exact"]) == (3, 3, True)
+        assert (one["step"], one["global_steps"], one["as_found"]) == (3, 3, True)
         assert one["differences"] == []
         assert one["unlike_fresh"] > 10
         assert one["rng_kept"]

@@ -62,7 +62,7 @@ def resume(spec: Mapping[str, Any], results: Results, built: Any) -> None:
         results.tell(
             "resumed",
             step=step,
-            exact=ckpt.certificate is not None and ckpt.certificate.exact,
+            as_found=ckpt.certificate is not None and ckpt.certificate.as_found,
             differences=differences(expected, found),
             unlike_fresh=len(differences(expected, fresh)),
             rng_kept=torch.equal(before, torch.get_rng_state()),

@@ -77,3 +77,15 @@ def test_what_is_not_there_starts_afresh_and_is_told(
     assert position.at == (3 if "user" in names else 7)
     assert ("has no random states" in caplog.text) == ("rng" in names)
     assert ("no state for the 1 objects in state=" in caplog.text) == ("user" in names)
+
+
+def test_a_resume_does_not_call_exact_what_was_imported_as_found(
+    plan: ImportPlan, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    certificate = replace(plan.checkpoint.certificate, exact=False, as_found=True)
+    import_checkpoint(replace(plan, checkpoint=replace(plan.checkpoint, certificate=certificate)), tmp_path / "store")
+    _, _, ckpt = job(tmp_path / "store", 2, Position(3))
+    with ckpt:
+        assert ckpt.resume() == 1
+        assert ckpt.certificate is not None and (ckpt.certificate.exact, ckpt.certificate.as_found) == (False, True)
+    assert "(as found: imported, and no hash proves that all files were of one save)" in capfd.readouterr().err

@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 
+from store.layout import epoch_path
 from store.memory.arena import Arena, boot_seconds
-from store.memory.cleanup import KEEP_SECONDS, clear, clear_old, used_bytes
+from store.memory.cleanup import KEEP_SECONDS, clear, clear_old, committed, used_bytes
 from store.memory.index import scan_node
 from store.memory.layout import Tier, home, tiers
 from store.names import SaveId
-from tests.support.made_versions import abandon, keep, tier_at, values, wanted, whole
+from store.schema import EpochRecord, to_bytes
+from store.storage.local import LocalFiles
+from tests.support.made_versions import CLAIM, STORE, abandon, head_of, keep, tier_at, values, wanted, whole
 from tests.support.processes import living
 
 
@@ -54,6 +57,24 @@ def test_what_a_commit_outranks_goes_and_what_is_newer_stays(tier: Tier) -> None
     assert values(tier, SaveId(6, 2)) == wanted(SaveId(6, 2))
     clear(tier, SaveId(6, 2))
     assert not tier.folder.exists()
+
+
+def test_what_is_newer_than_a_layer_of_a_composite_commit_is_not_covered(tier: Tier, tmp_path: Path) -> None:
+    dead(tier, 1, 4, 6)
+    files = LocalFiles(tmp_path / "store")
+    claim = EpochRecord(store_id=STORE, epoch=1, token=CLAIM, host="here", pid=1, started="")
+    files.make_dir("")
+    files.make_dir("epochs")
+    (files.root / epoch_path(1)).write_bytes(to_bytes(claim))
+    (place,) = tier.generations()
+
+    def covered(*oldest: int) -> bool:
+        commit = head_of(SaveId(8, 1), 1)
+        unit = commit.units[0].model_copy(update={"save": SaveId(*oldest, 1).name})
+        return committed(tier, files, commit.model_copy(update={"units": (unit,)}))(place, 0)
+
+    assert [covered(step) for step in (4, 5, 6, 8)] == [False, False, True, True]
+    assert not committed(tier, files, None)(place, 0)
 
 
 @pytest.mark.parametrize("stopped", [False, True])
