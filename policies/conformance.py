@@ -10,7 +10,9 @@ import hashlib
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from policies.base import Budget, Choice, Decision, History, Policy, UnitStats, nonfinite_slots, worth_saving
@@ -235,12 +237,19 @@ def _starves(policy: Policy, bounds: Bounds) -> str:
 
 def _in_time(policy: Policy, bounds: Bounds) -> str:
     case = SyntheticCase("a large model", usual_units(1 + LARGE // 3)[:LARGE], Budget(1e9), History(1000, 10))
-    began = time.perf_counter()
+    began = time.perf_counter() - starved_seconds()
     query_policy(policy, case, bounds)
-    took = time.perf_counter() - began
+    took = time.perf_counter() - starved_seconds() - began
     if took > LIMIT:
         raise BrokenError(f"{case}: it took {took:.1f} s, during which training waits; {LIMIT:.0f} s at most")
     return f"{took:.2f} s"
+
+
+def starved_seconds() -> float:
+    """Return how long this thread has waited for a processor since it began; 0.0 where the system does not tell."""
+    with suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    return 0.0
 
 
 TRIALS: dict[str, Callable[[Policy, Bounds], str]] = {

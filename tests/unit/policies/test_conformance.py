@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -173,6 +177,23 @@ def test_one_that_dawdles_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(contract, "LIMIT", 0.0)
     finding = found(tmp_path, SOUND)[contract.TIMED]
     assert finding.outcome == "broken" and "(10000 units, " in finding.detail and "training waits" in finding.detail
+
+
+def test_waits_for_a_busy_processor_are_not_the_policys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:  # on the same processor
+            until, before = time.monotonic() + 60, contract.starved_seconds()
+            while contract.starved_seconds() < before + 0.05:
+                assert time.monotonic() < until
+            busy.kill()
+    finally:
+        os.sched_setaffinity(0, allowed)
+    starved = iter([0.0, 1e6])
+    monkeypatch.setattr(contract, "starved_seconds", lambda: next(starved))
+    monkeypatch.setattr(contract, "LIMIT", 0.0)
+    assert found(tmp_path, SOUND)[contract.TIMED].outcome == "holds"
 
 
 def test_a_policy_that_spends_is_held_to_the_bytes(tmp_path: Path) -> None:
