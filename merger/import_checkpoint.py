@@ -28,6 +28,7 @@ from merger.io.output_dir import require_space
 from merger.io.stream import CHUNK, bytes_to_read, fragment_streams
 from merger.sources import open_source
 from merger.tensors import Implausible, to_leaf
+from store import schema
 from store.catalog import Catalog, open_or_create
 from store.certificate import IMPORT, IMPORTED_AS_FOUND, Certificate, certify
 from store.commit import Expected, Group, commit, hint_latest, wait_for_group
@@ -38,17 +39,6 @@ from store.location import files_at
 from store.names import BUFFER, FROZEN, RAW, SaveId, Unit
 from store.resolve import resolve
 from store.retention import Retention, execute, plan_prune
-from store.schema import (
-    Entry,
-    ManifestRecord,
-    PartRecord,
-    UnitRecord,
-    as_json,
-    digest,
-    members_digest,
-    members_of,
-    seal,
-)
 from store.segment import SegmentDraft, StagedFragment, check_header, read_leaves, write_segment
 from store.session import StoreLock, claim_epoch
 from store.state_tree import Leaf, encode
@@ -141,7 +131,7 @@ def plan_import(source: Path, step: str | None = None) -> ImportPlan:
         )
     if checkpoint.files is not None:
         notes.append(f"a store keeps no files beside the state: configuration and tokenizer stay in {checkpoint.files}")
-    return ImportPlan(source, opened.kind, checkpoint, tuple(states), as_json(checkpoint.facts), tuple(notes))
+    return ImportPlan(source, opened.kind, checkpoint, tuple(states), schema.as_json(checkpoint.facts), tuple(notes))
 
 
 @dataclass(frozen=True)
@@ -240,14 +230,14 @@ def _storable(client_state: Mapping[str, Any], notes: list[str]) -> dict[str, An
 
 def _write_segments(
     plan: ImportPlan, catalog: Catalog, save: SaveId, progress: Progress, *, allow_nonfinite: bool
-) -> tuple[ManifestRecord, list[str]]:
+) -> tuple[schema.ManifestRecord, list[str]]:
     """Write all segments and read them back. Returns the manifest, and a line for each unit with implausible values.
 
     Removes the segments again on any error.
     """
     files, world_size = catalog.files, len(plan.run_states)
     units = [[extent.fqn, extent.slot] for extents in plan.checkpoint.index.names().values() for extent in extents[:1]]
-    agreed = digest(seal([save.name, IMPORT, units]))
+    agreed = schema.digest(schema.seal([save.name, IMPORT, units]))
     implausible: dict[tuple[str, str], set[Implausible]] = {}
     try:
         for rank, (tree, leaves) in enumerate(plan.run_states):
@@ -275,7 +265,7 @@ def _write_segments(
         raise
 
 
-def _read_back(files: Files, part: PartRecord) -> None:
+def _read_back(files: Files, part: schema.PartRecord) -> None:
     """Raise DamagedError unless everything in the payload is as it was written."""
     path = payload_path(part.save, part.rank)
     check_header(files, path, part.header_bytes, part.header_xxh3_128)
@@ -296,12 +286,12 @@ def _read_back(files: Files, part: PartRecord) -> None:
 
 def _manifest(
     plan: ImportPlan, store_id: str, save: SaveId, group: Group, implausible: Mapping[tuple[str, str], Set[Implausible]]
-) -> ManifestRecord:
+) -> schema.ManifestRecord:
     checkpoint = plan.checkpoint
     reasons: dict[tuple[str, str], str] = {}
     for (fqn, slot), kinds in implausible.items():
         reasons[checkpoint.record(fqn).layer, slot] = f"{IMPORTED_WITH}{' and '.join(sorted(kinds))}"
-    return ManifestRecord(
+    return schema.ManifestRecord(
         store_id=store_id,
         step=save.step,
         epoch=save.epoch,
@@ -320,15 +310,15 @@ def _manifest(
 
 
 def _units(
-    plan: ImportPlan, save: SaveId, entries: Iterable[Entry], reasons: Mapping[tuple[str, str], str]
-) -> list[UnitRecord]:
+    plan: ImportPlan, save: SaveId, entries: Iterable[schema.Entry], reasons: Mapping[tuple[str, str], str]
+) -> list[schema.UnitRecord]:
     usual = IMPORTED_AS_FOUND if plan.checkpoint.certificate.as_found else f"imported from a {plan.kind}"
-    found: dict[Unit, list[Entry]] = {}
+    found: dict[Unit, list[schema.Entry]] = {}
     for entry in entries:
         found.setdefault(entry.unit, []).append(entry)
     order = {layer.name: position for position, layer in enumerate(plan.checkpoint.layers)}
     return [
-        UnitRecord(
+        schema.UnitRecord(
             layer=unit.layer,
             slot=unit.slot,
             save=save.name,
@@ -339,7 +329,7 @@ def _units(
             staleness=0,
             moving=unit.slot not in (FROZEN, BUFFER),
             reason=reasons.get((unit.layer, unit.slot), usual),
-            members=members_digest(members_of(found[unit])),
+            members=schema.members_digest(schema.members_of(found[unit])),
         )
         for unit in sorted(found, key=lambda unit: (order[unit.layer], unit.slot))
     ]

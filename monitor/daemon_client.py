@@ -23,19 +23,7 @@ from typing_extensions import override
 from monitor.config.schema import DaemonSettings
 from monitor.events import AttachEvent, CommitEvent, MemoryEvent, SaveListener
 from monitor.telemetry.metrics import Metrics
-from store.daemon_protocol import (
-    LINE_LIMIT,
-    Message,
-    Refused,
-    Register,
-    ShuttingDown,
-    StatusUpdate,
-    Unregister,
-    connect,
-    log_path,
-    parse_daemon_message,
-    to_line,
-)
+from store import daemon_protocol as protocol
 from store.errors import DaemonError, DriftpointError, StorageError
 from store.memory.arena import Owner
 from store.memory.layout import home, make_home
@@ -80,10 +68,10 @@ class DaemonClient(SaveListener):
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._status, self._unsent = StatusUpdate(), False
-        self._unregister: Unregister | None = None
+        self._status, self._unsent = protocol.StatusUpdate(), False
+        self._unregister: protocol.Unregister | None = None
         self._wake = -1
-        self._register: Register | None = None
+        self._register: protocol.Register | None = None
         self._starter = _DaemonStarter(self._base, settings, security or EndpointSecurity())
         self._may_start = settings.start
         self._last_warning = ""
@@ -92,7 +80,7 @@ class DaemonClient(SaveListener):
     def on_attach(self, event: AttachEvent) -> None:
         if not self._settings.enabled or event.store_id is None or self._thread is not None:
             return
-        self._register = Register(
+        self._register = protocol.Register(
             pid=self._pid,
             rank=event.rank,
             world_size=event.world_size,
@@ -120,11 +108,11 @@ class DaemonClient(SaveListener):
         if self._thread is None or os.getpid() != self._pid:
             return
         with self._lock:
-            self._unregister = self._unregister or Unregister(clean=clean)
+            self._unregister = self._unregister or protocol.Unregister(clean=clean)
         self._wake_thread()
         self._thread.join(_CLOSE_TIMEOUT)
 
-    def _update(self, change: Callable[[StatusUpdate], StatusUpdate]) -> None:
+    def _update(self, change: Callable[[protocol.StatusUpdate], protocol.StatusUpdate]) -> None:
         if self._thread is None or os.getpid() != self._pid:
             return
         with self._lock:
@@ -168,7 +156,7 @@ class DaemonClient(SaveListener):
 
     def _connect(self) -> socket.socket:
         try:
-            return connect(self._base, _CONNECT_TIMEOUT)
+            return protocol.connect(self._base, _CONNECT_TIMEOUT)
         except DaemonError:
             if not self._may_start or not self._starter.may_start():
                 raise
@@ -202,7 +190,7 @@ class DaemonClient(SaveListener):
 
     def _receive(self, connection: socket.socket, lines: "_LineBuffer") -> None:
         try:
-            data = connection.recv(LINE_LIMIT)
+            data = connection.recv(protocol.LINE_LIMIT)
         except OSError as error:
             raise _ConnectionLostError(f"the node daemon is gone: {error}") from error
         if not data:
@@ -210,19 +198,19 @@ class DaemonClient(SaveListener):
                 "the node daemon is gone: saves continue, but in-memory snapshots are not rescued if this job dies now"
             )
         for line in lines.feed(data):
-            message = parse_daemon_message(line)
-            if isinstance(message, Refused):
+            message = protocol.parse_daemon_message(line)
+            if isinstance(message, protocol.Refused):
                 self._may_start = False
                 raise _RejectedError(f"the node daemon refused this job: {message.why}")
-            if isinstance(message, ShuttingDown):
+            if isinstance(message, protocol.ShuttingDown):
                 self._may_start = False  # stopped on request, or unused
                 raise _RejectedError(
                     f"the node daemon (process {message.pid}) was asked to stop; this job does not start another"
                 )
 
-    def _send(self, connection: socket.socket, message: Message, lines: "_LineBuffer") -> None:
+    def _send(self, connection: socket.socket, message: protocol.Message, lines: "_LineBuffer") -> None:
         try:
-            connection.sendall(to_line(message))
+            connection.sendall(protocol.to_line(message))
         except OSError as error:
             self._receive(connection, lines)  # its last message may give the reason
             raise _ConnectionLostError(f"the node daemon is gone: {error}") from error
@@ -259,8 +247,8 @@ class _LineBuffer:
     def feed(self, data: bytes) -> list[bytes]:
         """Return the complete lines. Raises DaemonError if an incomplete line exceeds the limit."""
         *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > LINE_LIMIT:
-            raise DaemonError(f"the daemon sent a line longer than {LINE_LIMIT} bytes")
+        if len(self._rest) > protocol.LINE_LIMIT:
+            raise DaemonError(f"the daemon sent a line longer than {protocol.LINE_LIMIT} bytes")
         return lines
 
 
@@ -302,7 +290,7 @@ class _DaemonStarter:
         settings = self._settings
         command = [sys.executable, "-m", "deploy.cli", "daemon", "run", "--memory", str(self._base)]
         command += ["--port", str(settings.port), "--exit-idle", str(settings.exit_idle_seconds)]
-        command += ["--log", str(log_path(self._base)), "--host", settings.host, *self._security.cli_options()]
+        command += ["--log", str(protocol.log_path(self._base)), "--host", settings.host, *self._security.cli_options()]
         null = subprocess.DEVNULL
         try:
             self._process = subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True)
@@ -313,13 +301,13 @@ class _DaemonStarter:
         deadline = time.monotonic() + _START_TIMEOUT
         while True:
             try:
-                return connect(self._base, _CONNECT_TIMEOUT)
+                return protocol.connect(self._base, _CONNECT_TIMEOUT)
             except DaemonError as error:
                 code = None if process is None else process.poll()
                 if code is not None or time.monotonic() >= deadline or closing():
                     why = f"it exited with code {code}" if code is not None else f"no answer after {_START_TIMEOUT:g} s"
                     raise DaemonError(
-                        f"the node daemon could not be started ({why}); see {log_path(self._base)}, or run "
+                        f"the node daemon could not be started ({why}); see {protocol.log_path(self._base)}, or run "
                         f"`driftpoint daemon run --memory {self._base}` yourself"
                     ) from error
             time.sleep(_POLL_INTERVAL)

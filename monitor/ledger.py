@@ -15,22 +15,13 @@ from functools import cached_property
 from monitor.observe.drift_meter import drift_ratio
 from monitor.observe.units import UnitSize, is_moving
 from policies.base import Choice
+from store import schema
 from store.commit import Group
 from store.encoding import encoding_named
 from store.errors import DamagedError, NotFiniteError, SaveError
 from store.fragments import covered_numel
 from store.names import RAW, SaveId, Unit
 from store.resolve import Resolution
-from store.schema import (
-    Entry,
-    GroupRecord,
-    LayerRecord,
-    ManifestRecord,
-    TensorRecord,
-    UnitRecord,
-    members_digest,
-    members_of,
-)
 from store.text import listed
 
 
@@ -41,8 +32,8 @@ class JobFacts:
     store_id: str
     framework: str
     policy: str
-    layers: tuple[LayerRecord, ...]
-    tensors: Mapping[str, TensorRecord]
+    layers: tuple[schema.LayerRecord, ...]
+    tensors: Mapping[str, schema.TensorRecord]
     began: float | None = None  # by time.monotonic()
 
 
@@ -55,14 +46,14 @@ class CommitDraft:
     world_size: int
     commits: int
     previous: SaveId | None
-    find_kept: Callable[[], Mapping[Unit, UnitRecord]]  # called in any thread
+    find_kept: Callable[[], Mapping[Unit, schema.UnitRecord]]  # called in any thread
     saved: Mapping[Unit, Choice]
     sizes: Mapping[Unit, UnitSize]  # of all units, over all ranks
-    groups: Mapping[str, GroupRecord]
+    groups: Mapping[str, schema.GroupRecord]
     partial: bool = True  # whether layers with NaN or Inf may be left out
 
     @cached_property
-    def kept(self) -> Mapping[Unit, UnitRecord]:
+    def kept(self) -> Mapping[Unit, schema.UnitRecord]:
         """Present versions, with drift and staleness as of this save; ``saved`` replaces some."""
         return self.find_kept()
 
@@ -71,7 +62,7 @@ class CommitDraft:
 class PreparedCommit:
     """A manifest ready to commit, the units dropped by the health gate, and the drift of each unit as staged."""
 
-    manifest: ManifestRecord
+    manifest: schema.ManifestRecord
     dropped: tuple[Unit, ...]
     drift: Mapping[Unit, float]
 
@@ -80,8 +71,8 @@ class PreparedCommit:
 class Ledger:
     """The newest committed version of every unit, the segment groups that hold them, and the number of commits."""
 
-    versions: dict[Unit, UnitRecord] = field(default_factory=dict)
-    groups: dict[str, GroupRecord] = field(default_factory=dict)
+    versions: dict[Unit, schema.UnitRecord] = field(default_factory=dict)
+    groups: dict[str, schema.GroupRecord] = field(default_factory=dict)
     commits: int = 0
     newest: SaveId | None = None
     differs: tuple[str, ...] = ()  # of the newest commit
@@ -117,7 +108,7 @@ class Ledger:
         """Drop all versions, so that the next save is a first one."""
         self.versions, self.groups, self.newest, self.differs = {}, {}, None, ()
 
-    def advance(self, manifest: ManifestRecord) -> None:
+    def advance(self, manifest: schema.ManifestRecord) -> None:
         """Make a committed manifest the newest."""
         self.versions = {record.unit: record for record in manifest.units}
         self.groups = dict(manifest.groups)
@@ -133,7 +124,7 @@ class Ledger:
 
     def kept(
         self, step: int, drift: Mapping[Unit, float | None], sizes: Mapping[Unit, UnitSize]
-    ) -> dict[Unit, UnitRecord]:
+    ) -> dict[Unit, schema.UnitRecord]:
         """Return the present versions, as of ``step``, of units that still exist with the same elements."""
         return {
             unit: record.model_copy(
@@ -175,14 +166,14 @@ def build_manifest(draft: CommitDraft, group: Group) -> PreparedCommit:
 
 def manifest_of(
     draft: CommitDraft,
-    units: Sequence[UnitRecord],
-    groups: Mapping[str, GroupRecord],
+    units: Sequence[schema.UnitRecord],
+    groups: Mapping[str, schema.GroupRecord],
     bytes_avoided: int,
     differs: tuple[str, ...],
-) -> ManifestRecord:
+) -> schema.ManifestRecord:
     """Build the manifest of ``units``, with those of the ``groups`` that they are in."""
     referenced = {name for record in units for name in (record.save, *record.bases)}
-    return ManifestRecord(
+    return schema.ManifestRecord(
         store_id=draft.facts.store_id,
         step=draft.save.step,
         epoch=draft.save.epoch,
@@ -208,7 +199,7 @@ def _unit_record(
     dropped: tuple[Unit, ...],
     stored: "Mapping[Unit, _StoredUnit]",
     errors: Mapping[Unit, float],
-) -> UnitRecord:
+) -> schema.UnitRecord:
     choice = draft.saved.get(unit)
     if choice is None or unit in dropped:
         record = draft.kept.get(unit)
@@ -225,9 +216,9 @@ def _unit_record(
 
 def new_version(
     unit: Unit, save: SaveId, size: UnitSize, reason: str, *, encoding: str = RAW, error: float = 0.0
-) -> UnitRecord:
+) -> schema.UnitRecord:
     """Return the record of a unit that ``save`` holds in ``size.nbytes`` bytes, at no distance from the live state."""
-    return UnitRecord(
+    return schema.UnitRecord(
         layer=unit.layer,
         slot=unit.slot,
         save=save.name,
@@ -281,14 +272,16 @@ class _StoredUnit:
 
 
 def _stored_units(group: Group) -> dict[Unit, _StoredUnit]:
-    entries: dict[Unit, list[Entry]] = {}
+    entries: dict[Unit, list[schema.Entry]] = {}
     for part in group.parts:
         for entry in part.entries:
             entries.setdefault(entry.unit, []).append(entry)
     # Fragments do not overlap, so the unit's number of elements means that none is missing.
     return {
         unit: _StoredUnit(
-            UnitSize(covered_numel(found), sum(one.nbytes for one in found), members_digest(members_of(found))),
+            UnitSize(
+                covered_numel(found), sum(one.nbytes for one in found), schema.members_digest(schema.members_of(found))
+            ),
             _encoding_of(found),
             tuple(sorted({entry.base for entry in found if entry.base is not None})),
         )
@@ -296,7 +289,7 @@ def _stored_units(group: Group) -> dict[Unit, _StoredUnit]:
     }
 
 
-def _encoding_of(entries: Sequence[Entry]) -> str:
+def _encoding_of(entries: Sequence[schema.Entry]) -> str:
     """Return the unit's encoding. Fragments that it does not apply to are raw."""
     names = {entry.encoding for entry in entries}
     lossy = sorted(name for name in names if not encoding_named(name).lossless)

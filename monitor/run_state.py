@@ -436,16 +436,19 @@ class StateLoader:
                 "Use the versions of python, torch and numpy of the run that saved it"
             ) from error
 
-    def undo(self) -> None:
-        """Restore everything that :meth:`load` changed, including param groups and generators."""
+    def undo(self) -> bool:
+        """Restore everything that :meth:`load` changed, including param groups and generators. Return whether it is."""
+        whole = True
         attempted = list(zip(self._objects, self._before, strict=True))[: self._attempted]
         for (name, item, _), state in reversed(attempted):
             try:
                 load_state(item, state)
             except Exception as error:  # noqa: BLE001 - logged, so that the other objects are restored
                 _log.error("%s cannot load its state from before the resume either: %r", name, error)
+                whole = False
         self._adapter.load_run_state(self._framework_before)
         restore_rng(self._rng_before)
+        return whole
 
 
 def _copy_state(name: str, item: Any) -> Any:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, takewhile
 
+from store import layout
 from store.errors import (
     DamagedError,
     ExistsError,
@@ -23,21 +24,6 @@ from store.errors import (
     NoStoreError,
     StorageError,
     UnreachableError,
-)
-from store.layout import (
-    EPOCHS,
-    FOREIGN,
-    MANIFESTS,
-    PROVEN,
-    SEGMENTS,
-    STORE,
-    SUSPECT,
-    TOP_LEVEL,
-    manifest_path,
-    parse_save_dir,
-    parse_save_file,
-    part_path,
-    suspect_path,
 )
 from store.names import SaveId, Unit
 from store.schema import (
@@ -144,36 +130,36 @@ class Catalog:
     def manifest_names(self) -> list[str]:
         """Return all names in ``manifests/``. Raises as :meth:`saves`."""
         try:
-            return self.files.list_dir(MANIFESTS)
+            return self.files.list_dir(layout.MANIFESTS)
         except MissingError as error:
-            if any(parse_save_dir(name) is not None for name in list_or_empty(self.files, SEGMENTS)):
+            if any(layout.parse_save_dir(name) is not None for name in list_or_empty(self.files, layout.SEGMENTS)):
                 raise DamagedError(
-                    f"{_root(self.files)} holds segments but its {MANIFESTS}/ is missing: restore that directory "
-                    "from a copy, or make an empty one to begin anew"
+                    f"{_root(self.files)} holds segments but its {layout.MANIFESTS}/ is missing: restore that "
+                    "directory from a copy, or make an empty one to begin anew"
                 ) from error
             return []
 
     def proven(self) -> set[SaveId]:
         """Return the commits that a job resumed from and then took a step."""
-        return set(newest_first(list_or_empty(self.files, PROVEN)))
+        return set(newest_first(list_or_empty(self.files, layout.PROVEN)))
 
     def suspects(self) -> "Suspects":
         """Return the suspect marks; damaged and unreadable ones are ignored and listed as problems."""
         why: dict[SaveId, str] = {}
         problems: list[str] = []
         try:
-            names = self.files.list_dir(SUSPECT)
+            names = self.files.list_dir(layout.SUSPECT)
         except MissingError:
             return Suspects()
         except StorageError as error:
             return Suspects(problems=(f"{error}; no commit counts as suspect",))
         for name in sorted(names):
-            save = parse_save_file(name)
+            save = layout.parse_save_file(name)
             if save is None:
                 if not is_temporary(name):
-                    problems.append(f"{SUSPECT}/{name} is not a mark's name; it is ignored")
+                    problems.append(f"{layout.SUSPECT}/{name} is not a mark's name; it is ignored")
                 continue
-            path = suspect_path(save)
+            path = layout.suspect_path(save)
             try:
                 mark = from_bytes(SuspectRecord, self.files.read(path, _MARK_LIMIT), path)
                 if (mark.store_id, mark.save) != (self.store_id, save.name):
@@ -190,7 +176,7 @@ class Catalog:
     def manifest(self, save: SaveId) -> ManifestRecord:
         """Return a manifest. Raises DamagedError if it is not whole, or of another store or save."""
         if save not in self._manifests:
-            path = manifest_path(save)
+            path = layout.manifest_path(save)
             try:
                 manifest = from_bytes(ManifestRecord, self.files.read(path, _MANIFEST_LIMIT), path)
             except MissingError as error:
@@ -252,7 +238,7 @@ class Catalog:
             )
         for rank in ranks:
             try:
-                data = self.files.read(part_path(save, rank), PART_LIMIT)
+                data = self.files.read(layout.part_path(save, rank), PART_LIMIT)
                 part = parse_part(data, self.store_id, save, rank)
                 check_payload_size(self.files, part)
             except (DamagedError, MissingError) as error:
@@ -273,29 +259,29 @@ class Catalog:
 def open_catalog(files: Files) -> Catalog:
     """Open an existing store. Raises NoStoreError, NewerFormatError or DamagedError if it cannot be read."""
     try:
-        data = files.read(STORE, _STORE_LIMIT)
+        data = files.read(layout.STORE, _STORE_LIMIT)
     except MissingError as error:
-        raise NoStoreError(f"{_root(files)} is no driftpoint store: there is no {STORE} in it") from error
-    body = unseal(data, STORE)
+        raise NoStoreError(f"{_root(files)} is no driftpoint store: there is no {layout.STORE} in it") from error
+    body = unseal(data, layout.STORE)
     reader = body.get("reader") if isinstance(body, dict) else None
     if isinstance(reader, int) and reader > READER:
         raise NewerFormatError(
             f"{_root(files)} is in a format that needs a reader of format {reader}; this release reads up to "
             f"{READER}: run `pip install --upgrade driftpoint`"
         )
-    return Catalog(files, from_bytes(StoreRecord, data, STORE))
+    return Catalog(files, from_bytes(StoreRecord, data, layout.STORE))
 
 
 def require_reader(files: Files) -> None:
     """Refuse readers before :data:`store.schema.READER` from now on; durable on return."""
     record = open_catalog(files).record
     if record.reader < READER:
-        replace_hint(files, STORE, to_bytes(record.model_copy(update={"reader": READER})))
+        replace_hint(files, layout.STORE, to_bytes(record.model_copy(update={"reader": READER})))
 
 
 def newest_first(names: Iterable[str]) -> list[SaveId]:
     """Return the saves that files are named after, newest first. Fast for sorted names."""
-    return sorted((save for name in names if (save := parse_save_file(name)) is not None), reverse=True)
+    return sorted((save for name in names if (save := layout.parse_save_file(name)) is not None), reverse=True)
 
 
 def _root(files: Files) -> str:
@@ -314,20 +300,20 @@ def open_or_create(files: Files) -> Catalog:
     except NoStoreError:
         files.make_dir("")
     there = [name for name in files.list_dir("") if not is_temporary(name)]
-    unknown = [name for name in there if name not in TOP_LEVEL | FOREIGN]
+    unknown = [name for name in there if name not in layout.TOP_LEVEL | layout.FOREIGN]
     if unknown:
         raise StorageError(
             f"{_root(files)} is no store and not empty (it holds {unknown[0]!r}): name an empty or new directory as "
             "`store:`"
         )
-    holding = [name for name in there if name in (EPOCHS, SEGMENTS, MANIFESTS, PROVEN)]
+    holding = [name for name in there if name in (layout.EPOCHS, layout.SEGMENTS, layout.MANIFESTS, layout.PROVEN)]
     if any(not is_temporary(name) for folder in holding for name in files.list_dir(folder)):
         return _reopen(files)
-    for folder in (EPOCHS, SEGMENTS, MANIFESTS, PROVEN):
+    for folder in (layout.EPOCHS, layout.SEGMENTS, layout.MANIFESTS, layout.PROVEN):
         ensure_dir(files, folder)
     data = to_bytes(StoreRecord(format=FORMAT, reader=FORMAT, store_id=secrets.token_hex(16)))
     with suppress(ExistsError):  # another process created the store at the same moment
-        write_new(files, STORE, lambda file: file.write(data))
+        write_new(files, layout.STORE, lambda file: file.write(data))
     return open_catalog(files)
 
 
@@ -338,11 +324,11 @@ def restore_store_record(files: Files) -> Catalog:
         ExistsError: It is there.
         DamagedError: No record can be read, or they carry several ids.
     """
-    if STORE in files.list_dir(""):
-        raise ExistsError(f"{_root(files)} has its {STORE}: nothing is to be restored")
+    if layout.STORE in files.list_dir(""):
+        raise ExistsError(f"{_root(files)} has its {layout.STORE}: nothing is to be restored")
     kinds: tuple[tuple[str, type[EpochRecord | ManifestRecord]], ...] = (
-        (EPOCHS, EpochRecord),
-        (MANIFESTS, ManifestRecord),
+        (layout.EPOCHS, EpochRecord),
+        (layout.MANIFESTS, ManifestRecord),
     )
     ids, reader = set(), FORMAT
     for folder, kind in kinds:
@@ -353,11 +339,11 @@ def restore_store_record(files: Files) -> Catalog:
                 reader = READER if getattr(found, "differs", ()) else reader
     if len(ids) != 1:
         raise DamagedError(
-            f"the records in {_root(files)} carry {len(ids)} store ids, so its {STORE} cannot be restored: copy that "
-            "file from a backup"
+            f"the records in {_root(files)} carry {len(ids)} store ids, so its {layout.STORE} cannot be restored: copy "
+            "that file from a backup"
         )
     data = to_bytes(StoreRecord(format=FORMAT, reader=reader, store_id=ids.pop()))
-    write_new(files, STORE, lambda file: file.write(data))
+    write_new(files, layout.STORE, lambda file: file.write(data))
     return open_catalog(files)
 
 
@@ -367,8 +353,8 @@ def _reopen(files: Files) -> Catalog:
         return open_catalog(files)
     except NoStoreError as error:
         raise DamagedError(
-            f"{_root(files)} holds commits but its {STORE} is missing: run `driftpoint doctor --repair STORE`, or name "
-            "an empty directory as `store:` to begin anew"
+            f"{_root(files)} holds commits but its {layout.STORE} is missing: run `driftpoint doctor --repair STORE`, "
+            "or name an empty directory as `store:` to begin anew"
         ) from error
 
 
@@ -394,17 +380,17 @@ class Suspects:
 
 def mark_suspect(files: Files, store_id: str, save: SaveId, why: str) -> None:
     """Record that jobs which resumed from the commit died. Durable on return. A second mark changes nothing."""
-    ensure_dir(files, SUSPECT)
+    ensure_dir(files, layout.SUSPECT)
     data = to_bytes(SuspectRecord(store_id=store_id, save=save.name, why=why))
     with suppress(ExistsError):
-        write_new(files, suspect_path(save), lambda file: file.write(data))
+        write_new(files, layout.suspect_path(save), lambda file: file.write(data))
 
 
 def withdraw_suspect(files: Files, save: SaveId) -> None:
     """Remove the mark, durably, if there is one."""
     with suppress(MissingError):
-        files.unlink(suspect_path(save))
-        files.sync_dir(SUSPECT)
+        files.unlink(layout.suspect_path(save))
+        files.sync_dir(layout.SUSPECT)
 
 
 def resume_order(saves: Sequence[SaveId], suspects: Set[SaveId], proven: Set[SaveId]) -> list[SaveId]:

@@ -17,23 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 
+from store import layout
 from store.catalog import Catalog, CommitSummary, CommitSurvey, LoadedGroup, newest_first, open_catalog
 from store.errors import ConfigError, DamagedError, MissingError, StorageError
-from store.layout import (
-    EPOCHS,
-    FOREIGN,
-    MANIFESTS,
-    PROVEN,
-    SEGMENTS,
-    SUSPECT,
-    TOP_LEVEL,
-    manifest_path,
-    parse_epoch,
-    parse_rank_file,
-    parse_save_dir,
-    parse_save_file,
-    segment_dir,
-)
 from store.location import free_bytes
 from store.names import SaveId
 from store.resolve import with_bases
@@ -157,7 +143,7 @@ def bytes_to_free(catalog: Catalog, retention: Retention, *, failed: bool = Fals
 
 def remove_failed(files: Files, save: SaveId, epoch: int) -> None:
     """Remove the segments of a save that failed on all ranks and was not committed, before the next one begins."""
-    if manifest_path(save).rpartition("/")[2] not in files.list_dir(MANIFESTS):
+    if layout.manifest_path(save).rpartition("/")[2] not in files.list_dir(layout.MANIFESTS):
         require_newest(files, epoch)
         _remove_group(files, save)
 
@@ -189,12 +175,14 @@ def plan_prune(
     epoch = newest_epoch(catalog.files) if epoch is None else epoch
     files = catalog.files
     commits = _survey(catalog)
-    folders = {name: parse_save_dir(name) for name in list_or_empty(files, SEGMENTS)}
-    unrecognised = [f"{SEGMENTS}/{name}" for name, group in folders.items() if group is None]
-    known = TOP_LEVEL | FOREIGN
+    folders = {name: layout.parse_save_dir(name) for name in list_or_empty(files, layout.SEGMENTS)}
+    unrecognised = [f"{layout.SEGMENTS}/{name}" for name, group in folders.items() if group is None]
+    known = layout.TOP_LEVEL | layout.FOREIGN
     unrecognised += [name for name in files.list_dir("") if name not in known and not is_temporary(name)]
     unrecognised += [
-        f"{MANIFESTS}/{name}" for name in commits.others if parse_save_file(final_name(name) or "") is None
+        f"{layout.MANIFESTS}/{name}"
+        for name in commits.others
+        if layout.parse_save_file(final_name(name) or "") is None
     ]
     if commits.refused or commits.unreadable or not commits.whole:
         # The groups of a damaged manifest are unknown, so no group is garbage. A record that storage refused to read
@@ -204,8 +192,11 @@ def plan_prune(
     readable = commits.readable
     # Damaged commits are not retained, except those newer than all whole ones, which may be resumed in part.
     newest_whole, newest = commits.whole[0], next(iter(readable))
-    marks = {folder: list_or_empty(files, folder) for folder in (PROVEN, SUSPECT)}
-    proven, suspects = set(newest_first(marks[PROVEN])), catalog.suspects().saves if marks[SUSPECT] else frozenset()
+    marks = {folder: list_or_empty(files, folder) for folder in (layout.PROVEN, layout.SUSPECT)}
+    proven, suspects = (
+        set(newest_first(marks[layout.PROVEN])),
+        catalog.suspects().saves if marks[layout.SUSPECT] else frozenset(),
+    )
     fenced = epoch + ended  # saves of an epoch before this one cannot be committed any more
     older = sorted(
         group for group in folders.values() if group is not None and (group < newest or group.epoch < fenced)
@@ -230,12 +221,15 @@ def plan_prune(
     catalog.swept &= reachable
     finished = sorted(group for group in reachable - catalog.swept if group < newest)
     temporaries = (
-        *_temporaries({MANIFESTS: commits.others, **marks}, newest, keep),
+        *_temporaries({layout.MANIFESTS: commits.others, **marks}, newest, keep),
         *_unfinished(catalog, finished),
         *_old_epochs(files, {save.epoch for save in (*keep, *reachable)}),
     )
     unrecognised += [
-        f"{segment_dir(group)}/{name}" for group in dead for name in garbage.names(group) if not _is_segment_file(name)
+        f"{layout.segment_dir(group)}/{name}"
+        for group in dead
+        for name in garbage.names(group)
+        if not _is_segment_file(name)
     ]
     return PrunePlan(
         keep=tuple(save for save in reversed(readable) if save in keep),
@@ -265,7 +259,7 @@ class _Garbage:
 
     def names(self, group: SaveId) -> list[str]:
         if group not in self._names:
-            self._names[group] = list_or_empty(self._files, segment_dir(group))
+            self._names[group] = list_or_empty(self._files, layout.segment_dir(group))
         return self._names[group]
 
     def nbytes(self, keep: Set[SaveId]) -> int:
@@ -277,7 +271,7 @@ class _Garbage:
             self._sizes[group] = 0
             for name in filter(_is_segment_file, self.names(group)):
                 with suppress(MissingError):
-                    self._sizes[group] += self._files.size(f"{segment_dir(group)}/{name}")
+                    self._sizes[group] += self._files.size(f"{layout.segment_dir(group)}/{name}")
         return self._sizes[group]
 
 
@@ -317,11 +311,11 @@ def execute(files: Files, plan: PrunePlan) -> None:
     """
     if plan.blocked is not None or not (plan.manifests or plan.temporaries or plan.groups):
         return
-    files.sync_dir(MANIFESTS)
+    files.sync_dir(layout.MANIFESTS)
     for save in plan.manifests:
-        _remove(files, manifest_path(save), plan)
+        _remove(files, layout.manifest_path(save), plan)
     if plan.manifests:
-        files.sync_dir(MANIFESTS)
+        files.sync_dir(layout.MANIFESTS)
     for path in plan.temporaries:
         _remove(files, path, plan)
     if plan.groups:
@@ -333,7 +327,7 @@ def execute(files: Files, plan: PrunePlan) -> None:
             if group not in needed:
                 require_newest(files, plan.epoch)
                 _remove_group(files, group)
-        files.sync_dir(SEGMENTS)
+        files.sync_dir(layout.SEGMENTS)
 
 
 def _remove(files: Files, path: str, plan: PrunePlan) -> None:
@@ -358,7 +352,7 @@ def _survey(catalog: Catalog) -> CommitSurvey:
         except StorageError as error:
             refused = str(error)
     whole = tuple(save for save, one in readable.items() if one.whole)
-    others = [name for name in names if parse_save_file(name) is None]
+    others = [name for name in names if layout.parse_save_file(name) is None]
     found = catalog.survey = CommitSurvey(names, others, whole, readable, tuple(unreadable), refused)
     return found
 
@@ -408,19 +402,19 @@ def _why_blocked(commits: CommitSurvey) -> str:
 
 def _old_epochs(files: Files, needed: Set[int]) -> Iterator[str]:
     """Yield the records of epochs that no commit needs, except the newest ones."""
-    epochs = {name: parse_epoch(name.replace(".closed.", ".")) for name in list_or_empty(files, EPOCHS)}
+    epochs = {name: layout.parse_epoch(name.replace(".closed.", ".")) for name in list_or_empty(files, layout.EPOCHS)}
     newest = max((epoch for epoch in epochs.values() if epoch is not None), default=0)
     for name, epoch in epochs.items():
         if epoch is not None and epoch <= newest - _KEPT_EPOCHS and epoch not in needed:
-            yield f"{EPOCHS}/{name}"
+            yield f"{layout.EPOCHS}/{name}"
 
 
 def _temporaries(listed: Mapping[str, Sequence[str]], newest: SaveId, keep: Set[SaveId]) -> Iterator[str]:
     # Skips files that may be in use: of the commit after the newest, or a mark being set on a kept commit.
     for folder, names in listed.items():
         for name in names:
-            save, mark = parse_save_file(final_name(name) or ""), parse_save_file(name)
-            if save is not None and save <= newest and (folder == MANIFESTS or save not in keep):
+            save, mark = layout.parse_save_file(final_name(name) or ""), layout.parse_save_file(name)
+            if save is not None and save <= newest and (folder == layout.MANIFESTS or save not in keep):
                 yield f"{folder}/{name}"
             # A mark of a commit that goes, or whose prune was interrupted, or of a lost version in memory.
             if mark is not None and mark < newest and mark not in keep:
@@ -429,7 +423,7 @@ def _temporaries(listed: Mapping[str, Sequence[str]], newest: SaveId, keep: Set[
 
 def _unfinished(catalog: Catalog, groups: Sequence[SaveId]) -> Iterator[str]:
     for group in groups:
-        folder = segment_dir(group)
+        folder = layout.segment_dir(group)
         left = [f"{folder}/{name}" for name in list_or_empty(catalog.files, folder) if is_temporary(name)]
         yield from left
         if not left:  # nothing is written there any more
@@ -437,7 +431,7 @@ def _unfinished(catalog: Catalog, groups: Sequence[SaveId]) -> Iterator[str]:
 
 
 def _remove_group(files: Files, group: SaveId) -> None:
-    folder = segment_dir(group)
+    folder = layout.segment_dir(group)
     names = list_or_empty(files, folder)
     remove_all(files, [f"{folder}/{name}" for name in names if _is_segment_file(name)])
     if all(_is_segment_file(name) for name in names):
@@ -446,4 +440,4 @@ def _remove_group(files: Files, group: SaveId) -> None:
 
 
 def _is_segment_file(name: str) -> bool:
-    return parse_rank_file(name) is not None or is_temporary(name)
+    return layout.parse_rank_file(name) is not None or is_temporary(name)

@@ -125,8 +125,6 @@ def read_piece(
     files: Readable, path: str, header_bytes: int, piece: PayloadPiece | Entry | StateTensor, target: memoryview
 ) -> None:
     """Fill ``target`` (exactly ``piece.nbytes`` bytes) and check its hash. Raises DamagedError if it differs."""
-    if target.nbytes != piece.nbytes:
-        raise DamagedError(f"{path}: a piece has {piece.nbytes} bytes instead of {target.nbytes}")
     for _ in read_chunks(files, path, header_bytes, piece, as_bytes(target)):
         pass
 
@@ -140,7 +138,10 @@ def read_chunks(
 ) -> Iterator[tuple[int, memoryview]]:
     """Yield (place in the piece, bytes) while reading it into ``target``, or through memory that is used again.
 
-    A chunk is small enough to stay in the core's cache. Raises DamagedError at the end if the hash differs."""
+    A chunk is small enough to stay in the core's cache. Raises DamagedError if ``target`` has another size, and at the
+    end if the hash differs."""
+    if target is not None and target.nbytes != piece.nbytes:
+        raise DamagedError(f"{path}: a piece has {piece.nbytes} bytes instead of {target.nbytes}")
     state, scratch = xxhash.xxh3_128(), bytearray(0 if target else min(piece.nbytes, CHUNK_BYTES))
     for start in range(0, piece.nbytes, CHUNK_BYTES):
         stop = min(start + CHUNK_BYTES, piece.nbytes)

@@ -24,19 +24,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from store import layout
 from store.catalog import Catalog
 from store.errors import DamagedError, ExistsError, FencedError, MissingError, StorageError, StoreError, StoreInUseError
-from store.layout import (
-    EPOCHS,
-    LOCK,
-    MANIFESTS,
-    SEGMENTS,
-    closed_path,
-    epoch_path,
-    parse_epoch,
-    parse_save_dir,
-    parse_save_file,
-)
 from store.schema import ClosedRecord, EpochRecord, IncarnationRecord, from_bytes, to_bytes
 from store.storage.atomic import ensure_dir, write_new
 from store.storage.local import Files, list_or_empty
@@ -46,7 +36,7 @@ _LIMIT = 1 << 16
 
 def newest_epoch(files: Files) -> int:
     """Return the highest epoch ever claimed, 0 if there is none."""
-    epochs = map(parse_epoch, list_or_empty(files, EPOCHS))
+    epochs = map(layout.parse_epoch, list_or_empty(files, layout.EPOCHS))
     return max((epoch for epoch in epochs if epoch is not None), default=0)
 
 
@@ -55,7 +45,7 @@ def claim_epoch(files: Files, store_id: str, incarnation: IncarnationRecord | No
 
     The number is higher than any in use, even if the claim of that one was lost, so that names of saves never collide.
     """
-    ensure_dir(files, EPOCHS)
+    ensure_dir(files, layout.EPOCHS)
     for _ in range(100):
         epoch = max(newest_epoch(files), _newest_in_use(files)) + 1
         with suppress(ExistsError):
@@ -78,7 +68,7 @@ def renew_epoch(
     following = hashlib.blake2b(f"{token}/{epoch}".encode(), digest_size=16).hexdigest()
     newest = max(newest_epoch(files), _newest_in_use(files))
     if newest == epoch + 1 and _token(files, newest) == following:
-        files.sync_dir(EPOCHS)
+        files.sync_dir(layout.EPOCHS)
         return read_epoch(files, newest)
     if newest > epoch:
         raise _fenced(epoch, newest)
@@ -102,7 +92,7 @@ def _write_epoch(
         incarnation=incarnation,
     )
     data = to_bytes(record)
-    write_new(files, epoch_path(epoch), lambda file: file.write(data))
+    write_new(files, layout.epoch_path(epoch), lambda file: file.write(data))
     return record
 
 
@@ -114,14 +104,14 @@ def _token(files: Files, epoch: int) -> str | None:
 
 
 def _newest_in_use(files: Files) -> int:
-    saves = [parse_save_file(name) for name in list_or_empty(files, MANIFESTS)]
-    saves += [parse_save_dir(name) for name in list_or_empty(files, SEGMENTS)]
+    saves = [layout.parse_save_file(name) for name in list_or_empty(files, layout.MANIFESTS)]
+    saves += [layout.parse_save_dir(name) for name in list_or_empty(files, layout.SEGMENTS)]
     return max((save.epoch for save in saves if save is not None), default=0)
 
 
 def read_epoch(files: Files, epoch: int) -> EpochRecord:
     """Read the record of an epoch. Raises DamagedError or MissingError if there is no valid one."""
-    path = epoch_path(epoch)
+    path = layout.epoch_path(epoch)
     record = from_bytes(EpochRecord, files.read(path, _LIMIT), path)
     if record.epoch != epoch:
         raise DamagedError(f"{path} is the record of epoch {record.epoch}: it was copied or renamed")
@@ -145,7 +135,7 @@ def require_present(files: Files, epoch: int) -> None:
 
     Costs one look at a file, where :func:`require_newest` lists them all."""
     try:
-        files.size(epoch_path(epoch))
+        files.size(layout.epoch_path(epoch))
     except MissingError:
         require_newest(files, epoch)
         raise
@@ -161,7 +151,7 @@ def _fenced(epoch: int, newest: int) -> FencedError:
 def _absent(files: Files, epoch: int) -> StorageError:
     return StorageError(
         f"the store at {getattr(files, 'root', 'its place')} does not list epoch {epoch} of this job: it is "
-        f"not mounted now, or its {EPOCHS}/ was deleted. Nothing is written until it is back; check the mount"
+        f"not mounted now, or its {layout.EPOCHS}/ was deleted. Nothing is written until it is back; check the mount"
     )
 
 
@@ -211,7 +201,7 @@ def mark_closed(files: Files, store_id: str, epoch: int, seconds: float) -> None
     """Record that the owner of an epoch ended cleanly. A second mark changes nothing."""
     data = to_bytes(ClosedRecord(store_id=store_id, epoch=epoch, seconds=max(0.0, seconds)))
     with suppress(ExistsError):
-        write_new(files, closed_path(epoch), lambda file: file.write(data))
+        write_new(files, layout.closed_path(epoch), lambda file: file.write(data))
 
 
 def is_closed(catalog: Catalog, epoch: int) -> bool:
@@ -233,7 +223,7 @@ def _newest(files: Files) -> EpochRecord | None:
 
 
 def _closed(catalog: Catalog, epoch: int) -> ClosedRecord | None:
-    path = closed_path(epoch)
+    path = layout.closed_path(epoch)
     try:
         found = from_bytes(ClosedRecord, catalog.files.read(path, _LIMIT), path)
     except (DamagedError, MissingError):
@@ -313,7 +303,7 @@ class StoreLock(FileLock):
     """Lock of a store on this machine. Raises StoreInUseError or StorageError."""
 
     def __init__(self, root: Path, wait_seconds: float) -> None:
-        path = root.resolve() / LOCK
+        path = root.resolve() / layout.LOCK
         if is_held_here(path):
             raise StoreInUseError(f"{root} is attached already in this process; close the first checkpointer")
         try:
@@ -337,7 +327,7 @@ def is_held_here(path: Path) -> bool:
 def lock_holder(root: Path) -> int | None:
     """Return the process id of the job on this machine that holds the store, None if there is none."""
     with suppress(OSError):
-        return locking_process(root.resolve() / LOCK)
+        return locking_process(root.resolve() / layout.LOCK)
     return None
 
 

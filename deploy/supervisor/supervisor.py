@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
+from deploy.supervisor import restart_policy
 from deploy.supervisor.events import EventLog
 from deploy.supervisor.processes import (
     ENDS,
@@ -23,16 +24,6 @@ from deploy.supervisor.processes import (
     children,
     end_descendants,
     reap,
-)
-from deploy.supervisor.restart_policy import (
-    INTERRUPTED,
-    Attempt,
-    GiveUp,
-    Limits,
-    Restart,
-    RestartHistory,
-    StoreSnapshot,
-    decide_restart,
 )
 from deploy.supervisor.store_probe import StoreProbe
 from store.errors import PREEMPTED, StoreInUseError, UsageError
@@ -53,7 +44,7 @@ class RunOptions:
     """Command and limits of a supervised job."""
 
     command: Sequence[str]
-    limits: Limits = field(default_factory=Limits)
+    limits: restart_policy.Limits = field(default_factory=restart_policy.Limits)
     grace: float = 30.0  # seconds for the trainer's final save after a signal
     wait: float = 0.0  # seconds to wait for a store in use
     notice: signal.Signals = signal.SIGUSR1  # preemption signal that the trainer handles
@@ -68,8 +59,8 @@ class Supervisor:
         self._log = log
         self._signals = {number for number in (*ENDS, *NOTICES) if signal.getsignal(number) != signal.SIG_IGN}
         self._mask: set[signal.Signals] = set()
-        self._known = StoreSnapshot()
-        self._gone: StoreSnapshot | None = None
+        self._known = restart_policy.StoreSnapshot()
+        self._gone: restart_policy.StoreSnapshot | None = None
         self._others = children()  # of a script that became this process by `exec`
 
     def run(self) -> int:
@@ -86,8 +77,8 @@ class Supervisor:
             self._log.on_stop(stop)
         return stop.code
 
-    def _attempts(self) -> GiveUp:
-        history, again, number = RestartHistory(), Restart(0.0, counted=False), 0
+    def _attempts(self) -> restart_policy.GiveUp:
+        history, again, number = restart_policy.RestartHistory(), restart_policy.Restart(0.0, counted=False), 0
         while True:
             patience = self._options.wait if number == 0 else max(self._options.wait, _OTHER_NODES)
             stop = self._wait(again.seconds) or self._wait_for_store(patience)
@@ -95,9 +86,9 @@ class Supervisor:
                 return stop
             number += 1
             attempt = self._attempt(number, again.seconds)
-            history, verdict = decide_restart(history, attempt, self._options.limits, random.random)
+            history, verdict = restart_policy.decide_restart(history, attempt, self._options.limits, random.random)
             self._log.on_decision(history)
-            if isinstance(verdict, GiveUp):
+            if isinstance(verdict, restart_policy.GiveUp):
                 for save in verdict.withdrawn:
                     self._log.on_suspect_withdrawn(save, self._store.withdraw(save))
                 return verdict
@@ -106,7 +97,7 @@ class Supervisor:
                 self._log.on_suspect_marked(verdict.suspect, attempt.after.instead, trouble)
             again = verdict
 
-    def _attempt(self, number: int, waited: float) -> Attempt:
+    def _attempt(self, number: int, waited: float) -> restart_policy.Attempt:
         before = self._read_store()
         self._log.on_attempt_start(number, waited, before)
         code, exit_request = (_CANNOT_START, None) if before is self._gone else self._run_command(number)
@@ -115,18 +106,18 @@ class Supervisor:
             self._log.message(f"ended {left} processes that the command left behind")
         if stuck:
             self._log.message(f"{stuck} of them survive SIGKILL: they wait for a device or a disk")
-        attempt = Attempt(code, before, self._read_store(), exit_request)
+        attempt = restart_policy.Attempt(code, before, self._read_store(), exit_request)
         self._log.on_attempt_end(number, attempt)
         return attempt
 
-    def _read_store(self) -> StoreSnapshot:
+    def _read_store(self) -> restart_policy.StoreSnapshot:
         """Read the store; report a store that disappeared (its disk is not mounted, say) as trouble.
 
         No attempt starts then: a job that finds an empty path would train from scratch into it.
         """
         snapshot = self._store.look()
         if not snapshot.trouble and self._known.newest is not None and snapshot.epoch < self._known.epoch:
-            self._gone = StoreSnapshot(
+            self._gone = restart_policy.StoreSnapshot(
                 trouble=f"{self._store.root} held step {self._known.step} and is now empty or another store: is its "
                 "disk mounted? The command is not started. To start over on purpose, stop and run this again"
             )
@@ -174,7 +165,7 @@ class Supervisor:
                 stopping.take(number)
         return code
 
-    def _wait(self, seconds: float) -> GiveUp | None:
+    def _wait(self, seconds: float) -> restart_policy.GiveUp | None:
         """Wait between two attempts. Any signal ends the supervision, since no command runs."""
         deadline = time.monotonic() + seconds
         while True:
@@ -184,7 +175,7 @@ class Supervisor:
             if number not in (None, signal.SIGCHLD):
                 return _stop_for_signal(number)
 
-    def _wait_for_store(self, seconds: float) -> GiveUp | None:
+    def _wait_for_store(self, seconds: float) -> restart_policy.GiveUp | None:
         deadline, told = time.monotonic() + seconds, False
         while (holder := self._store.holder()) is not None:
             who = f"process {holder}" if holder else "another process"
@@ -229,7 +220,9 @@ def _ignore_signal(number: int, frame: FrameType | None) -> None:
     """Do nothing: signals stay blocked while this is their handler."""
 
 
-def _stop_for_signal(number: signal.Signals | None) -> GiveUp:
+def _stop_for_signal(number: signal.Signals | None) -> restart_policy.GiveUp:
     if number == signal.SIGINT:
-        return GiveUp(INTERRUPTED, "interrupted")
-    return GiveUp(PREEMPTED, f"{number.name if number else 'a signal'} received while no attempt was running")
+        return restart_policy.GiveUp(restart_policy.INTERRUPTED, "interrupted")
+    return restart_policy.GiveUp(
+        PREEMPTED, f"{number.name if number else 'a signal'} received while no attempt was running"
+    )

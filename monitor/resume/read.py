@@ -4,23 +4,22 @@ Reading intersects the stored fragments with the live ones, so another world siz
 case. Live tensors are not changed. Damaged fragments are reported to the caller, which falls back.
 """
 
-import math
 import os
-import threading
 import time
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
 
 from monitor.adapters.base import Adapter, FragmentPlace, Piece
 from monitor.adapters.module_tensors import torch_dtype
-from monitor.adapters.optimizer_state import NOT_STATE
 from monitor.save.staging import as_bytes
 from store.errors import DamagedError, MissingError, ModelMismatchError, StorageError, UnreachableError
 from store.fragments import Copy, FragmentIndex, FragmentReader, Readable, ReadAhead, Source, byte_range, stored_slot
@@ -28,7 +27,7 @@ from store.layout import payload_path
 from store.location import Kind, mount_of
 from store.names import BUFFER, FROZEN, RAW, WEIGHTS, Fragment, SaveId
 from store.resolve import RejectedVersion, Resolution
-from store.schema import ManifestRecord
+from store.schema import ManifestRecord, digest
 from store.segment import read_chunks
 from store.storage.local import Files, OpensFiles, fill
 from store.text import listed
@@ -58,11 +57,12 @@ def require_model(manifest: ManifestRecord, adapter: Adapter) -> None:
     live = {fqn: info.shape for fqn, info in infos.items()}
     stored = {fqn: record.shape for fqn, record in manifest.tensors.items()}
     resized = sorted(fqn for fqn in live.keys() & stored.keys() if live[fqn] != stored[fqn])
-    differences = [
-        *_difference("only in the store", stored.keys() - live.keys()),
-        *_difference("only in this model", live.keys() - stored.keys()),
-        *_difference("other shapes (store -> model)", [f"{fqn} {stored[fqn]} -> {live[fqn]}" for fqn in resized]),
-    ]
+    found = {
+        "only in the store": stored.keys() - live.keys(),
+        "only in this model": live.keys() - stored.keys(),
+        "other shapes (store -> model)": [f"{fqn} {stored[fqn]} -> {live[fqn]}" for fqn in resized],
+    }
+    differences = [f"{kind}: {listed(sorted(names))}" for kind, names in found.items() if names]
     if not differences:
         return
     buffers = [fqn for fqn in resized if infos[fqn].kind == "buffer"]
@@ -74,10 +74,6 @@ def require_model(manifest: ManifestRecord, adapter: Adapter) -> None:
             "state=[...] whose load_state_dict creates it"
         )
     raise ModelMismatchError("the store holds another model: " + "; ".join(differences) + ". " + advice)
-
-
-def _difference(kind: str, names: Collection[str]) -> list[str]:
-    return [f"{kind}: {listed(sorted(names))}"] if names else []
 
 
 def require_slots(stored: Iterable[str], live: Iterable[str]) -> None:
@@ -114,28 +110,6 @@ def require_optimizer(saved: Mapping[str, Any], live: Mapping[str, Any]) -> None
 
 def _hyper(framework: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
     return (item for group in framework["param_groups"] for item in group["hyper"].items())
-
-
-def unused_state(saved: Mapping[str, Any], slots: Slots, adapter: Adapter) -> list[str]:
-    """Return the parameters with stored optimizer state that the live optimizer does not hold. The same on all ranks.
-
-    saved: the framework's run state in the store. Parameters without elements have nothing to lose."""
-    held = {fqn for group in adapter.run_state()["param_groups"] for fqn in group["params"]}
-    stored = {fqn for fqn, by_slot in slots.items() if by_slot.keys() - NOT_STATE}
-    stored |= {fqn for fqn, scalars in (saved.get("scalars") or {}).items() if scalars}
-    unused = stored - held
-    return sorted(fqn for fqn, info in adapter.tensors().items() if fqn in unused and math.prod(info.shape) > 0)
-
-
-def require_state_used(unused: Sequence[str]) -> None:
-    """Raise ModelMismatchError if there are parameters whose stored optimizer state would be dropped."""
-    if unused:
-        raise ModelMismatchError(
-            f"the store has optimizer state of {listed(unused)}, and this optimizer does not hold "
-            f"{'that parameter' if len(unused) == 1 else 'these parameters'}, so it would be lost. If the run that was "
-            "saved unfroze layers on its way, do the same (optimizer.add_param_group) before resume(); a parameter may "
-            "be in a param group and stay frozen. To go on without that state, set `resume: {unused_state: drop}`"
-        )
 
 
 def _markers(framework: Mapping[str, Any]) -> set[str]:
@@ -255,6 +229,11 @@ class CheckedValues:
     payloads: OpenPayloads
     copies: Sequence[Copy[Source]]
 
+    def in_tensor(self, tensor: torch.Tensor) -> bool:
+        """Return whether a live tensor holds the values."""
+        parts = ((as_bytes(tensor[c.target_start :][: c.numel].cpu()), c.source.entry) for c in self.copies)
+        return all(digest(part) == entry.xxh3_128 for part, entry in parts)
+
     def load(self, tensor: torch.Tensor) -> None:
         """Fill a live tensor. After an error its values are undefined."""
         for copy in self.copies:
@@ -274,12 +253,28 @@ class ReadResult:
     notes: tuple[str, ...]  # slots that the store does not have
     rounded: tuple[str, ...]  # values that the live dtypes cannot hold
 
-    def load(self, pieces: Iterable[Piece]) -> None:
-        """Fill the live tensors. Raises RuntimeError if values have none."""
+    def load(self, pieces: Iterable[Piece]) -> list[str]:
+        """Fill the live tensors. Return notes on those that share memory with others, which hold other values.
+
+        Raises RuntimeError if values have no tensor."""
         found = [piece for piece in pieces if piece.fragment in self.values]
         if len(found) < len(self.values):
             raise RuntimeError(f"{len(self.values) - len(found)} of {len(self.values)} fragments have no live tensor")
-        _in_threads(self._load, found)
+        for device in {piece.tensor.device for piece in found if piece.tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()  # threads have other streams than the caller
+        sharing = _sharing_memory(found)
+        _in_threads(self._load, found, threads=1 if sharing else _THREADS)
+        return [
+            f"{piece.fragment.fqn}/{piece.fragment.slot} shares memory with another tensor, whose values it now has"
+            for piece in sharing
+            if not self._is_loaded(piece)
+        ]
+
+    def _is_loaded(self, piece: Piece) -> bool:
+        values = self.values[piece.fragment]
+        if isinstance(values, CheckedValues):
+            return values.in_tensor(piece.tensor)
+        return torch.equal(values.to(piece.tensor.dtype).view(torch.uint8), piece.tensor.cpu().view(torch.uint8))
 
     def _load(self, piece: Piece) -> None:
         values = self.values[piece.fragment]
@@ -290,8 +285,23 @@ class ReadResult:
                 piece.tensor.copy_(values)
 
 
-def _in_threads(action: Callable[[T], None], items: Iterable[T]) -> None:
-    """Call ``action`` with all items, in order, in two threads, until one raises an error.
+def _sharing_memory(pieces: Iterable[Piece]) -> list[Piece]:
+    """Return the pieces whose memory overlaps that of another one."""
+    found: dict[int, Piece] = {}
+    last = None  # of those seen, the one that ends last
+    for piece in sorted(pieces, key=lambda one: one.tensor.data_ptr()):
+        if last is not None and piece.tensor.data_ptr() < _end(last):
+            found |= {id(last): last, id(piece): piece}
+        last = piece if last is None else max(last, piece, key=_end)
+    return list(found.values())
+
+
+def _end(piece: Piece) -> int:
+    return piece.tensor.data_ptr() + piece.tensor.nbytes
+
+
+def _in_threads(action: Callable[[T], None], items: Iterable[T], threads: int = _THREADS) -> None:
+    """Call ``action`` with all items, in order, in a few threads, until one raises an error.
 
     Reading, hashing and copying release the interpreter's lock."""
     rest = deque(items)
@@ -308,8 +318,8 @@ def _in_threads(action: Callable[[T], None], items: Iterable[T]) -> None:
                 rest.clear()
                 raise
 
-    with ThreadPoolExecutor(_THREADS, "driftpoint-resume") as pool:
-        for future in [pool.submit(run) for _ in range(_THREADS)]:
+    with ThreadPoolExecutor(threads, "driftpoint-resume") as pool:
+        for future in [pool.submit(run) for _ in range(threads)]:
             future.result()
 
 
@@ -344,9 +354,16 @@ def read_fragments(payloads: OpenPayloads, resolution: Resolution, places: Seque
             again = dtype == place.dtype and not place.new and stored.numel * dtype.itemsize > _SMALL
             wanted.append(_Wanted(place, dtype, copies, again and all(_is_repeatable(payloads, c) for c in copies)))
     wanted.sort(key=lambda one: byte_range(one.copies[0].source))
-    reader = _Reader(payloads, (copy.source for one in wanted for copy in one.copies))
-    _in_threads(reader.read, wanted)
+    reader = _Reader(payloads)
+    _in_threads(reader.read_all, _halves(wanted))
     return ReadResult(reader.values, frozenset(reader.bad), tuple(notes), tuple(sorted(reader.rounded)))
+
+
+def _halves(wanted: Sequence[_Wanted]) -> list[Sequence[_Wanted]]:
+    """Split into runs of about as many bytes, one for each thread: what a thread reads ahead is its own."""
+    ends = list(accumulate(one.nbytes for one in wanted))
+    middle = bisect_left(ends, ends[-1] / 2) if ends else 0
+    return [wanted[:middle], wanted[middle:]]
 
 
 def _is_plain(copy: Copy[Source]) -> bool:
@@ -373,19 +390,28 @@ def _stored_fragment(index: FragmentIndex[Source], fragment: Fragment, notes: li
 class _Reader:
     """Reads and verifies fragments. Any thread."""
 
-    def __init__(self, payloads: OpenPayloads, sources: Iterable[Source]) -> None:
+    def __init__(self, payloads: OpenPayloads) -> None:
         self.values: dict[Fragment, torch.Tensor | CheckedValues] = {}
         self.bad: set[RejectedVersion] = set()
         self.rounded: set[str] = set()
         self._payloads = payloads
-        self._ahead = ReadAhead(payloads.files, sources)
-        self._lock = threading.Lock()
+        self._failed = False
 
-    def read(self, one: _Wanted) -> None:
-        with self._lock:
-            self._ahead.reading(one.nbytes)
+    def read_all(self, run: Sequence[_Wanted]) -> None:
+        """Read fragments that follow each other, until another thread fails."""
+        ahead = ReadAhead(self._payloads.files, (copy.source for one in run for copy in one.copies))
+        try:
+            for one in run:
+                if not self._failed:
+                    ahead.reading(one.nbytes)
+                    self._read(one)
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _read(self, one: _Wanted) -> None:
         host = None if one.again else torch.empty(one.place.fragment.numel, dtype=one.dtype)
-        if not all([self._fill(copy, host) for copy in one.copies]):  # noqa: C419 - all that are damaged
+        if not all([self._fill(copy, host, one.dtype) for copy in one.copies]):  # noqa: C419 - all that are damaged
             return
         if host is None:
             self.values[one.place.fragment] = CheckedValues(self._payloads, one.copies)
@@ -395,7 +421,10 @@ class _Reader:
             self.rounded.add(loss)
         self.values[one.place.fragment] = host
 
-    def _fill(self, copy: Copy[Source], host: torch.Tensor | None) -> bool:
+    def _fill(self, copy: Copy[Source], host: torch.Tensor | None, dtype: torch.dtype) -> bool:
+        if torch_dtype(copy.source.dtype) is not dtype:
+            self.bad.add(RejectedVersion(copy.source.part.save, copy.source.entry.unit, why="stored in two dtypes"))
+            return False
         target = None if host is None else host[copy.target_start : copy.target_start + copy.numel]
         fault = _Fault(copy.source.part.save)
         try:

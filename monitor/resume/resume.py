@@ -6,12 +6,14 @@ reset, so that later saves extend the resumed commit. Training thread, before tr
 """
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from monitor.adapters.base import Adapter, FragmentPlace
+from monitor.adapters.optimizer_state import NOT_STATE
 from monitor.config.schema import ResumeSettings
 from monitor.context import JobContext
 from monitor.distributed import Group, run_on_all_ranks, run_on_rank0
@@ -26,8 +28,6 @@ from monitor.resume.read import (
     require_model,
     require_optimizer,
     require_slots,
-    require_state_used,
-    unused_state,
 )
 from monitor.resume.select import ResumePoint, resolve_commit, select_commit, select_run_state
 from monitor.run_state import RunState, StateLoader, UserState, restore_rng, unrestored_state
@@ -79,7 +79,13 @@ class _Checked:
 
 
 def resume(
-    catalog: Catalog, adapter: Adapter, group: Group, user: UserState, *, settings: ResumeSettings
+    catalog: Catalog,
+    adapter: Adapter,
+    group: Group,
+    user: UserState,
+    *,
+    settings: ResumeSettings,
+    changing: Callable[[bool], None],
 ) -> ResumeResult | None:
     """Load the newest resumable commit into the live job. Collective.
 
@@ -89,6 +95,7 @@ def resume(
         group: All ranks.
         user: The user's objects.
         settings: Which step and data position to resume.
+        changing: Called with True before the live state changes, and with False when it is whole again.
 
     Returns:
         The result, None if the store has no commits.
@@ -118,8 +125,9 @@ def resume(
                 continue
             notes += [*passed_over, *plan.resolution.problems, *found.point.notes, *found.read.notes, *found.lost]
             notes += run_on_all_ranks(group, partial(_object_notes, found.point.state, user))
-            _load(plan, found.read, found.point, adapter, user=user, group=group)
-        return ResumeResult(plan.resolution, found.point, tuple(dict.fromkeys(notes)), found.lost, passed_over=newer)
+            shared = _over_ranks(group, _load(plan, found, adapter, user=user, group=group, changing=changing))
+        notes, lost = list(dict.fromkeys([*notes, *shared])), (*found.lost, *shared)
+        return ResumeResult(plan.resolution, found.point, tuple(notes), lost, passed_over=newer)
 
 
 def _check(
@@ -148,17 +156,40 @@ def _check(
     read = run_on_all_ranks(group, partial(_with_rank_buffers, read, point.state, plan))
     rounded = _over_ranks(group, read.rounded)
     unrestored = _over_ranks(group, run_on_all_ranks(group, partial(_unrestored, point, adapter, group)))
-    objects = () if point.state.user is None else tuple(user.notes(point.state.user))
+    saved = point.state.user
+    objects = run_on_all_ranks(group, lambda: [] if saved is None else user.notes(saved))
     run_on_all_ranks(group, lambda: _check_run_state(point.state, adapter))
     return _Checked(point, read, (*dropped, *rounded, *unrestored, *objects))
 
 
 def _dropped_state(point: ResumePoint, plan: _Plan, adapter: Adapter, settings: ResumeSettings) -> list[str]:
     """Return a note on optimizer state without a parameter to go to. Raise ModelMismatchError if it is not allowed."""
-    unused = unused_state(point.state.framework, plan.slots, adapter)
+    unused = _unused_state(point.state.framework, plan.slots, adapter)
     if settings.unused_state == "refuse":
-        require_state_used(unused)
+        _require_state_used(unused)
     return [f"the optimizer state of {listed(unused)} was dropped (`unused_state: drop`)"] if unused else []
+
+
+def _unused_state(saved: Mapping[str, Any], slots: Slots, adapter: Adapter) -> list[str]:
+    """Return the parameters with stored optimizer state that the live optimizer does not hold. The same on all ranks.
+
+    saved: the framework's run state in the store. Parameters without elements have nothing to lose."""
+    held = {fqn for group in adapter.run_state()["param_groups"] for fqn in group["params"]}
+    stored = {fqn for fqn, by_slot in slots.items() if by_slot.keys() - NOT_STATE}
+    stored |= {fqn for fqn, scalars in (saved.get("scalars") or {}).items() if scalars}
+    unused = stored - held
+    return sorted(fqn for fqn, info in adapter.tensors().items() if fqn in unused and math.prod(info.shape) > 0)
+
+
+def _require_state_used(unused: Sequence[str]) -> None:
+    """Raise ModelMismatchError if there are parameters whose stored optimizer state would be dropped."""
+    if unused:
+        raise ModelMismatchError(
+            f"the store has optimizer state of {listed(unused)}, and this optimizer does not hold "
+            f"{'that parameter' if len(unused) == 1 else 'these parameters'}, so it would be lost. If the run that was "
+            "saved unfroze layers on its way, do the same (optimizer.add_param_group) before resume(); a parameter may "
+            "be in a param group and stay frozen. To go on without that state, set `resume: {unused_state: drop}`"
+        )
 
 
 def _plan(catalog: Catalog, save: SaveId, bad: frozenset[RejectedVersion], adapter: Adapter) -> _Plan:
@@ -227,26 +258,29 @@ def _object_notes(state: RunState, user: UserState) -> list[str]:
 
 
 def _load(
-    plan: _Plan, read: ReadResult, point: ResumePoint, adapter: Adapter, *, user: UserState, group: Group
-) -> None:
-    """Run the last checks, then change the live state.
+    plan: _Plan, found: _Checked, adapter: Adapter, *, user: UserState, group: Group, changing: Callable[[bool], None]
+) -> list[str]:
+    """Run the last checks, then change the live state. Return notes on values that other tensors replaced.
 
     User objects load first, since only trying shows whether they accept their state. Tensors, hyperparameters and
     random states follow, so that they end up bit for bit as saved."""
-    state, generators = point.state, point.generators
+    state, generators = found.point.state, found.point.generators
     loader = run_on_all_ranks(group, lambda: StateLoader(state, adapter, user, generators))
+    changing(True)
     try:
         run_on_all_ranks(group, loader.load)
         with adapter.cache_lookups():
             run_on_all_ranks(group, lambda: _require_unchanged(plan, state, adapter))
     except BaseException:
-        loader.undo()
+        changing(not loader.undo())
         raise
     with adapter.cache_lookups():
-        run_on_all_ranks(group, lambda: _copy_values(plan, read, state.framework, adapter))
+        notes = run_on_all_ranks(group, lambda: _copy_values(plan, found.read, state.framework, adapter))
     adapter.finish_load()
     if generators and state.rng is not None:
         restore_rng(state.rng)
+    changing(False)
+    return notes
 
 
 def _check_run_state(state: RunState, adapter: Adapter) -> None:
@@ -272,11 +306,12 @@ def _require_unchanged(plan: _Plan, state: RunState, adapter: Adapter) -> None:
     adapter.check_run_state(state.framework)
 
 
-def _copy_values(plan: _Plan, read: ReadResult, framework: Mapping[str, Any], adapter: Adapter) -> None:
+def _copy_values(plan: _Plan, read: ReadResult, framework: Mapping[str, Any], adapter: Adapter) -> list[str]:
     try:
         adapter.prepare_load(plan.slots, read.values)
-        read.load(adapter.held())
+        notes = read.load(adapter.held())
         adapter.load_run_state(framework)
+        return notes
     except Exception as error:
         # Everything was checked before: this is a device out of memory or the like.
         raise DriftpointError(

@@ -131,7 +131,8 @@ class Saver:
 
     def prepare_buffers(self, local: Mapping[Unit, LocalUnit]) -> None:
         """Touch the memory of the staging buffers in the background, once the state is as training begins."""
-        self.upkeep(lambda: self._stager.prepare(local), "touching the memory for the copies of a save")
+        touch = partial(self._stager.prepare, local, lambda: self.in_progress)  # a save touches what it needs
+        self.upkeep(touch, "touching the memory for the copies of a save")
 
     def forget_bases(self) -> None:
         """Take no delta to an earlier save: after a resume, those of this process may be abandoned or damaged."""

@@ -314,6 +314,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.view(torch.uint8).numpy().data.cast("B")
 
 
+@torch.inference_mode(False)
 def _allocate(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.empty(t.numel(), dtype=t.dtype, pin_memory=t.is_cuda) for t in tensors]
 
@@ -365,10 +366,11 @@ class Stager:
         for unit, part in local.items():
             self._pool.reserve(unit, part.tensors)
 
-    def prepare(self, local: Mapping[Unit, LocalUnit]) -> None:
+    def prepare(self, local: Mapping[Unit, LocalUnit], stop: Callable[[], bool]) -> None:
         """Touch the memory of a full save's buffers, so that the first save does not do it. Background thread."""
         for unit, part in local.items():
-            self._pool.prepare(unit, part.tensors)
+            if not stop():
+                self._pool.prepare(unit, part.tensors)
 
     def stage(self, part: LocalUnit, encoding: str, measure: Measure | None, copying: AsyncCopy) -> StagedUnit:
         """Add the copies of a unit to ``copying``.

@@ -20,17 +20,7 @@ from typing import Any, Protocol
 from store.encoding import encoding_named
 from store.errors import DamagedError, MissingError, StorageError, StoreError
 from store.layout import MANIFESTS, manifest_path, parse_save_file
-from store.memory.layout import (
-    RECORD_LIMIT,
-    SLOTS,
-    Generation,
-    Tier,
-    VersionRecord,
-    home,
-    parse_record,
-    read_whole,
-    write_private,
-)
+from store.memory import layout
 from store.names import RAW, SaveId
 from store.schema import GroupRecord, ManifestRecord, PartRecord, UnitRecord, from_bytes, to_bytes
 from store.segment import parse_part, parts_digest
@@ -42,7 +32,7 @@ from store.storage.local import Files, list_or_empty
 class HeldSnapshot:
     """One rank's share of a version, on this node."""
 
-    record: VersionRecord
+    record: layout.VersionRecord
     payload: Path
 
     @cached_property
@@ -74,14 +64,14 @@ class NodeIndex:
         return max(self.versions, default=None)
 
 
-def scan_node(tier: Tier) -> NodeIndex:
+def scan_node(tier: layout.Tier) -> NodeIndex:
     """Index the memory of a store on this node. Raises StorageError if other users may access it."""
     versions: dict[SaveId, dict[int, HeldSnapshot]] = {}
     problems: list[str] = []
     others: list[HeldSnapshot] = []
     for place in tier.generations():
         for rank in place.ranks():
-            for slot in SLOTS:
+            for slot in layout.SLOTS:
                 try:
                     held = _read_snapshot(place, rank, slot)
                 except MissingError:
@@ -94,7 +84,7 @@ def scan_node(tier: Tier) -> NodeIndex:
     return NodeIndex(versions, tuple(problems), tuple(others))
 
 
-def unfinished_ranks(tier: Tier, node: NodeIndex, held: Mapping[int, HeldSnapshot]) -> list[int]:
+def unfinished_ranks(tier: layout.Tier, node: NodeIndex, held: Mapping[int, HeldSnapshot]) -> list[int]:
     """Return the ranks that kept memory on this node and never finished their share of a version.
 
     A job cannot resume such a version. Ranks of other nodes, and replicas of them here, do not count."""
@@ -106,7 +96,7 @@ def unfinished_ranks(tier: Tier, node: NodeIndex, held: Mapping[int, HeldSnapsho
     return sorted(rank for rank in here - held.keys() - replicas if rank < world_size)
 
 
-def version_in(place: Generation, rank: int, slot: int) -> SaveId | None:
+def version_in(place: layout.Generation, rank: int, slot: int) -> SaveId | None:
     """Return the version in a slot; None if there is none or it is invalid."""
     try:
         return _read_snapshot(place, rank, slot).record.save
@@ -114,9 +104,9 @@ def version_in(place: Generation, rank: int, slot: int) -> SaveId | None:
         return None
 
 
-def _read_snapshot(place: Generation, rank: int, slot: int) -> HeldSnapshot:
+def _read_snapshot(place: layout.Generation, rank: int, slot: int) -> HeldSnapshot:
     path, payload = place.record(rank, slot), place.payload(rank, slot)
-    record = parse_record(read_whole(path, RECORD_LIMIT), str(path))
+    record = layout.parse_record(layout.read_whole(path, layout.RECORD_LIMIT), str(path))
     held = HeldSnapshot(record, payload)
     parse_part(held.part, place.tier.store_id, record.save, rank)
     try:
@@ -316,7 +306,7 @@ class SeenStore:
     """
 
     def __init__(self, base: Path) -> None:
-        self._path = home(base) / _NAME
+        self._path = layout.home(base) / _NAME
         self._places = _read(self._path)
 
     def everything(self) -> list[tuple[str, Path]]:
@@ -338,17 +328,17 @@ class SeenStore:
 
     def _write(self) -> None:
         places = {key: [str(one) for one in paths] for key, paths in self._places.items()}
-        write_private(self._path, self._path.with_suffix(".new"), json.dumps(places).encode())
+        layout.write_private(self._path, self._path.with_suffix(".new"), json.dumps(places).encode())
 
 
 def seen_stores(base: Path) -> dict[str, Path]:
     """Return the last seen location of each store; empty if the file is unreadable."""
-    return {store_id: paths[-1] for store_id, paths in _read(home(base) / _NAME).items()}
+    return {store_id: paths[-1] for store_id, paths in _read(layout.home(base) / _NAME).items()}
 
 
 def _read(path: Path) -> dict[str, list[Path]]:
     try:
-        found = json.loads(read_whole(path, _LIMIT))
+        found = json.loads(layout.read_whole(path, _LIMIT))
     except (StorageError, ValueError, RecursionError):
         return {}  # the next job that registers writes it again
     if not isinstance(found, dict):

@@ -18,18 +18,9 @@ from pathlib import Path
 
 import xxhash
 
+from store import errors
 from store.catalog import Catalog
 from store.commit import Expected, commit, hint_latest, wait_for_group
-from store.errors import (
-    DamagedError,
-    ExistsError,
-    FencedError,
-    MissingError,
-    SaveError,
-    StorageError,
-    StoreError,
-    StoreInUseError,
-)
 from store.layout import MANIFESTS, manifest_path, part_path, payload_path, segment_dir
 from store.memory.arena import Owner, is_owned
 from store.memory.index import HeldSnapshot, MemoryVersion, assemble_version, belonging_to, rank_share, scan_node
@@ -83,11 +74,13 @@ class _Bytes:
                 got = read_at(descriptor, offset, piece)
                 offset += got
                 if got < len(piece):
-                    raise DamagedError(f"{self.path} ends at byte {offset}")
+                    raise errors.DamagedError(f"{self.path} ends at byte {offset}")
                 state.update(piece)
                 yield piece
         if state.hexdigest() != self.piece.xxh3_128:
-            raise DamagedError(f"{self.path}: {self.nbytes} bytes before {end} do not match the hash in their record")
+            raise errors.DamagedError(
+                f"{self.path}: {self.nbytes} bytes before {end} do not match the hash in their record"
+            )
 
 
 def write_share(files: Files, version: MemoryVersion, rank: int, checked: Callable[[], None]) -> None:
@@ -102,7 +95,7 @@ def write_share(files: Files, version: MemoryVersion, rank: int, checked: Callab
     remove_share(files, version.save, rank)
     payload = version.payloads.get(rank)
     if payload is None:
-        raise StorageError(f"rank {rank}'s memory is not on this node")
+        raise errors.StorageError(f"rank {rank}'s memory is not on this node")
     draft = SegmentDraft(
         store_id=part.store_id,
         save=part.save,
@@ -123,17 +116,17 @@ def write_share(files: Files, version: MemoryVersion, rank: int, checked: Callab
 def remove_share(files: Files, save: SaveId, rank: int) -> None:
     """Remove a rank's segment, or its remains, of a save that no manifest names."""
     for path in (part_path(save, rank), payload_path(save, rank)):  # a part must not outlive its payload
-        with suppress(MissingError):
+        with suppress(errors.MissingError):
             files.unlink(path)
 
 
 def remove_rest(files: Files, save: SaveId) -> None:
     """Remove temporary files of the group, and the group if it is empty."""
     folder = segment_dir(save)
-    with suppress(MissingError):
+    with suppress(errors.MissingError):
         for name in files.list_dir(folder):
             if is_temporary(name):
-                with suppress(MissingError):
+                with suppress(errors.MissingError):
                     files.unlink(f"{folder}/{name}")
         if not files.list_dir(folder):
             files.remove_dir(folder)
@@ -143,7 +136,7 @@ def _is_written(files: Files, part: PartRecord) -> bool:
     try:
         stored = read_part(files, part.store_id, part.save, part.rank)
         check_payload_size(files, stored)
-    except (MissingError, DamagedError):
+    except (errors.MissingError, errors.DamagedError):
         return False
     return _without_offsets(stored) == _without_offsets(part)
 
@@ -216,35 +209,35 @@ def rescue(
         watch.require_newest()
         try:
             resolve(Catalog(Overlay(files, version), catalog.record), version.save)
-        except DamagedError as error:  # the commit could not be resumed
+        except errors.DamagedError as error:  # the commit could not be resumed
             raise _LackingError(str(error)) from error
         for rank in sorted(version.records):
             write_share(files, version, rank, watch)
         remove_rest(files, version.save)
         manifest = _manifest(files, catalog, version)
-        with suppress(ExistsError):  # an interrupted rescue committed it
+        with suppress(errors.ExistsError):  # an interrupted rescue committed it
             commit(files, manifest)
         # Again: a job that took the lock before the manifest had its name may be removing the segments, to make room.
         watch.require_newest()
-    except (StoreError, SaveError) as error:
-        with suppress(StorageError):  # pruning removes the remains
+    except (errors.StoreError, errors.SaveError) as error:
+        with suppress(errors.StorageError):  # pruning removes the remains
             _remove_unless_committed(files, catalog, version)
-        if not isinstance(error, FencedError):
+        if not isinstance(error, errors.FencedError):
             watch.require_newest()  # the error may come from a job that claimed the store and took the memory
         raise
-    with suppress(StorageError):
+    with suppress(errors.StorageError):
         hint_latest(files, version.save)
     return manifest
 
 
-class _LackingError(DamagedError):
+class _LackingError(errors.DamagedError):
     """The store lacks versions that a version in memory continues; the memory may be whole."""
 
 
 def newest_whole(catalog: Catalog) -> ManifestRecord | None:
     """Return the newest commit whose records are whole and can be read, suspect or not; None if there is none."""
     for save in catalog.saves():
-        with suppress(DamagedError):
+        with suppress(errors.DamagedError):
             return resolve(catalog, save).manifest
     return None
 
@@ -258,7 +251,7 @@ class _Watch:
 
     def __call__(self) -> None:
         if self._aborted():
-            raise SaveError("the rescue was given up on request")
+            raise errors.SaveError("the rescue was given up on request")
         if time.monotonic() >= self._next:
             self.require_newest()
             self._next = time.monotonic() + _CHECKED
@@ -266,7 +259,7 @@ class _Watch:
     def require_newest(self) -> None:
         require_newest(self._files, self._epoch)
         if isinstance(self._files, LocalFiles) and lock_holder(self._files.root) is not None:
-            raise StoreInUseError(f"a job on {self._files.root} begins: it finds the memory by itself")
+            raise errors.StoreInUseError(f"a job on {self._files.root} begins: it finds the memory by itself")
 
 
 def _rescue_newest(tier: Tier, catalog: Catalog, aborted: Callable[[], bool]) -> RescueResult:
@@ -291,15 +284,15 @@ def _rescue_newest(tier: Tier, catalog: Catalog, aborted: Callable[[], bool]) ->
         try:
             version = assemble_version(save, [rank_share(held)], node)
             manifest = rescue(catalog.files, catalog, version, aborted=aborted)
-        except DamagedError as error:
+        except errors.DamagedError as error:
             (lacking if isinstance(error, _LackingError) else damaged).append(str(error))
             continue
         nbytes = sum(part.payload_bytes for part in version.records.values())
         return RescueResult(WRITTEN, f"wrote version {save} of {len(held)} ranks, {nbytes} bytes", manifest)
     if lacking:
-        raise StorageError("the store lacks what versions in memory continue: " + listed(lacking, 4, "; "))
+        raise errors.StorageError("the store lacks what versions in memory continue: " + listed(lacking, 4, "; "))
     if damaged:
-        raise DamagedError("no version in memory is whole: " + listed(damaged, 4, "; "))
+        raise errors.DamagedError("no version in memory is whole: " + listed(damaged, 4, "; "))
     if incomplete:
         return RescueResult(INCOMPLETE, listed(incomplete, 4, "; "))
     there = "nothing" if not node.versions else f"version {node.newest}"
@@ -317,15 +310,17 @@ def _lock(tier: Tier) -> Owner:
     place = make_home(tier.base)
     try:
         return Owner(place / RESCUE_LOCK.format(tier.store_id))
-    except StorageError as error:
-        raise StoreInUseError(f"another rescue of it is under way on this node, wait for it: {error}") from error
+    except errors.StorageError as error:
+        raise errors.StoreInUseError(f"another rescue of it is under way on this node, wait for it: {error}") from error
 
 
 def _require_dead(tier: Tier, held: Mapping[int, HeldSnapshot]) -> None:
     for rank, one in held.items():
         epoch, _, branch = one.payload.parent.name.partition(".")
         if is_owned(tier.generation(int(epoch), int(branch or 0)).owner(rank)):
-            raise StoreInUseError(f"rank {rank} of the job that keeps version {one.record.save} lives: it saves itself")
+            raise errors.StoreInUseError(
+                f"rank {rank} of the job that keeps version {one.record.save} lives: it saves itself"
+            )
 
 
 def _manifest(files: Files, catalog: Catalog, version: MemoryVersion) -> ManifestRecord:
@@ -353,7 +348,7 @@ def _before(catalog: Catalog, head: ManifestRecord) -> tuple[str | None, int]:
     """
     for save in catalog.saves():
         if save.epoch == head.epoch and save < head.save:
-            with suppress(DamagedError):
+            with suppress(errors.DamagedError):
                 return save.name, catalog.manifest(save).commits
     return head.previous, head.commits
 
@@ -368,7 +363,7 @@ def _remove_unless_committed(files: Files, catalog: Catalog, version: MemoryVers
         catalog.forget()
         if present_parts(files, save):
             return
-        with suppress(MissingError):
+        with suppress(errors.MissingError):
             files.unlink(manifest_path(save))
         files.sync_dir(MANIFESTS)
     for rank in version.records:

@@ -16,12 +16,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket as socket_
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -101,10 +104,23 @@ def socket() -> Iterator[Path]:
         assert server.wait(60) == 0
 
 
+PORTS = count(20_000 + os.getpid() % 600 * 20)
+
+
+def port() -> int:
+    """Return a free port below those that connections get by themselves: none takes it before a job listens there."""
+    for number in PORTS:
+        with suppress(OSError), socket_.socket() as one:
+            one.bind(("127.0.0.1", number))
+            return number
+    raise AssertionError
+
+
 @pytest.fixture
 def judge(socket: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(byo, "_free_port", port)
 
     def commits(_: str, out: Path) -> byo.Snapshot:
         found = (out / "store" / "manifests").glob("0*.json")
@@ -145,6 +161,9 @@ def test_a_resumed_job_killed_at_any_file_event_continues_from_its_newest_commit
 def check(judge: Judge, killed: int, code: int, judged: Sequence[runner.Row]) -> None:
     """Assert that each file event ended one run, and that no run lost anything."""
     control, *rows = judged
+    for path in sorted(judge.work.rglob("rank*.log")):
+        if "Traceback" in (text := path.read_text(errors="replace")):
+            print(f"{path.relative_to(judge.work)}: {text[-3000:]}")
     assert [(row.label, row.verdict) for row in judged if row.verdict != "PASS"] == []
     assert code == 0
     assert not control.crashed

@@ -1,7 +1,7 @@
 """A resume that is refused changes nothing on any rank, and is refused on all of them, at every ZeRO stage.
 
 What stands in the way: param groups that were saved apart, another optimizer, an object of the user's that raises on
-one rank only, a scheduler that does so. The job has taken no step yet, or gone another way.
+one rank only, one rank with more objects, a scheduler that does so. The job has taken no step yet, or gone another way.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ STAGES, TRAINED, RANKS = (1, 2, 3), (0, 3), (0, 1)
 ERRORS = {
     "groups": ("ModelMismatchError", "joins", "joins"),
     "optimizer": ("ModelMismatchError", "optimizer AdamW, this job has SGD", "optimizer AdamW, this job has SGD"),
+    "objects": ("ModelMismatchError", "rank 1: the store holds the state of 1 objects", "state=[...] has 2"),
     "object": ("UsageError", "rank 1: state[0] (a Counter)", "state[0] (a Counter) cannot load"),
     "scheduler": ("UsageError", "rank 1: the engine's lr_scheduler", "the engine's lr_scheduler (a Refusing) cannot"),
 }

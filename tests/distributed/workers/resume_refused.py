@@ -83,6 +83,7 @@ class Job:
     def __init__(
         self, store: Path, stage: int, seed: int, trained: int = 0, *,
         groups: Groups = param_groups, broken: bool = False, scheduler: Any = None, optimizer: str = "AdamW",
+        more: bool = False,
     ) -> None:  # fmt: skip
         torch.manual_seed(seed)
         model = Tiny()
@@ -101,7 +102,9 @@ class Job:
         torch.manual_seed(10 * seed + rank())
         self.train(trained)
         values = {"store": str(store), "every": STEPS, "metrics": {"enabled": False}}
-        self.ckpt = monitor.attach(self.engine, values, state=[self.counter])
+        self.ckpt = monitor.attach(
+            self.engine, values, state=[self.counter, *([Counter(9)] if more and rank() == 1 else [])]
+        )
 
     def train(self, steps: int) -> None:
         for step in range(steps):
@@ -147,6 +150,7 @@ def own_slice(parameter: Any) -> torch.Tensor | None:
 REFUSED: dict[str, dict[str, Any]] = {
     "groups": {"groups": joined},
     "object": {"broken": True},
+    "objects": {"more": True},
     "optimizer": {"optimizer": "SGD"},
 }
 

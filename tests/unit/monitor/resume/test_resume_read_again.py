@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,14 +15,18 @@ from torch import nn
 
 import monitor
 import monitor.resume.read as read
-from monitor.adapters.base import Piece
+from monitor.adapters.base import FragmentPlace, Piece
+from monitor.adapters.module_tensors import torch_dtype
 from monitor.adapters.pytorch import PyTorchAdapter
 from store.catalog import open_catalog
-from store.errors import DriftpointError, ModelMismatchError
-from store.fragments import byte_range
+from store.errors import ConfigError, DriftpointError, ModelMismatchError, NothingToResumeError
+from store.fragments import Source, byte_range
+from store.layout import payload_path, segment_dir
 from store.location import Mount
-from store.names import WEIGHTS, Fragment
+from store.names import RAW, WEIGHTS, Fragment, SaveId, Unit
 from store.resolve import resolve
+from store.schema import Entry
+from store.segment import Item, write_payload
 from store.storage.local import LocalFiles
 
 LARGE = 300  # squared, in fp32, it is above the bytes of a small fragment
@@ -230,3 +235,134 @@ def test_memory_that_holds_more_than_the_slot_is_not_taken_over() -> None:
     fragment = Fragment("weight", "exp_avg", 0, 16)
     PyTorchAdapter(model, optimizer).prepare_load({"weight": {"exp_avg": "F32"}}, {fragment: part})
     assert optimizer.state[model.weight]["exp_avg"].data_ptr() != part.data_ptr()
+
+
+# ---- a failure midway
+
+
+def fails_midway(store: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException] = OSError) -> Any:
+    """A job at step 3 that goes back to step 2, and ends up with a mixture of both."""
+    model, optimizer, ckpt = job(store, every=2)
+    ckpt.resume()
+    for _ in range(3):
+        update(model, optimizer)
+        ckpt.step()
+        ckpt.flush()
+    load, loaded = read.ReadResult._load, []
+
+    def load_some(self: read.ReadResult, piece: Piece) -> None:
+        if loaded:
+            raise error("while it loads")
+        loaded.append(piece)
+        load(self, piece)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(read.ReadResult, "_load", load_some)
+        patch.setattr(read, "_THREADS", 1)
+        with pytest.raises((DriftpointError, error)):
+            ckpt.resume()
+    return model, optimizer, ckpt
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+@pytest.mark.parametrize("end", ["close", "step", "save", "commit_last_step"])
+def test_a_mixture_is_never_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str, error: type[BaseException]
+) -> None:
+    model, optimizer, ckpt = fails_midway(tmp_path / "store", monkeypatch, error)
+    update(model, optimizer)
+    if end in ("step", "save"):
+        with pytest.raises(ConfigError, match="failed midway"):
+            getattr(ckpt, end)()
+    else:
+        getattr(ckpt, end)()
+    ckpt.close()
+    assert [save.step for save in open_catalog(LocalFiles(tmp_path / "store")).saves()] == [2]
+
+
+def test_a_second_resume_mends_a_mixture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, ckpt = fails_midway(tmp_path / "store", monkeypatch)
+    with ckpt:
+        assert ckpt.resume() == 2
+        update(model, optimizer)
+        ckpt.step()
+    assert [save.step for save in open_catalog(LocalFiles(tmp_path / "store")).saves()] == [3, 2]
+
+
+def test_a_refused_resume_leaves_a_job_that_saves(tmp_path: Path) -> None:
+    model, optimizer, ckpt = job(tmp_path / "store")
+    with ckpt:
+        ckpt.resume()
+        update(model, optimizer)
+        ckpt.step()
+        ckpt.flush()
+        manifest = next((tmp_path / "store" / "manifests").iterdir())
+        content = manifest.read_bytes()
+        manifest.write_bytes(b"rubbish")
+        with pytest.raises(NothingToResumeError):
+            ckpt.resume()
+        manifest.write_bytes(content)
+        update(model, optimizer)
+        ckpt.step()
+    assert [save.step for save in open_catalog(LocalFiles(tmp_path / "store")).saves()] == [2, 1]
+
+
+# ---- memory and dtypes
+
+
+def test_parameters_on_one_memory_with_other_values_are_told(tmp_path: Path) -> None:
+    def tied(share: bool) -> tuple[nn.Module, monitor.Checkpointer]:
+        model = nn.Sequential(nn.Linear(LARGE, LARGE, bias=False), nn.Linear(LARGE, LARGE, bias=False))
+        if share:
+            model[1].weight.data = model[0].weight.data
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        given = {"store": str(tmp_path / "store"), "every": 1, "metrics": {"enabled": False}}
+        ckpt = monitor.attach((model, optimizer), given)
+        assert ckpt.resume() == (1 if share else 0)
+        if not share:
+            model(torch.randn(2, LARGE)).sum().backward()
+            optimizer.step()
+            ckpt.step()
+        return model, ckpt
+
+    one, ckpt = tied(share=False)
+    ckpt.close()
+    two, ckpt = tied(share=True)
+    ckpt.close(save=False)
+    assert torch.equal(two[1].weight, one[1].weight)  # type: ignore[index, union-attr]
+    assert ckpt.certificate is not None and not ckpt.certificate.exact
+    assert any("0.weight/fp32 shares memory" in text for text in ckpt.certificate.problems)
+
+
+def test_parameters_on_one_memory_with_the_same_values_are_exact(tmp_path: Path) -> None:
+    for step in (0, 1):
+        model = nn.Sequential(nn.Linear(LARGE, LARGE, bias=False), nn.Linear(LARGE, LARGE, bias=False))
+        model[1].weight.data = model[0].weight.data
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        given = {"store": str(tmp_path / "store"), "every": 1, "metrics": {"enabled": False}}
+        with monitor.attach((model, optimizer), given) as ckpt:
+            assert ckpt.resume() == step
+            model(torch.randn(2, LARGE)).sum().backward()
+            optimizer.step()
+            ckpt.step()
+    assert ckpt.certificate is not None and ckpt.certificate.exact and not ckpt.certificate.problems
+
+
+@pytest.mark.parametrize("new", [False, True])
+@pytest.mark.parametrize("dtypes", [("F32", "BF16"), ("BF16", "F32"), ("F32", "I32")])
+def test_fragments_of_one_tensor_in_two_dtypes_are_damaged(tmp_path: Path, dtypes: tuple[str, str], new: bool) -> None:
+    numel, save, files = 1 << 17, SaveId(1, 1), LocalFiles(tmp_path)
+    (tmp_path / segment_dir(save)).mkdir(parents=True)
+    sizes = [numel * torch_dtype(name).itemsize for name in dtypes]
+    items = [Item(name, dtype, (numel,), bytes(size)) for name, dtype, size in zip("ab", dtypes, sizes, strict=True)]
+    payload = write_payload(files, payload_path(save, 0), items)
+    common: Any = {"layer": "l", "slot": WEIGHTS, "fqn": "w", "numel": numel, "encoding": RAW}
+    entries = [
+        Entry(**common, start=at * numel, dtype=dtypes[at], **vars(one)) for at, one in enumerate(payload.placed)
+    ]
+    part: Any = SimpleNamespace(save=save, rank=0, header_bytes=payload.header_bytes)
+    resolution: Any = SimpleNamespace(sources=lambda: [Source(part, entry) for entry in entries])
+    live = FragmentPlace(Fragment("w", WEIGHTS, 0, 2 * numel), torch_dtype(dtypes[0]), new)
+    with read.OpenPayloads(files) as payloads:
+        found = read.read_fragments(payloads, resolution, [live])
+    assert {one.unit for one in found.bad} == {Unit("l", WEIGHTS)}
