@@ -22,6 +22,7 @@ from monitor.memory.tier import MemoryTier
 from monitor.observe.units import LocalUnit, Surveyor
 from monitor.preemption import Preemption
 from monitor.resume.resume import (
+    LiveState,
     ResumeResult,
     build_certificate,
     reset_ledger,
@@ -95,7 +96,7 @@ class Checkpointer:
         self._surveyor = Surveyor(job.adapter, job.table)
         self._step = job.completed_steps() or 0
         self._resume_called = False
-        self._half_resumed = False  # a resume failed while it changed the state
+        self._live = LiveState()
         self._trained = False  # whether there is state that no commit may have
         self._checked = False
         self._updates = 0
@@ -160,9 +161,8 @@ class Checkpointer:
             DamagedError: Ranks could not read the records of the commit.
             StorageError: Ranks do not see the same store, or storage failed.
 
-            These are raised on all ranks and leave the job unchanged. Only a failure while the checked values are
-            copied, such as a device out of memory, raises a DriftpointError. Then nothing is saved before the job is
-            restarted, or resumed again.
+            These are raised on all ranks and leave the job unchanged. Only a failure while values are copied, such as a
+            device out of memory, raises a DriftpointError. Then nothing is saved before a restart or another resume.
         """
         if self._resume_called:  # the save under way may belong to a branch that this resume leaves
             self.copied()
@@ -170,9 +170,9 @@ class Checkpointer:
         job, result = self._job, None
         if self._catalog is not None:
             snapshot = self._memory.find(self._catalog) if memory and self._memory is not None else None
-            attempt = partial(resume, adapter=job.adapter, group=self._group, user=job.user)
-            loading = {"settings": self.config.resume, "changing": partial(setattr, self, "_half_resumed")}
-            result = resume_memory_or_store(partial(attempt, **loading), self._catalog, snapshot)
+            attempt = partial(resume, adapter=job.adapter, group=self._group, user=job.user, live=self._live)
+            attempt = partial(attempt, settings=self.config.resume)
+            result = resume_memory_or_store(attempt, self._catalog, snapshot)
         self._resume_called = True
         self._trained = result is not None and result.memory is not None
         self._updates = 0
@@ -276,13 +276,13 @@ class Checkpointer:
             SaveError: The step is not committed, on all ranks. In-memory snapshots stay for the next job.
         """
         left = self.preempted and self.config.preemption.exit
-        trained = (self._trained or self._updates) and not self._half_resumed
+        trained = (self._trained or self._updates) and not self._live.mixed
         if isinstance(self._saver, Saver) and trained and not left:
             counted = self._job.completed_steps()
             step, save = counted or self._step, partial(self.save, wait=True)
             last_step = LastStep(self._job, self._saver, step, self._barrier, save)
             return last_step.commit(uncounted=counted is None and self._updates > 0)
-        return not self._half_resumed
+        return not self._live.mixed
 
     def preempt(self) -> None:
         """Announce the end of the job, like a signal does: the next :meth:`step` makes the last save.
@@ -392,10 +392,9 @@ class Checkpointer:
             raise ConfigError("this checkpointer is closed: call monitor.attach() again")
 
     def _require_resume_called(self) -> None:
-        if self._half_resumed:
+        if self._live.mixed:
             raise ConfigError(
-                "resume() failed midway, so the live state is a mixture of old and new values, which is not saved: "
-                "call resume() again, or restart the job"
+                "resume() failed midway, so the live state is a mixture: call resume() again, or restart the job"
             )
         if not self._resume_called and self._opened is not None and self._opened.has_commits:
             raise ConfigError(

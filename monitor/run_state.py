@@ -446,8 +446,12 @@ class StateLoader:
             except Exception as error:  # noqa: BLE001 - logged, so that the other objects are restored
                 _log.error("%s cannot load its state from before the resume either: %r", name, error)
                 whole = False
-        self._adapter.load_run_state(self._framework_before)
-        restore_rng(self._rng_before)
+        try:
+            self._adapter.load_run_state(self._framework_before)
+            restore_rng(self._rng_before)
+        except Exception as error:  # noqa: BLE001 - likewise
+            _log.error("the optimizer's run state from before the resume cannot be loaded: %r", error)
+            whole = False
         return whole
 
 

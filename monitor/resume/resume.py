@@ -60,6 +60,13 @@ class ResumeResult:
     passed_over: int = 0  # newer commits that were not used, since they are damaged or suspect
 
 
+@dataclass
+class LiveState:
+    """Whether the job's state is a mixture of old and loaded values, because a resume ended midway."""
+
+    mixed: bool = False
+
+
 @dataclass(frozen=True)
 class _Plan:
     """A complete commit, and where its values go on this rank."""
@@ -79,13 +86,7 @@ class _Checked:
 
 
 def resume(
-    catalog: Catalog,
-    adapter: Adapter,
-    group: Group,
-    user: UserState,
-    *,
-    settings: ResumeSettings,
-    changing: Callable[[bool], None],
+    catalog: Catalog, adapter: Adapter, group: Group, user: UserState, *, settings: ResumeSettings, live: LiveState
 ) -> ResumeResult | None:
     """Load the newest resumable commit into the live job. Collective.
 
@@ -95,7 +96,7 @@ def resume(
         group: All ranks.
         user: The user's objects.
         settings: Which step and data position to resume.
-        changing: Called with True before the live state changes, and with False when it is whole again.
+        live: Told of changes to the live state.
 
     Returns:
         The result, None if the store has no commits.
@@ -125,7 +126,7 @@ def resume(
                 continue
             notes += [*passed_over, *plan.resolution.problems, *found.point.notes, *found.read.notes, *found.lost]
             notes += run_on_all_ranks(group, partial(_object_notes, found.point.state, user))
-            shared = _over_ranks(group, _load(plan, found, adapter, user=user, group=group, changing=changing))
+            shared = _over_ranks(group, _load(plan, found, adapter, user=user, group=group, live=live))
         notes, lost = list(dict.fromkeys([*notes, *shared])), (*found.lost, *shared)
         return ResumeResult(plan.resolution, found.point, tuple(notes), lost, passed_over=newer)
 
@@ -157,7 +158,7 @@ def _check(
     rounded = _over_ranks(group, read.rounded)
     unrestored = _over_ranks(group, run_on_all_ranks(group, partial(_unrestored, point, adapter, group)))
     saved = point.state.user
-    objects = run_on_all_ranks(group, lambda: [] if saved is None else user.notes(saved))
+    objects = _over_ranks(group, run_on_all_ranks(group, lambda: [] if saved is None else user.notes(saved)))
     run_on_all_ranks(group, lambda: _check_run_state(point.state, adapter))
     return _Checked(point, read, (*dropped, *rounded, *unrestored, *objects))
 
@@ -258,7 +259,7 @@ def _object_notes(state: RunState, user: UserState) -> list[str]:
 
 
 def _load(
-    plan: _Plan, found: _Checked, adapter: Adapter, *, user: UserState, group: Group, changing: Callable[[bool], None]
+    plan: _Plan, found: _Checked, adapter: Adapter, *, user: UserState, group: Group, live: LiveState
 ) -> list[str]:
     """Run the last checks, then change the live state. Return notes on values that other tensors replaced.
 
@@ -266,20 +267,21 @@ def _load(
     random states follow, so that they end up bit for bit as saved."""
     state, generators = found.point.state, found.point.generators
     loader = run_on_all_ranks(group, lambda: StateLoader(state, adapter, user, generators))
-    changing(True)
+    mixed, live.mixed = live.mixed, True
     try:
         run_on_all_ranks(group, loader.load)
         with adapter.cache_lookups():
             run_on_all_ranks(group, lambda: _require_unchanged(plan, state, adapter))
-    except BaseException:
-        changing(not loader.undo())
+    except BaseException as error:
+        undone = loader.undo()
+        live.mixed = mixed or not isinstance(error, Exception) or not all(group.all_gather(undone))
         raise
     with adapter.cache_lookups():
         notes = run_on_all_ranks(group, lambda: _copy_values(plan, found.read, state.framework, adapter))
     adapter.finish_load()
     if generators and state.rng is not None:
         restore_rng(state.rng)
-    changing(False)
+    live.mixed = False
     return notes
 
 

@@ -19,7 +19,7 @@ from monitor.adapters.base import FragmentPlace, Piece
 from monitor.adapters.module_tensors import torch_dtype
 from monitor.adapters.pytorch import PyTorchAdapter
 from store.catalog import open_catalog
-from store.errors import ConfigError, DriftpointError, ModelMismatchError, NothingToResumeError
+from store.errors import ConfigError, DriftpointError, ModelMismatchError, NothingToResumeError, UsageError
 from store.fragments import Source, byte_range
 from store.layout import payload_path, segment_dir
 from store.location import Mount
@@ -32,11 +32,13 @@ from store.storage.local import LocalFiles
 LARGE = 300  # squared, in fp32, it is above the bytes of a small fragment
 
 
-def job(store: Path, width: int = LARGE, **settings: Any) -> tuple[nn.Module, torch.optim.AdamW, monitor.Checkpointer]:
+def job(
+    store: Path, width: int = LARGE, state: Any = (), **settings: Any
+) -> tuple[nn.Module, torch.optim.AdamW, monitor.Checkpointer]:
     model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, 3))
     optimizer = torch.optim.AdamW(model.parameters())
     given = {"store": str(store), "every": 1, "metrics": {"enabled": False}, **settings}
-    return model, optimizer, monitor.attach((model, optimizer), given)
+    return model, optimizer, monitor.attach((model, optimizer), given, state=state)
 
 
 def update(model: nn.Module, optimizer: torch.optim.AdamW) -> None:
@@ -240,9 +242,11 @@ def test_memory_that_holds_more_than_the_slot_is_not_taken_over() -> None:
 # ---- a failure midway
 
 
-def fails_midway(store: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException] = OSError) -> Any:
+def fails_midway(
+    store: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException] = OSError, state: Any = ()
+) -> Any:
     """A job at step 3 that goes back to step 2, and ends up with a mixture of both."""
-    model, optimizer, ckpt = job(store, every=2)
+    model, optimizer, ckpt = job(store, every=2, state=state)
     ckpt.resume()
     for _ in range(3):
         update(model, optimizer)
@@ -262,6 +266,57 @@ def fails_midway(store: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseE
         with pytest.raises((DriftpointError, error)):
             ckpt.resume()
     return model, optimizer, ckpt
+
+
+class Moody:
+    """A user's object that refuses its state while it is told to."""
+
+    def __init__(self) -> None:
+        self.refuses = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.refuses:
+            self.refuses -= 1
+            raise ValueError("not now")
+
+
+def test_a_mixture_stays_one_where_the_next_resume_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moody = Moody()
+    model, optimizer, ckpt = fails_midway(tmp_path / "store", monkeypatch, state=[moody])
+    moody.refuses = 1
+    with pytest.raises(UsageError, match="not now"):
+        ckpt.resume()
+    update(model, optimizer)
+    with pytest.raises(ConfigError, match="failed midway"):
+        ckpt.step()
+    ckpt.close()
+    assert [save.step for save in open_catalog(LocalFiles(tmp_path / "store")).saves()] == [2]
+
+
+@pytest.mark.parametrize(("refusals", "mixed"), [(1, False), (2, True)])
+def test_an_object_that_does_not_take_its_state_back_makes_a_mixture(
+    tmp_path: Path, refusals: int, mixed: bool
+) -> None:
+    moody = Moody()
+    model, optimizer, ckpt = job(tmp_path / "store", state=[moody])
+    ckpt.resume()
+    update(model, optimizer)
+    ckpt.step()
+    ckpt.flush()
+    moody.refuses = refusals
+    with pytest.raises(UsageError, match="not now"):
+        ckpt.resume()
+    update(model, optimizer)
+    if mixed:
+        with pytest.raises(ConfigError, match="failed midway"):
+            ckpt.step()
+    else:
+        ckpt.step()
+    ckpt.close()
+    assert [save.step for save in open_catalog(LocalFiles(tmp_path / "store")).saves()] == ([1] if mixed else [2, 1])
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
