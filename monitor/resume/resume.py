@@ -273,8 +273,8 @@ def _load(
         with adapter.cache_lookups():
             run_on_all_ranks(group, lambda: _require_unchanged(plan, state, adapter))
     except BaseException as error:
-        undone = loader.undo()
-        live.mixed = mixed or not isinstance(error, Exception) or not all(group.all_gather(undone))
+        whole = loader.undo() and not mixed
+        live.mixed = not (isinstance(error, Exception) and all(group.all_gather(whole)))  # others end on one rank alone
         raise
     with adapter.cache_lookups():
         notes = run_on_all_ranks(group, lambda: _copy_values(plan, found.read, state.framework, adapter))

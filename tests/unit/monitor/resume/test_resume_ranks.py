@@ -76,7 +76,9 @@ def job() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def resumed(store: Path, objects: Callable[[int], dict[str, Any]]) -> list[tuple[ResumeResult | None, LiveState]]:
+def resumed(
+    store: Path, objects: Callable[[int], dict[str, Any]], mixed: Callable[[int], bool] = lambda _: False
+) -> list[tuple[ResumeResult | None, LiveState]]:
     """What the ranks of a job resume from a store, whose user has the object a; None where it is refused."""
     model, optimizer = job()
     settings = {"store": str(store), "every": 1, "metrics": {"enabled": False}}
@@ -89,7 +91,7 @@ def resumed(store: Path, objects: Callable[[int], dict[str, Any]]) -> list[tuple
 
     def run(rank: int) -> tuple[ResumeResult | None, LiveState]:
         group: Any = Rank(rank, threads)
-        adapter, live, catalog = PyTorchAdapter(*job()), LiveState(), open_catalog(LocalFiles(store))
+        adapter, live, catalog = PyTorchAdapter(*job()), LiveState(mixed(rank)), open_catalog(LocalFiles(store))
         try:
             user = UserState(objects(rank))
             return resume(catalog, adapter, group, user, settings=config, live=live), live
@@ -113,3 +115,8 @@ def test_what_one_rank_cannot_undo_is_a_mixture_on_all(tmp_path: Path) -> None:
 def test_what_all_ranks_undo_is_none(tmp_path: Path) -> None:
     found = resumed(tmp_path / "s", lambda rank: {"a": Counter(refuses=rank)})
     assert [(result, live.mixed) for result, live in found] == [(None, False)] * 2
+
+
+def test_a_mixture_on_one_rank_is_one_on_all(tmp_path: Path) -> None:
+    found = resumed(tmp_path / "s", lambda rank: {"a": Counter(refuses=rank)}, mixed=bool)
+    assert [(result, live.mixed) for result, live in found] == [(None, True)] * 2

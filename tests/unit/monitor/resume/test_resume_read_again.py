@@ -269,7 +269,7 @@ def fails_midway(
 
 
 class Moody:
-    """A user's object that refuses its state while it is told to."""
+    """A user's object that raises when it loads its state, ``refuses`` times."""
 
     def __init__(self) -> None:
         self.refuses = 0
