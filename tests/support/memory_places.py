@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +41,8 @@ class Place:
         else:
             done = torchrun("memory_ranks.py", ranks, whole, self.directory, timeout=600)
         assert (done.code == 0) == (which == "second"), done.output[-5000:]
-        assert "Timeout" not in done.output or which == "first"
+        if which == "second":  # torch's "recvValueWithTimeout failed" is a launcher that ended before the other
+            assert not re.search(r"\bTimeout", done.output), done.output[-5000:]
         return done
 
     def tier(self, below: str = "") -> Tier:
