@@ -5,10 +5,11 @@ the docstring says otherwise. Rank 0 keeps the ledger and decides; every rank st
 references that drift is measured against move at the next decision after a save is known to be committed.
 """
 
+import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,28 +22,21 @@ from monitor.events import AttachEvent, DecisionEvent, MeasuredEvent
 from monitor.memory.tier import MemoryTier
 from monitor.observe.units import LocalUnit, Surveyor
 from monitor.preemption import Preemption
-from monitor.resume.resume import (
-    LiveState,
-    ResumeResult,
-    build_certificate,
-    reset_ledger,
-    resume,
-    resume_event,
-    resume_memory_or_store,
-)
+from monitor.resume.resume import LiveState, ResumeResult, build_certificate, go_on_from, resume, resume_memory_or_store
 from monitor.save.dry_run import DryRunSaver
 from monitor.save.final_save import FinalSave, LastStep, at_exit, not_committed
 from monitor.save.saver import Saver
 from monitor.save.store_session import StoreSession
 from monitor.telemetry.log import warn_of_beginning
 from monitor.telemetry.metrics import Metrics
-from monitor.types import DecisionResult, Preempted, SaveRequest, StepReport
+from monitor.types import SKIP_REASONS, DecisionResult, Preempted, SaveRequest, StepReport, newest_text
 from store.catalog import Catalog
 from store.certificate import Certificate
-from store.commit import mark_proven
-from store.errors import ConfigError
+from store.errors import CollectiveError, ConfigError, SaveError
 from store.location import store_place
 from store.names import Unit
+
+_log = logging.getLogger("driftpoint")
 
 _PATIENCE = 30.0  # seconds; after an error other ranks may be gone, and their part of a commit with them
 
@@ -103,6 +97,7 @@ class Checkpointer:
         job.adapter.before_update(self._count_update)
         self._proven = False
         self._closed = False
+        self._cut_off = False  # a rank was late or is gone, so the ranks cannot agree any more, and nothing is saved
         self._process = os.getpid()
         self._unregister_exit = at_exit(self._close_at_exit)
         self._preemption = Preemption(job.config.preemption, job.group, active=opened is not None)
@@ -190,12 +185,7 @@ class Checkpointer:
         self._saver.forget_bases()
         self._step = result.resume_point.save.step
         self.certificate = build_certificate(result)
-        reset_ledger(self._job, catalog, result, self._step)
-        for unit, part in local.items():
-            if unit in result.resolution.versions:
-                self._job.meter.reset(unit, part.tensors)
-        newest = self._job.ledger.newest
-        self._listeners.on_resume(resume_event(result, self.certificate, self._step, newest))
+        go_on_from(result, self.certificate, self._job, catalog, local)
 
     def step(self) -> StepReport | None:
         """Count an optimizer step; if a decision is due (``every``), decide what to save and begin the save.
@@ -203,6 +193,9 @@ class Checkpointer:
         Call it after every optimizer step. It copies what the policy chose and returns; writing happens in the
         background. It never waits for storage, except when the job is preempted: then all ranks save as much as the
         grace period allows. Collective.
+
+        A rank that is late beyond the timeout of the job's process group raises nothing: an error is logged, and the
+        job trains on, but saves nothing more until it is restarted (``skipped="unreachable"``).
 
         Returns:
             The decision; None if none was due. If it has ``preempted`` set, leave the training loop.
@@ -217,16 +210,34 @@ class Checkpointer:
         self._require_open()
         if not self._count_step():
             return None
+        self._listeners.on_step(self._step, began)
+        report = self._on_all_ranks(partial(self._step_on_all_ranks, began), began)
+        return self._leave() if self._cut_off and self._preemption.requested else report
+
+    def _step_on_all_ranks(self, began: float) -> StepReport | None:
         self._require_resume_called()
         self._mark_proven()
         self._trained = True
-        self._listeners.on_step(self._step, began)
         if self._preemption.agreed():
             return self._leave()
         with self._job.adapter.cache_lookups():
-            report = self._decide(began, None) if self._pace.due(self._step) else None
-            self._snapshot(surveyed=report is not None)
+            report = self._decide(None, began) if self._pace.due(self._step) else None
+            if self._memory is not None and self._memory.due(self._step):
+                self._memory.snapshot(self._step, partial(self._surveyor.survey, stepped=report is None))
         return report
+
+    def _on_all_ranks(self, action: Callable[[], StepReport | None], began: float) -> StepReport | None:
+        """Run a collective action. Where a rank is late or gone, save nothing from then on, and let the job train."""
+        try:
+            if not self._cut_off:
+                return action()
+        except CollectiveError as error:
+            self._cut_off = True
+            _log.error("step %d: nothing is saved from now on, restart the job: %s", self._step, error)
+        if not self._pace.due(self._step):
+            return None
+        self._pace.put_off(self._step, busy=False)
+        return self._report("unreachable", began, None)
 
     def save(self, *, wait: bool = False, strict: bool = True) -> StepReport:
         """Save all units now, regardless of the policy and of ``every``. Collective.
@@ -247,6 +258,13 @@ class Checkpointer:
                 an optimizer step was taken without :meth:`step`.
         """
         self._require_open()
+        save = partial(self._save_on_all_ranks, wait, strict)
+        report = self._on_all_ranks(save, time.perf_counter()) or StepReport(self._step, "unreachable", saved={})
+        if self._cut_off and wait and strict:
+            raise self._unreachable()
+        return report
+
+    def _save_on_all_ranks(self, wait: bool, strict: bool) -> StepReport:
         self._require_resume_called()
         if self._job.completed_steps() is None and self._updates:
             raise ConfigError(
@@ -256,7 +274,7 @@ class Checkpointer:
         self._step = self._job.completed_steps() or self._step
         self.flush()
         with self._job.adapter.cache_lookups():
-            report = self._decide(time.perf_counter(), SaveRequest("asked for by save()"))
+            report = self._decide(SaveRequest("asked for by save()"))
         if not wait or not isinstance(self._saver, Saver):
             return report
         if report.skipped is None:
@@ -278,11 +296,17 @@ class Checkpointer:
         left = self.preempted and self.config.preemption.exit
         trained = (self._trained or self._updates) and not self._live.mixed
         if isinstance(self._saver, Saver) and trained and not left:
+            if self._cut_off:
+                raise self._unreachable()
             counted = self._job.completed_steps()
             step, save = counted or self._step, partial(self.save, wait=True)
             last_step = LastStep(self._job, self._saver, step, self._barrier, save)
             return last_step.commit(uncounted=counted is None and self._updates > 0)
         return not self._live.mixed
+
+    def _unreachable(self) -> SaveError:
+        known = f"; {newest_text(self._job.ledger.newest)}" if self._group.rank == 0 else ""
+        return SaveError(f"step {self._step} is not committed: {SKIP_REASONS['unreachable']}{known}")
 
     def preempt(self) -> None:
         """Announce the end of the job, like a signal does: the next :meth:`step` makes the last save.
@@ -361,14 +385,9 @@ class Checkpointer:
     def _leave(self) -> StepReport:
         """Save what time allows. If the process is to exit, it exits by the deadline in any case."""
         assert isinstance(self._saver, Saver)  # preemption is off if nothing is saved
-        final_save = FinalSave(
-            self._job,
-            self._saver,
-            self._step,
-            lambda request: self._decide(time.perf_counter(), request),
-            self._budget_tracker.writing.affordable,
-        )
-        deadline = self._preemption.deadline()
+        affordable = self._budget_tracker.writing.affordable
+        final_save = FinalSave(self._job, self._saver, self._step, self._decide, affordable)
+        deadline = self._preemption.deadline(alone=self._cut_off)
         with deadline.enforced() if self.config.preemption.exit else nullcontext():
             report = final_save.run(deadline)
             self.preempted = True
@@ -417,15 +436,15 @@ class Checkpointer:
         if self._proven or resumed is None or opened is None or resumed.memory is not None or not opened.claimed:
             return
         self._proven = True
-        save = resumed.resolution.manifest.save
         if self._group.rank == 0:
-            self._saver.upkeep(
-                lambda: mark_proven(opened.files, opened.catalog.store_id, save, opened.epoch),
-                "marking the commit proven",
-            )
+            mark = partial(opened.mark_proven, resumed.resolution.manifest.save)
+            self._saver.upkeep(mark, "marking the commit proven")
 
-    def _decide(self, began: float, request: SaveRequest | None) -> StepReport:
-        """Decide and begin a save. request: None if the policy decides. Collective."""
+    def _decide(self, request: SaveRequest | None, began: float | None = None) -> StepReport:
+        """Decide and begin a save. request: None if the policy decides. began: of the stall. Collective."""
+        began = time.perf_counter() if began is None else began
+        if self._cut_off:
+            raise CollectiveError(SKIP_REASONS["unreachable"])
         survey = self._surveyor.survey(stepped=request is None)
         local, trouble = survey.local, survey.trouble is not None
         settled = self._saver.settle(self._step, not trouble and self._job.table.changed(local), trouble)
@@ -438,7 +457,7 @@ class Checkpointer:
             problem = collect_messages(self._group, survey.trouble) if settled.skip == "unsupported" else None
             return self._report(settled.skip, began, None, problem=problem)
         if settled.changed:
-            self._agree(local)
+            self._job.agree(local)
         decided = self._decider.decide(self._step, local, request, self._saver.dropped)
         self._pace.agreed(self._step, decided.interval)
         if self._group.rank == 0:
@@ -459,25 +478,6 @@ class Checkpointer:
         if self._memory is not None:
             self._memory.on_decision(self._step, decided.saved)
         return self._report("observe" if self._opened is None else None, began, decided, staged)
-
-    def _snapshot(self, surveyed: bool) -> None:
-        """Take an in-memory snapshot if one is due. surveyed: a decision of this step surveyed the job."""
-        memory, began = self._memory, time.perf_counter()
-        if memory is None or not memory.due(self._step):
-            return
-        survey = self._surveyor.survey(stepped=not surveyed)
-        local, trouble = survey.local, survey.trouble is not None
-        agreed = memory.settle(self._step, not trouble and self._job.table.changed(local), trouble)
-        if agreed.skip in (None, "unready") and agreed.changed:
-            self._agree(local)
-        if agreed.skip is None:
-            memory.snapshot(self._step, local, began)
-
-    def _agree(self, local: Mapping[Unit, LocalUnit]) -> None:
-        for unit in self._job.table.agree(local):
-            if unit in local:  # the old reference fits no more; the unit counts as lost until it is saved
-                self._job.meter.reset(unit, local[unit].tensors)
-        self._listeners.on_units_changed(local)
 
     def _report(
         self,

@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -14,9 +14,10 @@ from monitor.distributed import Group
 from monitor.events import Listeners
 from monitor.ledger import JobFacts, Ledger
 from monitor.observe.drift_meter import DriftMeter
-from monitor.observe.units import UnitTable
+from monitor.observe.units import LocalUnit, UnitTable
 from monitor.run_state import UserState
 from policies.base import Policy
+from store.names import Unit
 
 
 @contextmanager
@@ -57,6 +58,13 @@ class JobContext:
         """Return what the manifests of this job in a store have in common."""
         layers, tensors = self.table.layer_records(), self.table.tensor_records()
         return JobFacts(store_id, self.adapter.framework, self.policy.name, layers, tensors, self.began)
+
+    def agree(self, local: Mapping[Unit, LocalUnit]) -> None:
+        """Learn of the units that changed on any rank. Collective."""
+        for unit in self.table.agree(local):
+            if unit in local:  # the old reference fits no more; the unit counts as lost until it is saved
+                self.meter.reset(unit, local[unit].tensors)
+        self.listeners.on_units_changed(local)
 
     def completed_steps(self) -> int | None:
         """Return the optimizer steps taken so far, or None if neither the framework nor ``steps`` counts them."""

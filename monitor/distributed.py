@@ -6,7 +6,8 @@ never call into this module.
 """
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -15,12 +16,14 @@ import torch
 import torch.distributed as dist
 
 from store import errors
-from store.errors import DriftpointError
+from store.errors import CollectiveError, DriftpointError
 from store.memory.layout import Tier
 
 
 class Group(Protocol):
-    """Collectives that every rank calls in the same order. Values are plain data."""
+    """Collectives that every rank calls in the same order. Values are plain data.
+
+    They raise CollectiveError where a rank is gone, or later than the timeout of the job. None works after that."""
 
     rank: int
     world_size: int
@@ -55,7 +58,7 @@ class AsyncFlag(Protocol):
         All ranks must call it equally often. It waits only for ranks that have not made the previous call yet.
 
         Raises:
-            RuntimeError: Another rank is gone.
+            CollectiveError: Another rank is late or gone.
         """
 
 
@@ -100,22 +103,26 @@ class GlooGroup:
 
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:
         tensor = torch.tensor(list(values), dtype=torch.int64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+        with _collective():
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
         return [int(value) for value in tensor.tolist()]
 
     def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
         summed = values.to(torch.float64).clone()
-        dist.all_reduce(summed, op=dist.ReduceOp.SUM, group=self._group)
+        with _collective():
+            dist.all_reduce(summed, op=dist.ReduceOp.SUM, group=self._group)
         return summed
 
     def broadcast(self, value: Any) -> Any:
         box = [value]
-        dist.broadcast_object_list(box, src=0, group=self._group)
+        with _collective():
+            dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
 
     def all_gather(self, value: Any) -> list[Any]:
         boxes: list[Any] = [None] * self.world_size
-        dist.all_gather_object(boxes, value, group=self._group)
+        with _collective():
+            dist.all_gather_object(boxes, value, group=self._group)
         return boxes
 
     def async_flag(self) -> AsyncFlag:
@@ -148,13 +155,24 @@ class _GlooAsyncFlag:
 
     def exchange(self, flag: bool) -> bool:
         if self._work is not None:
-            self._work.wait()
+            with _collective():
+                self._work.wait()
             if int(self._flag.item()):
                 self._work = None
                 return True
         self._flag[0] = int(flag)
-        self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        with _collective():
+            self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         return False
+
+
+@contextmanager
+def _collective() -> Iterator[None]:
+    """Raise torch's error about ranks that are late or gone as CollectiveError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CollectiveError(f"another rank is later than the job's timeout, or gone: {error}") from error
 
 
 _SHORTEST_TIMEOUT = timedelta(minutes=30)

@@ -26,7 +26,7 @@ from typing import Any
 
 from monitor.config.schema import PreemptionSettings
 from monitor.distributed import AsyncFlag, Group
-from store.errors import PREEMPTED, ConfigError
+from store.errors import PREEMPTED, CollectiveError, ConfigError
 
 _log = logging.getLogger("driftpoint")
 
@@ -194,24 +194,23 @@ class Preemption:
 
     def agreed(self) -> bool:
         """Return whether the job stops at this step boundary, alike on all ranks. True once at most. Collective."""
-        if self._flag is None:
-            return False
-        try:
-            stop = self._flag.exchange(self._watcher.first is not None)
-        except RuntimeError as error:  # torch raises it if another rank is gone
-            self._flag = None
-            _log.warning("preemption: signals are ignored from now on, because the ranks cannot agree: %s", error)
-            return False
+        stop = self._flag is not None and self._flag.exchange(self.requested)
         if stop:
             self._flag = None
         return stop
 
-    def deadline(self) -> Deadline:
-        """Return the deadline set by the earliest signal on any rank. Collective."""
+    @property
+    def requested(self) -> bool:
+        """Whether this rank was preempted. Not collective."""
+        return self._watcher.first is not None
+
+    def deadline(self, alone: bool = False) -> Deadline:
+        """Return the deadline set by the earliest signal on any rank, or on this one ``alone``. Collective."""
         first = self._watcher.first
         passed = 0.0 if first is None else time.monotonic() - first
-        with suppress(RuntimeError):  # another rank is gone; the next collective raises
-            passed = self._group.all_reduce_max([int(1e6 * passed)])[0] / 1e6
+        if not alone:
+            with suppress(CollectiveError):  # the next collective raises
+                passed = self._group.all_reduce_max([int(1e6 * passed)])[0] / 1e6
         return deadline(self._settings.grace_seconds, passed)
 
     def close(self, leaving: bool) -> None:

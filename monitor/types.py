@@ -55,6 +55,7 @@ SKIP_REASONS: Mapping[str | None, str] = {
     "withheld": "layers without any version have NaN or Inf",
     "fenced": "another job has taken over the store",
     "storage": "the store cannot be written",
+    "unreachable": "another rank was later than the job's timeout, or is gone",
     "disagree": "ranks are at different steps",
     "unsupported": "the model or optimizer is not the one that was attached",
 }
@@ -73,8 +74,8 @@ class StepReport:
     Attributes:
         step: Optimizer step of the decision.
         skipped: Why no save began: ``busy``, ``nothing``, ``withheld``, ``fenced``, ``storage``, ``disagree``,
-            ``unsupported`` or ``observe``. With ``wait``, ``failed`` if it failed and ``busy`` if it is unfinished.
-            None if a save began.
+            ``unreachable``, ``unsupported`` or ``observe``. With ``wait``, ``failed`` if it failed and ``busy`` if it
+            is unfinished. None if a save began.
         stats: Drift and staleness of every unit over all ranks. Rank 0 only; empty if nothing was measured.
         saved: Units in this save, with the reason for each. If the save was not waited for, a layer may still turn out
             to have NaN or Inf when it is written; its units are then left out of the commit, and their previous

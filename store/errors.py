@@ -117,6 +117,10 @@ class DaemonError(DriftpointError):
     """The daemon of this node is not running, or a message of its protocol is invalid."""
 
 
+class CollectiveError(DriftpointError):
+    """A collective of all ranks failed: one of them was later than the job's timeout, or is gone."""
+
+
 class PeerError(DriftpointError):
     """Another rank's node refused a replica of this rank's memory, or did not return it."""
 

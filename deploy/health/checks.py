@@ -16,6 +16,7 @@ from store.text import listed
 _FEW_SAVES = 3  # full saves for which a disk should have space
 _REFUSED: Mapping[str, tuple[Level, str]] = {
     "storage": ("look", "the store could not be claimed"),
+    "unreachable": ("bad", "a rank was later than the job's timeout, or is gone: restart the job"),
     "disagree": ("bad", "the ranks are at different steps"),
     "unsupported": ("bad", "the job changed after attach"),
     "fenced": ("bad", "another job took over the store"),

@@ -17,6 +17,7 @@ _SKIPPED: dict[str, tuple[Severity, str]] = {
     "busy": ("plain", "no save: the previous one was still being written"),
     "withheld": ("bad", "no save: all layers to be saved contained NaN or Inf"),
     "storage": ("look", "no save: storage failed"),
+    "unreachable": ("bad", "no save: a rank was later than the job's timeout, or is gone"),
     "disagree": ("bad", "no save: the ranks disagreed"),
     "unsupported": ("bad", "no save: the job changed after attach"),
     "fenced": ("bad", "no save: another job took over the store"),

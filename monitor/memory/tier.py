@@ -11,7 +11,7 @@ own memory and on another node, unless the last one could not be sent.
 
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from monitor.memory.buffers import SharedMemoryBuffers, log_errors
 from monitor.memory.recovery import MemoryCandidate, find_newest_snapshot, rolled_back_to
 from monitor.memory.replication import Replication, ReplicationStatus
 from monitor.memory.snapshot import SnapshotManifest, SnapshotStager, Version, seal_snapshot
-from monitor.observe.units import LocalUnit
+from monitor.observe.units import LocalUnit, Survey
 from monitor.save.saver import Saver, SaveStatus
 from monitor.save.staging import UnfinishedCopy
 from monitor.save.store_session import StoreSession
@@ -143,7 +143,17 @@ class MemoryTier:
         """Return whether to take a snapshot of this step. The same on all ranks."""
         return self._buffers.arena is not None and not self._disabled and self._schedule.due(step)
 
-    def settle(self, step: int, changed: bool, trouble: bool) -> SaveStatus:
+    def snapshot(self, step: int, survey: Callable[[], Survey]) -> None:
+        """Take a snapshot of this step, unless one is pending. survey: reads the job's tensors. Collective."""
+        began, found = time.perf_counter(), survey()
+        trouble = found.trouble is not None
+        agreed = self._settle(step, not trouble and self._job.table.changed(found.local), trouble)
+        if agreed.skip in (None, "unready") and agreed.changed:
+            self._job.agree(found.local)
+        if agreed.skip is None:
+            self._take(step, found.local, began)
+
+    def _settle(self, step: int, changed: bool, trouble: bool) -> SaveStatus:
         """Finish the pending snapshot on all ranks, and agree whether the next may begin. Collective.
 
         Args:
@@ -186,7 +196,7 @@ class MemoryTier:
             return SaveStatus("unsupported", any_changed)
         return SaveStatus("unready" if any_unready else None, any_changed)
 
-    def snapshot(self, step: int, local: Mapping[Unit, LocalUnit], began: float) -> None:
+    def _take(self, step: int, local: Mapping[Unit, LocalUnit], began: float) -> None:
         """Stage a snapshot of this step. ``began``: ``perf_counter()`` when training began to wait. Collective."""
         if self._saver.claim_name(step, snapshot=True) is not None:
             return  # fenced, or the store is unreachable: reported at the next decision

@@ -19,6 +19,7 @@ from monitor.context import JobContext
 from monitor.distributed import Group, run_on_all_ranks, run_on_rank0
 from monitor.events import ResumeEvent
 from monitor.memory.recovery import MemoryCandidate, newest_on_disk
+from monitor.observe.units import LocalUnit
 from monitor.resume.read import (
     OpenPayloads,
     ReadResult,
@@ -34,7 +35,7 @@ from monitor.run_state import RunState, StateLoader, UserState, restore_rng, unr
 from store.catalog import Catalog
 from store.certificate import Certificate, certify_stored, mark_memory_sources
 from store.errors import DamagedError, DriftpointError, ModelMismatchError, NothingToResumeError, StorageError
-from store.names import BUFFER, SaveId
+from store.names import BUFFER, SaveId, Unit
 from store.resolve import RejectedVersion, Resolution
 from store.schema import digest, seal
 from store.text import listed
@@ -357,20 +358,30 @@ def memory_or_store(
     return attempt(catalog)
 
 
-def resume_event(result: ResumeResult, certificate: Certificate, step: int, newest: SaveId | None) -> ResumeEvent:
-    """Build the event of a resume to ``step``. ``newest``: the newest commit of the ledger."""
-    manifest = result.resolution.manifest
-    return ResumeEvent(
-        step=step,
-        commit=manifest.step,
-        created=manifest.created,
-        newest=newest,
-        certificate=certificate,
-        from_memory=result.memory is not None,
-        replicas=len(result.replicas),
-        fallbacks=len(result.resolution.fallbacks),
-        passed_over=result.passed_over,
-        notes=result.notes,
+def go_on_from(
+    result: ResumeResult, certificate: Certificate, job: JobContext, catalog: Catalog, local: Mapping[Unit, LocalUnit]
+) -> None:
+    """Count versions and measure drift from the resumed state, and notify the listeners. Collective.
+
+    catalog: the store without in-memory snapshots."""
+    step, manifest = result.resume_point.save.step, result.resolution.manifest
+    _reset_ledger(job, catalog, result, step)
+    for unit, part in local.items():
+        if unit in result.resolution.versions:
+            job.meter.reset(unit, part.tensors)
+    job.listeners.on_resume(
+        ResumeEvent(
+            step=step,
+            commit=manifest.step,
+            created=manifest.created,
+            newest=job.ledger.newest,
+            certificate=certificate,
+            from_memory=result.memory is not None,
+            replicas=len(result.replicas),
+            fallbacks=len(result.resolution.fallbacks),
+            passed_over=result.passed_over,
+            notes=result.notes,
+        )
     )
 
 
@@ -389,8 +400,8 @@ def build_certificate(result: ResumeResult) -> Certificate:
     return replace(certificate, problems=certificate.problems + result.lost)
 
 
-def reset_ledger(job: JobContext, catalog: Catalog, result: ResumeResult, step: int) -> None:
-    """Reset the ledger to the resumed state at ``step``. catalog: the store without in-memory snapshots. Collective.
+def _reset_ledger(job: JobContext, catalog: Catalog, result: ResumeResult, step: int) -> None:
+    """Reset the ledger to the resumed state at ``step``.
 
     A commit cannot refer to an in-memory snapshot. The ledger then takes the newest commit, and since the drift from it
     is unknown, the next save stores every unit that came from memory."""

@@ -18,7 +18,7 @@ from monitor.telemetry.log import log_startup
 from monitor.types import SKIP_REASONS, SaveRequest, StepReport, newest_text
 from policies.base import Choice
 from store.certificate import is_lossy
-from store.errors import SaveError
+from store.errors import CollectiveError, SaveError
 from store.names import Unit
 
 _log = logging.getLogger("driftpoint")
@@ -121,8 +121,8 @@ class FinalSave:
         If another rank is gone the error is logged, not raised: the job ends in any case."""
         try:
             return self._save_until(deadline)
-        except RuntimeError as error:
-            _log.error("preempted: no further save is possible, because another rank is gone: %s", error)
+        except CollectiveError as error:
+            _log.error("preempted: no further save is possible: %s", error)
         return StepReport(self.step, "failed", saved={}, preempted=True)
 
     def _save_until(self, deadline: Deadline) -> StepReport:

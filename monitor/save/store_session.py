@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from monitor.distributed import Group, run_on_all_ranks, run_on_rank0
 from store.catalog import Catalog, open_catalog, open_or_create
+from store.commit import mark_proven
 from store.errors import DamagedError, FencedError, MissingError, NoSpaceError, NoStoreError, StorageError
 from store.location import files_at, place_of
 from store.names import SaveId
@@ -64,6 +65,10 @@ class StoreSession:
                 f"the disk had no room when this job began, so it could not claim the store, and another job committed "
                 f"{newest} since. This job saves nothing; stop one of the two"
             )
+
+    def mark_proven(self, save: SaveId) -> None:
+        """Record that a job went on from this commit."""
+        mark_proven(self.files, self.catalog.store_id, save, self.epoch)
 
     def mark_closed(self) -> None:
         """Record that this job ends as intended, so that its end is no interruption. Rank 0, if they are counted."""

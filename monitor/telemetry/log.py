@@ -192,6 +192,10 @@ _WHY_SKIPPED = {
         logging.ERROR,
         "no save at step %d: ranks are at different steps; call ckpt.step() equally often on all of them",
     ),
+    "unreachable": (
+        logging.ERROR,
+        "no save at step %d: another rank was later than the job's timeout, or is gone; restart the job",
+    ),
     "unsupported": (
         logging.ERROR,
         "no save at step %d: the model or optimizer is not the one that was attached, so a save would be partial. %s",

@@ -32,7 +32,7 @@ _log = logging.getLogger("driftpoint")
 LAYER_SERIES = 512
 """Default number of layer slots with series of their own."""
 
-SKIPS = ("busy", "nothing", "withheld", "fenced", "storage", "disagree", "unsupported")
+SKIPS = ("busy", "nothing", "withheld", "fenced", "storage", "disagree", "unreachable", "unsupported")
 """Values of the label ``reason`` of skipped saves."""
 
 _STORE_FAILURES = (

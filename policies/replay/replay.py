@@ -26,7 +26,7 @@ from policies.validation import Failure, failure_of
 from store.names import Unit
 from store.trace import TracedUnit
 
-_OUTSIDE = frozenset({"disagree", "unsupported", "fenced", "storage"})
+_OUTSIDE = frozenset({"disagree", "unreachable", "unsupported", "fenced", "storage"})
 """``skipped`` values that do not depend on the policy."""
 
 

@@ -89,7 +89,7 @@ def settle_save(ckpt: monitor.Checkpointer, step: int) -> None:
 def decide_without_update(ckpt: monitor.Checkpointer) -> monitor.StepReport:
     """Count a step and decide, although the optimizer took none."""
     shift_step(ckpt, 1)
-    return ckpt._decide(0.0, None)
+    return ckpt._decide(None, 0.0)
 
 
 def shift_step(ckpt: monitor.Checkpointer, by: int) -> None:

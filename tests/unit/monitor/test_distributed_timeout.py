@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +82,73 @@ assert committed_steps(store) == [2]
 job.ckpt.close(save=False)
 dist.barrier()
 """
+
+
+_LATE_STEP = """
+import json, os, signal, sys, time
+from datetime import timedelta
+from pathlib import Path
+import pytest
+import torch.distributed as dist
+import monitor, monitor.distributed
+from store.errors import SaveError
+from tests.support.jobs import Job, committed_steps
+monitor.distributed._job_timeout = lambda: timedelta(seconds=2)  # of the groups that are made by attach
+rank, path, settings, end = int(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3]), sys.argv[4]
+dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+store = Path(path).with_name("store")
+job = Job(store, **settings)
+job.step()
+job.ckpt.commit_last_step()
+dist.barrier()
+assert committed_steps(store) == [1]
+job.update()
+if rank:
+    time.sleep(5.0)
+job.ckpt.step()
+if end == "preempted":
+    job.update()
+    if rank:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        with pytest.raises(monitor.Preempted) as left:
+            job.ckpt.step()
+        assert left.value.code == 75 and left.value.report.preempted and not left.value.report.saved
+    else:
+        job.ckpt.step()
+        with pytest.raises(SaveError, match="step 3 is not committed"):
+            job.ckpt.close()
+else:
+    reports = [job.step() for _ in range(3)]
+    if job.ckpt.config.every == 1:
+        assert [report.skipped for report in reports] == ["unreachable"] * 3
+    assert job.ckpt.save().skipped == "unreachable"
+    assert job.ckpt.save(wait=True, strict=False).skipped == "unreachable"
+    newest = "" if rank else "; the commit of step 1"
+    with pytest.raises(SaveError, match=f"later than the job's timeout, or is gone{newest}"):
+        job.ckpt.save(wait=True)
+    with pytest.raises(SaveError, match="step 5 is not committed"):
+        job.ckpt.close()
+dist.barrier()
+assert committed_steps(store) == [1]
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "end"),
+    [
+        ({}, "close"),
+        ({}, "preempted"),
+        ({"preemption": {"signals": []}}, "close"),
+        ({"policy": {"name": "threshold", "threshold": 0.0}, "preemption": {"signals": []}}, "close"),
+        ({"every": 100, "preemption": {"signals": []}, "memory": {"enabled": True, "every": 1}}, "close"),
+    ],
+)
+def test_a_step_does_not_raise_for_a_rank_that_is_too_late(tmp_path: Path, settings: dict[str, Any], end: str) -> None:
+    """Not on any rank. Training goes on, nothing is saved any more, and the end of the job says so."""
+    if "memory" in settings:
+        (tmp_path / "shm").mkdir()
+        settings = {**settings, "memory": {**settings["memory"], "path": str(tmp_path / "shm")}}
+    run_ranks(_LATE_STEP, tmp_path, json.dumps(settings), end)
 
 
 def test_a_job_goes_on_saving_after_ranks_did_not_meet(tmp_path: Path) -> None:
