@@ -50,10 +50,9 @@ def import_(
     step: StepOption = None,
     allow_nonfinite: NonfiniteOption = False,
     json: JsonOption = False,
-    debug: DebugOption = False,
+    _debug: DebugOption = False,
 ) -> None:
     """Convert a checkpoint into a store, bit for bit, so that a job can resume from it. The source is not changed."""
-    del debug
     from merger.import_checkpoint import import_checkpoint, plan_import
 
     with damage_as_no_result():

@@ -139,10 +139,9 @@ def merge(
     allow_nonfinite: NonfiniteOption = False,
     plan: PlanOption = False,
     json: JsonOption = False,
-    debug: DebugOption = False,
+    _debug: DebugOption = False,
 ) -> None:
     """Rebuild a complete checkpoint that the training framework loads by itself. Sources are not changed."""
-    del debug
     if out is None and not plan:
         raise UsageError("missing option '--out': a new directory to write to; see `driftpoint merge --help`")
     if out is not None and is_url(place_of(out)):

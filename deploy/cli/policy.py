@@ -164,10 +164,9 @@ class Checked:
 
 @app.command(epilog=EPILOG)
 def check(
-    policy: PolicyArgument, *, set_: SetOption = None, json: JsonOption = False, debug: DebugOption = False
+    policy: PolicyArgument, *, set_: SetOption = None, json: JsonOption = False, _debug: DebugOption = False
 ) -> None:
     """Check that a policy keeps the contract, on synthetic models and runs, in this process and in a fresh one."""
-    del debug
     with output.stdout_to_stderr():
         found = named(policy, set_ or ())
         findings = list(examine(found.policy, found.bounds))

@@ -75,10 +75,9 @@ def run(
     wait: WaitOption = 0.0,
     events: EventsOption = None,
     metrics_port: MetricsOption = None,
-    debug: DebugOption = False,
+    _debug: DebugOption = False,
 ) -> None:
     """Start a training command and restart it after failures, as long as training progresses."""
-    del debug
     seen, wanted, notice = places(config, store)
     limits = Limits(max_restarts, max_failures, backoff, max(backoff, backoff_max))
     metrics = None

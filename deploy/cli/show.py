@@ -70,10 +70,9 @@ def show(
     step: StepArgument = None,
     long: LongOption = False,
     json: JsonOption = False,
-    debug: DebugOption = False,
+    _debug: DebugOption = False,
 ) -> None:
     """Show the layer versions of a commit: step, age, drift, bytes and encoding of every slot."""
-    del debug
     shown = look(store, step)
     output.answer(_as_json(shown), lambda console: _draw(console, shown, long=long), as_json=json)
     raise typer.Exit(shown.exit_code)

@@ -91,10 +91,9 @@ def simulate(
     copy_gbps: CopyOption = None,
     plot: PlotOption = None,
     json: JsonOption = False,
-    debug: DebugOption = False,
+    _debug: DebugOption = False,
 ) -> None:
     """Replay a recorded run under other configurations: bytes, stall, and the cost of a failure."""
-    del debug
     with output.stdout_to_stderr():
         from deploy.simulate.simulation import Limits, read_trace, simulated
         from deploy.simulate.summary import Prices, Terms
@@ -131,10 +130,9 @@ def estimate(
     copy_gbps: CopyOption = None,
     plot: PlotOption = None,
     json: JsonOption = False,
-    debug: DebugOption = False,
+    _debug: DebugOption = False,
 ) -> None:
     """Estimate bytes, stall and the cost of a failure for a model and a cluster, from stated assumptions."""
-    del debug
     with output.stdout_to_stderr():
         from deploy.simulate.assumptions import Assumptions, assumed_trace
         from deploy.simulate.simulation import Limits, simulated

@@ -16,9 +16,8 @@ from deploy.format import plural, resume_step_text, size_text
 from store.schema import ManifestRecord
 
 
-def status(store: StoreArgument, *, json: JsonOption = False, debug: DebugOption = False) -> None:
+def status(store: StoreArgument, *, json: JsonOption = False, _debug: DebugOption = False) -> None:
     """Show the commits of a store, the job that uses it, and the commit that a resume would take."""
-    del debug
     found = look(store)
     output.answer(_as_json(found), lambda console: _draw(console, found), as_json=json)
     raise typer.Exit(found.exit_code)
