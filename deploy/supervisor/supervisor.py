@@ -70,7 +70,7 @@ class Supervisor:
         return stop.code
 
     def _attempts(self) -> restart_policy.GiveUp:
-        history, again, number = restart_policy.RestartHistory(), restart_policy.Restart(0.0, counted=False), 0
+        history, again, number = restart_policy.RestartHistory(), restart_policy.Restart(0.0), 0
         while True:
             patience = self._options.wait if number == 0 else max(self._options.wait, _OTHER_NODES)
             stop = self._wait(again.seconds) or self._wait_for_store(patience)
