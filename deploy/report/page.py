@@ -209,9 +209,8 @@ def _build(
     history, missing = _history(path, named=named)
     job_status = None if history is None else history.job_status
     catalog.forget()
-    facts = health.gather(
-        catalog, root, health.in_memory(memory, catalog), job_status, clock(), trace=path, checked=checked
-    )
+    snapshots = health.MemoryFacts(memory).look(catalog)
+    facts = health.gather(catalog, root, snapshots, job_status, clock(), trace=path, checked=checked)
     if facts.foreign_trace:
         history = None
         missing = (
