@@ -24,8 +24,7 @@ from store.trace import (
     incarnations,
 )
 
-_OBSERVED = "observe"
-"""``skipped`` of decisions under policy observe."""
+_OBSERVED = "observe"  # ``skipped`` of decisions under policy observe
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,7 @@ class DecisionPoint:
     """A decision and the outcome of its save. Neither ``commit`` nor ``failed`` if the process ended first."""
 
     line: DecisionLine
-    copied: float = 0.0
-    """Seconds that the next optimizer step waited for copies of the save."""
+    copied: float = 0.0  # seconds that the next optimizer step waited for copies of the save
     commit: CommitLine | None = None
     failed: bool = False
 
@@ -49,12 +47,9 @@ class RunSegment:
     """Training without a restart or resume. Movement is known only within a segment."""
 
     job: JobLine
-    begins: int | None
-    """First step, if known."""
-    process: bool
-    """A new process began here: clock and account start at 0."""
-    resumed: bool
-    """The state was that of a commit, of step ``newest``."""
+    begins: int | None  # first step, if known
+    process: bool  # a new process began here: clock and account start at 0
+    resumed: bool  # the state was that of a commit, of step ``newest``
     decisions: tuple[DecisionPoint, ...]
     moved: Mapping[int, MovedLine]
     newest: int | None = None
@@ -81,12 +76,9 @@ class RunSegment:
 class Costs:
     """Costs of saves in the recorded run."""
 
-    stall: Fitted = field(default_factory=Fitted)
-    """Seconds of stall by raw bytes copied."""
-    write: Fitted = field(default_factory=Fitted)
-    """Seconds to the commit by bytes written."""
-    overhead: float = 0.0
-    """Bytes that a save writes besides units."""
+    stall: Fitted = field(default_factory=Fitted)  # seconds of stall by raw bytes copied
+    write: Fitted = field(default_factory=Fitted)  # seconds to the commit by bytes written
+    overhead: float = 0.0  # bytes that a save writes besides units
 
 
 @dataclass(frozen=True)
