@@ -121,13 +121,6 @@ def _top_json(facts: "Facts") -> dict[str, Any]:
         "running": facts.running,
         "checks": [asdict(check) for check in verdict.checks],
         "layers": [
-            {
-                "layer": row.layer,
-                "slots": {
-                    name: {"age": slot.age, "drift": slot.drift, "state": slot.state}
-                    for name, slot in row.slots.items()
-                },
-            }
-            for row in rows
+            {"layer": row.layer, "slots": {name: asdict(slot) for name, slot in row.slots.items()}} for row in rows
         ],
     }
