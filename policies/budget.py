@@ -104,9 +104,8 @@ def select_within(queue: Iterable[Candidate], budget_bytes: float) -> Mapping[Un
             continue
         elif candidate.cost <= budget_bytes:
             budget_bytes -= candidate.cost
-            choices[candidate.unit] = Choice(
-                candidate.option.encoding, f"worth {candidate.worth:.3g} a byte at {candidate.option.nbytes:.0f}"
-            )
+            why = f"worth {candidate.worth:.3g} a byte at {candidate.option.nbytes:.0f}"
+            choices[candidate.unit] = Choice(candidate.option.encoding, why)
         elif candidate.first:
             waiting = candidate
             at_hand = (

@@ -80,16 +80,13 @@ def _as_json(plan: "ImportPlan", found: "ImportResult") -> dict[str, Any]:
 
 def _draw(console: Console, plan: "ImportPlan", found: "ImportResult") -> None:
     checkpoint = plan.checkpoint
-    console.print(
-        output.facts(
-            {
-                "Imported": f"{checkpoint.origin} ({plan.kind})",
-                "As": f"{found.save} in {found.store}",
-                "Kind": kind_of(found.certificate),
-                "Wrote": f"{size_text(found.bytes_written)}, {plural(len(checkpoint.layers), 'layer')}",
-            }
-        )
-    )
+    rows: dict[str, Text | str] = {
+        "Imported": f"{checkpoint.origin} ({plan.kind})",
+        "As": f"{found.save} in {found.store}",
+        "Kind": kind_of(found.certificate),
+        "Wrote": f"{size_text(found.bytes_written)}, {plural(len(checkpoint.layers), 'layer')}",
+    }
+    console.print(output.facts(rows))
     for note in found.notes:
         console.print()
         console.print(output.cell(note, "yellow"))

@@ -205,15 +205,12 @@ def _draw(console: Console, result: "MergeResult") -> None:
     if len(result.sources) > 1:
         console.print(source_table(result.sources))
         console.print()
-    console.print(
-        output.facts(
-            {
-                "Rebuilt": f"{certificate.save}: step {certificate.step}",
-                "Kind": kind_of(certificate),
-                "Wrote": f"{size_text(result.bytes_written)} to {result.out}",
-            }
-        )
-    )
+    rows: dict[str, Text | str] = {
+        "Rebuilt": f"{certificate.save}: step {certificate.step}",
+        "Kind": kind_of(certificate),
+        "Wrote": f"{size_text(result.bytes_written)} to {result.out}",
+    }
+    console.print(output.facts(rows))
     output.problems(console, result.problems)
     _print_notes(console, result.notes)
     print_load(console, result.load)

@@ -242,15 +242,12 @@ def draw(console: Console, found: "Simulation", chosen: "Recommendation | None",
         console.print()
     run = found.run
     steps = [point.line.step for point in run.decisions]
-    console.print(
-        output.facts(
-            {
-                "Run": f"{len(run.decisions)} decisions, steps {min(steps)} to {max(steps)}, {_time(run.seconds)}, "
-                f"{_time(step_seconds(run))} per step, {run.segments[-1].job.world_size} ranks",
-                "Compared": f"over steps {found.window[0]:.0f} to {found.window[1]:.0f}, from where all have a commit",
-            }
-        )
-    )
+    rows = {
+        "Run": f"{len(run.decisions)} decisions, steps {min(steps)} to {max(steps)}, {_time(run.seconds)}, "
+        f"{_time(step_seconds(run))} per step, {run.segments[-1].job.world_size} ranks",
+        "Compared": f"over steps {found.window[0]:.0f} to {found.window[1]:.0f}, from where all have a commit",
+    }
+    console.print(output.facts(rows))
     console.print()
     _draw_all(console, found.summaries, found.baseline)
     if chosen is not None:

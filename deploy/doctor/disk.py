@@ -155,13 +155,11 @@ def _locking(path: Path) -> Finding:
         unseen = refused is None and _lockable(path)
     if refused is None and not unseen:
         return Finding("locking", "ok", "two processes see each other's locks")
-    return Finding(
-        "locking",
-        "warn",
-        refused or "a lock of one process is not seen by another",
+    todo = (
         "epochs still fence two jobs on one store, but only once the second has claimed one: mount with "
-        "locks (Lustre: -o flock; NFS: not nolock), or make sure that only one job runs at a time",
+        "locks (Lustre: -o flock; NFS: not nolock), or make sure that only one job runs at a time"
     )
+    return Finding("locking", "warn", refused or "a lock of one process is not seen by another", todo)
 
 
 @contextmanager

@@ -167,11 +167,8 @@ def _candidates(trials: _Trials, limits: Limits) -> Iterator[_Tried | None]:
             policy = {"name": "parity", "k": k}
             yield _first(trials, {"policy": policy, "encoding": encoding}, f"parity k={k} {encoding}", limits)
         yield _threshold(trials, encoding, limits)
-        spend = {
-            key: value
-            for key, value in (("bytes_per_hour", limits.bytes_per_hour), ("stall_share", limits.stall_share))
-            if value is not None
-        }
+        most = {"bytes_per_hour": limits.bytes_per_hour, "stall_share": limits.stall_share}
+        spend = {key: value for key, value in most.items() if value is not None}
         yield trials.of(f"budget {encoding}", {"policy": "budget", "encoding": encoding, "budget": spend})
 
 

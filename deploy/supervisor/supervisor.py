@@ -136,11 +136,7 @@ class Supervisor:
         command = list(self._options.command)
         try:
             # Nothing but this system call runs before the command does.
-            return subprocess.Popen(
-                command,
-                start_new_session=True,
-                preexec_fn=self._restore_mask,  # noqa: PLW1509
-            )
+            return subprocess.Popen(command, start_new_session=True, preexec_fn=self._restore_mask)  # noqa: PLW1509
         except (OSError, ValueError) as error:
             raise UsageError(f"cannot start {command[0]!r}: {error}; give the command after `--`") from error
 
