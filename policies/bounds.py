@@ -125,16 +125,10 @@ class Bounded:
         """Return the choices of the table that do not depend on the inner policy, except for max_staleness."""
         sick = nonfinite_slots(stats)
         first = all(one.staleness is None for one in stats)
-        return self._stored(
-            (
-                one,
-                _gated(one, sick.get(one.unit.layer, ()), step)
-                or _unversioned(one, first)
-                or _standing(one, step)
-                or self._drifted(one),
-            )
-            for one in stats
-        )
+        return self._stored((one, self._row(one, sick.get(one.unit.layer, ()), first, step)) for one in stats)
+
+    def _row(self, one: UnitStats, sick: tuple[str, ...], first: bool, step: int) -> Choice | None:
+        return _gated(one, sick, step) or _unversioned(one, first) or _standing(one, step) or self._drifted(one)
 
     def _stored(self, choices: Iterable[tuple[UnitStats, Choice | None]]) -> Mapping[Unit, Choice]:
         """Return the choices that there are, those to save a moving unit in the encoding of its slot."""
