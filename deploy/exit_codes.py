@@ -4,15 +4,7 @@ The numbers are defined by the errors and the restart policy; this adds those wi
 """
 
 from deploy.supervisor import restart_policy
-from store.errors import (
-    PREEMPTED,
-    DamagedError,
-    DriftpointError,
-    NoStoreError,
-    NothingToResumeError,
-    StoreInUseError,
-    UsageError,
-)
+from store import errors
 
 OK = restart_policy.OK
 INTERRUPTED = restart_policy.INTERRUPTED
@@ -20,13 +12,13 @@ BROKEN_PIPE = 141
 
 MEANINGS = {
     OK: "all is well",
-    DriftpointError.exit_code: "an error",
-    UsageError.exit_code: "wrong usage",
-    NoStoreError.exit_code: "no store there",
-    StoreInUseError.exit_code: "the store is in use",
-    DamagedError.exit_code: "damaged, but a resume works",
-    NothingToResumeError.exit_code: "nothing to resume",
-    PREEMPTED: "preempted",
+    errors.DriftpointError.exit_code: "an error",
+    errors.UsageError.exit_code: "wrong usage",
+    errors.NoStoreError.exit_code: "no store there",
+    errors.StoreInUseError.exit_code: "the store is in use",
+    errors.DamagedError.exit_code: "damaged, but a resume works",
+    errors.NothingToResumeError.exit_code: "nothing to resume",
+    errors.PREEMPTED: "preempted",
     restart_policy.NO_PROGRESS: "no progress",
     INTERRUPTED: "interrupted",
 }
@@ -37,5 +29,5 @@ EPILOG = "Exit codes: " + "; ".join(f"{code} {meaning}" for code, meaning in MEA
 def health(*, resumable: bool, damaged: bool) -> int:
     """Return the exit code for the state of a store."""
     if not resumable:
-        return NothingToResumeError.exit_code
-    return DamagedError.exit_code if damaged else OK
+        return errors.NothingToResumeError.exit_code
+    return errors.DamagedError.exit_code if damaged else OK

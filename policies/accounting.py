@@ -40,8 +40,7 @@ class TokenBucket:
         self.capacity = max(self.capacity, capacity)
 
 
-_MEMORY = 0.9
-"""Share of its weight that an observation keeps at the next one, so that about ten count."""
+_MEMORY = 0.9  # share of its weight that an observation keeps at the next one, so that about ten count
 
 
 @dataclass
@@ -75,8 +74,7 @@ class Fitted:
     Older observations fade. The line never falls. Before the first observation everything is free."""
 
     _idle: float = 0.0
-    _sums: list[float] = field(default_factory=lambda: [0.0] * 5)
-    """Sums over saves of 1, bytes, seconds, bytes^2 and bytes * seconds."""
+    _sums: list[float] = field(default_factory=lambda: [0.0] * 5)  # of 1, bytes, seconds, bytes^2, bytes * seconds
 
     @property
     def known(self) -> bool:
@@ -115,12 +113,9 @@ class Fitted:
         return self._idle + fixed, price
 
 
-BYTES = "bytes"
-"""Payload written, in bytes."""
-STALL = "stall"
-"""Time that training waits, in seconds."""
-STORAGE = "storage"
-"""Time that saves take beside training, in seconds."""
+BYTES = "bytes"  # payload written, in bytes
+STALL = "stall"  # time that training waits, in seconds
+STORAGE = "storage"  # time that saves take beside training, in seconds
 
 
 @dataclass

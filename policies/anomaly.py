@@ -28,13 +28,10 @@ from store.names import Unit
 FACTOR = 4.0
 SIGMAS = 6.0
 LEAST = 8
-WINDOW = 32
-"""Readings kept of each unit."""
-_MIN_LAYERS = 3
-"""Layers read together for which a median is taken."""
+WINDOW = 32  # readings kept of each unit
+_MIN_LAYERS = 3  # layers read together for which a median is taken
 
-_QUANTILE, _NORMAL_QUANTILE = 0.9, 1.2816
-"""A high quantile, and its value for a standard normal distribution."""
+_QUANTILE, _NORMAL_QUANTILE = 0.9, 1.2816  # a high quantile, and its value for a standard normal distribution
 
 Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]

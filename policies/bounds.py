@@ -111,10 +111,8 @@ class Bounded:
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
         check_shown(self.name, stats)
-        rows, stale = (
-            self._rows(stats, history.step),
-            self._stored((one, self._stale(one, history.interval)) for one in stats),
-        )
+        rows = self._rows(stats, history.step)
+        stale = self._stored((one, self._stale(one, history.interval)) for one in stats)
         demanded = {unit for unit in (*rows, *stale) if (rows.get(unit) or stale[unit]).saved}
         answer = self.policy.select(stats, replace(budget, demanded=frozenset(demanded)), history)
         inner = checked_answer(self.name, stats, answer, self.bounds.refusal)
@@ -127,16 +125,10 @@ class Bounded:
         """Return the choices of the table that do not depend on the inner policy, except for max_staleness."""
         sick = nonfinite_slots(stats)
         first = all(one.staleness is None for one in stats)
-        return self._stored(
-            (
-                one,
-                _gated(one, sick.get(one.unit.layer, ()), step)
-                or _unversioned(one, first)
-                or _standing(one, step)
-                or self._drifted(one),
-            )
-            for one in stats
-        )
+        return self._stored((one, self._row(one, sick.get(one.unit.layer, ()), first, step)) for one in stats)
+
+    def _row(self, one: UnitStats, sick: tuple[str, ...], first: bool, step: int) -> Choice | None:
+        return _gated(one, sick, step) or _unversioned(one, first) or _standing(one, step) or self._drifted(one)
 
     def _stored(self, choices: Iterable[tuple[UnitStats, Choice | None]]) -> Mapping[Unit, Choice]:
         """Return the choices that there are, those to save a moving unit in the encoding of its slot."""

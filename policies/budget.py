@@ -23,11 +23,9 @@ LAG = 3.0
 """Steps of its layer's weights that a slot with drift 1 counts as. Measured between -4 and 21 with intervals of 3 to 20
 (docs/benchmarks/quality.md): no value is well supported, and runs with 0.3, 3 and 30 were indistinguishable."""
 
-GROWTH = 1.5
-"""Exponent p of damage ~ t^p between linear drift (2) and a random walk (1)."""
+GROWTH = 1.5  # exponent p of damage ~ t^p between linear drift (2) and a random walk (1)
 
-_EARNED = GROWTH / (GROWTH + 1)
-"""Share of (damage now x staleness) by which damage now exceeds its mean since the save."""
+_EARNED = GROWTH / (GROWTH + 1)  # share of (damage now x staleness) by which damage now exceeds its mean since the save
 
 
 def gain(one: UnitStats, error: float, scale: float) -> float:
@@ -68,12 +66,9 @@ class Candidate:
 
     unit: Unit
     option: Option
-    cost: float
-    """Additional bytes."""
-    worth: float
-    """Gain per byte."""
-    first: bool
-    """Whether it is the upgrade from being skipped."""
+    cost: float  # additional bytes
+    worth: float  # gain per byte
+    first: bool  # whether it is the upgrade from being skipped
 
 
 def candidates(unit: Unit, gains: Sequence[tuple[Option, float]]) -> list[Candidate]:
@@ -109,9 +104,8 @@ def select_within(queue: Iterable[Candidate], budget_bytes: float) -> Mapping[Un
             continue
         elif candidate.cost <= budget_bytes:
             budget_bytes -= candidate.cost
-            choices[candidate.unit] = Choice(
-                candidate.option.encoding, f"worth {candidate.worth:.3g} a byte at {candidate.option.nbytes:.0f}"
-            )
+            why = f"worth {candidate.worth:.3g} a byte at {candidate.option.nbytes:.0f}"
+            choices[candidate.unit] = Choice(candidate.option.encoding, why)
         elif candidate.first:
             waiting = candidate
             at_hand = (

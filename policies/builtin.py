@@ -123,8 +123,7 @@ class Observe:
     inner: Policy = field(default_factory=Full)
 
     name: ClassVar[str] = "observe"
-    writes_nothing: ClassVar[bool] = True
-    """Tells the caller to commit nothing."""
+    writes_nothing: ClassVar[bool] = True  # tells the caller to commit nothing
 
     def __post_init__(self) -> None:
         if isinstance(self.inner, Observe):

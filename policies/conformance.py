@@ -25,8 +25,7 @@ from policies.validation import checked_answer, failure_of
 from store.errors import ConfigError
 from store.text import listed
 
-ANY = Bounds(precision="any")
-"""Bounds that allow everything that any policy may do."""
+ANY = Bounds(precision="any")  # bounds that allow everything that any policy may do
 
 
 class BrokenError(Exception):
@@ -58,17 +57,13 @@ def _format(choice: Choice) -> str:
 
 Outcome = Literal["holds", "broken", "not checked", "take note"]
 
-MODELS = 120
-"""Synthetic models on which promises about single decisions are tried."""
+MODELS = 120  # synthetic models on which promises about single decisions are tried
 
-PATIENCE = 200
-"""Decisions within which a unit that keeps drifting should be saved again."""
+PATIENCE = 200  # decisions within which a unit that keeps drifting should be saved again
 
-LARGE = 10_000
-"""Units of the large model: more than the largest models have."""
+LARGE = 10_000  # units of the large model: more than the largest models have
 
-LIMIT = 5.0
-"""Seconds that a decision on the large model may take."""
+LIMIT = 5.0  # seconds that a decision on the large model may take
 
 TIMED = "decides on 10 000 units in time"
 

@@ -12,8 +12,7 @@ from policies.base import UnitStats
 from store.encoding import BF16, BF16_INT8, INT8_BLOCK, INT8_SQRT_BLOCK, encoding_named
 from store.names import RAW
 
-FINER: Mapping[str, tuple[str, ...]] = MappingProxyType({BF16: (BF16_INT8,)})
-"""Finer lossy encodings of the same slot."""
+FINER: Mapping[str, tuple[str, ...]] = MappingProxyType({BF16: (BF16_INT8,)})  # finer lossy encodings of the same slot
 
 TYPICAL_ERROR: Mapping[str, float] = MappingProxyType(
     {RAW: 0.0, BF16: 1.7e-3, BF16_INT8: 6.6e-6, INT8_BLOCK: 6e-3, INT8_SQRT_BLOCK: 6.6e-3}
@@ -22,8 +21,7 @@ TYPICAL_ERROR: Mapping[str, float] = MappingProxyType(
 
 Used until a unit was stored in the encoding once."""
 
-_F32 = 4
-"""Bytes of a float32, the only type that lossy encodings apply to."""
+_F32 = 4  # bytes of a float32, the only type that lossy encodings apply to
 
 
 @dataclass(frozen=True)

@@ -7,26 +7,21 @@ import math
 from dataclasses import dataclass
 from typing import Final
 
-FIRST: Final = 3
-"""Steps before the first decision of a job: enough to measure the time of a step."""
+FIRST: Final = 3  # steps before the first decision of a job: enough to measure the time of a step
 
 _STEADY = 1.25
 """The interval is kept while the optimum is within this factor of it: the time lost is then within 3 % of the least."""
 
-_GROWTH = 4
-"""Largest growth factor of the interval: the first save of a job is slower than later ones."""
+_GROWTH = 4  # largest growth factor of the interval: the first save of a job is slower than later ones
 
 
 @dataclass(frozen=True)
 class Measured:
     """Measured times of a job in seconds; None: not measured yet."""
 
-    step: float | None = None
-    """Of an optimizer step without a decision."""
-    cost: float | None = None
-    """That a decision and its save block training."""
-    durable: float | None = None
-    """From a decision to the commit."""
+    step: float | None = None  # of an optimizer step without a decision
+    cost: float | None = None  # that a decision and its save block training
+    durable: float | None = None  # from a decision to the commit
 
 
 @dataclass(frozen=True)
@@ -108,12 +103,9 @@ def _whole(steps: float) -> int:
     return int(min(max(1.0, math.floor(steps)), 1e15))
 
 
-_KINDS = 6
-"""Kinds of jobs in the prior, from ordinary ones to those interrupted 100,000 times as often."""
-_TIMES = 10.0
-"""Factor between the interruption rates of two kinds."""
-_RARER = 100.0
-"""Factor between the prior weights of two kinds."""
+_KINDS = 6  # kinds of jobs in the prior, from ordinary ones to those interrupted 100,000 times as often
+_TIMES = 10.0  # factor between the interruption rates of two kinds
+_RARER = 100.0  # factor between the prior weights of two kinds
 
 
 @dataclass(frozen=True)

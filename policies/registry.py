@@ -25,8 +25,7 @@ from store.errors import ConfigError
 from store.names import RAW
 from store.text import suggestion
 
-GROUP = "driftpoint.policies"
-"""Entry-point group in which packages register policies: name -> class."""
+GROUP = "driftpoint.policies"  # entry-point group in which packages register policies: name -> class
 
 _GUIDE = "docs/own-policies.md shows one"
 T = TypeVar("T")

@@ -15,8 +15,7 @@ from policies.encodings import expected_bytes, expected_error
 from store.encoding import BF16
 from store.names import FROZEN, RAW, WEIGHTS, Unit
 
-SLOTS = (WEIGHTS, "exp_avg", "exp_avg_sq")
-"""Slots of AdamW."""
+SLOTS = (WEIGHTS, "exp_avg", "exp_avg_sq")  # slots of AdamW
 
 _UNLIMITED, _LATER = Budget(), History(1000, 10)
 _ODD_DRIFTS = (None, 0.0, 0.05, 0.3, math.inf, math.nan)
@@ -124,8 +123,7 @@ def _renamed(one: UnitStats) -> UnitStats:
     return replace(one, unit=Unit(f"net.{one.unit.layer}", slot))
 
 
-_BUDGET_SHARE = 0.15
-"""Share of a full save that the budget gains per decision, if the policy spends."""
+_BUDGET_SHARE = 0.15  # share of a full save that the budget gains per decision, if the policy spends
 
 
 @dataclass

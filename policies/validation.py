@@ -50,11 +50,9 @@ def described(value: object) -> str:
     return repr(value)
 
 
-Refusal = Callable[[str, str], str | None]
-"""(slot, encoding) -> why it is not allowed, or None."""
+Refusal = Callable[[str, str], str | None]  # (slot, encoding) -> why it is not allowed, or None
 
-_MAX_REASON = 1000
-"""Characters of a reason: every manifest has one for each unit of its save."""
+_MAX_REASON = 1000  # characters of a reason: every manifest has one for each unit of its save
 
 _MAX_FAILURE = 200
 
@@ -137,12 +135,9 @@ def _text(value: object) -> str | None:
 class Failure:
     """A policy's failure, for error messages, logs and manifests."""
 
-    what: str
-    """``raised ValueError('x')``, or the breach of contract."""
-    place: str
-    """``file:line`` where it was raised, or empty."""
-    kind: str
-    """Equal for repetitions of a failure, although texts may contain a step or a value."""
+    what: str  # ``raised ValueError('x')``, or the breach of contract
+    place: str  # ``file:line`` where it was raised, or empty
+    kind: str  # equal for repetitions of a failure, although texts may contain a step or a value
 
     @property
     def located(self) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from store.encoding import ENCODINGS, encoding_named
 from store.names import WEIGHTS, SaveId, Unit
 from store.resolve import Resolution, Version
-from store.schema import GroupRecord, ManifestRecord
+from store.schema import GroupRecord, ManifestRecord, UnitRecord
 
 
 @dataclass(frozen=True)
@@ -275,16 +275,17 @@ def certify_stored(resolution: Resolution) -> Certificate:
     return replace(certificate, exact=False, as_found=True) if foreign else certificate
 
 
+def certify_record(step: int, record: UnitRecord) -> CertifiedUnit:
+    """Return a unit as the manifest of ``step`` records it."""
+    same = {"layer", "slot", "save", "encoding", "drift", "moving", "nbytes", "error", "bases", "numel"}
+    written = record.version.step
+    return CertifiedUnit(**record.model_dump(include=same), step=written, staleness=step - written, fallback=False)
+
+
 def _certify_unit(step: int, version: Version) -> CertifiedUnit:
-    record = version.record
-    return CertifiedUnit(
-        **record.model_dump(include={"layer", "slot", "save", "moving", "nbytes", "error", "bases", "numel"}),
-        step=version.save.step,
-        staleness=step - version.save.step,
-        encoding=_encoding(version),
-        drift=None if version.fallback else record.drift,
-        fallback=version.fallback,
-    )
+    unit = certify_record(step, version.record)
+    drift = None if version.fallback else unit.drift
+    return replace(unit, encoding=_encoding(version), drift=drift, fallback=version.fallback)
 
 
 def _moved(drift: float | None, error: float | None) -> float | None:

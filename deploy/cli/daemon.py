@@ -64,10 +64,9 @@ def run(
     tls_key: KeyOption = None,
     tls_client_ca: ClientsOption = None,
     insecure: InsecureOption = False,
-    debug: DebugOption = False,
+    _debug: DebugOption = False,
 ) -> None:
     """Watch the jobs of this node, and commit the in-memory snapshots that they leave when they die."""
-    del debug
     from deploy.daemon.server import Daemon
 
     base = base_of(memory)
@@ -83,9 +82,8 @@ def run(
 
 
 @app.command(epilog=EPILOG)
-def status(*, memory: MemoryOption = Path("/dev/shm"), json: JsonOption = False, debug: DebugOption = False) -> None:
+def status(*, memory: MemoryOption = Path("/dev/shm"), json: JsonOption = False, _debug: DebugOption = False) -> None:
     """Show the jobs that the node daemon watches, its rescues and its verification results."""
-    del debug
     found = _answer(base_of(memory), protocol.AskStatus())
     if not isinstance(found, protocol.Report):
         raise DaemonError(f"the daemon answered {found.kind!r} instead of a report")
@@ -93,9 +91,8 @@ def status(*, memory: MemoryOption = Path("/dev/shm"), json: JsonOption = False,
 
 
 @app.command(epilog=EPILOG)
-def stop(*, memory: MemoryOption = Path("/dev/shm"), json: JsonOption = False, debug: DebugOption = False) -> None:
+def stop(*, memory: MemoryOption = Path("/dev/shm"), json: JsonOption = False, _debug: DebugOption = False) -> None:
     """Stop the node daemon after the rescue in progress. Running jobs continue and do not start another one."""
-    del debug
     found = _answer(base_of(memory), protocol.AskStop())
     if not isinstance(found, protocol.ShuttingDown):
         raise DaemonError(f"the daemon answered {found.kind!r} instead of confirming the stop")

@@ -58,10 +58,9 @@ def doctor(
     patience: PatienceOption = 30.0,
     repair: RepairOption = False,
     json: JsonOption = False,
-    debug: DebugOption = False,
+    _debug: DebugOption = False,
 ) -> None:
     """Check this machine, the disk or bucket, and the store, and suggest fixes. All test files are removed."""
-    del debug
     from deploy.doctor.base import Plan, healthy, parse_count
     from deploy.doctor.nodes import ranks_from_environment
     from deploy.doctor.store import known_parameters

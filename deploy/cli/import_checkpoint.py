@@ -50,10 +50,9 @@ def import_(
     step: StepOption = None,
     allow_nonfinite: NonfiniteOption = False,
     json: JsonOption = False,
-    debug: DebugOption = False,
+    _debug: DebugOption = False,
 ) -> None:
     """Convert a checkpoint into a store, bit for bit, so that a job can resume from it. The source is not changed."""
-    del debug
     from merger.import_checkpoint import import_checkpoint, plan_import
 
     with damage_as_no_result():
@@ -81,16 +80,13 @@ def _as_json(plan: "ImportPlan", found: "ImportResult") -> dict[str, Any]:
 
 def _draw(console: Console, plan: "ImportPlan", found: "ImportResult") -> None:
     checkpoint = plan.checkpoint
-    console.print(
-        output.facts(
-            {
-                "Imported": f"{checkpoint.origin} ({plan.kind})",
-                "As": f"{found.save} in {found.store}",
-                "Kind": kind_of(found.certificate),
-                "Wrote": f"{size_text(found.bytes_written)}, {plural(len(checkpoint.layers), 'layer')}",
-            }
-        )
-    )
+    rows: dict[str, Text | str] = {
+        "Imported": f"{checkpoint.origin} ({plan.kind})",
+        "As": f"{found.save} in {found.store}",
+        "Kind": kind_of(found.certificate),
+        "Wrote": f"{size_text(found.bytes_written)}, {plural(len(checkpoint.layers), 'layer')}",
+    }
+    console.print(output.facts(rows))
     for note in found.notes:
         console.print()
         console.print(output.cell(note, "yellow"))

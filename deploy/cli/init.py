@@ -40,10 +40,9 @@ def init(
     bytes_per_hour: BytesOption = None,
     schema: SchemaOption = True,
     json: JsonOption = False,
-    debug: DebugOption = False,
+    _debug: DebugOption = False,
 ) -> None:
     """Write a starting configuration: common settings at the top, all others commented out with their defaults."""
-    del debug
     values = _values(store, _policy(policy, set_ or ()), every, encoding, bytes_per_hour)
     path = values.get("store", DEFAULT_STORE)
     if (place_of(path).expanduser() / STORE).is_file():  # after the first start
@@ -53,11 +52,10 @@ def init(
     output.answer(body, lambda console: _draw(console, files), as_json=json)
 
 
-def schema(*, json: JsonOption = True, debug: DebugOption = False) -> None:
+def schema(*, _json: JsonOption = True, _debug: DebugOption = False) -> None:
     """Print the JSON schema of a configuration, for editors and validators. Always JSON."""
     from monitor.config.load import config_schema
 
-    del json, debug
     output.answer(config_schema(), lambda _: None, as_json=True)
 
 

@@ -54,10 +54,9 @@ def memory(
     *,
     memory: MemoryOption = Path("/dev/shm"),
     json: JsonOption = False,
-    debug: DebugOption = False,
+    _debug: DebugOption = False,
 ) -> None:
     """List the snapshots in this node's shared memory."""
-    del debug
     if context.invoked_subcommand is None:
         found = stored_snapshots(base_of(memory))
         output.answer(_as_json(base_of(memory), found), lambda console: _draw(console, found), as_json=json)
@@ -71,10 +70,9 @@ def clear_(
     yes: YesOption = False,
     memory: MemoryOption = Path("/dev/shm"),
     json: JsonOption = False,
-    debug: DebugOption = False,
+    _debug: DebugOption = False,
 ) -> None:
     """Free the shared memory of dead jobs. Memory of a living process is never touched."""
-    del debug
     base = base_of(memory)
     found = _select_tiers(base, store, everything=all_)
     if not yes and found:
@@ -155,10 +153,9 @@ def rescue(
     *,
     memory: MemoryOption = Path("/dev/shm"),
     json: JsonOption = False,
-    debug: DebugOption = False,
+    _debug: DebugOption = False,
 ) -> None:
     """Commit the newest snapshot in this node's memory, if its job is dead and no commit is as new."""
-    del debug
     if is_url(store):
         raise UsageError(
             f"{store}: rescue writes to directories only. Restart the job on this "

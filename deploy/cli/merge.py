@@ -139,10 +139,9 @@ def merge(
     allow_nonfinite: NonfiniteOption = False,
     plan: PlanOption = False,
     json: JsonOption = False,
-    debug: DebugOption = False,
+    _debug: DebugOption = False,
 ) -> None:
     """Rebuild a complete checkpoint that the training framework loads by itself. Sources are not changed."""
-    del debug
     if out is None and not plan:
         raise UsageError("missing option '--out': a new directory to write to; see `driftpoint merge --help`")
     if out is not None and is_url(place_of(out)):
@@ -206,15 +205,12 @@ def _draw(console: Console, result: "MergeResult") -> None:
     if len(result.sources) > 1:
         console.print(source_table(result.sources))
         console.print()
-    console.print(
-        output.facts(
-            {
-                "Rebuilt": f"{certificate.save}: step {certificate.step}",
-                "Kind": kind_of(certificate),
-                "Wrote": f"{size_text(result.bytes_written)} to {result.out}",
-            }
-        )
-    )
+    rows: dict[str, Text | str] = {
+        "Rebuilt": f"{certificate.save}: step {certificate.step}",
+        "Kind": kind_of(certificate),
+        "Wrote": f"{size_text(result.bytes_written)} to {result.out}",
+    }
+    console.print(output.facts(rows))
     output.problems(console, result.problems)
     _print_notes(console, result.notes)
     print_load(console, result.load)

@@ -150,44 +150,28 @@ SetOption = Annotated[
 ]
 
 
-@dataclass(frozen=True)
-class Checked:
-    """Results of all checks of a policy."""
-
-    policy: str
-    findings: tuple[Finding, ...]
-
-    @property
-    def holds(self) -> bool:
-        return all(one.outcome != "broken" for one in self.findings)
-
-
 @app.command(epilog=EPILOG)
 def check(
-    policy: PolicyArgument, *, set_: SetOption = None, json: JsonOption = False, debug: DebugOption = False
+    policy: PolicyArgument, *, set_: SetOption = None, json: JsonOption = False, _debug: DebugOption = False
 ) -> None:
     """Check that a policy keeps the contract, on synthetic models and runs, in this process and in a fresh one."""
-    del debug
     with output.stdout_to_stderr():
         found = named(policy, set_ or ())
         findings = list(examine(found.policy, found.bounds))
         findings.insert(_NEEDS_AN_ANSWER, _fresh_process_finding(found))
-        checked = Checked(found.policy.name, tuple(findings))
-    output.answer(_as_json(checked), lambda console: _draw(console, checked), as_json=json)
-    raise typer.Exit(OK if checked.holds else DriftpointError.exit_code)
+    name, holds = found.policy.name, all(one.outcome != "broken" for one in findings)
+    body = {"policy": name, "holds": holds, "checks": list(map(asdict, findings))}
+    output.answer(body, lambda console: _draw(console, name, findings), as_json=json)
+    raise typer.Exit(OK if holds else DriftpointError.exit_code)
 
 
-def _as_json(checked: Checked) -> dict[str, Any]:
-    return {"policy": checked.policy, "holds": checked.holds, "checks": [asdict(one) for one in checked.findings]}
-
-
-def _draw(console: Console, checked: Checked) -> None:
+def _draw(console: Console, name: str, findings: Sequence[Finding]) -> None:
     rows = output.table(Column("Check", max_width=32), output.line(""), output.fold("Result"))
-    for one in checked.findings:
+    for one in findings:
         rows.add_row(output.cell(one.promise), output.cell(one.outcome, _STYLES[one.outcome]), output.cell(one.detail))
     console.print(rows)
     console.print()
-    console.print(output.cell(_verdict(checked)))
+    console.print(output.cell(_verdict(name, findings)))
 
 
 def _fresh_process_finding(found: PolicyToCheck) -> Finding:
@@ -198,12 +182,12 @@ def _fresh_process_finding(found: PolicyToCheck) -> Finding:
     return check_in_fresh_process(found.settings, expected)
 
 
-def _verdict(checked: Checked) -> str:
-    broken = sum(one.outcome == "broken" for one in checked.findings)
+def _verdict(name: str, findings: Sequence[Finding]) -> str:
+    broken = sum(one.outcome == "broken" for one in findings)
     if broken:
-        return f"policy {checked.policy} fails {plural(broken, 'check')}: a job saves everything at such a decision"
-    notes = sum(one.outcome == "take note" for one in checked.findings)
-    return f"policy {checked.policy}: no check failed" + (f"; {plural(notes, 'thing')} to note" if notes else "")
+        return f"policy {name} fails {plural(broken, 'check')}: a job saves everything at such a decision"
+    notes = sum(one.outcome == "take note" for one in findings)
+    return f"policy {name}: no check failed" + (f"; {plural(notes, 'thing')} to note" if notes else "")
 
 
 if __name__ == "__main__":

@@ -67,10 +67,9 @@ def prune(
     log_spaced: LogSpacedOption = _DEFAULT.log_spaced,
     minimum: MinimumOption = False,
     json: JsonOption = False,
-    debug: DebugOption = False,
+    _debug: DebugOption = False,
 ) -> None:
     """Delete commits that retention does not keep. Keeps the newest valid one and the last one resumed from."""
-    del debug
     retention = Retention(keep_last=keep_last, keep_every=keep_every, log_spaced=log_spaced)
     found = prune_store(store, retention, dry_run=dry_run, minimum=minimum)
     output.answer(_as_json(found), lambda console: _draw(console, found), as_json=json)

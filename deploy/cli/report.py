@@ -34,10 +34,9 @@ def report(
     verify: VerifyOption = False,
     memory: MemoryOption = Path("/dev/shm"),
     json: JsonOption = False,
-    debug: DebugOption = False,
+    _debug: DebugOption = False,
 ) -> None:
     """Write one HTML page: safety of the run, drift and saves per layer, cost, incidents, and the resume point."""
-    del debug
     from deploy.report.page import build_report
 
     made = build_report(store, trace, base_of(memory), verify=verify)
@@ -87,10 +86,9 @@ def top(
     trace: TraceOption = None,
     memory: MemoryOption = Path("/dev/shm"),
     json: JsonOption = False,
-    debug: DebugOption = False,
+    _debug: DebugOption = False,
 ) -> None:
     """Show the safety of a run and the age and drift of its layers, live. Ctrl-C ends it."""
-    del debug
     from deploy.report.page import trace_path
     from deploy.top.app import FactsReader, run
     from deploy.top.view import Dashboard
@@ -123,13 +121,6 @@ def _top_json(facts: "Facts") -> dict[str, Any]:
         "running": facts.running,
         "checks": [asdict(check) for check in verdict.checks],
         "layers": [
-            {
-                "layer": row.layer,
-                "slots": {
-                    name: {"age": slot.age, "drift": slot.drift, "state": slot.state}
-                    for name, slot in row.slots.items()
-                },
-            }
-            for row in rows
+            {"layer": row.layer, "slots": {name: asdict(slot) for name, slot in row.slots.items()}} for row in rows
         ],
     }

@@ -10,7 +10,7 @@ import typer
 from pydantic import ValidationError
 
 from deploy.console import DebugOption, StorePath, note
-from deploy.supervisor.events import EventLog
+from deploy.supervisor.events import EventLog, SupervisorMetrics
 from deploy.supervisor.restart_policy import Limits
 from deploy.supervisor.store_probe import StoreProbe
 from deploy.supervisor.supervisor import RunOptions, Supervisor
@@ -75,17 +75,12 @@ def run(
     wait: WaitOption = 0.0,
     events: EventsOption = None,
     metrics_port: MetricsOption = None,
-    debug: DebugOption = False,
+    _debug: DebugOption = False,
 ) -> None:
     """Start a training command and restart it after failures, as long as training progresses."""
-    del debug
     seen, wanted, notice = places(config, store)
     limits = Limits(max_restarts, max_failures, backoff, max(backoff, backoff_max))
-    metrics = None
-    if metrics_port is not None:
-        from deploy.supervisor.events import SupervisorMetrics
-
-        metrics = SupervisorMetrics(max_restarts)
+    metrics = None if metrics_port is None else SupervisorMetrics(max_restarts)
     options, log = RunOptions(command, limits, grace, wait, notice), EventLog(note, events, seen.root, metrics)
     if wanted is not None:
         from deploy.daemon.server import ensure_daemon

@@ -15,11 +15,11 @@ from deploy.exit_codes import health
 from deploy.format import plural, resume_step_text, size_text
 from deploy.store_status import find_save, is_resumable, open_store, parameters, resume_kind, resume_step, written
 from store.catalog import Catalog
-from store.certificate import Certificate, CertifiedUnit, certify_stored
+from store.certificate import Certificate, CertifiedUnit, certify_record, certify_stored
 from store.errors import DamagedError, StorageError
 from store.names import SaveId, Unit
 from store.resolve import Resolution, newest_resumable, resolve
-from store.schema import ManifestRecord, UnitRecord
+from store.schema import ManifestRecord
 
 StepArgument = Annotated[
     str | None,
@@ -70,10 +70,9 @@ def show(
     step: StepArgument = None,
     long: LongOption = False,
     json: JsonOption = False,
-    debug: DebugOption = False,
+    _debug: DebugOption = False,
 ) -> None:
     """Show the layer versions of a commit: step, age, drift, bytes and encoding of every slot."""
-    del debug
     shown = look(store, step)
     output.answer(_as_json(shown), lambda console: _draw(console, shown, long=long), as_json=json)
     raise typer.Exit(shown.exit_code)
@@ -160,26 +159,8 @@ def _suspect(catalog: Catalog, save: SaveId) -> str:
 
 
 def _as_committed(manifest: ManifestRecord) -> Certificate:
-    units = tuple(_unit_as_committed(manifest.step, record) for record in manifest.units)
+    units = tuple(certify_record(manifest.step, record) for record in manifest.units)
     return Certificate(manifest.store_id, manifest.save.name, manifest.step, exact=False, units=units, problems=())
-
-
-def _unit_as_committed(step: int, record: UnitRecord) -> CertifiedUnit:
-    return CertifiedUnit(
-        layer=record.layer,
-        slot=record.slot,
-        step=record.version.step,
-        save=record.save,
-        staleness=step - record.version.step,
-        encoding=record.encoding,
-        drift=record.drift,
-        moving=record.moving,
-        fallback=False,
-        nbytes=record.nbytes,
-        error=record.error,
-        bases=record.bases,
-        numel=record.numel,
-    )
 
 
 def _nbytes(certificate: Certificate) -> int:

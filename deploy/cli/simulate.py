@@ -91,10 +91,9 @@ def simulate(
     copy_gbps: CopyOption = None,
     plot: PlotOption = None,
     json: JsonOption = False,
-    debug: DebugOption = False,
+    _debug: DebugOption = False,
 ) -> None:
     """Replay a recorded run under other configurations: bytes, stall, and the cost of a failure."""
-    del debug
     with output.stdout_to_stderr():
         from deploy.simulate.simulation import Limits, read_trace, simulated
         from deploy.simulate.summary import Prices, Terms
@@ -131,10 +130,9 @@ def estimate(
     copy_gbps: CopyOption = None,
     plot: PlotOption = None,
     json: JsonOption = False,
-    debug: DebugOption = False,
+    _debug: DebugOption = False,
 ) -> None:
     """Estimate bytes, stall and the cost of a failure for a model and a cluster, from stated assumptions."""
-    del debug
     with output.stdout_to_stderr():
         from deploy.simulate.assumptions import Assumptions, assumed_trace
         from deploy.simulate.simulation import Limits, simulated
@@ -244,15 +242,12 @@ def draw(console: Console, found: "Simulation", chosen: "Recommendation | None",
         console.print()
     run = found.run
     steps = [point.line.step for point in run.decisions]
-    console.print(
-        output.facts(
-            {
-                "Run": f"{len(run.decisions)} decisions, steps {min(steps)} to {max(steps)}, {_time(run.seconds)}, "
-                f"{_time(step_seconds(run))} per step, {run.segments[-1].job.world_size} ranks",
-                "Compared": f"over steps {found.window[0]:.0f} to {found.window[1]:.0f}, from where all have a commit",
-            }
-        )
-    )
+    rows = {
+        "Run": f"{len(run.decisions)} decisions, steps {min(steps)} to {max(steps)}, {_time(run.seconds)}, "
+        f"{_time(step_seconds(run))} per step, {run.segments[-1].job.world_size} ranks",
+        "Compared": f"over steps {found.window[0]:.0f} to {found.window[1]:.0f}, from where all have a commit",
+    }
+    console.print(output.facts(rows))
     console.print()
     _draw_all(console, found.summaries, found.baseline)
     if chosen is not None:

@@ -10,35 +10,25 @@ from rich.console import Console
 from rich.text import Text
 
 from deploy import console as output
+from deploy import store_status
 from deploy.console import DebugOption, JsonOption, StoreArgument
 from deploy.format import plural, resume_step_text, size_text
-from deploy.store_status import (
-    StoreStatus,
-    lock_owner_text,
-    model_text,
-    open_store,
-    parameters,
-    resume_kind,
-    store_status,
-    written,
-)
 from store.schema import ManifestRecord
 
 
-def status(store: StoreArgument, *, json: JsonOption = False, debug: DebugOption = False) -> None:
+def status(store: StoreArgument, *, json: JsonOption = False, _debug: DebugOption = False) -> None:
     """Show the commits of a store, the job that uses it, and the commit that a resume would take."""
-    del debug
     found = look(store)
     output.answer(_as_json(found), lambda console: _draw(console, found), as_json=json)
     raise typer.Exit(found.exit_code)
 
 
-def look(root: Path) -> StoreStatus:
+def look(root: Path) -> store_status.StoreStatus:
     """Return the status of the store at ``root``. Raises NoStoreError."""
-    return store_status(open_store(root), root)
+    return store_status.store_status(store_status.open_store(root), root)
 
 
-def _as_json(found: StoreStatus) -> dict[str, Any]:
+def _as_json(found: store_status.StoreStatus) -> dict[str, Any]:
     owner = found.owner
     return {
         "store": str(found.root),
@@ -56,13 +46,13 @@ def _as_json(found: StoreStatus) -> dict[str, Any]:
     }
 
 
-def _draw(console: Console, found: StoreStatus) -> None:
+def _draw(console: Console, found: store_status.StoreStatus) -> None:
     rows: dict[str, Text | str] = {"Store": str(found.root), "Identity": found.store_id, "Commits": _commits(found)}
     if found.newest is not None:
         rows["Newest"] = _newest(found.newest)
-        rows["Model"] = model_text(found.newest)
+        rows["Model"] = store_status.model_text(found.newest)
     rows["Epochs"] = _epochs(found)
-    rows["In use"] = lock_owner_text(found.root, found.in_use_by)
+    rows["In use"] = store_status.lock_owner_text(found.root, found.in_use_by)
     rows["Size"] = size_text(found.size_bytes)
     rows["Resume"] = _resume_text(found)
     console.print(output.facts(rows))
@@ -79,14 +69,14 @@ def _newest_json(manifest: ManifestRecord) -> Mapping[str, Any]:
         "policy": manifest.policy,
         "world_size": manifest.world_size,
         "layers": len(manifest.layers),
-        "parameters": parameters(manifest),
+        "parameters": store_status.parameters(manifest),
         "commits_ever": manifest.commits,
-        "bytes_written": written(manifest),
+        "bytes_written": store_status.written(manifest),
         "bytes_avoided": manifest.bytes_avoided,
     }
 
 
-def _commits(found: StoreStatus) -> str:
+def _commits(found: store_status.StoreStatus) -> str:
     if not found.saves:
         return "none yet"
     steps = [save.step for save in found.saves]
@@ -100,11 +90,11 @@ def _newest(manifest: ManifestRecord) -> str:
     avoided = f", {size_text(manifest.bytes_avoided)} avoided" if manifest.bytes_avoided else ""
     return (
         f"{manifest.save}: step {manifest.step}, epoch {manifest.epoch}, {manifest.created}; "
-        f"wrote {size_text(written(manifest))}{avoided}"
+        f"wrote {size_text(store_status.written(manifest))}{avoided}"
     )
 
 
-def _epochs(found: StoreStatus) -> str:
+def _epochs(found: store_status.StoreStatus) -> str:
     if found.epoch == 0:
         return "none yet"
     if found.owner is None:
@@ -113,11 +103,11 @@ def _epochs(found: StoreStatus) -> str:
     return f"{found.epoch}; newest: process {owner.pid} on {owner.host}, {owner.started}"
 
 
-def _resume_text(found: StoreStatus) -> Text:
+def _resume_text(found: store_status.StoreStatus) -> Text:
     resume = found.resume
     if resume is None:
         return Text("impossible" if found.saves else "nothing to resume yet", style="bold red")
-    text = f"from step {resume.step}, {resume_kind(resume)}"
+    text = f"from step {resume.step}, {store_status.resume_kind(resume)}"
     if going_on := resume_step_text(resume.step, resume.goes_on_at, resume.effective_step):
         text += f"; {going_on}"
     if resume.fallbacks:

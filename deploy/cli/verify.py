@@ -38,9 +38,8 @@ class Verified:
         return health(resumable=self.report.resumable is not None, damaged=not self.report.ok)
 
 
-def verify(store: StoreArgument, *, json: JsonOption = False, debug: DebugOption = False) -> None:
+def verify(store: StoreArgument, *, json: JsonOption = False, _debug: DebugOption = False) -> None:
     """Read every byte of the store and check every hash. Changes nothing."""
-    del debug
     found = check(store)
     output.answer(_as_json(found), lambda console: _draw(console, found), as_json=json)
     raise typer.Exit(found.exit_code)

@@ -13,16 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from store import errors
 from store.catalog import open_catalog
-from store.errors import (
-    DamagedError,
-    DriftpointError,
-    FencedError,
-    NoStoreError,
-    SaveError,
-    StorageError,
-    StoreInUseError,
-)
 from store.memory.cleanup import clear_old_of, committed
 from store.memory.layout import Tier
 from store.memory.rescue import newest_whole, rescue_newest
@@ -31,11 +23,11 @@ from store.storage.local import LocalFiles
 _log = logging.getLogger("driftpoint")
 
 _OUTCOME_OF = {
-    FencedError: "fenced",
-    StoreInUseError: "in use",
-    DamagedError: "damaged",
-    NoStoreError: "no store",
-    SaveError: "given up",
+    errors.FencedError: "fenced",
+    errors.StoreInUseError: "in use",
+    errors.DamagedError: "damaged",
+    errors.NoStoreError: "no store",
+    errors.SaveError: "given up",
 }
 
 OUTCOMES = ("written", "nothing", "incomplete", "fenced", "in use", "damaged", "no store", "given up", "failed")
@@ -151,7 +143,7 @@ class Rescuer:
     def _done(self, request: RescueRequest) -> tuple[str, str]:
         try:
             return self._rescued(request)
-        except DriftpointError as error:
+        except errors.DriftpointError as error:
             return next((name for kind, name in _OUTCOME_OF.items() if isinstance(error, kind)), "failed"), str(error)
         except Exception as error:  # noqa: BLE001 - the thread's edge: it must serve the next job
             _log.exception("a rescue failed")
@@ -160,14 +152,14 @@ class Rescuer:
     def _rescued(self, request: RescueRequest) -> tuple[str, str]:
         try:
             catalog = open_catalog(LocalFiles(request.store))
-        except DamagedError as error:  # of the store: it says nothing of the memory
-            raise StorageError(str(error)) from error
+        except errors.DamagedError as error:  # of the store: it says nothing of the memory
+            raise errors.StorageError(str(error)) from error
         if catalog.store_id != request.store_id:
-            raise NoStoreError(f"{request.store} now holds another store")
+            raise errors.NoStoreError(f"{request.store} now holds another store")
         tier, begins = Tier(self._base, request.store_id), False
         try:
             done = rescue_newest(tier, catalog, aborted=request.dropped.is_set)
-        except StoreInUseError:
+        except errors.StoreInUseError:
             begins = True  # a job that needs the memory
             raise
         finally:

@@ -228,9 +228,7 @@ class Daemon:
             else:
                 raise DaemonError("after hello, a trainer may send only note or bye")
 
-    async def _receive(
-        self, connection: _Connection
-    ) -> protocol.Register | protocol.StatusUpdate | protocol.Unregister | protocol.AskStatus | protocol.AskStop:
+    async def _receive(self, connection: _Connection) -> protocol.ClientMessage:
         try:
             return protocol.parse_client_message(await connection.reader.readuntil(b"\n"))
         except asyncio.LimitOverrunError as error:

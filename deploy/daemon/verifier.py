@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import psutil
 
@@ -32,15 +32,11 @@ class _EndedError(Exception):
     """Stop reading because the daemon exits. Not a project error, so that no reader handles it."""
 
 
-class VerifyResult(Protocol):
-    """Callback for results, called in the verifier's thread."""
+VerifyResult = Callable[[Path, SaveId | None, list[str]], None]
+"""Takes a store, a commit and its problems, in the verifier's thread; without a commit, the store cannot be read.
 
-    def __call__(self, store: Path, save: SaveId | None, problems: list[str]) -> None:
-        """Report a commit and its problems or, without a commit, a store that cannot be read.
-
-        Without a commit and without problems, there is no directory at the store's path.
-        """
-        ...
+Without a commit and without problems, there is no directory at the store's path.
+"""
 
 
 @dataclass

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from deploy.doctor.base import Finding, Plan, Probe, clock, semantics
@@ -78,12 +78,9 @@ def _writes(probe: Probe[LocalFiles], place: Path, plan: Plan) -> Iterator[Findi
 
 
 def _written(probe: Probe[LocalFiles], name: str) -> None:
-    file = probe.files.create(name)
-    try:
+    with closing(probe.files.create(name)) as file:
         file.write(b"driftpoint doctor")
         file.sync()
-    finally:
-        file.close()
     probe.files.sync_dir("")
 
 
@@ -158,13 +155,11 @@ def _locking(path: Path) -> Finding:
         unseen = refused is None and _lockable(path)
     if refused is None and not unseen:
         return Finding("locking", "ok", "two processes see each other's locks")
-    return Finding(
-        "locking",
-        "warn",
-        refused or "a lock of one process is not seen by another",
+    todo = (
         "epochs still fence two jobs on one store, but only once the second has claimed one: mount with "
-        "locks (Lustre: -o flock; NFS: not nolock), or make sure that only one job runs at a time",
+        "locks (Lustre: -o flock; NFS: not nolock), or make sure that only one job runs at a time"
     )
+    return Finding("locking", "warn", refused or "a lock of one process is not seen by another", todo)
 
 
 @contextmanager
@@ -204,15 +199,12 @@ def _speed(probe: Probe[LocalFiles], plan: Plan) -> Finding:
     most = min(_MOST_BYTES, status.f_bavail * status.f_frsize // 10)
     data = secrets.token_bytes(_PIECE)  # incompressible: some filesystems compress
     name, done, began = probe.name(), 0, time.perf_counter()
-    file = probe.files.create(name)
-    (probe.files.root / name).unlink()  # it is large: not even a doctor that is killed leaves it behind
-    try:
+    with closing(probe.files.create(name)) as file:
+        (probe.files.root / name).unlink()  # it is large: not even a doctor that is killed leaves it behind
         while done + _PIECE <= most and time.perf_counter() - began < _MOST_SECONDS:
             file.write(data)
             done += _PIECE
         file.sync()
-    finally:
-        file.close()
     seconds = time.perf_counter() - began
     if not done:
         return Finding("speed", "warn", "not enough space to measure it", "see space")

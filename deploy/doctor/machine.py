@@ -56,10 +56,9 @@ def _torch() -> Finding:
         last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
         return Finding("torch", "fail", f"the import failed: {last}", todo)
     found = json.loads(done.stdout.splitlines()[-1])
-    devices = (
-        f"{plural(len(found['devices']), 'CUDA device')} ({found['devices'][0]})" if found["devices"] else "no CUDA"
-    )
-    return Finding("torch", "ok", f"{found['version']}, {devices}")
+    devices = found["devices"]
+    cuda = f"{plural(len(devices), 'CUDA device')} ({devices[0]})" if devices else "no CUDA"
+    return Finding("torch", "ok", f"{found['version']}, {cuda}")
 
 
 def _extras() -> Finding:

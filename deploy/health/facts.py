@@ -90,11 +90,6 @@ class InMemory:
     problems: tuple[str, ...] = ()
 
 
-def in_memory(base: Path, catalog: Catalog) -> InMemory:
-    """Return the snapshots of the store below ``base``. Errors go to ``problems``; suspect ones are left out."""
-    return MemoryFacts(base).look(catalog)
-
-
 class MemoryFacts:
     """Reads the snapshots repeatedly, and records only after a change. Owned by one thread."""
 
@@ -104,6 +99,7 @@ class MemoryFacts:
         self._seen = InMemory(None)
 
     def look(self, catalog: Catalog) -> InMemory:
+        """Return the snapshots of the store. Errors go to ``problems``; suspect ones are left out."""
         tier = Tier(self._base, catalog.store_id)
         try:
             key = (tuple(_stamps(tier)), tuple(catalog.saves()), frozenset(catalog.suspects().saves))

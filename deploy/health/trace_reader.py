@@ -18,6 +18,7 @@ from typing import BinaryIO
 from store.names import Unit
 from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, ResumedLine, iter_lines, rotated_path
 
+_DECISIONS = 64  # decisions kept
 _FEW = 32  # saves and intervals from which rates are computed
 _LATEST = 253_000_000_000.0  # largest Unix time that a calendar can represent
 _MOST = float(1 << 60)  # largest plausible number of steps, bytes or seconds
@@ -108,15 +109,14 @@ class JobStatus:
 
 
 class TraceFollower:
-    """Tracks the state of a job line by line, keeping the last ``keep`` decisions."""
+    """Tracks the state of a job line by line, keeping the last few decisions."""
 
-    def __init__(self, keep: int = 64) -> None:
-        self._keep = keep
+    def __init__(self) -> None:
         self._job: JobLine | None = None
         self._units: tuple[Unit, ...] = ()
         self._full = 0
         self._last_seen = 0.0
-        self._decisions: deque[LastDecision] = deque(maxlen=keep)
+        self._decisions: deque[LastDecision] = deque(maxlen=_DECISIONS)
         self._gaps: deque[tuple[int, float]] = deque(maxlen=_FEW)
         self._saves: deque[LastSave] = deque(maxlen=_FEW)
         self._failed: list[str] = []

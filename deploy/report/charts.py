@@ -438,6 +438,7 @@ def _figures(history: History) -> list[Figure]:
     totals = history.totals
     share = totals.written / totals.full if totals.full else 0.0
     stall = totals.stall / totals.seconds if totals.seconds else 0.0
+    stalled = f"{share_text(stall)} of {span_text(totals.seconds)}"
     beside = ""
     if totals.full_stall is not None:
         count = plural(totals.full_seen, "full save")
@@ -448,10 +449,6 @@ def _figures(history: History) -> list[Figure]:
         Figure("Saves", f"{totals.saves:,}", f"of {totals.decisions:,} decisions{failed}"),
         Figure("Bytes", size_text(totals.written), f"{verb}; full saves: {size_text(totals.full)}"),
         Figure("Of full saves", share_text(share), f"{size_text(max(0, totals.full - totals.written))} avoided"),
-        Figure(
-            "Training stall",
-            span_text(totals.stall),
-            f"{share_text(stall)} of {span_text(totals.seconds)}; {beside}".rstrip("; "),
-        ),
+        Figure("Training stall", span_text(totals.stall), f"{stalled}; {beside}".rstrip("; ")),
         Figure("Longest stall", span_text(totals.longest), "at one decision"),
     ]

@@ -32,8 +32,6 @@ class Column:
 
     first_step: int
     last_step: int
-    first_at: float
-    last_at: float
     decisions: int = 1
     saves: int = 0
     written: int = 0
@@ -43,7 +41,7 @@ class Column:
 
     def merge(self, other: "Column") -> None:
         """Merge the following column into this one."""
-        self.last_step, self.last_at = other.last_step, other.last_at
+        self.last_step = other.last_step
         self.decisions += other.decisions
         self.saves += other.saves
         self.written += other.written
@@ -78,12 +76,12 @@ class Bins:
         self.drift = _grown(self.drift, shape, np.nan)
         self.saved, self.rounded, self.sick = (_grown(old, shape, 0) for old in (self.saved, self.rounded, self.sick))
 
-    def add(self, step: int, at: float) -> int:
+    def add(self, step: int) -> int:
         """Add a decision and return its number."""
         if self.count == self.most * self.width:
             self._halve()
         number, self.count = self.count, self.count + 1
-        one = Column(step, step, at, at)
+        one = Column(step, step)
         if number // self.width == len(self.columns):
             self.columns.append(one)
         else:
@@ -153,7 +151,6 @@ class History:
     dropped: int  # incidents left out; ``skipped``: unreadable lines
     skipped: int
     job_status: JobStatus | None
-    last_drift: dict[Unit, float] = field(default_factory=dict)
 
 
 def read_history(path: Path, most: int = 120, progress: Callable[[int], None] = lambda _: None) -> History:
@@ -273,7 +270,7 @@ class _Reader:
     def _on_decision(self, line: DecisionLine, at: float) -> None:
         self._settle(line.copy_wait)
         self._last_seen, self._last_step = at, line.step
-        number = self._bins.add(line.step, at)
+        number = self._bins.add(line.step)
         column = self._bins.place(number)
         rows = [self._rows[unit] for unit in self._units]
         self._mark_drift(rows, line.drift, column)

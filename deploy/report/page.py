@@ -17,17 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from deploy.console import byte_progress, watched
 from deploy.format import clock, drift_text, installed_version, printable, size_text
-from deploy.health.facts import (
-    Facts,
-    VerifiedCommits,
-    disk_of,
-    gather,
-    in_memory,
-    parse_time,
-    shell_command,
-    verified_by_daemon,
-    verified_now,
-)
+from deploy.health import facts as health
 from deploy.health.verdict import Verdict, judge
 from deploy.report.charts import cost_of, maps_of, scale_for
 from deploy.report.history import History, read_history
@@ -108,7 +98,7 @@ def _total(slot: str, units: Sequence[CertifiedUnit], parameters: int) -> Mappin
 class ReportResult:
     """Content of a page that is not written yet. ``missing``: why there is no history, or ''."""
 
-    facts: Facts
+    facts: health.Facts
     verdict: Verdict
     history: History | None
     incidents: Sequence[Incident]
@@ -201,7 +191,9 @@ def build_report(
     except (NothingToResumeError, DamagedError) as error:
         history, missing = _history(path, named=trace is not None)
         job_status = None if history is None else history.job_status
-        facts = Facts(clock(), root.absolute(), None, str(error), disk=disk_of(root), trace=path, job_status=job_status)
+        facts = health.Facts(
+            clock(), root.absolute(), None, str(error), disk=health.disk_of(root), trace=path, job_status=job_status
+        )
         return ReportResult(facts, judge(facts), history, () if history is None else history.incidents, missing)
 
 
@@ -211,13 +203,14 @@ def _build(
     # Slow reads come first, so that the facts are of one moment.
     if verify:
         with byte_progress("Verifying", total_bytes(catalog) if watched() else 0) as progress:
-            checked: VerifiedCommits | None = verified_now(verify_store(catalog, progress))
+            checked: health.VerifiedCommits | None = health.verified_now(verify_store(catalog, progress))
     else:
-        checked = verified_by_daemon(memory, catalog.store_id)
+        checked = health.verified_by_daemon(memory, catalog.store_id)
     history, missing = _history(path, named=named)
     job_status = None if history is None else history.job_status
     catalog.forget()
-    facts = gather(catalog, root, in_memory(memory, catalog), job_status, clock(), trace=path, checked=checked)
+    snapshots = health.MemoryFacts(memory).look(catalog)
+    facts = health.gather(catalog, root, snapshots, job_status, clock(), trace=path, checked=checked)
     if facts.foreign_trace:
         history = None
         missing = (
@@ -245,14 +238,14 @@ def _history(path: Path, *, named: bool) -> tuple[History | None, str]:
     return history, ""
 
 
-def _of_store(catalog: Catalog, facts: Facts) -> Iterator[Incident]:
+def _of_store(catalog: Catalog, facts: health.Facts) -> Iterator[Incident]:
     """Yield the incidents that only the store knows: damage, suspects, and rescued commits."""
     assert facts.status is not None
     damage = dict.fromkeys((*facts.status.problems, *(() if facts.checked is None else facts.checked.problems)))
     for text in list(damage)[:_LISTED]:
         yield Incident("damage", "bad", text)
     if len(damage) > _LISTED:
-        listing = shell_command("verify --json" if facts.checked is not None else "status --json", facts.root)
+        listing = health.shell_command("verify --json" if facts.checked is not None else "status --json", facts.root)
         yield Incident("damage", "bad", f"and {len(damage) - _LISTED} more: {listing} lists all")
     for save, why in catalog.suspects().why.items():
         yield Incident("suspect", "look", f"jobs that resumed from it died: {why}", save.step)
@@ -262,4 +255,4 @@ def _of_store(catalog: Catalog, facts: Facts) -> Iterator[Incident]:
         except (DamagedError, StorageError):
             continue  # reported above
         if any(unit.save == save.name and unit.reason == REASON for unit in manifest.units):
-            yield Incident("rescued", "look", REASON, save.step, parse_time(manifest.created))
+            yield Incident("rescued", "look", REASON, save.step, health.parse_time(manifest.created))

@@ -117,10 +117,8 @@ def remarks(one: SimulationRequest, run: Run) -> list[str]:
         )
     if one.config.every == "auto" and recorded.every != "auto":
         found.append(f"{one.name}: every auto is replayed at the recorded decisions, not at its own")
-    if one.config.packing != "none" and (one.config.packing, one.config.differences) != (
-        recorded.packing,
-        recorded.differences,
-    ):
+    packing = (one.config.packing, one.config.differences)
+    if one.config.packing != "none" and packing != (recorded.packing, recorded.differences):
         found.append(f"{one.name}: the recorded run packed differently, so the bytes are those before packing")
     return found
 

@@ -13,16 +13,7 @@ from typing import Any
 
 import yaml
 
-from deploy.simulate.plans import (
-    SimulationRequest,
-    plan_of,
-    recorded_config,
-    recorded_interval,
-    recorded_settings,
-    remarks,
-    requests_for,
-    same_configuration,
-)
+from deploy.simulate import plans
 from deploy.simulate.summary import Summary, Terms, over, summary_of
 from monitor.config.load import Config, load_config
 from policies.accounting import Fitted
@@ -93,7 +84,7 @@ class _Tried:
 class _Trials:
     def __init__(self, run: Run, terms: Terms, costs: Costs | None) -> None:
         self._run, self._terms, self._costs = run, terms, costs
-        self.every = recorded_interval(run)
+        self.every = plans.recorded_interval(run)
         self._made: dict[str, _Tried | None] = {}
 
     def of(self, name: str, settings: Mapping[str, Any]) -> _Tried | None:
@@ -103,13 +94,14 @@ class _Trials:
         return self._made[name]
 
     def _try(self, name: str, settings: Mapping[str, Any]) -> _Tried | None:
+        recorded = plans.recorded_settings(self._run)
         values = {
-            **{key: value for key, value in recorded_settings(self._run).items() if key not in ("budget", "auto")},
+            **{key: value for key, value in recorded.items() if key not in ("budget", "auto")},
             "every": self.every,
             **settings,
         }
         try:
-            plan = plan_of(SimulationRequest(name, load_config(values)), self._run, self._costs)
+            plan = plans.plan_of(plans.SimulationRequest(name, load_config(values)), self._run, self._costs)
         except ConfigError:
             return None
         shown = {key: values[key] for key in _SECTIONS if key in values}
@@ -141,13 +133,13 @@ def recommend(
     since = latest_first(one.replayed.timeline for one in (*beside, *(one.summary for one in found)))
     tried = over(tuple({one.summary.name: one.summary for one in found}.values()), since)
     for chosen in sorted(tried, key=lambda one: (one.exposure.total.mean, one.written)):
-        request = SimulationRequest(
+        request = plans.SimulationRequest(
             chosen.name, load_config(parse_yaml(_text(settings[chosen.name]), "the recommendation").values)
         )
-        again = summary_of(replay(run, plan_of(request, run, costs)), run, terms)
+        again = summary_of(replay(run, plans.plan_of(request, run, costs)), run, terms)
         if limits.hold(again):
             ordered = sorted(tried, key=lambda one: one.exposure.total.mean)
-            notes = tuple(remarks(request, run))
+            notes = tuple(plans.remarks(request, run))
             return Recommendation(chosen, tuple(ordered), settings[chosen.name], limits, since, notes)
     raise UsageError(
         "these limits are kept only by settings of the recorded run that a recommendation omits: replay "
@@ -175,11 +167,8 @@ def _candidates(trials: _Trials, limits: Limits) -> Iterator[_Tried | None]:
             policy = {"name": "parity", "k": k}
             yield _first(trials, {"policy": policy, "encoding": encoding}, f"parity k={k} {encoding}", limits)
         yield _threshold(trials, encoding, limits)
-        spend = {
-            key: value
-            for key, value in (("bytes_per_hour", limits.bytes_per_hour), ("stall_share", limits.stall_share))
-            if value is not None
-        }
+        most = {"bytes_per_hour": limits.bytes_per_hour, "stall_share": limits.stall_share}
+        spend = {key: value for key, value in most.items() if value is not None}
         yield trials.of(f"budget {encoding}", {"policy": "budget", "encoding": encoding, "budget": spend})
 
 
@@ -271,7 +260,8 @@ def simulated(
     """
     run = run_of(trace)
     costs = _costs(run, speeds or {})
-    wanted = [requests_for(text, recorded_settings(run)) for text in policies] or ([] if limits else _by_default(run))
+    recorded = plans.recorded_settings(run)
+    wanted = [plans.requests_for(text, recorded) for text in policies] or ([] if limits else _by_default(run))
     found = simulate(trace, run, wanted, terms, costs)
     if limits is None:
         return found, None
@@ -282,15 +272,15 @@ def simulated(
 
 
 def simulate(
-    trace: Trace, run: Run, wanted: Sequence[SimulationRequest], terms: Terms, costs: Costs | None = None
+    trace: Trace, run: Run, wanted: Sequence[plans.SimulationRequest], terms: Terms, costs: Costs | None = None
 ) -> Simulation:
     """Replay the run under each configuration; ``costs`` replace the recorded ones."""
-    recorded = recorded_config(run)
+    recorded = plans.recorded_config(run)
     notes = list(_notes(trace, run, recorded, costs))
     summaries = []
-    for one in (SimulationRequest(BASELINE, Config(every=recorded.every)), *wanted):
-        notes += remarks(one, run)
-        replayed = replay(run, plan_of(one, run, costs))
+    for one in (plans.SimulationRequest(BASELINE, Config(every=recorded.every)), *wanted):
+        notes += plans.remarks(one, run)
+        replayed = replay(run, plans.plan_of(one, run, costs))
         summaries.append(summary_of(replayed, run, terms))
         if replayed.failures:
             first = replayed.failures[0]
@@ -298,8 +288,8 @@ def simulate(
                 f"{one.name}: the policy failed at {len(replayed.failures)} of {len(replayed.decisions)} decisions (it "
                 f"{first.what}{f' at {first.place}' if first.place else ''}); everything is saved there, as in a job"
             )
-        known = recorded_settings(run) is run.settings
-        if known and same_configuration(one.config, recorded) and not replayed.as_recorded and costs is None:
+        known = plans.recorded_settings(run) is run.settings
+        if known and plans.same_configuration(one.config, recorded) and not replayed.as_recorded and costs is None:
             notes.append(f"{one.name}: this is the recorded configuration, but the replay differs from the recording")
         if replayed.exposure.unknown:
             notes.append(f"{one.name}: some layer slots have no movement in the trace and are left out")
@@ -322,11 +312,11 @@ def window_notes(summaries: Sequence[Summary]) -> Iterator[str]:
         )
 
 
-def _by_default(run: Run) -> list[SimulationRequest]:
-    config = recorded_config(run)
+def _by_default(run: Run) -> list[plans.SimulationRequest]:
+    config = plans.recorded_config(run)
     name = config.policy if isinstance(config.policy, str) else str(config.policy.get("name"))
-    known = recorded_settings(run) is run.settings
-    return [SimulationRequest(f"as recorded ({name})" if known else f"{name}, for the recorded policy", config)]
+    known = plans.recorded_settings(run) is run.settings
+    return [plans.SimulationRequest(f"as recorded ({name})" if known else f"{name}, for the recorded policy", config)]
 
 
 def _costs(run: Run, speeds: Mapping[str, float | None]) -> Costs | None:
@@ -349,7 +339,7 @@ def _at(bytes_per_second: float) -> Fitted:
 
 def _notes(trace: Trace, run: Run, recorded: Config, costs: Costs | None) -> list[str]:
     found = []
-    if recorded_settings(run) is not run.settings:
+    if plans.recorded_settings(run) is not run.settings:
         found.append(
             "the recorded policy is not built in, and a trace must not run code: name it with --policy to replay it"
         )

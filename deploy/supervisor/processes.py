@@ -134,12 +134,6 @@ def _walk_handling(process: psutil.Process, number: signal.Signals) -> Iterator[
 
 
 @dataclass(frozen=True)
-class _Due:
-    at: float
-    act: Callable[[], None]
-
-
-@dataclass(frozen=True)
 class StopOptions:
     """How to end a command."""
 
@@ -161,12 +155,12 @@ class ProcessStopper:
         self._exit_request: int | None = None
         self._noticed: float | None = None
         self._asked = 0
-        self._due: list[_Due] = []
+        self._due: list[tuple[float, Callable[[], None]]] = []  # clock times and what to do then
 
     @property
     def seconds(self) -> float | None:
         """Return the seconds until the next action, None if none is scheduled."""
-        return max(0.0, min(due.at for due in self._due) - self._clock()) if self._due else None
+        return max(0.0, min(at for at, _ in self._due) - self._clock()) if self._due else None
 
     def exit_request(self, code: int) -> int | None:
         """Return the exit code that a received signal demands after the command ended with ``code``, or None."""
@@ -177,10 +171,10 @@ class ProcessStopper:
 
     def act(self) -> None:
         now = self._clock()
-        ready = [due for due in self._due if due.at <= now]
-        self._due = [due for due in self._due if due.at > now]
-        for due in ready:
-            due.act()
+        ready = [act for at, act in self._due if at <= now]
+        self._due = [(at, act) for at, act in self._due if at > now]
+        for act in ready:
+            act()
 
     def take(self, number: signal.Signals) -> None:
         if number in NOTICES:
@@ -237,4 +231,4 @@ class ProcessStopper:
             send([psutil.Process(self._pid)], number)
 
     def _later(self, seconds: float, act: Callable[[], None]) -> None:
-        self._due.append(_Due(self._clock() + seconds, act))
+        self._due.append((self._clock() + seconds, act))

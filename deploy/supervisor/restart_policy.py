@@ -93,7 +93,6 @@ class Restart:
     """Restart after ``seconds``, and mark ``suspect`` first."""
 
     seconds: float
-    counted: bool
     suspect: SaveId | None = None
 
 
@@ -115,7 +114,7 @@ def decide_restart(
     if attempt.code == OK:
         return history, GiveUp(OK, "the command ended")
     if attempt.code == PREEMPTED and attempt.committed:
-        return _preempted(history, attempt), Restart(0.0, counted=False)
+        return _preempted(history, attempt), Restart(0.0)
     # A command that always exits as preempted without saving must not be restarted forever.
     went = _unsaved(history, attempt) if attempt.code == PREEMPTED else _failed(history, attempt)
     stop = _limit(went, limits)
@@ -137,9 +136,9 @@ def _again(
     seconds = backoff(history.in_a_row, limits, draw)
     suspect = history.suspected
     if history.deaths < SUSPECT_AFTER or attempt.after.instead is None or suspect is None:
-        return history, Restart(seconds, counted=history.in_a_row > 0)
+        return history, Restart(seconds)
     marked = replace(history, suspected=None, deaths=0, marked=(*history.marked, suspect))
-    return marked, Restart(seconds, counted=True, suspect=suspect)
+    return marked, Restart(seconds, suspect)
 
 
 def backoff(in_a_row: int, limits: Limits, draw: Callable[[], float]) -> float:

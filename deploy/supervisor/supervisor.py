@@ -13,18 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
-from deploy.supervisor import restart_policy
+from deploy.supervisor import processes, restart_policy
 from deploy.supervisor.events import EventLog
-from deploy.supervisor.processes import (
-    ENDS,
-    NOTICES,
-    ProcessStopper,
-    StopOptions,
-    adopt_orphans,
-    children,
-    end_descendants,
-    reap,
-)
 from deploy.supervisor.store_probe import StoreProbe
 from store.errors import PREEMPTED, StoreInUseError, UsageError
 
@@ -57,11 +47,13 @@ class Supervisor:
         self._options = options
         self._store = store
         self._log = log
-        self._signals = {number for number in (*ENDS, *NOTICES) if signal.getsignal(number) != signal.SIG_IGN}
+        self._signals = {
+            number for number in (*processes.ENDS, *processes.NOTICES) if signal.getsignal(number) != signal.SIG_IGN
+        }
         self._mask: set[signal.Signals] = set()
         self._known = restart_policy.StoreSnapshot()
         self._gone: restart_policy.StoreSnapshot | None = None
-        self._others = children()  # of a script that became this process by `exec`
+        self._others = processes.children()  # of a script that became this process by `exec`
 
     def run(self) -> int:
         """Run until the job is done and return the exit code.
@@ -70,7 +62,7 @@ class Supervisor:
             StoreInUseError: another job uses the store.
             UsageError: the command cannot be started.
         """
-        if not adopt_orphans():
+        if not processes.adopt_orphans():
             self._log.message("the system cannot reassign orphaned processes: those of a dead command are not ended")
         with self._signals_blocked():
             stop = self._attempts()
@@ -78,7 +70,7 @@ class Supervisor:
         return stop.code
 
     def _attempts(self) -> restart_policy.GiveUp:
-        history, again, number = restart_policy.RestartHistory(), restart_policy.Restart(0.0, counted=False), 0
+        history, again, number = restart_policy.RestartHistory(), restart_policy.Restart(0.0), 0
         while True:
             patience = self._options.wait if number == 0 else max(self._options.wait, _OTHER_NODES)
             stop = self._wait(again.seconds) or self._wait_for_store(patience)
@@ -101,7 +93,7 @@ class Supervisor:
         before = self._read_store()
         self._log.on_attempt_start(number, waited, before)
         code, exit_request = (_CANNOT_START, None) if before is self._gone else self._run_command(number)
-        left, stuck = end_descendants(_ORPHANS_TERM, _ORPHANS_KILL, self._others)
+        left, stuck = processes.end_descendants(_ORPHANS_TERM, _ORPHANS_KILL, self._others)
         if left:
             self._log.message(f"ended {left} processes that the command left behind")
         if stuck:
@@ -135,8 +127,8 @@ class Supervisor:
                 raise
             self._log.message(str(error))  # it could be started before: a disk or a machine that is short of something
             return _CANNOT_START, None
-        options = StopOptions(self._options.grace, self._options.notice, self._others)
-        stopping = ProcessStopper(child.pid, options, self._log.message)
+        options = processes.StopOptions(self._options.grace, self._options.notice, self._others)
+        stopping = processes.ProcessStopper(child.pid, options, self._log.message)
         code = self._watch(child, stopping)
         return code, stopping.exit_request(code)
 
@@ -144,20 +136,16 @@ class Supervisor:
         command = list(self._options.command)
         try:
             # Nothing but this system call runs before the command does.
-            return subprocess.Popen(
-                command,
-                start_new_session=True,
-                preexec_fn=self._restore_mask,  # noqa: PLW1509
-            )
+            return subprocess.Popen(command, start_new_session=True, preexec_fn=self._restore_mask)  # noqa: PLW1509
         except (OSError, ValueError) as error:
             raise UsageError(f"cannot start {command[0]!r}: {error}; give the command after `--`") from error
 
     def _restore_mask(self) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
-    def _watch(self, child: subprocess.Popen[bytes], stopping: ProcessStopper) -> int:
+    def _watch(self, child: subprocess.Popen[bytes], stopping: processes.ProcessStopper) -> int:
         while (code := child.poll()) is None:
-            reap(but=child.pid)
+            processes.reap(but=child.pid)
             stopping.act()
             due = stopping.seconds
             number = self._next_signal(_MAX_WAIT if due is None else due)

@@ -39,23 +39,16 @@ class Spread:
 
 @dataclass
 class Exposure:
-    """State of the store at a failure, averaged over a run."""
+    """State of the store at a failure, averaged over a run. ``rewound``: steps since the effective step."""
 
-    damage: dict[str, Spread] = field(default_factory=dict)
-    """By slot, summed over layers."""
-    total: Spread = field(default_factory=Spread)
-    """Damage over all slots."""
-    drift: dict[str, Spread] = field(default_factory=dict)
-    """By slot, of single units."""
+    damage: dict[str, Spread] = field(default_factory=dict)  # by slot, summed over layers
+    total: Spread = field(default_factory=Spread)  # damage over all slots
+    drift: dict[str, Spread] = field(default_factory=dict)  # by slot, of single units
     staleness: Spread = field(default_factory=Spread)
-    lost: Spread = field(default_factory=Spread)
-    """Steps since the newest commit."""
-    rewound: Spread = field(default_factory=Spread)
-    """Steps since the effective step: ``lost`` plus the staleness of the weights, weighted by pace and size."""
-    unprotected: float = 0.0
-    """Steps without any commit."""
-    unknown: int = 0
-    """Units in intervals whose movement is unknown; they are left out."""
+    lost: Spread = field(default_factory=Spread)  # steps since the newest commit
+    rewound: Spread = field(default_factory=Spread)  # ``lost`` plus the weights' staleness, weighted by pace and size
+    unprotected: float = 0.0  # steps without any commit
+    unknown: int = 0  # units in intervals whose movement is unknown; they are left out
 
 
 @dataclass(frozen=True)
@@ -63,11 +56,9 @@ class Held:
     """Versions in the store between two steps, by unit."""
 
     steps: Vector
-    since: Vector
-    """Steps from which live values moved away from the versions."""
+    since: Vector  # steps from which live values moved away from the versions
     errors: Vector
-    newest: float
-    """Step of the newest commit."""
+    newest: float  # step of the newest commit
 
 
 class Exposed:
@@ -168,8 +159,7 @@ def goodput(*, stall_share: float, lost_seconds: float, restart_seconds: float, 
     return max(0.0, 1.0 - stall_share) * kept
 
 
-Position = tuple[int, float]
-"""(segment, step): steps alone are ambiguous, since they go back at a resume."""
+Position = tuple[int, float]  # (segment, step): steps alone are ambiguous, since they go back at a resume
 
 
 @dataclass(frozen=True)

@@ -10,32 +10,19 @@ from itertools import pairwise
 from typing import Any
 
 from policies.accounting import Fitted
+from store import trace as traces
 from store.errors import UsageError
-from store.trace import (
-    CommitLine,
-    DecisionLine,
-    FailedLine,
-    JobLine,
-    Line,
-    MovedLine,
-    ResumedLine,
-    Trace,
-    TracedUnit,
-    incarnations,
-)
 
-_OBSERVED = "observe"
-"""``skipped`` of decisions under policy observe."""
+_OBSERVED = "observe"  # ``skipped`` of decisions under policy observe
 
 
 @dataclass(frozen=True)
 class DecisionPoint:
     """A decision and the outcome of its save. Neither ``commit`` nor ``failed`` if the process ended first."""
 
-    line: DecisionLine
-    copied: float = 0.0
-    """Seconds that the next optimizer step waited for copies of the save."""
-    commit: CommitLine | None = None
+    line: traces.DecisionLine
+    copied: float = 0.0  # seconds that the next optimizer step waited for copies of the save
+    commit: traces.CommitLine | None = None
     failed: bool = False
 
     @property
@@ -48,19 +35,16 @@ class DecisionPoint:
 class RunSegment:
     """Training without a restart or resume. Movement is known only within a segment."""
 
-    job: JobLine
-    begins: int | None
-    """First step, if known."""
-    process: bool
-    """A new process began here: clock and account start at 0."""
-    resumed: bool
-    """The state was that of a commit, of step ``newest``."""
+    job: traces.JobLine
+    begins: int | None  # first step, if known
+    process: bool  # a new process began here: clock and account start at 0
+    resumed: bool  # the state was that of a commit, of step ``newest``
     decisions: tuple[DecisionPoint, ...]
-    moved: Mapping[int, MovedLine]
+    moved: Mapping[int, traces.MovedLine]
     newest: int | None = None
 
     @property
-    def units(self) -> tuple[TracedUnit, ...]:
+    def units(self) -> tuple[traces.TracedUnit, ...]:
         """The units of the job."""
         return self.job.units
 
@@ -81,12 +65,9 @@ class RunSegment:
 class Costs:
     """Costs of saves in the recorded run."""
 
-    stall: Fitted = field(default_factory=Fitted)
-    """Seconds of stall by raw bytes copied."""
-    write: Fitted = field(default_factory=Fitted)
-    """Seconds to the commit by bytes written."""
-    overhead: float = 0.0
-    """Bytes that a save writes besides units."""
+    stall: Fitted = field(default_factory=Fitted)  # seconds of stall by raw bytes copied
+    write: Fitted = field(default_factory=Fitted)  # seconds to the commit by bytes written
+    overhead: float = 0.0  # bytes that a save writes besides units
 
 
 @dataclass(frozen=True)
@@ -108,7 +89,7 @@ class Run:
         return [point for segment in self.segments for point in segment.decisions]
 
 
-def run_of(trace: Trace) -> Run:
+def run_of(trace: traces.Trace) -> Run:
     """Build the run recorded in a trace. Incarnations without a decision are left out.
 
     Raises:
@@ -116,12 +97,14 @@ def run_of(trace: Trace) -> Run:
     """
     segments: list[RunSegment] = []
     seconds: dict[float, float] = {}
-    before: JobLine | None = None
-    for job, lines in incarnations(trace):
+    before: traces.JobLine | None = None
+    for job, lines in traces.incarnations(trace):
         again = before is not None and job.started == before.started
         before = job
         _require_one_job(job, lines)
-        latest = max((line.seconds for line in lines if isinstance(line, DecisionLine | CommitLine)), default=0.0)
+        latest = max(
+            (line.seconds for line in lines if isinstance(line, traces.DecisionLine | traces.CommitLine)), default=0.0
+        )
         seconds[job.started] = max(seconds.get(job.started, 0.0), latest)
         segments += [segment for segment in _segments(job, lines, again) if segment.decisions and segment.units]
     if not segments:
@@ -129,9 +112,9 @@ def run_of(trace: Trace) -> Run:
     return Run(tuple(segments), sum(seconds.values()), _costs(segments))
 
 
-def _require_one_job(job: JobLine, lines: Sequence[Line]) -> None:
+def _require_one_job(job: traces.JobLine, lines: Sequence[traces.Line]) -> None:
     """Raise UsageError if two jobs wrote one file, or the first line of a job is lost."""
-    seconds = [line.seconds for line in lines if not isinstance(line, MovedLine | JobLine)]
+    seconds = [line.seconds for line in lines if not isinstance(line, traces.MovedLine | traces.JobLine)]
     back = any(later < earlier for earlier, later in pairwise(seconds))
     if back or not all(_fits(line, len(job.units)) for line in lines):
         raise UsageError(
@@ -140,47 +123,49 @@ def _require_one_job(job: JobLine, lines: Sequence[Line]) -> None:
         )
 
 
-def _fits(line: Line, units: int) -> bool:
-    if isinstance(line, DecisionLine):
+def _fits(line: traces.Line, units: int) -> bool:
+    if isinstance(line, traces.DecisionLine):
         columns = (line.drift, line.staleness, line.error, line.encoding, line.stored_bytes)
         named = (*line.saved, *line.sick, *line.changed)
         return all(len(column) in (0, units) for column in columns) and all(0 <= index < units for index in named)
-    if isinstance(line, CommitLine):
+    if isinstance(line, traces.CommitLine):
         return all(0 <= index < units for index in line.sizes)
-    if isinstance(line, MovedLine):
+    if isinstance(line, traces.MovedLine):
         return all(len(column) == units for column in line.since.values())
     return True
 
 
-def _segments(job: JobLine, lines: Sequence[object], again: bool) -> Iterator[RunSegment]:
-    resumed: ResumedLine | None = None
+def _segments(job: traces.JobLine, lines: Sequence[object], again: bool) -> Iterator[RunSegment]:
+    resumed: traces.ResumedLine | None = None
     held: list[object] = []
     process = not again
     for line in lines:
-        if isinstance(line, ResumedLine):
+        if isinstance(line, traces.ResumedLine):
             yield _segment(job, held, resumed, process)
-            process = process and not any(isinstance(one, DecisionLine) for one in held)
+            process = process and not any(isinstance(one, traces.DecisionLine) for one in held)
             resumed, held = line, []
         else:
             held.append(line)
     yield _segment(job, held, resumed, process)
 
 
-def _segment(job: JobLine, lines: Sequence[object], resumed: ResumedLine | None, process: bool) -> RunSegment:
+def _segment(
+    job: traces.JobLine, lines: Sequence[object], resumed: traces.ResumedLine | None, process: bool
+) -> RunSegment:
     points: list[DecisionPoint] = []
     under_way: int | None = None
     for line in lines:
-        if isinstance(line, DecisionLine):
+        if isinstance(line, traces.DecisionLine):
             if under_way is not None and under_way == len(points) - 1:
                 points[under_way] = replace(points[under_way], copied=line.copy_wait)
             points.append(DecisionPoint(line))
             under_way = len(points) - 1 if points[-1].saved else under_way
-        elif isinstance(line, CommitLine | FailedLine):
+        elif isinstance(line, traces.CommitLine | traces.FailedLine):
             found = _of_step(points, line.step)
             if found is not None:
-                committed = line if isinstance(line, CommitLine) else None
+                committed = line if isinstance(line, traces.CommitLine) else None
                 points[found] = replace(points[found], commit=committed, failed=committed is None)
-    moved = {line.step: line for line in lines if isinstance(line, MovedLine)}
+    moved = {line.step: line for line in lines if isinstance(line, traces.MovedLine)}
     begins, newest = (resumed.step, resumed.newest) if resumed else (None, None)
     return RunSegment(job, begins, process, resumed is not None, tuple(points), moved, newest)
 

@@ -17,26 +17,16 @@ class ReplayPlan:
     """The configuration to replay."""
 
     name: str
-    policy: Policy
-    """Inside its bounds, and not policy observe."""
-    account: Callable[[Callable[[], float]], Account]
-    """Creates an empty account for a clock."""
-    every: int | None = None
-    """Steps between decisions; None: all recorded decisions."""
-    same_offers: bool = False
-    """The budget is the recorded one."""
-    same_sizes: bool = True
-    """Saves are encoded and compressed as recorded."""
-    costs: Costs | None = None
-    """Used instead of the recorded costs."""
-    sees_all: bool = False
-    """The policy is shown all measurements, even if it does not need drift, as under policy observe."""
-    goes_back: bool = True
-    """Composites are resumed at their effective step."""
-    varying: bool = False
-    """``History.interval`` is that of each recorded decision."""
-    bounded: Callable[[Policy], Policy] = lambda policy: policy
-    """Puts the fallback for a failed policy into the same bounds."""
+    policy: Policy  # inside its bounds, and not policy observe
+    account: Callable[[Callable[[], float]], Account]  # creates an empty account for a clock
+    every: int | None = None  # steps between decisions; None: all recorded decisions
+    same_offers: bool = False  # the budget is the recorded one
+    same_sizes: bool = True  # saves are encoded and compressed as recorded
+    costs: Costs | None = None  # used instead of the recorded costs
+    sees_all: bool = False  # the policy is shown all measurements, even if it needs no drift, as under policy observe
+    goes_back: bool = True  # composites are resumed at their effective step
+    varying: bool = False  # ``History.interval`` is that of each recorded decision
+    bounded: Callable[[Policy], Policy] = lambda policy: policy  # puts the fallback for a failed one into its bounds
 
 
 @dataclass(frozen=True)
@@ -94,14 +84,12 @@ class Version:
     """A unit's version in the replayed store."""
 
     step: int
-    since: int
-    """Step of the segment from which live values moved away from it."""
+    since: int  # step of the segment from which live values moved away from it
     encoding: str
     error: float
     nbytes: int
     size: tuple[int, int]
-    marked: int = 0
-    """Number of changes of the unit's set of parameters before it was stored."""
+    marked: int = 0  # number of changes of the unit's set of parameters before it was stored
 
 
 @dataclass
@@ -124,12 +112,9 @@ class ReplayState:
     durable: dict[Unit, Version] = field(default_factory=dict)
     durable_newest: int | None = None
     pending: Pending | None = None
-    on_path: bool = True
-    """All decisions so far equal the recorded ones."""
-    changes: dict[Unit, int] = field(default_factory=dict)
-    """Number of changes of each unit's set of parameters."""
-    changed: frozenset[Unit] = frozenset()
-    """Units that changed at the last decision."""
+    on_path: bool = True  # all decisions so far equal the recorded ones
+    changes: dict[Unit, int] = field(default_factory=dict)  # number of changes of each unit's set of parameters
+    changed: frozenset[Unit] = frozenset()  # units that changed at the last decision
 
     def begin(self, segment: RunSegment) -> None:
         """Start with the versions that the recorded run began with."""

@@ -10,7 +10,7 @@ import pytest
 
 from deploy.format import ago_text, span_text
 from deploy.health.checks import loss_of_node
-from deploy.health.facts import Check, Facts, MemoryFacts, VerifiedCommits, gather, in_memory
+from deploy.health.facts import Check, Facts, MemoryFacts, VerifiedCommits, gather
 from deploy.health.verdict import Verdict, judge
 from deploy.report.history import read_history
 from store.catalog import mark_suspect, open_catalog
@@ -36,7 +36,7 @@ def facts(run: SeenRun, step: float, *, checked: VerifiedCommits | None = None) 
     memory = run.root.parent / "memory"
     memory.mkdir(exist_ok=True)
     catalog = open_catalog(LocalFiles(run.root))
-    return gather(catalog, run.root, in_memory(memory, catalog), job_status, run.at(step), checked=checked)
+    return gather(catalog, run.root, MemoryFacts(memory).look(catalog), job_status, run.at(step), checked=checked)
 
 
 def verdict(run: SeenRun, step: float, **more: VerifiedCommits) -> Verdict:

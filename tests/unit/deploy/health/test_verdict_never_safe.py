@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.health.facts import Check, Facts, VerifiedCommits, gather, in_memory
+from deploy.health.facts import Check, Facts, MemoryFacts, VerifiedCommits, gather
 from deploy.health.trace_reader import Tail
 from deploy.health.verdict import Verdict, judge
 from deploy.report.page import build_report
@@ -52,7 +52,7 @@ def facts(run: SeenRun, step: float, *, traced: bool = True, checked: VerifiedCo
     memory = run.root.parent / "memory"
     memory.mkdir(exist_ok=True)
     job_status = Tail(run.trace).look() if traced else None
-    return gather(catalog, run.root, in_memory(memory, catalog), job_status, run.at(step), checked=checked)
+    return gather(catalog, run.root, MemoryFacts(memory).look(catalog), job_status, run.at(step), checked=checked)
 
 
 def verdict(run: SeenRun, step: float, *, traced: bool = True, checked: VerifiedCommits | None = None) -> Verdict:

@@ -302,7 +302,7 @@ def test_bins_keep_the_largest_drift_and_all_counts() -> None:
     bins = Bins(most=8)
     bins.rows(2)
     for i in range(100):
-        column = bins.place(bins.add(i, float(i)))
+        column = bins.place(bins.add(i))
         bins.drift[0, column] = max(i, bins.drift[0, column]) if bins.drift[0, column] >= 0 else i
         bins.saved[1, column] += 1
     assert bins.width == 16 and len(bins.columns) == 7

@@ -71,13 +71,13 @@ def test_interrupted_is_interrupted_whatever_the_code() -> None:
 def test_preempted_by_others_starts_again_without_being_counted() -> None:
     history = RestartHistory(in_a_row=2, failures=2, step=10, suspected=A, deaths=1)
     went, verdict = one(died(seen(A), seen(B, epoch=2), code=75), history)
-    assert verdict == Restart(0.0, counted=False)
+    assert verdict == Restart(0.0)
     assert (went.in_a_row, went.failures, went.step) == (0, 2, 20)
 
 
 def test_preempted_again_and_again_with_nothing_saved_it_ends_and_blames_no_commit() -> None:
     found = verdicts([died(replace(seen(A), instead=B), code=75)] * 4)
-    assert found[:3] == [Restart(1.0, counted=True), Restart(2.0, counted=True), Restart(4.0, counted=True)]
+    assert found[:3] == [Restart(1.0), Restart(2.0), Restart(4.0)]
     assert isinstance(found[3], GiveUp) and found[3].code == 93
     went, _ = one(died(seen(A), code=75), RestartHistory(in_a_row=1, failures=1, suspected=A, deaths=1))
     assert (went.in_a_row, went.failures, went.suspected, went.deaths) == (2, 1, A, 1)
@@ -98,7 +98,7 @@ def test_a_step_further_begins_anew() -> None:
     )
     went, verdict = one(attempt, history)
     assert went == RestartHistory(failures=8, step=20)
-    assert verdict == Restart(1.0, counted=False)
+    assert verdict == Restart(1.0)
 
 
 def test_a_new_commit_of_an_old_step_is_no_progress() -> None:
