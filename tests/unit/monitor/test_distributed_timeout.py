@@ -33,6 +33,7 @@ for _ in range(2):
         time.sleep(4.0)
     assert group.all_gather(rank) == [0, 1]
 dist.barrier()
+dist.destroy_process_group()  # else gloo's threads may end the process with SIGABRT
 """
 
 
@@ -55,6 +56,7 @@ waited.touch()
 assert group.all_gather(rank) == [0, 1]
 assert not barrier()
 dist.barrier()
+dist.destroy_process_group()  # else gloo's threads may end the process with SIGABRT
 """
 
 
@@ -81,6 +83,7 @@ while job.ckpt.save(wait=True, strict=False).skipped is not None:  # a second ma
 assert committed_steps(store) == [2]
 job.ckpt.close(save=False)
 dist.barrier()
+dist.destroy_process_group()  # else gloo's threads may end the process with SIGABRT
 """
 
 
@@ -130,6 +133,7 @@ else:
         job.ckpt.close()
 dist.barrier()
 assert committed_steps(store) == [1]
+dist.destroy_process_group()
 """
 
 
