@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -287,7 +288,8 @@ def test_lines_that_make_no_sense_do_no_harm(run: SeenRun, line: dict[str, Any])
     with run.trace.open("a") as file:
         file.write(json.dumps(line) + "\n")
     assert read_history(run.trace).skipped == 1
-    assert judge(facts(run, 605)) == judge(before)
+    after = replace(facts(run, 605), disk=before.disk)  # other processes write to the disk, too
+    assert judge(after) == judge(before)
 
 
 def test_a_job_line_that_makes_no_sense(run: SeenRun) -> None:
