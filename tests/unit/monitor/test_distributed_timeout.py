@@ -188,6 +188,44 @@ dist.destroy_process_group()
 """
 
 
+_LEFT = """
+import sys, time
+import pytest
+import torch.distributed as dist
+from monitor.distributed import current_group
+from store.errors import CollectiveError
+rank, path = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=3)
+group = current_group()
+flag, barrier = group.async_flag(), group.barrier(60.0)
+flag.exchange(False)
+assert group.all_gather(rank) == [0, 1, 2]
+if rank == 0:
+    flag.exchange(False)  # under way when this rank leaves
+    group.leave()
+    group.leave()
+    flag.leave()
+for act in (lambda: group.all_gather(rank), lambda: group.broadcast(rank), lambda: group.all_reduce_max([rank])):
+    with pytest.raises(CollectiveError):
+        act()
+if rank:
+    assert not flag.exchange(False)
+    with pytest.raises(CollectiveError):
+        flag.exchange(False)
+        flag.exchange(False)
+else:
+    with pytest.raises(CollectiveError):
+        barrier()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_where_one_rank_left_the_others_do_not_wait(tmp_path: Path) -> None:
+    """The timeout of these groups is half an hour. The job's own group is not touched."""
+    run_ranks(_LEFT, tmp_path, ranks=3)
+
+
 @pytest.mark.parametrize("late", [0, 1])
 def test_ranks_do_not_wait_for_one_that_was_cut_off(tmp_path: Path, late: int) -> None:
     """Whose agreement on preemptions failed, while the others went on to a decision, which may take half an hour."""
