@@ -24,15 +24,15 @@ from monitor.observe.units import LocalUnit, Surveyor
 from monitor.preemption import Preemption
 from monitor.resume.resume import LiveState, ResumeResult, build_certificate, go_on_from, resume, resume_memory_or_store
 from monitor.save.dry_run import DryRunSaver
-from monitor.save.final_save import FinalSave, LastStep, at_exit, not_committed
+from monitor.save.final_save import FinalSave, LastStep, at_exit, not_committed, unreachable
 from monitor.save.saver import Saver
 from monitor.save.store_session import StoreSession
 from monitor.telemetry.log import warn_of_beginning
 from monitor.telemetry.metrics import Metrics
-from monitor.types import SKIP_REASONS, DecisionResult, Preempted, SaveRequest, StepReport, newest_text
+from monitor.types import DecisionResult, Preempted, SaveRequest, StepReport
 from store.catalog import Catalog
 from store.certificate import Certificate
-from store.errors import CollectiveError, ConfigError, SaveError
+from store.errors import CollectiveError, ConfigError
 from store.location import store_place
 from store.names import Unit
 
@@ -85,8 +85,7 @@ class Checkpointer:
         saver = None if opened is None else Saver(job, opened)
         self._saver: Saver | DryRunSaver = saver or DryRunSaver(job)
         run_on_all_ranks(job.group, lambda: self._saver.reserve(job.table.local()))
-        in_memory = job.config.memory.enabled
-        self._memory = MemoryTier(job, opened, saver) if opened and saver and in_memory else None
+        self._memory = MemoryTier(job, opened, saver) if opened and saver and job.config.memory.enabled else None
         self._surveyor = Surveyor(job.adapter, job.table)
         self._step = job.completed_steps() or 0
         self._resume_called = False
@@ -97,7 +96,7 @@ class Checkpointer:
         job.adapter.before_update(self._count_update)
         self._proven = False
         self._closed = False
-        self._cut_off = False  # a rank was late or is gone, so the ranks cannot agree any more, and nothing is saved
+        self._cut_off = False  # a rank was late or is gone, so nothing is saved any more
         self._process = os.getpid()
         self._unregister_exit = at_exit(self._close_at_exit)
         self._preemption = Preemption(job.config.preemption, job.group, active=opened is not None)
@@ -212,7 +211,7 @@ class Checkpointer:
             return None
         self._listeners.on_step(self._step, began)
         report = self._on_all_ranks(partial(self._step_on_all_ranks, began), began)
-        return self._leave() if self._cut_off and self._preemption.requested else report
+        return self._leave() if self._cut_off and self._preemption.requested and not self.preempted else report
 
     def _step_on_all_ranks(self, began: float) -> StepReport | None:
         self._require_resume_called()
@@ -229,13 +228,10 @@ class Checkpointer:
     def _on_all_ranks(self, action: Callable[[], StepReport | None], began: float) -> StepReport | None:
         """Run a collective action. Where a rank is late or gone, save nothing from then on, and let the job train."""
         try:
-            if not self._cut_off:
-                return action()
+            return action()
         except CollectiveError as error:
-            self._cut_off = True
-            _log.error("step %d: nothing is saved from now on, restart the job: %s", self._step, error)
-        if not self._pace.due(self._step):
-            return None
+            if not (self._cut(error) or self._pace.due(self._step)):
+                return None
         self._pace.put_off(self._step, busy=False)
         return self._report("unreachable", began, None)
 
@@ -260,8 +256,8 @@ class Checkpointer:
         self._require_open()
         save = partial(self._save_on_all_ranks, wait, strict)
         report = self._on_all_ranks(save, time.perf_counter()) or StepReport(self._step, "unreachable", saved={})
-        if self._cut_off and wait and strict:
-            raise self._unreachable()
+        if self._cut_off and wait and strict and isinstance(self._saver, Saver):
+            raise unreachable(self._job, self._saver, self._step, self.config.timeouts.close)
         return report
 
     def _save_on_all_ranks(self, wait: bool, strict: bool) -> StepReport:
@@ -296,17 +292,15 @@ class Checkpointer:
         left = self.preempted and self.config.preemption.exit
         trained = (self._trained or self._updates) and not self._live.mixed
         if isinstance(self._saver, Saver) and trained and not left:
-            if self._cut_off:
-                raise self._unreachable()
             counted = self._job.completed_steps()
             step, save = counted or self._step, partial(self.save, wait=True)
             last_step = LastStep(self._job, self._saver, step, self._barrier, save)
-            return last_step.commit(uncounted=counted is None and self._updates > 0)
+            try:
+                return last_step.commit(uncounted=counted is None and self._updates > 0)
+            except CollectiveError as error:
+                self._cut(error)
+                raise unreachable(self._job, self._saver, step, self.config.timeouts.close) from error
         return not self._live.mixed
-
-    def _unreachable(self) -> SaveError:
-        known = f"; {newest_text(self._job.ledger.newest)}" if self._group.rank == 0 else ""
-        return SaveError(f"step {self._step} is not committed: {SKIP_REASONS['unreachable']}{known}")
 
     def preempt(self) -> None:
         """Announce the end of the job, like a signal does: the next :meth:`step` makes the last save.
@@ -396,6 +390,15 @@ class Checkpointer:
             self._close(deadline.to_leave, clean=False, ended=False)
         raise Preempted(report)
 
+    def _cut(self, error: CollectiveError) -> bool:
+        """Leave the collectives, which fail from then on. Return False if that was done before."""
+        first, self._cut_off = not self._cut_off, True
+        if first:
+            self._group.leave()
+            self._preemption.leave()
+            _log.error("step %d: nothing is saved from now on, restart the job: %s", self._step, error)
+        return first
+
     def _count_update(self) -> None:
         self._updates += 1
 
@@ -437,14 +440,13 @@ class Checkpointer:
             return
         self._proven = True
         if self._group.rank == 0:
-            mark = partial(opened.mark_proven, resumed.resolution.manifest.save)
-            self._saver.upkeep(mark, "marking the commit proven")
+            self._saver.upkeep(
+                partial(opened.mark_proven, resumed.resolution.manifest.save), "marking the commit proven"
+            )
 
     def _decide(self, request: SaveRequest | None, began: float | None = None) -> StepReport:
         """Decide and begin a save. request: None if the policy decides. began: of the stall. Collective."""
         began = time.perf_counter() if began is None else began
-        if self._cut_off:
-            raise CollectiveError(SKIP_REASONS["unreachable"])
         survey = self._surveyor.survey(stepped=request is None)
         local, trouble = survey.local, survey.trouble is not None
         settled = self._saver.settle(self._step, not trouble and self._job.table.changed(local), trouble)
@@ -489,8 +491,7 @@ class Checkpointer:
     ) -> StepReport:
         stall = time.perf_counter() - began
         why = None if skipped == "observe" else skipped
-        commits = self._job.ledger.commits
-        self._listeners.on_decision(DecisionEvent(self._step, why, problem, stall, decided, commits))
+        self._listeners.on_decision(DecisionEvent(self._step, why, problem, stall, decided, self._job.ledger.commits))
         if decided is None:
             return StepReport(self._step, skipped, stall_seconds=stall, problem=problem)
         saved = decided.saved if skipped in (None, "observe") else {}

@@ -6,8 +6,9 @@ never call into this module.
 """
 
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -23,7 +24,8 @@ from store.memory.layout import Tier
 class Group(Protocol):
     """Collectives that every rank calls in the same order. Values are plain data.
 
-    They raise CollectiveError where a rank is gone, or later than the timeout of the job. None works after that."""
+    They raise CollectiveError where a rank is gone, or later than the timeout of the job. None works after that:
+    call :meth:`leave`, so that ranks for which it worked do not wait for this one."""
 
     rank: int
     world_size: int
@@ -48,6 +50,9 @@ class Group(Protocol):
 
         It has its own process group, which one failure breaks for good. Collective."""
 
+    def leave(self) -> None:
+        """Make the collectives fail from now on, here and on the ranks that wait in one. Not collective."""
+
 
 class AsyncFlag(Protocol):
     """Shares a flag among ranks without waiting: a call returns the result of the call before it."""
@@ -60,6 +65,9 @@ class AsyncFlag(Protocol):
         Raises:
             CollectiveError: Another rank is late or gone.
         """
+
+    def leave(self) -> None:
+        """As :meth:`Group.leave`, when the exchange under way is over."""
 
 
 class SingleProcessGroup:
@@ -87,41 +95,47 @@ class SingleProcessGroup:
         del timeout
         return lambda: True
 
+    def leave(self) -> None:
+        """Do nothing: there is nobody to wait."""
+
 
 class _ImmediateFlag:
     def exchange(self, flag: bool) -> bool:
         return flag
+
+    def leave(self) -> None:
+        """Do nothing: there is nobody to wait."""
 
 
 class GlooGroup:
     """All ranks of the default process group, over gloo. Making one is collective."""
 
     def __init__(self) -> None:
-        self._group = _new_group()
+        self._group: dist.ProcessGroup | None = _new_group()
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:
         tensor = torch.tensor(list(values), dtype=torch.int64)
-        with _collective():
+        with _collective(self._group):
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
         return [int(value) for value in tensor.tolist()]
 
     def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
         summed = values.to(torch.float64).clone()
-        with _collective():
+        with _collective(self._group):
             dist.all_reduce(summed, op=dist.ReduceOp.SUM, group=self._group)
         return summed
 
     def broadcast(self, value: Any) -> Any:
         box = [value]
-        with _collective():
+        with _collective(self._group):
             dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
 
     def all_gather(self, value: Any) -> list[Any]:
         boxes: list[Any] = [None] * self.world_size
-        with _collective():
+        with _collective(self._group):
             dist.all_gather_object(boxes, value, group=self._group)
         return boxes
 
@@ -136,6 +150,7 @@ class GlooGroup:
         group = dist.new_group(backend="gloo", timeout=bound)
 
         def meet() -> bool:
+            _require_member(self._group)
             try:
                 dist.monitored_barrier(group, timeout=bound)
             except (RuntimeError, ValueError, AssertionError):  # the last two: the process group is destroyed
@@ -144,35 +159,56 @@ class GlooGroup:
 
         return meet
 
+    def leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            dist.destroy_process_group(group)  # closes its connections
+
 
 class _GlooAsyncFlag:
     """Keeps one asynchronous all-reduce in flight between two calls."""
 
     def __init__(self) -> None:
-        self._group = _new_group()
+        self._group: dist.ProcessGroup | None = _new_group()
         self._flag = torch.zeros(1, dtype=torch.int64)
         self._work: dist.Work | None = None
 
     def exchange(self, flag: bool) -> bool:
         if self._work is not None:
-            with _collective():
+            with _collective(self._group):
                 self._work.wait()
             if int(self._flag.item()):
                 self._work = None
                 return True
         self._flag[0] = int(flag)
-        with _collective():
+        with _collective(self._group):
             self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         return False
 
+    def leave(self) -> None:
+        threading.Thread(target=self._leave, name="driftpoint-leave", daemon=True).start()
+
+    def _leave(self) -> None:
+        with suppress(RuntimeError):
+            if self._work is not None:
+                self._work.wait()  # a group is not destroyed before its work is over, and would hold the interpreter
+        dist.destroy_process_group(self._group)
+        self._group = self._work = None
+
 
 @contextmanager
-def _collective() -> Iterator[None]:
+def _collective(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Raise torch's error about ranks that are late or gone as CollectiveError."""
+    _require_member(group)
     try:
         yield
     except RuntimeError as error:
         raise CollectiveError(f"another rank is later than the job's timeout, or gone: {error}") from error
+
+
+def _require_member(group: dist.ProcessGroup | None) -> None:
+    if group is None:  # for torch, that is the default group
+        raise CollectiveError("this rank has left the collectives")
 
 
 _SHORTEST_TIMEOUT = timedelta(minutes=30)
@@ -221,7 +257,10 @@ def run_on_all_ranks(group: Group, action: Callable[[], T]) -> T:
         result = action()
     except Exception as error:  # noqa: BLE001 - this rank's edge: raised again once the others know
         local_error = error
-    errors_by_rank = group.all_gather(None if local_error is None else _pack_error(local_error))
+    try:
+        errors_by_rank = group.all_gather(None if local_error is None else _pack_error(local_error))
+    except CollectiveError as error:
+        raise error from (local_error or error.__cause__)
     if local_error is not None:
         raise local_error
     failed = [(rank, packed) for rank, packed in enumerate(errors_by_rank) if packed is not None]

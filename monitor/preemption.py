@@ -199,6 +199,12 @@ class Preemption:
             self._flag = None
         return stop
 
+    def leave(self) -> None:
+        """Agree with the other ranks no more, since one of them is late or gone. Not collective."""
+        if self._flag is not None:
+            self._flag.leave()
+        self._flag = None
+
     @property
     def requested(self) -> bool:
         """Whether this rank was preempted. Not collective."""

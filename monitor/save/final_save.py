@@ -38,6 +38,17 @@ def not_committed(job: JobContext, saver: Saver, report: StepReport, strict: boo
     return replace(report, saved={})
 
 
+def unreachable(job: JobContext, saver: Saver, step: int, timeout: float) -> SaveError:
+    """Return the error of a save that cannot be made, or known to be made, since a rank is late or gone.
+
+    Not collective. Rank 0 waits for the save under way, and names the newest commit."""
+    known = ""
+    if job.group.rank == 0:
+        saver.wait(timeout)
+        known = f"; {newest_text(saver.newest)}"
+    return SaveError(f"step {step} is not known to be committed: {SKIP_REASONS['unreachable']}{known}")
+
+
 @dataclass(frozen=True)
 class LastStep:
     """Commits the last step of a job that ends as intended.
@@ -121,7 +132,7 @@ class FinalSave:
         If another rank is gone the error is logged, not raised: the job ends in any case."""
         try:
             return self._save_until(deadline)
-        except CollectiveError as error:
+        except (CollectiveError, RuntimeError) as error:  # the latter from a collective or device of the framework
             _log.error("preempted: no further save is possible: %s", error)
         return StepReport(self.step, "failed", saved={}, preempted=True)
 

@@ -118,7 +118,7 @@ if end == "preempted":
         assert left.value.code == 75 and left.value.report.preempted and not left.value.report.saved
     else:
         job.ckpt.step()
-        with pytest.raises(SaveError, match="step 3 is not committed"):
+        with pytest.raises(SaveError, match="step 3 is not known to be committed"):
             job.ckpt.close()
 else:
     reports = [job.step() for _ in range(3)]
@@ -129,7 +129,7 @@ else:
     newest = "" if rank else "; the commit of step 1"
     with pytest.raises(SaveError, match=f"later than the job's timeout, or is gone{newest}"):
         job.ckpt.save(wait=True)
-    with pytest.raises(SaveError, match="step 5 is not committed"):
+    with pytest.raises(SaveError, match="step 5 is not known to be committed"):
         job.ckpt.close()
 dist.barrier()
 assert committed_steps(store) == [1]
@@ -155,6 +155,125 @@ def test_a_step_does_not_raise_for_a_rank_that_is_too_late(tmp_path: Path, setti
     run_ranks(_LATE_STEP, tmp_path, json.dumps(settings), end)
 
 
+_LATE_FLAG = """
+import sys, time
+from datetime import timedelta
+from pathlib import Path
+import pytest
+import torch.distributed as dist
+import monitor.distributed
+from store.errors import SaveError
+from tests.support.jobs import Job, committed_steps
+timeouts = [timedelta(minutes=30), timedelta(seconds=2)]  # of decisions, and of the agreement on preemptions
+monitor.distributed._job_timeout = lambda: timeouts.pop(0)
+rank, path, late = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=3)
+store = Path(path).with_name("store")
+job = Job(store, every=3)
+assert not timeouts
+skipped = []
+for step in range(1, 8):
+    job.update()
+    if rank == late and step == 4:
+        time.sleep(5.0)
+    report = job.ckpt.step()
+    skipped.append(report and report.skipped)
+    job.ckpt.flush()
+assert skipped[2] is None and "unreachable" in skipped[3:], skipped
+assert committed_steps(store) == [3]
+with pytest.raises(SaveError, match="step 7 is not known to be committed"):
+    job.ckpt.close()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+_LEFT = """
+import sys, time
+import pytest
+import torch.distributed as dist
+from monitor.distributed import current_group
+from store.errors import CollectiveError
+rank, path = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=3)
+group = current_group()
+flag, barrier = group.async_flag(), group.barrier(60.0)
+flag.exchange(False)
+assert group.all_gather(rank) == [0, 1, 2]
+if rank == 0:
+    flag.exchange(False)  # under way when this rank leaves
+    group.leave()
+    group.leave()
+    flag.leave()
+for act in (lambda: group.all_gather(rank), lambda: group.broadcast(rank), lambda: group.all_reduce_max([rank])):
+    with pytest.raises(CollectiveError):
+        act()
+if rank:
+    assert not flag.exchange(False)
+    with pytest.raises(CollectiveError):
+        flag.exchange(False)
+        flag.exchange(False)
+else:
+    with pytest.raises(CollectiveError):
+        barrier()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_where_one_rank_left_the_others_do_not_wait(tmp_path: Path) -> None:
+    """The timeout of these groups is half an hour. The job's own group is not touched."""
+    run_ranks(_LEFT, tmp_path, ranks=3)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_ranks_do_not_wait_for_one_that_was_cut_off(tmp_path: Path, late: int) -> None:
+    """Whose agreement on preemptions failed, while the others went on to a decision, which may take half an hour."""
+    run_ranks(_LATE_FLAG, tmp_path, str(late), ranks=3)
+
+
+_UNDER_WAY = """
+import sys, time
+from datetime import timedelta
+from pathlib import Path
+import pytest
+import torch.distributed as dist
+import monitor.distributed
+from store.errors import SaveError
+from tests.support.jobs import Job, committed_steps
+monitor.distributed._job_timeout = lambda: timedelta(seconds=2)
+rank, path = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+store, began = Path(path).with_name("store"), Path(path).with_name("began")
+job = Job(store, every=2, preemption={"signals": []})
+job.step()
+if rank == 0:
+    def slow(operation, path):
+        if operation == "create" and "manifests" in path:
+            time.sleep(6.0)
+    job.hook().before = slow
+    assert job.step().skipped is None
+    dist.barrier()
+    with pytest.raises(SaveError, match="step 2 is not known to be committed.*; the commit of step 2 is intact"):
+        job.ckpt.save(wait=True)
+else:
+    assert job.step().skipped is None
+    dist.barrier()
+    time.sleep(5.0)
+    with pytest.raises(SaveError, match="step 2 is not known to be committed"):
+        job.ckpt.save(wait=True)
+with pytest.raises(SaveError):
+    job.ckpt.close()
+assert committed_steps(store) == [2]
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_a_save_under_way_where_a_rank_is_late_is_committed_and_named(tmp_path: Path) -> None:
+    run_ranks(_UNDER_WAY, tmp_path)
+
+
 def test_a_job_goes_on_saving_after_ranks_did_not_meet(tmp_path: Path) -> None:
     run_ranks(_LATE_COMMIT, tmp_path)
 
@@ -169,15 +288,15 @@ def test_at_the_end_no_rank_waits_longer_than_the_bound(tmp_path: Path, late: in
     run_ranks(_LATE_AT_THE_END, tmp_path, str(late))
 
 
-def run_ranks(script: str, tmp_path: Path, *options: str) -> None:
-    ranks = [
+def run_ranks(script: str, tmp_path: Path, *options: str, ranks: int = 2) -> None:
+    started = [
         subprocess.Popen([sys.executable, "-c", script, str(rank), str(tmp_path / "meet"), *options], env=environment())
-        for rank in (0, 1)
+        for rank in range(ranks)
     ]
     try:
-        assert [one.wait(240) for one in ranks] == [0, 0]
+        assert [one.wait(240) for one in started] == [0] * ranks
     finally:
-        for one in ranks:
+        for one in started:
             one.kill()
             one.wait(60)
 
