@@ -117,25 +117,25 @@ class GlooGroup:
 
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:
         tensor = torch.tensor(list(values), dtype=torch.int64)
-        with _collective(self._group):
+        with _collective(self._group, self.leave):
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
         return [int(value) for value in tensor.tolist()]
 
     def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
         summed = values.to(torch.float64).clone()
-        with _collective(self._group):
+        with _collective(self._group, self.leave):
             dist.all_reduce(summed, op=dist.ReduceOp.SUM, group=self._group)
         return summed
 
     def broadcast(self, value: Any) -> Any:
         box = [value]
-        with _collective(self._group):
+        with _collective(self._group, self.leave):
             dist.broadcast_object_list(box, src=0, group=self._group)
         return box[0]
 
     def all_gather(self, value: Any) -> list[Any]:
         boxes: list[Any] = [None] * self.world_size
-        with _collective(self._group):
+        with _collective(self._group, self.leave):
             dist.all_gather_object(boxes, value, group=self._group)
         return boxes
 
@@ -175,34 +175,40 @@ class _GlooAsyncFlag:
 
     def exchange(self, flag: bool) -> bool:
         if self._work is not None:
-            with _collective(self._group):
+            with _collective(self._group, self.leave):
                 self._work.wait()
             if int(self._flag.item()):
                 self._work = None
                 return True
         self._flag[0] = int(flag)
-        with _collective(self._group):
+        with _collective(self._group, self.leave):
             self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         return False
 
     def leave(self) -> None:
-        threading.Thread(target=self._leave, name="driftpoint-leave", daemon=True).start()
+        group, self._group = self._group, None
+        if group is not None:
+            threading.Thread(target=_leave, args=(group, self._work), name="driftpoint-leave", daemon=True).start()
+        self._work = None
 
-    def _leave(self) -> None:
-        with suppress(RuntimeError):
-            if self._work is not None:
-                self._work.wait()  # a group is not destroyed before its work is over, and would hold the interpreter
-        dist.destroy_process_group(self._group)
-        self._group = self._work = None
+
+def _leave(group: dist.ProcessGroup, work: dist.Work | None) -> None:
+    with suppress(RuntimeError):
+        if work is not None:
+            work.wait()  # a group is not destroyed before its work is over, and would hold the interpreter
+    dist.destroy_process_group(group)
 
 
 @contextmanager
-def _collective(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Raise torch's error about ranks that are late or gone as CollectiveError."""
+def _collective(group: dist.ProcessGroup | None, leave: Callable[[], None]) -> Iterator[None]:
+    """Raise torch's error about ranks that are late or gone as CollectiveError, and ``leave``.
+
+    What a failed collective left in the connections can block the next one until its timeout."""
     _require_member(group)
     try:
         yield
     except RuntimeError as error:
+        leave()
         raise CollectiveError(f"another rank is later than the job's timeout, or gone: {error}") from error
 
 
