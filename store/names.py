@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from functools import lru_cache, total_ordering
+from typing import NamedTuple
 
 WEIGHTS = "fp32"
 """Slot of the weights that the optimizer updates: the fp32 master weights if there are any, otherwise the parameter
@@ -23,8 +24,7 @@ RAW = "raw"
 _SAVE_NAME = re.compile(r"(\d{8,12})-(\d{6,9})\Z")
 
 
-@dataclass(frozen=True, order=True)
-class Unit:
+class Unit(NamedTuple):
     """One (layer, slot): the unit of decision, of version and of drift."""
 
     layer: str
