@@ -24,7 +24,7 @@ from tests.crash.models import VARIED
 from tests.crash.simulated import Disk, Op, SimulatedFiles, disk_after, every_crash
 from tests.crash.workload import Job, Memory, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.core]
+pytestmark = pytest.mark.slow
 
 EXHAUSTIVE = 64
 """Up to so many states at one point of the run all of them are checked."""
@@ -113,10 +113,12 @@ def crashes_of(recording: Run, limit: int = EXHAUSTIVE) -> Iterable[tuple[Disk, 
             yield state, promise
 
 
+@pytest.mark.core
 def test_every_crash_state_at_every_operation(whole_run: Run) -> None:
     assert check_each(crashes_of(whole_run)) > 1000
 
 
+@pytest.mark.core
 def test_crash_states_with_every_encoding_and_bases(varied_run: VariedRun) -> None:
     recording = varied_run.recording
     states = (
@@ -246,6 +248,7 @@ def overtaken(files: SimulatedFiles, journal: Memory) -> None:
     job.write(draft, 1)
 
 
+@pytest.mark.core
 def test_commit_overtakes_the_last_rank() -> None:
     recording = recorded(SimulatedFiles(), overtaken)
     assert [e["event"] for e in recording.events] == ["claimed", "acknowledged"]

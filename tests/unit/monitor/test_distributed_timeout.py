@@ -16,6 +16,8 @@ import torch.distributed as dist
 from monitor.distributed import GlooGroup
 from tests.support.cli import environment
 
+pytestmark = pytest.mark.slow
+
 _LATE = """
 import sys, time
 from datetime import timedelta
@@ -140,7 +142,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     ("settings", "end"),
     [
-        ({}, "close"),
+        pytest.param({}, "close", marks=pytest.mark.core),
         ({}, "preempted"),
         ({"preemption": {"signals": []}}, "close"),
         ({"policy": {"name": "threshold", "threshold": 0.0}, "preemption": {"signals": []}}, "close"),
@@ -222,7 +224,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.core), 1, 2])
 def test_where_one_rank_left_the_others_do_not_wait(tmp_path: Path, first: int) -> None:
     """The timeout of these groups is half an hour. The job's own group is not touched.
 
@@ -286,7 +288,7 @@ def test_a_rank_may_be_as_late_as_the_job_allows(tmp_path: Path) -> None:
     run_ranks(_LATE, tmp_path)
 
 
-@pytest.mark.parametrize("late", [0, 1])
+@pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.core), 1])
 def test_at_the_end_no_rank_waits_longer_than_the_bound(tmp_path: Path, late: int) -> None:
     """And the job's other collectives go on."""
     run_ranks(_LATE_AT_THE_END, tmp_path, str(late))
@@ -305,6 +307,7 @@ def run_ranks(script: str, tmp_path: Path, *options: str, ranks: int = 2) -> Non
             one.wait(60)
 
 
+@pytest.mark.core
 @pytest.mark.parametrize(("hours", "expected"), [(6.0, 6.0), (0.1, 0.5)])
 def test_groups_have_the_timeout_of_the_job(hours: float, expected: float) -> None:
     """A shorter one than torch's default for gloo is not taken: it may be meant for the accelerator only."""

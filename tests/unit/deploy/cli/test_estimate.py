@@ -48,6 +48,7 @@ def test_more_decisions_than_can_be_replayed_are_refused(here: Here) -> None:
     assert "100,000 decisions" in answer.err and len(answer.err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_a_recommendation_keeps_its_limit(here: Here) -> None:
     limit = 5e12
     shown = here(*MODEL, "--recommend", "--bytes-per-hour", limit, "--json").json

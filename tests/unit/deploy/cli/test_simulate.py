@@ -107,6 +107,7 @@ def test_how_fast_storage_is_can_be_given(here: Here, trace: Path) -> None:
     assert waits["stall_seconds"] == pytest.approx(200 * (8 << 20) / 1e7)
 
 
+@pytest.mark.slow
 def test_a_recommendation_keeps_the_limit_and_can_be_pasted(here: Here, trace: Path, tmp_path: Path) -> None:
     limit = 2e9
     shown = here("simulate", trace, "--recommend", "--bytes-per-hour", limit, "--json").json
@@ -133,6 +134,7 @@ def test_exact_recommends_nothing_that_rounds(here: Here, trace: Path) -> None:
     assert shown["settings"].get("encoding", "raw") == "raw"
 
 
+@pytest.mark.slow
 def test_minutes_that_may_be_lost_are_a_limit_too(here: Here, trace: Path) -> None:
     shown = here("simulate", trace, "--recommend", "--max-loss-minutes", 2, "--storage-gbps", 10, "--json").json
     for one in shown["recommended"]["tried"]:
@@ -144,7 +146,9 @@ def test_minutes_that_may_be_lost_are_a_limit_too(here: Here, trace: Path) -> No
     [
         (("--recommend",), "--recommend needs a limit"),
         (("--bytes-per-hour", 1), "need --recommend"),
-        (("--recommend", "--bytes-per-hour", 1), "no configuration keeps these limits"),
+        pytest.param(
+            ("--recommend", "--bytes-per-hour", 1), "no configuration keeps these limits", marks=pytest.mark.slow
+        ),
         (("-p", "fulll"), "did you mean 'full'"),
         (("-p", "budget"), "policy budget has no limit"),
         (("-p", "{name: parity"), "is not YAML"),

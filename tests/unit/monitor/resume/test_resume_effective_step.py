@@ -286,7 +286,7 @@ def test_a_crash_before_the_next_commit_loses_nothing(store: Path) -> None:
             require_versions(other, seen)
 
 
-@pytest.mark.parametrize("life", [1, 2, 3])
+@pytest.mark.parametrize("life", [1, *(pytest.param(life, marks=pytest.mark.slow) for life in (2, 3))])
 @pytest.mark.parametrize(
     "policy",
     [{"name": "parity", "k": 4}, {"name": "filter", "n": 1, "m": 9}, {"name": "threshold", "threshold": 0.15}],
