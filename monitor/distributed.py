@@ -5,7 +5,9 @@ accelerator. They wait for a late rank as long as the job's own collectives do. 
 never call into this module.
 """
 
+import pickle
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -128,16 +130,25 @@ class GlooGroup:
         return summed
 
     def broadcast(self, value: Any) -> Any:
-        box = [value]
+        sent = pickle.dumps(value) if self.rank == 0 else b""
+
+        def send(message: torch.Tensor) -> list[torch.Tensor]:
+            dist.broadcast(message, src=0, group=self._group)
+            return [message]
+
         with _collective(self._group, self.leave):
-            dist.broadcast_object_list(box, src=0, group=self._group)
-        return box[0]
+            (received,) = _exchange(sent, _BROADCAST, send)
+        return value if self.rank == 0 else pickle.loads(received)
 
     def all_gather(self, value: Any) -> list[Any]:
-        boxes: list[Any] = [None] * self.world_size
+        def send(message: torch.Tensor) -> list[torch.Tensor]:
+            messages = [torch.empty_like(message) for _ in range(self.world_size)]
+            dist.all_gather(messages, message, group=self._group)
+            return messages
+
         with _collective(self._group, self.leave):
-            dist.all_gather_object(boxes, value, group=self._group)
-        return boxes
+            received = _exchange(pickle.dumps(value), _GATHER, send)
+        return [pickle.loads(one) for one in received]
 
     def async_flag(self) -> AsyncFlag:
         """Create a flag with its own process group, since its reductions outlast calls."""
@@ -190,6 +201,28 @@ class _GlooAsyncFlag:
         if group is not None:
             threading.Thread(target=_leave, args=(group, self._work), name="driftpoint-leave", daemon=True).start()
         self._work = None
+
+
+_GATHER, _BROADCAST = 1 << 10, 1 << 14
+"""Bytes of a message that one collective carries; a longer one takes a second."""
+
+
+def _exchange(sent: bytes, size: int, send: Callable[[torch.Tensor], list[torch.Tensor]]) -> list[bytes]:
+    """Return the messages of all ranks that send one. ``send``: a collective over tensors of the same size."""
+    found = send(_message(sent, size))
+    longest = max(int(one[:_LENGTH].view(torch.int64)) for one in found)
+    if longest > size:
+        found = send(_message(sent, longest))
+    return [one[_LENGTH : _LENGTH + int(one[:_LENGTH].view(torch.int64))].numpy().tobytes() for one in found]
+
+
+_LENGTH = 8
+
+
+def _message(data: bytes, size: int) -> torch.Tensor:
+    """Return ``size`` bytes of a message, after its length."""
+    text = (len(data).to_bytes(_LENGTH, sys.byteorder) + data)[: _LENGTH + size]
+    return torch.frombuffer(bytearray(text.ljust(_LENGTH + size, b"\0")), dtype=torch.uint8)
 
 
 def _leave(group: dist.ProcessGroup, work: dist.Work | None) -> None:

@@ -10,7 +10,7 @@ calls it before any other state changes, and if it fails on any rank, all ranks 
 
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -22,7 +22,7 @@ from torch import nn
 from monitor.adapters.base import Adapter
 from monitor.adapters.module_tensors import RankBuffers, dtype_name, extra_states, torch_dtype
 from store.errors import ConfigError, DamagedError, ModelMismatchError, UsageError
-from store.state_tree import Leaf, decode, encode
+from store.state_tree import Encoder, Leaf, decode, encode
 from store.text import listed
 
 _log = logging.getLogger("driftpoint")
@@ -327,6 +327,25 @@ def parse_run_state(tree: Any) -> RunState:
 def to_tree(state: Any) -> tuple[Any, list[Leaf]]:
     """Copy plain data and tensors into a JSON tree and leaves."""
     return encode(state, _tensor_leaf)
+
+
+_COPIED = ("param_groups", "scalars", "slots")
+"""Parts of the framework's run state that share nothing with live values, and grow with the number of parameters."""
+
+
+def begin_tree(state: Mapping[str, Any]) -> Callable[[], tuple[Any, list[Leaf]]]:
+    """Encode what training may change of a captured run state. Return what encodes the rest, once, in any thread."""
+    encoder, framework = Encoder(_tensor_leaf), state["framework"] or {}
+    live = {key: value for key, value in framework.items() if key not in _COPIED}
+    tree = encoder.encode({**state, "framework": live if framework else state["framework"]})
+
+    def finish() -> tuple[Any, list[Leaf]]:
+        for key in _COPIED:
+            if key in framework:
+                tree["framework"][key] = encoder.encode(framework[key], ((None, "framework"), key))
+        return tree, encoder.leaves
+
+    return finish
 
 
 def from_tree(tree: Any, leaves: Sequence[Leaf]) -> Any:

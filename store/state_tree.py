@@ -61,8 +61,8 @@ _NUMPY_TYPES = {name: np.dtype(numpy_name) for numpy_name, name in _NUMPY_NAMES.
 
 def encode(value: Any, to_leaf: ToLeaf) -> tuple[Any, list[Leaf]]:
     """Return (JSON tree, leaves). Raises UnsupportedError, naming the path, for values that are not plain data."""
-    leaves: list[Leaf] = []
-    return _Encoder(to_leaf, leaves).encode(value, (None, "state")), leaves
+    encoder = Encoder(to_leaf)
+    return encoder.encode(value), encoder.leaves
 
 
 def decode(tree: Any, leaves: Sequence[Leaf], from_leaf: FromLeaf) -> Any:
@@ -74,13 +74,15 @@ def decode(tree: Any, leaves: Sequence[Leaf], from_leaf: FromLeaf) -> Any:
 
 
 @dataclass(frozen=True)
-class _Encoder:
+class Encoder:
+    """Encodes the parts of a value one after the other, into the same leaves. See :func:`encode`."""
+
     to_leaf: ToLeaf
-    leaves: list[Leaf]
+    leaves: list[Leaf] = field(default_factory=list)
     seen: dict[int, tuple[Any, int]] = field(default_factory=dict)
     """Encoded values and their leaves by id, so that a tensor is stored once; holding the value keeps its id unique."""
 
-    def encode(self, value: Any, path: _Path, depth: int = 0) -> Any:
+    def encode(self, value: Any, path: _Path = (None, "state"), depth: int = 0) -> Any:
         if depth > _DEEPEST:
             raise UnsupportedError(
                 f"{_format(path)[:80]}... is nested more than {_DEEPEST} levels deep, or contains itself"

@@ -150,8 +150,8 @@ class Adapter(Protocol):
     def run_state(self) -> dict[str, Any]:
         """Return counters, loss scaler, scheduler, hyperparameters per param group and scalars per parameter.
 
-        Plain values and tensors only. Parameters are named by fqn, never by index, so that it fits any
-        stage and world size."""
+        Plain values and tensors only. Parameters are named by fqn, never by index, so that it fits any stage and world
+        size. ``param_groups``, ``scalars`` and ``slots`` are copies, which training does not change."""
 
     def objects(self) -> Mapping[str, Any]:
         """Return the framework's objects that load their own state (a learning-rate scheduler).

@@ -15,7 +15,7 @@ from typing import Any
 from monitor.context import JobContext
 from monitor.ledger import CommitDraft, PreparedCommit, build_manifest
 from monitor.observe.drift_meter import DriftMeter, Signature, measure_record
-from monitor.run_state import capture_run_state, to_tree
+from monitor.run_state import begin_tree, capture_run_state
 from monitor.save.encode import SavePacking, encode_unit
 from monitor.save.self_check import SelfCheck
 from monitor.save.staging import AsyncCopy, StagedUnit
@@ -32,6 +32,10 @@ from store.session import require_present
 from store.storage.local import Files
 
 _log = logging.getLogger("driftpoint")
+
+
+Finish = Callable[[SegmentDraft], SegmentDraft]
+"""Adds what was captured before."""
 
 
 @dataclass(frozen=True)
@@ -60,18 +64,19 @@ class Progress:
 
 @dataclass(frozen=True)
 class SaveTask:
-    """One save on one rank. ``segment`` has no fragments yet; they come from ``staged``.
+    """One save on one rank. ``segment`` has no fragments yet; they come from ``staged``. ``finish`` adds the run state.
 
     If the state could not be copied or captured, ``failure`` is the error, and nothing is written."""
 
     files: Files
     segment: SegmentDraft
+    finish: Finish
     staged: Sequence[StagedUnit]
     copying: AsyncCopy
     meter: DriftMeter
     packing: SavePacking
     commit_plan: CommitPlan | None
-    failure: Exception | None = None
+    failure: Exception | None
     check: SelfCheck | None = None
     progress: Progress = field(default_factory=Progress)
 
@@ -90,23 +95,38 @@ class SaveResult:
     written_bytes: int = 0  # over all ranks; rank 0 only
 
 
-def empty_segment(job: JobContext, store_id: str, save: SaveId, plan: str) -> SegmentDraft:
+def empty_segment(
+    job: JobContext, store_id: str, save: SaveId, plan: str, differs: tuple[str, ...] = ()
+) -> SegmentDraft:
     """Return this rank's segment without its fragments and the run state."""
     rank, world_size = job.group.rank, job.group.world_size
-    return SegmentDraft(store_id, save, rank, world_size, plan, fragments=(), run_state=None, run_leaves=(), facts={})
+    return SegmentDraft(store_id, save, rank, world_size, plan, (), None, (), {}, differs)
 
 
-def with_run_state(
-    segment: SegmentDraft, job: JobContext, captured: Callable[[Mapping[str, Any]], None] = lambda _: None
-) -> SegmentDraft:
+def with_run_state(segment: SegmentDraft, job: JobContext) -> SegmentDraft:
     """Add the run state as it is now, and on rank 0 the layout. Raises any exception of the user's objects.
 
-    Call ``job.rank_buffers.compare()`` before, on all ranks. captured: called with the run state."""
+    Call ``job.rank_buffers.compare()`` before, on all ranks."""
+    segment, finish = begin_run_state(segment, job)
+    return finish(segment)
+
+
+def begin_run_state(
+    segment: SegmentDraft, job: JobContext, captured: Callable[[Mapping[str, Any]], None] = lambda _: None
+) -> tuple[SegmentDraft, Finish]:
+    """Capture what :func:`with_run_state` adds. Return what adds the encoded run state later, once, in any thread.
+
+    captured: called with the run state."""
     state = capture_run_state(job.adapter, job.user, segment.rank, job.rank_buffers)
     captured(state)
-    tree, leaves = to_tree(state)
+    encode = begin_tree(state)
     facts = job.adapter.layout_facts() if segment.rank == 0 else {}
-    return replace(segment, run_state=tree, run_leaves=leaves, facts=facts)
+
+    def finish(draft: SegmentDraft) -> SegmentDraft:
+        tree, leaves = encode()
+        return replace(draft, run_state=tree, run_leaves=leaves)
+
+    return replace(segment, facts=facts), finish
 
 
 def run_save(task: SaveTask) -> SaveResult:
@@ -119,6 +139,7 @@ def run_save(task: SaveTask) -> SaveResult:
     require_present(task.files, task.segment.save.epoch)
     units = [_Encoding(task, unit) for unit in task.staged]
     segment = replace(task.segment, fragments=[fragment for unit in units for fragment in unit.fragments])
+    segment = task.finish(segment)
     if task.check is not None:
         segment = replace(segment, differs=task.check.compare(segment, task.staged))
     written = time.monotonic()

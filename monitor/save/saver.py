@@ -1,6 +1,6 @@
 """Begins saves on the training thread and settles them at the next decision.
 
-One save at a time. Ranks exchange their state in one small reduction at the next decision, and nothing else.
+One save at a time. Ranks exchange its outcome in one small message at the next decision, and nothing else.
 The background thread owns staged copies from :meth:`Saver.begin` until the save is finished.
 """
 
@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from monitor.background import BackgroundWorker, TaskResult
 from monitor.context import JobContext
-from monitor.distributed import collect_messages, run_on_all_ranks, run_on_rank0
+from monitor.distributed import collect_messages, run_on_all_ranks
 from monitor.events import BackgroundFailureEvent, CommitEvent, SaveBeginEvent, SaveFailedEvent
 from monitor.ledger import CommitDraft, PreparedCommit
 from monitor.observe.drift_meter import Signature
@@ -20,8 +21,10 @@ from monitor.observe.units import LocalUnit, Survey
 from monitor.save.encode import Packer, SavePacking
 from monitor.save.save_task import (
     CommitPlan,
+    Finish,
     SaveResult,
     SaveTask,
+    begin_run_state,
     check_after_commit,
     discard,
     empty_segment,
@@ -50,7 +53,6 @@ from store.errors import (
 from store.names import SaveId, Unit
 from store.schema import digest, seal
 from store.segment import SegmentDraft
-from store.session import renew_epoch
 from store.storage.local import LocalFiles
 
 _log = logging.getLogger("driftpoint")
@@ -64,6 +66,29 @@ class SaveStatus:
 
     skip: str | None  # why none may begin now
     changed: bool  # whether the pieces of any rank changed
+
+
+class _Outcome(NamedTuple):
+    """What rank 0 knows of a finished save."""
+
+    committed: bool
+    dropped: tuple[Unit, ...]  # units with NaN or Inf
+    attempted: bool  # the manifest may exist
+    groups: tuple[str, ...]  # segment groups that the next commit may refer to
+
+
+class _RankStatus(NamedTuple):
+    """What a rank tells the others before the next save."""
+
+    step: int
+    busy: bool
+    failed: bool
+    full: bool  # the disk
+    torn: bool
+    changed: bool
+    fenced: bool
+    trouble: bool
+    outcome: _Outcome | None  # on rank 0
 
 
 @dataclass(frozen=True)
@@ -148,24 +173,33 @@ class Saver:
             trouble: Whether this rank's part of the job cannot be saved as it is now.
         """
         self._collect()
-        pending, outcome = self._pending, self._outcome
-        busy = pending is not None and outcome is None
-        failed = outcome is not None and outcome.error is not None
-        torn = outcome is not None and isinstance(outcome.error, StateChangedError)
-        values = [step, -step, busy, failed, changed, self._fenced, trouble, torn]
-        newest, oldest, *flags = self._group.all_reduce_max(values)
-        any_busy, any_failed, any_changed, fenced, unsupported, any_torn = (bool(flag) for flag in flags)
-        if any_torn and pending is not None:
+        pending, done = self._pending, self._outcome
+        error = None if done is None else done.error
+        status = _RankStatus(
+            step=step,
+            busy=pending is not None and done is None,
+            failed=error is not None,
+            full=isinstance(error, NoSpaceError),
+            torn=isinstance(error, StateChangedError),
+            changed=changed,
+            fenced=self._fenced,
+            trouble=trouble,
+            outcome=self._outcome_of(pending, done) if pending and done and self._group.rank == 0 else None,
+        )
+        ranks = self._group.all_gather(status)
+        changed, unsupported = any(one.changed for one in ranks), any(one.trouble for one in ranks)
+        if pending is not None and any(one.torn for one in ranks):
             self.changed_at = pending.save.step
-        if any_busy:
-            if any_failed and pending is not None and pending.task.commit_plan is not None:
+        if any(one.busy for one in ranks):
+            if pending is not None and pending.task.commit_plan is not None and any(one.failed for one in ranks):
                 pending.task.commit_plan.give_up.set()  # one rank's part failed: rank 0 need not wait for it
-            return SaveStatus("unsupported" if unsupported else "busy", any_changed)
-        self.dropped = ()
-        self._listeners.on_settled({} if pending is None else self._finish(pending, outcome))
-        if newest != -oldest:
-            return SaveStatus("disagree", any_changed)
-        return SaveStatus("unsupported" if unsupported else "fenced" if fenced else None, any_changed)
+            return SaveStatus("unsupported" if unsupported else "busy", changed)
+        self.dropped, outcome, full = (), ranks[0].outcome, any(one.full for one in ranks)
+        self._listeners.on_settled(self._finish(pending, done, outcome, full) if pending and done and outcome else {})
+        if len({one.step for one in ranks}) > 1:
+            return SaveStatus("disagree", changed)
+        fenced = "fenced" if any(one.fenced for one in ranks) else None
+        return SaveStatus("unsupported" if unsupported else fenced, changed)
 
     def require_storable(self, survey: Survey) -> None:
         """Raise on all ranks if a part of the job can never be stored; not for trouble that may pass. Collective.
@@ -222,20 +256,11 @@ class Saver:
             commit_plan = self._commit_plan(save, decided)
             first = self._job.ledger.newest is None
             self._listeners.on_save_begin(SaveBeginEvent(step, decided, self._job.table.sizes, first))
-        segment, unstorable = self._segment(save, decided)
+        segment, finish, error = self._segment(save, decided)
         check = self._checker.begin(save, [local[unit] for unit in decided.saved if unit in local])
         packing = self._packing(save, staged, decided)
-        task = SaveTask(
-            self._session.files,
-            segment,
-            staged,
-            copying,
-            self._meter,
-            packing,
-            commit_plan,
-            failure or unstorable,
-            check,
-        )
+        files, failure = self._session.files, failure or error
+        task = SaveTask(files, segment, finish, staged, copying, self._meter, packing, commit_plan, failure, check)
         for unit in staged:
             if unit.measure is not None and encoding_named(unit.encoding).lossless:
                 task.meter_stage(unit)
@@ -271,7 +296,7 @@ class Saver:
             return None
         self._renewing = True  # until it succeeds: a failed claim may have left a record, which fences this epoch
         try:
-            self._renew_epoch()  # the job rolled back, or saves a step again: a newer save must have a later epoch
+            self._session.renew(self._group)  # the job rolled back, or saves a step again: it needs a later epoch
             self._highest_step = self._highest_snapshot = -1
             self._renewing = False
             self._listeners.on_epoch(self._session.epoch)
@@ -295,10 +320,8 @@ class Saver:
     def newest(self) -> SaveId | None:
         """The newest commit of the job, settled or not. Rank 0 only."""
         self._collect()
-        pending, saved = self._pending, None if self._outcome is None else self._outcome.result
-        if pending is not None and not pending.abandoned and saved is not None and saved.prepared is not None:
-            return pending.save
-        return self._job.ledger.newest
+        commit = None if self._pending is None else _commit_of(self._pending, self._outcome)
+        return self._job.ledger.newest if commit is None else commit.manifest.save
 
     def wait(self, timeout: float) -> bool:
         """Wait for the pending save on this rank, but not for upkeep. Not collective.
@@ -344,18 +367,6 @@ class Saver:
         if root is not None and self._group.rank == 0:
             self.upkeep(lambda: self._listeners.on_store_check(root), f"reading the free space of {root}")
 
-    def _renew_epoch(self) -> None:
-        def claim() -> tuple[int, str]:
-            session = self._session
-            session.require_unchanged()
-            record = renew_epoch(
-                session.files, session.catalog.store_id, session.epoch, session.token, session.incarnation
-            )
-            return record.epoch, record.token
-
-        self._session.epoch, self._session.token = run_on_rank0(self._group, claim)
-        self._session.claimed = True
-
     def _collect(self) -> None:
         for done in self._writer.finished():
             if self._pending is not None and done.number == self._pending.number:
@@ -371,35 +382,38 @@ class Saver:
             self._upkeep.pop(done.number, None)
         self._checker.collect()
 
-    def _finish(self, pending: _Pending, outcome: TaskResult[SaveResult | None] | None) -> Mapping[Unit, Signature]:
-        """Move the drift references if the save is committed. Return the signatures of staged units. Collective."""
-        commit = self._report(pending, outcome) if outcome is not None else None
-        early = {unit.unit: unit.signature for unit in pending.task.staged if unit.signature is not None}
-        reached = tuple(self._job.ledger.groups)
-        error = None if outcome is None else outcome.error
-        sick = commit.dropped if commit else error.units if isinstance(error, NotFiniteError) else ()
-        news = (commit is not None, sick, pending.task.progress.attempted, reached)
-        committed, dropped, attempted, reached = self._group.broadcast(news)
-        self._committed = committed
-        self.dropped = tuple(dropped)
-        moved_units = pending.saved - set(dropped) if committed else frozenset()
-        took = pending.task.progress.write_seconds
-        self._packer.settle(pending.task.packing, took, moved_units.__contains__, frozenset(reached))
-        for unit in pending.task.staged:
-            settled = unit.unit in pending.task.progress.metered
-            moved = committed and unit.unit not in dropped
-            self._stager.unstage(unit, self._meter.settle(unit.unit, moved) if settled else unit.copies)
-        if not committed:
+    def _outcome_of(self, pending: _Pending, done: TaskResult[SaveResult | None]) -> _Outcome:
+        """Return what rank 0 tells the others of its finished save."""
+        commit = _commit_of(pending, done)
+        sick = commit.dropped if commit else done.error.units if isinstance(done.error, NotFiniteError) else ()
+        groups = commit.manifest.groups if commit else self._job.ledger.groups
+        return _Outcome(commit is not None, tuple(sick), pending.task.progress.attempted, tuple(groups))
+
+    def _finish(
+        self, pending: _Pending, done: TaskResult[SaveResult | None], outcome: _Outcome, full: bool
+    ) -> Mapping[Unit, Signature]:
+        """Move the drift references if the save is committed. Return the signatures of staged units."""
+        self._report(pending, done)
+        task, progress = pending.task, pending.task.progress
+        early = {unit.unit: unit.signature for unit in task.staged if unit.signature is not None}
+        self._committed, self.dropped = outcome.committed, outcome.dropped
+        moved_units = pending.saved - set(outcome.dropped) if outcome.committed else frozenset()
+        seconds, reached = progress.write_seconds, frozenset(outcome.groups)
+        self._packer.settle(task.packing, seconds, moved_units.__contains__, reached)
+        for unit in task.staged:
+            metered = unit.unit in progress.metered
+            copies = self._meter.settle(unit.unit, unit.unit in moved_units) if metered else unit.copies
+            self._stager.unstage(unit, copies)
+        self._job.table.lost -= moved_units
+        if not outcome.committed:
             self._checker.repeat()
-        if committed:
-            self._job.table.lost -= pending.saved - set(dropped)
-        elif not attempted and not (outcome is not None and isinstance(outcome.error, ExistsError)):
-            files, save, rank = self._session.files, pending.save, self._group.rank
-            self.upkeep(lambda: discard(files, save, rank), f"removing the files of the failed save {save.name}")
-        if not committed:
-            self._make_room(pending.task, outcome)
+        if not outcome.committed and not outcome.attempted and not isinstance(done.error, ExistsError):
+            remove = partial(discard, task.files, pending.save, self._group.rank)
+            self.upkeep(remove, f"removing the files of the failed save {pending.save.name}")
+        if full and not outcome.committed and self._group.rank == 0:
+            self.upkeep(lambda: make_room(task, self._session.epoch), "making room for the next save")
         self._pending = self._outcome = None
-        return {**early, **pending.task.progress.signatures}
+        return {**early, **progress.signatures}
 
     def _stage(
         self, decided: DecisionResult, local: Mapping[Unit, LocalUnit]
@@ -422,12 +436,6 @@ class Saver:
             return (), AsyncCopy(), SaveError(f"the state could not be copied: {error!r}")
         return tuple(staged), copying, None
 
-    def _make_room(self, task: SaveTask, outcome: TaskResult[SaveResult | None] | None) -> None:
-        """Let retention give way in the background if the disk was full on any rank. Collective."""
-        full = outcome is not None and isinstance(outcome.error, NoSpaceError)
-        if self._group.all_reduce_max([full])[0] and self._group.rank == 0:
-            self.upkeep(lambda: make_room(task, self._session.epoch), "making room for the next save")
-
     def _packing(self, save: SaveId, staged: Sequence[StagedUnit], decided: DecisionResult) -> SavePacking:
         now, before = time.monotonic(), self._began
         self._began = now
@@ -435,33 +443,32 @@ class Saver:
         interval = 0.0 if decided.preempted else now - before if before else None  # preempted: fastest level
         return self._packer.begin(save, nbytes, interval, lasting=not decided.forced)
 
-    def _report(self, pending: _Pending, outcome: TaskResult[SaveResult | None]) -> PreparedCommit | None:
-        """Advance the ledger to the commit, or report the failure. Return the commit, on rank 0 only."""
-        saved, step = outcome.result, pending.save.step
+    def _report(self, pending: _Pending, outcome: TaskResult[SaveResult | None]) -> None:
+        """Advance the ledger to the commit, on rank 0, or report the failure."""
+        saved, commit, step = outcome.result, _commit_of(pending, outcome), pending.save.step
         error = SaveError("the job went back to an earlier step") if pending.abandoned else outcome.error
-        if saved is None or saved.prepared is None or pending.abandoned:
-            if error is not None or self._group.rank == 0:
-                self._listeners.on_save_failed(SaveFailedEvent(step, error, self._job.ledger.newest))
-            return None
         ledger = self._job.ledger
-        staleness = {unit: ledger.staleness(unit, step) for unit in saved.prepared.drift}
-        ledger.advance(saved.prepared.manifest)
-        self._listeners.on_commit(CommitEvent(saved.prepared, saved.seconds, saved.written_bytes, staleness))
-        return saved.prepared
+        if saved is None or commit is None:
+            if error is not None or self._group.rank == 0:
+                self._listeners.on_save_failed(SaveFailedEvent(step, error, ledger.newest))
+            return
+        staleness = {unit: ledger.staleness(unit, step) for unit in commit.drift}
+        ledger.advance(commit.manifest)
+        self._listeners.on_commit(CommitEvent(commit, saved.seconds, saved.written_bytes, staleness))
 
-    def _segment(self, save: SaveId, decided: DecisionResult) -> tuple[SegmentDraft, UsageError | None]:
-        """Return the segment without its fragments, and the error if the run state cannot be captured.
+    def _segment(self, save: SaveId, decided: DecisionResult) -> tuple[SegmentDraft, Finish, UsageError | None]:
+        """Return the segment, what adds the run state, and the error if that cannot be captured.
 
         Such an error does not stop training: the save fails and is reported like any other."""
-        plan = [save.name, [[unit.layer, unit.slot, choice.encoding] for unit, choice in decided.saved.items()]]
-        segment = empty_segment(self._job, self._session.catalog.store_id, save, digest(seal(plan)))
-        segment = replace(segment, differs=self._checker.differs)
+        units = [[unit.layer, unit.slot, choice.encoding] for unit, choice in decided.saved.items()]
+        plan, differs = digest(seal([save.name, units])), self._checker.differs
+        segment = empty_segment(self._job, self._session.catalog.store_id, save, plan, differs)
         try:
-            return with_run_state(segment, self._job, self._checker.describe), None
+            return *begin_run_state(segment, self._job, self._checker.describe), None
         except UsageError as error:
-            return segment, error
+            return segment, replace, error
         except Exception as error:  # noqa: BLE001 - the edge to the user's own objects: kept as the save's failure
-            return segment, UnsupportedError(f"the run state could not be captured: {error!r}")
+            return segment, replace, UnsupportedError(f"the run state could not be captured: {error!r}")
 
     def _commit_plan(self, save: SaveId, decided: DecisionResult) -> CommitPlan:
         draft = CommitDraft(
@@ -476,6 +483,10 @@ class Saver:
             groups=dict(self._job.ledger.groups),
             partial=self._job.config.bounds.nonfinite == "hold",
         )
-        return CommitPlan(
-            draft, self._job.config.timeouts.commit, self._session.catalog, self._job.config.retention_rule()
-        )
+        config = self._job.config
+        return CommitPlan(draft, config.timeouts.commit, self._session.catalog, config.retention_rule())
+
+
+def _commit_of(pending: _Pending, done: TaskResult[SaveResult | None] | None) -> PreparedCommit | None:
+    """Return the commit that a save made, on rank 0. None if it failed, or the job went back to an earlier step."""
+    return None if done is None or done.result is None or pending.abandoned else done.result.prepared

@@ -28,6 +28,7 @@ from store.session import (
     new_incarnation,
     newest_epoch,
     read_epoch,
+    renew_epoch,
 )
 from store.storage.bucket import ObjectOptions
 from store.storage.local import Files, LocalFiles
@@ -65,6 +66,17 @@ class StoreSession:
                 f"the disk had no room when this job began, so it could not claim the store, and another job committed "
                 f"{newest} since. This job saves nothing; stop one of the two"
             )
+
+    def renew(self, group: Group) -> None:
+        """Claim the next epoch. Raises what another job's claim raises, on all ranks. Collective."""
+
+        def claim() -> tuple[int, str]:
+            self.require_unchanged()
+            record = renew_epoch(self.files, self.catalog.store_id, self.epoch, self.token, self.incarnation)
+            return record.epoch, record.token
+
+        self.epoch, self.token = run_on_rank0(group, claim)
+        self.claimed = True
 
     def mark_proven(self, save: SaveId) -> None:
         """Record that a job went on from this commit."""

@@ -19,7 +19,8 @@ from monitor.adapters import adapter_for
 from monitor.adapters.base import Adapter, FragmentPlace
 from monitor.adapters.fsdp2 import ShardedModuleTensors
 from monitor.adapters.module_tensors import dtype_name
-from monitor.run_state import UserState, to_tree
+from monitor.run_state import UserState, begin_tree, capture_run_state, from_tree, to_tree
+from monitor.save.self_check import outline
 from store.errors import UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS, Fragment
 
@@ -180,6 +181,23 @@ def test_a_resume_is_bitwise(make: Callable[[int], Job]) -> None:
     assert same(taken(adapter_for(fresh))[0], state[0])
     assert train(fresh, range(3, 7)) == losses
     assert same(taken(adapter_for(fresh))[0], end[0])
+
+
+def test_what_is_encoded_later_is_the_state_of_the_capture(make: Callable[[int], Job]) -> None:
+    """``finish`` may run while training goes on."""
+    job = make(0)
+    train(job, range(2))
+    state = capture_run_state(adapter_for(job), UserState([]), rank=0)
+    expected, leaves = to_tree(state)
+    finish = begin_tree(state)
+    job[1].param_groups[0]["lr"] *= 0.5
+    train(job, range(2, 4))
+    for one in job[1].state.values():
+        one["step"] += 7
+    tree, found = finish()
+    assert outline(from_tree(tree, found), "") == outline(from_tree(expected, leaves), "")
+    now = capture_run_state(adapter_for(job), UserState([]), rank=0)["framework"]
+    assert outline(now, "") != outline(state["framework"], "")
 
 
 def test_back_to_before_the_first_step(make: Callable[[int], Job]) -> None:

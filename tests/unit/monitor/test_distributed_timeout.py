@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from monitor.distributed import GlooGroup
-from tests.support.cli import environment
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -292,19 +290,6 @@ def test_a_rank_may_be_as_late_as_the_job_allows(tmp_path: Path) -> None:
 def test_at_the_end_no_rank_waits_longer_than_the_bound(tmp_path: Path, late: int) -> None:
     """And the job's other collectives go on."""
     run_ranks(_LATE_AT_THE_END, tmp_path, str(late))
-
-
-def run_ranks(script: str, tmp_path: Path, *options: str, ranks: int = 2) -> None:
-    started = [
-        subprocess.Popen([sys.executable, "-c", script, str(rank), str(tmp_path / "meet"), *options], env=environment())
-        for rank in range(ranks)
-    ]
-    try:
-        assert [one.wait(240) for one in started] == [0] * ranks
-    finally:
-        for one in started:
-            one.kill()
-            one.wait(60)
 
 
 @pytest.mark.core
