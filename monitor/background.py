@@ -26,6 +26,21 @@ class TaskResult(Generic[T]):
     error: BaseException | None
 
 
+class Once(Generic[T]):
+    """Calls a function once, in the first thread that needs its result."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self._lock = threading.Lock()
+        self._todo, self._results = [function], list[T]()
+
+    def __call__(self) -> T:
+        with self._lock:
+            if self._todo:
+                self._results.append(self._todo[0]())
+                self._todo.clear()  # with what the function holds
+            return self._results[0]
+
+
 class BackgroundWorker(Generic[T]):
     """Runs tasks in a background thread."""
 

@@ -9,6 +9,7 @@ a new format; a change that old readers must not ignore raises ``reader`` in STO
 
 import json
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from typing import Annotated, Any, TypeVar
 
 import xxhash
@@ -133,7 +134,7 @@ class UnitPiece(Record):
     layer: Name
     slot: Name
 
-    @property
+    @cached_property
     def unit(self) -> Unit:
         return Unit(self.layer, self.slot)
 

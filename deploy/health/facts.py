@@ -62,10 +62,9 @@ def shell_command(command: str, root: Path) -> str:
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes free for this user and in total; files that can still be created, None if the filesystem has no limit."""
+    """Bytes free for this user; files that can still be created, None if the filesystem has no limit."""
 
     free: int
-    total: int
     files: int | None
 
 
@@ -76,7 +75,7 @@ def disk_of(root: Path) -> Disk | None:
     except OSError:
         return None
     files = found.f_favail if found.f_files else None
-    return Disk(found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize, files)
+    return Disk(found.f_bavail * found.f_frsize, files)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,6 @@ class LastDecision:
     drift: Mapping[Unit, float]
     sick: frozenset[Unit]
     skipped: str | None
-    stall: float
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,6 @@ class JobStatus:
     """State of the newest incarnation of a job."""
 
     job: JobLine
-    began: float
     last_seen: float
     decisions: Sequence[LastDecision]  # the last few, newest last; ``saves`` likewise
     saves: Sequence[LastSave]
@@ -74,14 +72,6 @@ class JobStatus:
         """Return the median seconds between commits, None with fewer than two."""
         gaps = [one.gap for one in self.saves if one.gap is not None]
         return median(gaps) if gaps else None
-
-    @property
-    def stall_share(self) -> float | None:
-        """Return stall as a share of wall time, over the known decisions."""
-        if len(self.decisions) < 2 or self.decisions[-1].at <= self.decisions[0].at:
-            return None
-        stalled = sum(one.stall for one in self.decisions[1:])
-        return stalled / (self.decisions[-1].at - self.decisions[0].at)
 
     @property
     def sick(self) -> frozenset[Unit]:
@@ -147,7 +137,6 @@ class TraceFollower:
         paces = [seconds / count for count, seconds in steps if count > 0]
         return JobStatus(
             job=job,
-            began=job.started,
             last_seen=self._last_seen,
             decisions=tuple(self._decisions),
             saves=tuple(self._saves),
@@ -178,7 +167,7 @@ class TraceFollower:
         self._interval = line.interval if line.interval is not None else self._interval
         drift = {unit: value for unit, value in zip(self._units, line.drift, strict=False) if value is not None}
         sick = frozenset(self._units[index] for index in line.sick if 0 <= index < len(self._units))
-        self._decisions.append(LastDecision(line.step, at, drift, sick, line.skipped, line.stall + line.copy_wait))
+        self._decisions.append(LastDecision(line.step, at, drift, sick, line.skipped))
         self._gaps.append((line.step, at))
 
     def _on_commit(self, line: CommitLine, at: float) -> None:
@@ -247,20 +236,17 @@ class Tail:
 
     def __init__(self, path: Path, end: int = _END) -> None:
         self.path = path
-        self.trouble = ""
         self._end = end
         self._begin()
 
     def look(self) -> JobStatus | None:
-        """Return the current state; None without a readable trace, with the reason in ``trouble``."""
+        """Return the current state; None without a readable trace."""
         try:
             with self.path.open("rb") as file:
                 self._read(file)
-        except OSError as error:
+        except OSError:
             self._begin()
-            self.trouble = error.strerror or str(error)
             return None
-        self.trouble = ""
         return self._follower.job_status()
 
     def _begin(self) -> None:

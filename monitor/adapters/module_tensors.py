@@ -250,6 +250,8 @@ def whole_piece(fqn: str, slot: str, tensor: torch.Tensor) -> Piece:
 def slice_piece(piece: Piece, start: int, numel: int) -> Piece:
     """Return elements [start, start + numel) of a piece, counted from its own beginning."""
     fragment = piece.fragment
+    if numel == fragment.numel:
+        return piece
     return Piece(
         Fragment(fragment.fqn, fragment.slot, fragment.start + start, numel), piece.tensor.narrow(0, start, numel)
     )

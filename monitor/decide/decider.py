@@ -102,6 +102,7 @@ class Decider:
                 self._measure(units, local, measured, mine)
                 stats = unit_stats(self._table, self._ledger, step, measured)
         made, saved, missing, interval = self._choose(step, stats, request)
+        shown = len(measured)
         self._measure([unit for unit in units if unit not in saved], local, measured, mine)
         sick = {unit.layer: unit for unit in (*dropped, *(unit for unit, one in measured.items() if not one.finite))}
         if sick and self._ends and request is None:
@@ -126,7 +127,7 @@ class Decider:
         decision, budget = made
         return replace(
             result,
-            stats=unit_stats(self._table, self._ledger, step, measured),
+            stats=stats if shown == len(measured) else unit_stats(self._table, self._ledger, step, measured),
             choices=decision.choices,
             seen=stats,
             offered=budget.bytes,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from monitor.adapters.base import Adapter, Piece, StateVersions
+from monitor.adapters.base import Adapter, Piece, StateVersions, TensorInfo
 from monitor.adapters.module_tensors import dtype_name, unstorable
 from monitor.distributed import Group
 from monitor.observe.layers import Layer
@@ -22,6 +22,7 @@ from store.schema import LayerRecord, TensorRecord, members_digest
 _log = logging.getLogger("driftpoint")
 
 _Shape = dict[Unit, tuple[tuple[Fragment, torch.dtype], ...]]
+_RECORDED = ("shape", "dtype", "kind", "aliases")
 _Members = dict[str, tuple[int, str, int]]
 """fqn -> elements, dtype, bytes."""
 
@@ -60,6 +61,9 @@ class UnitTable:
         self._by_name = {layer.name: layer for layer in layers}
         self._layer_of = {fqn: layer for layer in layers for fqn in layer.fqns}
         self._shape: _Shape | None = None
+        self._infos: Mapping[str, TensorInfo] = {}
+        self._records: Mapping[str, TensorRecord] = {}
+        self.layer_records = tuple(LayerRecord(name=layer.name, block=layer.block) for layer in layers)
         self.sizes: Mapping[Unit, UnitSize] = {}
         self.lost: set[Unit] = set()
         """Units whose distance to their version is unknown since their pieces changed, until they are saved.
@@ -119,18 +123,16 @@ class UnitTable:
         """Return the layer of a unit."""
         return self._by_name[unit.layer]
 
-    def layer_records(self) -> tuple[LayerRecord, ...]:
-        """Return the layers as recorded in the manifest."""
-        return tuple(LayerRecord(name=layer.name, block=layer.block) for layer in self.layers)
-
-    def tensor_records(self) -> dict[str, TensorRecord]:
+    def tensor_records(self) -> Mapping[str, TensorRecord]:
         """Return the model's tensors as recorded in the manifest."""
-        return {
-            fqn: TensorRecord(
-                layer=self._layer_named(fqn), shape=info.shape, dtype=info.dtype, kind=info.kind, aliases=info.aliases
-            )
-            for fqn, info in self._adapter.tensors().items()
-        }
+        infos = self._adapter.tensors()
+        if infos != self._infos:
+            self._infos = infos
+            self._records = {
+                fqn: TensorRecord(layer=self._layer_named(fqn), **{key: getattr(info, key) for key in _RECORDED})
+                for fqn, info in infos.items()
+            }
+        return self._records
 
 
 def is_moving(unit: Unit) -> bool:

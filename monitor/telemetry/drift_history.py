@@ -1,18 +1,21 @@
 """Compares a decision with earlier ones, about 1, 2, 4, 8... decisions ago, whether or not units were saved.
 
 The caller sums over ranks. The earlier decisions depend on the number of decisions only, so they are the same on all
-ranks. Training thread only.
+ranks. One thread at a time.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from monitor.observe.drift_meter import Signature
 
 _ROWS = 16
 """Units compared at a time: their differences in float64, half a MiB, fit the cache."""
+
+_EMPTY = torch.zeros(0)
 
 
 @dataclass(frozen=True)
@@ -66,19 +69,15 @@ class DriftHistory:
         thens = [self._decisions[at] for at in compared_with(number, self._anchors)]
         rows = [_rows(now, then) for then in thens]
         self._number, self._newest = number + 1, step
-        self._decisions[number] = now
-        retained = _retained_numbers(number, self._anchors)
-        self._decisions = {at: decision for at, decision in self._decisions.items() if at in retained}
+        retained, decisions = _retained_numbers(number, self._anchors), {**self._decisions, number: now}
+        self._decisions = {at: decision for at, decision in decisions.items() if at in retained}
         return Compared(tuple(then.step for then in thens), torch.stack(rows) if rows else empty)
 
     def _signatures(self, step: int, signatures: Sequence[Signature | None]) -> _DecisionSignatures:
-        values = torch.zeros(len(signatures), self._width)
-        known = torch.zeros(len(signatures), dtype=torch.bool)
-        for row, signature in enumerate(signatures):
-            if signature is not None and signature.finite:
-                values[row, : signature.values.numel()] = signature.values
-                known[row] = True
-        return _DecisionSignatures(step, values, known, _norms(values))
+        known = [one is not None and one.finite for one in signatures]
+        rows = [_EMPTY if one is None or not one.finite else one.values for one in signatures]
+        values = pad_sequence([torch.zeros(self._width), *rows], batch_first=True)[1:]  # as float32
+        return _DecisionSignatures(step, values, torch.tensor(known, dtype=torch.bool), _norms(values))
 
 
 def compared_with(number: int, anchors: int) -> list[int]:

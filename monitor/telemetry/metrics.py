@@ -253,7 +253,7 @@ class Metrics(SaveListener):
 
     @override
     def on_commit(self, event: events.CommitEvent) -> None:
-        drawn, manifest = event.drawn, event.drawn.manifest
+        drawn, manifest, save = event.drawn, event.drawn.manifest, event.save
         self.counter("saves").inc()
         self.counter("written_bytes").inc(event.written_bytes)
         self.counter("avoided_bytes").inc(manifest.bytes_avoided)
@@ -262,7 +262,7 @@ class Metrics(SaveListener):
         self._set_step(manifest.step, "last_commit_")
         self.layers.update(drawn.drift, {record.unit: record.staleness for record in manifest.units})
         self.layers.detect_spikes(manifest.step, _readings(drawn.drift, event.staleness))
-        fresh = {record.unit for record in manifest.units if record.version == manifest.save}
+        fresh = {record.unit for record in manifest.units if record.version == save}
         self.layers.update_health(fresh, drawn.dropped)
         self.counter("units_withheld").inc(len(drawn.dropped))
 

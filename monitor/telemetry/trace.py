@@ -1,9 +1,9 @@
 """Records the drift trace of a job (:mod:`store.trace`): every rank measures its part, and rank 0 writes the file.
 
 The trace needs no measurements of its own: it takes the signatures of decisions and saves, and keeps some of them, to
-compare units with earlier decisions whether or not they were saved. Lines are made and written by a background thread,
-so a slow disk never blocks training. Collectives depend on rank 0's settings at attach only, not on whether it can
-write.
+compare units with earlier decisions whether or not they were saved. A background thread makes and writes the lines, so
+a slow disk never blocks training. It compares, too, unless ranks have to sum. Collectives depend on rank 0's settings
+at attach only, not on whether it can write.
 
 Each line is one write at the end of the file; a torn line left by a crash is closed off first. The file is not synced.
 A full file is renamed, and the next one begins with the last job line, so that it can be read alone. After an error the
@@ -17,6 +17,7 @@ import os
 import stat
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,13 +27,13 @@ import torch
 from typing_extensions import override
 
 from monitor import events
-from monitor.background import BackgroundWorker
+from monitor.background import BackgroundWorker, Once
 from monitor.config.load import Config
 from monitor.distributed import Group
 from monitor.events import SaveListener
 from monitor.observe.drift_meter import Signature, drift_ratio
 from monitor.observe.units import LocalUnit, UnitTable, is_moving
-from monitor.telemetry.drift_history import DriftHistory
+from monitor.telemetry.drift_history import Compared, DriftHistory
 from monitor.telemetry.metrics import Metrics
 from monitor.types import DecisionResult, Sizes
 from store.errors import StorageError
@@ -52,6 +53,9 @@ from store.trace import (
 
 _BACKLOG = 1000
 """Maximum number of lines that wait for the disk."""
+
+_COMPARING = 2
+"""Maximum number of decisions whose signatures wait for the background thread."""
 
 _CLOSE_TIMEOUT = 10.0
 """Maximum seconds that closing waits for the last lines."""
@@ -83,6 +87,7 @@ class TraceRecorder(SaveListener):
         self._writer: TraceWriter | None = None
         self._anchors = 0  # distances to so many earlier decisions; 0: none
         self._history: DriftHistory | None = None
+        self._comparing: deque[Once[Compared]] = deque()  # newest comparisons; the others are done
         self._units: tuple[Unit, ...] = ()
         self._moving: tuple[Unit, ...] = ()
         self._local: tuple[Unit, ...] = ()
@@ -153,25 +158,35 @@ class TraceRecorder(SaveListener):
         if self._decision is None:
             return
         (step, signatures), self._decision = self._decision, None
-        if self._history is None:
-            self._history = DriftHistory(self._anchors, self._config.drift.width)
-        compared = self._history.add(step, [signatures.get(unit) for unit in self._local])
-        if not compared.steps:
+        alone = self._group.world_size == 1
+        if alone and self._writer is None:
             return
+        history = self._history = self._history or DriftHistory(self._anchors, self._config.drift.width)
         rows_of = {unit: place for place, unit in enumerate(self._moving)}
-        rows = torch.zeros(len(compared.steps), len(rows_of), 3, dtype=torch.float64)
-        rows[:, [rows_of[unit] for unit in self._local]] = compared.rows
-        total, by_unit = self._group.all_reduce_sum(rows), [rows_of.get(unit) for unit in self._units]
-        self._put(lambda: moved_line(step, compared.steps, total, by_unit))
+        found, local = [signatures.get(unit) for unit in self._local], [rows_of[unit] for unit in self._local]
+        by_unit = [rows_of.get(unit) for unit in self._units]
+
+        def compare() -> Compared:
+            compared = history.add(step, found)
+            rows = torch.zeros(len(compared.steps), len(rows_of), 3, dtype=torch.float64)
+            rows[:, local] = compared.rows
+            return Compared(compared.steps, rows if alone or not compared.steps else self._group.all_reduce_sum(rows))
+
+        once = Once(compare)
+        self._comparing.append(once)
+        while len(self._comparing) > (_COMPARING if alone else 0):
+            self._comparing.popleft()()
+        self._put(lambda: moved_line(step, once(), by_unit))
 
     @override
     def on_commit(self, event: events.CommitEvent) -> None:
+        save = event.save
         sizes = {
             record.unit: (record.nbytes, record.encoding, record.error, event.drawn.drift.get(record.unit))
             for record in event.drawn.manifest.units
-            if record.save == event.save.name
+            if record.version == save
         }
-        self._put_commit(event.save.step, event.seconds, event.written_bytes, sizes)
+        self._put_commit(save.step, event.seconds, event.written_bytes, sizes)
 
     @override
     def on_save_failed(self, event: events.SaveFailedEvent) -> None:
@@ -236,9 +251,9 @@ class TraceRecorder(SaveListener):
     def _seconds(self) -> float:
         return time.monotonic() - self._began
 
-    def _put(self, make: Callable[[], Line], *, job: bool = False) -> None:
+    def _put(self, make: Callable[[], Line | None], *, job: bool = False) -> None:
         if self._writer is not None:
-            self._writer.put(lambda: to_line(make()), job=job)
+            self._writer.put(lambda: b"" if (line := make()) is None else to_line(line), job=job)
 
 
 class TraceFile:
@@ -325,7 +340,8 @@ class TraceWriter:
         if self._failed:
             return  # after a lost line, later ones would hide the gap
         self._failed = True
-        self._file.append(make(), job=job)
+        if line := make():
+            self._file.append(line, job=job)
         self._failed = False
 
     def _collect(self) -> None:
@@ -412,20 +428,15 @@ def commit_line(line: CommitLine, units: Sequence[Unit], sizes: Sizes, no_refere
     return line.model_copy(update={"sizes": found})
 
 
-def moved_line(step: int, steps: Sequence[int], rows: torch.Tensor, rows_of: Sequence[int | None]) -> MovedLine:
-    """Return the distances to earlier decisions.
+def moved_line(step: int, compared: Compared, rows_of: Sequence[int | None]) -> MovedLine | None:
+    """Return the distances to earlier decisions, summed over ranks; None if there are none.
 
-    Args:
-        step: Step of this decision.
-        steps: Steps of the earlier decisions.
-        rows: As in :class:`monitor.telemetry.drift_history.Compared`, summed over ranks.
-        rows_of: Row of each unit, or None.
-    """
+    ``rows_of`` are the rows of all units, or None."""
     since = {}
-    for then, found in zip(steps, rows.tolist(), strict=True):
+    for then, found in zip(compared.steps, compared.rows.tolist(), strict=True):
         ratios = [_ratio(*row) for row in found]
         since[then] = tuple(None if row is None else ratios[row] for row in rows_of)
-    return MovedLine(step=step, since=since)
+    return MovedLine(step=step, since=since) if since else None
 
 
 def plain(value: Any) -> Any:

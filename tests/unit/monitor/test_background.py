@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
 
-from monitor.background import BackgroundWorker
+from monitor.background import BackgroundWorker, Once
 
 
 @pytest.fixture
@@ -100,3 +101,23 @@ def test_an_idle_thread_is_gone_once_it_is_stopped() -> None:
 
 def test_it_cannot_keep_a_process_from_ending(writer: BackgroundWorker[str]) -> None:
     assert next(one for one in threading.enumerate() if one.name == "test-writer").daemon
+
+
+def test_what_is_called_once_is_called_once_by_all_threads_and_then_released() -> None:
+    calls: list[str] = []
+
+    class Call:
+        def __call__(self) -> int:
+            calls.append(threading.current_thread().name)
+            time.sleep(0.01)
+            return 5
+
+    call = Call()
+    once, held, results = Once(call), weakref.ref(call), list[int]()
+    del call
+    threads = [threading.Thread(target=lambda: results.append(once())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [5] * 4 and len(calls) == 1 and held() is None

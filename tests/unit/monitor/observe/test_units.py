@@ -40,7 +40,7 @@ def test_units_are_in_model_order_with_sizes_in_elements_and_bytes() -> None:
         8 * 8 + 8, 4 * (8 * 8 + 8), members_digest({"blocks.0.0.weight": (64, "F32"), "blocks.0.0.bias": (8, "F32")})
     )
     assert [table.layer(unit).name for unit in table.sizes] == [unit.layer for unit in table.sizes]
-    assert [record.name for record in table.layer_records()] == list(LAYERS)
+    assert [record.name for record in table.layer_records] == list(LAYERS)
 
 
 def test_the_optimizers_slots_appear_with_its_first_step() -> None:

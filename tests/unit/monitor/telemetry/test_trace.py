@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from monitor.config.load import load_config
+from monitor.observe.drift_meter import Signature
 from monitor.observe.sketch_meter import Projection
-from monitor.telemetry.drift_history import compared_with
+from monitor.telemetry.drift_history import Compared, DriftHistory, compared_with
+from monitor.telemetry.trace import TraceFile
 from monitor.types import StepReport
 from policies.base import Budget, History
 from policies.builtin import Observe
@@ -349,6 +351,51 @@ def test_the_exact_meter_has_nothing_to_compare(store: Path) -> None:
         trained(one, 3)
         assert tracer_of(one.ckpt).memory_bytes == 0
     assert len(only(store).of(CommitLine)) == 3 and only(store).of(MovedLine) == []
+
+
+def compared_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the threads that compare decisions, in order."""
+    seen, add = [], DriftHistory.add
+
+    def noted(history: DriftHistory, step: int, signatures: Sequence[Signature | None]) -> Compared:
+        seen.append(threading.current_thread().name)
+        return add(history, step, signatures)
+
+    monkeypatch.setattr(DriftHistory, "add", noted)
+    return seen
+
+
+def test_a_single_process_compares_in_the_thread_of_the_trace(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = compared_by(monkeypatch)
+    with job(store) as one:
+        one.ckpt.resume()
+        for _ in range(4):
+            one.step()
+            assert tracer_of(one.ckpt)._writer._thread.join(180)  # type: ignore[union-attr]
+    assert seen == ["driftpoint-trace"] * 3
+    assert [line.step for line in only(store).of(MovedLine)] == [2, 3]
+
+
+def test_a_slow_disk_does_not_keep_signatures_waiting(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, goes_on, append = compared_by(monkeypatch), threading.Event(), TraceFile.append
+
+    def slow(file: TraceFile, line: bytes, *, job: bool = False) -> None:
+        assert goes_on.wait(180)
+        append(file, line, job=job)
+
+    monkeypatch.setattr(TraceFile, "append", slow)
+    with job(store) as one:
+        _, states = trained(one, 8)
+        assert seen == [threading.current_thread().name] * 5  # of seven; the newest two wait
+        goes_on.set()
+    assert seen[5:] == ["driftpoint-trace"] * 2
+    lines = only(store).of(MovedLine)
+    assert [line.step for line in lines] == list(range(2, 8))
+    for line in lines:
+        for then, ratios in line.since.items():
+            true = distances(states[line.step], states[then], LAYERS)
+            found = {unit: ratio for unit, ratio in zip(only(store).units, ratios, strict=True) if ratio is not None}
+            assert found == {unit: pytest.approx(true[unit], rel=0.06) for unit in found} and found
 
 
 @pytest.mark.parametrize("anchors", [0, 1, 3])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from monitor.telemetry.drift_history import Compared
 from monitor.telemetry.trace import moved_line, plain
 
 
@@ -42,5 +43,5 @@ def test_settings_are_json_whatever_they_hold() -> None:
     ],
 )
 def test_distances_that_are_no_numbers_are_null(row: tuple[float, ...], ratio: float | None) -> None:
-    line = moved_line(5, [4], torch.tensor([[row]], dtype=torch.float64), [None, 0])
-    assert line.since == {4: (None, ratio)}
+    line = moved_line(5, Compared((4,), torch.tensor([[row]], dtype=torch.float64)), [None, 0])
+    assert line is not None and line.since == {4: (None, ratio)}
