@@ -111,7 +111,7 @@ class Full:
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
         del budget, history
-        return Decision({one.unit: Choice(RAW, "everything is saved every time") for one in stats})
+        return Decision(dict.fromkeys((one.unit for one in stats), Choice(RAW, "everything is saved every time")))
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,15 @@ def checked_answer(policy: str, stats: Sequence[UnitStats], answer: object, refu
             raise PolicyError(policy, unit, "decided on but never shown; choose among the units given to select")
         what = f"Decision.choices has the key {described(unit)[:80]}; keys are the units shown"
         raise PolicyError(policy, None, what)
-    return Decision({one.unit: _check_choice(policy, one.unit, choices[one.unit], refusal) for one in stats})
+    checked: dict[tuple[str, int], Choice] = {}  # policies give many units the same object
+
+    def check(unit: Unit) -> Choice:
+        key = unit.slot, id(choices[unit])
+        if key not in checked:
+            checked[key] = _check_choice(policy, unit, choices[unit], refusal)
+        return checked[key]
+
+    return Decision({one.unit: check(one.unit) for one in stats})
 
 
 def _check_choice(policy: str, unit: Unit, choice: object, refusal: Refusal | None) -> Choice:

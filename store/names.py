@@ -34,18 +34,22 @@ class Unit(NamedTuple):
         return f"{self.layer}/{self.slot}"
 
 
-@dataclass(frozen=True, order=True)
-class Fragment:
-    """A contiguous piece of a flattened (row-major) parameter: elements [start, start + numel)."""
-
+class _Fragment(NamedTuple):
     fqn: str
     slot: str
     start: int
     numel: int
 
-    def __post_init__(self) -> None:
-        if self.start < 0 or self.numel < 0:
-            raise ValueError(f"fragment of {self.fqn}: start {self.start} and numel {self.numel} must be >= 0")
+
+class Fragment(_Fragment):
+    """A contiguous piece of a flattened (row-major) parameter: elements [start, start + numel)."""
+
+    __slots__ = ()
+
+    def __new__(cls, fqn: str, slot: str, start: int, numel: int) -> "Fragment":
+        if start < 0 or numel < 0:
+            raise ValueError(f"fragment of {fqn}: start {start} and numel {numel} must be >= 0")
+        return super().__new__(cls, fqn, slot, start, numel)
 
     @property
     def stop(self) -> int:

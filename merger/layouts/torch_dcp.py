@@ -137,7 +137,7 @@ def _chunks(value: PlannedTensor | torch.Tensor) -> Iterator[tuple[ChunkStorageM
     for first in range(0, shape[0], rows):
         sizes = torch.Size((min(rows, shape[0] - first), *shape[1:]))
         offsets = torch.Size((first, *([0] * (len(shape) - 1))))
-        fragment = replace(value.placed[0].fragment, start=first * row, numel=math.prod(sizes))
+        fragment = value.placed[0].fragment._replace(start=first * row, numel=math.prod(sizes))
         part = PlannedTensor(tuple(sizes), value.dtype, (Placement(fragment, 0),))
         yield ChunkStorageMetadata(offsets, sizes), part
 

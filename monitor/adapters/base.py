@@ -10,15 +10,14 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from store.names import Fragment
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A fragment and the live memory behind it."""
 
     fragment: Fragment

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -43,13 +43,12 @@ from store.text import listed
 SMALL = 16_384  # tensors with fewer elements are written by one rank: slices would cost more than they save
 
 
-@dataclass(frozen=True)
-class Replica:
-    """A piece that ``count`` ranks hold; this rank is number ``number`` of them."""
+class Replica(NamedTuple):
+    """A piece that ``copies`` ranks hold; this rank is number ``number`` of them."""
 
     piece: Piece
     number: int
-    count: int
+    copies: int
 
 
 def even_slice(numel: int, rank: int, world_size: int) -> tuple[int, int]:
@@ -79,10 +78,10 @@ def partition_replicas(replicas: Iterable[Replica]) -> list[Piece]:
         if fragment.slot == BUFFER:
             start, numel = (0, fragment.numel) if replica.number == 0 else (0, 0)
         elif fragment.numel < SMALL:
-            writer = zlib.crc32(f"{fragment.fqn}/{fragment.slot}".encode()) % replica.count
+            writer = zlib.crc32(f"{fragment.fqn}/{fragment.slot}".encode()) % replica.copies
             start, numel = (0, fragment.numel) if replica.number == writer else (0, 0)
         else:
-            start, numel = even_slice(fragment.numel, replica.number, replica.count)
+            start, numel = even_slice(fragment.numel, replica.number, replica.copies)
         if numel:
             out.append(slice_piece(replica.piece, start, numel))
     return out

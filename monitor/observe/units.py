@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -38,8 +39,7 @@ class UnitSize:
     """:func:`store.schema.members_digest` of its tensors."""
 
 
-@dataclass(frozen=True)
-class LocalUnit:
+class LocalUnit(NamedTuple):
     """This rank's pieces of a unit, in a fixed order; possibly none."""
 
     unit: Unit

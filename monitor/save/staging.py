@@ -11,8 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -332,8 +331,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return _streams[device]
 
 
-@dataclass(frozen=True)
-class StagedUnit:
+class StagedUnit(NamedTuple):
     """A unit's copies on this rank, one for each fragment.
 
     Once they are written, the copies hold the decoded values."""
