@@ -444,6 +444,7 @@ class Checkpointer:
                 partial(opened.mark_proven, resumed.resolution.manifest.save), "marking the commit proven"
             )
 
+    @without_gc()
     def _decide(self, request: SaveRequest | None, began: float | None = None) -> StepReport:
         """Decide and begin a save. request: None if the policy decides. began: of the stall. Collective."""
         began = time.perf_counter() if began is None else began
