@@ -9,6 +9,7 @@ maxima are over all units.
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
+from functools import cache
 
 from prometheus_client import Counter, Gauge
 
@@ -43,6 +44,8 @@ class LayerMetrics:
         self.spikes = counter("drift_spikes")
         self.units = gauge("units")
         self.hidden = gauge("units_hidden")
+        self._drift_of = cache(lambda unit: self.drift.labels(*unit))
+        self._staleness_of = cache(lambda unit: self.staleness.labels(*unit))
         self._shown = SeriesSelector(limit)
         self._limit = limit
         self._jumps = DriftAnomalyDetector()
@@ -82,10 +85,10 @@ class LayerMetrics:
 
     def update(self, drift: Mapping[Unit, float], staleness: Mapping[Unit, int]) -> None:
         """Update drift and staleness."""
-        for gauge, values in ((self.drift, drift), (self.staleness, staleness)):
+        for series, values in ((self._drift_of, drift), (self._staleness_of, staleness)):
             for unit, value in values.items():
                 if unit in self._shown:
-                    gauge.labels(unit.layer, unit.slot).set(value)
+                    series(unit).set(value)
         for newest, values in ((self._drift, drift), (self._staleness, staleness)):
             newest.update((unit, value) for unit, value in values.items() if is_moving(unit))
         self.most_drift.set(max(self._drift.values(), default=0.0))
@@ -134,7 +137,9 @@ class LayerMetrics:
     def _remove(self, unit: Unit) -> None:
         for gauge in (self.drift, self.staleness, self.jump):
             with suppress(KeyError):
-                gauge.remove(unit.layer, unit.slot)
+                gauge.remove(*unit)
+        self._drift_of.cache_clear()
+        self._staleness_of.cache_clear()
         self._drift.pop(unit, None)
         self._staleness.pop(unit, None)
 
