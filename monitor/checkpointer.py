@@ -219,7 +219,7 @@ class Checkpointer:
         self._trained = True
         if self._preemption.agreed():
             return self._leave()
-        with self._job.adapter.cache_lookups():
+        with self._job.adapter.cache_lookups(), without_gc():
             report = self._decide(None, began) if self._pace.due(self._step) else None
             if self._memory is not None and self._memory.due(self._step):
                 self._memory.snapshot(self._step, partial(self._surveyor.survey, stepped=report is None))
@@ -269,7 +269,7 @@ class Checkpointer:
             )
         self._step = self._job.completed_steps() or self._step
         self.flush()
-        with self._job.adapter.cache_lookups():
+        with self._job.adapter.cache_lookups(), without_gc():
             report = self._decide(SaveRequest("asked for by save()"))
         if not wait or not isinstance(self._saver, Saver):
             return report
@@ -444,7 +444,6 @@ class Checkpointer:
                 partial(opened.mark_proven, resumed.resolution.manifest.save), "marking the commit proven"
             )
 
-    @without_gc()
     def _decide(self, request: SaveRequest | None, began: float | None = None) -> StepReport:
         """Decide and begin a save. request: None if the policy decides. began: of the stall. Collective."""
         began = time.perf_counter() if began is None else began
