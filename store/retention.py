@@ -205,7 +205,7 @@ def plan_prune(
     needed = {save for save in readable if save > newest_whole or save == continued}
     elsewhere = groups - garbage.reachable(needed & {continued})
     needed |= {save for save in readable if elsewhere & readable[save].groups.keys()} if elsewhere else set()
-    other_bases = _newest_with_other_bases(readable, commits.whole)
+    other_bases = _with_other_bases(readable, commits.whole)
     keep = select_retained(commits.whole, proven, retention, suspects) | needed | other_bases
     given_up: set[SaveId] = set()
     if make_room:
@@ -288,11 +288,13 @@ def _give_up(garbage: _Garbage, keep: Set[SaveId], spare: Sequence[SaveId], want
     return set(keep - kept)
 
 
-def _newest_with_other_bases(commits: Mapping[SaveId, CommitSummary], whole: Sequence[SaveId]) -> set[SaveId]:
-    """Return the newest commit that needs no base of the newest, so that no damaged base costs all commits."""
-    bases = commits[whole[0]].bases
-    others = (save for save in whole[1:] if bases.isdisjoint(commits[save].versions))
-    return set(islice(others, 1)) if bases else set()
+def _with_other_bases(commits: Mapping[SaveId, CommitSummary], whole: Sequence[SaveId]) -> set[SaveId]:
+    """Return commits of which, for each base of the newest, one does not need it: no damaged base costs all commits."""
+    found: set[SaveId] = set()
+    for base in sorted(commits[whole[0]].bases):
+        if all(base in commits[save].versions for save in found):
+            found.update(islice((save for save in whole[1:] if base not in commits[save].versions), 1))
+    return found
 
 
 def execute(files: Files, plan: PrunePlan) -> None:

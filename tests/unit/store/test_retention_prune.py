@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from store.catalog import open_catalog, open_or_create
@@ -9,10 +11,12 @@ from store.names import SaveId
 from store.retention import PrunePlan, Retention, execute, plan_prune
 from store.session import claim_epoch, mark_closed, newest_epoch
 from store.storage.atomic import is_temporary
+from store.verify import verify
 from tests.crash.checker import assert_true_to_write, check_goes_on, check_undamaged, read_commit, read_newest
 from tests.crash.damage import flip, put, remove
 from tests.crash.simulated import Fault, SimulatedFiles
 from tests.crash.workload import RETENTION, Job, Memory
+from tests.support.stores import FakeLayer, How, StoreBuilder
 
 TWO = Retention(keep_last=2, log_spaced=False)
 
@@ -266,3 +270,19 @@ def test_records_of_old_epochs_go_except_those_that_commits_need(files: Simulate
     assert left == ["000001.json", *(f"{epoch:06d}.json" for epoch in range(38, 102))]
     check_goes_on(files)
     assert plan_prune(open_catalog(files), Retention()).temporaries == ()
+
+
+def test_no_damaged_base_takes_all_commits_where_units_have_different_bases(tmp_path: Path) -> None:
+    builder = StoreBuilder(tmp_path, layers=[FakeLayer("a", 640)], slots=("fp32", "exp_avg"), world_size=1)
+    bases = {10: (None, None), 20: (10, None), 30: (10, 20), 40: (None, 20), 50: (40, 20)}
+    for step, of in bases.items():
+        packed = [How("bf16", level=1, base=None if base is None else SaveId(base, 1)) for base in of]
+        builder.save(step, how=dict(zip(builder.slots, packed, strict=True)))
+        execute(builder.files, plan_prune(open_catalog(builder.files), TWO))
+    for base in (40, 20):
+        path = builder.root / payload_path(SaveId(base, 1), 0)
+        whole = path.read_bytes()
+        path.write_bytes(bytes(byte ^ 0xFF for byte in whole))
+        report = verify(open_catalog(builder.files))
+        assert not report.ok and report.resumable is not None
+        path.write_bytes(whole)
