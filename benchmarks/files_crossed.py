@@ -23,11 +23,12 @@ from typing import Any
 
 import torch
 
-import monitor
-from benchmarks.figures import Figure, report
-from deploy.cli.app import run as driftpoint
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+import monitor  # noqa: E402
+from benchmarks.figures import Figure, report  # noqa: E402
+from deploy.cli.app import run as driftpoint  # noqa: E402
+
 PACKAGES = ("monitor", "policies", "store", "merger", "deploy")
 GOALS = {"step() to commit": 52, "resume()": 36, "driftpoint merge": 38}
 

@@ -247,6 +247,11 @@ def whole_piece(fqn: str, slot: str, tensor: torch.Tensor) -> Piece:
     return Piece(Fragment(fqn, slot, 0, tensor.numel()), tensor.detach().view(-1))
 
 
+def as_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous 1-d host tensor of at least one element, without a copy."""
+    return tensor.view(torch.uint8).numpy().data.cast("B")
+
+
 def slice_piece(piece: Piece, start: int, numel: int) -> Piece:
     """Return elements [start, start + numel) of a piece, counted from its own beginning."""
     fragment = piece.fragment

@@ -16,13 +16,13 @@ from typing import Any, cast
 import torch
 
 from monitor.adapters.base import versions_of
-from monitor.adapters.module_tensors import dtype_name
+from monitor.adapters.module_tensors import as_bytes, dtype_name
 from monitor.context import JobContext
 from monitor.ledger import CommitDraft, manifest_of, new_version
 from monitor.observe.units import LocalUnit
 from monitor.save.save_task import empty_segment, with_run_state
 from monitor.save.saver import Saver
-from monitor.save.staging import AsyncCopy, CopyTiming, as_bytes
+from monitor.save.staging import AsyncCopy, CopyTiming
 from monitor.save.store_session import StoreSession
 from monitor.save.torch_codecs import EncodedCopy, EncodingLoss
 from store.encoding import encoding_named

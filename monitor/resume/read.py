@@ -19,8 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from monitor.adapters.base import Adapter, FragmentPlace, Piece
-from monitor.adapters.module_tensors import torch_dtype
-from monitor.save.staging import as_bytes
+from monitor.adapters.module_tensors import as_bytes, torch_dtype
 from store.errors import DamagedError, MissingError, ModelMismatchError, StorageError, UnreachableError
 from store.fragments import Copy, FragmentIndex, FragmentReader, Readable, ReadAhead, Source, byte_range, stored_slot
 from store.layout import payload_path

@@ -20,8 +20,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from monitor.adapters.module_tensors import dtype_name
-from monitor.save.staging import as_bytes
+from monitor.adapters.module_tensors import as_bytes, dtype_name
 from monitor.save.torch_codecs import EncodedCopy, EncodingLoss, encoder_named, in_range
 from store.encoding import CHUNK, Encoding, encoding_named
 from store.encoding.base import Bytes

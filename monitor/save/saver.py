@@ -130,6 +130,7 @@ class Saver:
         """Step of the last save that was given up because the state was changed meanwhile. The same on all ranks."""
         self._copies = UnfinishedCopy(job.adapter, job.listeners.on_copy_wait)
         self._highest_step = self._highest_snapshot = -1
+        self._retention = job.config.retention_rule()
         self._root = session.files.root if isinstance(session.files, LocalFiles) else None
         self._check_free_space()
 
@@ -484,7 +485,7 @@ class Saver:
             partial=self._job.config.bounds.nonfinite == "hold",
         )
         config = self._job.config
-        return CommitPlan(draft, config.timeouts.commit, self._session.catalog, config.retention_rule())
+        return CommitPlan(draft, config.timeouts.commit, self._session.catalog, self._retention)
 
 
 def _commit_of(pending: _Pending, done: TaskResult[SaveResult | None] | None) -> PreparedCommit | None:

@@ -312,7 +312,7 @@ class _Bases:
         self._known: dict[str, Mapping[Any, Source]] = {}
 
     def source(self, source: Source) -> Source:
-        name, key = source.entry.base, base_key(source.entry)
+        name, key = source.entry.base, source.entry.base and base_key(source.entry)
         if name is None or key is None:
             return source
         if name not in self._known:

@@ -308,11 +308,6 @@ class UnfinishedCopy:
             self._waited(time.perf_counter() - began)
 
 
-def as_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous 1-d host tensor of at least one element, without a copy."""
-    return tensor.view(torch.uint8).numpy().data.cast("B")
-
-
 @torch.inference_mode(False)
 def _allocate(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [torch.empty(t.numel(), dtype=t.dtype, pin_memory=t.is_cuda) for t in tensors]

@@ -45,7 +45,7 @@ class SaveLog(SaveListener):
     """Logs events; on ranks other than 0 only those that rank 0 does not know of."""
 
     def __init__(self, config: Config, rank: int = 0) -> None:
-        self._config = config
+        self._config, self._store = config, config.store_path
         self._rank = rank
         self._encodings_checked = False
         self._commits = self._decisions = 0
@@ -88,7 +88,7 @@ class SaveLog(SaveListener):
     @override
     def on_close(self, clean: bool, timeout: float) -> None:
         if self._rank == 0 and self._decisions and not self._commits:
-            _log.error("this job ends without any commit in %s", self._config.store_path)
+            _log.error("this job ends without any commit in %s", self._store)
 
     @override
     def on_save_begin(self, event: events.SaveBeginEvent) -> None:
@@ -127,7 +127,7 @@ class SaveLog(SaveListener):
         if self._rank != 0:
             return
         certificate = event.certificate
-        where = self._config.store_path
+        where = self._store
         if event.from_memory:
             sources = {unit.source for unit in certificate.units if unit.moving}
             where = "memory" if sources <= {MEMORY, PEER} else f"memory and {where}"

@@ -23,7 +23,7 @@ from resume_jobs import Trainee, build, leave, rank, start_group
 from torch.distributed.tensor import DTensor
 
 import monitor
-from monitor.save.staging import as_bytes
+from monitor.adapters.module_tensors import as_bytes
 from tests.chaos.diary import Diary
 from tests.support.internals import memory_of
 

@@ -18,7 +18,7 @@ import torch
 import xxhash
 from resume_jobs import Results, leave, rank, start_group
 
-from monitor.save.staging import as_bytes
+from monitor.adapters.module_tensors import as_bytes
 from tests.support.jobs import Job
 
 SAVES_BEFORE = 2

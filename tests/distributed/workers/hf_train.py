@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 from transformers.distributed import DistributedConfig
 
 import monitor
-from monitor.save.staging import as_bytes
+from monitor.adapters.module_tensors import as_bytes
 
 VOCABULARY = 67
 

@@ -21,7 +21,7 @@ from resume_jobs import Results, Trainee, build, leave, rank, start_group
 
 import monitor
 from monitor.adapters import adapter_for
-from monitor.save.staging import as_bytes
+from monitor.adapters.module_tensors import as_bytes
 
 
 class Run:

@@ -21,7 +21,8 @@ from resume_jobs import Results, build, leave, rank, start_group
 
 import monitor
 from monitor.adapters import adapter_for
-from monitor.save.staging import AsyncCopy, as_bytes
+from monitor.adapters.module_tensors import as_bytes
+from monitor.save.staging import AsyncCopy
 from store.memory.index import scan_node
 from store.memory.layout import Tier
 from store.names import FROZEN, SaveId

@@ -7,7 +7,8 @@ import threading
 import pytest
 import torch
 
-from monitor.save.staging import AsyncCopy, StagingPool, as_bytes
+from monitor.adapters.module_tensors import as_bytes
+from monitor.save.staging import AsyncCopy, StagingPool
 from store.errors import SaveError
 from store.names import Unit
 
