@@ -452,6 +452,7 @@ def test_a_trace_that_cannot_be_written_costs_a_warning_and_nothing_else(
 
 
 def test_a_job_that_lost_its_store_writes_no_more(store: Path) -> None:
+    others = set(threading.enumerate())
     with job(store) as one:
         trained(one, 2)
         from store.session import claim_epoch
@@ -459,9 +460,10 @@ def test_a_job_that_lost_its_store_writes_no_more(store: Path) -> None:
         claim_epoch(LocalFiles(store), open_catalog(LocalFiles(store)).store_id)
         for _ in range(4):
             one.step()
-    for thread in threading.enumerate():
+    for thread in set(threading.enumerate()) - others:
         if thread.name == "driftpoint-trace":  # which a job that lost its store does not wait for
             thread.join(180)
+            assert not thread.is_alive()
     found = only(store)
     assert "fenced" not in [line.skipped for line in found.of(DecisionLine)]
     assert [line.reason for line in found.of(FailedLine)] == ["FencedError"]
