@@ -127,11 +127,11 @@ class UnitTable:
         """Return the model's tensors as recorded in the manifest."""
         infos = self._adapter.tensors()
         if infos != self._infos:
-            self._infos = infos
             self._records = {
                 fqn: TensorRecord(layer=self._layer_named(fqn), **{key: getattr(info, key) for key in _RECORDED})
                 for fqn, info in infos.items()
             }
+            self._infos = infos  # after an error they do not count as recorded
         return self._records
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from monitor.adapters import adapter_for
 from monitor.distributed import SingleProcessGroup
 from monitor.observe.layers import find_layers
 from monitor.observe.units import UnitSize, UnitTable, is_moving
+from store.errors import UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS, Unit
 from store.schema import members_digest
 from tests.support.jobs import LAYERS, Model
@@ -84,3 +86,14 @@ def test_tensors_are_described_for_the_manifest() -> None:
     assert (records["head.weight"].layer, records["head.weight"].shape) == ("head", (2, 8))
     assert records["blocks.1.0.bias"].kind == "frozen"
     assert records["head.scale"].kind == "buffer"
+
+
+def test_a_tensor_added_after_attaching_is_refused_each_time_and_no_older_records_are_told() -> None:
+    model, _, table = made()
+    before = table.tensor_records()
+    model.register_buffer("late", torch.zeros(3))
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="late"):
+            table.tensor_records()
+    del model.late
+    assert table.tensor_records() == before
