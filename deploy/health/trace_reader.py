@@ -236,17 +236,20 @@ class Tail:
 
     def __init__(self, path: Path, end: int = _END) -> None:
         self.path = path
+        self.trouble = ""
         self._end = end
         self._begin()
 
     def look(self) -> JobStatus | None:
-        """Return the current state; None without a readable trace."""
+        """Return the current state; None without a readable trace, with the reason in ``trouble``."""
         try:
             with self.path.open("rb") as file:
                 self._read(file)
-        except OSError:
+        except OSError as error:
             self._begin()
+            self.trouble = error.strerror or str(error)
             return None
+        self.trouble = ""
         return self._follower.job_status()
 
     def _begin(self) -> None:
