@@ -208,7 +208,9 @@ _GATHER, _BROADCAST = 1 << 10, 1 << 14
 
 
 def _exchange(sent: bytes, size: int, send: Callable[[torch.Tensor], list[torch.Tensor]]) -> list[bytes]:
-    """Return the messages of all ranks that send one. ``send``: a collective over tensors of the same size."""
+    """Return the messages of all ranks that send one. ``send``: a collective over tensors of the same size.
+
+    Messages are pickled, as torch's object collectives do, so ranks must trust each other."""
     found = send(_message(sent, size))
     longest = max(int(one[:_LENGTH].view(torch.int64)) for one in found)
     if longest > size:

@@ -312,13 +312,13 @@ class _Bases:
         self._known: dict[str, Mapping[Any, Source]] = {}
 
     def source(self, source: Source) -> Source:
-        name, key = source.entry.base, source.entry.base and base_key(source.entry)
-        if name is None or key is None:
+        name = source.entry.base
+        if name is None:
             return source
         if name not in self._known:
             part = read_part(self._files, self._store_id, SaveId.parse(name), self._rank)
             self._known[name] = index_bases((part, entry) for entry in part.entries)
-        base = self._known[name].get(key)
+        base = self._known[name].get(base_key(source.entry))
         if base is None:
             raise DamagedError(f"{source.entry.fqn}/{source.entry.slot} has no base in save {name}")
         return Source(source.part, source.entry, base)

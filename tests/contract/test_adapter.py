@@ -184,7 +184,7 @@ def test_a_resume_is_bitwise(make: Callable[[int], Job]) -> None:
 
 
 def test_what_is_encoded_later_is_the_state_of_the_capture(make: Callable[[int], Job]) -> None:
-    """``finish`` may run while training goes on."""
+    """Training continues before the rest of the run state is encoded; the result is the state at the capture."""
     job = make(0)
     train(job, range(2))
     state = capture_run_state(adapter_for(job), UserState([]), rank=0)
