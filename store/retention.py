@@ -289,7 +289,7 @@ def _give_up(garbage: _Garbage, keep: Set[SaveId], spare: Sequence[SaveId], want
 
 
 def _with_other_bases(commits: Mapping[SaveId, CommitSummary], whole: Sequence[SaveId]) -> set[SaveId]:
-    """Return older commits of which, for each base of the newest commit, one does not need it, if there is such a commit."""
+    """Return older commits, of which one can do without each base of the newest commit, if there is such a commit."""
     found: set[SaveId] = set()
     for base in sorted(commits[whole[0]].bases):
         if all(base in commits[save].versions for save in found):
