@@ -233,13 +233,6 @@ def plan_parameter(checkpoint: Checkpoint, fqn: str, dtype: torch.dtype | None =
     return plan_whole(checkpoint, fqn, SLOT_OF_KIND[checkpoint.record(fqn).kind], dtype)
 
 
-def plan_flat(numel: int, dtype: torch.dtype, placed: Iterable[Placement]) -> PlannedTensor:
-    """Plan a one-dimensional tensor of ``numel`` elements; ``placed`` in any order, empty fragments are dropped."""
-    return PlannedTensor(
-        (numel,), dtype, tuple(sorted((one for one in placed if one.fragment.numel), key=lambda one: one.offset))
-    )
-
-
 def read_run_states(
     files: Files, parts: Mapping[int, PartRecord]
 ) -> tuple[RunStates | None, DamagedError | StorageError | None]:
@@ -352,25 +345,23 @@ class StepsCertificate(Certificate):
     optimizer_steps: tuple[ChosenStep, ...] = ()
 
 
-def chosen_steps(found: Iterable[tuple[int, float, Sequence[tuple[str, float]]]]) -> tuple[ChosenStep, ...]:
-    """Build the records of chosen steps; flat partitions of one param group with the same step share one record.
+def with_steps(
+    certificate: Certificate, found: Iterable[tuple[int, float, Sequence[tuple[str, float]]]]
+) -> StepsCertificate:
+    """Return the certificate with the steps that are written; not exact, or as found, if any layer's step changes.
 
-    Args:
-        found: (param group, step that is written, [(layer, step that it had)] of its parameters).
+    ``found``: (param group, step that is written, [(layer, step that it had)] of its parameters). Flat partitions of
+    one param group with the same step share one record.
     """
     had: dict[tuple[int, float], dict[float, dict[str, None]]] = {}
-    for group, chosen, steps in found:
+    for group, chosen, held in found:
         layers_of = had.setdefault((group, chosen), {})
-        for layer, step in steps:
+        for layer, step in held:
             layers_of.setdefault(step, {})[layer] = None
-    return tuple(
+    steps = tuple(
         ChosenStep(group, chosen, tuple(HeldSteps(step, tuple(layers)) for step, layers in sorted(layers_of.items())))
         for (group, chosen), layers_of in had.items()
     )
-
-
-def with_steps(certificate: Certificate, steps: tuple[ChosenStep, ...]) -> StepsCertificate:
-    """Return the certificate with the steps that are written; not exact, or as found, if any layer's step changes."""
     values = {one.name: getattr(certificate, one.name) for one in fields(Certificate)}
     if any(one.changes for one in steps):
         values |= {"exact": False, "as_found": False}

@@ -166,12 +166,21 @@ def import_checkpoint(
         DamagedError: bytes of the source, or those just written, are wrong.
         StoreInUseError, FencedError, StorageError: as the store raises them.
     """
-    _require_apart(plan.source, store)
+    one, other = plan.source.resolve(), store.resolve()
+    if one.is_relative_to(other) or other.is_relative_to(one):
+        raise UsageError(
+            f"one of the store {store} and the checkpoint {plan.source} contains the other, and an import never "
+            "changes its source: name a directory beside it with --store"
+        )
     files = files_at(store)
     catalog = open_or_create(files)
     lock = StoreLock(files.root, wait_seconds=0) if isinstance(files, LocalFiles) else None
     try:
-        _require_no_commit(catalog, store)
+        if saves := catalog.saves():
+            raise UsageError(
+                f"the store {store} already has the commit {saves[0]}, which jobs would no longer resume from after an "
+                "import. Name a new directory with --store"
+            )
         if isinstance(files, LocalFiles):
             require_space("the import", files.root, plan.bytes_of_values, "another store")
         elif isinstance(files, ObjectFiles):
@@ -353,21 +362,3 @@ def _discard(files: Files, save: SaveId, world_size: int) -> None:
                 files.unlink(path)
     with suppress(StorageError):
         files.remove_dir(segment_dir(save))
-
-
-def _require_no_commit(catalog: Catalog, store: Path) -> None:
-    saves = catalog.saves()
-    if saves:
-        raise UsageError(
-            f"the store {store} already has the commit {saves[0]}, which jobs would no longer resume from after an "
-            "import. Name a new directory with --store"
-        )
-
-
-def _require_apart(source: Path, store: Path) -> None:
-    one, other = source.resolve(), store.resolve()
-    if one.is_relative_to(other) or other.is_relative_to(one):
-        raise UsageError(
-            f"one of the store {store} and the checkpoint {source} contains the other, and an import never changes its "
-            "source: name a directory beside it with --store"
-        )

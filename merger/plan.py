@@ -4,22 +4,23 @@ Reads records, the structure of pickles, and run state. A plan holds as long as 
 store proves damaged, a new plan is made without that version.
 """
 
+import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
 from merger.checkpoint import Checkpoint, implausible_lines, own_state_notes, with_problems
 from merger.io.blocks import Block, Damage
-from merger.io.output_dir import SourceUse, certificate_file, require_space
-from merger.io.output_file import Hole, OutFile
+from merger.io.output_dir import CERTIFICATE, SourceUse, require_space
+from merger.io.output_file import Hole, OutFile, VerbatimFile
 from merger.io.transfer import TransferPlan, plan_transfer
 from merger.layouts import layout_for
 from merger.layouts.base import LayoutResult, Target, require_folder
 from merger.recipe.compose import Assembly, assemble
-from merger.recipe.model import Recipe, single_source_recipe
+from merger.recipe.model import Recipe, SourceRef
 from merger.recipe.sources import OpenSources, open_sources, raise_all
 from merger.tensors import Implausible
 from store.errors import DriftpointError, StorageError, UsageError
@@ -63,7 +64,7 @@ class Request:
         if self.recipe is not None:
             return self.recipe
         assert self.source is not None  # __post_init__
-        return single_source_recipe(self.source, self.step)
+        return Recipe({"source": SourceRef(self.source, self.step)}, rest="source", run_state="source")
 
 
 @dataclass(frozen=True)
@@ -196,7 +197,7 @@ def _make_plan(assembled: Assembly, checkpoint: Checkpoint, target: Target, requ
     if target.files is not None:
         require_folder(target.files)
         checkpoint = replace(checkpoint, files=target.files)
-    laid = layout_for(checkpoint, target).lay_out(checkpoint, target)
+    laid = layout_for(checkpoint, target)(checkpoint, target)
     checkpoint = replace(checkpoint, certificate=laid.certificate or checkpoint.certificate)
     notes = (
         *assembled.notes,
@@ -205,8 +206,10 @@ def _make_plan(assembled: Assembly, checkpoint: Checkpoint, target: Target, requ
         *laid.notes,
         *own_state_notes(checkpoint),
     )
-    certificate = certificate_file(checkpoint.certificate, laid.tag, notes, assembled.uses)
-    files = (*laid.files, certificate)
+    uses = [asdict(use) for use in assembled.uses]
+    document = {"tag": laid.tag, **checkpoint.certificate.as_json(), "sources": uses, "notes": list(notes)}
+    certificate = VerbatimFile((json.dumps(document, indent=1) + "\n").encode())
+    files = (*laid.files, OutFile(CERTIFICATE, certificate))
     holes = [Hole(0, stored) for file in files for stored in file.container.tensors()]
     transfer = plan_transfer(checkpoint.index, ((0, hole) for hole in holes))
     return MergePlan(

@@ -5,19 +5,18 @@ lock on the directory tells interrupted merges from running ones: the kernel dro
 """
 
 import fcntl
-import json
 import os
 import re
 import secrets
 import shutil
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-from merger.io.output_file import OutFile, VerbatimFile, storage_errors
-from store.certificate import Certificate
+from merger.io.output_file import storage_errors
 from store.errors import StorageError, UsageError
 
 _PREFIX = ".driftpoint-merge-"
@@ -39,7 +38,10 @@ class OutputDir:
         _require_valid(self.out, sources)
         with storage_errors(self.out):
             self.out.parent.mkdir(parents=True, exist_ok=True)
-            self._remove_leftovers()
+            leftover = re.compile(re.escape(_PREFIX) + r"[0-9a-f]{12}-" + re.escape(self.out.name) + r"\Z")
+            for path in self.out.parent.iterdir():
+                if leftover.match(path.name) and path.is_dir() and not path.is_symlink():
+                    _remove_unless_locked(path)
             self.folder = self.out.parent / f"{_PREFIX}{secrets.token_hex(6)}-{self.out.name}"
             self.folder.mkdir()
             self._lock: int | None = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -72,12 +74,6 @@ class OutputDir:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-    def _remove_leftovers(self) -> None:
-        leftover = re.compile(re.escape(_PREFIX) + r"[0-9a-f]{12}-" + re.escape(self.out.name) + r"\Z")
-        for path in self.out.parent.iterdir():
-            if leftover.match(path.name) and path.is_dir() and not path.is_symlink():
-                _remove_unless_locked(path)
 
 
 def _remove_unless_locked(path: Path) -> None:
@@ -155,15 +151,6 @@ class SourceUse:
     save: str
 
 
-def certificate_file(
-    certificate: Certificate, tag: str, notes: Sequence[str], sources: Sequence[SourceUse] = ()
-) -> OutFile:
-    """Build the certificate file of the output. ``tag``: name of the checkpoint inside the output."""
-    rest = {"sources": [asdict(source) for source in sources], "notes": list(notes)}
-    document = {"tag": tag, **certificate.as_json(), **rest}
-    return OutFile(CERTIFICATE, VerbatimFile((json.dumps(document, indent=1) + "\n").encode()))
-
-
 @contextmanager
 def early_writeback(paths: Sequence[Path]) -> Iterator[None]:
     """Sync large files from a thread while the block runs. Raises OSError at its end if a sync failed.
@@ -172,26 +159,20 @@ def early_writeback(paths: Sequence[Path]) -> Iterator[None]:
     file is synced again, since the merge has failed.
     """
     files = [path for path in paths if path.stat().st_size >= EARLY_SYNC_BYTES]
-    errors: list[OSError] = []
     done = threading.Event()
-    thread = threading.Thread(target=_sync_repeatedly, args=(files, done, errors), name="driftpoint-writeback")
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(1, "driftpoint-writeback") as pool:
+        syncing = pool.submit(_sync_repeatedly, files, done)
+        try:
+            yield
+        finally:
+            done.set()
+    syncing.result()
 
 
-def _sync_repeatedly(files: Sequence[Path], done: threading.Event, errors: list[OSError]) -> None:
-    try:
-        while not done.wait(PAUSE_SECONDS):
-            for path in files:
-                with path.open("r+b", buffering=0) as file:
-                    os.fdatasync(file.fileno())
-                if done.is_set():
-                    return
-    except OSError as error:
-        errors.append(error)
+def _sync_repeatedly(files: Sequence[Path], done: threading.Event) -> None:
+    while not done.wait(PAUSE_SECONDS):
+        for path in files:
+            with path.open("r+b", buffering=0) as file:
+                os.fdatasync(file.fileno())
+            if done.is_set():
+                return

@@ -1,6 +1,7 @@
 """Select the layout for a target and the framework that was training."""
 
 from collections.abc import Mapping
+from functools import partial
 
 from merger.checkpoint import Checkpoint
 from merger.layouts.base import Layout, Target
@@ -24,24 +25,27 @@ _OPTIONS = {"shard_bytes": "--shard-size"}
 
 def layout_for(checkpoint: Checkpoint, target: Target) -> Layout:
     """Return the layout. UnsupportedError if there is none; UsageError for settings that it does not use."""
-    name = _default(checkpoint, target) if target.layout == "native" else target.layout
+    name, beside = target.layout, checkpoint.files
+    if name == "native":  # a Trainer's folder for a Trainer's source
+        of_trainer = target.files is None and beside is not None and (beside / "trainer_state.json").is_file()
+        name = "trainer" if of_trainer else _native(checkpoint)
     _require_used(checkpoint, target, name)
     if name == "torch":
-        from merger.layouts.torch_state_dict import StateDictLayout
+        from merger.layouts.torch_state_dict import torch_layout
 
-        return StateDictLayout()
+        return torch_layout
     if name == "hf":
-        from merger.layouts.huggingface import HuggingFaceLayout
+        from merger.layouts.huggingface import hf_layout
 
-        return HuggingFaceLayout()
+        return hf_layout
     if name == "dcp":
-        from merger.layouts.torch_dcp import DcpLayout
+        from merger.layouts.torch_dcp import dcp_layout
 
-        return DcpLayout()
+        return dcp_layout
     if name == "trainer":
-        from merger.layouts.trainer import TrainerLayout
+        from merger.layouts.trainer import trainer_layout
 
-        return TrainerLayout(_deepspeed_layout() if _native(checkpoint) == "deepspeed" else None)
+        return partial(trainer_layout, _deepspeed_layout() if _native(checkpoint) == "deepspeed" else None)
     return _deepspeed_layout(universal=name == "universal")
 
 
@@ -62,14 +66,6 @@ def _require_used(checkpoint: Checkpoint, target: Target, name: str) -> None:
         raise UsageError("; ".join(unused))
 
 
-def _default(checkpoint: Checkpoint, target: Target) -> str:
-    """Return the layout of the source: a Trainer's folder for a Trainer's, else that of the framework."""
-    beside = checkpoint.files
-    if target.files is None and beside is not None and (beside / "trainer_state.json").is_file():
-        return "trainer"
-    return _native(checkpoint)
-
-
 def _native(checkpoint: Checkpoint) -> str:
     layout = _NATIVE.get(checkpoint.framework)
     if layout is None:
@@ -81,11 +77,11 @@ def _native(checkpoint: Checkpoint) -> str:
 
 def _deepspeed_layout(*, universal: bool = False) -> Layout:
     try:
-        from merger.layouts.deepspeed import DeepSpeedLayout
-        from merger.layouts.deepspeed_universal import UniversalLayout
+        from merger.layouts.deepspeed import deepspeed_layout
+        from merger.layouts.deepspeed_universal import universal_layout
     except ModuleNotFoundError as error:
         raise UnsupportedError(
             f"{error.name} is not installed, and DeepSpeed's files need its classes: run "
             "`pip install 'driftpoint[deepspeed]'`"
         ) from error
-    return UniversalLayout() if universal else DeepSpeedLayout()
+    return universal_layout if universal else deepspeed_layout

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from merger.checkpoint import Checkpoint
 from merger.io.output_file import OutFile
@@ -80,12 +80,11 @@ class LayoutResult:
     certificate: Certificate | None = None
 
 
-class Layout(Protocol):
-    """Plans the files of a checkpoint in a form that a framework loads by itself. Reads no tensor, writes nothing."""
+Layout = Callable[[Checkpoint, Target], LayoutResult]
+"""Plans the files of a checkpoint in a form that a framework loads by itself. Reads no tensor, writes nothing.
 
-    def lay_out(self, checkpoint: Checkpoint, target: Target, /) -> LayoutResult:
-        """Plan the files. MergeError if the checkpoint lacks state, UnsupportedError if the layout cannot hold it."""
-        ...
+MergeError if the checkpoint lacks state, UnsupportedError if the layout cannot hold it.
+"""
 
 
 def canonical_names(checkpoint: Checkpoint) -> dict[str, str]:
@@ -117,12 +116,6 @@ def model_names(checkpoint: Checkpoint) -> dict[str, str]:
                 f"{fqn}; merge it with its native layout instead"
             )
     return out
-
-
-def unwrapped_names(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the first name without wrappers of every canonical fqn."""
-    fqns = list(checkpoint.tensors)
-    return dict(zip(fqns, strip_wrappers(fqns), strict=True))
 
 
 def strip_wrappers(names: Iterable[str]) -> list[str]:

@@ -50,31 +50,22 @@ CLASSES = (ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address)
 """Classes in the files besides tensors and plain values; every reader has them."""
 
 
-class DeepSpeedLayout:
-    """The directory of an engine. MergeError if the checkpoint's facts do not describe one."""
-
-    def lay_out(self, checkpoint: Checkpoint, target: Target) -> LayoutResult:
-        saved = facts_of(checkpoint)
-        facts = _facts_for(saved, checkpoint, target)
-        checkpoint, notes = with_common_steps(checkpoint, flat_partitions(facts))
-        tag = f"global_step{checkpoint.framework_state['counters']['global_steps']}"
-        files = (
-            *deepspeed_files(facts, checkpoint, tag),
-            *(_recovery_scripts() if facts.zero_stage else ()),
-            OutFile("latest", VerbatimFile(tag.encode())),
-        )
-        load = (f"engine.load_checkpoint({{out!r}}, tag={tag!r})",)
-        notes = (*notes, *_notes(saved, facts))
-        return LayoutResult(tag, files, load, notes, checkpoint.certificate)
-
-
-def _facts_for(saved: EngineFacts, checkpoint: Checkpoint, target: Target) -> EngineFacts:
-    """Return the facts of the engine that will load the files; unchanged if it equals the saved one."""
+def deepspeed_layout(checkpoint: Checkpoint, target: Target) -> LayoutResult:
+    """Plan the directory of an engine. MergeError if the checkpoint's facts do not describe one."""
+    saved = facts = facts_of(checkpoint)
     stage = saved.zero_stage if target.zero_stage is None else target.zero_stage
     world_size = target.world_size or saved.world_size
-    if (stage, world_size) == (saved.zero_stage, saved.world_size) and saved.has_layout:
-        return saved
-    return retarget(saved, checkpoint, stage, world_size)
+    if (stage, world_size) != (saved.zero_stage, saved.world_size) or not saved.has_layout:
+        facts = retarget(saved, checkpoint, stage, world_size)
+    checkpoint, notes = with_common_steps(checkpoint, flat_partitions(facts))
+    tag = f"global_step{checkpoint.framework_state['counters']['global_steps']}"
+    files = (
+        *deepspeed_files(facts, checkpoint, tag),
+        *(_recovery_scripts() if facts.zero_stage else ()),
+        OutFile("latest", VerbatimFile(tag.encode())),
+    )
+    load = (f"engine.load_checkpoint({{out!r}}, tag={tag!r})",)
+    return LayoutResult(tag, files, load, (*notes, *_notes(saved, facts)), checkpoint.certificate)
 
 
 def _notes(saved: EngineFacts, facts: EngineFacts) -> Iterator[str]:
@@ -115,16 +106,13 @@ def deepspeed_files(facts: EngineFacts, checkpoint: Checkpoint, tag: str) -> lis
         files.append(OutFile(f"{tag}/{prefix}mp_rank_00_model_states.pt", PtFile(states, CLASSES)))
     kept = [flat_state(checkpoint, fqns) for _, fqns in flat_partitions(facts)]
     for rank in ranks if facts.zero_stage else ():
+        states = (zero3_states if facts.zero_stage == 3 else zero12_states)(facts, checkpoint, kept, rank)
+        if not facts.is_bf16_optimizer:
+            states = {constants.LOSS_SCALER: loss_scaler(checkpoint.framework_state, facts.dtype), **states}
+        value = {constants.OPTIMIZER_STATE_DICT: states, "ds_config": facts.ds_config, "ds_version": facts.ds_version}
         name = f"{facts.optim_prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
-        files.append(OutFile(f"{tag}/{name}", PtFile(_optim_states(facts, checkpoint, kept, rank), CLASSES)))
+        files.append(OutFile(f"{tag}/{name}", PtFile(value, CLASSES)))
     return files
-
-
-def _optim_states(facts: EngineFacts, checkpoint: Checkpoint, kept: Sequence[FlatState], rank: int) -> dict[str, Any]:
-    states = (zero3_states if facts.zero_stage == 3 else zero12_states)(facts, checkpoint, kept, rank)
-    if not facts.is_bf16_optimizer:
-        states = {constants.LOSS_SCALER: loss_scaler(checkpoint.framework_state, facts.dtype), **states}
-    return {constants.OPTIMIZER_STATE_DICT: states, "ds_config": facts.ds_config, "ds_version": facts.ds_version}
 
 
 def _recovery_scripts() -> list[OutFile]:

@@ -1,7 +1,7 @@
 """Build the model states, flat partitions and ZeRO-3 optimizer states of DeepSpeed checkpoints."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,19 +9,11 @@ import torch
 from deepspeed.checkpoint import constants
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from merger.checkpoint import (
-    Checkpoint,
-    Placement,
-    PlannedTensor,
-    plan_flat,
-    plan_parameter,
-    portable_run_states,
-    to_portable,
-)
+from merger.checkpoint import Checkpoint, Placement, PlannedTensor, plan_parameter, portable_run_states, to_portable
 from merger.deepspeed_partitions import Piece, slice_numel, slice_pieces
 from merger.layouts.base import canonical_names, share_tied
 from merger.layouts.deepspeed_facts import EngineFacts
-from merger.layouts.deepspeed_reshard import flat_partitions, has_state, same_value
+from merger.layouts.deepspeed_reshard import flat_partitions, has_state
 from merger.layouts.torch_state_dict import optimizer_state
 from merger.tensors import torch_dtype
 from store.errors import MergeError
@@ -34,18 +26,23 @@ CLIENT_KEY = "driftpoint"
 def model_states(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
     """Return what ``engine.save_checkpoint`` writes into a rank's model states, client state included."""
     state, zero = checkpoint.framework_state, facts.zero_stage
-    counters = state["counters"]
+    counters, outside = state["counters"], set(facts.frozen)
+    shapes = {fqn: torch.Size(one.shape) for fqn, one in checkpoint.tensors.items() if one.kind != "buffer"}
+    groups = [OrderedDict((fqn, shapes[fqn]) for fqn in fqns) for _, fqns in flat_partitions(facts)]
+    ties = {alias: fqn for fqn in shapes for alias in checkpoint.tensors[fqn].aliases}
+    # From stage 2 on, DeepSpeed saves parameters outside the optimizer separately: frozen or without elements.
+    frozen = [fqn for fqn, shape in shapes.items() if fqn in outside or 0 in shape]
+    fragments = OrderedDict((fqn, _frozen_fragment(facts, checkpoint, rank, fqn)) for fqn in frozen if zero > 1)
     return {
-        "module": _module(facts, checkpoint),
+        "module": OrderedDict(
+            share_tied(canonical_names(checkpoint), lambda fqn: _working_copy(facts, checkpoint, fqn))
+        ),
         "buffer_names": list(facts.buffer_names),
         "optimizer": None if zero else optimizer_state(checkpoint),
-        "param_shapes": _param_shapes(facts, checkpoint) if zero else None,
-        # From stage 2 on, DeepSpeed saves parameters outside the optimizer separately.
-        "frozen_param_shapes": _frozen(checkpoint, facts, lambda fqn: torch.Size(checkpoint.record(fqn).shape))
-        if zero > 1
-        else None,
-        "shared_params": _shared_params(checkpoint) if zero and rank == 0 else {} if zero else None,
-        "frozen_param_fragments": _frozen_fragments(facts, checkpoint, rank) if zero > 1 else None,
+        "param_shapes": groups if zero else None,
+        "frozen_param_shapes": OrderedDict((fqn, shapes[fqn]) for fqn in frozen) if zero > 1 else None,
+        "shared_params": (ties if rank == 0 else {}) if zero else None,
+        "frozen_param_fragments": fragments if zero > 1 else None,
         "lr_scheduler": to_portable(state["lr_scheduler"]),
         "data_sampler": None,
         "random_ltd": None,
@@ -63,10 +60,6 @@ def model_states(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> dict[
     }
 
 
-def _module(facts: EngineFacts, checkpoint: Checkpoint) -> OrderedDict[str, PlannedTensor | torch.Tensor]:
-    return OrderedDict(share_tied(canonical_names(checkpoint), lambda fqn: _working_copy(facts, checkpoint, fqn)))
-
-
 def _working_copy(facts: EngineFacts, checkpoint: Checkpoint, fqn: str) -> PlannedTensor | torch.Tensor:
     record = checkpoint.record(fqn)
     dtype = torch_dtype(record.dtype)
@@ -74,33 +67,6 @@ def _working_copy(facts: EngineFacts, checkpoint: Checkpoint, fqn: str) -> Plann
         return torch.empty(0, dtype=dtype)  # the values are in the optimizer files
     # A working weight is its fp32 master cast to the working dtype, bit for bit: it is not stored twice.
     return plan_parameter(checkpoint, fqn, dtype)
-
-
-def _param_shapes(facts: EngineFacts, checkpoint: Checkpoint) -> list[OrderedDict[str, torch.Size]]:
-    groups = (fqns for _, fqns in flat_partitions(facts))
-    return [OrderedDict((fqn, torch.Size(checkpoint.tensors[fqn].shape)) for fqn in group) for group in groups]
-
-
-def _frozen(checkpoint: Checkpoint, facts: EngineFacts, value: Callable[[str], Any]) -> OrderedDict[str, Any]:
-    """Return ``value`` of the parameters outside the optimizer: frozen ones, and those without elements."""
-    frozen = set(facts.frozen)
-    return OrderedDict(
-        (fqn, value(fqn))
-        for fqn, record in checkpoint.tensors.items()
-        if record.kind != "buffer" and (fqn in frozen or 0 in record.shape)
-    )
-
-
-def _frozen_fragments(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> OrderedDict[str, Any]:
-    if facts.zero_stage == 3:
-        return _frozen(checkpoint, facts, lambda fqn: frozen_slices(facts, checkpoint, rank, fqn))
-    return _frozen(checkpoint, facts, lambda fqn: _working_copy(facts, checkpoint, fqn))
-
-
-def _shared_params(checkpoint: Checkpoint) -> dict[str, str]:
-    return {
-        alias: fqn for fqn, record in checkpoint.tensors.items() if record.kind != "buffer" for alias in record.aliases
-    }
 
 
 def client_state(checkpoint: Checkpoint, ranks: Iterable[int]) -> dict[str, Any]:
@@ -169,15 +135,15 @@ class FlatState:
 
 
 def flat_state(checkpoint: Checkpoint, fqns: Sequence[str]) -> FlatState:
-    """Return the optimizer state that parameters of a flat partition share.
+    """Return the optimizer state that parameters of a flat partition share; :func:`with_common_steps` made it equal.
 
-    Raises MergeError if they differ in slots, scalars or dtypes, or if a slot of the optimizer is not stored.
+    Raises MergeError if they differ in slots or dtypes, or if a slot of the optimizer is not stored.
     """
     known = [fqn for fqn in fqns if has_state(checkpoint, fqn)]
-    kept = [(checkpoint.framework_state["scalars"].get(fqn, {}), checkpoint.slots(fqn)) for fqn in known]
-    scalars, slots = kept[0] if kept else ({}, ())
-    for fqn, other in zip(known, kept, strict=True):
-        if other[1] != slots or not _same(other[0], scalars):
+    scalars = checkpoint.framework_state["scalars"].get(known[0], {}) if known else {}
+    slots = checkpoint.slots(known[0]) if known else ()
+    for fqn in known:
+        if checkpoint.slots(fqn) != slots:
             raise MergeError(
                 f"{known[0]} and {fqn} share a flat partition but have different optimizer state; merge them from one "
                 "save"
@@ -188,8 +154,12 @@ def flat_state(checkpoint: Checkpoint, fqns: Sequence[str]) -> FlatState:
 
 def flat_tensor(slot: str, pieces: Sequence[Piece], numel: int, dtype: torch.dtype) -> PlannedTensor:
     """Plan a flat partition of one slot, 1-d, ``numel`` elements; zeros between the parameters."""
-    fragments = ((Fragment(one.fqn, slot, one.start, one.stop - one.start), one.offset) for one in pieces)
-    return plan_flat(numel, dtype, (Placement(fragment, offset) for fragment, offset in fragments))
+    placed = [
+        Placement(Fragment(one.fqn, slot, one.start, one.stop - one.start), one.offset)
+        for one in pieces
+        if one.start < one.stop
+    ]
+    return PlannedTensor((numel,), dtype, tuple(sorted(placed, key=lambda one: one.offset)))
 
 
 def flat_slots(state: FlatState, pieces: Sequence[Piece], numel: int) -> dict[str, Any]:
@@ -232,12 +202,10 @@ def _flat_dtype(checkpoint: Checkpoint, slot: str, fqns: Sequence[str]) -> torch
     return torch_dtype(dtypes.pop()) if dtypes else torch.float32
 
 
-def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one is other or (one.keys() == other.keys() and all(same_value(one[key], other[key]) for key in one))
-
-
-def frozen_slices(facts: EngineFacts, checkpoint: Checkpoint, rank: int, fqn: str) -> PlannedTensor:
-    """Plan a rank's slice of a parameter that the optimizer does not hold, padding included."""
+def _frozen_fragment(facts: EngineFacts, checkpoint: Checkpoint, rank: int, fqn: str) -> PlannedTensor | torch.Tensor:
+    """Plan a parameter that the optimizer does not hold: at ZeRO-3 a rank's slice, padding included."""
+    if facts.zero_stage != 3:
+        return _working_copy(facts, checkpoint, fqn)
     part = slice_numel(checkpoint.numel(fqn), facts.world_size)
     pieces = slice_pieces([(fqn, checkpoint.numel(fqn), part)], rank)
     return flat_tensor(FROZEN, pieces, part, torch_dtype(checkpoint.dtype(fqn, FROZEN)))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.config import DtypeEnum
 
-from merger.checkpoint import Checkpoint, chosen_steps, config_section, gradient_clipping, with_steps
+from merger.checkpoint import Checkpoint, config_section, gradient_clipping, with_steps
 from merger.deepspeed_partitions import partition_paddings, slice_numel
 from merger.layouts.deepspeed_facts import EngineFacts, GroupFacts, PlacedParameter, SubGroupFacts, config_for
 from merger.tensors import torch_dtype
@@ -273,7 +273,7 @@ def with_common_steps(
         if known and len(known) < len(fqns):
             notes[_note_on_missing(checkpoint, group, [fqn for fqn in fqns if fqn not in set(known)])] = None
     state = {**checkpoint.framework_state, "scalars": scalars}
-    certificate = with_steps(checkpoint.certificate, chosen_steps(chosen))
+    certificate = with_steps(checkpoint.certificate, chosen)
     return replace(checkpoint, framework_state=state, certificate=certificate), tuple(notes)
 
 

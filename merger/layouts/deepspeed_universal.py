@@ -64,34 +64,35 @@ _OPTIMIZER = "optimizer_state.pt"
 _NAME_BYTES = 255
 
 
-class UniversalLayout:
-    """A universal checkpoint.
+def universal_layout(checkpoint: Checkpoint, _: Target) -> LayoutResult:
+    """Plan a universal checkpoint.
 
     Raises MergeError if the checkpoint's facts describe no engine, UnsupportedError for optimizer state or parameter
     names that the format cannot hold.
     """
-
-    def lay_out(self, checkpoint: Checkpoint, _: Target) -> LayoutResult:
-        facts = facts_of(checkpoint)
-        groups = tuple(optimized_params(checkpoint, group.params) for group in facts.param_groups)
-        checkpoint, notes = with_common_steps(checkpoint, enumerate(groups))
-        tag = f"global_step{checkpoint.framework_state['counters']['global_steps']}_universal"
-        origin = _origin(checkpoint)
-        optimizer = _optimizer(facts, checkpoint, groups, origin)
-        files = (
-            *(_parameter_files(checkpoint, groups, f"{tag}/{_FOLDER}", origin)),
-            OutFile(f"{tag}/{_FOLDER}/{_OPTIMIZER}", PtFile(optimizer, _CLASSES)),
-            *_model_files(facts, checkpoint, groups, tag),
-            # No ``latest``: an engine without load_universal would load the weights and silently restart the optimizer.
-            OutFile("latest_universal", VerbatimFile(tag.encode())),
-        )
-        notes = (*notes, *_notes_on_loading(checkpoint, facts, groups, tag))
-        return LayoutResult(tag, files, _load_lines(checkpoint, groups, tag), notes, checkpoint.certificate)
+    facts = facts_of(checkpoint)
+    groups = tuple(optimized_params(checkpoint, group.params) for group in facts.param_groups)
+    checkpoint, notes = with_common_steps(checkpoint, enumerate(groups))
+    step = checkpoint.framework_state["counters"]["global_steps"]
+    tag = f"global_step{step}_universal"
+    # Every file below ``zero`` names its save, so a reader can tell these files from converted ones and from other
+    # saves'. No engine and no converter passes the note on.
+    origin = {"save": checkpoint.certificate.save, "step": step, "contents": _contents(checkpoint)}
+    optimizer = _optimizer(facts, checkpoint, groups, origin)
+    files = (
+        *(_parameter_files(checkpoint, groups, f"{tag}/{_FOLDER}", origin)),
+        OutFile(f"{tag}/{_FOLDER}/{_OPTIMIZER}", PtFile(optimizer, _CLASSES)),
+        *_model_files(facts, checkpoint, groups, tag),
+        # No ``latest``: an engine without load_universal would load the weights and silently restart the optimizer.
+        OutFile("latest_universal", VerbatimFile(tag.encode())),
+    )
+    notes = (*notes, *_notes_on_loading(checkpoint, facts, groups, tag))
+    return LayoutResult(tag, files, _load_lines(checkpoint, groups, tag), notes, checkpoint.certificate)
 
 
 def _parameter_files(checkpoint: Checkpoint, groups: Groups, folder: str, origin: dict[str, Any]) -> Iterator[OutFile]:
     for params in groups:
-        known = next((fqn for fqn in params if has_state(checkpoint, fqn)), None)
+        known = _first_with_state(checkpoint, params)
         for fqn in params:
             _require_valid_name(fqn)
             tensors = {WEIGHTS: plan_whole(checkpoint, fqn, WEIGHTS), **_slots(checkpoint, fqn, known)}
@@ -124,6 +125,7 @@ def _optimizer(facts: EngineFacts, checkpoint: Checkpoint, groups: Groups, origi
         for index, group in enumerate(checkpoint.framework_state["param_groups"])
     ]
     step = common_step(checkpoint, (fqn for params in groups for fqn in params))
+    known = [_first_with_state(checkpoint, params) for params in groups]
     return {
         constants.LOSS_SCALER: loss_scaler(checkpoint.framework_state, facts.dtype),
         "dynamic_loss_scale": facts.dynamic_loss_scale,
@@ -137,19 +139,7 @@ def _optimizer(facts: EngineFacts, checkpoint: Checkpoint, groups: Groups, origi
             "state": {} if step is None else {0: {STEP: to_portable(step)}},
             "param_groups": hyper,
         },
-        CLIENT_KEY: {**origin, "slots": [_slots_of(checkpoint, params) for params in groups]},
-    }
-
-
-def _origin(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the note in every file below ``zero`` that names its save.
-
-    No engine and no converter passes it on, so a reader can tell these files from converted ones and from other saves'.
-    """
-    return {
-        "save": checkpoint.certificate.save,
-        "step": checkpoint.framework_state["counters"]["global_steps"],
-        "contents": _contents(checkpoint),
+        CLIENT_KEY: {**origin, "slots": [sorted(checkpoint.slots(one)) if one else [] for one in known]},
     }
 
 
@@ -167,10 +157,9 @@ def _contents(checkpoint: Checkpoint) -> str:
     return running.hexdigest()
 
 
-def _slots_of(checkpoint: Checkpoint, params: Sequence[str]) -> list[str]:
-    """Return the slots that every parameter of a param group has in the files."""
-    known = next((fqn for fqn in params if has_state(checkpoint, fqn)), None)
-    return [] if known is None else sorted(checkpoint.slots(known))
+def _first_with_state(checkpoint: Checkpoint, params: Sequence[str]) -> str | None:
+    """Return a parameter that has the slots which every parameter of its param group has in the files."""
+    return next((fqn for fqn in params if has_state(checkpoint, fqn)), None)
 
 
 def _model_files(facts: EngineFacts, checkpoint: Checkpoint, groups: Groups, tag: str) -> Iterator[OutFile]:

@@ -47,18 +47,16 @@ _METADATA = {"format": "pt"}
 _ADAPTER = "base_model.model."
 
 
-class HuggingFaceLayout:
-    """A model folder."""
-
-    def lay_out(self, checkpoint: Checkpoint, target: Target) -> LayoutResult:
-        _refuse_left_out(checkpoint)
-        weights = hf_weights(checkpoint, target)
-        files = [*weight_files(weights, target.file_bytes)]
-        if checkpoint.files is not None:
-            files += model_files(checkpoint.files, weights_dtype(weights))
-        certificate = weights_certificate(checkpoint, weights)
-        notes = (*_dtype_notes(certificate), *_notes(checkpoint, weights))
-        return LayoutResult(f"step{checkpoint.step}", tuple(files), (_load(checkpoint),), notes, certificate)
+def hf_layout(checkpoint: Checkpoint, target: Target) -> LayoutResult:
+    """Plan a model folder."""
+    _refuse_left_out(checkpoint)
+    weights = hf_weights(checkpoint, target)
+    files = [*weight_files(weights, target.file_bytes)]
+    if checkpoint.files is not None:
+        files += model_files(checkpoint.files, weights_dtype(weights))
+    certificate = weights_certificate(checkpoint, weights)
+    notes = (*_dtype_notes(certificate), *_notes(checkpoint, weights))
+    return LayoutResult(f"step{checkpoint.step}", tuple(files), (_load(checkpoint),), notes, certificate)
 
 
 def hf_weights(checkpoint: Checkpoint, target: Target) -> dict[str, PlannedTensor]:

@@ -30,7 +30,6 @@ from merger.checkpoint import (
     Placement,
     PlannedTensor,
     changed_steps,
-    chosen_steps,
     config_section,
     plan_parameter,
     portable_run_states,
@@ -38,7 +37,7 @@ from merger.checkpoint import (
     with_steps,
 )
 from merger.io.output_file import OutFile
-from merger.layouts.base import LayoutResult, Target, model_names, share_tied, unwrapped_names
+from merger.layouts.base import LayoutResult, Target, model_names, share_tied, strip_wrappers
 from merger.layouts.torch_state_dict import parameter_state
 from merger.writers.dcp import DcpFile, DcpMetadata, Item
 from merger.writers.torch_zip import PtFile
@@ -63,27 +62,25 @@ _LOAD = (
 )
 
 
-class DcpLayout:
-    """One directory for any world size."""
-
-    def lay_out(self, checkpoint: Checkpoint, target: Target) -> LayoutResult:
-        model = share_tied(model_names(checkpoint), lambda fqn: plan_parameter(checkpoint, fqn))
-        state: dict[str, Any] = {"model": model}
-        notes: tuple[str, ...] = ("there is no optimizer state to write: load the model only",)
-        if checkpoint.framework_state.get("param_groups"):
-            hyper, notes = torch_hyper(checkpoint)
-            checkpoint, more = with_torch_steps(checkpoint)
-            notes = (*notes, *more)
-            state["optim"] = _optimizer(checkpoint, hyper)
-        files, metadata = _plan_files(state, target.file_bytes)
-        out = [OutFile(name, file) for name, file in files.items()]
-        out += [OutFile(".metadata", metadata), OutFile("extra.pt", PtFile(_extra(checkpoint)))]
-        return LayoutResult(f"step{checkpoint.step}", tuple(out), _LOAD, notes, checkpoint.certificate)
+def dcp_layout(checkpoint: Checkpoint, target: Target) -> LayoutResult:
+    """Plan one directory for any world size."""
+    model = share_tied(model_names(checkpoint), lambda fqn: plan_parameter(checkpoint, fqn))
+    state: dict[str, Any] = {"model": model}
+    notes: tuple[str, ...] = ("there is no optimizer state to write: load the model only",)
+    if checkpoint.framework_state.get("param_groups"):
+        hyper, notes = torch_hyper(checkpoint)
+        checkpoint, more = with_torch_steps(checkpoint)
+        notes = (*notes, *more)
+        state["optim"] = _optimizer(checkpoint, hyper)
+    files, metadata = _plan_files(state, target.file_bytes)
+    out = [OutFile(name, file) for name, file in files.items()]
+    out += [OutFile(".metadata", metadata), OutFile("extra.pt", PtFile(_extra(checkpoint)))]
+    return LayoutResult(f"step{checkpoint.step}", tuple(out), _LOAD, notes, checkpoint.certificate)
 
 
 def _optimizer(checkpoint: Checkpoint, hyper: list[dict[str, Any]]) -> dict[str, Any]:
     """Return ``get_optimizer_state_dict``: state by fqn, and param groups with fqns."""
-    bare = unwrapped_names(checkpoint)
+    bare = dict(zip(checkpoint.tensors, strip_wrappers(checkpoint.tensors), strict=True))
     state: dict[str, dict[str, Any]] = {}
     groups = []
     for group, values in zip(checkpoint.framework_state["param_groups"], hyper, strict=True):
@@ -216,7 +213,7 @@ def with_torch_steps(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...
         for fqn, step in own.items():
             scalars[fqn][STEP] = torch.tensor(step)
     state = {**checkpoint.framework_state, "scalars": scalars}
-    certificate = with_steps(checkpoint.certificate, chosen_steps(chosen)) if chosen else checkpoint.certificate
+    certificate = with_steps(checkpoint.certificate, chosen) if chosen else checkpoint.certificate
     notes = (
         f"FusedAdam counts the steps of a param group in one of its parameters: all those of param group "
         f"{one.param_group} get the run's, {one.chosen:g}, whichever save they are of. Only Adam's bias correction "

@@ -7,30 +7,25 @@ in ``extra.pt``.
 from collections import OrderedDict
 from typing import Any
 
-from merger.checkpoint import Checkpoint, PlannedTensor, plan_parameter, plan_whole, portable_run_states, to_portable
+from merger.checkpoint import Checkpoint, plan_parameter, plan_whole, portable_run_states, to_portable
 from merger.io.output_file import OutFile
 from merger.layouts.base import LayoutResult, Target, canonical_names, share_tied
 from merger.writers.torch_zip import PtFile
 
 
-class StateDictLayout:
-    """The layout of a model and an optimizer that every rank holds whole."""
-
-    def lay_out(self, checkpoint: Checkpoint, _: Target) -> LayoutResult:
-        ranks = portable_run_states(checkpoint, checkpoint.run_states)
-        extra = {"save": checkpoint.certificate.save, "step": checkpoint.step, "ranks": ranks}
-        files = (
-            OutFile("model.pt", PtFile(model_state(checkpoint))),
-            OutFile("optimizer.pt", PtFile(optimizer_state(checkpoint))),
-            OutFile("extra.pt", PtFile(extra)),
-        )
-        load = tuple(f"{name}.load_state_dict(torch.load({{out:{name}.pt}}))" for name in ("model", "optimizer"))
-        return LayoutResult(f"step{checkpoint.step}", files, load)
-
-
-def model_state(checkpoint: Checkpoint) -> OrderedDict[str, PlannedTensor]:
-    """Return ``model.state_dict()``: tied tensors under each of their names."""
-    return OrderedDict(share_tied(canonical_names(checkpoint), lambda fqn: plan_parameter(checkpoint, fqn)))
+def torch_layout(checkpoint: Checkpoint, _: Target) -> LayoutResult:
+    """Plan the files of a model and an optimizer that every rank holds whole."""
+    # As in ``model.state_dict()``, tied tensors are under each of their names.
+    model = OrderedDict(share_tied(canonical_names(checkpoint), lambda fqn: plan_parameter(checkpoint, fqn)))
+    ranks = portable_run_states(checkpoint, checkpoint.run_states)
+    extra = {"save": checkpoint.certificate.save, "step": checkpoint.step, "ranks": ranks}
+    files = (
+        OutFile("model.pt", PtFile(model)),
+        OutFile("optimizer.pt", PtFile(optimizer_state(checkpoint))),
+        OutFile("extra.pt", PtFile(extra)),
+    )
+    load = tuple(f"{name}.load_state_dict(torch.load({{out:{name}.pt}}))" for name in ("model", "optimizer"))
+    return LayoutResult(f"step{checkpoint.step}", files, load)
 
 
 def optimizer_state(checkpoint: Checkpoint) -> dict[str, Any]:

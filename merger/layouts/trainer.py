@@ -46,42 +46,40 @@ _CONTROL = "TrainerControl"
 _ADAPTER_CONFIG = "adapter_config.json"
 
 
-class TrainerLayout:
-    """A Trainer's folder. ``engine``: the layout of DeepSpeed's files; None for a run without DeepSpeed."""
+def trainer_layout(engine: Layout | None, checkpoint: Checkpoint, target: Target) -> LayoutResult:
+    """Plan a Trainer's folder. UsageError without a Trainer's folder to start from.
 
-    def __init__(self, engine: Layout | None) -> None:
-        self._engine = engine
-
-    def lay_out(self, checkpoint: Checkpoint, target: Target) -> LayoutResult:
-        """Plan the folder. UsageError without a Trainer's folder to start from."""
-        if not checkpoint.framework_state.get("param_groups"):
-            raise MergeError(
-                f"{checkpoint.origin} has no optimizer state, so no Trainer can resume from it; write layout hf"
-            )
-        folder = _trainer_folder(checkpoint)
-        rescaled = rescale_state(folder, checkpoint.step)
-        state = self._plain(checkpoint, folder) if self._engine is None else self._engine.lay_out(checkpoint, target)
-        others, notes = _other_files(checkpoint, target, folder, rescaled, with_engine=self._engine is not None)
-        tag = f"checkpoint-{checkpoint.step}"
-        files = {file.path: file for file in (*state.files, *others)}
-        return LayoutResult(
-            tag,
-            tuple(replace(file, path=f"{tag}/{path}") for path, file in files.items()),
-            (f"trainer.train(resume_from_checkpoint={{out:{tag}}})",),
-            (*state.notes, *rescaled.notes, *notes),
-            state.certificate,
+    ``engine``: the layout of DeepSpeed's files; None for a run without DeepSpeed.
+    """
+    if not checkpoint.framework_state.get("param_groups"):
+        raise MergeError(
+            f"{checkpoint.origin} has no optimizer state, so no Trainer can resume from it; write layout hf"
         )
+    folder = _trainer_folder(checkpoint)
+    rescaled = rescale_state(folder, checkpoint.step)
+    state = _plain(checkpoint, folder) if engine is None else engine(checkpoint, target)
+    others, notes = _other_files(checkpoint, target, folder, rescaled, with_engine=engine is not None)
+    tag = f"checkpoint-{checkpoint.step}"
+    files = {file.path: file for file in (*state.files, *others)}
+    return LayoutResult(
+        tag,
+        tuple(replace(file, path=f"{tag}/{path}") for path, file in files.items()),
+        (f"trainer.train(resume_from_checkpoint={{out:{tag}}})",),
+        (*state.notes, *rescaled.notes, *notes),
+        state.certificate,
+    )
 
-    def _plain(self, checkpoint: Checkpoint, folder: Path) -> LayoutResult:
-        """Plan weights and optimizer of a run in which every rank held both whole."""
-        if (folder / _ADAPTER_CONFIG).exists():
-            raise UnsupportedError(
-                f"{folder} is of a run that trained adapters only, which is not supported for a Trainer's folder; "
-                "merge it with layout hf or torch"
-            )
-        weights = weight_files(hf_weights(checkpoint, Target()), Target().file_bytes)
-        files = (*weights, OutFile("optimizer.pt", PtFile(optimizer_state(checkpoint))))
-        return LayoutResult(f"step{checkpoint.step}", files, ())
+
+def _plain(checkpoint: Checkpoint, folder: Path) -> LayoutResult:
+    """Plan weights and optimizer of a run in which every rank held both whole."""
+    if (folder / _ADAPTER_CONFIG).exists():
+        raise UnsupportedError(
+            f"{folder} is of a run that trained adapters only, which is not supported for a Trainer's folder; "
+            "merge it with layout hf or torch"
+        )
+    weights = weight_files(hf_weights(checkpoint, Target()), Target().file_bytes)
+    files = (*weights, OutFile("optimizer.pt", PtFile(optimizer_state(checkpoint))))
+    return LayoutResult(f"step{checkpoint.step}", files, ())
 
 
 def _trainer_folder(checkpoint: Checkpoint) -> Path:

@@ -28,9 +28,6 @@ _DTYPES = {
 
 _RANGE = re.compile(r"(?P<head>.*?)(?P<first>\d+)-(?P<last>\d+)\Z")
 
-SINGLE = "source"
-"""Name of the source in a merge without a recipe."""
-
 
 @dataclass(frozen=True)
 class SourceRef:
@@ -78,11 +75,6 @@ class Recipe:
     dtype: str | None = None
     where: str = "the recipe"
     notes: tuple[str, ...] = field(default=())
-
-
-def single_source_recipe(path: Path, step: int | str | None) -> Recipe:
-    """Return the recipe of a merge without one: everything from one source."""
-    return Recipe({SINGLE: SourceRef(path, step)}, rest=SINGLE, run_state=SINGLE)
 
 
 @dataclass(frozen=True)

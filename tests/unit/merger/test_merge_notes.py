@@ -13,8 +13,8 @@ pytest.importorskip("deepspeed")
 
 from merger.checkpoint import changed_steps
 from merger.layouts.base import MOST_RANKS, Target
-from merger.layouts.deepspeed import DeepSpeedLayout
-from merger.layouts.trainer import TrainerLayout
+from merger.layouts.deepspeed import deepspeed_layout
+from merger.layouts.trainer import trainer_layout
 from merger.merge import merge
 from merger.recipe.parse import recipe_from
 from merger.sources import open_source
@@ -54,7 +54,7 @@ def test_a_source_of_a_recipe_keeps_the_steps_of_its_moments(tmp_path: Path) -> 
 def test_files_in_the_order_of_round_robin_gradients_say_so(stage: int, told: bool) -> None:
     config = {"zero_optimization": {"stage": 2, "round_robin_gradients": True}}
     run = planned({"a.w": Tensor((4,)), "b.w": Tensor((3,))}, [["a.w", "b.w"]], config=config)
-    laid = DeepSpeedLayout().lay_out(run, Target("deepspeed", zero_stage=stage))
+    laid = deepspeed_layout(run, Target("deepspeed", zero_stage=stage))
     assert any("must have zero_optimization.round_robin_gradients on" in note for note in laid.notes) == told
 
 
@@ -139,6 +139,6 @@ def test_the_same_doubt_of_many_sources_is_one_line(tmp_path: Path) -> None:
 def test_the_trainers_weights_are_left_out_where_frozen_ones_are_missing(folder: Path) -> None:
     checkpoint = open_source(folder).checkpoint(None, frozenset())
     lacking = type(checkpoint)(**{**vars(checkpoint), "facts": {**checkpoint.facts, "frozen_left_out": ["base"]}})
-    laid = TrainerLayout(DeepSpeedLayout()).lay_out(lacking, Target("trainer"))
+    laid = trainer_layout(deepspeed_layout, lacking, Target("trainer"))
     assert any("lacks the frozen parameters" in note for note in laid.notes)
     assert not any(file.path.endswith("model.safetensors") for file in laid.files)

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from deploy.cli.merge import kind_of, print_certificate, size_from
-from merger.checkpoint import ChosenStep, HeldSteps, with_steps
+from merger.checkpoint import with_steps
 from merger.layouts.huggingface import WeightsCertificate, WrittenDtype
 from store.certificate import Certificate
 from store.errors import UsageError
@@ -152,7 +152,7 @@ def test_what_libraries_print_does_not_spoil_the_answer(tmp_path: Path, monkeypa
 
 
 def test_optimizer_steps_that_layers_did_not_have_are_in_the_table() -> None:
-    def report(*steps: ChosenStep) -> str:
+    def report(*steps: tuple[int, float, list[tuple[str, float]]]) -> str:
         text = io.StringIO()
         console = Console(file=text, width=80)
         certificate = with_steps(Certificate("s", "00000012-000001", 12, True, (), ()), steps)
@@ -160,13 +160,13 @@ def test_optimizer_steps_that_layers_did_not_have_are_in_the_table() -> None:
         console.print(kind_of(certificate))
         return text.getvalue()
 
-    had = (HeldSteps(8.0, tuple(f"layers.{i}" for i in range(8))), HeldSteps(12.0, ("head",)))
-    table = report(ChosenStep(0, 12.0, had), ChosenStep(1, 12.0, had[1:]))
+    had = [*((f"layers.{i}", 8.0) for i in range(8)), ("head", 12.0)]
+    table = report((0, 12.0, had), (1, 12.0, had[-1:]))
     (row,) = (line.split(maxsplit=2) for line in table.splitlines() if "layers.0" in line)
     assert row[:2] == ["0", "12"] and row[2].startswith("8: layers.0, layers.1")
     assert "and 2 more; 12: head" in " ".join(table.split())
     assert "composite" in table and "one optimizer step for layers that had different ones" in " ".join(table.split())
-    assert "Optimizer step" not in report(ChosenStep(1, 12.0, had[1:])) and "exact" in report()
+    assert "Optimizer step" not in report((1, 12.0, had[-1:])) and "exact" in report()
 
 
 def test_exported_weights_are_called_what_they_are(here: Here, trained: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ pytest.importorskip("deepspeed")
 
 from merger.checkpoint import PlannedTensor
 from merger.layouts.base import LayoutResult, Target
-from merger.layouts.deepspeed import DeepSpeedLayout
+from merger.layouts.deepspeed import deepspeed_layout
 from merger.writers.torch_zip import PtFile
 from store.errors import UnsupportedError
 from tests.support.planned import MOMENTS, Tensor, planned
@@ -32,7 +32,7 @@ def filled(stored: PlannedTensor) -> set[str]:
 
 def test_equal_steps_are_kept_without_a_note() -> None:
     checkpoint = planned({"a.w": Tensor((5,)), "b.w": Tensor((3,)), "c.w": Tensor((4,), 7)}, [["a.w", "b.w"], ["c.w"]])
-    laid = DeepSpeedLayout().lay_out(checkpoint, Target("deepspeed"))
+    laid = deepspeed_layout(checkpoint, Target("deepspeed"))
     assert laid.notes == ()
     for states in optimizer_states(laid):
         state = states["base_optimizer_state"]["state"]
@@ -45,7 +45,7 @@ def test_the_newest_step_of_those_that_share_a_partition_is_taken_and_told(stage
     groups = [["a.w", "b.w", "c.w"], ["d.w"]]
     hyper = [{"lr": 0.1, "weight_decay": 0.5}, {"lr": 0.2, "weight_decay": 0.0}]
     checkpoint = planned(tensors, groups, hyper=hyper)
-    laid = DeepSpeedLayout().lay_out(checkpoint, Target("deepspeed", zero_stage=stage, world_size=3))
+    laid = deepspeed_layout(checkpoint, Target("deepspeed", zero_stage=stage, world_size=3))
     note = next(note for note in laid.notes if "one optimizer step" in note)
     assert "param group 0 get the run's, 12" in note
     assert "4 in c; 8 in a" in note
@@ -60,7 +60,7 @@ def test_the_newest_step_of_those_that_share_a_partition_is_taken_and_told(stage
 def test_the_step_is_that_of_the_run_which_goes_on_even_if_another_is_newer() -> None:
     tensors = {"a.w": Tensor((5,), 8), "b.w": Tensor((3,), 12), "c.w": Tensor((3,), 8)}
     checkpoint = replace(planned(tensors, [["a.w", "b.w"], ["c.w"]]), run_steps=dict.fromkeys(tensors, 8))
-    laid = DeepSpeedLayout().lay_out(checkpoint, Target("deepspeed", zero_stage=1))
+    laid = deepspeed_layout(checkpoint, Target("deepspeed", zero_stage=1))
     for states in optimizer_states(laid):
         assert [float(states["base_optimizer_state"]["state"][i]["step"]) for i in (0, 1)] == [8, 8]
     assert any("get the run's, 8; it was 12 in b" in note for note in laid.notes)
@@ -69,7 +69,7 @@ def test_the_step_is_that_of_the_run_which_goes_on_even_if_another_is_newer() ->
 def test_the_certificate_has_the_chosen_step_and_what_the_layers_had() -> None:
     tensors = {"a.w": Tensor((5,), 8), "a.v": Tensor((5,), 8), "b.w": Tensor((3,), 12), "c.w": Tensor((3,), 6)}
     checkpoint = planned(tensors, [["a.w", "a.v", "b.w"], ["c.w"]])
-    laid = DeepSpeedLayout().lay_out(checkpoint, Target("deepspeed", zero_stage=1))
+    laid = deepspeed_layout(checkpoint, Target("deepspeed", zero_stage=1))
     assert laid.certificate is not None
     assert json.loads(json.dumps(laid.certificate.as_json()))["optimizer_steps"] == [
         {"param_group": 0, "chosen": 12.0, "had": [{"step": 8.0, "layers": ["a"]}, {"step": 12.0, "layers": ["b"]}]},
@@ -81,7 +81,7 @@ def test_the_certificate_has_the_chosen_step_and_what_the_layers_had() -> None:
 def test_steps_that_all_layers_had_leave_it_exact() -> None:
     tensors = {"a.w": Tensor((50,), 8), "b.w": Tensor((50,), 12)}
     config = {"zero_optimization": {"stage": 3, "sub_group_size": 10}}
-    laid = DeepSpeedLayout().lay_out(planned(tensors, [["a.w", "b.w"]], config=config, stage=3), Target("deepspeed"))
+    laid = deepspeed_layout(planned(tensors, [["a.w", "b.w"]], config=config, stage=3), Target("deepspeed"))
     assert laid.certificate is not None and laid.certificate.exact
     steps = laid.certificate.as_json()["optimizer_steps"]
     assert [(one["chosen"], [had["layers"] for had in one["had"]]) for one in steps] == [(8, [("a",)]), (12, [("b",)])]
@@ -90,7 +90,7 @@ def test_steps_that_all_layers_had_leave_it_exact() -> None:
 def test_sub_groups_keep_steps_of_their_own() -> None:
     tensors = {"a.w": Tensor((50,), 8), "b.w": Tensor((50,), 12)}
     config = {"zero_optimization": {"stage": 3, "sub_group_size": 10}}
-    laid = DeepSpeedLayout().lay_out(planned(tensors, [["a.w", "b.w"]], config=config, stage=3), Target("deepspeed"))
+    laid = deepspeed_layout(planned(tensors, [["a.w", "b.w"]], config=config, stage=3), Target("deepspeed"))
     assert laid.notes == ()
     for states in optimizer_states(laid):
         assert [states["optimizer_state_dict"]["state"][i]["step"].item() for i in (0, 1)] == [8, 12]
@@ -100,18 +100,18 @@ def test_sub_groups_keep_steps_of_their_own() -> None:
 def test_another_scalar_that_differs_is_refused_by_name(other: dict[str, float]) -> None:
     tensors = {"a.w": Tensor((5,), scalars={"factor": 1.0}), "b.w": Tensor((3,), scalars=other)}
     with pytest.raises(UnsupportedError, match=r"a\.w and b\.w share a flat partition.*'factor' differs: 1\.0"):
-        DeepSpeedLayout().lay_out(planned(tensors, [["a.w", "b.w"]]), Target("deepspeed"))
+        deepspeed_layout(planned(tensors, [["a.w", "b.w"]]), Target("deepspeed"))
 
 
 def test_a_scalar_that_is_the_same_everywhere_is_kept() -> None:
     tensors = {"a.w": Tensor((5,), scalars={"factor": 1.5}), "b.w": Tensor((3,), 9, scalars={"factor": 1.5})}
-    laid = DeepSpeedLayout().lay_out(planned(tensors, [["a.w", "b.w"]]), Target("deepspeed"))
+    laid = deepspeed_layout(planned(tensors, [["a.w", "b.w"]]), Target("deepspeed"))
     assert [states["base_optimizer_state"]["state"][0]["factor"] for states in optimizer_states(laid)] == [1.5, 1.5]
 
 
 def test_a_parameter_without_state_gets_zeros_among_others_and_is_told() -> None:
     checkpoint = planned({"a.w": Tensor((5,)), "b.w": Tensor((3,), None)}, [["a.w", "b.w"]])
-    laid = DeepSpeedLayout().lay_out(checkpoint, Target("deepspeed", world_size=1))
+    laid = deepspeed_layout(checkpoint, Target("deepspeed", world_size=1))
     (states,) = optimizer_states(laid)
     assert filled(states["single_partition_of_fp32_groups"][0]) == {"a.w", "b.w"}
     for slot in MOMENTS:
@@ -121,7 +121,7 @@ def test_a_parameter_without_state_gets_zeros_among_others_and_is_told() -> None
 
 def test_a_group_without_state_stays_without() -> None:
     checkpoint = planned({"a.w": Tensor((5,), None), "b.w": Tensor((3,), None)}, [["a.w", "b.w"]])
-    laid = DeepSpeedLayout().lay_out(checkpoint, Target("deepspeed"))
+    laid = deepspeed_layout(checkpoint, Target("deepspeed"))
     assert laid.notes == ()
     assert [states["base_optimizer_state"]["state"] for states in optimizer_states(laid)] == [{}, {}]
 
@@ -130,8 +130,8 @@ def test_a_param_group_of_frozen_parameters_has_stage_3_only() -> None:
     tensors = {"a.w": Tensor((5,)), "b.w": Tensor((3,), None, "frozen")}
     checkpoint = planned(tensors, [["a.w"], ["b.w"]], hyper=[{"lr": 0.1}, {"lr": 0.2}], stage=3)
     with pytest.raises(UnsupportedError, match="param group 1 has no trained parameter"):
-        DeepSpeedLayout().lay_out(checkpoint, Target("deepspeed", zero_stage=2))
-    laid = DeepSpeedLayout().lay_out(checkpoint, Target("deepspeed"))
+        deepspeed_layout(checkpoint, Target("deepspeed", zero_stage=2))
+    laid = deepspeed_layout(checkpoint, Target("deepspeed"))
     for states in optimizer_states(laid):
         assert [group["params"] for group in states["optimizer_state_dict"]["param_groups"]] == [[0], []]
         assert [group["lr"] for group in states["optimizer_state_dict"]["param_groups"]] == [0.1, 0.2]
@@ -140,14 +140,14 @@ def test_a_param_group_of_frozen_parameters_has_stage_3_only() -> None:
 def test_stage_3_refuses_to_lose_a_parameter_that_no_group_holds() -> None:
     checkpoint = planned({"a.w": Tensor((5,)), "b.w": Tensor((3,), None)}, [["a.w"]])
     with pytest.raises(UnsupportedError, match=r"b\.w requires gradients but is in no param group"):
-        DeepSpeedLayout().lay_out(checkpoint, Target("deepspeed", zero_stage=3))
-    DeepSpeedLayout().lay_out(checkpoint, Target("deepspeed", zero_stage=1))
+        deepspeed_layout(checkpoint, Target("deepspeed", zero_stage=3))
+    deepspeed_layout(checkpoint, Target("deepspeed", zero_stage=1))
 
 
 def test_a_run_without_deepspeed_is_refused() -> None:
     checkpoint = replace(planned({"a.w": Tensor((5,))}, [["a.w"]]), framework="torch")
     with pytest.raises(UnsupportedError, match="a run without DeepSpeed"):
-        DeepSpeedLayout().lay_out(checkpoint, Target("deepspeed", zero_stage=2))
+        deepspeed_layout(checkpoint, Target("deepspeed", zero_stage=2))
 
 
 def test_every_element_is_placed_once_at_any_stage_and_world_size() -> None:
@@ -157,7 +157,7 @@ def test_every_element_is_placed_once_at_any_stage_and_world_size() -> None:
     checkpoint = planned(tensors, [["a.w", "c.w", "e.w"], ["b.w", "d.w"]], config=config)
     for stage in (1, 2, 3):
         for world in (1, 2, 3, 5, 8, 200):
-            laid = DeepSpeedLayout().lay_out(checkpoint, Target("deepspeed", zero_stage=stage, world_size=world))
+            laid = deepspeed_layout(checkpoint, Target("deepspeed", zero_stage=stage, world_size=world))
             counts = {fqn: torch.zeros(numel, dtype=torch.int64) for fqn, numel in sizes.items()}
             states = optimizer_states(laid)
             assert len(states) == world
@@ -181,9 +181,9 @@ def test_every_element_is_placed_once_at_any_stage_and_world_size() -> None:
 def test_variants_with_a_layout_of_their_own_are_refused_by_name(config: Any, stage: int, named: str) -> None:
     checkpoint = planned({"a.w": Tensor((5,))}, [["a.w"]], config=config)
     with pytest.raises(UnsupportedError, match=named):
-        DeepSpeedLayout().lay_out(checkpoint, Target("deepspeed", zero_stage=stage, world_size=3))
+        deepspeed_layout(checkpoint, Target("deepspeed", zero_stage=stage, world_size=3))
 
 
 def test_a_configuration_that_loads_universally_is_told() -> None:
     checkpoint = planned({"a.w": Tensor((5,))}, [["a.w"]], config={"checkpoint": {"load_universal": True}})
-    assert any("load_universal to false" in note for note in DeepSpeedLayout().lay_out(checkpoint, Target()).notes)
+    assert any("load_universal to false" in note for note in deepspeed_layout(checkpoint, Target()).notes)

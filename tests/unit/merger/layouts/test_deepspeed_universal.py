@@ -15,7 +15,7 @@ pytest.importorskip("deepspeed")
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from merger.layouts.base import LayoutResult, Target
-from merger.layouts.deepspeed_universal import UniversalLayout
+from merger.layouts.deepspeed_universal import universal_layout
 from merger.writers.torch_zip import PtFile
 from store.errors import UnsupportedError
 from store.fragments import FragmentIndex
@@ -26,7 +26,7 @@ SAME = [{"lr": 0.1, "betas": [0.9, 0.99]}, {"lr": 0.1, "betas": (0.9, 0.99)}]
 
 
 def laid_out(*args: Any, **kwargs: Any) -> LayoutResult:
-    return UniversalLayout().lay_out(planned(*args, **kwargs), Target("universal"))
+    return universal_layout(planned(*args, **kwargs), Target("universal"))
 
 
 def value(laid: LayoutResult, path: str) -> Any:
@@ -67,7 +67,7 @@ def test_files_say_which_state_they_are_of_whatever_its_save_is_called() -> None
     ]
     notes = []
     for one in others:
-        laid = UniversalLayout().lay_out(one, Target("universal"))
+        laid = universal_layout(one, Target("universal"))
         (note,) = {repr(value(laid, f"zero/a.w/{slot}.pt")["driftpoint"]) for slot in ("fp32", "exp_avg")}
         noted = value(laid, "zero/optimizer_state.pt")["driftpoint"]
         assert note == repr({key: item for key, item in noted.items() if key != "slots"})
@@ -161,7 +161,7 @@ def test_the_lines_set_every_group_s_hyperparameters_and_unpickle_nothing_else(
     tensors = {"a.w": Tensor((500,)), "b.w": Tensor((500,)), "c.f": Tensor((3,), None, "frozen")}
     checkpoint = planned(tensors, [["a.w"], ["b.w"]], hyper=[{"lr": 0.1}, {"lr": 0.2, "betas": (0.5, 0.75)}])
     state = {**checkpoint.framework_state, "loss_scaler": SCALERS.get(scaler or "")}
-    laid = UniversalLayout().lay_out(replace(checkpoint, framework_state=state), Target("universal"))
+    laid = universal_layout(replace(checkpoint, framework_state=state), Target("universal"))
     assert not any("weights_only=False" in text for text in (*laid.load, *laid.notes))
     path = tmp_path / TAG / "zero" / "optimizer_state.pt"
     path.parent.mkdir(parents=True)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from merger.checkpoint import Checkpoint
 from merger.layouts.base import LayoutResult, Target, model_names, strip_wrappers
-from merger.layouts.huggingface import HuggingFaceLayout, hf_weights
+from merger.layouts.huggingface import hf_layout, hf_weights
 from merger.merge import merge
 from merger.recipe.parse import read_recipe
 from merger.sources.certificates import certificate
@@ -37,7 +37,7 @@ def folder(tmp_path: Path, **config: Any) -> Path:
 
 
 def laid(tensors: Any, target: Target | None = None, **given: Any) -> LayoutResult:
-    return HuggingFaceLayout().lay_out(described(tensors, **given), target or Target("hf"))
+    return hf_layout(described(tensors, **given), target or Target("hf"))
 
 
 def weights(found: LayoutResult) -> dict[str, torch.dtype]:
@@ -266,17 +266,17 @@ def bf16_run() -> Checkpoint:
 
 def test_working_weights_are_told_from_master_weights() -> None:
     run = bf16_run()
-    own = HuggingFaceLayout().lay_out(run, Target("hf"))
+    own = hf_layout(run, Target("hf"))
     assert own.certificate is not None and own.certificate.as_found
     told = own.certificate.as_json()["written"]
     assert told == ({"held": "float32", "written": "bfloat16", "working": True, "layers": ("a", "b")},)
     (note,) = (note for note in own.notes if "working weights" in note)
     assert "--dtype float32 writes the master weights" in note
-    masters = HuggingFaceLayout().lay_out(run, Target("hf", dtype="F32"))  # frozen ones are only widened
+    masters = hf_layout(run, Target("hf", dtype="F32"))  # frozen ones are only widened
     assert masters.certificate is not None and masters.certificate.as_found
     assert masters.certificate.as_json()["written"] == ()
     assert not any("working weights" in note or "rounds" in note for note in masters.notes)
-    half = HuggingFaceLayout().lay_out(run, Target("hf", dtype="F16"))
+    half = hf_layout(run, Target("hf", dtype="F16"))
     assert half.certificate is not None and not half.certificate.whole
     assert {(one["held"], one["layers"]) for one in half.certificate.as_json()["written"]} == {
         ("float32", ("a", "b")),
@@ -302,5 +302,5 @@ def test_only_what_is_written_is_certified(store: PlainStore, tmp_path: Path) ->
 def test_what_leaves_a_foreign_checkpoint_in_doubt_leaves_its_weights_in_doubt(own: bool) -> None:
     run = bf16_run()
     doubted = replace(run.certificate, as_found=False, units=run.certificate.units if own else ())
-    found = HuggingFaceLayout().lay_out(replace(run, certificate=doubted), Target("hf")).certificate
+    found = hf_layout(replace(run, certificate=doubted), Target("hf")).certificate
     assert found is not None and not found.whole

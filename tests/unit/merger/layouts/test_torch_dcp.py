@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from merger.checkpoint import Checkpoint, Placement, PlannedTensor, changed_steps
 from merger.layouts import torch_dcp as layout
 from merger.layouts.base import Target
-from merger.layouts.torch_dcp import DcpLayout, torch_hyper, with_torch_steps
+from merger.layouts.torch_dcp import dcp_layout, torch_hyper, with_torch_steps
 from merger.merge import merge
 from merger.writers.dcp import DcpFile, Item
 from store.errors import MergeError, UnsupportedError
@@ -230,5 +230,5 @@ def test_an_adam_that_torch_cannot_do() -> None:
 
 
 def test_a_model_without_an_optimizer() -> None:
-    found = DcpLayout().lay_out(described(TENSORS), Target("dcp"))
+    found = dcp_layout(described(TENSORS), Target("dcp"))
     assert found.notes == ("there is no optimizer state to write: load the model only",)

@@ -16,7 +16,7 @@ import torch
 
 from merger.checkpoint import RankState
 from merger.layouts.base import Target
-from merger.layouts.trainer import TrainerLayout, rescale_state, rng_files, scheduler_file
+from merger.layouts.trainer import rescale_state, rng_files, scheduler_file, trainer_layout
 from merger.merge import merge
 from store.errors import MergeError, UnsupportedError, UsageError
 from tests.support.described import described, tensor
@@ -147,7 +147,7 @@ OPTIMIZER = {"param_groups": [{"params": ["w"], "hyper": {"lr": 0.1}}], "scalars
 
 
 def lay_out(**given: Any) -> Any:
-    return TrainerLayout(None).lay_out(described({"w": tensor(2)}, state=OPTIMIZER, **given), Target("trainer"))
+    return trainer_layout(None, described({"w": tensor(2)}, state=OPTIMIZER, **given), Target("trainer"))
 
 
 def test_what_a_trainer_could_not_resume_from_is_refused(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_what_a_trainer_could_not_resume_from_is_refused(tmp_path: Path) -> None
     with pytest.raises(UnsupportedError, match="adapters only"):
         lay_out(files=folder)
     with pytest.raises(MergeError, match="no optimizer state"):
-        TrainerLayout(None).lay_out(described({"w": tensor(2)}, files=folder), Target("trainer"))
+        trainer_layout(None, described({"w": tensor(2)}, files=folder), Target("trainer"))
 
 
 def test_a_loss_scale_of_another_step_is_left_out(tmp_path: Path) -> None:
