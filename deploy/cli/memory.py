@@ -58,7 +58,8 @@ def memory(
 ) -> None:
     """List the snapshots in this node's shared memory."""
     if context.invoked_subcommand is None:
-        found = stored_snapshots(base_of(memory))
+        paths = seen_stores(base_of(memory))
+        found = [_stored_snapshot(tier, paths.get(tier.store_id)) for tier in tiers(base_of(memory))]
         output.answer(_as_json(base_of(memory), found), lambda console: _draw(console, found), as_json=json)
 
 
@@ -81,12 +82,6 @@ def clear_(
     freed = sum(clear(tier) for tier in found)
     body = {"freed_bytes": freed, "stores": [tier.store_id for tier in found]}
     output.answer(body, lambda console: console.print(f"Freed {size_text(freed)}."), as_json=json)
-
-
-def stored_snapshots(base: Path) -> list[StoredSnapshot]:
-    """List the snapshots below ``base``."""
-    paths = seen_stores(base)
-    return [_stored_snapshot(tier, paths.get(tier.store_id)) for tier in tiers(base)]
 
 
 def _as_json(base: Path, found: list[StoredSnapshot]) -> dict[str, Any]:

@@ -95,16 +95,12 @@ def named(word: str, given: Sequence[str]) -> PolicyToCheck:
     if word.endswith((".yaml", ".yml")):
         if given:
             raise UsageError(f"--set applies to a policy's name or class: edit the parameters in {word} itself")
-        return _configured(Path(word))
+        from monitor.config.load import load_config
+
+        config = load_config(Path(word))
+        return PolicyToCheck(policy_from(config.policy), config.policy, config.limits())
     settings = anchored({"name": word, **parameters(given)} if given else word, Path.cwd())
     return PolicyToCheck(policy_from(settings), settings)  # type: ignore[arg-type]
-
-
-def _configured(path: Path) -> PolicyToCheck:
-    from monitor.config.load import load_config
-
-    config = load_config(path)
-    return PolicyToCheck(policy_from(config.policy), config.policy, config.limits())
 
 
 def parameters(given: Sequence[str]) -> Mapping[str, Any]:

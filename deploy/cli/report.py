@@ -97,16 +97,11 @@ def top(
         raise UsageError(f"there is no trace at {trace}: omit --trace, or name the job's trace file")
     reader = FactsReader(store, trace_path(store, trace), base_of(memory))
     facts = reader.read()
-    if json or once or not _interactive():
+    if json or once or not (sys.stdin.isatty() and sys.stdout.isatty() and not Console().is_dumb_terminal):
         output.answer(_top_json(facts), lambda console: console.print(Dashboard(facts, all_layers=True)), as_json=json)
     else:
         facts = run(Console(highlight=False, markup=False, emoji=False), reader, interval) or facts
     raise typer.Exit(NothingToResumeError.exit_code if facts.status is None else facts.status.exit_code)
-
-
-def _interactive() -> bool:
-    """Return whether a person is at a terminal that supports cursor movement."""
-    return sys.stdin.isatty() and sys.stdout.isatty() and not Console().is_dumb_terminal
 
 
 def _top_json(facts: "Facts") -> dict[str, Any]:

@@ -142,7 +142,8 @@ def _look_at(catalog: Catalog, save: SaveId) -> Shown:
     try:
         resolution = resolve(catalog, save)
     except (DamagedError, StorageError) as error:
-        found = _as_committed(manifest)
+        units = tuple(certify_record(manifest.step, record) for record in manifest.units)
+        found = Certificate(manifest.store_id, manifest.save.name, manifest.step, exact=False, units=units, problems=())
         others = is_resumable(catalog, without=save)
         return Shown(manifest, found, False, others, (f"cannot be resumed: {error}",), suspect=_suspect(catalog, save))
     return _whole(catalog, resolution, resolution.problems)
@@ -156,11 +157,6 @@ def _whole(catalog: Catalog, resolution: Resolution, problems: tuple[str, ...]) 
 
 def _suspect(catalog: Catalog, save: SaveId) -> str:
     return catalog.suspects().why.get(save, "")
-
-
-def _as_committed(manifest: ManifestRecord) -> Certificate:
-    units = tuple(certify_record(manifest.step, record) for record in manifest.units)
-    return Certificate(manifest.store_id, manifest.save.name, manifest.step, exact=False, units=units, problems=())
 
 
 def _nbytes(certificate: Certificate) -> int:

@@ -294,7 +294,11 @@ class Node:
         else:
             member.watched = True
             self._loop.add_reader(end, self._process_ended, job, member, end)
-        self._remember(hello)
+        try:
+            self._known.seen(hello.store_id, Path(hello.store))
+        except StorageError as error:
+            _log.warning("cannot record the path of %s for the next daemon: %s", hello.store, error)
+        self._verifier.watch(hello.store_id, Path(hello.store))
         return job, member
 
     def disconnected(self, job: NodeJob, member: RankConnection) -> None:
@@ -329,13 +333,6 @@ class Node:
             _log.warning(
                 "%s: a rank died, but %s live: snapshots are rescued only after they end", job.hello.store, living
             )
-
-    def _remember(self, hello: Register) -> None:
-        try:
-            self._known.seen(hello.store_id, Path(hello.store))
-        except StorageError as error:
-            _log.warning("cannot record the path of %s for the next daemon: %s", hello.store, error)
-        self._verifier.watch(hello.store_id, Path(hello.store))
 
     # News of the other threads.
 

@@ -38,20 +38,14 @@ THREADS = 16  # most stores written at a time
 
 @dataclass(frozen=True)
 class RescueRequest:
-    """A store to rescue.
-
-    Attributes:
-        epoch: of the dead job, None if unknown.
-        tried: earlier attempts.
-        old: whether its memory is old, so that what a commit has is removed afterwards.
-    """
+    """A store to rescue."""
 
     store: Path
     store_id: str
-    epoch: int | None
-    tried: int = 0
+    epoch: int | None  # of the dead job, None if unknown
+    tried: int = 0  # earlier attempts
     dropped: threading.Event = field(default_factory=threading.Event, compare=False)
-    old: bool = False
+    old: bool = False  # whether its memory is old, so that what a commit has is removed afterwards
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,12 @@ class Verifier:
             self._thread.join(grace)
 
     def _work(self) -> None:
-        _lower_priority()
+        # The lowest CPU and I/O priority, for this thread only.
+        thread = threading.get_native_id()
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, thread, 19)
+        with suppress(OSError, psutil.Error, AttributeError):
+            psutil.Process(thread).ionice(psutil.IOPRIO_CLASS_IDLE)
         while not self._throttle.ended.is_set():
             self._throttle.wake.clear()
             try:
@@ -183,12 +188,3 @@ class _ThrottledFiles(LocalFiles):
         raise StorageError(f"cannot change {path}: a store that is verified is only read")
 
     create = link = rename = unlink = make_dir = remove_dir = sync_dir = _refuse  # type: ignore[assignment]
-
-
-def _lower_priority() -> None:
-    """Lower the CPU and I/O priority of this thread."""
-    thread = threading.get_native_id()
-    with suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, thread, 19)
-    with suppress(OSError, psutil.Error, AttributeError):
-        psutil.Process(thread).ionice(psutil.IOPRIO_CLASS_IDLE)

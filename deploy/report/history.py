@@ -210,7 +210,10 @@ class _Reader:
         elif isinstance(line, CommitLine):
             self._on_commit(line, self._job)
         elif isinstance(line, FailedLine):
-            self._on_failed(line, self._job.started + line.seconds)
+            self._last_seen = self._job.started + line.seconds
+            self._totals.failed += 1
+            text = f"the save of step {line.step} failed ({line.reason}); the previous commit is intact"
+            self._incidents.add(Incident("save failed", "look", text, line.step, self._last_seen))
         elif isinstance(line, ResumedLine):
             self._on_resumed(line, self._job)
 
@@ -330,12 +333,6 @@ class _Reader:
             bins.rounded[row, column] += int(is_lossy(encoding) or error > 0)
             if drift is not None:
                 bins.drift[row, column] = np.fmax(bins.drift[row, column], drift)
-
-    def _on_failed(self, line: FailedLine, at: float) -> None:
-        self._last_seen = at
-        self._totals.failed += 1
-        text = f"the save of step {line.step} failed ({line.reason}); the previous commit is intact"
-        self._incidents.add(Incident("save failed", "look", text, line.step, at))
 
     def _mark_drift(self, rows: Sequence[int], drift: Sequence[float | None], column: int) -> None:
         if not drift or len(drift) != len(rows):
