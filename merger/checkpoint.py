@@ -33,8 +33,7 @@ SLOT_OF_KIND = {"trainable": WEIGHTS, "frozen": FROZEN, "buffer": BUFFER}
 IMPORTED_WITH = f"{IMPORTED_AS_FOUND}, with "
 """Beginning of the reason of units in which implausible values were allowed; their kinds follow."""
 
-DEFAULT_CLIPPING = 1.0
-"""DeepSpeed 0.19's gradient clipping without a configured value (``runtime/constants.py``)."""
+DEFAULT_CLIPPING = 1.0  # DeepSpeed 0.19's gradient clipping without a configured value (`runtime/constants.py`)
 
 
 @dataclass(frozen=True)
@@ -49,17 +48,11 @@ class RankState:
 
 @dataclass(frozen=True)
 class RunStates:
-    """Run state of a save.
+    """Run state of a save."""
 
-    Args:
-        framework: state of the training framework, the same on all ranks.
-        ranks: each rank's own state.
-        client_state: user values of an imported checkpoint.
-    """
-
-    framework: Mapping[str, Any]
-    ranks: Mapping[int, RankState]
-    client_state: Mapping[str, Any]
+    framework: Mapping[str, Any]  # state of the training framework, the same on all ranks
+    ranks: Mapping[int, RankState]  # each rank's own state
+    client_state: Mapping[str, Any]  # user values of an imported checkpoint
 
 
 @dataclass(frozen=True)
@@ -67,17 +60,10 @@ class Checkpoint:
     """One training state whose bytes still lie in files.
 
     Args:
-        origin: name of the checkpoint in messages.
-        framework: training framework: ``deepspeed``, ``torch`` or ``fsdp2``.
-        tensors: every parameter and buffer, tied ones once, in model order.
-        index: where the values of each (fqn, slot) lie.
         framework_state: as the adapter in ``monitor`` gives it: ``counters`` (None for plain torch), ``lr_scheduler``,
             ``loss_scaler``, ``param_groups`` [{params: fqns, hyper: {...}}], ``scalars`` {fqn: {name: value}} and
             ``slots`` {fqn: [name]}.
-        facts: layout facts of the adapter.
-        run_states: by rank; empty if the source keeps none.
         files: directory with the files beside the state (configuration, tokenizer, trainer state), or None.
-        client_state: user values of a foreign checkpoint.
         run_steps: in a composite, the optimizer's ``step`` of each parameter in the run whose counters and schedule are
             used; empty if all parameters are of one run, whose scalars have them.
         stored_steps: the optimizer's ``step`` when the moments of a parameter were stored, if they are older than the
@@ -85,18 +71,18 @@ class Checkpoint:
         unvouched: stored (fqn, slot) of foreign files for whose origin nothing vouches.
     """
 
-    origin: str
-    framework: str
+    origin: str  # name of the checkpoint in messages
+    framework: str  # training framework: ``deepspeed``, ``torch`` or ``fsdp2``
     step: int
-    tensors: Mapping[str, TensorRecord]
+    tensors: Mapping[str, TensorRecord]  # every parameter and buffer, tied ones once, in model order
     layers: tuple[LayerRecord, ...]
-    index: FragmentIndex[Extent]
+    index: FragmentIndex[Extent]  # where the values of each (fqn, slot) lie
     framework_state: Mapping[str, Any]
-    facts: Mapping[str, Any]
-    run_states: Mapping[int, RankState]
+    facts: Mapping[str, Any]  # layout facts of the adapter
+    run_states: Mapping[int, RankState]  # by rank; empty if the source keeps none
     certificate: Certificate
     files: Path | None = None
-    client_state: Mapping[str, Any] = field(default_factory=dict)
+    client_state: Mapping[str, Any] = field(default_factory=dict)  # user values of a foreign checkpoint
     problems: tuple[str, ...] = ()
     run_steps: Mapping[str, Any] = field(default_factory=dict)
     unvouched: frozenset[tuple[str, str]] = frozenset()
@@ -192,16 +178,12 @@ class PlannedTensor:
     """A contiguous tensor to be written, described by its content only. Elements without a source are zeros.
 
     The same object at two places of a file is one tensor under two names, as tied weights are.
-
-    Args:
-        placed: sorted by offset, without overlaps.
-        stays_finite: fail the merge if a finite value becomes infinite in ``dtype``.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    placed: tuple[Placement, ...]
-    stays_finite: bool = False
+    placed: tuple[Placement, ...]  # sorted by offset, without overlaps
+    stays_finite: bool = False  # fail the merge if a finite value becomes infinite in ``dtype``
 
     def __post_init__(self) -> None:
         end = 0

@@ -49,21 +49,14 @@ from store.text import counted
 
 @dataclass(frozen=True)
 class ImportPlan:
-    """A checkpoint ready to be imported.
-
-    Args:
-        kind: kind of the source.
-        run_states: (JSON tree, leaves) of each rank, as a store keeps them.
-        facts: layout facts as JSON values.
-        notes: what the checkpoint does not hold, and what a store does not keep.
-    """
+    """A checkpoint ready to be imported."""
 
     source: Path
-    kind: str
+    kind: str  # kind of the source
     checkpoint: Checkpoint
-    run_states: tuple[tuple[Any, Sequence[Leaf]], ...]
-    facts: Mapping[str, Any]
-    notes: tuple[str, ...]
+    run_states: tuple[tuple[Any, Sequence[Leaf]], ...]  # (JSON tree, leaves) of each rank, as a store keeps them
+    facts: Mapping[str, Any]  # layout facts as JSON values
+    notes: tuple[str, ...]  # what the checkpoint does not hold, and what a store does not keep
 
     @property
     def bytes_of_values(self) -> int:

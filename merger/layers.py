@@ -9,8 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
-ROOT = "(root)"
-"""Layer of the tensors without a module path."""
+ROOT = "(root)"  # layer of the tensors without a module path
 
 
 @dataclass(frozen=True)

@@ -32,27 +32,18 @@ Planned = Callable[[MergePlan], None]
 
 @dataclass(frozen=True)
 class MergeResult:
-    """Result of a merge.
-
-    Args:
-        problems: damage in the sources; an older version was used instead.
-        load: lines of Python that load the output.
-        notes: facts to know before loading it.
-        framework: framework of the training.
-        parameters: number of model parameters, tied ones once.
-        sources: checkpoints that the output consists of.
-    """
+    """Result of a merge."""
 
     certificate: Certificate
     out: Path
     tag: str
     bytes_written: int
-    problems: tuple[str, ...]
-    load: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    framework: str = ""
-    parameters: int = 0
-    sources: tuple[SourceUse, ...] = ()
+    problems: tuple[str, ...]  # damage in the sources; an older version was used instead
+    load: tuple[str, ...] = ()  # lines of Python that load the output
+    notes: tuple[str, ...] = ()  # facts to know before loading it
+    framework: str = ""  # framework of the training
+    parameters: int = 0  # number of model parameters, tied ones once
+    sources: tuple[SourceUse, ...] = ()  # checkpoints that the output consists of
 
 
 def merge(

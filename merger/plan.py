@@ -31,17 +31,14 @@ class Request:
     """Parameters of a merge as the user gives them. UsageError if they contradict each other.
 
     Args:
-        source: a store or a checkpoint; None if the recipe names all sources.
         step: a step, a save's name, a tag or a bound (``<= 120``); None: the newest, which DeepSpeed directories name.
-        target: layout and its options.
-        recipe: which source each parameter comes from, instead of ``step``.
         allow_nonfinite: write implausible values (NaN, infinite, negative second moments) instead of raising.
     """
 
-    source: Path | None
+    source: Path | None  # a store or a checkpoint; None if the recipe names all sources
     step: int | str | None = None
-    target: Target = field(default_factory=Target)
-    recipe: Recipe | None = None
+    target: Target = field(default_factory=Target)  # layout and its options
+    recipe: Recipe | None = None  # which source each parameter comes from, instead of ``step``
     allow_nonfinite: bool = False
 
     def __post_init__(self) -> None:
@@ -69,27 +66,17 @@ class Request:
 
 @dataclass(frozen=True)
 class MergePlan:
-    """A merge ready to be executed.
-
-    Args:
-        files: all files of the output, the certificate included.
-        bytes_to_read: every block once, and the base of each difference with it.
-        bytes_to_write: approximate.
-        sources: checkpoints that the output consists of.
-        reads: bytes to read by source name.
-        notes: facts to know before loading the output.
-        worker_bytes: memory for tensors per thread.
-    """
+    """A merge ready to be executed."""
 
     checkpoint: Checkpoint
     laid: LayoutResult
-    files: tuple[OutFile, ...]
-    bytes_to_read: int
-    bytes_to_write: int
-    sources: tuple[SourceUse, ...] = ()
-    reads: Mapping[str, int] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    worker_bytes: int = 0
+    files: tuple[OutFile, ...]  # all files of the output, the certificate included
+    bytes_to_read: int  # every block once, and the base of each difference with it
+    bytes_to_write: int  # approximate
+    sources: tuple[SourceUse, ...] = ()  # checkpoints that the output consists of
+    reads: Mapping[str, int] = field(default_factory=dict)  # bytes to read by source name
+    notes: tuple[str, ...] = ()  # facts to know before loading the output
+    worker_bytes: int = 0  # memory for tensors per thread
 
     @property
     def parameters(self) -> int:
@@ -121,17 +108,11 @@ class _Literal:
 
 @dataclass(frozen=True)
 class MergeDraft:
-    """Everything known about a merge without executing it.
+    """Everything known about a merge without executing it."""
 
-    Args:
-        sources: those whose checkpoint was found.
-        plan: None if it cannot be made.
-        errors: all problems that prevent the merge.
-    """
-
-    sources: tuple[SourceUse, ...]
-    plan: MergePlan | None
-    errors: tuple[DriftpointError, ...]
+    sources: tuple[SourceUse, ...]  # those whose checkpoint was found
+    plan: MergePlan | None  # None if it cannot be made
+    errors: tuple[DriftpointError, ...]  # all problems that prevent the merge
 
 
 def open_request(request: Request) -> OpenSources:

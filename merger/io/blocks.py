@@ -133,8 +133,6 @@ class Block:
     """``nbytes`` bytes from ``offset`` of a file, correct if ``checksum`` over all of them gives ``digest``.
 
     Args:
-        name: name in errors.
-        flaw: the damaged version if the bytes are wrong; None if damage ends the merge.
         coded: decodes ``nbytes`` bytes from those stored at ``offset``; ``digest`` is of the stored bytes.
     """
 
@@ -144,8 +142,8 @@ class Block:
     nbytes: int
     checksum: Callable[[], RunningHash]
     digest: str
-    name: str
-    flaw: Damage | None = None
+    name: str  # name in errors
+    flaw: Damage | None = None  # the damaged version if the bytes are wrong; None if damage ends the merge
     coded: StoredFragment | None = None
 
     @property

@@ -23,11 +23,8 @@ _PREFIX = ".driftpoint-merge-"
 
 CERTIFICATE = "driftpoint-certificate.json"
 
-PAUSE_SECONDS = 0.01
-"""Seconds between two rounds of syncs, so that files that do not grow cost almost nothing."""
-
-EARLY_SYNC_BYTES = 1 << 24
-"""Smallest file, in bytes, that is synced early: some layouts have many small ones."""
+PAUSE_SECONDS = 0.01  # seconds between two rounds of syncs, so that files that do not grow cost almost nothing
+EARLY_SYNC_BYTES = 1 << 24  # smallest file, in bytes, that is synced early: some layouts have many small ones
 
 
 class OutputDir:
@@ -135,18 +132,12 @@ def _sync(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class SourceUse:
-    """One source of a merge.
+    """One source of a merge."""
 
-    Args:
-        name: name in the recipe.
-        path: absolute path.
-        origin: the checkpoint taken from it, in words.
-    """
-
-    name: str
+    name: str  # name in the recipe
     kind: str
-    path: str
-    origin: str
+    path: str  # absolute path
+    origin: str  # the checkpoint taken from it, in words
     step: int
     save: str
 

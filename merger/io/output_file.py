@@ -14,12 +14,8 @@ from typing import Protocol
 from merger.checkpoint import PlannedTensor
 from store.errors import MergeError, StorageError
 
-OPEN_FILES = 64
-"""Most files that one thread keeps open."""
-
-_PROBE = 1 << 16
-"""Bytes appended to a file to learn why it cannot grow: more than an allocated block has left."""
-
+OPEN_FILES = 64  # most files that one thread keeps open
+_PROBE = 1 << 16  # bytes appended to a file to learn why it cannot grow: more than an allocated block has left
 _ELSEWHERE = "name another output directory"
 _ADVICE = {
     errno.EFBIG: f"raise `ulimit -f`, or {_ELSEWHERE} (not every filesystem takes files of this size)",

@@ -15,11 +15,8 @@ from merger.io.transfer import is_checked
 from merger.tensors import Implausible, implausible_values, torch_dtype
 from store.errors import DamagedError
 
-CHUNK = 1 << 22
-"""Bytes read at a time."""
-
-FRAGMENT_BYTES = 1 << 25
-"""Largest fragment: a rank that needs a part of a tensor reads whole fragments."""
+CHUNK = 1 << 22  # bytes read at a time
+FRAGMENT_BYTES = 1 << 25  # largest fragment: a rank that needs a part of a tensor reads whole fragments
 
 
 @dataclass(frozen=True)
@@ -27,13 +24,12 @@ class FragmentStream:
     """An extent of at most ``FRAGMENT_BYTES`` as bytes read on demand. Implements :class:`store.segment.StreamedData`.
 
     Args:
-        last: nothing of the reading follows it.
         implausible: gets the kinds of implausible values by (fqn, slot); complete when the reading is.
     """
 
     extent: Extent
     reading: "Reading"
-    last: bool
+    last: bool  # nothing of the reading follows it
     implausible: dict[tuple[str, str], set[Implausible]] = field(default_factory=dict)
 
     @property

@@ -24,24 +24,14 @@ from store.errors import DamagedError, MergeError, StorageError, UnreachableErro
 from store.fragments import FragmentIndex
 from store.names import BUFFER
 
-_EXPORT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-"""Dtypes that ``--dtype`` accepts."""
-
-CHUNK = 1 << 22
-"""Bytes read at a time: enough for the device, few enough for a processor's cache."""
-
-_TAIL = 16
-"""Bytes of the previous chunk kept for an element that ends in this one: the size of the largest dtype."""
+_EXPORT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # dtypes that `--dtype` accepts
+CHUNK = 1 << 22  # bytes read at a time: enough for the device, few enough for a processor's cache
+_TAIL = 16  # bytes of the previous chunk kept for an element that ends in this one: the size of the largest dtype
 
 
 @dataclass(frozen=True)
 class Move:
-    """``nbytes`` bytes from ``start`` of a block, elements of ``source``, go to ``offset`` of a file as ``target``.
-
-    Args:
-        finite: the elements' name if finite values must stay finite, else None.
-        checked: (fqn, slot) of elements to be checked for implausible values, else None.
-    """
+    """``nbytes`` bytes from ``start`` of a block, elements of ``source``, go to ``offset`` of a file as ``target``."""
 
     start: int
     nbytes: int
@@ -49,8 +39,8 @@ class Move:
     file: int
     offset: int
     target: torch.dtype
-    finite: str | None = None
-    checked: tuple[str, str] | None = None
+    finite: str | None = None  # the elements' name if finite values must stay finite, else None
+    checked: tuple[str, str] | None = None  # (fqn, slot) of elements to be checked for implausible values, else None
 
 
 @dataclass(frozen=True)
@@ -119,13 +109,11 @@ class TransferResult:
     """Result of a transfer.
 
     Args:
-        pieces: written, by file.
-        flaws: damaged versions with their errors.
         implausible: kinds of implausible values by (fqn, slot), of intact blocks.
     """
 
-    pieces: dict[int, list[Piece]]
-    flaws: dict[Damage, str]
+    pieces: dict[int, list[Piece]]  # written, by file
+    flaws: dict[Damage, str]  # damaged versions with their errors
     implausible: dict[tuple[str, str], set[Implausible]] = field(default_factory=dict)
 
 

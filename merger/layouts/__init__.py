@@ -16,11 +16,8 @@ _LAYOUTS_OF: Mapping[str, tuple[str, ...]] = {
 }
 """Layouts that use a setting of a target."""
 
-_NATIVE = {"deepspeed": "deepspeed", "torch": "torch", "fsdp2": "dcp"}
-"""Layout that each framework loads natively."""
-
-_OPTIONS = {"shard_bytes": "--shard-size"}
-"""Command-line option of a setting, if it is not the setting's name."""
+_NATIVE = {"deepspeed": "deepspeed", "torch": "torch", "fsdp2": "dcp"}  # layout that each framework loads natively
+_OPTIONS = {"shard_bytes": "--shard-size"}  # command-line option of a setting, if it is not the setting's name
 
 
 def layout_for(checkpoint: Checkpoint, target: Target) -> Layout:

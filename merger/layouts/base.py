@@ -12,11 +12,8 @@ from store.errors import MergeError, UsageError
 
 LAYOUTS = ("native", "deepspeed", "universal", "hf", "dcp", "trainer", "torch")
 
-SHARD_BYTES = 5 * 10**9
-"""Default size of files in bytes, as in transformers."""
-
-MOST_RANKS = 1 << 14
-"""Largest world size that is written for: each rank has a file of its own, planned in memory."""
+SHARD_BYTES = 5 * 10**9  # default size of files in bytes, as in transformers
+MOST_RANKS = 1 << 14  # largest world size that is written for: each rank has a file of its own, planned in memory
 
 _COMPILED, _PARALLEL = "_orig_mod", "module."
 
@@ -30,19 +27,14 @@ class Target:
     Args:
         layout: ``native`` is the one of the source: a Trainer's folder of a Trainer's, else the training framework's
             own, at its own stage and world size.
-        zero_stage: of the DeepSpeed engine that will load it; None: the source's.
-        world_size: of the DeepSpeed engine that will load it; None: the source's.
-        dtype: safetensors name for ``hf`` weights; None: the working dtype.
-        shard_bytes: largest file of ``hf`` and ``dcp``; None: :data:`SHARD_BYTES`.
-        files: directory with configuration, tokenizer and trainer state; None: the source's.
     """
 
     layout: str = "native"
-    zero_stage: int | None = None
-    world_size: int | None = None
-    dtype: str | None = None
-    shard_bytes: int | None = None
-    files: Path | None = None
+    zero_stage: int | None = None  # of the DeepSpeed engine that will load it; None: the source's
+    world_size: int | None = None  # of the DeepSpeed engine that will load it; None: the source's
+    dtype: str | None = None  # safetensors name for ``hf`` weights; None: the working dtype
+    shard_bytes: int | None = None  # largest file of ``hf`` and ``dcp``; None: `SHARD_BYTES`
+    files: Path | None = None  # directory with configuration, tokenizer and trainer state; None: the source's
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
@@ -66,18 +58,14 @@ class LayoutResult:
     """All files of an output, planned.
 
     Args:
-        tag: name of the checkpoint inside the directory.
-        files: relative to the output directory.
         load: lines of Python that load it, with ``{out}`` for the directory and ``{out:FILE}`` for a file in it.
-        notes: facts to know before loading it, each with a remedy.
-        certificate: of the output; None if it is the checkpoint's own.
     """
 
-    tag: str
-    files: tuple[OutFile, ...]
+    tag: str  # name of the checkpoint inside the directory
+    files: tuple[OutFile, ...]  # relative to the output directory
     load: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-    certificate: Certificate | None = None
+    notes: tuple[str, ...] = ()  # facts to know before loading it, each with a remedy
+    certificate: Certificate | None = None  # of the output; None if it is the checkpoint's own
 
 
 Layout = Callable[[Checkpoint, Target], LayoutResult]

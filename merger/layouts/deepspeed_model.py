@@ -19,8 +19,7 @@ from merger.tensors import torch_dtype
 from store.errors import MergeError
 from store.names import FROZEN, WEIGHTS, Fragment
 
-CLIENT_KEY = "driftpoint"
-"""Key of the client state for state that DeepSpeed does not save."""
+CLIENT_KEY = "driftpoint"  # key of the client state for state that DeepSpeed does not save
 
 
 def model_states(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> dict[str, Any]:
@@ -119,19 +118,12 @@ def zero3_states(facts: EngineFacts, checkpoint: Checkpoint, kept: "Sequence[Fla
 
 @dataclass(frozen=True)
 class FlatState:
-    """State of the base optimizer for one flat partition, the same on all ranks.
+    """State of the base optimizer for one flat partition, the same on all ranks."""
 
-    Args:
-        masters: dtype of the master weights.
-        scalars: of all parameters in it.
-        slots: dtypes by slot.
-        known: parameters with optimizer state; the others get zeros.
-    """
-
-    masters: torch.dtype
-    scalars: dict[str, Any]
-    slots: dict[str, torch.dtype]
-    known: frozenset[str]
+    masters: torch.dtype  # dtype of the master weights
+    scalars: dict[str, Any]  # of all parameters in it
+    slots: dict[str, torch.dtype]  # dtypes by slot
+    known: frozenset[str]  # parameters with optimizer state; the others get zeros
 
 
 def flat_state(checkpoint: Checkpoint, fqns: Sequence[str]) -> FlatState:

@@ -21,23 +21,18 @@ from merger.tensors import torch_dtype
 from store.errors import UnsupportedError
 from store.text import counted, listed
 
-ALIGNMENT = 2
-"""``nccl_start_alignment_factor``: a flat group is a multiple of this many elements per rank."""
-
+ALIGNMENT = 2  # `nccl_start_alignment_factor`: a flat group is a multiple of this many elements per rank
 PARAMETER_ALIGNMENT = 16
 """Alignment in bytes of all parameters but a group's first with ``zero_optimization.parameter_alignment``."""
 
-SUB_GROUP_SIZE = 10**9
-"""Default of ``zero_optimization.sub_group_size``, in elements."""
-
+SUB_GROUP_SIZE = 10**9  # default of `zero_optimization.sub_group_size`, in elements
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 BF16_OPTIMIZER, ZERO_12, ZERO_3 = "BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"
 
 STEP = "step"
 
-_NAMED = 6
-"""Most layers that a note names."""
+_NAMED = 6  # most layers that a note names
 
 
 def retarget(facts: EngineFacts, checkpoint: Checkpoint, zero_stage: int, world_size: int) -> EngineFacts:

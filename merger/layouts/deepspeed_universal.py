@@ -54,9 +54,7 @@ _LOAD_HYPER = (
 )
 """Reads the hyperparameters, and allows only the three classes in this file."""
 
-_RANKS = 4096
-"""Largest world size checked for param groups without elements on some rank."""
-
+_RANKS = 4096  # largest world size checked for param groups without elements on some rank
 _CLASSES = (ZeroStageEnum, LossScaler, DynamicLossScaler)
 
 _FOLDER = "zero"

@@ -24,9 +24,7 @@ from store.certificate import Certificate, CertifiedUnit, is_exact, is_lossy
 from store.errors import MergeError, UnsupportedError, UsageError
 from store.text import listed
 
-_NAMED = 6
-"""Most layers that a note names."""
-
+_NAMED = 6  # most layers that a note names
 CONFIG = "config.json"
 
 _LARGEST = 1 << 28
@@ -188,17 +186,14 @@ class WrittenDtype:
     """Weights held in one dtype and written in another that cannot hold all its values.
 
     Args:
-        held: torch's name of the dtype in the training state.
-        written: torch's name of the dtype in the output.
         working: whether ``written`` is the trained dtype, so that the values are those that the run computes with, bit
             for bit; otherwise they are rounded.
-        layers: layers of these weights.
     """
 
-    held: str
-    written: str
+    held: str  # torch's name of the dtype in the training state
+    written: str  # torch's name of the dtype in the output
     working: bool
-    layers: tuple[str, ...]
+    layers: tuple[str, ...]  # layers of these weights
 
 
 @dataclass(frozen=True)

@@ -28,16 +28,11 @@ class Part:
 
 @dataclass
 class _Row:
-    """A row of the certificate being built: ``numel`` elements of a layer of the run state's model.
+    """A row of the certificate being built: ``numel`` elements of a layer of the run state's model."""
 
-    Args:
-        unit: the source's unit; the run state's unit if it has the very same version.
-        own: whether taking it from the run state's source would make no difference.
-    """
-
-    unit: CertifiedUnit
+    unit: CertifiedUnit  # the source's unit; the run state's unit if it has the very same version
     layer: str
-    own: bool
+    own: bool  # whether taking it from the run state's source would make no difference
     numel: int = 0
     nbytes: int = 0
 

@@ -31,17 +31,11 @@ _COMPARED: Mapping[str, Callable[[TensorRecord], Any]] = {
 
 @dataclass(frozen=True)
 class Assembly:
-    """Result of a recipe.
+    """Result of a recipe."""
 
-    Args:
-        checkpoint: None if there are errors.
-        source_of: source of each fqn.
-        uses: all sources whose checkpoint was found.
-    """
-
-    checkpoint: Checkpoint | None
-    source_of: Mapping[str, str]
-    uses: tuple[SourceUse, ...]
+    checkpoint: Checkpoint | None  # None if there are errors
+    source_of: Mapping[str, str]  # source of each fqn
+    uses: tuple[SourceUse, ...]  # all sources whose checkpoint was found
     notes: tuple[str, ...]
     errors: tuple[DriftpointError, ...]
 
@@ -190,19 +184,12 @@ def _named_twice(recipe: Recipe, model: Model, claims: Mapping[str, list[Rule]])
 
 @dataclass(frozen=True)
 class CompositeSpec:
-    """Parts of a composite.
+    """Parts of a composite."""
 
-    Args:
-        source_of: source of every tensor, by fqn.
-        run_state: source of the run state.
-        files: directory, or None.
-        weights_only: optimizer state is neither needed nor taken.
-    """
-
-    source_of: Mapping[str, str]
-    run_state: str
-    files: Path | None
-    weights_only: bool = False
+    source_of: Mapping[str, str]  # source of every tensor, by fqn
+    run_state: str  # source of the run state
+    files: Path | None  # directory, or None
+    weights_only: bool = False  # optimizer state is neither needed nor taken
 
 
 def _compose(parts: Mapping[str, Part], wanted: CompositeSpec) -> Checkpoint:

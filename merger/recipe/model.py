@@ -31,15 +31,10 @@ _RANGE = re.compile(r"(?P<head>.*?)(?P<first>\d+)-(?P<last>\d+)\Z")
 
 @dataclass(frozen=True)
 class SourceRef:
-    """A checkpoint to take from.
+    """A checkpoint to take from."""
 
-    Args:
-        path: of a store or a checkpoint; None: the SOURCE of the command line.
-        step: a step, a save's name, a tag, or a bound such as ``<= 120``; None: the newest.
-    """
-
-    path: Path | None
-    step: int | str | None = None
+    path: Path | None  # of a store or a checkpoint; None: the SOURCE of the command line
+    step: int | str | None = None  # a step, a save's name, a tag, or a bound such as ``<= 120``; None: the newest
 
 
 @dataclass(frozen=True)
@@ -57,24 +52,17 @@ class Recipe:
     """Which source each part of a checkpoint comes from.
 
     Args:
-        sources: by name.
-        rules: parts of the model and their sources.
-        rest: source of everything that no rule names.
         run_state: source of counters, schedule, random generators and layout facts; None: the one at the newest step.
-        files: a source's name, or a directory; None: the run state's.
-        dtype: safetensors name of the dtype of exported weights.
-        where: name of the recipe in errors.
-        notes: for the user.
     """
 
-    sources: Mapping[str, SourceRef]
-    rules: tuple[Rule, ...] = ()
-    rest: str | None = None
+    sources: Mapping[str, SourceRef]  # by name
+    rules: tuple[Rule, ...] = ()  # parts of the model and their sources
+    rest: str | None = None  # source of everything that no rule names
     run_state: str | None = None
-    files: str | Path | None = None
-    dtype: str | None = None
-    where: str = "the recipe"
-    notes: tuple[str, ...] = field(default=())
+    files: str | Path | None = None  # a source's name, or a directory; None: the run state's
+    dtype: str | None = None  # safetensors name of the dtype of exported weights
+    where: str = "the recipe"  # name of the recipe in errors
+    notes: tuple[str, ...] = field(default=())  # for the user
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,7 @@ from store.config_file import YamlFile, read_yaml
 from store.errors import ConfigError
 from store.text import listed
 
-_MERGEKIT = ("slices", "models", "modules", "merge_method")
-"""Keys of MergeKit's form only."""
-
+_MERGEKIT = ("slices", "models", "modules", "merge_method")  # keys of MergeKit's form only
 _NEWEST = "newest"
 
 

@@ -22,8 +22,7 @@ from store.errors import ConfigError, UsageError
 from store.location import place_of
 from store.text import listed, suggestion
 
-EVERY = "(all)"
-"""Key of ``auxiliary`` for all auxiliary layers."""
+EVERY = "(all)"  # key of `auxiliary` for all auxiliary layers
 
 Text = Annotated[StrictStr, StringConstraints(min_length=1)]
 

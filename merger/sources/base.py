@@ -18,11 +18,8 @@ from store.errors import DamagedError, MergeError, MissingError, UnsupportedErro
 from store.storage.local import LocalFiles
 from store.text import counted
 
-_NAME_LIMIT = 1 << 10
-"""Largest file that holds a name, in bytes."""
-
-SMALL = 1 << 28
-"""Largest record, in bytes, whose tensor is read as a plain value: memory stays bounded."""
+_NAME_LIMIT = 1 << 10  # largest file that holds a name, in bytes
+SMALL = 1 << 28  # largest record, in bytes, whose tensor is read as a plain value: memory stays bounded
 
 
 class Source(Protocol):
@@ -75,21 +72,15 @@ def checked_name(text: str, where: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class FileTensor:
-    """Elements from byte ``offset`` of a block, row-major if ``contiguous``.
-
-    Args:
-        dtype: safetensors name.
-        where: place in messages.
-        lazy: what torch does to the bytes on reading (``conj``, ``neg``), or "".
-    """
+    """Elements from byte ``offset`` of a block, row-major if ``contiguous``."""
 
     block: Block
     offset: int
-    dtype: str
+    dtype: str  # safetensors name
     shape: tuple[int, ...]
     contiguous: bool
-    where: str
-    lazy: str = ""
+    where: str  # place in messages
+    lazy: str = ""  # what torch does to the bytes on reading (``conj``, ``neg``), or ""
 
     @property
     def numel(self) -> int:

@@ -36,33 +36,21 @@ _UNSUPPORTED = {
     r"offloaded_tensors": "optimizer state on NVMe",
 }
 
-SAMPLE = 512
-"""Elements compared at the start, the middle and the end of each rank's part of a parameter."""
-
-CHUNK = 1 << 24
-"""Bytes read at a time to check a whole record."""
-
+SAMPLE = 512  # elements compared at the start, the middle and the end of each rank's part of a parameter
+CHUNK = 1 << 24  # bytes read at a time to check a whole record
 _STEP_TAG = re.compile(r"global_step(\d{1,18})(_universal)?")
 
 
 @dataclass(frozen=True)
 class RankFiles:
-    """Contents of the files of a checkpoint.
-
-    Args:
-        models: of each rank at ZeRO-3, else one.
-        optims: optimizer state of each rank; of rank 0 only in a universal checkpoint.
-        stage: ZeRO stage.
-        world_size: number of ranks that saved.
-        bf16: whether the working weights are bf16.
-    """
+    """Contents of the files of a checkpoint."""
 
     folder: Path
-    models: tuple[Nest, ...]
-    optims: tuple[Nest, ...]
-    stage: int
-    world_size: int
-    bf16: bool
+    models: tuple[Nest, ...]  # of each rank at ZeRO-3, else one
+    optims: tuple[Nest, ...]  # optimizer state of each rank; of rank 0 only in a universal checkpoint
+    stage: int  # ZeRO stage
+    world_size: int  # number of ranks that saved
+    bf16: bool  # whether the working weights are bf16
 
     @property
     def model(self) -> Nest:

@@ -31,8 +31,7 @@ OWN_KEYS = frozenset({
 })  # fmt: skip
 """Top-level keys outside the client state, which includes ``data_sampler`` and ``random_ltd`` if they are used."""
 
-_EXTRA = "_extra_state"
-"""Last part of the name of a module's ``get_extra_state`` value."""
+_EXTRA = "_extra_state"  # last part of the name of a module's `get_extra_state` value
 
 
 def missing_parameters(shapes: Mapping[str, Sequence[int]], dangling: Mapping[str, str]) -> tuple[str, ...]:

@@ -50,13 +50,10 @@ from store.text import listed
 CONVERTED = ("exp_avg", "exp_avg_sq")
 """Slots that DeepSpeed's converter writes for every parameter; it fails for other optimizers."""
 
-_UNFINISHED = "tmp"
-"""Working directory of the converter beside ``zero``, removed when all of ``zero`` is written."""
-
+_UNFINISHED = "tmp"  # working directory of the converter beside `zero`, removed when all of `zero` is written
 _STEP = "step"
 
-_FP32 = ("fp32", "float32", "float", "torch.float32")
-"""Names of float32 in DeepSpeed's configuration."""
+_FP32 = ("fp32", "float32", "float", "torch.float32")  # names of float32 in DeepSpeed's configuration
 
 
 class UniversalSource:

@@ -31,8 +31,7 @@ from store.text import counted
 
 T = TypeVar("T")
 
-_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-"""Slots that stay zero where gradients are zero."""
+_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # slots that stay zero where gradients are zero
 
 
 @dataclass(frozen=True)
@@ -50,18 +49,15 @@ class OptimizerContents:
 
     Args:
         groups: fqns and hyperparameters of each param group, in the optimizer's order.
-        facts: layout facts of the stage.
-        problems: why it may not be the engine's state.
-        vouched: (fqn, slot) for which another file vouches.
     """
 
     extents: list[Extent] = field(default_factory=list)
     groups: list[dict[str, Any]] = field(default_factory=list)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     slots: dict[str, list[str]] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    vouched: set[tuple[str, str]] = field(default_factory=set)
+    facts: dict[str, Any] = field(default_factory=dict)  # layout facts of the stage
+    problems: list[str] = field(default_factory=list)  # why it may not be the engine's state
+    vouched: set[tuple[str, str]] = field(default_factory=set)  # (fqn, slot) for which another file vouches
 
     def add_state(self, fqns: Sequence[str], state: "FlatState") -> None:
         """Note the scalars and slots of parameters in a flat partition."""

@@ -57,7 +57,7 @@ class StoreSource:
         certificate = certify(resolution)
         units = tuple(replace(unit, source=str(self.root)) for unit in certificate.units)
         index = FragmentIndex(self._extent(source) for source in resolution.sources())
-        unvouched = _imported_as_found(resolution, index)
+        unvouched = frozenset(index.names()) if imported_as_found(resolution.manifest) else frozenset()
         certificate = replace(
             certificate,
             exact=certificate.exact and not unvouched,
@@ -99,11 +99,6 @@ class StoreSource:
             None if plain else StoredFragment(self.catalog.files, source, self.root),
         )
         return Extent(entry.fqn, entry.slot, entry.start, entry.stop, entry.dtype, block, 0)
-
-
-def _imported_as_found(resolution: Resolution, index: FragmentIndex[Extent]) -> frozenset[tuple[str, str]]:
-    """Return all (fqn, slot) of a commit that was imported from foreign files; none of any other commit."""
-    return frozenset(index.names()) if imported_as_found(resolution.manifest) else frozenset()
 
 
 def _imported_implausible(resolution: Resolution) -> list[str]:

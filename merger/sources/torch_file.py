@@ -26,9 +26,7 @@ from merger.writers.torch_zip import Record, read_records
 from store.errors import DamagedError, StorageError, UnsupportedError
 from store.storage.local import LocalFiles
 
-STRUCTURE_LIMIT = 1 << 28
-"""Largest record that is not a tensor's, in bytes."""
-
+STRUCTURE_LIMIT = 1 << 28  # largest record that is not a tensor's, in bytes
 _PLAIN = re.compile(
     r"collections OrderedDict|torch Size|torch Tensor|torch device|_codecs encode|torch\.nn\.parameter Parameter|"
     r"(__builtin__|builtins) (set|bytearray|complex)|torch \w+Storage|torch\.storage UntypedStorage|"

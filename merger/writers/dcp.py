@@ -23,8 +23,7 @@ from merger.checkpoint import PlannedTensor
 from merger.io.output_file import Hole, VerbatimFile, read_back_error, write_error
 from merger.writers.torch_zip import Record, patch_checksum, read_records_from
 
-_BLOB_BYTES = 1300
-"""Approximate overhead of ``torch.save`` per value."""
+_BLOB_BYTES = 1300  # approximate overhead of `torch.save` per value
 
 
 class Window(io.RawIOBase):
@@ -72,15 +71,10 @@ class Window(io.RawIOBase):
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """One blob.
+    """One blob."""
 
-    Args:
-        index: its name and, for a tensor, its offset in the whole tensor.
-        value: a planned tensor, a small tensor, or a plain value.
-    """
-
-    index: MetadataIndex
-    value: Any
+    index: MetadataIndex  # its name and, for a tensor, its offset in the whole tensor
+    value: Any  # a planned tensor, a small tensor, or a plain value
 
     @property
     def nbytes(self) -> int:
@@ -103,10 +97,8 @@ class DcpFile:
     """One ``.distcp`` file."""
 
     items: Sequence[Item]
-    blobs: list[_Blob] = field(default_factory=list, init=False)
-    """Place of each item, once the file is made."""
-    _rest: tuple[int, int] = field(default=(0, 0), init=False)
-    """Size and CRC-32 of everything but the planned tensors."""
+    blobs: list[_Blob] = field(default_factory=list, init=False)  # place of each item, once the file is made
+    _rest: tuple[int, int] = field(default=(0, 0), init=False)  # size and CRC-32 of everything but the planned tensors
 
     def tensors(self) -> Iterable[PlannedTensor]:
         return (item.value for item in self.items if isinstance(item.value, PlannedTensor))
@@ -162,17 +154,11 @@ class DcpFile:
 
 @dataclass
 class DcpMetadata(VerbatimFile):
-    """The ``.metadata`` file. ``data`` is known once the other files are made.
+    """The ``.metadata`` file. ``data`` is known once the other files are made."""
 
-    Args:
-        metadata: everything but the places of the blobs.
-        files: the ``.distcp`` files by name, made before it.
-        aliases: further indices of a blob, as tied tensors have.
-    """
-
-    metadata: Metadata
-    files: Mapping[str, DcpFile]
-    aliases: Mapping[MetadataIndex, MetadataIndex]
+    metadata: Metadata  # everything but the places of the blobs
+    files: Mapping[str, DcpFile]  # the ``.distcp`` files by name, made before it
+    aliases: Mapping[MetadataIndex, MetadataIndex]  # further indices of a blob, as tied tensors have
     data: bytes = field(default=b"", init=False)
 
     @property

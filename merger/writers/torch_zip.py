@@ -36,11 +36,10 @@ class PtFile:
 
     Args:
         value: dicts, lists, tuples, plain values, tensors and :class:`PlannedTensor`.
-        classes: other classes in it, which a reader with ``weights_only=True`` must allow.
     """
 
     value: Any
-    classes: Sequence[Any] = ()
+    classes: Sequence[Any] = ()  # other classes in it, which a reader with ``weights_only=True`` must allow
     _literals: dict[int, int] = field(default_factory=dict, init=False)
     """CRC-32 of the tensors written with the file, by offset."""
     _data: tuple[tuple[int, int], ...] = field(default=(), init=False)
