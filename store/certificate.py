@@ -24,10 +24,8 @@ class LayerAge:
     """One layer's weights in a composite."""
 
     numel: int
-    staleness: int
-    """Steps behind the newest; negative if ahead of it (in a merge of several sources)."""
-    moved: float | None
-    """Relative distance that training moved the layer since that version; None if unknown."""
+    staleness: int  # steps behind the newest; negative if ahead of it (in a merge of several sources)
+    moved: float | None  # relative distance that training moved the layer since that version; None if unknown
 
 
 Rule = Callable[[Sequence[LayerAge]], float]
@@ -110,11 +108,8 @@ def _mean(weights: Sequence[LayerAge], shares: Sequence[float]) -> float:
     return min(max(mean, min(ages)), max(ages))
 
 
-MEMORY = "memory"
-"""Source of units that a resume read from shared memory."""
-
-PEER = "peer"
-"""Source of units read, at least in part, from replicas of the memory of lost nodes."""
+MEMORY = "memory"  # source of units that a resume read from shared memory
+PEER = "peer"  # source of units read, at least in part, from replicas of the memory of lost nodes
 
 
 @dataclass(frozen=True)
@@ -122,13 +117,8 @@ class CertifiedUnit:
     """One (layer, slot).
 
     Args:
-        drift: None if unknown (after a fallback, or never finite).
-        nbytes: As stored.
-        source: Where the unit is read from, for people; empty for the store at hand.
         error: Relative distance of the values to their decoded form, measured when they were stored; 0 for lossless
             encodings, None if values were rounded later and the distance was not measured.
-        bases: Saves that the unit is stored as the difference to.
-        numel: Elements; 0 if unknown.
     """
 
     layer: str
@@ -137,14 +127,14 @@ class CertifiedUnit:
     save: str
     staleness: int
     encoding: str
-    drift: float | None
+    drift: float | None  # None if unknown (after a fallback, or never finite)
     moving: bool
     fallback: bool
-    nbytes: int
-    source: str = ""
+    nbytes: int  # as stored
+    source: str = ""  # where the unit is read from, for people; empty for the store at hand
     error: float | None = 0.0
-    bases: tuple[str, ...] = ()
-    numel: int = 0
+    bases: tuple[str, ...] = ()  # saves that the unit is stored as the difference to
+    numel: int = 0  # elements; 0 if unknown
 
 
 @dataclass(frozen=True)
@@ -152,20 +142,18 @@ class Certificate:
     """The versions that a rebuilt checkpoint consists of.
 
     Args:
-        exact: Whether all of it is the training state of one step, bit for bit, and hashes vouch for that.
         as_found: Whether it would be exact if it were known that all files are of one save, as in checkpoints of other
             programs, which hold no hashes. Never true together with ``exact``.
-        unvouched: Number of stored tensors for whose origin nothing vouches: weights, and each of their moments.
     """
 
     store_id: str
     save: str
     step: int
-    exact: bool
+    exact: bool  # whether all of it is the training state of one step, bit for bit, and hashes vouch for that
     units: tuple[CertifiedUnit, ...]
     problems: tuple[str, ...]
     as_found: bool = False
-    unvouched: int = 0
+    unvouched: int = 0  # number of stored tensors for whose origin nothing vouches: weights, and each of their moments
 
     @property
     def whole(self) -> bool:
@@ -250,9 +238,7 @@ def certify(resolution: Resolution) -> Certificate:
     )
 
 
-IMPORT = "import"
-"""Policy name in the manifest of an imported commit."""
-
+IMPORT = "import"  # policy name in the manifest of an imported commit
 AS_FOUND = "as found: imported, and no hash proves that all files were of one save"
 
 IMPORTED_AS_FOUND = "imported as found"

@@ -15,8 +15,7 @@ from yaml.constructor import SafeConstructor
 
 from store.errors import ConfigError
 
-_MAX_VALUES = 100_000
-"""Values of one file, counted again for every alias that repeats them."""
+_MAX_VALUES = 100_000  # values of one file, counted again for every alias that repeats them
 
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 _OCTAL_OR_SEXAGESIMAL = re.compile(r"[-+]?0[0-9_]+|.*:.*")
@@ -27,17 +26,11 @@ Loc = Sequence[str | int]
 
 @dataclass(frozen=True)
 class YamlFile:
-    """A YAML mapping and where its values stand.
+    """A YAML mapping and where its values stand."""
 
-    Args:
-        name: of the file, as messages show it.
-        values: the mapping.
-        lines: line number by path to the value, counted from 1.
-    """
-
-    name: str
-    values: Mapping[str, Any]
-    lines: Mapping[tuple[str | int, ...], int]
+    name: str  # of the file, as messages show it
+    values: Mapping[str, Any]  # the mapping
+    lines: Mapping[tuple[str | int, ...], int]  # line number by path to the value, counted from 1
 
     def at(self, loc: Loc) -> str:
         """Return ``FILE:LINE`` of a value, or of the nearest value around it."""

@@ -22,12 +22,9 @@ from store.memory.layout import home, require_own
 from store.schema import Digest, Natural, SaveName
 
 VERSION = 1
-LINE_LIMIT = 1 << 16
-"""Largest line to the daemon, in bytes."""
-ANSWER_LIMIT = 1 << 24
-"""Largest line from the daemon, in bytes."""
-_SOCKET_PATH_LIMIT = 107
-"""Longest path of a socket on Linux, in bytes."""
+LINE_LIMIT = 1 << 16  # largest line to the daemon, in bytes
+ANSWER_LIMIT = 1 << 24  # largest line from the daemon, in bytes
+_SOCKET_PATH_LIMIT = 107  # longest path of a socket on Linux, in bytes
 
 AbsolutePath = Annotated[str, StringConstraints(pattern=r"^/", max_length=4096)]
 

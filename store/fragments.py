@@ -243,8 +243,7 @@ class StoredBytes:
             )
 
 
-WINDOW = 256 << 20
-"""Bytes announced ahead: far more than any disk has in flight, and little of a node's memory."""
+WINDOW = 256 << 20  # bytes announced ahead: far more than any disk has in flight, and little of a node's memory
 
 
 @runtime_checkable

@@ -26,9 +26,7 @@ MANIFESTS = "manifests"
 PROVEN = "proven"
 SUSPECT = "suspect"
 TOP_LEVEL = frozenset({STORE, LOCK, LATEST, PROBE, EPOCHS, SEGMENTS, MANIFESTS, PROVEN, SUSPECT})
-FOREIGN = frozenset({"lost+found"})
-"""Names that a filesystem creates in its own root, which may be the root of a store."""
-
+FOREIGN = frozenset({"lost+found"})  # names that a filesystem creates in its own root, which may be the root of a store
 _EPOCH_FILE = re.compile(r"(\d{6,9})\.json\Z")
 _RANK_FILE = re.compile(r"rank-(\d{5,8})\.(json|safetensors)\Z")
 

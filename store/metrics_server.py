@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 _ACCEPT_RETRY = 0.5
-_CLIENT_TIMEOUT = 10.0
-"""Seconds that a client may be silent before its connection is closed."""
+_CLIENT_TIMEOUT = 10.0  # seconds that a client may be silent before its connection is closed
 _CLOSE_TIMEOUT = 5.0
 _log = logging.getLogger("driftpoint")
 

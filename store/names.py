@@ -15,12 +15,8 @@ FROZEN = "frozen"
 LEFT_OUT = "frozen_left_out"
 """Key in run states and facts: frozen parameters that the training script loads and the store does not hold."""
 
-BUFFER = "buffer"
-"""Slot of a module's persistent buffers."""
-
-RAW = "raw"
-"""Encoding: the bytes as they are."""
-
+BUFFER = "buffer"  # slot of a module's persistent buffers
+RAW = "raw"  # encoding: the bytes as they are
 _SAVE_NAME = re.compile(r"(\d{8,12})-(\d{6,9})\Z")
 
 

@@ -75,21 +75,13 @@ class RejectedVersion:
 
 @dataclass(frozen=True)
 class Version:
-    """A unit's version and the stored fragments that hold it.
+    """A unit's version and the stored fragments that hold it."""
 
-    Args:
-        record: From the resolved manifest, or after a fallback from an older manifest.
-        group: Segment group that holds the version.
-        sources: Its stored fragments.
-        fallback: Whether it is older than the resolved manifest's version, because that one is damaged.
-        bases: Groups of ``record.bases``.
-    """
-
-    record: UnitRecord
-    group: GroupRecord
-    sources: tuple[Source, ...]
-    fallback: bool
-    bases: Mapping[str, GroupRecord] = field(default_factory=dict)
+    record: UnitRecord  # from the resolved manifest, or after a fallback from an older manifest
+    group: GroupRecord  # segment group that holds the version
+    sources: tuple[Source, ...]  # its stored fragments
+    fallback: bool  # whether it is older than the resolved manifest's version, because that one is damaged
+    bases: Mapping[str, GroupRecord] = field(default_factory=dict)  # groups of ``record.bases``
 
     @property
     def save(self) -> SaveId:

@@ -28,8 +28,7 @@ from store.session import newest_epoch, require_newest
 from store.storage.atomic import final_name, is_temporary, remove_all
 from store.storage.local import Files, list_or_empty
 
-_KEPT_EPOCHS = 64
-"""Newest epoch records that stay, needed or not: interruptions are counted from them."""
+_KEPT_EPOCHS = 64  # newest epoch records that stay, needed or not: interruptions are counted from them
 
 
 @dataclass(frozen=True)
@@ -37,16 +36,13 @@ class Retention:
     """Rules for the commits to retain.
 
     Args:
-        keep_last: Newest commits to retain, at least 1.
-        keep_every: Also retain one commit in each range of so many steps.
-        log_spaced: Also retain the oldest commit in each age range [2^i, 2^(i+1)) steps behind the newest.
         max_share: Share of the disk space, without what others use of it, that the store may take, with the next full
             save. None: all of it.
     """
 
-    keep_last: int = 3
-    keep_every: int | None = None
-    log_spaced: bool = True
+    keep_last: int = 3  # newest commits to retain, at least 1
+    keep_every: int | None = None  # also retain one commit in each range of so many steps
+    log_spaced: bool = True  # also retain the oldest commit in each age range [2^i, 2^(i+1)) steps behind the newest
     max_share: float | None = None
 
     def __post_init__(self) -> None:
@@ -58,11 +54,8 @@ class Retention:
 
 """What stays in any case: the newest commit, the newest that is not suspect, and the newest proven one."""
 
-_RECORDS = 1 << 16
-"""Bytes for the records of a save, besides 2 % of its payload."""
-
-EVERYTHING = 1 << 62
-"""More bytes than any store has."""
+_RECORDS = 1 << 16  # bytes for the records of a save, besides 2 % of its payload
+EVERYTHING = 1 << 62  # more bytes than any store has
 
 
 def select_retained(
@@ -108,11 +101,9 @@ class PrunePlan:
     temporaries: tuple[str, ...]
     unrecognised: tuple[str, ...]
     freed_bytes: int
-    epoch: int
-    """Epoch of the store's owner; a newer one stops the prune."""
+    epoch: int  # epoch of the store's owner; a newer one stops the prune
     blocked: str | None = None
-    given_up: tuple[SaveId, ...] = ()
-    """Those of ``manifests`` that the rule retains, and that make room."""
+    given_up: tuple[SaveId, ...] = ()  # those of ``manifests`` that the rule retains, and that make room
     read: Mapping[SaveId, CommitSummary] = field(default_factory=dict, compare=False, repr=False)
     """Commits that the plan was made for."""
 

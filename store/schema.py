@@ -63,8 +63,7 @@ def unseal(data: bytes, what: str) -> Any:
 
 
 FORMAT = 1
-READER = 2
-"""Newest reader version: 2 also knows ``differs`` of manifests, which version 1 would ignore and call exact."""
+READER = 2  # newest reader version: 2 also knows `differs` of manifests, which version 1 would ignore and call exact
 
 Natural = Annotated[int, Field(ge=0, lt=1 << 62)]
 Ratio = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -101,10 +100,8 @@ class IncarnationRecord(Record):
     world_size: Annotated[int, Field(ge=1)]
     began: str
     """Wall-clock time in ISO 8601, compared only with commits of the same incarnation that have no ``uptime``."""
-    interruptions: Natural
-    """Of the incarnations before this one."""
-    rank_seconds: Ratio
-    """World size x seconds, summed over the incarnations before this one."""
+    interruptions: Natural  # of the incarnations before this one
+    rank_seconds: Ratio  # world size x seconds, summed over the incarnations before this one
 
 
 class ClosedRecord(Record):
@@ -123,8 +120,7 @@ class EpochRecord(Record):
     token: Digest
     host: str
     pid: Natural
-    started: str
-    """Wall-clock time in ISO 8601, for people; nothing is ordered by it."""
+    started: str  # wall-clock time in ISO 8601, for people; nothing is ordered by it
     incarnation: IncarnationRecord | None = None
 
 
@@ -165,11 +161,9 @@ class Entry(UnitPiece):
     encoding: Name
     packing: Name | None = None
     base: SaveName | None = None
-    offset: Natural
-    """In bytes from the start of the payload's data, after the safetensors header."""
+    offset: Natural  # in bytes from the start of the payload's data, after the safetensors header
     nbytes: Natural
-    xxh3_128: Digest
-    """Hash of the stored bytes."""
+    xxh3_128: Digest  # hash of the stored bytes
     encoded_xxh3_128: Digest | None = None
     """Hash of the encoded bytes, if they are packed; it verifies unpacking and the base."""
 
@@ -199,12 +193,10 @@ class MeasureRecord(UnitPiece):
     error and decoded values are both 0 for lossless encodings.
     """
 
-    moved_sq: Ratio
-    """Squared L2 norm of the movement."""
+    moved_sq: Ratio  # squared L2 norm of the movement
     reference_sq: Ratio
     finite: bool
-    error_sq: Ratio = 0.0
-    """Squared L2 norm of the encoding error."""
+    error_sq: Ratio = 0.0  # squared L2 norm of the encoding error
     decoded_sq: Ratio = 0.0
 
 
@@ -213,8 +205,7 @@ class PartRecord(SavePiece):
 
     rank: Natural
     world_size: Annotated[int, Field(ge=1)]
-    plan: Digest
-    """Digest of the decision that all ranks agreed on; parts of one group must carry the same."""
+    plan: Digest  # digest of the decision that all ranks agreed on; parts of one group must carry the same
     payload_bytes: Natural
     header_bytes: Natural
     header_xxh3_128: Digest
@@ -222,10 +213,8 @@ class PartRecord(SavePiece):
     measures: tuple[MeasureRecord, ...] = ()
     run_state: Any
     run_tensors: tuple[StateTensor, ...]
-    facts: dict[str, Any] = {}
-    """From rank 0: data of the framework's own checkpoint layout besides the fragments."""
-    differs: tuple[str, ...] = ()
-    """State of this rank that does not come back as it was, as the job's self-check found."""
+    facts: dict[str, Any] = {}  # from rank 0: data of the framework's own checkpoint layout besides the fragments
+    differs: tuple[str, ...] = ()  # state of this rank that does not come back as it was, as the job's self-check found
 
 
 class TensorRecord(Record):
@@ -259,20 +248,15 @@ class UnitRecord(UnitPiece):
     save: SaveName
     encoding: Name
     numel: Natural
-    nbytes: Natural
-    """As stored."""
+    nbytes: Natural  # as stored
     drift: Ratio | None
     """Relative distance of the live state to this version at the manifest; None if the live values were not finite."""
-    staleness: Natural
-    """Steps between version and manifest."""
+    staleness: Natural  # steps between version and manifest
     moving: bool
-    error: Ratio = 0.0
-    """Relative distance of the values to their decoded form, measured when they were stored."""
-    bases: tuple[SaveName, ...] = ()
-    """Saves that its fragments are stored as differences to."""
+    error: Ratio = 0.0  # relative distance of the values to their decoded form, measured when they were stored
+    bases: tuple[SaveName, ...] = ()  # saves that its fragments are stored as differences to
     reason: str = ""
-    members: str = ""
-    """:func:`members_digest` of the unit's tensors."""
+    members: str = ""  # `members_digest` of the unit's tensors
 
     @property
     def version(self) -> SaveId:
@@ -282,18 +266,15 @@ class UnitRecord(UnitPiece):
 class ManifestRecord(SavePiece):
     """The commit."""
 
-    commits: Natural
-    """Number of commits of the store's history up to this one, over all epochs."""
+    commits: Natural  # number of commits of the store's history up to this one, over all epochs
     world_size: Annotated[int, Field(ge=1)]
     framework: Name
     policy: Name
-    created: str
-    """Wall-clock time in ISO 8601, for people; nothing is ordered by it."""
+    created: str  # wall-clock time in ISO 8601, for people; nothing is ordered by it
     uptime: Ratio | None = None
     """Seconds since the job was attached, by a clock that is never set; null in imports and older releases' commits."""
     previous: SaveName | None
-    bytes_avoided: Natural
-    """Bytes that a full save would have written in addition."""
+    bytes_avoided: Natural  # bytes that a full save would have written in addition
     layers: tuple[LayerRecord, ...]
     tensors: dict[Name, TensorRecord]
     groups: dict[SaveName, GroupRecord]

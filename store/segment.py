@@ -29,8 +29,7 @@ from store.storage.local import Files, NewFile, as_bytes, list_or_empty
 _CHUNK = 1 << 22
 _ALIGN = 64
 
-CHUNK_BYTES = 1 << 20
-"""Bytes read and hashed at a time, so that they are in the core's cache when hashed."""
+CHUNK_BYTES = 1 << 20  # bytes read and hashed at a time, so that they are in the core's cache when hashed
 
 
 class StreamedData(Protocol):
@@ -192,8 +191,7 @@ def _pieces(data: Data) -> Iterable[memoryview]:
     return (flat[start : start + _CHUNK] for start in range(0, len(flat), _CHUNK))
 
 
-PART_LIMIT = 1 << 28
-"""Largest part that is read, in bytes; enough for a million fragments."""
+PART_LIMIT = 1 << 28  # largest part that is read, in bytes; enough for a million fragments
 
 
 @dataclass(frozen=True)

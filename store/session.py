@@ -155,8 +155,7 @@ def _absent(files: Files, epoch: int) -> StorageError:
     )
 
 
-_LOOK_BACK = 20
-"""Epochs and commits that are read; some, such as those of an import, belong to no incarnation."""
+_LOOK_BACK = 20  # epochs and commits that are read; some, such as those of an import, belong to no incarnation
 
 
 @dataclass(frozen=True)
@@ -255,8 +254,7 @@ def _moment(text: str) -> datetime | None:
     return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
 
-_FLOCK = "hhqqi4x"
-"""struct flock of 64-bit Linux: l_type, l_whence, (padding,) l_start, l_len, l_pid, (padding)."""
+_FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: l_type, l_whence, (padding,) l_start, l_len, l_pid, (padding)
 
 _held: dict[Path, int] = {}
 """Process id of each lock's holder: a forked child inherits this table, but not the lock."""

@@ -18,8 +18,7 @@ from store.encoding import itemsize
 from store.errors import DamagedError, UnsupportedError
 
 _TAG = "$"
-_DEEPEST = 100
-"""Largest nesting that is written; far below the recursion limit of reading."""
+_DEEPEST = 100  # largest nesting that is written; far below the recursion limit of reading
 _SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 _MAPPINGS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter, "defaultdict": defaultdict}
 _BYTES: dict[str, type] = {"bytes": bytes, "bytearray": bytearray}
@@ -37,8 +36,7 @@ class Leaf:
     dtype: str
     shape: tuple[int, ...]
     data: bytes | bytearray | memoryview
-    kind: str = "tensor"
-    """``tensor``, ``size`` (a shape, as its numbers), ``ndarray`` or ``numpy``."""
+    kind: str = "tensor"  # ``tensor``, ``size`` (a shape, as its numbers), ``ndarray`` or ``numpy``
 
 
 _Path = tuple["_Path | None", Any]

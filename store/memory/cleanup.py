@@ -22,9 +22,7 @@ from store.schema import ManifestRecord
 from store.storage.local import Files
 from store.text import listed
 
-KEEP_SECONDS = 24 * 3600.0
-"""Time that a dead job's memory is kept for a restart."""
-
+KEEP_SECONDS = 24 * 3600.0  # time that a dead job's memory is kept for a restart
 KEEP_UNREACHABLE_SECONDS = 7 * KEEP_SECONDS
 """Time that it is kept if its store cannot be reached, so that no rescue could be made."""
 

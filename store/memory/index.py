@@ -139,20 +139,14 @@ class RankShare:
 
 @dataclass(frozen=True)
 class MemoryVersion:
-    """A complete version: the records of all ranks, like a commit.
-
-    Args:
-        payloads: Payloads on this node.
-        lent: Ranges of other payloads that were sent to this node.
-        far: Payloads on other nodes that can be read from here.
-    """
+    """A complete version: the records of all ranks, like a commit."""
 
     manifest: ManifestRecord
     parts: Mapping[int, bytes]
     records: Mapping[int, PartRecord]
-    payloads: Mapping[int, Path]
-    lent: Mapping[Piece, bytes] = field(default_factory=dict)
-    far: Mapping[int, Payload] = field(default_factory=dict)
+    payloads: Mapping[int, Path]  # payloads on this node
+    lent: Mapping[Piece, bytes] = field(default_factory=dict)  # ranges of other payloads that were sent to this node
+    far: Mapping[int, Payload] = field(default_factory=dict)  # payloads on other nodes that can be read from here
 
     @property
     def save(self) -> SaveId:
@@ -292,11 +286,8 @@ def _token(files: Files, epoch: int) -> str | None:
 
 _NAME = "stores.json"
 _LIMIT = 1 << 20
-_MOST = 256
-"""Stores that are remembered, the last seen ones."""
-
-_COPIES = 8
-"""Locations remembered for one store id: a store and its copies."""
+_MOST = 256  # stores that are remembered, the last seen ones
+_COPIES = 8  # locations remembered for one store id: a store and its copies
 
 
 class SeenStore:

@@ -25,12 +25,8 @@ from store.errors import DamagedError, MissingError, NewerFormatError, StorageEr
 from store.names import SaveId
 from store.schema import READER, Digest, ManifestRecord, Natural, PartRecord, Record, from_bytes, unseal
 
-SLOTS = (0, 1)
-"""Payloads of a rank: the current version, and the one being written."""
-
-BRANCHES = 10
-"""Number of jobs with the same epoch, each on its own copy of a store, that can have memory."""
-
+SLOTS = (0, 1)  # payloads of a rank: the current version, and the one being written
+BRANCHES = 10  # number of jobs with the same epoch, each on its own copy of a store, that can have memory
 _GENERATION = re.compile(r"(\d{6,9})(?:\.(\d))?\Z")
 _STORE = re.compile(r"[0-9a-f]{32}\Z")
 _FILE = re.compile(r"rank-(\d{5,8})\.(?:(owner)|([01])\.(payload|json|new))\Z")
@@ -219,8 +215,7 @@ def write_private(path: Path, temporary: Path, data: bytes) -> None:
         raise StorageError(f"cannot write {path}: {error.strerror}") from error
 
 
-RECORD_LIMIT = 1 << 28
-"""Largest record in bytes, like a part."""
+RECORD_LIMIT = 1 << 28  # largest record in bytes, like a part
 
 
 def reader_of(head: ManifestRecord | None) -> int:

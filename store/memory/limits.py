@@ -14,15 +14,9 @@ import psutil
 
 from store.errors import StorageError
 
-_SPARE = 0.05
-"""Share of the machine's memory that is left to other processes."""
-
-_STEP = 8 << 20
-"""Bytes reserved at a time."""
-
-_AT_ONCE = 16 * _STEP
-"""Bytes left free in a control group, because other processes may reserve at the same moment."""
-
+_SPARE = 0.05  # share of the machine's memory that is left to other processes
+_STEP = 8 << 20  # bytes reserved at a time
+_AT_ONCE = 16 * _STEP  # bytes left free in a control group, because other processes may reserve at the same moment
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 """Control groups: files with the limit and the usage, and the key of cached pages in ``memory.stat``."""

@@ -155,9 +155,7 @@ def _without_offsets(part: PartRecord) -> PartRecord:
 
 REASON = "written out of memory after the job died"
 
-_CHECKED = 0.5
-"""Seconds between two checks of the newest epoch."""
-
+_CHECKED = 0.5  # seconds between two checks of the newest epoch
 RESCUE_LOCK = "rescue-{}.lock"
 """Lock file beside the stores' memory, named by store id, held during a rescue on this node."""
 
@@ -276,7 +274,12 @@ def _rescue_newest(tier: Tier, catalog: Catalog, aborted: Callable[[], bool]) ->
     damaged = list(node.problems)
     for save in newer:
         held = node.versions[save]
-        _require_dead(tier, held)
+        for rank, one in held.items():
+            epoch, _, branch = one.payload.parent.name.partition(".")
+            if is_owned(tier.generation(int(epoch), int(branch or 0)).owner(rank)):
+                raise errors.StoreInUseError(
+                    f"rank {rank} of the job that keeps version {one.record.save} lives: it saves itself"
+                )
         missing = _missing_ranks(held)
         if missing is not None:
             incomplete.append(f"version {save}: {missing}")
@@ -312,15 +315,6 @@ def _lock(tier: Tier) -> Owner:
         return Owner(place / RESCUE_LOCK.format(tier.store_id))
     except errors.StorageError as error:
         raise errors.StoreInUseError(f"another rescue of it is under way on this node, wait for it: {error}") from error
-
-
-def _require_dead(tier: Tier, held: Mapping[int, HeldSnapshot]) -> None:
-    for rank, one in held.items():
-        epoch, _, branch = one.payload.parent.name.partition(".")
-        if is_owned(tier.generation(int(epoch), int(branch or 0)).owner(rank)):
-            raise errors.StoreInUseError(
-                f"rank {rank} of the job that keeps version {one.record.save} lives: it saves itself"
-            )
 
 
 def _manifest(files: Files, catalog: Catalog, version: MemoryVersion) -> ManifestRecord:

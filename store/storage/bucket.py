@@ -20,9 +20,7 @@ from store.errors import ExistsError, MissingError, NoSpaceError, StorageError, 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 
-_LOST = "Received redirect without LOCATION"
-"""obstore's message when the bucket is in another region."""
-
+_LOST = "Received redirect without LOCATION"  # obstore's message when the bucket is in another region
 _PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 
 _CHECK_KEYS = (
@@ -159,8 +157,7 @@ class ObjectOptions:
 
 T = TypeVar("T")
 
-OWNER = "driftpoint-write"
-"""Metadata key that identifies an upload in parts."""
+OWNER = "driftpoint-write"  # metadata key that identifies an upload in parts
 
 
 class Bucket:

@@ -21,8 +21,7 @@ from store.storage.bucket import MIB, Bucket, ObjectOptions
 from store.storage.local import NewFile, as_bytes, checked_names
 from store.storage.object_writer import NewObject
 
-_LARGEST = 4 * MIB
-"""Largest request in bytes."""
+_LARGEST = 4 * MIB  # largest request in bytes
 
 
 @dataclass
