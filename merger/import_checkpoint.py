@@ -96,9 +96,7 @@ class ImportPlan:
 def plan_import(source: Path, step: str | None = None) -> ImportPlan:
     """Plan the import of the newest checkpoint of a source, or of ``step``. Reads no tensor.
 
-    Args:
-        source: any source that a merge can read.
-        step: a step, a save's name or a tag.
+    ``source``: any that a merge can read. ``step``: a step, a save's name or a tag.
 
     Raises:
         UsageError: the checkpoint is neither exact nor as found.

@@ -130,11 +130,8 @@ def plan_merge(
 ) -> MergePlan:
     """Return the plan.
 
-    Args:
-        sources: of the request.
-        request: what to merge.
-        flaws: damaged versions, which are not used.
-        implausible: kinds of implausible values by (fqn, slot), which become problems.
+    ``flaws``: damaged versions, which are not used. ``implausible``: kinds of implausible values by (fqn, slot), which
+    become problems.
 
     Raises:
         NothingToResumeError, ConfigError, MergeError, UnsupportedError: as sources, recipes and layouts raise them.

@@ -132,8 +132,7 @@ class _CountingFiles:
 class Block:
     """``nbytes`` bytes from ``offset`` of a file, correct if ``checksum`` over all of them gives ``digest``.
 
-    Args:
-        coded: decodes ``nbytes`` bytes from those stored at ``offset``; ``digest`` is of the stored bytes.
+    ``coded``: decodes ``nbytes`` bytes from those stored at ``offset``; ``digest`` is of the stored bytes.
     """
 
     files: Readable

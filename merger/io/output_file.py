@@ -33,10 +33,7 @@ def write_remedy(error: OSError) -> str:
 def write_error(path: Path, nbytes: int, error: Exception) -> OSError:
     """Return why the system refuses to write a file, by writing to it again: libraries do not always pass it on.
 
-    Args:
-        path: the file, which is changed and must be discarded.
-        nbytes: planned size of the file.
-        error: the library's error.
+    The file is changed and must be discarded. ``nbytes``: its planned size. ``error``: the library's.
     """
     try:
         with path.open("r+b", buffering=0) as file:

@@ -23,8 +23,7 @@ FRAGMENT_BYTES = 1 << 25  # largest fragment: a rank that needs a part of a tens
 class FragmentStream:
     """An extent of at most ``FRAGMENT_BYTES`` as bytes read on demand. Implements :class:`store.segment.StreamedData`.
 
-    Args:
-        implausible: gets the kinds of implausible values by (fqn, slot); complete when the reading is.
+    ``implausible``: gets the kinds of implausible values by (fqn, slot); complete when the reading is.
     """
 
     extent: Extent

@@ -108,8 +108,7 @@ class Piece:
 class TransferResult:
     """Result of a transfer.
 
-    Args:
-        implausible: kinds of implausible values by (fqn, slot), of intact blocks.
+    ``implausible``: kinds of implausible values by (fqn, slot), of intact blocks.
     """
 
     pieces: dict[int, list[Piece]]  # written, by file
@@ -235,17 +234,14 @@ class _Sink:
         if move.checked is not None and (kinds := implausible_values(_typed(data, move.source), move.checked[1])):
             self.implausible.setdefault(move.checked, set()).update(kinds)
         if move.source != move.target:
-            data = self._cast(move, data)
+            before = _typed(data, move.source)
+            cast = before.to(move.target)
+            if move.finite is not None and not self.overflows:
+                self.overflows.extend(overflow_errors(move.finite, before, cast))
+            data = cast.view(torch.uint8)
         memory, offset = memory_of(data), move.offset + first * move.target.itemsize
         self.files.write(move.file, offset, memory)
         return Piece(offset, len(memory), isal_zlib.crc32(memory))
-
-    def _cast(self, move: Move, data: torch.Tensor) -> torch.Tensor:
-        before = _typed(data, move.source)
-        cast = before.to(move.target)
-        if move.finite is not None and not self.overflows:
-            self.overflows.extend(overflow_errors(move.finite, before, cast))
-        return cast.view(torch.uint8)
 
 
 def _typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -24,9 +24,8 @@ T = TypeVar("T")
 class Target:
     """Layout of the output. UsageError for invalid values.
 
-    Args:
-        layout: ``native`` is the one of the source: a Trainer's folder of a Trainer's, else the training framework's
-            own, at its own stage and world size.
+    The layout ``native`` is the one of the source: a Trainer's folder of a Trainer's, else the training framework's
+    own, at its own stage and world size.
     """
 
     layout: str = "native"
@@ -57,8 +56,7 @@ class Target:
 class LayoutResult:
     """All files of an output, planned.
 
-    Args:
-        load: lines of Python that load it, with ``{out}`` for the directory and ``{out:FILE}`` for a file in it.
+    ``load``: lines of Python that load it, with ``{out}`` for the directory and ``{out:FILE}`` for a file in it.
     """
 
     tag: str  # name of the checkpoint inside the directory

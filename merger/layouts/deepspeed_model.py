@@ -32,6 +32,9 @@ def model_states(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> dict[
     # From stage 2 on, DeepSpeed saves parameters outside the optimizer separately: frozen or without elements.
     frozen = [fqn for fqn, shape in shapes.items() if fqn in outside or 0 in shape]
     fragments = OrderedDict((fqn, _frozen_fragment(facts, checkpoint, rank, fqn)) for fqn in frozen if zero > 1)
+    # At ZeRO-3 each rank has a file. It holds the run state of the saved ranks of the same remainder: its own if the
+    # world size is unchanged, and none is lost or written twice if not.
+    saved = [one for one in sorted(checkpoint.run_states) if zero != 3 or one % facts.world_size == rank]
     return {
         "module": OrderedDict(
             share_tied(canonical_names(checkpoint), lambda fqn: _working_copy(facts, checkpoint, fqn))
@@ -55,7 +58,7 @@ def model_states(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> dict[
         "ds_config": facts.ds_config,
         "ds_version": facts.ds_version,
         **to_portable(checkpoint.client_state),  # DeepSpeed puts it among its own keys, after them
-        CLIENT_KEY: client_state(checkpoint, _ranks_in_file(facts, checkpoint, rank)),
+        CLIENT_KEY: client_state(checkpoint, saved),
     }
 
 
@@ -83,16 +86,6 @@ def client_state(checkpoint: Checkpoint, ranks: Iterable[int]) -> dict[str, Any]
         "units": [] if certificate.whole else [asdict(unit) for unit in certificate.units],
         "ranks": portable_run_states(checkpoint, ranks),
     }
-
-
-def _ranks_in_file(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> list[int]:
-    """Return the saved ranks whose run state a rank's file holds.
-
-    At ZeRO-3 each rank has a file, with the saved ranks of the same remainder: its own if the world size is unchanged,
-    and none is lost or written twice if not.
-    """
-    saved = sorted(checkpoint.run_states)
-    return [other for other in saved if other % facts.world_size == rank] if facts.zero_stage == 3 else saved
 
 
 def zero3_states(facts: EngineFacts, checkpoint: Checkpoint, kept: "Sequence[FlatState]", rank: int) -> dict[str, Any]:
@@ -168,10 +161,7 @@ def base_optimizer_state(
 ) -> dict[str, Any]:
     """Return ``state_dict()`` of the base optimizer.
 
-    Args:
-        checkpoint: with the param groups.
-        states: of each flat partition, by index.
-        members: indices of its flat partitions, by param group.
+    ``states``: of each flat partition. ``members``: indices of its flat partitions, by param group.
     """
     groups = checkpoint.framework_state["param_groups"]
     if len(groups) != len(members):

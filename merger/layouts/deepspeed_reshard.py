@@ -244,9 +244,7 @@ def with_common_steps(
     The certificate records the steps (:class:`merger.checkpoint.StepsCertificate`). Parameters without optimizer state
     keep none. UnsupportedError if a scalar other than ``step`` differs.
 
-    Args:
-        checkpoint: to be written.
-        shared: flat partitions as of :func:`flat_partitions`.
+    ``shared``: flat partitions as of :func:`flat_partitions`.
     """
     scalars = dict(checkpoint.framework_state["scalars"])
     notes: dict[str, None] = {}

@@ -185,9 +185,8 @@ def _notes(checkpoint: Checkpoint, weights: Mapping[str, PlannedTensor]) -> Iter
 class WrittenDtype:
     """Weights held in one dtype and written in another that cannot hold all its values.
 
-    Args:
-        working: whether ``written`` is the trained dtype, so that the values are those that the run computes with, bit
-            for bit; otherwise they are rounded.
+    ``working``: whether ``written`` is the trained dtype, so that the values are those that the run computes with, bit
+    for bit; otherwise they are rounded.
     """
 
     held: str  # torch's name of the dtype in the training state

@@ -216,13 +216,8 @@ def rng_files(
 ) -> tuple[Sequence[OutFile], str | None]:
     """Return (``rng_state*.pth`` of each rank, why there are none), of the run state or else of the folder.
 
-    Args:
-        checkpoint: with the run states.
-        folder: of the Trainer.
-        world_size: number of ranks.
-        same_step: whether the folder is of the checkpoint's step.
-        distributed: whether a single rank counts as a distributed run, for which the Trainer keeps all devices'
-        generators.
+    ``distributed``: whether a single rank counts as a distributed run, for which the Trainer keeps all devices'
+    generators. ``same_step``: whether the folder is of the checkpoint's step.
     """
     names = ["rng_state.pth"] if world_size == 1 else [f"rng_state_{rank}.pth" for rank in range(world_size)]
     states = [checkpoint.run_states[rank].rng for rank in range(world_size) if rank in checkpoint.run_states]
@@ -264,10 +259,7 @@ def scheduler_file(folder: Path, rescaled: RescaledState, rates: Sequence[Any]) 
     Only schedulers whose rate is a function of the step can be brought to another one: torch's LambdaLR, as nearly all
     of transformers' schedulers are.
 
-    Args:
-        folder: of the Trainer.
-        rescaled: its state.
-        rates: learning rate of each param group at the step.
+    ``rates``: learning rate of each param group at the step.
     """
     path = folder / SCHEDULER
     if not path.is_file():

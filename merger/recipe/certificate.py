@@ -49,12 +49,8 @@ def composite_certificate(
     A unit's ``source`` is its key in ``parts``. A mixture must not pass for a commit: unless all is of one commit,
     ``save`` is not a save's name, and ``store_id`` is empty unless all is of one store.
 
-    Args:
-        parts: checkpoints by source name.
-        source_of: key of ``parts`` for each fqn.
-        taken: slots taken of each fqn.
-        run_state: key of the reference.
-        problems: of the sources.
+    ``parts``: checkpoints by source name; ``run_state`` names the reference. ``source_of`` and ``taken``: source and
+    slots of each fqn.
     """
     reference = parts[run_state].checkpoint
     rows = _rows(parts, source_of, taken, run_state)

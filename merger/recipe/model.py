@@ -51,8 +51,7 @@ class Rule:
 class Recipe:
     """Which source each part of a checkpoint comes from.
 
-    Args:
-        run_state: source of counters, schedule, random generators and layout facts; None: the one at the newest step.
+    ``run_state``: source of counters, schedule, random generators and layout facts; None: the one at the newest step.
     """
 
     sources: Mapping[str, SourceRef]  # by name

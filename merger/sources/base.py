@@ -30,9 +30,7 @@ class Source(Protocol):
     def checkpoint(self, step: int | str | None, flaws: Set[Damage], /) -> Checkpoint:
         """Return the state at a step (or save's name, or tag), or the newest one for None.
 
-        Args:
-            step: step, save's name or tag.
-            flaws: damaged versions in stores, for which older ones are used.
+        ``flaws``: damaged versions in stores, for which older ones are used.
 
         Raises:
             MergeError: the checkpoint does not exist; the message names those that do.

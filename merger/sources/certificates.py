@@ -228,14 +228,8 @@ def certificate(
 ) -> Certificate:
     """Certify that every (layer, slot) is of ``step`` and stored as it was, unless there are problems.
 
-    Args:
-        save: name of the checkpoint.
-        step: its step.
-        source: its path.
-        tensors: records by fqn.
-        index: stored extents.
-        unvouched: number of stored tensors for whose origin nothing vouches.
-        problems: that leave this in doubt, and missing parts.
+    ``source``: path of the checkpoint. ``unvouched``: number of stored tensors for whose origin nothing vouches.
+    ``problems``: that leave this in doubt, and missing parts.
     """
     nbytes: dict[tuple[str, str], int] = {}
     numel: dict[tuple[str, str], int] = {}

@@ -31,11 +31,7 @@ def build_checkpoint(
 ) -> Checkpoint:
     """Build the checkpoint of ordinary or universal DeepSpeed files.
 
-    Args:
-        files: model and optimizer states.
-        shapes: shapes of the parameters that the optimizer holds.
-        optimized: contents of the optimizer files.
-        beside: directory with the files beside the state.
+    ``shapes``: of the parameters that the optimizer holds. ``beside``: directory with the files beside the state.
 
     Raises MergeError for incomplete or contradictory files, UnsupportedError.
     """

@@ -250,10 +250,8 @@ def step_problems(model: Nest, optimizer: str, steps: Iterable[float | None]) ->
     An optimizer cannot count more steps than the engine took, except for one more, which older releases counted when
     they created the state. It counts fewer in a run that loaded weights alone.
 
-    Args:
-        model: model states.
-        optimizer: file with the steps, for messages.
-        steps: of each flat partition, None if the optimizer keeps none; those that never stepped agree with anything.
+    ``optimizer``: file with the steps, for messages. ``steps``: of each flat partition, None if the optimizer keeps
+    none; those that never stepped agree with anything.
 
     Raises MergeError if the optimizer counts more steps than possible.
     """
@@ -295,9 +293,7 @@ def stored_step(scalars: Mapping[str, Any], hyper: Mapping[str, Any]) -> float |
 def weight_problems(module: Mapping[str, Any], extents: Iterable[Extent]) -> list[str]:
     """Compare samples of the working weights with the cast masters. Returns what could not be compared.
 
-    Args:
-        module: working weights as saved, by fqn.
-        extents: of the masters, among others.
+    ``module``: working weights as saved, by fqn. ``extents``: of the masters, among others.
 
     Raises:
         MergeError: they differ; the message names the parameter.

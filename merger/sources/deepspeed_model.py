@@ -39,9 +39,7 @@ def missing_parameters(shapes: Mapping[str, Sequence[int]], dangling: Mapping[st
 
     Detects dangling ties, gaps in the numbers of the model's blocks, and the base model of adapters.
 
-    Args:
-        shapes: of all parameters and buffers in the file.
-        dangling: names of missing parameters by the further names that they are tied under.
+    ``dangling``: names of missing parameters by the further names that they are tied under.
     """
     found = dict.fromkeys(dangling.values())
     found |= dict.fromkeys(_gaps(shapes))

@@ -205,10 +205,7 @@ def require_one_save(found: Nest, own: Nest | None) -> None:
 def slice_problems(files: RankFiles, shapes: Sequence[Sequence[Shape]], extents: Sequence[Extent]) -> list[str]:
     """Compare the parameters' files with rank 0's slices. Returns what could not be verified.
 
-    Args:
-        files: model states and rank 0's optimizer state.
-        shapes: by sub-group.
-        extents: the parameters' files, each whole.
+    ``extents``: the parameters' files, each whole.
 
     Raises:
         MergeError: they differ; the message names the parameter.

@@ -47,8 +47,7 @@ class Shape:
 class OptimizerContents:
     """Contents of the optimizer files.
 
-    Args:
-        groups: fqns and hyperparameters of each param group, in the optimizer's order.
+    ``groups``: fqns and hyperparameters of each param group, in the optimizer's order.
     """
 
     extents: list[Extent] = field(default_factory=list)
@@ -88,10 +87,7 @@ def param_shapes(model: Nest) -> list[list[Shape]]:
 def flat_state(ranks: Sequence[Nest], masters: Sequence[FileTensor], numel: int) -> "FlatState":
     """Return the optimizer state of one flat partition on all ranks.
 
-    Args:
-        ranks: its state on each rank.
-        masters: its master weights on each rank.
-        numel: elements of the partition.
+    ``ranks`` and ``masters``: its state and its master weights on each rank.
 
     Raises MergeError if ranks differ in slots or scalars; UnsupportedError for state of another shape.
     """
@@ -420,10 +416,7 @@ def _refuse_swapped(
     DeepSpeed pads gradients with zeros, so the moments of padding are zeros. Those of another rank's elements are not.
     If all parameters are divisible by the world size there is no padding, and nothing tells ranks apart.
 
-    Args:
-        ranks: tensors of the sub-group by slot.
-        placed: (fqn, elements, elements of a slice) of its parameters, in the order of the data.
-        files: names for messages.
+    ``placed``: (fqn, elements, elements of a slice) of the parameters, in the order of the data.
     """
     held = [[piece.stop - piece.start for piece in slice_pieces(placed, rank)] for rank in range(len(ranks))]
     for rank in range(len(ranks)):

@@ -34,8 +34,7 @@ _NESTS = (dict, OrderedDict, list, tuple)
 class PtFile:
     """One ``.pt`` file.
 
-    Args:
-        value: dicts, lists, tuples, plain values, tensors and :class:`PlannedTensor`.
+    ``value``: dicts, lists, tuples, plain values, tensors and :class:`PlannedTensor`.
     """
 
     value: Any
