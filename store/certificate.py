@@ -116,9 +116,8 @@ PEER = "peer"  # source of units read, at least in part, from replicas of the me
 class CertifiedUnit:
     """One (layer, slot).
 
-    Args:
-        error: Relative distance of the values to their decoded form, measured when they were stored; 0 for lossless
-            encodings, None if values were rounded later and the distance was not measured.
+    ``error``: relative distance of the values to their decoded form, measured when they were stored; 0 for lossless
+    encodings, None if values were rounded later and the distance was not measured.
     """
 
     layer: str
@@ -141,9 +140,8 @@ class CertifiedUnit:
 class Certificate:
     """The versions that a rebuilt checkpoint consists of.
 
-    Args:
-        as_found: Whether it would be exact if it were known that all files are of one save, as in checkpoints of other
-            programs, which hold no hashes. Never true together with ``exact``.
+    ``as_found``: whether it would be exact if it were known that all files are of one save, as in checkpoints of other
+    programs, which hold no hashes. Never true together with ``exact``.
     """
 
     store_id: str

@@ -44,9 +44,7 @@ class YamlFile:
 def read_yaml(path: Path, kind: str = "configuration") -> YamlFile:
     """Read a YAML mapping; an empty file is an empty mapping.
 
-    Args:
-        path: of the file.
-        kind: of file, for the message where it cannot be read.
+    ``kind``: of file, for the message where it cannot be read.
 
     Raises:
         ConfigError: the file cannot be read, or is not a YAML mapping whose keys are text.

@@ -96,10 +96,6 @@ def is_url(place: Path) -> bool:
 def files_at(place: str | os.PathLike[str], options: ObjectOptions | None = None) -> Files:
     """Open the files at a location.
 
-    Args:
-        place: Directory or s3:// URL.
-        options: Of an object store; by default those of the environment.
-
     Raises:
         ConfigError: The location is invalid.
         UnsupportedError: A library for it is not installed.

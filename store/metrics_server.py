@@ -74,11 +74,7 @@ class EndpointSecurity(BaseModel):
 class MetricsServer:
     """Serves a registry from a daemon thread until it is closed; forked children close their copy of the socket.
 
-    Args:
-        registry: The metrics to serve.
-        host: Address to listen on. OSError if that fails.
-        port: Port to listen on; 0 takes a free one.
-        security: TLS files. ConfigError if they cannot be used.
+    ``port``: 0 takes a free one. OSError if it cannot listen, ConfigError if the TLS files cannot be used.
     """
 
     def __init__(self, registry: "CollectorRegistry", host: str, port: int, security: EndpointSecurity) -> None:

@@ -111,11 +111,8 @@ class PrunePlan:
 def bytes_to_free(catalog: Catalog, retention: Retention, *, failed: bool = False) -> int:
     """Return the bytes that the store must free until another full save fits; 0 if it fits, or if that is unknown.
 
-    Args:
-        catalog: The store.
-        retention: Its share of the disk.
-        failed: Whether a save failed for want of space. Then something must be freed even if there seems to be room: a
-            quota, for example, is not seen in advance.
+    ``failed``: whether a save failed for want of space. Then something must be freed even if there seems to be room: a
+    quota, for example, is not seen in advance.
     """
     least, free = int(failed), free_bytes(catalog.files)
     commits = _survey(catalog).readable if failed or free is not None else {}

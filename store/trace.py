@@ -54,8 +54,6 @@ class JobLine(_Line):
     Args:
         started: Begin of the incarnation in seconds since 1970, the same in all its job lines. ``seconds`` of all its
             lines count from there, on a monotonic clock.
-        policy: With ``observing`` the observed policy: nothing is saved, and commits are those that it would make.
-        settings: The configuration that was set.
     """
 
     kind: Literal["job"] = "job"
@@ -64,8 +62,8 @@ class JobLine(_Line):
     epoch: int
     framework: str
     world_size: int
-    policy: str
-    settings: Mapping[str, Any]
+    policy: str  # with ``observing`` the observed policy: nothing is saved, and commits are those that it would make
+    settings: Mapping[str, Any]  # the configuration that was set
     units: tuple[TracedUnit, ...]
     seconds: float = 0.0
     observing: bool = False
@@ -75,25 +73,17 @@ class DecisionLine(_Line):
     """One decision. Lists by unit are empty if a save was skipped before any measurement.
 
     Args:
-        interval: Steps to the next decision.
-        offered: Bytes of the budget, null if unlimited.
         drift: By unit, null if unknown. A policy that ignores drift decides before moving units are measured.
         staleness, error, encoding, stored_bytes: By unit, of the newest version; staleness null without one.
         sick, changed: Units that are not finite, or hold other parameters, as the policy knew them.
-        saved: Unit -> encoding.
-        skipped: Reason why no save was started.
-        forced: The save was requested.
-        preempted: The end of the job requested it, with limited time.
-        stall: Seconds that training waited for the decision.
-        copy_wait: Seconds that optimizer steps waited for copies since the previous decision.
     """
 
     kind: Literal["decision"] = "decision"
     step: int
     seconds: float
     commits: int
-    interval: int | None = None
-    offered: float | None = None
+    interval: int | None = None  # steps to the next decision
+    offered: float | None = None  # bytes of the budget, null if unlimited
     drift: tuple[float | None, ...] = ()
     staleness: tuple[int | None, ...] = ()
     error: tuple[float, ...] = ()
@@ -101,12 +91,12 @@ class DecisionLine(_Line):
     stored_bytes: tuple[int, ...] = ()
     sick: tuple[int, ...] = ()
     changed: tuple[int, ...] = ()
-    saved: Mapping[int, str] = {}
-    skipped: str | None = None
-    forced: bool = False
-    preempted: bool = False
-    stall: float = 0.0
-    copy_wait: float = 0.0
+    saved: Mapping[int, str] = {}  # unit -> encoding
+    skipped: str | None = None  # reason why no save was started
+    forced: bool = False  # the save was requested
+    preempted: bool = False  # the end of the job requested it, with limited time
+    stall: float = 0.0  # seconds that training waited for the decision
+    copy_wait: float = 0.0  # seconds that optimizer steps waited for copies since the previous decision
 
 
 class MovedLine(_Line):
@@ -124,17 +114,14 @@ class CommitLine(_Line):
     """A save of ``step`` is committed.
 
     Args:
-        seconds: Time at which training was notified.
-        took: Duration of the save in seconds.
-        written: Payload bytes over all ranks.
         sizes: Unit -> bytes, encoding, error, and drift as staged (null without a previous version).
     """
 
     kind: Literal["commit"] = "commit"
     step: int
-    seconds: float
-    took: float
-    written: int
+    seconds: float  # time at which training was notified
+    took: float  # duration of the save in seconds
+    written: int  # payload bytes over all ranks
     sizes: Mapping[int, tuple[int, str, float, float | None]]
 
 

@@ -143,11 +143,7 @@ def verify(
 ) -> VerifyReport:
     """Check every byte that every commit needs.
 
-    Args:
-        catalog: The store.
-        progress: Called with the number of bytes just checked.
-        only: Commits to check instead of all.
-        checked: Groups that were checked before and are skipped.
+    ``only``: commits to check instead of all. ``checked``: groups that were checked before and are skipped.
 
     Raises:
         NewerFormatError: The store needs a newer release.

@@ -227,17 +227,14 @@ class VersionRecord(Record):
     """One rank's share of a version.
 
     Args:
-        claim: Token of the claim of its epoch, which differs from that of a job on a copy of the store.
-        part: As in a store; offsets count from the payload's beginning.
         head: From rank 0: the manifest of a commit of this version, without the group of its own segments.
-        replica: Whether this is a replica that another node keeps of the rank.
     """
 
     reader: Natural
-    claim: Digest
-    part: PartRecord
+    claim: Digest  # token of the claim of its epoch, which differs from that of a job on a copy of the store
+    part: PartRecord  # as in a store; offsets count from the payload's beginning
     head: ManifestRecord | None = None
-    replica: bool = False
+    replica: bool = False  # whether this is a replica that another node keeps of the rank
 
     @property
     def save(self) -> SaveId:

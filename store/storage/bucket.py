@@ -127,28 +127,17 @@ _PARTS = 9000
 
 @dataclass(frozen=True)
 class ObjectOptions:
-    """Settings of an object store.
+    """Settings of an object store."""
 
-    Args:
-        endpoint, region, allow_http: None for the environment's (``AWS_ENDPOINT_URL``, ``AWS_REGION``,
-            ``AWS_ALLOW_HTTP``).
-        virtual_hosted: Whether the bucket is part of the host name.
-        request_seconds: Time limit of one request.
-        retry_seconds: Time limit of one operation with all retries.
-        part_mib: Size of the parts of large payloads; smaller ones take one request.
-        connections: Parallel parts or ranges.
-        spool: Directory for payloads whose header is written last; None for the system's temporary directory.
-    """
-
-    endpoint: str | None = None
-    region: str | None = None
-    allow_http: bool | None = None
-    virtual_hosted: bool = False
-    request_seconds: float = 30.0
-    retry_seconds: float = 60.0
-    part_mib: float = 16
-    connections: int = 8
-    spool: str | None = None
+    endpoint: str | None = None  # None for the environment's, ``AWS_ENDPOINT_URL``
+    region: str | None = None  # None for the environment's, ``AWS_REGION``
+    allow_http: bool | None = None  # None for the environment's, ``AWS_ALLOW_HTTP``
+    virtual_hosted: bool = False  # whether the bucket is part of the host name
+    request_seconds: float = 30.0  # time limit of one request
+    retry_seconds: float = 60.0  # time limit of one operation with all retries
+    part_mib: float = 16  # size of the parts of large payloads; smaller ones take one request
+    connections: int = 8  # parallel parts or ranges
+    spool: str | None = None  # directory for payloads whose header is written last; None for the system's temporary one
 
     def part_bytes(self, most: int = 0) -> int:
         """Return the part size in bytes of a payload of up to ``most`` bytes: S3 allows 10 000 parts."""

@@ -230,7 +230,12 @@ class _LocalNewFile:
                     raise OSError(errno.EIO, os.strerror(errno.EIO))
                 rest = rest[done:]
                 self._written += done
-                self._start_write_back(descriptor)
+                # The kernel would begin to write only when fsync asks: the device would idle while we copy and hash.
+                # The advice starts write-back; errors of it still reach fsync.
+                ready = self._written - self._write_back_from
+                if ready >= _WRITE_BACK:
+                    os.posix_fadvise(descriptor, self._write_back_from, ready, os.POSIX_FADV_DONTNEED)
+                    self._write_back_from = self._written
 
     def write_at(self, offset: int, data: bytes | bytearray | memoryview) -> None:
         rest = as_bytes(data)
@@ -258,14 +263,6 @@ class _LocalNewFile:
             return
         with _translate_errors("close", self._path):
             os.close(descriptor)
-
-    def _start_write_back(self, descriptor: int) -> None:
-        # The kernel would begin to write only when fsync asks: the device would idle while we copy and hash.
-        # The advice starts write-back; errors of it still reach fsync.
-        ready = self._written - self._write_back_from
-        if ready >= _WRITE_BACK:
-            os.posix_fadvise(descriptor, self._write_back_from, ready, os.POSIX_FADV_DONTNEED)
-            self._write_back_from = self._written
 
     def _opened(self, verb: str) -> int:
         if self._descriptor < 0:
