@@ -157,11 +157,6 @@ def estimate(
 def check_options(limits: "Limits", terms: "Terms", *, recommend: bool) -> None:
     """Check the options shared by both commands.
 
-    Args:
-        limits: limits of a recommendation.
-        terms: failures and prices.
-        recommend: whether ``--recommend`` was given.
-
     Raises:
         UsageError: a number is out of range, or a limit was given without ``--recommend``.
     """

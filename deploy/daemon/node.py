@@ -174,8 +174,7 @@ def _save(name: str | None) -> SaveId | None:
 class Options:
     """Options of ``driftpoint daemon run``.
 
-    Attributes:
-        host, port, security: of the metrics endpoint.
+    ``host``, ``port`` and ``security``: of the metrics endpoint.
     """
 
     base: Path  # shared-memory directory
@@ -268,10 +267,7 @@ class Node:
     def join(self, hello: Register, pid: int, end: int | None) -> tuple[NodeJob, RankConnection]:
         """Register a trainer.
 
-        Args:
-            hello: its message.
-            pid: its process.
-            end: descriptor of :func:`deploy.daemon.server.process_end_fd`; ownership passes to this call.
+        ``end``: descriptor of :func:`deploy.daemon.server.process_end_fd`; ownership passes to this call.
 
         Raises:
             DaemonError: the trainer cannot be registered.

@@ -195,8 +195,7 @@ def _verify(facts: Facts) -> str:
 class Loss:
     """Training lost by a failure.
 
-    Attributes:
-        steps, seconds: training lost, None if unknown.
+    ``steps`` and ``seconds`` are None if unknown.
     """
 
     back_to: int | None  # step of the resume, None if nothing can be resumed

@@ -53,8 +53,7 @@ class Swatch:
 class Panel:
     """Heat map of one slot.
 
-    Attributes:
-        bar, levels: colour bar and its labels, empty if the page explains the colours.
+    ``bar`` and ``levels``: colour bar and its labels, empty if the page explains the colours.
     """
 
     title: str

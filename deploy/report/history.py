@@ -54,8 +54,7 @@ class Column:
 class Bins:
     """Time series by unit and column; all arrays are (units, columns).
 
-    Attributes:
-        saved: decisions that stored the unit; ``rounded``: those of them with loss.
+    ``saved``: decisions that stored the unit; ``rounded``: those of them with loss.
     """
 
     most: int = 120  # number of columns, even
@@ -119,8 +118,7 @@ def _grown(old: npt.NDArray[_T], shape: tuple[int, int], empty: float) -> npt.ND
 class Totals:
     """Sums over the whole trace.
 
-    Attributes:
-        full_stall: estimate if all saves were full, from the ``full_seen`` ones that were; None without any.
+    ``full_stall``: estimate if all saves were full, from the ``full_seen`` ones that were; None without any.
     """
 
     decisions: int = 0

@@ -28,8 +28,7 @@ _SKIPPED: dict[str, tuple[Severity, str]] = {
 class Incident:
     """An event in a run.
 
-    Attributes:
-        step, at: step and Unix time of its begin, None if unknown.
+    ``step`` and ``at``: step and Unix time of its begin, None if unknown.
     """
 
     kind: str
@@ -104,12 +103,7 @@ def nonfinite_incident(kind: Literal["not finite", "withheld"], units: Sequence[
 def restart_incident(line: ResumedLine, epoch: int, at: float, gap: float, last_step: int | None) -> Incident:
     """Return the incident of a restart.
 
-    Args:
-        line: the resume in the trace.
-        epoch: of the new job.
-        at: Unix time.
-        gap: seconds since the last line of the job before.
-        last_step: step of its last decision, or None.
+    ``gap``: seconds since the last line of the job before. ``last_step``: step of its last decision, or None.
     """
     text = f"epoch {epoch} resumed at step {line.step}"
     if line.newest != line.step:

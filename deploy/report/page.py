@@ -174,12 +174,7 @@ def build_report(
 ) -> ReportResult:
     """Build the report of the store at ``root``.
 
-    Args:
-        root: the store.
-        trace: path of the trace, None for the default.
-        memory: shared-memory directory.
-        verify: whether to verify every byte first.
-        clock: current Unix time.
+    ``trace``: its path, None for the default. ``verify``: whether to verify every byte first.
 
     Raises:
         NoStoreError: there is no store.

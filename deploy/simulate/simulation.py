@@ -251,12 +251,7 @@ def simulated(
 ) -> tuple[Simulation, Recommendation | None]:
     """Replay ``trace`` under the given policies and, with ``limits``, recommend a configuration.
 
-    Args:
-        trace: recorded run.
-        policies: values of ``--policy``.
-        terms: failures and prices.
-        limits: limits of the recommendation, None for no recommendation.
-        speeds: ``storage_gbps`` and ``copy_gbps``, instead of the recorded speeds.
+    ``speeds``: ``storage_gbps`` and ``copy_gbps``, instead of the recorded speeds.
     """
     run = run_of(trace)
     costs = _costs(run, speeds or {})

@@ -25,8 +25,7 @@ class Prices:
 class Terms:
     """Assumed failures.
 
-    Attributes:
-        mtbf_hours: mean times between failures of the whole job, None for 3 h, 12 h and 2 days.
+    ``mtbf_hours``: mean times between failures of the whole job, None for 3 h, 12 h and 2 days.
     """
 
     mtbf_hours: tuple[float, ...] | None = None

@@ -24,8 +24,7 @@ SUSPECT_AFTER = 2  # consecutive deaths without a commit after which the commit 
 class Limits:
     """Limits of restarts.
 
-    Attributes:
-        least, most: back-off in seconds.
+    ``least`` and ``most``: back-off in seconds.
     """
 
     restarts: int = 3  # in a row without progress
@@ -38,9 +37,8 @@ class Limits:
 class StoreSnapshot:
     """State of the store at one moment.
 
-    Attributes:
-        instead: its replacement if ``resumes`` were suspect; None if there is none, or if an earlier job resumed from
-            ``resumes`` and committed again, which clears it.
+    ``instead``: the replacement if ``resumes`` were suspect; None if there is none, or if an earlier job resumed from
+    ``resumes`` and committed again, which clears it.
     """
 
     newest: SaveId | None = None  # newest commit, or snapshot in this node's memory

@@ -27,11 +27,8 @@ _T = TypeVar("_T")
 class StoreProbe:
     """Access of the supervisor to a store.
 
-    Args:
-        root: the store.
-        memory: shared-memory directory of its job, None without in-memory snapshots.
-        patience: seconds to wait for storage.
-        options: settings of an object store.
+    ``memory``: shared-memory directory of its job, None without in-memory snapshots. ``patience``: seconds to wait for
+    storage.
     """
 
     def __init__(

@@ -30,11 +30,6 @@ class FactsReader:
 
     Records are read when the list of commits or marks changes, and all of them once a minute, so that later damage is
     seen too. Payloads are never read.
-
-    Args:
-        root: Folder of the store.
-        trace: Drift trace of its job.
-        memory: Folder of the shared memory.
     """
 
     def __init__(self, root: Path, trace: Path, memory: Path) -> None:
