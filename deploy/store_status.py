@@ -279,8 +279,6 @@ def _size(root: Path) -> int:
     total = 0
     for folder, _, names in os.walk(root):
         for name in names:
-            try:
+            with suppress(FileNotFoundError):
                 total += (Path(folder) / name).lstat().st_size
-            except FileNotFoundError:
-                continue
     return total

@@ -67,7 +67,7 @@ def renew_epoch(
     """
     following = hashlib.blake2b(f"{token}/{epoch}".encode(), digest_size=16).hexdigest()
     newest = max(newest_epoch(files), _newest_in_use(files))
-    if newest == epoch + 1 and _token(files, newest) == following:
+    if newest == epoch + 1 and token_of(files, newest) == following:
         files.sync_dir(layout.EPOCHS)
         return read_epoch(files, newest)
     if newest > epoch:
@@ -96,7 +96,8 @@ def _write_epoch(
     return record
 
 
-def _token(files: Files, epoch: int) -> str | None:
+def token_of(files: Files, epoch: int) -> str | None:
+    """Return the token of an epoch; None if its record is damaged or gone."""
     try:
         return read_epoch(files, epoch).token
     except (DamagedError, MissingError):

@@ -83,14 +83,9 @@ class PolicyToCheck:
 
 
 def named(word: str, given: Sequence[str]) -> PolicyToCheck:
-    """Find the policy named by ``word``: built-in, registered, a class, or the one of a YAML configuration.
+    """Find the policy of a name, ``module:Class``, ``file.py:Class`` or YAML file. Raises ConfigError, UsageError.
 
-    Args:
-        word: name, ``module:Class``, ``file.py:Class`` or a YAML file.
-        given: ``key=value`` settings, the value as JSON or YAML.
-
-    Raises:
-        ConfigError, UsageError: that is no policy.
+    ``given``: ``--set`` arguments.
     """
     if word.endswith((".yaml", ".yml")):
         if given:

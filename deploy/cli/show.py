@@ -47,17 +47,9 @@ class Shown:
     suspect: str = ""
 
     @property
-    def parameters(self) -> int:
-        return parameters(self.manifest)
-
-    @property
     def reasons(self) -> Mapping[Unit, str]:
         """Return why each unit that this save wrote was written."""
         return {record.unit: record.reason for record in self.manifest.units}
-
-    @property
-    def bytes_written(self) -> int:
-        return written(self.manifest)
 
     @property
     def exit_code(self) -> int:
@@ -91,6 +83,7 @@ def look(root: Path, wanted: str | None) -> Shown:
 def _as_json(shown: Shown) -> dict[str, Any]:
     certificate, reasons = shown.certificate, shown.reasons
     units = [_unit_json(unit, reasons) for unit in certificate.units]
+    nbytes, count = sum(unit.nbytes for unit in certificate.units), parameters(shown.manifest)
     return {
         **certificate.as_json(),
         "epoch": shown.manifest.epoch,
@@ -101,10 +94,10 @@ def _as_json(shown: Shown) -> dict[str, Any]:
         "resumable": shown.resumable,
         "suspect": shown.suspect or None,
         "goes_on_at": shown.goes_on_at,
-        "parameters": shown.parameters,
-        "nbytes": _nbytes(certificate),
-        "bytes_per_parameter": tables.bytes_per_parameter(_nbytes(certificate), shown.parameters),
-        "bytes_written": shown.bytes_written,
+        "parameters": count,
+        "nbytes": nbytes,
+        "bytes_per_parameter": tables.bytes_per_parameter(nbytes, count),
+        "bytes_written": written(shown.manifest),
         "bytes_avoided": shown.manifest.bytes_avoided,
         "units": units,
         "problems": list(shown.problems),
@@ -119,7 +112,9 @@ def _unit_json(unit: CertifiedUnit, reasons: Mapping[Unit, str]) -> dict[str, An
 
 def _draw(console: Console, shown: Shown, *, long: bool) -> None:
     certificate = shown.certificate
-    rows = {"Commit": _title(shown), "Kind": _kind(shown), "Bytes": _bytes(shown)}
+    damaged = "damaged: the tables show the commit as written, not its readable part"
+    kind = resume_kind(certificate) if shown.resumable else damaged
+    rows = {"Commit": _title(shown), "Kind": kind, "Bytes": _bytes(shown)}
     if shown.suspect:
         rows["Suspect"] = f"jobs that resumed from it died: {shown.suspect}; a resume prefers older commits"
     if shown.goes_on_at is not None:
@@ -129,11 +124,10 @@ def _draw(console: Console, shown: Shown, *, long: bool) -> None:
     console.print()
     if long:
         console.print(tables.unit_table(certificate.units, shown.reasons))
-        console.print()
     else:
         tables.print_layers(console, certificate.units)
-        console.print()
-    console.print(tables.slot_table(certificate.units, shown.parameters))
+    console.print()
+    console.print(tables.slot_table(certificate.units, parameters(shown.manifest)))
     output.problems(console, shown.problems)
 
 
@@ -159,10 +153,6 @@ def _suspect(catalog: Catalog, save: SaveId) -> str:
     return catalog.suspects().why.get(save, "")
 
 
-def _nbytes(certificate: Certificate) -> int:
-    return sum(unit.nbytes for unit in certificate.units)
-
-
 def _title(shown: Shown) -> str:
     manifest = shown.manifest
     return (
@@ -171,14 +161,8 @@ def _title(shown: Shown) -> str:
     )
 
 
-def _kind(shown: Shown) -> str:
-    if not shown.resumable:
-        return "damaged: the tables show the commit as written, not its readable part"
-    return resume_kind(shown.certificate)
-
-
 def _bytes(shown: Shown) -> str:
-    own, kept = shown.bytes_written, shown.manifest.bytes_avoided
-    share = tables.bytes_per_parameter(own, shown.parameters)
+    own, kept = written(shown.manifest), shown.manifest.bytes_avoided
+    share = tables.bytes_per_parameter(own, parameters(shown.manifest))
     each = "" if share is None else f" ({share:.2f} bytes per parameter)"
     return f"this save wrote {size_text(own)}{each}" + (f" and avoided {size_text(kept)}" if kept else "")

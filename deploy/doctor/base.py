@@ -6,6 +6,7 @@ need less. The number of commits comes from the retention rule itself, applied t
 
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, Literal, TypeVar
@@ -78,8 +79,10 @@ def semantics(broken: Sequence[str], works: str, todo: str) -> Finding:
     return Finding("semantics", "fail", "; ".join(broken), todo) if broken else Finding("semantics", "ok", works)
 
 
-def clock(whose: str, seconds: float, todo: str) -> Finding:
-    """Return the finding of a clock that is ``seconds`` ahead of this machine's."""
+def clock(whose: str, began: float, stamped: float, todo: str) -> Finding:
+    """Compare a clock, which stamped a file between ``began`` and now, with this machine's."""
+    now = time.time()
+    seconds = stamped - now if stamped > now else min(0.0, stamped - began)
     if abs(seconds) <= _SKEW:
         return Finding("clock", "ok", f"{whose} clock agrees with this machine's within seconds")
     return Finding("clock", "warn", f"{whose} clock differs by {seconds:+.0f} s from this machine's", todo)

@@ -7,7 +7,7 @@ safe.
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -27,6 +27,9 @@ _MOST_SECONDS = 5.0
 _PIECE = 1 << 22
 _LIMIT = 1 << 10
 _FIRST = b"driftpoint doctor"
+_SYNCHRONISE = (
+    "synchronise this machine by NTP (chronyd, systemd-timesyncd): from 15 minutes on, S3 refuses all requests"
+)
 
 
 def check_bucket(files: ObjectFiles, plan: Plan, *, speed: bool = True) -> Iterator[Finding]:
@@ -58,9 +61,9 @@ def _remove(files: ObjectFiles, names: Sequence[str]) -> None:
 
 def _check(probe: Probe[ObjectFiles]) -> Iterator[Finding]:
     first = probe.name()
-    began = time.time()
+    began = time.time() - 1.0  # stamps have whole seconds
     _put(probe, first, _FIRST)
-    yield _clock(began, probe.files.modified(first))
+    yield clock("the server's", began, probe.files.modified(first), _SYNCHRONISE)
     yield _latency(probe, first)
     broken = [text for text in (check(probe, first) for check in _PROMISES) if text is not None]
     works = "conditional puts are refused and atomic; puts, replacements and deletions are visible at once"
@@ -120,22 +123,7 @@ def _forgets(probe: Probe[ObjectFiles], first: str) -> str | None:
     return "a deleted object can still be read"
 
 
-_PROMISES: tuple[Callable[[Probe[ObjectFiles], str], str | None], ...] = (
-    _reads_back,
-    _lists,
-    _keeps,
-    _one_wins,
-    _replaces,
-    _forgets,
-)
-
-
-def _clock(began: float, stamped: float) -> Finding:
-    """Compare the server's clock; ``stamped`` has whole seconds."""
-    now = time.time()
-    off = stamped - now if stamped > now else min(0.0, stamped + 1.0 - began)
-    todo = "synchronise this machine by NTP (chronyd, systemd-timesyncd): from 15 minutes on, S3 refuses all requests"
-    return clock("the server's", off, todo)
+_PROMISES = (_reads_back, _lists, _keeps, _one_wins, _replaces, _forgets)
 
 
 def _latency(probe: Probe[ObjectFiles], first: str) -> Finding:

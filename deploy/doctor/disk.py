@@ -24,6 +24,9 @@ from store.storage.local import LocalFiles
 _PIECE = 1 << 24
 _MOST_BYTES = 1 << 28
 _MOST_SECONDS = 5.0
+_SYNCHRONISE = (
+    "synchronise both by NTP (chronyd, systemd-timesyncd); commits are ordered by step, only shown ages are wrong"
+)
 _LOCKER = """
 import fcntl, os, sys
 descriptor = os.open(sys.argv[1], os.O_RDWR)
@@ -69,7 +72,7 @@ def _writes(probe: Probe[LocalFiles], place: Path, plan: Plan) -> Iterator[Findi
     first = probe.name()
     began = time.time()
     _written(probe, first)
-    yield _clock(began, (place / first).stat().st_mtime)
+    yield clock("the filesystem's", began, (place / first).stat().st_mtime, _SYNCHRONISE)
     broken = [text for text in (check(probe, first) for check in _PROMISES) if text is not None]
     works = "fsync, exclusive creation, atomic renames and hard links work"
     yield semantics(broken, works, "put the store on a filesystem that supports this")
@@ -140,14 +143,6 @@ def _refused(action: Callable[[], None], otherwise: str) -> str | None:
         cause = error.__cause__
         return None if isinstance(cause, OSError) and cause.errno == errno.EEXIST else str(error)
     return otherwise
-
-
-def _clock(began: float, stamped: float) -> Finding:
-    off = stamped - time.time() if stamped > time.time() else min(0.0, stamped - began)
-    todo = (
-        "synchronise both by NTP (chronyd, systemd-timesyncd); commits are ordered by step, only shown ages are wrong"
-    )
-    return clock("the filesystem's", off, todo)
 
 
 def _locking(path: Path) -> Finding:

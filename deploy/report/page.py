@@ -133,35 +133,29 @@ class ReportResult:
 
 def render(content: ReportResult) -> str:
     """Render the page."""
-    environment = Environment(
-        loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters["clean"] = printable
-    environment.filters["clock"] = clock
-    return environment.get_template("page.html").render(**_context(content))
-
-
-def _context(content: ReportResult) -> Mapping[str, Any]:
     facts, history = content.facts, content.history
     certificate = None if facts.status is None else facts.status.certificate
     table = None
     if certificate is not None and facts.status is not None and facts.status.resumed is not None:
         table = certificate_table(certificate, parameters(facts.status.resumed))
-    maps = None if history is None or not history.units else maps_of(history)
-    cost = None if history is None or not history.totals.saves else cost_of(history)
-    return {
-        "facts": facts,
-        "verdict": content.verdict,
-        "model": "" if facts.newest is None else model_text(facts.newest),
-        "history": history,
-        "maps": maps,
-        "cost": cost,
-        "incidents": by_time(content.incidents),
-        "table": table,
-        "missing": content.missing,
-        "version": installed_version() or "(from source)",
-        "words": {"good": "ok", "plain": "–", "look": "look", "bad": "bad"},
-    }
+    environment = Environment(
+        loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["clean"] = printable
+    environment.filters["clock"] = clock
+    return environment.get_template("page.html").render(
+        facts=facts,
+        verdict=content.verdict,
+        model="" if facts.newest is None else model_text(facts.newest),
+        history=history,
+        maps=None if history is None or not history.units else maps_of(history),
+        cost=None if history is None or not history.totals.saves else cost_of(history),
+        incidents=by_time(content.incidents),
+        table=table,
+        missing=content.missing,
+        version=installed_version() or "(from source)",
+        words={"good": "ok", "plain": "–", "look": "look", "bad": "bad"},
+    )
 
 
 def trace_path(root: Path, given: Path | None) -> Path:

@@ -24,7 +24,7 @@ from store.memory import layout
 from store.names import RAW, SaveId
 from store.schema import GroupRecord, ManifestRecord, PartRecord, UnitRecord, from_bytes, to_bytes
 from store.segment import parse_part, parts_digest
-from store.session import read_epoch
+from store.session import token_of
 from store.storage.local import Files, list_or_empty
 
 
@@ -249,7 +249,7 @@ def foreign_snapshots(node: NodeIndex, files: Files) -> set[SnapshotKey]:
     the same moment may share a folder: each rank takes the first free one. Raises StorageError.
     """
     snapshots = list(node.everything())
-    tokens = {epoch: _token(files, epoch) for epoch in {held.record.save.epoch for held in snapshots}}
+    tokens = {epoch: token_of(files, epoch) for epoch in {held.record.save.epoch for held in snapshots}}
     saves = [parse_save_file(name) for name in list_or_empty(files, MANIFESTS)] if snapshots else []
     newest = max((save for save in saves if save is not None), default=None)
     claims = {
@@ -275,13 +275,6 @@ def _lost_previous(held: HeldSnapshot, newest: SaveId | None, files: Files) -> b
     except MissingError:
         return True
     return False
-
-
-def _token(files: Files, epoch: int) -> str | None:
-    try:
-        return read_epoch(files, epoch).token
-    except (MissingError, DamagedError):
-        return None
 
 
 _NAME = "stores.json"

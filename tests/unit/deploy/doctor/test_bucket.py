@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deploy.doctor import bucket
-from deploy.doctor.base import Finding, Plan
+from deploy.doctor.base import Finding, Plan, clock
 from deploy.doctor.bucket import check_bucket
 from monitor.config.load import Config
 from store.location import ObjectUrl, place_of
@@ -108,4 +108,4 @@ def test_what_is_not_permitted_fails_and_says_what_to_do(proxy: Proxy, fault: Fa
 @pytest.mark.parametrize(("off", "state"), [(0.0, "ok"), (-3600.0, "warn"), (3600.0, "warn")])
 def test_clocks(off: float, state: str) -> None:
     now = time.time()
-    assert bucket._clock(now, float(int(now + off))).state == state
+    assert clock("the server's", now - 1.0, float(int(now + off)), "").state == state
