@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from merger.sources.base import Source
-from merger.sources.deepspeed import DeepSpeedSource, TrainerSource, is_output_folder, is_trainer_folder
+from merger.sources.deepspeed import STATE, DeepSpeedSource, TrainerSource, trainer_folders
 from merger.sources.deepspeed_files import is_checkpoint, is_universal
 from merger.sources.deepspeed_universal import UniversalSource
 from merger.sources.store import StoreSource
@@ -25,13 +25,13 @@ def open_source(path: Path) -> Source:
 def _open(path: Path) -> Source:
     if is_url(path):
         return StoreSource(path)
-    files = path if is_trainer_folder(path) else None
+    files = path if (path / STATE).is_file() else None
     known: tuple[tuple[Callable[[], bool], Callable[[], Source]], ...] = (
         ((path / "STORE.json").is_file, lambda: StoreSource(path)),
         (lambda: is_universal(path), lambda: UniversalSource(path)),
         (lambda: is_checkpoint(path) or (path / "latest").is_file(), lambda: DeepSpeedSource(path, files)),
         ((path / "latest_universal").is_file, lambda: UniversalSource(path, files)),
-        (lambda: is_output_folder(path), lambda: TrainerSource(path)),
+        (lambda: path.is_dir() and bool(trainer_folders(path)), lambda: TrainerSource(path)),
         (lambda: _holds(path, is_universal), lambda: UniversalSource(path, files)),
         (lambda: _holds(path, is_checkpoint), lambda: DeepSpeedSource(path, files)),
     )

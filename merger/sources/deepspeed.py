@@ -126,18 +126,8 @@ class DeepSpeedSource:
         return self._tags.verified(found, step)
 
 
-def is_trainer_folder(path: Path) -> bool:
-    """Return whether a directory is a Trainer's folder."""
-    return (path / STATE).is_file()
-
-
-def is_output_folder(path: Path) -> bool:
-    """Return whether a directory holds ``checkpoint-N`` folders."""
-    return path.is_dir() and bool(_folders(path))
-
-
-def _folders(root: Path) -> dict[int, Path]:
-    """Return the folders by step, newest first, without links."""
+def trainer_folders(root: Path) -> dict[int, Path]:
+    """Return the ``checkpoint-N`` folders by step, newest first, without links."""
     found = {}
     for path in (root / name for name in LocalFiles(root).list_dir("")):
         name = _FOLDER.fullmatch(path.name)
@@ -155,14 +145,14 @@ class TrainerSource:
         self._root = root.absolute()
 
     def steps(self) -> tuple[int, ...]:
-        return tuple(_folders(self._root))
+        return tuple(trainer_folders(self._root))
 
     def checkpoint(self, step: int | str | None, _: Set[Damage] = frozenset()) -> Checkpoint:
         """Return the state of a folder, given by step or name; None: the newest complete one.
 
         The Trainer itself chooses the highest number, complete or not.
         """
-        folders = _folders(self._root)
+        folders = trainer_folders(self._root)
         if step is not None:
             named = next((path for number, path in folders.items() if str(step) in (str(number), path.name)), None)
             if named is None:

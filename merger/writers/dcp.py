@@ -8,20 +8,19 @@ blob, so it is made last. Peak memory: the plain values.
 import io
 import os
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
-from isal import isal_zlib
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from merger.checkpoint import PlannedTensor
 from merger.io.output_file import Hole, VerbatimFile, read_back_error, write_error
-from merger.writers.torch_zip import Record, patch_checksum, read_records_from
+from merger.writers.torch_zip import Record, patch_checksum, read_records_from, rest_of
 
 _BLOB_BYTES = 1300  # approximate overhead of `torch.save` per value
 
@@ -98,7 +97,7 @@ class DcpFile:
 
     items: Sequence[Item]
     blobs: list[_Blob] = field(default_factory=list, init=False)  # place of each item, once the file is made
-    _rest: tuple[int, int] = field(default=(0, 0), init=False)  # size and CRC-32 of everything but the planned tensors
+    _rest: tuple[int, int] = field(default=(0, 0), init=False)  # size, and CRC-32 of everything but planned tensors
 
     def tensors(self) -> Iterable[PlannedTensor]:
         return (item.value for item in self.items if isinstance(item.value, PlannedTensor))
@@ -128,28 +127,19 @@ class DcpFile:
                 for record in blob.records:
                     if blob.start + record.offset == blob.data:
                         patch_checksum(window, record, checksums[blob.data])
-            self._rest = self._rest_of(file)
+            self._rest = rest_of(file, self._planned())
 
     def check(self, path: Path) -> None:
         with path.open("rb") as file:
-            sound = self._rest_of(file) == self._rest and not file.read(1)
+            sound = rest_of(file, self._planned()) == self._rest
         if not sound:
             raise read_back_error(path)
 
-    def _rest_of(self, file: BinaryIO) -> tuple[int, int]:
-        """Return (size, CRC-32) of everything but the planned tensors as read now; leaves the file at its end."""
-        size = crc = 0
-        file.seek(0)
+    def _planned(self) -> Iterator[tuple[int, int]]:
+        """Yield (offset, bytes) of the planned tensors."""
         for blob, item in zip(self.blobs, self.items, strict=True):
-            parts = [blob.start + blob.nbytes]
             if blob.data is not None:
-                parts = [blob.data, *parts]
-            for number, stop in enumerate(parts):
-                if number:
-                    file.seek(item.value.nbytes, os.SEEK_CUR)
-                data = file.read(stop - file.tell())
-                size, crc = size + len(data), isal_zlib.crc32(data, crc)
-        return size, crc
+                yield blob.data, item.value.nbytes
 
 
 @dataclass

@@ -82,23 +82,23 @@ class PtFile:
                     self._literals[offset] = isal_zlib.crc32(data)
                     file.seek(offset)
                     file.write(data)
-            self._rest = _rest(file, self._data)
+            self._rest = rest_of(file, self._data)
         return tuple(hole for hole in holes.values() if hole.stored.nbytes)
 
     def seal(self, path: Path, checksums: Mapping[int, int]) -> None:
         crcs = {**self._literals, **checksums}
         with path.open("r+b") as file:
-            if _rest(file, self._data) != self._rest:  # otherwise damage would become the expected content
+            if rest_of(file, self._data) != self._rest:  # otherwise damage would become the expected content
                 raise read_back_error(path)
             for record in _records(path):
                 if record.offset in crcs and record.nbytes:
                     patch_checksum(file, record, crcs[record.offset])
-            self._rest = _rest(file, self._data)
+            self._rest = rest_of(file, self._data)
 
     def check(self, path: Path) -> None:
         planned = {offset for offset, _ in self._data} - self._literals.keys()
         with path.open("rb") as file:
-            sound = _rest(file, self._data) == self._rest
+            sound = rest_of(file, self._data) == self._rest
             for record in _records(path) if sound else ():
                 if record.offset not in planned:
                     file.seek(record.offset)
@@ -173,7 +173,7 @@ def _data(path: Path, leaves: Sequence[Any], offsets: Sequence[int]) -> tuple[tu
     return tuple(sorted(found.items()))
 
 
-def _rest(file: BinaryIO, data: Iterable[tuple[int, int]]) -> tuple[int, int]:
+def rest_of(file: BinaryIO, data: Iterable[tuple[int, int]]) -> tuple[int, int]:
     """Return the size of a file and the CRC-32 of everything but its tensors."""
     crc, position = 0, 0
     for offset, nbytes in data:
