@@ -153,16 +153,13 @@ def writes_nothing(policy: Policy) -> bool:
 
 @dataclass(frozen=True)
 class Parity:
-    """Policy ``parity``: saves one of ``k`` groups of layers at a time; with k = 2, odd and even layers in turn.
+    """Policy ``parity``: saves one of ``k`` >= 2 groups of layers at a time; with k = 2, odd and even layers in turn.
 
     From the literature (layer-wise merging of checkpoints saved by halves). A layer's group is its position modulo k.
     Every unit that can be saved is saved at least once in any k commits. Turns count commits, not steps, so a failed
     save is repeated with the same group and a restart continues with the store's turn. The first commit is full, so the
     turn is ``(commits - 1) mod k``. A group in which nothing can be saved (frozen, not finite, or empty) passes its
     turn to the next: otherwise no commit would be made and the turn would never pass.
-
-    Args:
-        k: Number of groups, >= 2.
     """
 
     k: int = 2

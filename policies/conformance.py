@@ -267,8 +267,6 @@ def check_before_training(policy: Policy, stats: Sequence[UnitStats], *, measure
     """Try a bounded policy on the units of a job: at a first save and in mid-run.
 
     Args:
-        policy: The policy inside its bounds.
-        stats: The units of the job.
         measured: Whether drift is known at a decision.
         limited: Whether the job has a budget.
 

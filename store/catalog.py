@@ -122,8 +122,7 @@ class Catalog:
     def saves(self) -> list[SaveId]:
         """Return all commits by file name, newest first, without reading them.
 
-        Raises:
-            DamagedError: There are segments but no ``manifests/``, so commits were lost.
+        Raises DamagedError if there are segments but no ``manifests/``, so that commits were lost.
         """
         return newest_first(self.manifest_names())
 

@@ -42,12 +42,9 @@ class YamlFile:
 
 
 def read_yaml(path: Path, kind: str = "configuration") -> YamlFile:
-    """Read a YAML mapping; an empty file is an empty mapping.
+    """Read a YAML mapping; an empty file is an empty mapping. ``kind``: of file, for messages.
 
-    ``kind``: of file, for the message where it cannot be read.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not a YAML mapping whose keys are text.
+    Raises ConfigError if the file cannot be read, or is not a YAML mapping whose keys are text.
     """
     try:
         text = path.read_text(encoding="utf-8")

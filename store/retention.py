@@ -35,15 +35,13 @@ _KEPT_EPOCHS = 64  # newest epoch records that stay, needed or not: interruption
 class Retention:
     """Rules for the commits to retain.
 
-    Args:
-        max_share: Share of the disk space, without what others use of it, that the store may take, with the next full
-            save. None: all of it.
+    The store may take ``max_share`` of the disk space without what others use of it, with the next full save.
     """
 
     keep_last: int = 3  # newest commits to retain, at least 1
     keep_every: int | None = None  # also retain one commit in each range of so many steps
     log_spaced: bool = True  # also retain the oldest commit in each age range [2^i, 2^(i+1)) steps behind the newest
-    max_share: float | None = None
+    max_share: float | None = None  # None: all of it
 
     def __post_init__(self) -> None:
         if self.keep_last < 1:
@@ -150,8 +148,6 @@ def plan_prune(
     """Plan a prune without writing anything.
 
     Args:
-        catalog: The store.
-        retention: Which commits to keep.
         epoch: Epoch of the job that prunes. None: the newest one, where no job owns the store.
         make_room: Bytes to free, if need be by dropping commits that the rule retains, the oldest first.
         continued: Commit that the running job continues; it stays, even if newer ones are whole.

@@ -51,14 +51,12 @@ class TracedUnit(_Line):
 class JobLine(_Line):
     """An incarnation and its units from here on; none before they are known.
 
-    Args:
-        started: Begin of the incarnation in seconds since 1970, the same in all its job lines. ``seconds`` of all its
-            lines count from there, on a monotonic clock.
+    ``seconds`` of all its lines count from ``started``, on a monotonic clock.
     """
 
     kind: Literal["job"] = "job"
     version: int = VERSION
-    started: float
+    started: float  # begin of the incarnation in seconds since 1970, the same in all its job lines
     epoch: int
     framework: str
     world_size: int
@@ -113,8 +111,7 @@ class MovedLine(_Line):
 class CommitLine(_Line):
     """A save of ``step`` is committed.
 
-    Args:
-        sizes: Unit -> bytes, encoding, error, and drift as staged (null without a previous version).
+    ``sizes``: unit -> bytes, encoding, error, and drift as staged (null without a previous version).
     """
 
     kind: Literal["commit"] = "commit"

@@ -155,11 +155,7 @@ def estimate(
 
 
 def check_options(limits: "Limits", terms: "Terms", *, recommend: bool) -> None:
-    """Check the options shared by both commands.
-
-    Raises:
-        UsageError: a number is out of range, or a limit was given without ``--recommend``.
-    """
+    """Check shared options. Raises UsageError for a number out of range or a limit without ``--recommend``."""
     for hours in terms.mtbf_hours or ():
         check_numbers({"mtbf": hours}, above_zero=True)
     from_zero = {

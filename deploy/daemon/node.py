@@ -124,8 +124,7 @@ class Jobs:
     def join(self, hello: Register, pid: int) -> tuple[NodeJob, RankConnection, list[NodeJob]]:
         """Register a process, again if its connection broke; return the job, the rank, and replaced older epochs.
 
-        Raises:
-            DaemonError: another living process has that rank, or a newer epoch is known.
+        Raises DaemonError if another living process has that rank, or a newer epoch is known.
         """
         here = [job for (*store, _), job in self._jobs.items() if store == [hello.store, hello.store_id]]
         newest = max((job.hello.epoch for job in here), default=hello.epoch)
@@ -265,12 +264,9 @@ class Node:
     # Jobs.
 
     def join(self, hello: Register, pid: int, end: int | None) -> tuple[NodeJob, RankConnection]:
-        """Register a trainer.
+        """Register a trainer, or raise DaemonError.
 
         ``end``: descriptor of :func:`deploy.daemon.server.process_end_fd`; ownership passes to this call.
-
-        Raises:
-            DaemonError: the trainer cannot be registered.
         """
         try:
             if Path(hello.base) != self.options.base:

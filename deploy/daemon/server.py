@@ -266,10 +266,8 @@ class Daemon:
 def ensure_daemon(base: Path, port: int, exit_idle: float, more: Sequence[str] = ()) -> str | None:
     """Start a daemon at ``base`` unless one runs, with the same command as a trainer's :mod:`monitor.daemon_client`.
 
-    Does not wait for it: a failure is in its log. ``more`` are further options of ``daemon run``.
-
-    Returns:
-        A message about the start or its failure, None if a daemon was running.
+    Does not wait for it: a failure is in its log. ``more`` are further options of ``daemon run``. Returns a message
+    about the start or its failure, None if a daemon was running.
     """
     try:
         make_home(base)

@@ -101,14 +101,10 @@ def heat_map(
     ticks: Sequence[tuple[float, str]],
     marks: Sequence[float],
 ) -> Map:
-    """Lay out a strip of panels.
+    """Lay out a strip of panels, one for each of ``grids``, with a row for each of ``layers``.
 
-    Args:
-        grids: one for each panel.
-        layers: names of the rows.
-        strong: rows to label first.
-        ticks: (column, text) below each panel.
-        marks: columns before which a line is drawn.
+    ``strong``: rows to label first. ``ticks``: (column, text) below each panel. ``marks``: columns before which a line
+    is drawn.
     """
     cell = _cell(len(layers))
     body = len(layers) * cell
@@ -231,15 +227,10 @@ def bars(
     *,
     unit: float = 1.0,
 ) -> Bars:
-    """Lay out a bar chart.
+    """Lay out a bar chart with a column for each of ``values``; those of ``beside``, if any, are to compare with.
 
-    Args:
-        values: one for each column.
-        beside: values to compare with, may be empty.
-        text: format of the scale.
-        ticks: (column, text) below the chart.
-        marks: columns of restarts.
-        unit: unit in which the scale is round.
+    ``text``: format of the scale, which is round in ``unit``. ``ticks``: (column, text) below the chart. ``marks``:
+    columns of restarts.
     """
     count = max(1, len(values))
     each = (WIDTH - _LEFT) / count

@@ -113,10 +113,7 @@ def recommend(
 ) -> Recommendation:
     """Return the configuration with the least expected damage within the limits.
 
-    ``beside`` are further replays to compare over the same steps.
-
-    Raises:
-        UsageError: no configuration keeps the limits.
+    ``beside`` are further replays to compare over the same steps. Raises UsageError if nothing keeps the limits.
     """
     if not limits.any:
         raise UsageError("--recommend needs a limit: --bytes-per-hour, --stall-share or --max-loss-minutes")

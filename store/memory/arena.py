@@ -95,18 +95,13 @@ def is_owned(path: Path) -> bool:
 
 
 class Arena:
-    """Writes the memory of one rank.
+    """Writes the memory of one rank. Raises StorageError if another process holds it.
 
     Args:
-        tier: Memory of the store on this node.
         epoch: First epoch of the incarnation.
-        rank: Rank of this process.
         versions: 2, or 1: then there is no version while one is being replaced.
         files: Of the store, to recognise memory of its copies; without it all memory counts as the store's.
         replica: Whether it is for replicas of a rank on another node.
-
-    Raises:
-        StorageError: Another process holds the memory.
     """
 
     def __init__(

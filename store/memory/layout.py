@@ -224,16 +224,12 @@ def reader_of(head: ManifestRecord | None) -> int:
 
 
 class VersionRecord(Record):
-    """One rank's share of a version.
-
-    Args:
-        head: From rank 0: the manifest of a commit of this version, without the group of its own segments.
-    """
+    """One rank's share of a version."""
 
     reader: Natural
     claim: Digest  # token of the claim of its epoch, which differs from that of a job on a copy of the store
     part: PartRecord  # as in a store; offsets count from the payload's beginning
-    head: ManifestRecord | None = None
+    head: ManifestRecord | None = None  # rank 0's: manifest of a commit of it, without the group of its own segments
     replica: bool = False  # whether this is a replica that another node keeps of the rank
 
     @property

@@ -19,11 +19,8 @@ from store.storage.local import Files, LocalFiles, OpensFiles, read_at
 class Overlay:
     """Read-only :class:`store.storage.local.Files`; any write raises StorageError.
 
-    Args:
-        below: Files of the store.
-        version: The in-memory version.
-        manifest: Shown instead of the version's own.
-        alone: Hide all other commits, so that a damaged version leaves nothing to resume.
+    Shows ``manifest`` instead of the version's own; with ``alone`` no other commit, so that a damaged version leaves
+    nothing to resume.
     """
 
     def __init__(

@@ -51,10 +51,7 @@ def write_new(
     """Write a file under a free name; it is durable on return. Raises ExistsError if the name is taken.
 
     Args:
-        files: The storage.
-        path: Name of the file.
-        fill: Writes the content.
-        patched: Whether ``fill`` may call ``write_at``.
+        patched: Whether ``fill``, which writes the content, may call ``write_at``.
         most: Largest size of a payload in bytes; 0 for a record.
         sync_name: Whether the name is durable on return, too. If not, the directory must be synced before anything
             refers to the file.
