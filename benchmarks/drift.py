@@ -30,8 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.figures import Figure, report
-from monitor.observe.drift_meter import drift_ratio
-from monitor.observe.exact_meter import ExactMeter
+from monitor.observe.drift_meter import ExactMeter, drift_ratio
 from monitor.observe.layers import find_layers
 from monitor.observe.sketch_meter import SketchMeter
 from store.names import Unit

@@ -275,7 +275,7 @@ def _build_job(
         adapter = cast("Adapter", SkipFrozenAdapter(adapter))
     user = UserState(state)
     with adapter.cache_lookups():
-        to_tree(capture_run_state(adapter, user, rank=0))  # raises now if something cannot be stored
+        to_tree(capture_run_state(adapter, user, rank=0).whole())  # raises now if something cannot be stored
         layers = find_layers(
             adapter.module, list(adapter.tensors()), experts=settings.layers.experts, patterns=settings.layers.patterns
         )

@@ -7,8 +7,8 @@ kept in its :class:`TaskResult`; none is swallowed.
 
 import queue
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -24,6 +24,22 @@ class TaskResult(Generic[T]):
     number: int
     result: T | None
     error: BaseException | None
+
+
+_may_begin = threading.Event()
+_may_begin.set()
+
+
+@contextmanager
+def training_first() -> Iterator[None]:
+    """Let no background task begin inside the context, unless the training thread waits for one.
+
+    Two threads that run Python take turns of 5 ms: training would wait for tasks that it has just submitted."""
+    _may_begin.clear()
+    try:
+        yield
+    finally:
+        _may_begin.set()
 
 
 class Once(Generic[T]):
@@ -72,25 +88,33 @@ class BackgroundWorker(Generic[T]):
 
     def wait(self, number: int, timeout: float) -> bool:
         """Wait until this task is finished. Return False after ``timeout`` seconds."""
+        _may_begin.set()
         with self._lock:
             return self._lock.wait_for(lambda: number not in self._open, max(0.0, timeout))
 
     def join(self, timeout: float) -> bool:
         """Wait until all tasks are finished. Return False after ``timeout`` seconds."""
+        _may_begin.set()
         with self._lock:
             return self._lock.wait_for(lambda: not self._open, max(0.0, timeout))
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the calling thread is the worker's own."""
+        return threading.current_thread() is self._thread
 
     def stop(self) -> None:
         """Stop the thread after the tasks submitted so far. If all are finished, wait for the thread to exit.
 
         A thread that still frees tensors at interpreter shutdown may abort the process."""
         self._tasks.put(None)
-        if self.join(0.0) and threading.current_thread() is not self._thread:
+        if self.join(0.0) and not self.is_current:
             self._thread.join(_STOP_TIMEOUT)
 
     def _work(self) -> None:
         while (item := self._tasks.get()) is not None:
             number, task = item
+            _may_begin.wait()
             try:
                 result = TaskResult(number, task(), None)
             except BaseException as error:  # noqa: BLE001 - the thread's edge: kept for the training thread

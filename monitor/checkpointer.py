@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
+from monitor.background import training_first
 from monitor.context import JobContext, without_gc
 from monitor.decide.budget_tracker import BudgetTracker
 from monitor.decide.decider import Decider
@@ -219,7 +220,7 @@ class Checkpointer:
         self._trained = True
         if self._preemption.agreed():
             return self._leave()
-        with self._job.adapter.cache_lookups(), without_gc():
+        with self._job.adapter.cache_lookups(), without_gc(), training_first():
             report = self._decide(None, began) if self._pace.due(self._step) else None
             if self._memory is not None and self._memory.due(self._step):
                 self._memory.snapshot(self._step, partial(self._surveyor.survey, stepped=report is None))
@@ -495,6 +496,5 @@ class Checkpointer:
         if decided is None:
             return StepReport(self._step, skipped, stall_seconds=stall, problem=problem)
         saved = decided.saved if skipped in (None, "observe") else {}
-        return StepReport(
-            self._step, skipped, decided.stats, saved, decided.choices, staged, stall, interval=decided.interval
-        )
+        chosen, interval = decided.choices, decided.interval
+        return StepReport(self._step, skipped, decided.stats, saved, chosen, staged, stall, interval=interval)

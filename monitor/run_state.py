@@ -219,18 +219,34 @@ def match_generators(state: Mapping[str, Any], count: int, current: int) -> tupl
     return {current: saved[device]}, note + "only that of the current device is restored"
 
 
-def capture_run_state(adapter: Adapter, user: UserState, rank: int, buffers: RankBuffers | None = None) -> Any:
-    """Return the current run state of this rank.
+@dataclass(frozen=True)
+class CapturedState:
+    """The run state of one rank at one time.
+
+    live: What may share memory with live values. copies: Puts the rest together, in any thread."""
+
+    live: Mapping[str, Any]
+    copies: Callable[[], Mapping[str, Any]]
+
+    def whole(self) -> dict[str, Any]:
+        """Return the run state."""
+        return {**self.copies(), **self.live}
+
+
+def capture_run_state(
+    adapter: Adapter, user: UserState, rank: int, buffers: RankBuffers | None = None
+) -> CapturedState:
+    """Capture the run state of this rank.
 
     The framework's state is the same on all ranks and names every parameter, so only rank 0 stores it: copies of
     thousands of ranks would add up to gigabytes.
 
     buffers: after :meth:`RankBuffers.compare`."""
-    framework = adapter.run_state() if rank == 0 else None
-    state = {"framework": framework, "rng": capture_rng(), "user": user.capture(), "objects": user.described()}
+    framework, rng = adapter.capture_run_state() if rank == 0 else None, capture_rng()
     modules = {name: part.state_dict() for name, part in extra_states(adapter.module).items()}
+    live = {"user": user.capture(), "objects": user.described(), **({"modules": modules} if modules else {})}
     own = {} if buffers is None else buffers.captured()
-    return {**state, **({"modules": modules} if modules else {}), **own}
+    return CapturedState({**live, **own}, lambda: {"framework": framework and framework(), "rng": rng})
 
 
 class _Model(BaseModel):
@@ -329,23 +345,11 @@ def to_tree(state: Any) -> tuple[Any, list[Leaf]]:
     return encode(state, _tensor_leaf)
 
 
-_COPIED = ("param_groups", "scalars", "slots")
-"""Parts of the framework's run state that share nothing with live values, and grow with the number of parameters."""
-
-
-def begin_tree(state: Mapping[str, Any]) -> Callable[[], tuple[Any, list[Leaf]]]:
+def begin_tree(state: CapturedState) -> Callable[[], tuple[Any, list[Leaf]]]:
     """Encode what training may change of a captured run state. Return what encodes the rest, once, in any thread."""
-    encoder, framework = Encoder(_tensor_leaf), state["framework"] or {}
-    live = {key: value for key, value in framework.items() if key not in _COPIED}
-    tree = encoder.encode({**state, "framework": live if framework else state["framework"]})
-
-    def finish() -> tuple[Any, list[Leaf]]:
-        for key in _COPIED:
-            if key in framework:
-                tree["framework"][key] = encoder.encode(framework[key], ((None, "framework"), key))
-        return tree, encoder.leaves
-
-    return finish
+    encoder = Encoder(_tensor_leaf)
+    live = encoder.encode(dict(state.live))
+    return lambda: ({**encoder.encode(dict(state.copies())), **live}, encoder.leaves)
 
 
 def from_tree(tree: Any, leaves: Sequence[Leaf]) -> Any:

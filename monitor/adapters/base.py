@@ -5,15 +5,16 @@ It leaves the user's param groups as they are.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from monitor.adapters.identity import Identity
 from store.names import Fragment
 
 
@@ -62,18 +63,8 @@ class StateVersions:
     """Version counters of weights and optimizer state: equal if neither was changed. No value is read."""
 
     optimizer: str  # class name
-    weights: int
-    state: int
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Return autograd's in-place version counter; 0 for a tensor made under ``inference_mode``, which has none."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def versions_of(values: Iterable[Any]) -> int:
-    """Return a hash of tensors' identities and in-place version counters, and of other values themselves."""
-    return hash(tuple((id(v), version_of(v)) if isinstance(v, torch.Tensor) else repr(v) for v in values))
+    weights: Any
+    state: Any
 
 
 class Adapter(Protocol):
@@ -114,6 +105,11 @@ class Adapter(Protocol):
 
         None if a replaced optimizer is always detected without them."""
 
+    def identity(self) -> Identity | None:
+        """Return the tensors of the job now. Where the layout is equal, so are the names and places of all pieces.
+
+        None if that cannot be told, so that everything is listed anew."""
+
     def before_update(self, hook: Callable[[], None]) -> None:
         """Call ``hook`` in the training thread whenever an optimizer step is about to change the state."""
 
@@ -150,7 +146,10 @@ class Adapter(Protocol):
         """Return counters, loss scaler, scheduler, hyperparameters per param group and scalars per parameter.
 
         Plain values and tensors only. Parameters are named by fqn, never by index, so that it fits any stage and world
-        size. ``param_groups``, ``scalars`` and ``slots`` are copies, which training does not change."""
+        size. All are copies, which training does not change."""
+
+    def capture_run_state(self) -> Callable[[], dict[str, Any]]:
+        """Copy what :meth:`run_state` returns. Return what puts it together, in any thread."""
 
     def objects(self) -> Mapping[str, Any]:
         """Return the framework's objects that load their own state (a learning-rate scheduler).
@@ -168,40 +167,6 @@ class Adapter(Protocol):
 
     def layout_facts(self) -> dict[str, Any]:
         """Return JSON values from which the merger rebuilds the framework's own checkpoint layout."""
-
-
-T = TypeVar("T")
-
-
-class StepCache:
-    """Caches values by key inside :meth:`enabled` only. The values are shared: do not change them.
-
-    One decision asks a dozen times for the names of a model's parameters, and each lookup walks the module tree, which
-    takes longer than everything else in a decision. Between two decisions a script may change anything."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, Any] | None = None
-
-    @contextmanager
-    def enabled(self) -> Iterator[None]:
-        """Cache values until the outermost context ends."""
-        if self._values is not None:
-            yield
-            return
-        self._values = {}
-        try:
-            yield
-        finally:
-            self._values = None
-
-    def get(self, key: str, compute: Callable[[], T]) -> T:
-        """Return ``compute()``, called once per key while the cache is enabled; errors are not cached."""
-        if self._values is None:
-            return compute()
-        if key not in self._values:
-            self._values[key] = compute()
-        value: T = self._values[key]
-        return value
 
 
 def wrap_methods(

@@ -1,8 +1,9 @@
 """Adapt DeepSpeed engines, by ZeRO stage: 0 (no sharding), 1 and 2, 3."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,15 +15,16 @@ from monitor.adapters.deepspeed_base import (
     Placement,
     ZeroAdapter,
     check_engine_state,
-    engine_facts,
     engine_state,
     load_engine_state,
     require_same_engine,
+    scaler_state,
 )
 from monitor.adapters.module_tensors import ModuleTensors, ParameterNames, slice_piece, whole_piece
 from monitor.adapters.pytorch import PyTorchAdapter
 from store.errors import UnsupportedError
 from store.names import FROZEN, WEIGHTS, Fragment
+from store.schema import as_json
 
 
 def engine_adapter(engine: Any) -> Adapter:
@@ -59,6 +61,35 @@ def _check_parallelism(engine: Any) -> None:
         raise UnsupportedError("ZenFlow is not supported; remove zero_optimization.zenflow")
 
 
+def engine_facts(engine: Any, inventory: ModuleTensors) -> dict[str, Any]:
+    """Return the JSON values that a writer of DeepSpeed's own files needs from an engine of any stage."""
+    optimizer = engine.optimizer
+    return {
+        "framework": "deepspeed",
+        "ds_version": str(deepspeed.__version__),
+        "zero_stage": int(engine.zero_optimization_stage()),
+        "world_size": dist.get_world_size(),
+        "mp_world_size": int(engine.mp_world_size),
+        "dtype": "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
+        "ds_config": as_json(engine._config._param_dict),
+        "zero_optimizer": type(optimizer).__name__,
+        "optimizer": type(engine.basic_optimizer).__name__,
+        "loss_scaler": scaler_state(optimizer),
+        "dynamic_loss_scale": bool(getattr(optimizer, "dynamic_loss_scale", False)),
+        "clip_grad": float(getattr(optimizer, "clip_grad", 0.0)),
+        "elastic_checkpoint": bool(getattr(optimizer, "elastic_checkpoint", False)),
+        "state_dict_names": inventory.state_dict_names(),
+        # As in DeepSpeed: all parameters that its optimizer wrappers leave out, those without elements too.
+        "frozen": [
+            fqn
+            for fqn, parameter in inventory.parameters().items()
+            if not parameter.requires_grad or not getattr(parameter, "ds_numel", parameter.numel())
+        ],
+        "buffer_names": list(engine._get_buffer_names()),
+        "shared_params": {alias: fqn for fqn, names in inventory.aliases().items() for alias in names},
+    }
+
+
 class Stage0Adapter(EngineAdapter, PyTorchAdapter):
     """Adapter of an engine without ZeRO, in fp32: replicas, with DeepSpeed's counters and scheduler."""
 
@@ -73,8 +104,9 @@ class Stage0Adapter(EngineAdapter, PyTorchAdapter):
         require_same_engine(self.engine, self.module, self.optimizer)
         super().check_attached()
 
-    def run_state(self) -> dict[str, Any]:
-        return {**super().run_state(), **engine_state(self.engine)}
+    def capture_run_state(self) -> Callable[[], dict[str, Any]]:
+        captured, own = super().capture_run_state(), engine_state(self.engine)
+        return lambda: {**captured(), **own}
 
     def check_run_state(self, state: Mapping[str, Any]) -> None:
         super().check_run_state(state)
@@ -98,6 +130,12 @@ class Zero12Adapter(ZeroAdapter):
     def _flats(self) -> list[FlatPartition]:
         names = self._inventory.names()
         return [self._flat(index, names) for index in range(len(self._lists()))]
+
+    def _masters(self) -> Sequence[torch.Tensor]:
+        return [masters for _, _, masters in self._lists()]
+
+    def _slices(self) -> Sequence[torch.Tensor]:
+        return [working for _, working, _ in self._lists()]  # the parameters' places follow from their addresses
 
     def finish_load(self) -> None:
         self._zero.update_lp_params()  # each rank casts its partition of the masters, then all gather
@@ -127,8 +165,9 @@ class Zero12Adapter(ZeroAdapter):
         self._require_attributes("real_dp_process_group", "update_lp_params", "partition_count", *self._attributes())
         self.flats()
 
-    def _stage_facts(self) -> dict[str, Any]:
+    def _facts(self) -> dict[str, Any]:
         return {
+            **engine_facts(self.engine, self._inventory),
             "partition_count": [int(count) for count in self._zero.partition_count],
             "nccl_start_alignment_factor": int(self._zero.nccl_start_alignment_factor),
             "round_robin_gradients": bool(getattr(self._zero, "round_robin_gradients", False)),
@@ -195,6 +234,14 @@ class Zero3Adapter(ZeroAdapter):
         names = self._inventory.names()
         return [self._flat(index, names) for index in range(len(self._zero.fp16_groups))]
 
+    def _masters(self) -> Sequence[torch.Tensor]:
+        masters: Sequence[torch.Tensor] = self._zero.fp32_partitioned_groups_flat
+        return masters
+
+    def _slices(self) -> Sequence[torch.Tensor]:
+        parameters: Iterable[Any] = self.module.parameters()
+        return [parameter.ds_tensor for parameter in parameters]
+
     def finish_load(self) -> None:
         # Release gathered parameters, whose values are from before the load; cast the working slices from the masters;
         # then gather the small parameters that persist.
@@ -251,8 +298,9 @@ class Zero3Adapter(ZeroAdapter):
             if hasattr(parameter.ds_tensor, "ds_quant_scale"):
                 raise UnsupportedError(f"{fqn} is quantized; set zero_quantized_nontrainable_weights to false")
 
-    def _stage_facts(self) -> dict[str, Any]:
+    def _facts(self) -> dict[str, Any]:
         return {
+            **engine_facts(self.engine, self._inventory),
             "partition_count": int(self._zero.partition_count),
             "param_groups": [{"params": fqns} for fqns, _ in self._groups()],
             "sub_groups": [

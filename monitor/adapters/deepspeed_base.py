@@ -7,9 +7,9 @@ from the training thread, between optimizer steps. Tensor, pipeline and expert p
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from monitor.adapters.base import FragmentPlace, LiveValue, Piece, StateVersions, TensorInfo, wrap_methods
+from monitor.adapters.identity import Identity, IdentityReader, T
 from monitor.adapters.module_tensors import ModuleTensors, whole_piece
 from monitor.adapters.optimizer_state import (
     common_scalars,
@@ -30,6 +31,7 @@ from monitor.adapters.optimizer_state import (
     planned_slots,
     require_by_parameter,
     require_storable,
+    require_storable_groups,
     restore_groups,
     restored_scalars,
     slots_of,
@@ -61,7 +63,7 @@ def engine_state(engine: Any) -> dict[str, Any]:
     scheduler = engine.lr_scheduler
     return {
         "counters": counters,
-        "loss_scaler": _scaler_state(engine.optimizer),
+        "loss_scaler": scaler_state(engine.optimizer),
         "lr_scheduler": None if scheduler is None else copy.deepcopy(scheduler.state_dict()),
     }
 
@@ -137,7 +139,8 @@ def _counters_from_steps(engine: Any, state: Mapping[str, Any]) -> dict[str, int
     }
 
 
-def _scaler_state(optimizer: Any) -> dict[str, Any] | None:
+def scaler_state(optimizer: Any) -> dict[str, Any] | None:
+    """Return the state of the loss scaler, if there is one."""
     autocast = getattr(optimizer, "torch_autocast_gradscaler", None)
     if autocast is not None:
         return {"class": type(autocast).__name__, **autocast.state_dict()}
@@ -169,35 +172,6 @@ def _scaler_updates(optimizer: Any, saved: Mapping[str, Any] | None) -> dict[str
             "with other settings; configure it as in the run that was saved"
         )
     return {key: saved[key] for key in keys}
-
-
-def engine_facts(engine: Any, inventory: ModuleTensors) -> dict[str, Any]:
-    """Return the JSON values that a writer of DeepSpeed's own files needs from an engine of any stage."""
-    optimizer = engine.optimizer
-    return {
-        "framework": "deepspeed",
-        "ds_version": str(deepspeed.__version__),
-        "zero_stage": int(engine.zero_optimization_stage()),
-        "world_size": dist.get_world_size(),
-        "mp_world_size": int(engine.mp_world_size),
-        "dtype": "bf16" if engine.bfloat16_enabled() else "fp16" if engine.fp16_enabled() else "fp32",
-        "ds_config": as_json(engine._config._param_dict),
-        "zero_optimizer": type(optimizer).__name__,
-        "optimizer": type(engine.basic_optimizer).__name__,
-        "loss_scaler": _scaler_state(optimizer),
-        "dynamic_loss_scale": bool(getattr(optimizer, "dynamic_loss_scale", False)),
-        "clip_grad": float(getattr(optimizer, "clip_grad", 0.0)),
-        "elastic_checkpoint": bool(getattr(optimizer, "elastic_checkpoint", False)),
-        "state_dict_names": inventory.state_dict_names(),
-        # As in DeepSpeed: all parameters that its optimizer wrappers leave out, those without elements too.
-        "frozen": [
-            fqn
-            for fqn, parameter in inventory.parameters().items()
-            if not parameter.requires_grad or not getattr(parameter, "ds_numel", parameter.numel())
-        ],
-        "buffer_names": list(engine._get_buffer_names()),
-        "shared_params": {alias: fqn for fqn, names in inventory.aliases().items() for alias in names},
-    }
 
 
 @dataclass(frozen=True)
@@ -234,6 +208,7 @@ class ZeroAdapter(EngineAdapter, ABC):
         self.module: nn.Module = engine.module
         self._zero = engine.optimizer
         self._inventory = ModuleTensors(self.module)
+        self._reader = IdentityReader()
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._check_supported()
         self._wrapped, self._group_count = self._base_optimizer, len(self._base_optimizer.param_groups)
@@ -245,6 +220,14 @@ class ZeroAdapter(EngineAdapter, ABC):
         """Return the flat partitions of this rank, in the order of DeepSpeed's own (sub-)groups."""
 
     @abstractmethod
+    def _masters(self) -> Sequence[torch.Tensor]:
+        """Return the tensors of :meth:`_flats`."""
+
+    def _slices(self) -> Sequence[torch.Tensor]:
+        """Return this rank's own slices of parameters, if each has one."""
+        return ()
+
+    @abstractmethod
     def _unpartitioned(self) -> tuple[list[Piece], list[Piece]]:
         """Return pieces of the parameters that are in no flat partition: (replicated, this rank's own slices)."""
 
@@ -253,8 +236,8 @@ class ZeroAdapter(EngineAdapter, ABC):
         """Raise UnsupportedError for a variant of the stage that is not supported."""
 
     @abstractmethod
-    def _stage_facts(self) -> dict[str, Any]:
-        """Return JSON values of the stage's own layout, the same on all ranks."""
+    def _facts(self) -> dict[str, Any]:
+        """Return JSON values of the layout, without hyperparameters, the same on all ranks."""
 
     @abstractmethod
     def finish_load(self) -> None:
@@ -267,7 +250,16 @@ class ZeroAdapter(EngineAdapter, ABC):
 
     def flats(self) -> list[FlatPartition]:
         """Return the flat partitions of this rank."""
-        return self._inventory.cache.get("flats", self._flats)
+        return self._inventory.cache.get("flats", self._known_flats)
+
+    def _known_flats(self) -> list[FlatPartition]:
+        nothing = torch.empty(0)
+        known = self._keep("flats", lambda: [replace(flat, tensor=nothing) for flat in self._flats()])
+        return [replace(flat, tensor=master) for flat, master in zip(known, self._masters(), strict=True)]
+
+    def _keep(self, key: str, compute: Callable[[], T]) -> T:
+        """Return ``compute()``, called once for as long as the job has the same tensors."""
+        return self._inventory.cache.keep(self.identity(), key, compute)
 
     def check_attached(self) -> None:
         require_same_engine(self.engine, self.module, self._zero)
@@ -275,6 +267,10 @@ class ZeroAdapter(EngineAdapter, ABC):
             raise UnsupportedError(
                 "ZeRO's inner optimizer was replaced after monitor.attach: call close() and attach the engine again"
             )
+        require_storable_groups(self._base_optimizer)
+        self._keep("attached", self._check_state)
+
+    def _check_state(self) -> None:
         self._check_supported()
         require_by_parameter(self._base_optimizer)
         require_storable(self._base_optimizer, self._name_of_state)
@@ -286,6 +282,19 @@ class ZeroAdapter(EngineAdapter, ABC):
                 f"{(unknown or [len(groups) - 1])[0]}), so they would not be saved; give them to "
                 "deepspeed.initialize, or take them out"
             )
+
+    def identity(self) -> Identity | None:
+        return self._inventory.cache.get("identity", self._read_identity)
+
+    def _read_identity(self) -> Identity | None:
+        try:
+            return self._reader.read(self.module, self._base_optimizer, [*self._masters(), *self._slices()])
+        except (RuntimeError, TypeError, AttributeError):  # a part of the engine was replaced: see check_attached()
+            return None
+
+    def capture_run_state(self) -> Callable[[], dict[str, Any]]:
+        state = self.run_state()
+        return lambda: state
 
     def before_update(self, hook: Callable[[], None]) -> None:
         # Master weights and moments change only in the optimizer that ZeRO wraps.
@@ -307,7 +316,9 @@ class ZeroAdapter(EngineAdapter, ABC):
         self._intercept_parameters(hook)
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._inventory.infos(frozenset(fqn for flat in self.flats() for fqn in flat.fqns))
+        return self._keep(
+            "infos", lambda: self._inventory.infos(frozenset(fqn for flat in self.flats() for fqn in flat.fqns))
+        )
 
     def owned(self) -> list[Piece]:
         """Return pieces of the flat partitions and their optimizer state, and a part of the replicated tensors."""
@@ -408,7 +419,7 @@ class ZeroAdapter(EngineAdapter, ABC):
             yield LiveValue(f"engine.{key}.state_dict()", item.state_dict(), stored=("framework", key))
 
     def layout_facts(self) -> dict[str, Any]:
-        facts = {**engine_facts(self.engine, self._inventory), **self._stage_facts()}
+        facts = self._facts()
         for group, live in zip(facts["param_groups"], self._base_optimizer.param_groups, strict=True):
             group["hyper"] = as_json({key: value for key, value in live.items() if key != "params"})
         return facts

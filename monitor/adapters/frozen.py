@@ -5,12 +5,13 @@ and refuses other weights by name. Parameters frozen later are saved as usual; p
 Training thread.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from monitor.adapters.base import Adapter, FragmentPlace, LiveValue, Piece, TensorInfo, version_of
+from monitor.adapters.base import Adapter, FragmentPlace, LiveValue, Piece, TensorInfo
+from monitor.adapters.identity import version_of
 from monitor.distributed import Group
 from store.errors import ModelMismatchError, UnsupportedError
 from store.names import FROZEN, LEFT_OUT, Fragment
@@ -71,8 +72,15 @@ class SkipFrozenAdapter:
     def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[FragmentPlace]:
         return [place for place in self._inner.expected(slots) if self._is_saved(place)]
 
+    def identity(self) -> None:
+        return None  # autograd's counters are looked at whenever the pieces are listed
+
     def run_state(self) -> dict[str, Any]:
-        return {**self._inner.run_state(), LEFT_OUT: self._fingerprints()}
+        return self.capture_run_state()()
+
+    def capture_run_state(self) -> Callable[[], dict[str, Any]]:
+        captured, fingerprints = self._inner.capture_run_state(), self._fingerprints()
+        return lambda: {**captured(), LEFT_OUT: fingerprints}
 
     def check_run_state(self, state: Mapping[str, Any]) -> None:
         self._inner.check_run_state(state)

@@ -7,7 +7,7 @@ all ranks; nothing is a collective. Tensor parallelism is not supported.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement, Shard
 
 from monitor.adapters.base import Piece
+from monitor.adapters.identity import Identity
 from monitor.adapters.module_tensors import ModuleTensors, require_materialized, whole_piece, without_wrappers
 from monitor.adapters.optimizer_state import slots_of
 from monitor.adapters.pytorch import PyTorchAdapter, Replica, even_slice
@@ -180,8 +181,12 @@ class Fsdp2Adapter(PyTorchAdapter):
         self._check_state()
         return super().owned()
 
-    def run_state(self) -> dict[str, Any]:
-        """Return the run state; ``on_mesh`` lists the scalars that are DTensors, by fqn."""
+    def capture_run_state(self) -> Callable[[], dict[str, Any]]:
+        """Capture the run state; ``on_mesh`` lists the scalars that are DTensors, by fqn."""
+        captured, on_mesh = super().capture_run_state(), self._keep("on_mesh", self._scalars_on_mesh)
+        return lambda: {**captured(), "on_mesh": on_mesh}
+
+    def _scalars_on_mesh(self) -> dict[str, list[str]]:
         on_mesh: dict[str, list[str]] = {}
         for fqn, parameter, _ in self._optimized():
             state = self.optimizer.state.get(parameter, {})
@@ -189,18 +194,29 @@ class Fsdp2Adapter(PyTorchAdapter):
             keys = sorted(key for key, value in state.items() if isinstance(value, DTensor) and key not in slots)
             if keys:
                 on_mesh[fqn] = keys
-        return {**super().run_state(), "on_mesh": on_mesh}
+        return on_mesh
 
-    def layout_facts(self) -> dict[str, Any]:
+    def _facts(self) -> dict[str, Any]:
         meshes = {
             tuple(parameter.device_mesh.shape)
             for parameter in self._inventory.parameters().values()
             if isinstance(parameter, DTensor)
         }
-        return {**super().layout_facts(), "meshes": [list(mesh) for mesh in sorted(meshes)]}
+        return {**super()._facts(), "meshes": [list(mesh) for mesh in sorted(meshes)]}
 
     def _collect_tensors(self, module: nn.Module) -> ModuleTensors:
         return ShardedModuleTensors(module)
+
+    def _read_identity(self) -> Identity | None:
+        assert isinstance(self._inventory, ShardedModuleTensors)
+        self._inventory.reshard()
+        with torch.no_grad():
+            return super()._read_identity()
+
+    @staticmethod
+    def _local_memory(tensor: torch.Tensor) -> torch.Tensor:
+        local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return local
 
     def _replica(self, fqn: str, slot: str, tensor: torch.Tensor) -> Replica:
         if not isinstance(tensor, DTensor):

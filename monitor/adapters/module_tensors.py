@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from monitor.adapters.base import Adapter, LiveValue, Piece, StepCache, TensorInfo
+from monitor.adapters.base import Adapter, LiveValue, Piece, TensorInfo
 from monitor.adapters.frozen import fingerprint
+from monitor.adapters.identity import StepCache
 from monitor.distributed import Group
 from store.errors import UnstorableError, UnsupportedError
 from store.names import BUFFER, FROZEN, Fragment

@@ -6,6 +6,7 @@ shape, and *scalars*, which are everything else (``step``, factored moments). Hy
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -40,6 +41,50 @@ def to_host(value: Any, where: str) -> Any:
     raise UnsupportedError(
         f"{where} holds a {type(value).__name__}, which cannot be saved: use numbers, strings, tensors, lists or dicts"
     )
+
+
+@dataclass(frozen=True)
+class StackedScalars:
+    """Copies the scalars of many parameters at once: those of one dtype, shape and device are stacked.
+
+    Args:
+        places: fqn -> key -> index among the entries of the optimizer's state.
+        stacks: The indices that are stacked with each other.
+        plain: Those of plain values.
+    """
+
+    places: Mapping[str, Mapping[str, int]]
+    stacks: Sequence[Sequence[int]]
+    plain: Sequence[int]
+
+    @classmethod
+    def of(cls, places: Mapping[str, Mapping[str, int]], entries: Sequence[Any]) -> "StackedScalars | None":
+        """Return None if a scalar is a tensor of a subclass."""
+        stacks: dict[Any, list[int]] = {}
+        plain: list[int] = []
+        for index in (index for keys in places.values() for index in keys.values()):
+            value = entries[index]
+            if type(value) is torch.Tensor:
+                stacks.setdefault((value.dtype, value.shape, value.device), []).append(index)
+            elif isinstance(value, torch.Tensor):
+                return None
+            else:
+                plain.append(index)
+        return cls(places, list(stacks.values()), plain)
+
+    def capture(self, entries: Sequence[Any]) -> Callable[[], dict[str, dict[str, Any]]]:
+        """Copy the scalars to the host. Return what puts them together, by fqn."""
+        with torch.no_grad():
+            copies = [torch.stack([entries[index] for index in stack]).cpu() for stack in self.stacks]
+        plain = {index: entries[index] for index in self.plain}
+
+        def scalars() -> dict[str, dict[str, Any]]:
+            found = dict(plain)
+            for stack, copy_ in zip(self.stacks, copies, strict=True):
+                found.update(zip(stack, copy_.unbind(), strict=True))
+            return {fqn: {key: found[index] for key, index in keys.items()} for fqn, keys in self.places.items()}
+
+        return scalars
 
 
 def describe_group(fqns: Iterable[str], group: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,7 +236,7 @@ _STORABLE = frozenset({torch.Tensor, torch.nn.Parameter, bool, int, float, str, 
 def require_storable(
     optimizer: torch.optim.Optimizer, name_of: Callable[[torch.Tensor], str], known: frozenset[type] = frozenset()
 ) -> None:
-    """Raise UnstorableError if state or hyperparameters of an optimizer have a type that no save can hold.
+    """Raise UnstorableError if state of an optimizer has a type that no save can hold.
 
     Args:
         optimizer: its state has parameters as keys, see :func:`require_by_parameter`.
@@ -202,6 +247,10 @@ def require_storable(
         for key, value in state.items():
             if type(value) not in _STORABLE and (kind := _unstorable_kind(value, known)) is not None:
                 raise _unstorable(optimizer, key, name_of(parameter), kind)
+
+
+def require_storable_groups(optimizer: torch.optim.Optimizer, known: frozenset[type] = frozenset()) -> None:
+    """Raise UnstorableError if hyperparameters have a type that no save can hold; see :func:`require_storable`."""
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key != "params" and (kind := _unstorable_kind(value, known)) is not None:

@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from monitor.adapters.base import FragmentPlace, LiveValue, Piece, StateVersions, TensorInfo, versions_of
+from monitor.adapters.base import FragmentPlace, LiveValue, Piece, StateVersions, TensorInfo
+from monitor.adapters.identity import Identity, IdentityReader, T, versions_of
 from monitor.adapters.module_tensors import ModuleTensors, slice_piece, whole_piece, without_wrappers
 from monitor.adapters.optimizer_state import (
     NOT_STATE,
     LiveGroups,
+    StackedScalars,
     can_take_over,
     complete_state,
     describe_group,
@@ -31,6 +33,7 @@ from monitor.adapters.optimizer_state import (
     planned_slots,
     require_by_parameter,
     require_storable,
+    require_storable_groups,
     restore_groups,
     restored_scalars,
     slots_of,
@@ -116,6 +119,7 @@ class PyTorchAdapter:
         self.buffers_follow_rank0 = buffers_follow_rank0
         self._wrappers = tuple(wrappers)
         self._inventory = self._collect_tensors(module)
+        self._reader = IdentityReader(self._local_memory)
         distributed = dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank(group) if distributed else 0
         self._world_size = dist.get_world_size(group) if distributed else 1
@@ -132,19 +136,23 @@ class PyTorchAdapter:
     def cache_lookups(self) -> AbstractContextManager[None]:
         return self._inventory.cache.enabled()
 
+    def identity(self) -> Identity | None:
+        return self._inventory.cache.get("identity", self._read_identity)
+
     def check_attached(self) -> None:
         """Raise UnsupportedError if an optimized parameter is not in the model, or state belongs to no parameter."""
-        self._groups()
-        require_by_parameter(self.optimizer)
-        names = self._inventory.names()
-        require_storable(self.optimizer, lambda key: names.of(key, type(self.optimizer).__name__), self._known_tensors)
+        self._keep("attached", self._check_names)
+        require_storable_groups(self.optimizer, self._known_tensors)
         for wrapper in self._wrappers:
             _require_no_state(wrapper, self.optimizer)
 
     def state_versions(self) -> StateVersions | None:
+        identity, kind = self.identity(), type(self.optimizer).__name__
+        if identity is not None:
+            return StateVersions(kind, versions_of(identity.trained), versions_of(identity.entries))
         trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        state = (value for p in trained for value in self.optimizer.state.get(p, {}).values())
-        return StateVersions(type(self.optimizer).__name__, versions_of(trained), versions_of(state))
+        state = [value for p in trained for value in self.optimizer.state.get(p, {}).values()]
+        return StateVersions(kind, versions_of(trained), versions_of(state))
 
     def before_update(self, hook: Callable[[], None]) -> None:
         self.optimizer.register_step_pre_hook(lambda *_: hook())
@@ -156,7 +164,7 @@ class PyTorchAdapter:
             part.register_load_state_dict_pre_hook(_LoadHook(hook))  # type: ignore[no-untyped-call]
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._inventory.cache.get("infos", lambda: self._inventory.infos(trainable=frozenset()))
+        return self._keep("infos", lambda: self._inventory.infos(trainable=frozenset()))
 
     def owned(self) -> list[Piece]:
         """Return this rank's part of :meth:`held`. Optimizer state is included once it exists, after the first step."""
@@ -194,20 +202,16 @@ class PyTorchAdapter:
         pass  # nothing is derived from the parameters
 
     def run_state(self) -> dict[str, Any]:
-        scalars: dict[str, dict[str, Any]] = {}
-        slots: dict[str, list[str]] = {}
-        for fqn, parameter, _ in self._optimized():
-            state = self.optimizer.state.get(parameter, {})
-            slots[fqn] = slots_of(state, parameter)
-            scalars[fqn] = {
-                key: to_host(self._scalar(key, value, fqn), f"optimizer state {key!r} of {fqn}")
-                for key, value in state.items()
-                if key not in slots[fqn]
-            }
-        return {
-            "optimizer": type(self.optimizer).__name__,
-            "param_groups": [describe_group(fqns, group) for fqns, group in self._groups()],
-            "scalars": scalars,
+        return self.capture_run_state()()
+
+    def capture_run_state(self) -> Callable[[], dict[str, Any]]:
+        groups = [describe_group(fqns, group) for fqns, group in self._groups()]
+        scalars = self._capture_scalars()
+        slots, kind = self._keep("slots", self._slots), type(self.optimizer).__name__
+        return lambda: {
+            "optimizer": kind,
+            "param_groups": groups,
+            "scalars": scalars(),
             "slots": slots,
             "counters": {},
             "loss_scaler": None,
@@ -245,6 +249,9 @@ class PyTorchAdapter:
             yield LiveValue(f"{place}[{key!r}]", whole[key])
 
     def layout_facts(self) -> dict[str, Any]:
+        return self._keep("facts", self._facts)
+
+    def _facts(self) -> dict[str, Any]:
         return {
             "framework": self.framework,
             "optimizer": type(self.optimizer).__name__,
@@ -263,11 +270,62 @@ class PyTorchAdapter:
         """Return this rank's piece of a tensor and its place among the ranks that hold the same piece."""
         return Replica(whole_piece(fqn, slot, tensor), self._rank, self._world_size)
 
+    _local_memory: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Returns this rank's memory of a tensor; None if that is the tensor itself."""
+
     def _scalar(self, key: str, value: Any, fqn: str) -> Any:  # noqa: ARG002 - for errors of subclasses
         """Return an entry of optimizer state that is not a slot, as it is saved."""
         return value
 
+    def _read_identity(self) -> Identity | None:
+        try:
+            return self._reader.read(self.module, self.optimizer)
+        except (RuntimeError, TypeError, AttributeError):  # of a tensor or module that is not like others
+            return None
+
     # ---- shared by all
+
+    def _keep(self, key: str, compute: Callable[[], T]) -> T:
+        """Return ``compute()``, called once for as long as the job has the same tensors."""
+        return self._inventory.cache.keep(self.identity(), key, compute)
+
+    def _check_names(self) -> None:
+        self._groups()
+        require_by_parameter(self.optimizer)
+        names = self._inventory.names()
+        require_storable(self.optimizer, lambda key: names.of(key, type(self.optimizer).__name__), self._known_tensors)
+
+    def _slots(self) -> dict[str, list[str]]:
+        states = self.optimizer.state
+        return {fqn: slots_of(states.get(parameter, {}), parameter) for fqn, parameter, _ in self._optimized()}
+
+    def _capture_scalars(self) -> Callable[[], dict[str, dict[str, Any]]]:
+        """Copy the entries of optimizer state that are no slots. Return what puts them together, by fqn."""
+        identity = self.identity()
+        stacks = None if identity is None else self._keep("stacks", self._stacked_scalars)
+        if identity is None or stacks is None:
+            scalars = {
+                fqn: {
+                    key: to_host(self._scalar(key, value, fqn), f"optimizer state {key!r} of {fqn}")
+                    for key, value in self.optimizer.state.get(parameter, {}).items()
+                    if key not in slots
+                }
+                for (fqn, slots), (_, parameter, _) in zip(self._slots().items(), self._optimized(), strict=True)
+            }
+            return lambda: scalars
+        return stacks.capture(identity.entries)
+
+    def _stacked_scalars(self) -> StackedScalars | None:
+        slots, fqns = self._keep("slots", self._slots), {id(p): fqn for fqn, p, _ in self._optimized()}
+        places = {fqn: dict[str, int]() for fqn in slots}
+        entries: list[Any] = []
+        for parameter, state in self.optimizer.state.items():
+            fqn = fqns.get(id(parameter))
+            if fqn is not None:
+                numbered = enumerate(state, len(entries))
+                places[fqn] = {key: index for index, key in numbered if key not in slots[fqn]}
+            entries += state.values()
+        return StackedScalars.of(places, entries)
 
     def _replicas(self) -> Iterator[Replica]:
         states = self.optimizer.state
@@ -280,12 +338,13 @@ class PyTorchAdapter:
             yield self._replica(fqn, BUFFER, buffer)
 
     def _groups(self) -> list[tuple[list[str], dict[str, Any]]]:
-        return self._inventory.cache.get("groups", self._named_groups)
+        fqns = self._keep("groups", self._named_groups)
+        return list(zip(fqns, self.optimizer.param_groups, strict=True))
 
-    def _named_groups(self) -> list[tuple[list[str], dict[str, Any]]]:
+    def _named_groups(self) -> list[list[str]]:
         names, kind = self._inventory.names(), type(self.optimizer).__name__
         return [
-            ([names.of(parameter, f"param group {index} of {kind}") for parameter in group["params"]], group)
+            [names.of(parameter, f"param group {index} of {kind}") for parameter in group["params"]]
             for index, group in enumerate(self.optimizer.param_groups)
         ]
 

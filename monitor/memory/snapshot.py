@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from monitor.adapters.base import versions_of
+from monitor.adapters.identity import versions_of
 from monitor.adapters.module_tensors import as_bytes, dtype_name
 from monitor.context import JobContext
 from monitor.ledger import CommitDraft, manifest_of, new_version
@@ -116,7 +116,7 @@ class SnapshotManifest:
     def __init__(self, job: JobContext, saver: Saver) -> None:
         self._job = job
         self._saver = saver
-        self._frozen_versions: int | None = None
+        self._frozen_versions: Any = None
         self._changed_at: dict[Unit, int] = {}
 
     def begin(self) -> None:
@@ -164,9 +164,9 @@ class SnapshotManifest:
         version = self._job.ledger.versions.get(unit)
         return version is not None and version.version.step >= self._changed_at.get(unit, 0)
 
-    def _current_versions(self) -> int:
-        """Return the sum of autograd's version counters of frozen parameters, which the script may still change."""
-        frozen = (one for one in self._job.adapter.module.parameters() if not one.requires_grad)
+    def _current_versions(self) -> Any:
+        """Return autograd's version counters of frozen parameters, which the script may still change."""
+        frozen = [one for one in self._job.adapter.module.parameters() if not one.requires_grad]
         return versions_of(frozen)
 
 

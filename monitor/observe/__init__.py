@@ -1,7 +1,6 @@
 """Choose the drift meter by its name in the configuration."""
 
-from monitor.observe.drift_meter import DriftMeter
-from monitor.observe.exact_meter import ExactMeter
+from monitor.observe.drift_meter import DriftMeter, ExactMeter
 from monitor.observe.sketch_meter import SketchMeter
 from store.errors import ConfigError
 

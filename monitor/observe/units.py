@@ -5,14 +5,17 @@ step and parameters may be unfrozen.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 
 from monitor.adapters.base import Adapter, Piece, StateVersions, TensorInfo
+from monitor.adapters.identity import Identity, MemoryRegions
 from monitor.adapters.module_tensors import dtype_name, unstorable
 from monitor.distributed import Group
 from monitor.observe.layers import Layer
@@ -22,7 +25,6 @@ from store.schema import LayerRecord, TensorRecord, members_digest
 
 _log = logging.getLogger("driftpoint")
 
-_Shape = dict[Unit, tuple[tuple[Fragment, torch.dtype], ...]]
 _RECORDED = ("shape", "dtype", "kind", "aliases")
 _Members = dict[str, tuple[int, str, int]]
 """fqn -> elements, dtype, bytes."""
@@ -39,16 +41,117 @@ class UnitSize:
     """:func:`store.schema.members_digest` of its tensors."""
 
 
-class LocalUnit(NamedTuple):
-    """This rank's pieces of a unit, in a fixed order; possibly none."""
+@dataclass(frozen=True)
+class UnitLayout:
+    """This rank's pieces of a unit, without their memory. Equal if fragments and dtypes are."""
 
-    unit: Unit
-    pieces: tuple[Piece, ...]
+    fragments: tuple[Fragment, ...]
+    dtypes: tuple[torch.dtype, ...]
+    regions: MemoryRegions = field(compare=False)
+    """Where the pieces lie."""
+    spans: tuple[tuple[int, int], ...] | None = field(default=None, compare=False)
+    """Of each piece: the tensor of the job's identity that it lies in, and its first element there."""
+
+    @classmethod
+    def of(cls, pieces: Sequence[Piece]) -> "UnitLayout":
+        tensors = [piece.tensor for piece in pieces]
+        fragments, dtypes = (piece.fragment for piece in pieces), (tensor.dtype for tensor in tensors)
+        return cls(tuple(fragments), tuple(dtypes), MemoryRegions.of(tensors))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Raw bytes of all pieces."""
+        return int(self.regions.sizes.sum())
+
+    @cached_property
+    def members(self) -> _Members:
+        members: _Members = {}
+        for fragment, dtype in zip(self.fragments, self.dtypes, strict=True):
+            _add(members, {fragment.fqn: (fragment.numel, dtype_name(dtype), fragment.numel * dtype.itemsize)})
+        return members
+
+
+class LocalUnit:
+    """This rank's pieces of a unit, in a fixed order; possibly none.
+
+    Args:
+        unit: The unit.
+        layout: Of its pieces.
+        owners: Tensors that the pieces lie in: those of the job's identity, or, if ``layout`` has no spans, one each.
+        pieces: The pieces, if they are known.
+    """
+
+    __slots__ = ("_pieces", "layout", "owners", "unit")
+
+    def __init__(
+        self, unit: Unit, layout: UnitLayout, owners: Sequence[torch.Tensor], pieces: tuple[Piece, ...] | None = None
+    ) -> None:
+        self.unit, self.layout, self.owners, self._pieces = unit, layout, owners, pieces
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The pieces, with their live memory."""
+        if self._pieces is None:
+            self._pieces = tuple(map(Piece, self.layout.fragments, self._views()))
+        return self._pieces
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """Live 1-d tensors."""
         return [piece.tensor for piece in self.pieces]
+
+    @property
+    def sources(self) -> Sequence[torch.Tensor]:
+        """The tensor that each piece lies in."""
+        spans = self.layout.spans
+        return self.owners if spans is None else [self.owners[index] for index, _ in spans]
+
+    def _views(self) -> Iterator[torch.Tensor]:
+        for (index, first), fragment in zip(self.layout.spans or (), self.layout.fragments, strict=True):
+            yield self.owners[index].detach().view(-1).narrow(0, first, fragment.numel)
+
+
+@dataclass(frozen=True)
+class _Listing:
+    """The units of a job for as long as its identity has this layout. Holds no tensor."""
+
+    identity: Any
+    layouts: Mapping[Unit, UnitLayout]
+
+    @classmethod
+    def of(cls, local: Mapping[Unit, LocalUnit], identity: Identity | None) -> "_Listing | None":
+        """Return None if a piece lies in no tensor of the identity, so that it cannot be found again."""
+        if identity is None:
+            return None
+        begins = sorted((one.data_ptr(), index) for index, one in enumerate(identity.tensors) if one.numel())
+        addresses, layouts = [begin for begin, _ in begins], {}
+        for unit, part in local.items():
+            spans = [_span(piece.tensor, begins, addresses, identity.tensors) for piece in part.pieces]
+            found = tuple(span for span in spans if span is not None)
+            if len(found) < len(spans):
+                return None
+            layouts[unit] = replace(part.layout, spans=found)
+        return cls(identity.layout, layouts)
+
+    def local(self, identity: Identity) -> dict[Unit, LocalUnit]:
+        return {unit: LocalUnit(unit, layout, identity.tensors) for unit, layout in self.layouts.items()}
+
+
+def _span(
+    piece: torch.Tensor, begins: Sequence[tuple[int, int]], addresses: Sequence[int], tensors: Sequence[torch.Tensor]
+) -> tuple[int, int] | None:
+    place = bisect_right(addresses, piece.data_ptr()) - 1
+    if place < 0:
+        return None
+    begin, index = begins[place]
+    tensor = tensors[index]
+    first, rest = divmod(piece.data_ptr() - begin, tensor.element_size())
+    inside = tensor.is_contiguous() and first + piece.numel() <= tensor.numel()
+    return (
+        (index, first)
+        if inside and not rest and tensor.dtype == piece.dtype and tensor.device == piece.device
+        else None
+    )
 
 
 class UnitTable:
@@ -60,7 +163,8 @@ class UnitTable:
         self.layers = tuple(layers)
         self._by_name = {layer.name: layer for layer in layers}
         self._layer_of = {fqn: layer for layer in layers for fqn in layer.fqns}
-        self._shape: _Shape | None = None
+        self._shape: dict[Unit, UnitLayout] | None = None
+        self._listing: _Listing | None = None
         self._infos: Mapping[str, TensorInfo] = {}
         self._records: Mapping[str, TensorRecord] = {}
         self.layer_records = tuple(LayerRecord(name=layer.name, block=layer.block) for layer in layers)
@@ -71,13 +175,24 @@ class UnitTable:
 
     def changed(self, local: Mapping[Unit, LocalUnit]) -> bool:
         """Return whether this rank's pieces differ from those at the last call of :meth:`agree`."""
-        return _shapes(local) != self._shape
+        return {unit: part.layout for unit, part in local.items()} != self._shape
 
     def local(self) -> dict[Unit, LocalUnit]:
         """Return the units with pieces on this rank.
 
         Raise UnsupportedError for tensors that cannot be saved, or that were added to the model after attaching, and
         UnstorableError for tensors that are not plain."""
+        with self._adapter.cache_lookups():
+            return self._local(self._adapter.identity())
+
+    def _local(self, identity: Identity | None) -> dict[Unit, LocalUnit]:
+        if identity is None or self._listing is None or self._listing.identity is not identity.layout:
+            found = self._list()
+            self._listing = _Listing.of(found, identity)
+            return found
+        return self._listing.local(identity)
+
+    def _list(self) -> dict[Unit, LocalUnit]:
         for fqn, info in self._adapter.tensors().items():
             self._layer_named(fqn)
             if info.special is not None:
@@ -91,14 +206,16 @@ class UnitTable:
                 unit = Unit(self._layer_named(piece.fragment.fqn), piece.fragment.slot)
                 dtype_name(piece.tensor.dtype, f"{piece.fragment.fqn} ({unit.slot})")
                 units.setdefault(unit, []).append(piece)
-        return {unit: LocalUnit(unit, tuple(pieces)) for unit, pieces in units.items()}
+        return {
+            unit: LocalUnit(unit, UnitLayout.of(pieces), [piece.tensor for piece in pieces], tuple(pieces))
+            for unit, pieces in units.items()
+        }
 
     def agree(self, local: Mapping[Unit, LocalUnit]) -> set[Unit]:
         """Gather the units and sizes of all ranks. Return the units whose pieces changed on any rank. Collective."""
-        own = {unit: _members(part) for unit, part in local.items()}
-        before, now = self._shape, _shapes(local)
-        differing = () if before is None else before.items() ^ now.items()
-        changed_here = {unit for unit, _ in differing}
+        own = {unit: part.layout.members for unit, part in local.items()}
+        before, now = self._shape, {unit: part.layout for unit, part in local.items()}
+        changed_here = set() if before is None else {u for u in before | now if before.get(u) != now.get(u)}
         totals: dict[Unit, _Members] = {}
         reshaped: set[Unit] = set()
         for members_by_unit, changed in self._group.all_gather((own, changed_here)):
@@ -140,14 +257,6 @@ def is_moving(unit: Unit) -> bool:
     return unit.slot not in (FROZEN, BUFFER)
 
 
-def _members(part: LocalUnit) -> _Members:
-    members: _Members = {}
-    for piece in part.pieces:
-        nbytes = piece.tensor.numel() * piece.tensor.element_size()
-        _add(members, {piece.fragment.fqn: (piece.fragment.numel, dtype_name(piece.tensor.dtype), nbytes)})
-    return members
-
-
 def _add(total: _Members, more: _Members) -> None:
     for fqn, (numel, dtype, nbytes) in more.items():
         before = total.get(fqn, (0, dtype, 0))
@@ -160,10 +269,6 @@ def _size(members: _Members) -> UnitSize:
         sum(nbytes for _, _, nbytes in members.values()),
         members_digest({fqn: (numel, dtype) for fqn, (numel, dtype, _) in members.items()}),
     )
-
-
-def _shapes(local: Mapping[Unit, LocalUnit]) -> _Shape:
-    return {unit: tuple((p.fragment, p.tensor.dtype) for p in part.pieces) for unit, part in local.items()}
 
 
 @dataclass(frozen=True)

@@ -69,12 +69,7 @@ class DryRunSaver:
             versions = [self._ledger.versions[unit] for unit in decided.saved]
             sizes = {one.unit: (one.nbytes, one.encoding, one.error, decided.drift.get(one.unit)) for one in versions}
             self._listeners.on_save_begin(SaveBeginEvent(step, decided, self._table.sizes, first, dry_run=sizes))
-        return sum(
-            tensor.numel() * tensor.element_size()
-            for unit in decided.saved
-            if unit in local
-            for tensor in local[unit].tensors
-        )
+        return sum(local[unit].layout.nbytes for unit in decided.saved if unit in local)
 
 
 def _decoded(tensor: torch.Tensor, encoding: str | None) -> torch.Tensor:

@@ -7,15 +7,14 @@ staged copies only, never live tensors, and calls no collective. Only rank 0 has
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from monitor.context import JobContext
 from monitor.ledger import CommitDraft, PreparedCommit, build_manifest
 from monitor.observe.drift_meter import DriftMeter, Signature, measure_record
-from monitor.run_state import begin_tree, capture_run_state
+from monitor.run_state import CapturedState, begin_tree, capture_run_state
 from monitor.save.encode import SavePacking, encode_unit
 from monitor.save.self_check import SelfCheck
 from monitor.save.staging import AsyncCopy, StagedUnit
@@ -112,7 +111,7 @@ def with_run_state(segment: SegmentDraft, job: JobContext) -> SegmentDraft:
 
 
 def begin_run_state(
-    segment: SegmentDraft, job: JobContext, captured: Callable[[Mapping[str, Any]], None] = lambda _: None
+    segment: SegmentDraft, job: JobContext, captured: Callable[[CapturedState], None] = lambda _: None
 ) -> tuple[SegmentDraft, Finish]:
     """Capture what :func:`with_run_state` adds. Return what adds the encoded run state later, once, in any thread.
 
@@ -133,6 +132,7 @@ def run_save(task: SaveTask) -> SaveResult:
     """Run a save. If it raises a DriftpointError, no commit was acknowledged."""
     began = time.monotonic()
     task.copying.finish()
+    task.copying.consolidate()
     task.copying.require_whole()
     if task.failure is not None:
         raise task.failure

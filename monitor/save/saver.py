@@ -149,7 +149,7 @@ class Saver:
         try:
             self._stager.reserve(local)
         except (MemoryError, RuntimeError) as error:  # torch raises either, by device and allocator
-            nbytes = sum(one.numel() * one.element_size() for part in local.values() for one in part.tensors)
+            nbytes = sum(part.layout.nbytes for part in local.values())
             raise SaveError(
                 f"no memory on this rank for the copies that a save makes ({nbytes / 1e9:.1f} GB of host memory): "
                 f"{error}. Give the job more memory, or run fewer ranks on this machine"
@@ -277,7 +277,7 @@ class Saver:
             self.upkeep(lambda: check_after_commit(task), f"the self-check of step {step}")
         if decided.preempted:
             self._checker.stop()
-        return sum(copy.numel() * copy.element_size() for unit in staged for copy in unit.copies)
+        return sum(unit.layout.nbytes for unit in staged)
 
     def claim_name(self, step: int, *, snapshot: bool = False) -> str | None:
         """Ensure that the name of a save of ``step`` was never used; claim a new epoch if needed. Collective.

@@ -25,7 +25,7 @@ from monitor.adapters.module_tensors import dtype_name
 from monitor.context import JobContext
 from monitor.events import BackgroundFailureEvent
 from monitor.observe.units import LocalUnit
-from monitor.run_state import from_tree
+from monitor.run_state import CapturedState, from_tree
 from monitor.save.staging import StagedUnit
 from store.encoding import encoding_named
 from store.errors import DamagedError, StorageError
@@ -342,15 +342,16 @@ class SelfChecker:
         """What the last check found; recorded with every save that is not checked."""
         return self._differs
 
-    def describe(self, state: Mapping[str, Any]) -> None:
-        """Note the live state if a check is due. Training thread, while it stands still. state: the run state."""
+    def describe(self, captured: CapturedState) -> None:
+        """Note the live state if a check is due. Training thread, while it stands still. captured: the run state."""
         self._described = None
-        sizes, shapes = self._job.table.sizes, [_shape_of(item) for item in state["user"]]
+        sizes, shapes = self._job.table.sizes, [_shape_of(item) for item in captured.live["user"]]
         if not self._job.config.self_check or (self._sizes, self._shapes) == (sizes, shapes):
             return
         began, changed = time.perf_counter(), self._sizes != sizes
         self._sizes, self._shapes = sizes, shapes
         try:
+            state = captured.whole()
             live = outline(state, "state")
             if changed:  # alike on all ranks, in case a script's own state_dict() communicates
                 self._unsaved = unsaved(self._job.adapter, state)

@@ -11,15 +11,18 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from itertools import chain
+from operator import is_
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
-from monitor.adapters.base import Adapter, version_of
+from monitor.adapters.base import Adapter
+from monitor.adapters.identity import MemoryRegions, addresses_of, version_of
 from monitor.adapters.module_tensors import dtype_name
 from monitor.observe.drift_meter import DriftMeter, Measure, Signature, measure_record
-from monitor.observe.units import LocalUnit
+from monitor.observe.units import LocalUnit, UnitLayout
 from monitor.save.torch_codecs import EncodedCopy
 from monitor.save.write_tracker import TrackedCopy, WriteTracker, write_tracker
 from store.encoding import encoding_named
@@ -36,7 +39,7 @@ class StagingPool:
     New memory costs a page fault every 4 KiB, which takes several times as long as the copy."""
 
     def __init__(self) -> None:
-        self._free: dict[Unit, list[list[torch.Tensor]]] = {}
+        self._free: dict[Unit, list[tuple[UnitLayout | None, list[torch.Tensor]]]] = {}  # layouts that they fit
         self._bytes: dict[Unit, list[torch.Tensor]] = {}
         self._known: set[Unit] = set()
         self._untouched: dict[Unit, list[torch.Tensor]] = {}
@@ -52,34 +55,36 @@ class StagingPool:
     def give_bytes(self, unit: Unit, buffers: Sequence[torch.Tensor]) -> None:
         self._bytes[unit] = list(buffers)
 
-    def reserve(self, unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
+    def reserve(self, unit: Unit, layout: UnitLayout) -> None:
         """Allocate one set of buffers. :meth:`prepare` touches its pages."""
         self._known.add(unit)
-        self._untouched[unit] = _allocate(tensors)
-        self.give(unit, self._untouched[unit])
+        self._untouched[unit] = _allocate(layout)
+        self.give(unit, self._untouched[unit], layout)
 
-    def prepare(self, unit: Unit, tensors: Sequence[torch.Tensor]) -> None:
+    def prepare(self, unit: Unit, layout: UnitLayout) -> None:
         """Touch the pages of the first set of buffers, unless a save has taken it. Any thread."""
         with self._lock:
             if unit not in self._known:
-                self.reserve(unit, tensors)
+                self.reserve(unit, layout)
             for buffer in self._untouched.pop(unit, ()):
                 buffer.zero_()
 
-    def take(self, unit: Unit, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def take(self, unit: Unit, layout: UnitLayout) -> list[torch.Tensor]:
         """Return buffers of the same dtypes and sizes, contents undefined."""
         with self._lock:  # what is being touched is not being filled
             self._known.add(unit)
             self._untouched.pop(unit, None)
-        for index, buffers in enumerate(self._free.get(unit, [])):
-            if _fits(buffers, tensors):
-                return self._free[unit].pop(index)
+        for index, (known, buffers) in enumerate(self._free.get(unit, [])):
+            if known is layout or _fits(buffers, layout):
+                del self._free[unit][index]
+                return buffers
         self._free.pop(unit, None)  # they fit an earlier shape of the unit
-        return _allocate(tensors)
+        return _allocate(layout)
 
-    def give(self, unit: Unit, buffers: Sequence[torch.Tensor]) -> None:
+    def give(self, unit: Unit, buffers: Sequence[torch.Tensor], layout: UnitLayout | None = None) -> None:
+        """Take buffers back. layout: what they fit, if that is known."""
         if buffers:
-            self._free.setdefault(unit, []).append(list(buffers))
+            self._free.setdefault(unit, []).append((layout, list(buffers)))
 
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -152,6 +157,7 @@ class AsyncCopy:
     sources do not change. On CUDA the copies run in a side stream into pinned memory, after all work queued before."""
 
     def __init__(self) -> None:
+        self._units: list[tuple[LocalUnit, Sequence[torch.Tensor]]] = []  # added, and not started
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._samples: list[_Sample] = []
         self._torn = False
@@ -162,6 +168,10 @@ class AsyncCopy:
         self._tracked: TrackedCopy | None = None
         self._lock = threading.Lock()
         self._done = False
+
+    def add_unit(self, part: LocalUnit, buffers: Sequence[torch.Tensor]) -> None:
+        """Add copies of all pieces of a unit into ``buffers``."""
+        self._units.append((part, buffers))
 
     def add(self, sources: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
         """Add copies of ``sources`` into ``buffers``, pair by pair."""
@@ -180,6 +190,7 @@ class AsyncCopy:
 
     def start(self) -> None:
         """Take the samples, and queue the copies from devices. Training thread."""
+        self._add_units()
         self._sample(self._host, "cpu")
         for device, pairs in self._devices.items():
             stream = _side_stream(device)
@@ -194,9 +205,17 @@ class AsyncCopy:
 
     def start_tracked(self, tracker: WriteTracker) -> bool:
         """Start with every write to the sources tracked. Return False if it cannot be. Training thread."""
-        if self._devices or self._encoded or not tracker.in_use.acquire(blocking=False):
+        sources = [source for source, _ in self._host]
+        parts = [*(part.layout.regions for part, _ in self._units), MemoryRegions.of(sources)]
+        regions = MemoryRegions.joined(parts)
+        if self._devices or self._encoded or any(device.type != "cpu" for device in regions.devices):
             return False
-        self._tracked = TrackedCopy(tracker, self._host)
+        if not tracker.in_use.acquire(blocking=False):
+            return False
+        buffers = [*chain.from_iterable(buffers for _, buffers in self._units), *(buffer for _, buffer in self._host)]
+        owners = [*chain.from_iterable(part.sources for part, _ in self._units), *sources]
+        self._tracked = TrackedCopy(tracker, regions, addresses_of(buffers), owners)
+        self._units.clear()
         return True
 
     def finish(self) -> None:
@@ -205,6 +224,7 @@ class AsyncCopy:
             if self._done:
                 return
             self._done = self._torn = True  # torn until all succeed: after an error the save must not use the copies
+            self._add_units()
             if self._tracked is not None:
                 self._host, self._versions = [], []
                 self.torn = self._torn = not self._tracked.finish()
@@ -222,6 +242,11 @@ class AsyncCopy:
             self._versions.clear()
             self._samples.clear()
 
+    def consolidate(self) -> None:
+        """Make the next copies of the same memory begin faster. Background thread, once the copies are complete."""
+        if self._tracked is not None:
+            self._tracked.consolidate()
+
     def require_whole(self) -> None:
         """Raise StateChangedError if a source was changed in place before its copy was complete.
 
@@ -233,6 +258,11 @@ class AsyncCopy:
                 "the state was changed between two optimizer steps while it was copied, so this save is given up; "
                 "call ckpt.copied() before such a change, or set `staging: eager`"
             )
+
+    def _add_units(self) -> None:
+        for part, buffers in self._units:
+            self.add(part.tensors, buffers)
+        self._units.clear()
 
     def _sample(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device | str) -> None:
         encoded = [copy.source for copy in self._encoded if copy.source.device == torch.device(device)]
@@ -263,7 +293,7 @@ class CopyTiming:
 
     def __init__(self, setting: Literal["auto", "eager", "lazy"], *, private: bool) -> None:
         self._lazy = setting == "lazy" or (setting == "auto" and private)
-        self._tracker = write_tracker() if setting == "auto" and not private else None
+        self._tracker = write_tracker() if setting == "auto" else None
         self._last = AsyncCopy()  # with tracked writes
 
     def start(self, copying: AsyncCopy) -> None:
@@ -309,12 +339,16 @@ class UnfinishedCopy:
 
 
 @torch.inference_mode(False)
-def _allocate(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [torch.empty(t.numel(), dtype=t.dtype, pin_memory=t.is_cuda) for t in tensors]
+def _allocate(layout: UnitLayout) -> list[torch.Tensor]:
+    pinned = any(device.type == "cuda" for device in layout.regions.devices)
+    numels = (fragment.numel for fragment in layout.fragments)
+    return [torch.empty(n, dtype=dtype, pin_memory=pinned) for n, dtype in zip(numels, layout.dtypes, strict=True)]
 
 
-def _fits(buffers: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> bool:
-    return [(b.dtype, b.numel()) for b in buffers] == [(t.dtype, t.numel()) for t in tensors]
+def _fits(buffers: Sequence[torch.Tensor], layout: UnitLayout) -> bool:
+    if [buffer.dtype for buffer in buffers] != list(layout.dtypes):
+        return False
+    return [buffer.numel() for buffer in buffers] == [fragment.numel for fragment in layout.fragments]
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -333,12 +367,16 @@ class StagedUnit(NamedTuple):
 
     unit: Unit
     encoding: str
-    fragments: tuple[Fragment, ...]
+    layout: UnitLayout
     copies: tuple[torch.Tensor, ...]
     measure: MeasureRecord | None  # if the live tensors were measured
     encoded: tuple[EncodedCopy, ...] = ()
     """If the unit is encoded while it is staged: one for each fragment, writing to ``copies``. Implies ``measure``."""
     signature: Signature | None = None  # if the live tensors were measured
+
+    @property
+    def fragments(self) -> tuple[Fragment, ...]:
+        return self.layout.fragments
 
 
 class Stager:
@@ -357,13 +395,13 @@ class Stager:
     def reserve(self, local: Mapping[Unit, LocalUnit]) -> None:
         """Allocate buffers for a full save."""
         for unit, part in local.items():
-            self._pool.reserve(unit, part.tensors)
+            self._pool.reserve(unit, part.layout)
 
     def prepare(self, local: Mapping[Unit, LocalUnit], stop: Callable[[], bool]) -> None:
         """Touch the memory of a full save's buffers, so that the first save does not do it. Background thread."""
         for unit, part in local.items():
             if not stop():
-                self._pool.prepare(unit, part.tensors)
+                self._pool.prepare(unit, part.layout)
 
     def stage(self, part: LocalUnit, encoding: str, measure: Measure | None, copying: AsyncCopy) -> StagedUnit:
         """Add the copies of a unit to ``copying``.
@@ -374,43 +412,41 @@ class Stager:
             measure: Measurement of the live tensors, if there is one.
             copying: Makes the copies.
         """
-        tensors = part.tensors
-        copies, encoded = self._pool.take(part.unit, tensors), tuple[EncodedCopy, ...]()
+        copies, encoded = self._pool.take(part.unit, part.layout), tuple[EncodedCopy, ...]()
         if self._encodes_now(part, encoding):
             # The original values do not reach host memory, so they are measured on the device.
-            measure = measure or self._meter.measure(part.unit, tensors)
+            measure = measure or self._meter.measure(part.unit, part.tensors)
             encoded = self._encoded_copies(part, encoding, copies) if measure.finite else ()
         if encoded:
             copying.add_encoded(encoded)
         elif part.unit.slot in (BUFFER, FROZEN):  # a forward may change buffers, and scripts reach frozen weights
-            now = AsyncCopy()
-            now.add(tensors, copies)
-            now.start()
-            now.finish()
+            for source, copy in zip(part.tensors, copies, strict=True):
+                copy.copy_(source)
         else:
-            copying.add(tensors, copies)
+            copying.add_unit(part, copies)
         return StagedUnit(
-            unit=part.unit,
-            encoding=encoding,
-            fragments=tuple(piece.fragment for piece in part.pieces),
-            copies=tuple(copies),
-            measure=None if measure is None else measure_record(part.unit, measure),
-            encoded=encoded,
-            signature=None if measure is None else measure.signature,
+            part.unit,
+            encoding,
+            part.layout,
+            tuple(copies),
+            None if measure is None else measure_record(part.unit, measure),
+            encoded,
+            None if measure is None else measure.signature,
         )
 
     def unstage(self, unit: StagedUnit, copies: Sequence[torch.Tensor]) -> None:
         """Return buffers to the pool after a save. ``copies`` are those that the meter does not keep."""
         if unit.encoded:
             self._pool.give_bytes(unit.unit, [copy.encoded for copy in unit.encoded])
-        self._pool.give(unit.unit, copies)
+        same = len(copies) == len(unit.copies) and all(map(is_, copies, unit.copies))
+        self._pool.give(unit.unit, copies, unit.layout if same else None)
 
     def _encodes_now(self, part: LocalUnit, encoding: str) -> bool:
         """Whether to encode while staging: fewer bytes to copy, but the copying thread spends the time."""
         known = encoding_named(encoding)
         if self._encode == "saving" or known.lossless:
             return False
-        return all(known.applies(dtype_name(tensor.dtype)) for tensor in part.tensors)
+        return all(known.applies(dtype_name(dtype)) for dtype in part.layout.dtypes)
 
     def _encoded_copies(self, part: LocalUnit, encoding: str, copies: list[torch.Tensor]) -> tuple[EncodedCopy, ...]:
         sizes = [encoding_named(encoding).stored_bytes(tensor.numel(), "F32") for tensor in part.tensors]
@@ -423,10 +459,12 @@ class Stager:
 
 def encoded_bytes(unit: StagedUnit) -> int:
     """Return the encoded bytes of a unit on this rank, before compression."""
-    encoding = encoding_named(unit.encoding)
+    encoding, layout = encoding_named(unit.encoding), unit.layout
+    if encoding.lossless:
+        return layout.nbytes
     return sum(
-        encoding.stored_bytes(copy.numel(), dtype_name(copy.dtype))
-        if encoding.applies(dtype_name(copy.dtype))
-        else copy.numel() * copy.element_size()
-        for copy in unit.copies
+        encoding.stored_bytes(fragment.numel, dtype_name(dtype))
+        if encoding.applies(dtype_name(dtype))
+        else fragment.numel * dtype.itemsize
+        for fragment, dtype in zip(layout.fragments, layout.dtypes, strict=True)
     )

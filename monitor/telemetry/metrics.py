@@ -3,23 +3,26 @@
 If the endpoint cannot be started (its port is taken, a certificate cannot be read), training continues without it. It
 never listens with less protection than configured.
 
-The training thread updates all metrics, with two exceptions: free space on the store's disk is read in the background
-thread, since a file server that hangs would block any other, and the time of a step is computed at each scrape.
+The training thread updates the metrics, with three exceptions: series of layers are updated in a background thread,
+since there are many; free space on the store's disk is read in another, since a file server that hangs would block any
+other; and the time of a step is computed at each scrape. A reader of the registry sees all events so far.
 """
 
 import errno
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from typing_extensions import override
 
 from monitor import events
+from monitor.background import BackgroundWorker
 from monitor.events import SaveListener, unexpected
 from monitor.telemetry.layer_metrics import LayerMetrics
 from policies.anomaly import DriftReading
@@ -64,6 +67,7 @@ _OUTCOMES = ("full", "part", "nothing")
 _STALL = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 _DURATION = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 _UNIT = ("layer", "slot")
+_PATIENCE = 10.0  # seconds that a reader waits for updates under way
 
 
 class _Row(NamedTuple):
@@ -158,7 +162,8 @@ class Metrics(SaveListener):
     """
 
     def __init__(self, layer_series: int = LAYER_SERIES, rank: int = 0) -> None:
-        self.registry = CollectorRegistry()
+        self.registry = _Registry(self._catch_up)
+        self._worker: BackgroundWorker[None] | None = None
         self._metrics = {row.name: _make(row, self.registry) for row in _TABLE}
         self._first = rank == 0
         self.layers = LayerMetrics(self.gauge, self.counter, layer_series)
@@ -222,9 +227,12 @@ class Metrics(SaveListener):
 
     @override
     def on_measured(self, event: events.MeasuredEvent) -> None:
+        self._later(partial(self._update_measured, event, frozenset(event.committed)))
+
+    def _update_measured(self, event: events.MeasuredEvent, committed: Collection[Unit]) -> None:
         decided = event.decided
         staleness = {one.unit: one.staleness for one in decided.stats if one.staleness is not None}
-        drift = {unit: one for unit, one in decided.drift.items() if one is not None and unit in event.committed}
+        drift = {unit: one for unit, one in decided.drift.items() if one is not None and unit in committed}
         self.layers.set_units(event.sizes)
         self.gauge("full_save_bytes").set(sum(size.nbytes for size in event.sizes.values()))
         self.layers.update(drift, staleness)
@@ -253,18 +261,22 @@ class Metrics(SaveListener):
 
     @override
     def on_commit(self, event: events.CommitEvent) -> None:
-        drawn, manifest, save = event.drawn, event.drawn.manifest, event.save
+        drawn, manifest = event.drawn, event.drawn.manifest
         self.counter("saves").inc()
         self.counter("written_bytes").inc(event.written_bytes)
         self.counter("avoided_bytes").inc(manifest.bytes_avoided)
         self.histogram("save_duration_seconds").observe(event.seconds)
         self.gauge("saves_failed_in_a_row").set(0)
         self._set_step(manifest.step, "last_commit_")
+        self.counter("units_withheld").inc(len(drawn.dropped))
+        self._later(partial(self._update_committed, event))
+
+    def _update_committed(self, event: events.CommitEvent) -> None:
+        drawn, manifest, save = event.drawn, event.drawn.manifest, event.save
         self.layers.update(drawn.drift, {record.unit: record.staleness for record in manifest.units})
         self.layers.detect_spikes(manifest.step, _readings(drawn.drift, event.staleness))
         fresh = {record.unit for record in manifest.units if record.version == save}
         self.layers.update_health(fresh, drawn.dropped)
-        self.counter("units_withheld").inc(len(drawn.dropped))
 
     @override
     def on_save_failed(self, event: events.SaveFailedEvent) -> None:
@@ -274,7 +286,7 @@ class Metrics(SaveListener):
         self.gauge("saves_failed_in_a_row").inc()
         self.counter("failures").labels(event.reason).inc()
         if isinstance(event.error, NotFiniteError):
-            self.layers.update_health((), event.error.units)
+            self._later(partial(self.layers.update_health, (), event.error.units))
 
     @override
     def on_store_check(self, root: Path) -> None:
@@ -332,9 +344,28 @@ class Metrics(SaveListener):
         self.close()
 
     def close(self) -> None:
+        self._catch_up()
+        if self._worker is not None:
+            self._worker.stop()
+            self._worker = None
         if self._server is not None:
             self._server.close()
             self._server = None
+
+    def _later(self, update: Callable[[], None]) -> None:
+        """Update series of many units in the background, in order."""
+        if self._worker is None:
+            self._worker = BackgroundWorker("driftpoint-metrics")
+        for done in self._worker.finished():
+            if done.error is not None:
+                raise done.error
+        self._worker.submit(update)
+
+    def _catch_up(self) -> None:
+        """Wait for the updates of all events so far."""
+        worker = self._worker
+        if worker is not None and not worker.is_current:
+            worker.join(_PATIENCE)
 
     def _set_step(self, step: int, prefix: str = "", at: float | None = None) -> None:
         """Set the gauges of a step and of the time ``at`` which it was reached; None: now."""
@@ -350,6 +381,19 @@ class Metrics(SaveListener):
             return
         self.gauge(f"{what}_free_bytes").set(found.f_bavail * found.f_frsize)
         self.gauge(f"{what}_size_bytes").set(found.f_blocks * found.f_frsize)
+
+
+class _Registry(CollectorRegistry):
+    """Is read as of all events so far, by whichever thread serves it."""
+
+    def __init__(self, catch_up: Callable[[], None]) -> None:
+        super().__init__()
+        self._settle = catch_up
+
+    @override
+    def collect(self) -> Iterator[Metric]:
+        self._settle()
+        return iter(super().collect())
 
 
 def _make(row: _Row, registry: CollectorRegistry) -> Counter | Gauge | Histogram:

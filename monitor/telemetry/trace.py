@@ -180,12 +180,15 @@ class TraceRecorder(SaveListener):
 
     @override
     def on_commit(self, event: events.CommitEvent) -> None:
-        save = event.save
-        sizes = {
-            record.unit: (record.nbytes, record.encoding, record.error, event.drawn.drift.get(record.unit))
-            for record in event.drawn.manifest.units
-            if record.version == save
-        }
+        save, drawn = event.save, event.drawn
+
+        def sizes() -> Sizes:
+            return {
+                record.unit: (record.nbytes, record.encoding, record.error, drawn.drift.get(record.unit))
+                for record in drawn.manifest.units
+                if record.save == save.name
+            }
+
         self._put_commit(save.step, event.seconds, event.written_bytes, sizes)
 
     @override
@@ -241,12 +244,12 @@ class TraceRecorder(SaveListener):
         dry_run, self._dry_run = self._dry_run, None
         if dry_run is not None:
             step, sizes = dry_run
-            self._put_commit(step, 0.0, sum(nbytes for nbytes, *_ in sizes.values()), sizes)
+            self._put_commit(step, 0.0, sum(nbytes for nbytes, *_ in sizes.values()), lambda: sizes)
 
-    def _put_commit(self, step: int, took: float, written: int, sizes: Sizes) -> None:
+    def _put_commit(self, step: int, took: float, written: int, sizes: Callable[[], Sizes]) -> None:
         line = CommitLine(step=step, seconds=self._seconds(), took=took, written=written, sizes={})
         units, no_reference = self._units, self._no_reference
-        self._put(lambda: commit_line(line, units, sizes, no_reference))
+        self._put(lambda: commit_line(line, units, sizes(), no_reference))
 
     def _seconds(self) -> float:
         return time.monotonic() - self._began

@@ -188,7 +188,7 @@ def test_what_is_encoded_later_is_the_state_of_the_capture(make: Callable[[int],
     job = make(0)
     train(job, range(2))
     state = capture_run_state(adapter_for(job), UserState([]), rank=0)
-    expected, leaves = to_tree(state)
+    expected, leaves = to_tree(state.whole())
     finish = begin_tree(state)
     job[1].param_groups[0]["lr"] *= 0.5
     train(job, range(2, 4))
@@ -196,8 +196,8 @@ def test_what_is_encoded_later_is_the_state_of_the_capture(make: Callable[[int],
         one["step"] += 7
     tree, found = finish()
     assert outline(from_tree(tree, found), "") == outline(from_tree(expected, leaves), "")
-    now = capture_run_state(adapter_for(job), UserState([]), rank=0)["framework"]
-    assert outline(now, "") != outline(state["framework"], "")
+    now = capture_run_state(adapter_for(job), UserState([]), rank=0).whole()
+    assert outline(now["framework"], "") != outline(state.whole()["framework"], "")
 
 
 def test_back_to_before_the_first_step(make: Callable[[int], Job]) -> None:

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from monitor.observe import meter_for
-from monitor.observe.drift_meter import DriftMeter, drift_ratio
-from monitor.observe.exact_meter import ExactMeter
+from monitor.observe.drift_meter import DriftMeter, ExactMeter, drift_ratio
 from monitor.observe.sketch_meter import SketchMeter
 from store.errors import ConfigError
 from store.names import Unit

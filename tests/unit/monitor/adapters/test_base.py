@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from monitor.adapters.base import StepCache, wrap_methods
+from monitor.adapters.base import wrap_methods
+from monitor.adapters.identity import StepCache
 from monitor.adapters.module_tensors import ModuleTensors
 from monitor.adapters.pytorch import PyTorchAdapter
 

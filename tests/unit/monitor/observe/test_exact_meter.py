@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from monitor.observe.exact_meter import ExactMeter
+from monitor.observe.drift_meter import ExactMeter
 from store.names import Unit
 
 UNIT = Unit("layer", "fp32")

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from monitor.observe.drift_meter import drift_ratio
-from monitor.observe.exact_meter import ExactMeter
+from monitor.observe.drift_meter import ExactMeter, drift_ratio
 from monitor.observe.layers import find_layers
 from monitor.observe.sketch_meter import Projection, SketchMeter
 from store.names import Unit

@@ -7,16 +7,22 @@ import threading
 import pytest
 import torch
 
+from monitor.adapters.base import Piece
 from monitor.adapters.module_tensors import as_bytes
+from monitor.observe.units import UnitLayout
 from monitor.save.staging import AsyncCopy, StagingPool
 from store.errors import SaveError
-from store.names import Unit
+from store.names import Fragment, Unit
 
 UNIT = Unit("blocks.0", "fp32")
 
 
 def free_bytes(pool: StagingPool) -> int:
-    return sum(b.numel() * b.element_size() for sets in pool._free.values() for buffers in sets for b in buffers)
+    return sum(b.numel() * b.element_size() for sets in pool._free.values() for _, buffers in sets for b in buffers)
+
+
+def layout(tensors: list[torch.Tensor]) -> UnitLayout:
+    return UnitLayout.of([Piece(Fragment(str(i), "fp32", 0, t.numel()), t) for i, t in enumerate(tensors)])
 
 
 def tensors() -> list[torch.Tensor]:
@@ -24,7 +30,7 @@ def tensors() -> list[torch.Tensor]:
 
 
 def test_reserved_buffers_are_taken_and_taken_again() -> None:
-    pool, live = StagingPool(), tensors()
+    pool, live = StagingPool(), layout(tensors())
     pool.reserve(UNIT, live)
     assert free_bytes(pool) == 5 * 4 + 3 * 2
     first = pool.take(UNIT, live)
@@ -36,15 +42,15 @@ def test_reserved_buffers_are_taken_and_taken_again() -> None:
 
 
 def test_what_is_prepared_is_what_was_reserved() -> None:
-    pool, live = StagingPool(), tensors()
+    pool, live = StagingPool(), layout(tensors())
     pool.reserve(UNIT, live)
-    reserved = [b.data_ptr() for b in pool._free[UNIT][0]]
+    reserved = [b.data_ptr() for b in pool._free[UNIT][0][1]]
     pool.prepare(UNIT, live)
-    assert [b.data_ptr() for b in pool._free[UNIT][0]] == reserved and len(pool._free[UNIT]) == 1
+    assert [b.data_ptr() for b in pool._free[UNIT][0][1]] == reserved and len(pool._free[UNIT]) == 1
 
 
 def test_buffers_in_use_are_not_touched() -> None:
-    pool, live = StagingPool(), tensors()
+    pool, live = StagingPool(), layout(tensors())
     pool.reserve(UNIT, live)
     taken = pool.take(UNIT, live)
     for buffer in taken:
@@ -55,7 +61,7 @@ def test_buffers_in_use_are_not_touched() -> None:
 
 
 def test_a_unit_that_appeared_after_attaching_is_reserved_when_prepared() -> None:
-    pool, live = StagingPool(), tensors()
+    pool, live = StagingPool(), layout(tensors())
     pool.prepare(UNIT, live)
     assert free_bytes(pool) == 5 * 4 + 3 * 2
     pool.prepare(UNIT, live)
@@ -63,15 +69,15 @@ def test_a_unit_that_appeared_after_attaching_is_reserved_when_prepared() -> Non
 
 
 def test_a_second_set_is_another_one() -> None:
-    pool, live = StagingPool(), tensors()
+    pool, live = StagingPool(), layout(tensors())
     one, other = pool.take(UNIT, live), pool.take(UNIT, live)
     assert not {b.data_ptr() for b in one} & {b.data_ptr() for b in other}
 
 
 def test_buffers_of_an_earlier_shape_are_dropped() -> None:
     pool = StagingPool()
-    pool.reserve(UNIT, tensors())
-    taken = pool.take(UNIT, [torch.zeros(9)])
+    pool.reserve(UNIT, layout(tensors()))
+    taken = pool.take(UNIT, layout([torch.zeros(9)]))
     assert [b.numel() for b in taken] == [9]
     assert free_bytes(pool) == 0
 
@@ -80,7 +86,7 @@ def test_nothing_given_is_nothing_kept() -> None:
     pool = StagingPool()
     pool.give(UNIT, [])
     assert free_bytes(pool) == 0
-    assert [b.numel() for b in pool.take(UNIT, tensors())] == [5, 3]
+    assert [b.numel() for b in pool.take(UNIT, layout(tensors()))] == [5, 3]
 
 
 def copying(live: list[torch.Tensor]) -> tuple[AsyncCopy, list[torch.Tensor]]:

@@ -13,12 +13,23 @@ import pytest
 import torch
 
 import monitor.save.write_tracker as write_tracker_module
+from monitor.adapters.identity import MemoryRegions, addresses_of
 from monitor.save.write_tracker import TrackedCopy, WriteTracker, write_tracker
 
 if write_tracker() is None:
     pytest.skip("this kernel does not track writes", allow_module_level=True)
 
 MIB = 1 << 18  # float32 values
+
+
+def tracked(tracker: WriteTracker, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> TrackedCopy:
+    sources = [source for source, _ in pairs]
+    return TrackedCopy(tracker, MemoryRegions.of(sources), addresses_of([buffer for _, buffer in pairs]), sources)
+
+
+def pages_of(live: torch.Tensor) -> range:
+    begin, page = live.data_ptr(), mmap.PAGESIZE
+    return range(-(-begin // page) * page, (begin + live.nbytes) // page * page)
 
 
 @pytest.fixture(name="tracker")
@@ -78,7 +89,7 @@ def by_growing_in_place(live: torch.Tensor) -> None:
 def test_a_storage_that_gets_other_memory_is_found(tracker: WriteTracker, move: Callable[[torch.Tensor], None]) -> None:
     """The old memory is read only if it is still there, and nothing but the buffer is written."""
     live, buffer, others = torch.randn(MIB), torch.zeros(MIB), torch.zeros(16 * MIB)
-    copy = TrackedCopy(tracker, [(live.view(-1), buffer)])
+    copy = tracked(tracker, [(live.view(-1), buffer)])
     move(live)
     others += 1.0  # may have the memory that was given up
     assert not copy.finish()
@@ -87,7 +98,7 @@ def test_a_storage_that_gets_other_memory_is_found(tracker: WriteTracker, move: 
 
 def test_memory_that_is_copied_twice_is_not_taken_for_changed(tracker: WriteTracker) -> None:
     live, buffers = torch.randn(MIB), [torch.empty(MIB), torch.empty(MIB)]
-    assert TrackedCopy(tracker, [(live, buffer) for buffer in buffers]).finish()
+    assert tracked(tracker, [(live, buffer) for buffer in buffers]).finish()
     assert all(torch.equal(buffer, live) for buffer in buffers)
 
 
@@ -96,7 +107,7 @@ def test_an_error_of_the_system_is_no_error_of_training(tracker: WriteTracker, m
         raise OSError("no memory")
 
     live = torch.randn(MIB)
-    copy = TrackedCopy(tracker, [(live, torch.empty_like(live))])
+    copy = tracked(tracker, [(live, torch.empty_like(live))])
     monkeypatch.setattr(tracker, "written", written)
     assert not copy.finish()
     assert tracker.in_use.acquire(blocking=False)
@@ -105,7 +116,7 @@ def test_an_error_of_the_system_is_no_error_of_training(tracker: WriteTracker, m
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_write_before_the_copy_is_found(tracker: WriteTracker, change: Callable[[torch.Tensor], None]) -> None:
     live = torch.randn(MIB)
-    copy = TrackedCopy(tracker, [(live, torch.empty_like(live))])
+    copy = tracked(tracker, [(live, torch.empty_like(live))])
     change(live)
     assert not copy.finish()
 
@@ -113,7 +124,7 @@ def test_a_write_before_the_copy_is_found(tracker: WriteTracker, change: Callabl
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_write_after_the_copy_does_not_matter(tracker: WriteTracker, change: Callable[[torch.Tensor], None]) -> None:
     live, buffer = torch.randn(MIB), torch.empty(MIB)
-    copy, before = TrackedCopy(tracker, [(live, buffer)]), live.clone()
+    copy, before = tracked(tracker, [(live, buffer)]), live.clone()
     assert copy.finish()
     change(live)
     assert torch.equal(buffer, before)
@@ -126,7 +137,7 @@ def test_copies_are_equal_to_the_bit_wherever_a_tensor_begins(
 ) -> None:
     live = torch.randn(3 * MIB).to(dtype)[shift : 2 * MIB + 13]
     buffer, before = torch.empty_like(live), live.clone()
-    copy = TrackedCopy(tracker, [(live, buffer)])
+    copy = tracked(tracker, [(live, buffer)])
     assert copy.finish()
     assert torch.equal(buffer.view(torch.uint8), before.view(torch.uint8))
 
@@ -136,7 +147,7 @@ def test_what_shares_a_page_with_other_data_is_copied_at_once(tracker: WriteTrac
     whole = torch.randn(2 * MIB)
     live = whole[100 : MIB + 100]
     buffer, before = torch.empty_like(live), live.clone()
-    copy = TrackedCopy(tracker, [(live, buffer)])
+    copy = tracked(tracker, [(live, buffer)])
     live.data[place] += 1.0
     whole.data[50], whole.data[MIB + 150] = 1.0, 1.0  # beside it
     assert copy.finish()
@@ -145,7 +156,7 @@ def test_what_shares_a_page_with_other_data_is_copied_at_once(tracker: WriteTrac
 
 def test_small_tensors_are_copied_at_once(tracker: WriteTracker) -> None:
     live, buffer = torch.randn(100), torch.empty(100)
-    copy, before = TrackedCopy(tracker, [(live, buffer), (torch.empty(0), torch.empty(0))]), live.clone()
+    copy, before = tracked(tracker, [(live, buffer), (torch.empty(0), torch.empty(0))]), live.clone()
     live.zero_()
     assert copy.finish()
     assert torch.equal(buffer, before)
@@ -170,13 +181,13 @@ def test_memory_that_others_may_write_is_not_tracked(
     live = torch.frombuffer(mapped(tmp_path), dtype=torch.float32)
     if touched:
         live.fill_(1.0)
-    assert tracker.protect(live) is None
-    assert tracker.protect(live.fill_(2.0)) is None
+    assert tracker.protect(pages_of(live)) is None
+    assert tracker.protect(pages_of(live.fill_(2.0))) is None
 
 
 def test_a_forked_child_has_memory_of_its_own(tracker: WriteTracker) -> None:
     live = torch.ones(MIB)
-    pages = tracker.protect(live)
+    pages = tracker.protect(pages_of(live))
     assert pages is not None
     child = os.fork()
     if child == 0:
@@ -195,7 +206,7 @@ def test_a_forked_child_has_memory_of_its_own(tracker: WriteTracker) -> None:
 def test_memory_that_was_unmapped_counts_as_written(tracker: WriteTracker) -> None:
     mapped = mmap.mmap(-1, 4 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     live = torch.frombuffer(mapped, dtype=torch.float32).fill_(1.0)
-    pages = tracker.protect(live)
+    pages = tracker.protect(pages_of(live))
     assert pages is not None and not tracker.written(pages)
     del live
     mapped.close()
@@ -204,7 +215,7 @@ def test_memory_that_was_unmapped_counts_as_written(tracker: WriteTracker) -> No
 
 def test_one_copy_at_a_time_uses_the_tracker(tracker: WriteTracker) -> None:
     live = torch.randn(MIB)
-    copy = TrackedCopy(tracker, [(live, torch.empty_like(live))])
+    copy = tracked(tracker, [(live, torch.empty_like(live))])
     assert not tracker.in_use.acquire(blocking=False)  # protecting the pages again would hide what was written since
     copy.finish()
     assert tracker.in_use.acquire(blocking=False)
@@ -216,12 +227,23 @@ def test_memory_mappings_are_not_used_up(tracker: WriteTracker, monkeypatch: pyt
         torch.frombuffer(mmap.mmap(-1, 4 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.float32)
         for _ in range(3)
     ]
-    found = [tracker.protect(block.fill_(1.0)) for block in blocks]
+    found = [tracker.protect(pages_of(block.fill_(1.0))) for block in blocks]
     assert [pages is None for pages in found] == [False, False, True]
-    assert tracker.protect(blocks[0]) == found[0]
+    assert tracker.protect(pages_of(blocks[0])) == found[0]
 
 
-def test_a_failure_releases_the_tracker(tracker: WriteTracker) -> None:
-    with pytest.raises(RuntimeError):
-        TrackedCopy(tracker, [(torch.randn(8), torch.empty(9))])
+def test_a_failure_releases_the_tracker(tracker: WriteTracker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def copy_all(*_: object) -> None:
+        raise OSError("gone")
+
+    monkeypatch.setattr(tracker, "copy_all", copy_all)
+    with pytest.raises(OSError, match="gone"):
+        tracked(tracker, [(torch.randn(8), torch.empty(8))])
     assert tracker.in_use.acquire(blocking=False)
+
+
+@pytest.mark.parametrize("count", [1, 1023, 1024, 3000])
+def test_many_small_tensors_are_copied_in_few_calls(tracker: WriteTracker, count: int) -> None:
+    pairs = [(torch.randn(index % 7), torch.empty(index % 7)) for index in range(count)]
+    assert tracked(tracker, pairs).finish()
+    assert all(torch.equal(live, buffer) for live, buffer in pairs)

@@ -1,0 +1,223 @@
+"""Tell cheaply whether a job still has the tensors that it had at the decision before, and keep lookups while it has.
+
+Listing the tensors of a job takes microseconds for each of them: names, pieces, checks. Between two decisions they
+rarely change. So what the list depends on is read into plain lists, by loops that run in C, and compared.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+T = TypeVar("T")
+
+_VALUES = frozenset({bool, int, float, str, type(None)})
+
+
+@dataclass(frozen=True)
+class MemoryRegions:
+    """Where tensors lie: contiguous regions of memory.
+
+    Attributes:
+        addresses: First byte of each.
+        sizes: Bytes of each.
+        pageable: Whether it is host memory that is not pinned.
+        devices: All devices.
+    """
+
+    addresses: npt.NDArray[np.int64]
+    sizes: npt.NDArray[np.int64]
+    pageable: npt.NDArray[np.bool_]
+    devices: frozenset[torch.device]
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> "MemoryRegions":
+        return cls(
+            addresses_of(tensors),
+            np.array([tensor.nbytes for tensor in tensors], np.int64),
+            np.array([tensor.device.type == "cpu" and not tensor.is_pinned() for tensor in tensors], np.bool_),
+            frozenset(tensor.device for tensor in tensors),
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence["MemoryRegions"]) -> "MemoryRegions":
+        """Return the regions of all parts, one after the other."""
+        return cls(
+            np.concatenate([part.addresses for part in parts]),
+            np.concatenate([part.sizes for part in parts]),
+            np.concatenate([part.pageable for part in parts]),
+            frozenset[torch.device]().union(*(part.devices for part in parts)),
+        )
+
+
+def addresses_of(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
+    """Return the first byte of each tensor."""
+    return np.fromiter(map(torch.Tensor.data_ptr, tensors), np.int64, len(tensors))
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The tensors of a job at one time.
+
+    Attributes:
+        layout: All that the list of pieces depends on: names, objects, addresses, shapes, dtypes. Holds no tensor.
+            Equal layouts are the same object if they come from one :class:`IdentityReader`.
+        tensors: The memory of parameters, buffers and optimizer state, tensors that are no slots included.
+        trained: The parameters of the optimizer that require gradients.
+        entries: All values in the optimizer's state, in its order.
+    """
+
+    layout: Sequence[Any]
+    tensors: Sequence[torch.Tensor]
+    trained: Sequence[torch.Tensor]
+    entries: Sequence[Any]
+
+
+class IdentityReader:
+    """Reads the identity of a module and its optimizer, time after time.
+
+    Args:
+        memory_of: Returns this rank's memory of a tensor, if that is not the tensor itself.
+    """
+
+    def __init__(self, memory_of: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+        self._memory_of = memory_of
+        self._last: Sequence[Any] = ()
+
+    def read(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, others: Sequence[torch.Tensor] = ()
+    ) -> Identity | None:
+        """Return the identity, or None if the optimizer keeps state in a form that is not known.
+
+        others: Further tensors that pieces may lie in."""
+        states: Mapping[Any, Any] = optimizer.state
+        if not all(isinstance(key, torch.Tensor) for key in states) or not all(
+            type(s) is dict for s in states.values()
+        ):
+            return None
+        modules = _modules(module)
+        children = _flat([part._modules for part in modules])
+        parameters = _flat([part._parameters for part in modules])
+        buffers = _flat([part._buffers for part in modules])
+        entries = _flat(list(states.values()))
+        kinds = list(map(type, entries.values))
+        slots = [*(value for value in entries.values if isinstance(value, torch.Tensor)), *others]
+        if not all(kind in _VALUES or issubclass(kind, torch.Tensor) for kind in set(kinds)):
+            return None
+        groups = [group["params"] for group in optimizer.param_groups]
+        grouped = list(chain.from_iterable(groups))
+        own = [value for value in chain(parameters.values, buffers.values) if value is not None] + slots
+        memory = own if self._memory_of is None else list(map(self._memory_of, own))
+        layout: Sequence[Any] = [
+            list(map(type, modules)),
+            *(part for flat in (children, parameters, buffers) for part in flat.layout()),
+            [len(part._non_persistent_buffers_set) for part in modules],
+            [value is not None and value.requires_grad for value in parameters.values],
+            list(map(len, groups)),
+            list(map(id, grouped)),
+            list(map(id, states)),
+            entries.names,
+            entries.counts,
+            kinds,
+            *_places(slots, memory),
+        ]
+        if layout == self._last:
+            layout = self._last
+        self._last = layout
+        return Identity(layout, memory, [one for one in grouped if one.requires_grad], entries.values)
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """Mappings, one after the other."""
+
+    names: list[str]
+    values: list[Any]
+    counts: list[int]
+
+    def layout(self) -> tuple[list[str], list[int], list[int]]:
+        return self.names, list(map(id, self.values)), self.counts
+
+
+def _flat(mappings: Sequence[Mapping[str, Any]]) -> _Flat:
+    values = chain.from_iterable(mapping.values() for mapping in mappings)
+    return _Flat(list(chain.from_iterable(mappings)), list(values), list(map(len, mappings)))
+
+
+def _modules(module: nn.Module) -> list[nn.Module]:
+    modules, seen = [module], {id(module)}
+    for part in modules:  # grows while it is walked
+        for child in part._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                modules.append(child)
+    return modules
+
+
+def _places(slots: Iterable[torch.Tensor], memory: Iterable[torch.Tensor]) -> tuple[list[Any], ...]:
+    # In one pass, since tensors are all over the memory.
+    return list(map(id, slots)), [(one.data_ptr(), one.dtype, one.shape, one.is_contiguous()) for one in memory]
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return autograd's in-place version counter; 0 for a tensor made under ``inference_mode``, which has none."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def versions_of(values: Sequence[Any]) -> tuple[list[int], list[Any]]:
+    """Return the identities of values, and tensors' in-place version counters or other values themselves."""
+    try:
+        versions = [v._version if isinstance(v, torch.Tensor) else v for v in values]
+    except RuntimeError:  # of a tensor made under inference_mode
+        versions = [version_of(v) if isinstance(v, torch.Tensor) else v for v in values]
+    return list(map(id, values)), versions
+
+
+class StepCache:
+    """Caches values by key inside :meth:`enabled` only. The values are shared: do not change them.
+
+    One decision asks a dozen times for the names of a model's parameters, and each lookup walks the module tree, which
+    takes longer than everything else in a decision. Between two decisions a script may change anything."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any] | None = None
+        self._kept: dict[str, Any] = {}
+        self._layout: Any = None  # that the kept values belong to
+
+    @contextmanager
+    def enabled(self) -> Iterator[None]:
+        """Cache values until the outermost context ends."""
+        if self._values is not None:
+            yield
+            return
+        self._values = {}
+        try:
+            yield
+        finally:
+            self._values = None
+
+    def get(self, key: str, compute: Callable[[], T]) -> T:
+        """Return ``compute()``, called once per key while the cache is enabled; errors are not cached."""
+        if self._values is None:
+            return compute()
+        if key not in self._values:
+            self._values[key] = compute()
+        value: T = self._values[key]
+        return value
+
+    def keep(self, identity: Identity | None, key: str, compute: Callable[[], T]) -> T:
+        """Return ``compute()``, called once per key and layout of the job. The value must hold no tensor of the job."""
+        if identity is None:
+            return self.get(key, compute)
+        if self._layout is not identity.layout:
+            self._kept, self._layout = {}, identity.layout
+        if key not in self._kept:
+            self._kept[key] = compute()
+        value: T = self._kept[key]
+        return value
