@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -26,20 +27,34 @@ class TaskResult(Generic[T]):
     error: BaseException | None
 
 
-_may_begin = threading.Event()
-_may_begin.set()
+class _Held(threading.local):
+    """What a thread has submitted and not handed over yet; None if it hands over at once."""
+
+    items: list[Callable[[], None]] | None = None
+
+    def hand_over(self) -> None:
+        items, self.items = self.items, None if self.items is None else []
+        for item in items or ():
+            item()
+
+
+_held = _Held()
 
 
 @contextmanager
 def training_first() -> Iterator[None]:
-    """Let no background task begin inside the context, unless the training thread waits for one.
+    """Hand what this thread submits to the background threads at the end of the context, or when it waits for one.
 
     Two threads that run Python take turns of 5 ms: training would wait for tasks that it has just submitted."""
-    _may_begin.clear()
+    if _held.items is not None:
+        yield
+        return
+    _held.items = []
     try:
         yield
     finally:
-        _may_begin.set()
+        _held.hand_over()
+        _held.items = None
 
 
 class Once(Generic[T]):
@@ -75,7 +90,11 @@ class BackgroundWorker(Generic[T]):
             self._last += 1
             number = self._last
             self._open.add(number)
-        self._tasks.put((number, task))
+        put = partial(self._tasks.put, (number, task))
+        if _held.items is None:
+            put()
+        else:
+            _held.items.append(put)
         return number
 
     def finished(self) -> list[TaskResult[T]]:
@@ -88,13 +107,13 @@ class BackgroundWorker(Generic[T]):
 
     def wait(self, number: int, timeout: float) -> bool:
         """Wait until this task is finished. Return False after ``timeout`` seconds."""
-        _may_begin.set()
+        _held.hand_over()
         with self._lock:
             return self._lock.wait_for(lambda: number not in self._open, max(0.0, timeout))
 
     def join(self, timeout: float) -> bool:
         """Wait until all tasks are finished. Return False after ``timeout`` seconds."""
-        _may_begin.set()
+        _held.hand_over()
         with self._lock:
             return self._lock.wait_for(lambda: not self._open, max(0.0, timeout))
 
@@ -107,6 +126,7 @@ class BackgroundWorker(Generic[T]):
         """Stop the thread after the tasks submitted so far. If all are finished, wait for the thread to exit.
 
         A thread that still frees tensors at interpreter shutdown may abort the process."""
+        _held.hand_over()
         self._tasks.put(None)
         if self.join(0.0) and not self.is_current:
             self._thread.join(_STOP_TIMEOUT)
@@ -114,7 +134,6 @@ class BackgroundWorker(Generic[T]):
     def _work(self) -> None:
         while (item := self._tasks.get()) is not None:
             number, task = item
-            _may_begin.wait()
             try:
                 result = TaskResult(number, task(), None)
             except BaseException as error:  # noqa: BLE001 - the thread's edge: kept for the training thread

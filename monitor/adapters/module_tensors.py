@@ -7,7 +7,7 @@ other memory behind a name.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -304,24 +304,32 @@ class RankBuffers:
         self._adapter, self._group = adapter, group
         self._differing: tuple[str, ...] = ()
         self._own: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, torch.Tensor] = {}  # as noted
+        self._hashes: dict[str, int] = {}
         self._error: Exception | None = None
 
-    def compare(self) -> None:
-        """Compare the buffers of all ranks as they are now. Collective; an error is raised by :meth:`captured`."""
+    def note(self) -> int:
+        """Note the buffers of this rank as they are now. Return a hash; an error is raised by :meth:`captured`."""
         self._differing, self._own, self._error = (), {}, None
+        self._tensors, self._hashes = {}, {}
         if self._group.world_size == 1 or self._adapter.buffers_follow_rank0:
-            return
-        tensors: dict[str, torch.Tensor] = {}
-        hashes: dict[str, int] = {}
+            return 0
         try:
-            tensors = {piece.fragment.fqn: piece.tensor for piece in whole_buffers(self._adapter)}
-            hashes = _hashes(tensors)
+            self._tensors = {piece.fragment.fqn: piece.tensor for piece in whole_buffers(self._adapter)}
+            self._hashes = _hashes(self._tensors)
         except Exception as error:  # noqa: BLE001 - raised by captured(): the other ranks are in the collective
             self._error = error
-        every = int(digest(repr(sorted(hashes.items())).encode())[:15], 16)
-        high, low = self._group.all_reduce_max([every, -every])
-        if high == -low:
+        return int(digest(repr(sorted(self._hashes.items())).encode())[:15], 16)
+
+    def compare(self, noted: Collection[int] = ()) -> None:
+        """Compare the buffers of all ranks. Collective. noted: what :meth:`note` returned on all ranks, if known."""
+        if not noted:
+            every = self.note()
+            high, low = self._group.all_reduce_max([every, -every])
+            noted = (high, -low)
+        if len(set(noted)) == 1:
             return
+        tensors, hashes = self._tensors, self._hashes
         first: dict[str, int] = self._group.broadcast(hashes)
         differs = [name for name in first if hashes.get(name) != first[name]]
         anywhere = self._group.all_reduce_max([name in differs for name in first])

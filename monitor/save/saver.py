@@ -88,6 +88,7 @@ class _RankStatus(NamedTuple):
     changed: bool
     fenced: bool
     trouble: bool
+    buffers: int  # hash of the persistent buffers
     outcome: _Outcome | None  # on rank 0
 
 
@@ -123,6 +124,7 @@ class Saver:
         self._fenced = self._committed = False
         self._renewing = not session.claimed
         self._failure: str | None = None
+        self._buffers: Sequence[int] = ()  # of all ranks, hashes at the last :meth:`settle`
         self._checker = SelfChecker(job)
         self.dropped: tuple[Unit, ...] = ()
         """Units with NaN or Inf that the save settled last left out. The same on all ranks."""
@@ -185,9 +187,11 @@ class Saver:
             changed=changed,
             fenced=self._fenced,
             trouble=trouble,
+            buffers=self._job.rank_buffers.note(),
             outcome=self._outcome_of(pending, done) if pending and done and self._group.rank == 0 else None,
         )
         ranks = self._group.all_gather(status)
+        self._buffers = [one.buffers for one in ranks]
         changed, unsupported = any(one.changed for one in ranks), any(one.trouble for one in ranks)
         if pending is not None and any(one.torn for one in ranks):
             self.changed_at = pending.save.step
@@ -250,7 +254,7 @@ class Saver:
         Returns the bytes staged on this rank."""
         self._highest_step = max(step, self._highest_step)
         save = SaveId(step, self._session.epoch)
-        self._job.rank_buffers.compare()
+        self._job.rank_buffers.compare(self._buffers)
         staged, copying, failure = self._stage(decided, local)
         commit_plan = None
         if self._group.rank == 0:
