@@ -10,7 +10,7 @@ import torch
 from monitor.distributed import Group
 from monitor.ledger import Ledger
 from monitor.observe.drift_meter import DriftMeter, Measure, drift_ratio
-from monitor.observe.units import LocalUnit, UnitTable, is_moving
+from monitor.observe.units import LocalUnit, UnitTable
 from policies.base import UnitStats
 from store.names import Unit
 
@@ -55,28 +55,29 @@ def measure_all(
 
 def unit_stats(table: UnitTable, ledger: Ledger, step: int, measured: Mapping[Unit, Measured]) -> tuple[UnitStats, ...]:
     """Return the statistics shown to the policy. Units that were not measured have no drift."""
-    stats = []
-    for unit, size in table.sizes.items():
-        layer = table.layer(unit)
-        staleness = ledger.staleness(unit, step)
-        measurement = measured.get(unit)
-        version = ledger.versions.get(unit)
+    stats, versions = [], ledger.versions
+    for unit, layer, size, moving in table.rows:
+        version, measurement = versions.get(unit), measured.get(unit)
+        # A version of a later step does not count: the job resumed from an earlier step.
+        age = -1 if version is None else step - version.version.step
+        staleness = age if age >= 0 else None
+        known = measurement is not None and staleness is not None
         stats.append(
             UnitStats(
-                unit=unit,
-                position=layer.position,
-                block=layer.block,
-                nbytes=size.nbytes,
-                drift=measurement.drift if measurement is not None and staleness is not None else None,
+                unit,
+                layer.position,
+                layer.block,
+                size.nbytes,
+                drift=measurement.drift if known and measurement is not None else None,
                 staleness=staleness,
                 finite=measurement is None or measurement.finite,
-                moving=is_moving(unit),
+                moving=moving,
+                changed_shape=version is not None
+                and (version.members != size.members or (not moving and _is_unverified(table, unit, measurement))),
                 error=version.error if version is not None else 0.0,
                 numel=size.numel,
                 encoding=version.encoding if version is not None else None,
                 stored_bytes=version.nbytes if version is not None else 0,
-                changed_shape=version is not None
-                and (version.members != size.members or _is_unverified(table, unit, measurement)),
             )
         )
     return tuple(stats)
@@ -84,8 +85,7 @@ def unit_stats(table: UnitTable, ledger: Ledger, step: int, measured: Mapping[Un
 
 def _is_unverified(table: UnitTable, unit: Unit, measured: Measured | None) -> bool:
     """Return whether a frozen unit may have changed, since its drift is unknown. It must be saved then."""
-    unknown = measured is not None and measured.finite and measured.drift is None
-    return not is_moving(unit) and (unit in table.lost or unknown)
+    return unit in table.lost or (measured is not None and measured.finite and measured.drift is None)
 
 
 _UNKNOWN = [0.0, 0.0, 0.0, 1.0]

@@ -49,6 +49,8 @@ class UnitLayout:
     dtypes: tuple[torch.dtype, ...]
     regions: MemoryRegions = field(compare=False)
     """Where the pieces lie."""
+    nbytes: int
+    """Raw bytes of all pieces."""
     spans: tuple[tuple[int, int], ...] | None = field(default=None, compare=False)
     """Of each piece: the tensor of the job's identity that it lies in, and its first element there."""
 
@@ -56,12 +58,8 @@ class UnitLayout:
     def of(cls, pieces: Sequence[Piece]) -> "UnitLayout":
         tensors = [piece.tensor for piece in pieces]
         fragments, dtypes = (piece.fragment for piece in pieces), (tensor.dtype for tensor in tensors)
-        return cls(tuple(fragments), tuple(dtypes), MemoryRegions.of(tensors))
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Raw bytes of all pieces."""
-        return int(self.regions.sizes.sum())
+        regions = MemoryRegions.of(tensors)
+        return cls(tuple(fragments), tuple(dtypes), regions, int(regions.sizes.sum()))
 
     @cached_property
     def members(self) -> _Members:
@@ -169,6 +167,8 @@ class UnitTable:
         self._records: Mapping[str, TensorRecord] = {}
         self.layer_records = tuple(LayerRecord(name=layer.name, block=layer.block) for layer in layers)
         self.sizes: Mapping[Unit, UnitSize] = {}
+        self.rows: Sequence[tuple[Unit, Layer, UnitSize, bool]] = ()
+        """Units in model order, their layers and sizes, and whether an optimizer updates them."""
         self.lost: set[Unit] = set()
         """Units whose distance to their version is unknown since their pieces changed, until they are saved.
         The same on all ranks."""
@@ -224,6 +224,7 @@ class UnitTable:
                 _add(totals.setdefault(unit, {}), members)
         order = sorted(totals, key=lambda unit: (self.layer(unit).position, unit.slot))
         self.sizes = {unit: _size(totals[unit]) for unit in order}
+        self.rows = [(unit, self.layer(unit), size, is_moving(unit)) for unit, size in self.sizes.items()]
         self._shape = now
         self.lost = (self.lost | reshaped) & set(self.sizes)
         return reshaped

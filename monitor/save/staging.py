@@ -149,6 +149,21 @@ def _on_host(values: Any) -> Any:
     return values.cpu().numpy() if isinstance(values, torch.Tensor) else values
 
 
+class JoinedRegions:
+    """The regions of units, one after the other. Keeps those of the last call, since a job mostly copies the same."""
+
+    def __init__(self) -> None:
+        self._layouts: Sequence[UnitLayout] = ()
+        self._regions = MemoryRegions.of(())
+
+    def of(self, layouts: Sequence[UnitLayout]) -> MemoryRegions:
+        """Return the regions of ``layouts``."""
+        if len(layouts) != len(self._layouts) or not all(map(is_, layouts, self._layouts)):
+            self._regions = MemoryRegions.joined([MemoryRegions.of(()), *(layout.regions for layout in layouts)])
+            self._layouts = layouts
+        return self._regions
+
+
 class AsyncCopy:
     """Copies the live tensors of one save into host buffers.
 
@@ -203,11 +218,11 @@ class AsyncCopy:
                     if copy.source.device == device:
                         copy.begin()
 
-    def start_tracked(self, tracker: WriteTracker) -> bool:
+    def start_tracked(self, tracker: WriteTracker, joined: JoinedRegions) -> bool:
         """Start with every write to the sources tracked. Return False if it cannot be. Training thread."""
         sources = [source for source, _ in self._host]
-        parts = [*(part.layout.regions for part, _ in self._units), MemoryRegions.of(sources)]
-        regions = MemoryRegions.joined(parts)
+        regions = joined.of([part.layout for part, _ in self._units])
+        regions = MemoryRegions.joined([regions, MemoryRegions.of(sources)]) if sources else regions
         if self._devices or self._encoded or any(device.type != "cpu" for device in regions.devices):
             return False
         if not tracker.in_use.acquire(blocking=False):
@@ -295,6 +310,7 @@ class CopyTiming:
         self._lazy = setting == "lazy" or (setting == "auto" and private)
         self._tracker = write_tracker() if setting == "auto" else None
         self._last = AsyncCopy()  # with tracked writes
+        self._joined = JoinedRegions()
 
     def start(self, copying: AsyncCopy) -> None:
         """Start the copies, and complete them if they are not made beside training."""
@@ -304,7 +320,7 @@ class CopyTiming:
                 "the state was changed between two optimizer steps, so copies are made before ckpt.step() returns from "
                 "now on, which takes longer. Make such changes before ckpt.step(), or call ckpt.copied() before them"
             )
-        if self._tracker is not None and copying.start_tracked(self._tracker):
+        if self._tracker is not None and copying.start_tracked(self._tracker, self._joined):
             self._last = copying
             return
         copying.start()

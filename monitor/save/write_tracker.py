@@ -76,6 +76,7 @@ class WriteTracker:
                 if self._registered == _MOST or not self._all(pages, _PRESENT, but=_OF_FILE):  # others may have it, too
                     return None
                 self._registered += 1
+                self._consolidated.discard((pages.start, pages.stop))  # that was other memory
                 self._call(_REGISTER, pages.start, len(pages), _WRITES, 0)
                 self._scan(pages, _ARM | _REGISTERED_ONLY)
             return pages

@@ -247,3 +247,71 @@ def test_many_small_tensors_are_copied_in_few_calls(tracker: WriteTracker, count
     pairs = [(torch.randn(index % 7), torch.empty(index % 7)) for index in range(count)]
     assert tracked(tracker, pairs).finish()
     assert all(torch.equal(live, buffer) for live, buffer in pairs)
+
+
+def neighbours(gap: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return four tensors of a MiB each in one memory, ``gap`` elements apart."""
+    whole = torch.randn(4 * (MIB + gap))
+    return whole, [whole[at * (MIB + gap) :][:MIB] for at in range(4)]
+
+
+@pytest.mark.parametrize("gap", [0, 1, 1000, 100_000])
+def test_neighbours_are_copied_as_they_are(tracker: WriteTracker, gap: int) -> None:
+    whole, parts = neighbours(gap)
+    pairs = [(part, torch.empty_like(part)) for part in parts]
+    before = whole.clone()
+    assert tracked(tracker, pairs).finish()
+    assert all(torch.equal(buffer, part) for part, buffer in pairs) and torch.equal(whole, before)
+
+
+@pytest.mark.parametrize("place", [0, MIB // 2, MIB - 1])
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("gap", [0, 1000])
+def test_a_write_to_one_of_the_neighbours_is_found(tracker: WriteTracker, gap: int, number: int, place: int) -> None:
+    """But for the edges of what touches no other, which are copied at once."""
+    _, parts = neighbours(gap)
+    pairs = [(part, torch.empty_like(part)) for part in parts]
+    before = [part.clone() for part in parts]
+    copy = tracked(tracker, pairs)
+    parts[number].data[place] += 1.0
+    same = copy.finish()
+    assert not same or all(torch.equal(buffer, old) for (_, buffer), old in zip(pairs, before, strict=True))
+    inside = place == MIB // 2 or (gap == 0 and (number, place) not in {(0, 0), (3, MIB - 1)})
+    assert not (inside and same)
+
+
+def test_a_write_between_neighbours_is_none_to_them(tracker: WriteTracker) -> None:
+    whole, parts = neighbours(10_000)
+    copy = tracked(tracker, [(part, torch.empty_like(part)) for part in parts])
+    whole.data[MIB + 1 : MIB + 9_999] = 7.0
+    assert copy.finish()
+
+
+def test_parts_that_are_each_too_small_are_tracked_together(tracker: WriteTracker) -> None:
+    """As the pieces of a flat partition."""
+    whole = torch.randn(MIB)
+    pairs = [(part, torch.empty_like(part)) for part in whole.split(1000)]
+    copy = tracked(tracker, pairs)
+    whole.data[MIB // 2] += 1.0
+    assert not copy.finish()
+
+
+def huge_pages() -> int:
+    return int(Path("/proc/self/smaps_rollup").read_text().partition("AnonHugePages:")[2].split()[0])
+
+
+def test_memory_on_huge_pages_is_copied_and_tracked_as_before(tracker: WriteTracker) -> None:
+    live = torch.randn(16 * MIB)
+    first, buffer = tracked(tracker, [(live, torch.empty_like(live))]), torch.empty_like(live)
+    assert first.finish()
+    before, values = huge_pages(), live.clone()
+    first.consolidate()
+    if huge_pages() < before + 32 * 1024:
+        pytest.skip("the kernel made no huge pages: NOT tested")
+    assert torch.equal(live, values)
+    again = tracked(tracker, [(live, buffer)])
+    assert again.finish() and torch.equal(buffer, values)
+    live += 1.0  # no page is protected any more
+    changed = tracked(tracker, [(live, buffer)])
+    live.data[9 * MIB] = 0.5
+    assert not changed.finish()
