@@ -24,7 +24,9 @@ MIB = 1 << 18  # float32 values
 
 def tracked(tracker: WriteTracker, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> TrackedCopy:
     sources = [source for source, _ in pairs]
-    return TrackedCopy(tracker, MemoryRegions.of(sources), addresses_of([buffer for _, buffer in pairs]), sources)
+    copy = TrackedCopy(tracker, MemoryRegions.of(sources), addresses_of([buffer for _, buffer in pairs]), sources)
+    copy.__dict__["pairs"] = pairs  # keeps the buffers
+    return copy
 
 
 def pages_of(live: torch.Tensor) -> range:
@@ -309,9 +311,11 @@ def test_memory_on_huge_pages_is_copied_and_tracked_as_before(tracker: WriteTrac
     if huge_pages() < before + 8 * 1024:
         pytest.skip("the kernel made no huge pages: NOT tested")
     assert torch.equal(live, values)
+    assert tracker.in_use.acquire(blocking=False)
     again = tracked(tracker, [(live, buffer)])
     assert again.finish() and torch.equal(buffer, values)
     live += 1.0  # no page is protected any more
+    assert tracker.in_use.acquire(blocking=False)
     changed = tracked(tracker, [(live, buffer)])
     live.data[9 * MIB] = 0.5
     assert not changed.finish()
