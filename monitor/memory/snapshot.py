@@ -11,16 +11,19 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from monitor.adapters.identity import versions_of
 from monitor.adapters.module_tensors import as_bytes, dtype_name
 from monitor.context import JobContext
 from monitor.ledger import CommitDraft, manifest_of, new_version
-from monitor.observe.units import LocalUnit
-from monitor.save.save_task import empty_segment, with_run_state
+from monitor.observe.units import LocalUnit, UnitLayout
+from monitor.save.save_task import Finish, begin_run_state, empty_segment
 from monitor.save.saver import Saver
 from monitor.save.staging import AsyncCopy, CopyTiming
 from monitor.save.store_session import StoreSession
@@ -45,26 +48,37 @@ class Placement:
 
     unit: Unit
     fragment: Fragment
+    dtype: torch.dtype  # of the live tensor
+    encoding: str
     offset: int
-    source: torch.Tensor  # live, 1-d
-    copy: torch.Tensor  # 1-d view of the payload, of the live dtype; uint8 if it is encoded
-    encoding: str = RAW
+    nbytes: int
 
-    @cached_property
-    def encoded(self) -> EncodedCopy | None:
-        return None if self.encoding == RAW else EncodedCopy(self.source, self.encoding, self.copy, _NO_COPY)
+    def copy(self, memory: Any) -> torch.Tensor:
+        """Return the place in a payload: 1-d, of the live dtype; uint8 if it is encoded."""
+        view = torch.frombuffer(memory, dtype=torch.uint8, count=self.nbytes, offset=self.offset)
+        return view.view(self.dtype) if self.encoding == RAW else view
+
+
+@dataclass
+class LeafRoom:
+    """Bytes that the tensors of the run state took in the last snapshot; None if they are not known yet."""
+
+    nbytes: int | None = None
 
 
 @dataclass(frozen=True)
 class Version:
-    """One staged snapshot of one rank. Only its copies may be incomplete."""
+    """One staged snapshot of one rank. Its copies may be incomplete, and its run state is not put together."""
 
     arena: Arena
     slot: int
     segment: SegmentDraft  # without fragments
-    run_leaves: Sequence[Leaf]  # of the segment
+    finish: Finish  # adds the run state
+    room: LeafRoom
     claim: str  # token of the claim of the save's epoch
+    memory: Any  # the payload
     placements: Sequence[Placement]
+    encoded: Mapping[Fragment, EncodedCopy]
     fragments_end: int  # bytes of all fragments; the tensors of the run state follow
     head: Callable[[], ManifestRecord] | None  # rank 0
     copying: AsyncCopy
@@ -81,12 +95,14 @@ def seal_snapshot(version: Version) -> float:
     """
     began = time.monotonic()
     version.copying.finish()
+    version.copying.consolidate()
     version.copying.require_whole()
-    for one in version.placements:
-        _require_finite(one)
-    entries = tuple(_entry(one) for one in version.placements)
-    tensors, end = _write_leaves(version)
-    segment = version.segment
+    copies = [(one, one.copy(version.memory)) for one in version.placements]
+    for one, copy in copies:
+        _require_finite(one, copy, version.encoded.get(one.fragment))
+    entries = tuple(_entry(one, copy) for one, copy in copies)
+    segment = version.finish(version.segment)
+    tensors, end = _write_leaves(version, cast("Sequence[Leaf]", segment.run_leaves))
     part = PartRecord(
         store_id=segment.store_id,
         step=segment.save.step,
@@ -98,7 +114,7 @@ def seal_snapshot(version: Version) -> float:
         header_bytes=0,
         header_xxh3_128=digest(b""),
         entries=entries,
-        measures=_lost(version.placements),
+        measures=_lost(version),
         run_state=segment.run_state,
         run_tensors=tensors,
         facts=dict(segment.facts),
@@ -189,11 +205,12 @@ class SnapshotStager:
         self._manifest = manifest
         self._copy_timing = copy_timing
         self._encodings = job.config.memory_encodings()
+        self._room = LeafRoom()
+        self._last: _Placed | None = None
 
     def payload_bytes(self, local: Mapping[Unit, LocalUnit]) -> int:
         """Return the bytes to reserve for a payload."""
-        pieces = ((unit, piece) for unit, part in _moving(local).items() for piece in part.pieces)
-        return sum(_aligned(_stored_as(unit, piece.tensor, self._encodings)[1]) for unit, piece in pieces) + _MARGIN
+        return self._placed(_moving(local)).end + _MARGIN
 
     def stage(
         self, save: SaveId, local: Mapping[Unit, LocalUnit], arena: Arena, slot: int, allocate: Callable[[int], Any]
@@ -201,75 +218,117 @@ class SnapshotStager:
         """Stage a snapshot in ``allocate(nbytes)``, the payload ``slot``.
 
         Raises StorageError, and any exception of the user's objects."""
-        store_id = self._session.catalog.store_id
-        segment = with_run_state(empty_segment(self._job, store_id, save, self._manifest.plan(save)), self._job)
-        leaves = cast("Sequence[Leaf]", segment.run_leaves)
-        spare = max(sum(len(leaf.data) for leaf in leaves), _MARGIN)
-        placements, end = _placements(_moving(local), self._encodings, allocate, spare)
+        store_id, moving = self._session.catalog.store_id, _moving(local)
+        segment = empty_segment(self._job, store_id, save, self._manifest.plan(save))
+        segment, finish = begin_run_state(segment, self._job)
+        if self._room.nbytes is None:
+            segment, finish = finish(segment), _as_it_is
+            self._room.nbytes = sum(len(leaf.data) for leaf in cast("Sequence[Leaf]", segment.run_leaves))
+        placed = self._placed(moving)
+        memory = allocate(placed.end + max(2 * self._room.nbytes, _MARGIN))
         head = self._manifest.manifest(save, store_id) if segment.rank == 0 else None
-        copying = self._start_copies(placements)  # last: an error would leave them unfinished
-        return Version(arena, slot, segment, leaves, self._session.token, placements, end, head, copying)
+        encoded = {
+            one.fragment: EncodedCopy(source, one.encoding, one.copy(memory), _NO_COPY)
+            for unit, places in placed.by_unit.items()
+            if any(one.encoding != RAW for one in places)
+            for one, source in zip(places, moving[unit].tensors, strict=True)
+            if one.encoding != RAW
+        }
+        copying = self._start_copies(moving, placed, memory, encoded)  # last: an error would leave them unfinished
+        token, room = self._session.token, self._room
+        places, end = placed.placements, placed.end
+        return Version(arena, slot, segment, finish, room, token, memory, places, encoded, end, head, copying)
 
-    def _start_copies(self, placements: Sequence[Placement]) -> AsyncCopy:
+    def _start_copies(
+        self, local: Mapping[Unit, LocalUnit], placed: "_Placed", memory: Any, encoded: Mapping[Fragment, EncodedCopy]
+    ) -> AsyncCopy:
         """Copy buffers at once, since a forward may change them; start the other copies."""
-        copying, now = AsyncCopy(), AsyncCopy()
-        for one in placements:
-            if one.encoded is not None:
-                copying.add_encoded([one.encoded])
+        copying, base = AsyncCopy(), torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        for unit, part in local.items():
+            places = placed.by_unit[unit]
+            if unit.slot == BUFFER:
+                for one, source in zip(places, part.tensors, strict=True):
+                    one.copy(memory).copy_(source)
+            elif all(one.encoding == RAW for one in places):
+                copying.add_unit(part, base + placed.offsets[unit], partial(_copies, places, memory))
             else:
-                (now if one.unit.slot == BUFFER else copying).add([one.source], [one.copy])
-        now.start()
-        now.finish()
+                raw = [(one, source) for one, source in zip(places, part.tensors, strict=True) if one.encoding == RAW]
+                copying.add([source for _, source in raw], [one.copy(memory) for one, _ in raw])
+        copying.add_encoded(list(encoded.values()))
         self._copy_timing.start(copying)
         return copying
+
+    def _placed(self, local: Mapping[Unit, LocalUnit]) -> "_Placed":
+        """Place every fragment, unless they are those of the last snapshot."""
+        layouts = {unit: part.layout for unit, part in local.items()}
+        if self._last is None or self._last.layouts != layouts:
+            self._last = _Placed.of(layouts, self._encodings)
+        return self._last
+
+
+@dataclass(frozen=True)
+class _Placed:
+    """The places of all fragments of a snapshot."""
+
+    layouts: Mapping[Unit, UnitLayout]
+    by_unit: Mapping[Unit, Sequence[Placement]]
+    offsets: Mapping[Unit, npt.NDArray[np.int64]]
+    end: int
+
+    @classmethod
+    def of(cls, layouts: Mapping[Unit, UnitLayout], encodings: Mapping[str, str]) -> "_Placed":
+        by_unit: dict[Unit, list[Placement]] = {}
+        end = 0
+        for unit, layout in layouts.items():
+            places = by_unit.setdefault(unit, [])
+            for fragment, dtype in zip(layout.fragments, layout.dtypes, strict=True):
+                encoding, nbytes = _stored_as(unit, fragment.numel, dtype, encodings)
+                places.append(Placement(unit, fragment, dtype, encoding, end, nbytes))
+                end = _aligned(end + nbytes)
+        offsets = {unit: np.array([one.offset for one in places], np.int64) for unit, places in by_unit.items()}
+        return cls(layouts, by_unit, offsets, end)
+
+    @cached_property
+    def placements(self) -> tuple[Placement, ...]:
+        return tuple(chain.from_iterable(self.by_unit.values()))
+
+
+def _copies(places: Sequence[Placement], memory: Any) -> list[torch.Tensor]:
+    return [one.copy(memory) for one in places]
+
+
+def _as_it_is(segment: SegmentDraft) -> SegmentDraft:
+    return segment
 
 
 def _moving(local: Mapping[Unit, LocalUnit]) -> dict[Unit, LocalUnit]:
     return {unit: part for unit, part in local.items() if unit.slot != FROZEN}
 
 
-def _placements(
-    local: Mapping[Unit, LocalUnit], encodings: Mapping[str, str], allocate: Callable[[int], Any], spare: int
-) -> tuple[list[Placement], int]:
-    """Place every fragment in ``allocate(nbytes)``, with ``spare`` bytes after them. Return also where they end."""
-    found, end = [], 0
-    for unit, part in local.items():
-        for piece in part.pieces:
-            encoding, nbytes = _stored_as(unit, piece.tensor, encodings)
-            found.append((unit, piece, encoding, end, nbytes))
-            end = _aligned(end + nbytes)
-    memory, placements = allocate(end + spare), []
-    for unit, piece, encoding, offset, nbytes in found:
-        dtype = piece.tensor.dtype if encoding == RAW else torch.uint8
-        view = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=offset).view(dtype)
-        placements.append(Placement(unit, piece.fragment, offset, piece.tensor, view, encoding))
-    return placements, end
-
-
-def _stored_as(unit: Unit, tensor: torch.Tensor, encodings: Mapping[str, str]) -> tuple[str, int]:
+def _stored_as(unit: Unit, numel: int, dtype: torch.dtype, encodings: Mapping[str, str]) -> tuple[str, int]:
     """Return the encoding of a piece and its encoded bytes."""
-    dtype, encoding = dtype_name(tensor.dtype), encodings.get(unit.slot, RAW)
-    if not encoding_named(encoding).applies(dtype):
+    name, encoding = dtype_name(dtype), encodings.get(unit.slot, RAW)
+    if not encoding_named(encoding).applies(name):
         encoding = RAW
-    return encoding, encoding_named(encoding).stored_bytes(tensor.numel(), dtype)
+    return encoding, encoding_named(encoding).stored_bytes(numel, name)
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGN) * _ALIGN
 
 
-def _require_finite(one: Placement) -> None:
+def _require_finite(one: Placement, copy: torch.Tensor, encoded: EncodedCopy | None) -> None:
     """Raise SaveError for NaN or Inf: like a commit, a snapshot must not replace a finite version by such values."""
-    if one.encoded is not None:
-        if not one.encoded.held:
+    if encoded is not None:
+        if not encoded.held:
             raise SaveError(
                 f"{one.fragment.fqn} ({one.unit.slot}) has NaN, Inf or values that {one.encoding} cannot hold: memory "
                 "keeps the version before"
             )
         return
-    if not one.copy.numel() or not (one.copy.is_floating_point() or one.copy.is_complex()):
+    if not copy.numel() or not (copy.is_floating_point() or copy.is_complex()):
         return
-    values = torch.view_as_real(one.copy).reshape(-1) if one.copy.is_complex() else one.copy
+    values = torch.view_as_real(copy).reshape(-1) if copy.is_complex() else copy
     if values.element_size() == 1:
         values = values.float()
     low, high = (float(found) for found in torch.aminmax(values))
@@ -278,38 +337,44 @@ def _require_finite(one: Placement) -> None:
         raise SaveError(f"NaN or Inf in {one.fragment.fqn} ({one.unit.slot}): memory keeps the version before")
 
 
-def _entry(one: Placement) -> Entry:
-    data = as_bytes(one.copy)
+def _entry(one: Placement, copy: torch.Tensor) -> Entry:
     return Entry(
         layer=one.unit.layer,
         slot=one.unit.slot,
         fqn=one.fragment.fqn,
         start=one.fragment.start,
         numel=one.fragment.numel,
-        dtype=dtype_name(one.source.dtype),
+        dtype=dtype_name(one.dtype),
         encoding=one.encoding,
         offset=one.offset,
-        nbytes=len(data),
-        xxh3_128=digest(data),
+        nbytes=one.nbytes,
+        xxh3_128=digest(as_bytes(copy)),
     )
 
 
-def _lost(placements: Sequence[Placement]) -> tuple[MeasureRecord, ...]:
+def _lost(version: Version) -> tuple[MeasureRecord, ...]:
     found: dict[Unit, EncodingLoss] = {}
-    for one in placements:
-        if one.encoded is not None:
+    for one in version.placements:
+        encoded = version.encoded.get(one.fragment)
+        if encoded is not None:
             total = found.setdefault(one.unit, EncodingLoss())
-            total.error_sq += one.encoded.lost.error_sq
-            total.decoded_sq += one.encoded.lost.decoded_sq
+            total.error_sq += encoded.lost.error_sq
+            total.decoded_sq += encoded.lost.decoded_sq
     return tuple(
         MeasureRecord(layer=unit.layer, slot=unit.slot, moved_sq=0.0, reference_sq=0.0, finite=True, **vars(lost))
         for unit, lost in found.items()
     )
 
 
-def _write_leaves(version: Version) -> tuple[tuple[StateTensor, ...], int]:
+def _write_leaves(version: Version, leaves: Sequence[Leaf]) -> tuple[tuple[StateTensor, ...], int]:
     found, end = [], version.fragments_end
-    for leaf in version.run_leaves:
+    version.room.nbytes = sum(len(leaf.data) for leaf in leaves)
+    if end + version.room.nbytes > len(version.memory):
+        raise SaveError(
+            f"the run state has grown to {version.room.nbytes} bytes of tensors: memory keeps the version before, and "
+            "has room for them at the next one"
+        )
+    for leaf in leaves:
         version.arena.write_at(version.slot, end, leaf.data)
         found.append(
             StateTensor(

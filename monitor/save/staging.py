@@ -16,6 +16,7 @@ from operator import is_
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from monitor.adapters.base import Adapter
@@ -172,7 +173,8 @@ class AsyncCopy:
     sources do not change. On CUDA the copies run in a side stream into pinned memory, after all work queued before."""
 
     def __init__(self) -> None:
-        self._units: list[tuple[LocalUnit, Sequence[torch.Tensor]]] = []  # added, and not started
+        self._units: list[tuple[LocalUnit, npt.NDArray[np.int64], Callable[[], Sequence[torch.Tensor]]]] = []
+        """Units that are added and not started, the addresses of their buffers, and what returns the buffers."""
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._samples: list[_Sample] = []
         self._torn = False
@@ -184,9 +186,11 @@ class AsyncCopy:
         self._lock = threading.Lock()
         self._done = False
 
-    def add_unit(self, part: LocalUnit, buffers: Sequence[torch.Tensor]) -> None:
-        """Add copies of all pieces of a unit into ``buffers``."""
-        self._units.append((part, buffers))
+    def add_unit(
+        self, part: LocalUnit, addresses: npt.NDArray[np.int64], buffers: Callable[[], Sequence[torch.Tensor]]
+    ) -> None:
+        """Add copies of all pieces of a unit into buffers at ``addresses``, which the caller keeps until then."""
+        self._units.append((part, addresses, buffers))
 
     def add(self, sources: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
         """Add copies of ``sources`` into ``buffers``, pair by pair."""
@@ -221,15 +225,16 @@ class AsyncCopy:
     def start_tracked(self, tracker: WriteTracker, joined: JoinedRegions) -> bool:
         """Start with every write to the sources tracked. Return False if it cannot be. Training thread."""
         sources = [source for source, _ in self._host]
-        regions = joined.of([part.layout for part, _ in self._units])
+        regions = joined.of([part.layout for part, _, _ in self._units])
         regions = MemoryRegions.joined([regions, MemoryRegions.of(sources)]) if sources else regions
         if self._devices or self._encoded or any(device.type != "cpu" for device in regions.devices):
             return False
         if not tracker.in_use.acquire(blocking=False):
             return False
-        buffers = [*chain.from_iterable(buffers for _, buffers in self._units), *(buffer for _, buffer in self._host)]
-        owners = [*chain.from_iterable(part.sources for part, _ in self._units), *sources]
-        self._tracked = TrackedCopy(tracker, regions, addresses_of(buffers), owners)
+        others = addresses_of([buffer for _, buffer in self._host])
+        targets = np.concatenate([*(addresses for _, addresses, _ in self._units), others])
+        owners = [*chain.from_iterable(part.sources for part, _, _ in self._units), *sources]
+        self._tracked = TrackedCopy(tracker, regions, targets, owners)
         self._units.clear()
         return True
 
@@ -275,8 +280,8 @@ class AsyncCopy:
             )
 
     def _add_units(self) -> None:
-        for part, buffers in self._units:
-            self.add(part.tensors, buffers)
+        for part, _, buffers in self._units:
+            self.add(part.tensors, buffers())
         self._units.clear()
 
     def _sample(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device | str) -> None:
@@ -439,7 +444,7 @@ class Stager:
             for source, copy in zip(part.tensors, copies, strict=True):
                 copy.copy_(source)
         else:
-            copying.add_unit(part, copies)
+            copying.add_unit(part, addresses_of(copies), lambda: copies)
         return StagedUnit(
             part.unit,
             encoding,

@@ -220,9 +220,9 @@ def test_a_copy_that_is_wrong(store: Path, logged: pytest.LogCaptureFixture, mon
     """Of a large tensor, too: the last element."""
     kept, added, copies = staging.AsyncCopy.finish, staging.AsyncCopy.add_unit, list[torch.Tensor]()
 
-    def add_unit(self: Any, part: Any, buffers: Any) -> None:
-        copies.extend(buffers)
-        added(self, part, buffers)
+    def add_unit(self: Any, part: Any, addresses: Any, buffers: Any) -> None:
+        copies.extend(buffers())
+        added(self, part, addresses, buffers)
 
     def finish(self: Any) -> None:
         kept(self)
