@@ -101,7 +101,7 @@ class IdentityReader:
             type(s) is dict for s in states.values()
         ):
             return None
-        modules = _modules(module)
+        modules = modules_of(module)
         children = _flat([part._modules for part in modules])
         parameters = _flat([part._parameters for part in modules])
         buffers = _flat([part._buffers for part in modules])
@@ -117,7 +117,11 @@ class IdentityReader:
         layout: Sequence[Any] = [
             list(map(type, modules)),
             *(part for flat in (children, parameters, buffers) for part in flat.layout()),
-            [len(part._non_persistent_buffers_set) for part in modules],
+            [
+                (i, set(part._non_persistent_buffers_set))
+                for i, part in enumerate(modules)
+                if part._non_persistent_buffers_set
+            ],
             [value is not None and value.requires_grad for value in parameters.values],
             list(map(len, groups)),
             list(map(id, grouped)),
@@ -150,7 +154,8 @@ def _flat(mappings: Sequence[Mapping[str, Any]]) -> _Flat:
     return _Flat(list(chain.from_iterable(mappings)), list(values), list(map(len, mappings)))
 
 
-def _modules(module: nn.Module) -> list[nn.Module]:
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """Return a module and those inside, each once; without their names, which take most of the time."""
     modules, seen = [module], {id(module)}
     for part in modules:  # grows while it is walked
         for child in part._modules.values():

@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from monitor.adapters.base import Adapter, LiveValue, Piece, TensorInfo
 from monitor.adapters.frozen import fingerprint
-from monitor.adapters.identity import StepCache
+from monitor.adapters.identity import StepCache, modules_of
 from monitor.distributed import Group
 from store.errors import UnstorableError, UnsupportedError
 from store.names import BUFFER, FROZEN, Fragment
@@ -280,7 +280,10 @@ class ExtraState:
 
 def extra_states(module: nn.Module) -> dict[str, ExtraState]:
     """Return the modules with extra state, by name. Raise UnsupportedError for one that cannot take it back."""
-    found = {}
+    found: dict[str, ExtraState] = {}
+    kinds: set[type[nn.Module]] = set(map(type, modules_of(module)))
+    if all(kind.get_extra_state is nn.Module.get_extra_state for kind in kinds):
+        return found
     for path, part in module.named_modules():
         name, kind = without_wrappers(path), type(part)
         if kind.get_extra_state is nn.Module.get_extra_state:

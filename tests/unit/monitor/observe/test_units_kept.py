@@ -28,6 +28,7 @@ class Job:
     def __init__(self) -> None:
         self.model = Model()
         self.model.head.register_buffer("scale", torch.ones(3))
+        self.model.head.register_buffer("other", torch.ones(3), persistent=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.adapter = adapter_for((self.model, self.optimizer))
         self.table = table_of(self.adapter)
@@ -152,6 +153,16 @@ def test_a_layer_that_was_added_is_refused() -> None:
     job.listed()
     job.model.added = nn.Linear(2, 2)
     with pytest.raises(UnsupportedError, match="added to the model after"):
+        job.listed()
+
+
+def test_a_buffer_that_is_saved_from_now_on_is_seen() -> None:
+    job = Job()
+    job.listed()
+    head = job.model.head
+    head.register_buffer("scale", head.scale, persistent=False)
+    head.register_buffer("other", head.other)
+    with pytest.raises(UnsupportedError, match="head.other was added to the model after"):
         job.listed()
 
 
