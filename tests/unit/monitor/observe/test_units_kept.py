@@ -162,7 +162,7 @@ def test_a_buffer_that_is_saved_from_now_on_is_seen() -> None:
     head = job.model.head
     head.register_buffer("scale", head.scale, persistent=False)
     head.register_buffer("other", head.other)
-    with pytest.raises(UnsupportedError, match="head.other was added to the model after"):
+    with pytest.raises(UnsupportedError, match=r"head\.other was added to the model after"):
         job.listed()
 
 
