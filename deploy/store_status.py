@@ -22,6 +22,7 @@ from store.schema import EpochRecord, ManifestRecord
 from store.session import lock_holder, newest_epoch, read_epoch
 from store.storage.bucket import ObjectOptions
 from store.text import listed
+from store.verify import total_bytes
 
 _PATIENCE = ObjectOptions(retry_seconds=15.0)  # shorter retries than a job's, because a user waits
 _TRIES = 4  # attempts to read a store that changes meanwhile
@@ -201,7 +202,8 @@ def _read_status(catalog: Catalog, root: Path, *, counted: bool) -> StoreStatus:
         epoch=epoch,
         owner=_owner(catalog, epoch, problems),
         in_use_by=lock_owner(root),
-        size_bytes=(_reached(catalog) if is_url(root) else _size(root)) if counted else 0,
+        # Listing a bucket's objects would take one request per thousand.
+        size_bytes=(total_bytes(catalog) if is_url(root) else bytes_below(root)) if counted else 0,
         resume=resume,
         problems=tuple(dict.fromkeys(problems)),
         resumed=resumed,
@@ -265,20 +267,11 @@ def _owner(catalog: Catalog, epoch: int, problems: list[str]) -> EpochRecord | N
         return None
 
 
-def _reached(catalog: Catalog) -> int:
-    """Return the payload bytes of all commits. Listing a bucket's objects would take one request per thousand."""
-    groups = {}
-    for save in catalog.saves():
-        with suppress(DamagedError, StorageError):
-            groups.update(catalog.manifest(save).groups)
-    return sum(record.payload_bytes for record in groups.values())
-
-
-def _size(root: Path) -> int:
-    """Return the bytes of all files, except those deleted meanwhile by a running job."""
+def bytes_below(root: Path, passed_over: type[OSError] = FileNotFoundError) -> int:
+    """Return the bytes of all files but those of which the size raises ``passed_over``: a running job deletes some."""
     total = 0
     for folder, _, names in os.walk(root):
         for name in names:
-            with suppress(FileNotFoundError):
+            with suppress(passed_over):
                 total += (Path(folder) / name).lstat().st_size
     return total

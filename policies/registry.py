@@ -252,14 +252,7 @@ def with_fixed_encoding(policy: Policy, encodings: Mapping[str, str], bounds: Bo
 
 
 POLICIES: Mapping[str, type[Any]] = MappingProxyType(
-    {
-        "budget": BudgetPolicy,
-        "filter": Filter,
-        "full": Full,
-        "observe": Observe,
-        "parity": Parity,
-        "threshold": Threshold,
-    }
+    {kind.name: kind for kind in (BudgetPolicy, Filter, Full, Observe, Parity, Threshold)}
 )
 """The built-in policies. Each is a frozen dataclass; its fields are its parameters, except those whose metadata have
 ``setting`` False."""

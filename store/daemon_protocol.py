@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapte
 
 from store.errors import DaemonError
 from store.memory.layout import home, require_own
-from store.schema import Digest, Natural, SaveName
+from store.schema import Digest, Natural, SaveName, first_mistake
 
 VERSION = 1
 LINE_LIMIT = 1 << 16  # largest line to the daemon, in bytes
@@ -177,7 +177,7 @@ def parse_client_message(line: bytes) -> ClientMessage:
     try:
         return _to_daemon.validate_python(body, strict=False)
     except ValidationError as error:
-        raise DaemonError(f"no message of this protocol: {_first(error)}") from error
+        raise DaemonError(f"no message of this protocol: {first_mistake(error)}") from error
 
 
 def parse_daemon_message(line: bytes) -> DaemonMessage:
@@ -191,7 +191,7 @@ def parse_daemon_message(line: bytes) -> DaemonMessage:
     try:
         return _from_daemon.validate_python(body, strict=False)
     except ValidationError as error:
-        raise DaemonError(f"the daemon's answer is invalid: {_first(error)}") from error
+        raise DaemonError(f"the daemon's answer is invalid: {first_mistake(error)}") from error
 
 
 def _parse_object(line: bytes, limit: int) -> dict[str, Any]:
@@ -213,11 +213,6 @@ def _require_version(body: dict[str, Any], sender: str) -> None:
             f"{sender} speaks version {version!r} of the daemon's protocol, this release {VERSION}: end the daemon "
             "with `driftpoint daemon stop`, and let a job of the newer release start it"
         )
-
-
-def _first(error: ValidationError) -> str:
-    first = error.errors()[0]
-    return f"{'.'.join(str(step) for step in first['loc'])}: {first['msg']}"
 
 
 def socket_path(base: Path) -> Path:

@@ -317,9 +317,13 @@ def from_bytes(kind: type[_R], data: bytes, what: str) -> _R:
     try:
         return kind.model_validate(unseal(data, what), strict=False)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(step) for step in first["loc"])
-        raise DamagedError(f"{what} is no {kind.__name__}: {where}: {first['msg']}") from error
+        raise DamagedError(f"{what} is no {kind.__name__}: {first_mistake(error)}") from error
+
+
+def first_mistake(error: ValidationError) -> str:
+    """Return the place and the message of the first mistake that a validation found."""
+    first = error.errors()[0]
+    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
 
 
 def members_digest(members: Mapping[str, tuple[int, str]]) -> str:

@@ -128,7 +128,10 @@ def require_newest(files: Files, epoch: int) -> None:
     if newest > epoch:
         raise _fenced(epoch, newest)
     if newest < epoch:
-        raise _absent(files, epoch)
+        raise StorageError(
+            f"the store at {getattr(files, 'root', 'its place')} does not list epoch {epoch} of this job: it is not "
+            f"mounted now, or its {layout.EPOCHS}/ was deleted. Nothing is written until it is back; check the mount"
+        )
 
 
 def require_present(files: Files, epoch: int) -> None:
@@ -146,13 +149,6 @@ def _fenced(epoch: int, newest: int) -> FencedError:
     return FencedError(
         f"epoch {epoch} lost the store to epoch {newest}: another job took it over. "
         "This job saves nothing more; stop it, or give it a store of its own"
-    )
-
-
-def _absent(files: Files, epoch: int) -> StorageError:
-    return StorageError(
-        f"the store at {getattr(files, 'root', 'its place')} does not list epoch {epoch} of this job: it is "
-        f"not mounted now, or its {layout.EPOCHS}/ was deleted. Nothing is written until it is back; check the mount"
     )
 
 
@@ -233,7 +229,7 @@ def _closed(catalog: Catalog, epoch: int) -> ClosedRecord | None:
 
 def _seconds(catalog: Catalog, incarnation: IncarnationRecord, newest: int) -> float | None:
     """Return the seconds from the beginning of an incarnation to its newest commit; None if it made none."""
-    began = _moment(incarnation.began)
+    began = parse_moment(incarnation.began)
     for save in [save for save in catalog.saves() if save.epoch <= newest][:_LOOK_BACK]:
         with suppress(DamagedError, MissingError):
             if read_epoch(catalog.files, save.epoch).incarnation != incarnation:
@@ -241,13 +237,14 @@ def _seconds(catalog: Catalog, incarnation: IncarnationRecord, newest: int) -> f
             manifest = catalog.manifest(save)
             if manifest.uptime is not None:
                 return manifest.uptime
-            created = _moment(manifest.created)  # of an older release; a clock that was set falsifies it
+            created = parse_moment(manifest.created)  # of an older release; a clock that was set falsifies it
             if began is not None and created is not None:
                 return max(0.0, (created - began).total_seconds())
     return None
 
 
-def _moment(text: str) -> datetime | None:
+def parse_moment(text: str) -> datetime | None:
+    """Parse an ISO time of a record; None if invalid."""
     try:
         moment = datetime.fromisoformat(text)
     except ValueError:

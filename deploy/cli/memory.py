@@ -78,7 +78,9 @@ def clear_(
     found = _select_tiers(base, store, everything=all_)
     if not yes and found:
         stores = listed((tier.store_id[:8] for tier in found), 8)
-        _confirm(f"Remove the snapshots that dead jobs left of {plural(len(found), 'store')} ({stores})?")
+        output.note(f"Remove the snapshots that dead jobs left of {plural(len(found), 'store')} ({stores})? [y/N]")
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            raise typer.Abort
     freed = sum(clear(tier) for tier in found)
     body = {"freed_bytes": freed, "stores": [tier.store_id for tier in found]}
     output.answer(body, lambda console: console.print(f"Freed {size_text(freed)}."), as_json=json)
@@ -115,13 +117,6 @@ def _stored_snapshot(tier: Tier, path: Path | None) -> StoredSnapshot:
     return StoredSnapshot(
         tier.store_id, store, step, len(held), replicas, world_size, used_bytes(tier), alive, node.problems
     )
-
-
-def _confirm(question: str) -> None:
-    """Ask on stderr and abort the command unless the answer is yes."""
-    output.note(f"{question} [y/N]")
-    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-        raise typer.Abort
 
 
 def _select_tiers(base: Path, store: str | None, *, everything: bool) -> list[Tier]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from deploy.doctor.base import Finding, Plan, Probe, clock, semantics
 from deploy.format import size_text
+from deploy.store_status import bytes_below
 from store.errors import StorageError
 from store.location import mount_of
 from store.storage.local import LocalFiles
@@ -53,7 +54,7 @@ def check_disk(root: Path, plan: Plan) -> Iterator[Finding]:
         reason = (error.strerror or error) if isinstance(error, OSError) else error
         todo = "check the owner and mode of the directory, free space, quota, and that it is not mounted read-only"
         yield Finding("writing", "fail", f"cannot write a file in {place}: {reason}", todo)
-    yield _space(place, plan, _held(root))
+    yield _space(place, plan, bytes_below(root, OSError))  # what the store has already is part of the plan
     yield _inodes(place)
 
 
@@ -224,16 +225,6 @@ def _filesystem(place: Path) -> Finding:
         return Finding("filesystem", "warn", f"{seen}: {mount.loss}", todo)
     what = {"shared": "shared between machines", "local": "local to this machine: for a single node only"}
     return Finding("filesystem", "ok", f"{seen} ({what.get(mount.kind, 'unknown whether shared')})")
-
-
-def _held(root: Path) -> int:
-    """Return the bytes of the existing store, which are part of the plan."""
-    found = 0
-    for folder, _, names in os.walk(root):
-        for name in names:
-            with suppress(OSError):
-                found += (Path(folder) / name).lstat().st_size
-    return found
 
 
 def _space(place: Path, plan: Plan, held: int) -> Finding:

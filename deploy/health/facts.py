@@ -10,7 +10,6 @@ import socket
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -27,7 +26,7 @@ from store.memory.index import HeldSnapshot, belonging_to, scan_node
 from store.memory.layout import Tier
 from store.names import SaveId
 from store.schema import ManifestRecord
-from store.session import is_closed
+from store.session import is_closed, parse_moment
 from store.verify import VerifyReport
 
 Level = Literal["good", "plain", "look", "bad"]
@@ -282,8 +281,5 @@ def _commit_gap(catalog: Catalog, saves: Sequence[SaveId]) -> float | None:
 
 def parse_time(text: str) -> float | None:
     """Parse an ISO time of a record to Unix time; None if invalid."""
-    try:
-        found = datetime.fromisoformat(text)
-    except ValueError:
-        return None
-    return (found if found.tzinfo is not None else found.replace(tzinfo=UTC)).timestamp()
+    found = parse_moment(text)
+    return None if found is None else found.timestamp()

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from merger.io.output_file import storage_errors
 from store.errors import StorageError, UsageError
+from store.storage.local import sync_directory
 
 _PREFIX = ".driftpoint-merge-"
 
@@ -54,11 +55,11 @@ class OutputDir:
         """Give the directory its final name; durable on return. Its files must be durable already."""
         with storage_errors(self.out):
             for folder, _, _ in os.walk(self.folder):
-                _sync(Path(folder))
+                sync_directory(folder)
             if self.out.exists() or self.out.is_symlink():
                 raise _exists_error(self.out)
             self.folder.rename(self.out)
-            _sync(self.out.parent)
+            sync_directory(self.out.parent)
         self._unlock()
 
     def close(self) -> None:
@@ -120,14 +121,6 @@ def require_space(what: str, path: Path, needed: int, other: str = "another outp
 
 def _exists_error(out: Path) -> UsageError:
     return UsageError(f"{out} already exists, and a merge never overwrites: name a new directory, or remove it first")
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True)

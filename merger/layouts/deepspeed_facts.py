@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from merger.checkpoint import Checkpoint, config_section
 from store.errors import MergeError, UnsupportedError
+from store.schema import first_mistake
 
 TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
@@ -112,10 +113,8 @@ def engine_facts(facts: Mapping[str, Any]) -> EngineFacts:
     try:
         return EngineFacts.model_validate(facts)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(step) for step in first["loc"])
         raise MergeError(
-            f"the layout facts of the DeepSpeed engine are invalid: {where}: {first['msg']}; another release wrote "
+            f"the layout facts of the DeepSpeed engine are invalid: {first_mistake(error)}; another release wrote "
             "them: merge with that release"
         ) from error
 

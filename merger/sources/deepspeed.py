@@ -112,18 +112,22 @@ class DeepSpeedSource:
     kind = "deepspeed"
 
     def __init__(self, root: Path, files: Path | None = None) -> None:
-        self._tags, self._files = Tags(root.absolute(), "latest", is_checkpoint), files
+        self._tags, self._files = self._tags_in(root.absolute()), files
 
     def steps(self) -> tuple[int, ...]:
         return self._tags.steps()
 
     def checkpoint(self, step: int | str | None, _: Set[Damage] = frozenset()) -> Checkpoint:
-        files = read_files(self._tags.folder(step))
-        optimized = read_zero3(files) if files.stage == 3 else read_zero12(files)
-        found = apply_merge_certificates(
-            build_checkpoint(files, param_shapes(files.model), optimized, self._files), files
-        )
-        return self._tags.verified(found, step)
+        files, optimized = self._read(self._tags.folder(step))
+        built = build_checkpoint(files, param_shapes(files.model), optimized, self._files)
+        return self._tags.verified(apply_merge_certificates(built, files), step)
+
+    def _tags_in(self, root: Path) -> Tags:
+        return Tags(root, "latest", is_checkpoint)
+
+    def _read(self, folder: Path) -> tuple[RankFiles, OptimizerContents]:
+        files = read_files(folder)
+        return files, read_zero3(files) if files.stage == 3 else read_zero12(files)
 
 
 def trainer_folders(root: Path) -> dict[int, Path]:

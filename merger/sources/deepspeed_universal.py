@@ -7,16 +7,15 @@ every slot. Samples of these are compared; moments that are not zero change with
 beyond rank 0's slice cannot be detected.
 """
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from merger.checkpoint import Checkpoint, config_section
+from merger.checkpoint import config_section
 from merger.deepspeed_partitions import slice_numel
-from merger.io.blocks import Damage, Extent
+from merger.io.blocks import Extent
 from merger.sources.base import FileTensor, Nest, checked_name, read_values
-from merger.sources.certificates import apply_merge_certificates
-from merger.sources.deepspeed import build_checkpoint
+from merger.sources.deepspeed import DeepSpeedSource
 from merger.sources.deepspeed_files import (
     CHUNK,
     RankFiles,
@@ -56,30 +55,22 @@ _STEP = "step"
 _FP32 = ("fp32", "float32", "float", "torch.float32")  # names of float32 in DeepSpeed's configuration
 
 
-class UniversalSource:
+class UniversalSource(DeepSpeedSource):
     """A directory of universal checkpoints, or one of them."""
 
     kind = "universal"
 
-    def __init__(self, root: Path, files: Path | None = None) -> None:
-        self._tags, self._files = Tags(root.absolute(), "latest_universal", is_universal), files
+    def _tags_in(self, root: Path) -> Tags:
+        return Tags(root, "latest_universal", is_universal)
 
-    def steps(self) -> tuple[int, ...]:
-        return self._tags.steps()
-
-    def checkpoint(self, step: int | str | None, _: Set[Damage] = frozenset()) -> Checkpoint:
-        folder = self._tags.folder(step)
+    def _read(self, folder: Path) -> tuple[RankFiles, OptimizerContents]:
         require_converted(folder)
         files = read_universal(folder)
-        shapes = param_shapes(files.model)
-        found = apply_merge_certificates(
-            build_checkpoint(files, shapes, _read_optimizer(files, shapes), self._files), files
-        )
-        return self._tags.verified(found, step)
+        return files, _read_optimizer(files)
 
 
-def _read_optimizer(files: RankFiles, shapes: list[list[Shape]]) -> OptimizerContents:
-    state = files.optims[0]
+def _read_optimizer(files: RankFiles) -> OptimizerContents:
+    shapes, state = param_shapes(files.model), files.optims[0]
     own = state.get("driftpoint")
     groups = base_groups(state)
     indices = sorted(index for members, _ in groups for index in members)

@@ -41,18 +41,12 @@ Wanted = Callable[[Generation, int], bool]
 """Whether to remove a dead rank's memory."""
 
 
-def clear_old(
-    base: Path,
-    keep_seconds: float = KEEP_SECONDS,
-    clock: Callable[[], float] = boot_seconds,
-    *,
-    wanted: Wanted = lambda *_: True,
-) -> int:
-    """Remove memory that dead jobs of any store last wrote over ``keep_seconds`` ago. Return the bytes freed.
+def clear_old(base: Path, clock: Callable[[], float] = boot_seconds, *, wanted: Wanted = lambda *_: True) -> int:
+    """Remove memory that dead jobs of any store last wrote over ``KEEP_SECONDS`` ago. Return the bytes freed.
 
     Memory that may hold a state newer than any commit needs a rescue first: ``wanted`` spares it.
     """
-    return sum(clear_old_of(tier, keep_seconds, clock, wanted=wanted) for tier in tiers(base))
+    return sum(clear_old_of(tier, clock=clock, wanted=wanted) for tier in tiers(base))
 
 
 def clear_old_of(

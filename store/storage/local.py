@@ -131,7 +131,7 @@ class LocalFiles:
 
     def sync_dir(self, path: str) -> None:
         with _translate_errors("fsync directory", self.root, path):
-            _sync_directory(self._directory_at(path))
+            sync_directory(self._directory_at(path))
 
     def list_dir(self, path: str) -> list[str]:
         with _translate_errors("list", self.root, path):
@@ -176,10 +176,10 @@ class LocalFiles:
             # The deepest existing directory may have been made by a process that was killed before it synced.
             # One that this user cannot read was made, and synced, by another user.
             with suppress(PermissionError):
-                _sync_directory((missing[-1].parent if missing else self.root).parent)
+                sync_directory((missing[-1].parent if missing else self.root).parent)
             for directory in reversed(missing):
                 directory.mkdir(exist_ok=True)
-                _sync_directory(directory.parent)
+                sync_directory(directory.parent)
             return bool(missing)
 
     def _at(self, path: str) -> str:
@@ -270,7 +270,8 @@ class _LocalNewFile:
         return self._descriptor
 
 
-def _sync_directory(path: str | Path) -> None:
+def sync_directory(path: str | Path) -> None:
+    """Make the names in a directory durable. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

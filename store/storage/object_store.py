@@ -42,8 +42,7 @@ class Reader:
         self._bucket = bucket
         self._piece = min(_LARGEST, bucket.options.part_bytes())
         self._own = threading.local()
-        self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = ThreadPoolExecutor(bucket.options.connections, "driftpoint-ranges")  # starts threads when used
 
     def read_into(self, key: str, offset: int, target: memoryview) -> None:
         """Fill ``target`` from ``offset``. Raises DamagedError if the object ends early, MissingError."""
@@ -79,15 +78,9 @@ class Reader:
             place.block = self._bucket.get_range(place.key, starts[0], stops[0])
         else:
             keys = [place.key] * len(starts)
-            place.block = memoryview(b"".join(self._threads().map(self._bucket.get_range, keys, starts, stops)))
+            place.block = memoryview(b"".join(self._pool.map(self._bucket.get_range, keys, starts, stops)))
         if len(place.block) != count:
             raise DamagedError(f"{self._bucket.where(place.key)} gave {len(place.block)} bytes instead of {count}")
-
-    def _threads(self) -> ThreadPoolExecutor:
-        with self._lock:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(self._bucket.options.connections, "driftpoint-ranges")
-            return self._pool
 
 
 class ObjectFiles:

@@ -9,7 +9,8 @@ afterwards must carry the upload's token. One thread writes a file.
 import os
 import secrets
 import tempfile
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -146,24 +147,18 @@ class _Spooled(_Upload):
 
     def __init__(self, bucket: Bucket, key: str, part: int) -> None:
         super().__init__(bucket, key, part)
-        try:
+        with self._spooling():
             self._file: IO[bytes] = tempfile.TemporaryFile(dir=bucket.options.spool)  # noqa: SIM115 - closed below
-        except OSError as error:
-            raise self._refused(error) from error
 
     def write(self, data: bytearray | memoryview) -> None:
-        try:
+        with self._spooling():
             self._file.write(data)
-        except OSError as error:
-            raise self._refused(error) from error
 
     def write_at(self, offset: int, data: memoryview) -> None:
-        try:
+        with self._spooling():
             self._file.seek(offset)
             self._file.write(data)
             self._file.seek(0, os.SEEK_END)
-        except OSError as error:
-            raise self._refused(error) from error
 
     def finish(self) -> None:
         try:
@@ -178,9 +173,13 @@ class _Spooled(_Upload):
     def abandon(self) -> None:
         self._file.close()
 
-    def _refused(self, error: OSError) -> StorageError:
-        place = self._bucket.options.spool or Path(tempfile.gettempdir())
-        return StorageError(
-            f"cannot write the payload of {self._bucket.where(self._key)} to {place} before it is uploaded: "
-            f"{error.strerror or error}; name a directory with room as `s3: {{spool: DIR}}`"
-        )
+    @contextmanager
+    def _spooling(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            place = self._bucket.options.spool or Path(tempfile.gettempdir())
+            raise StorageError(
+                f"cannot write the payload of {self._bucket.where(self._key)} to {place} before it is uploaded: "
+                f"{error.strerror or error}; name a directory with room as `s3: {{spool: DIR}}`"
+            ) from error
