@@ -27,6 +27,14 @@ class SaveRequest:
 
 
 @dataclass(frozen=True)
+class SaveStatus:
+    """Whether a save, or a snapshot in memory, may begin, over all ranks."""
+
+    skip: str | None  # why none may begin now
+    changed: bool  # whether the pieces of any rank changed
+
+
+@dataclass(frozen=True)
 class DecisionResult:
     """A decision and the measurements behind it.
 

@@ -106,7 +106,9 @@ class IdentityReader:
         parameters = _flat([part._parameters for part in modules])
         buffers = _flat([part._buffers for part in modules])
         entries = _flat(list(states.values()))
-        kinds = list(map(type, entries.values))
+        kinds, trees = list(map(type, entries.values)), list(map(type, modules))
+        if not has_usual_tree(module, trees):
+            return None
         slots = [*(value for value in entries.values if isinstance(value, torch.Tensor)), *others]
         if not all(kind in _VALUES or issubclass(kind, torch.Tensor) for kind in set(kinds)):
             return None
@@ -115,7 +117,9 @@ class IdentityReader:
         own = [value for value in chain(parameters.values, buffers.values) if value is not None] + slots
         memory = own if self._memory_of is None else list(map(self._memory_of, own))
         layout: Sequence[Any] = [
-            list(map(type, modules)),
+            trees,
+            list(map(type, parameters.values)),
+            list(map(type, buffers.values)),
             *(part for flat in (children, parameters, buffers) for part in flat.layout()),
             [
                 (i, set(part._non_persistent_buffers_set))
@@ -154,6 +158,14 @@ def _flat(mappings: Sequence[Mapping[str, Any]]) -> _Flat:
     return _Flat(list(chain.from_iterable(mappings)), list(values), list(map(len, mappings)))
 
 
+def has_usual_tree(module: nn.Module, kinds: Iterable[type[nn.Module]]) -> bool:
+    """Return whether :func:`modules_of`, of these types, are what ``module`` itself lists."""
+    usual = nn.Module
+    root = type(module)
+    own = root.named_parameters is usual.named_parameters and root.named_buffers is usual.named_buffers
+    return own and all(kind.named_modules is usual.named_modules for kind in set(kinds))
+
+
 def modules_of(module: nn.Module) -> list[nn.Module]:
     """Return a module and those inside, each once; without their names, which take most of the time."""
     modules, seen = [module], {id(module)}
@@ -165,9 +177,10 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
     return modules
 
 
-def _places(slots: Iterable[torch.Tensor], memory: Iterable[torch.Tensor]) -> tuple[list[Any], ...]:
+def _places(slots: Iterable[torch.Tensor], memory: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
     # In one pass, since tensors are all over the memory.
-    return list(map(id, slots)), [(one.data_ptr(), one.dtype, one.shape, one.is_contiguous()) for one in memory]
+    places = [(one.data_ptr(), one.dtype, one.shape, one.is_contiguous(), one.is_neg()) for one in memory]
+    return list(map(id, slots)), places, [one.is_conj() for one in memory if one.dtype.is_complex]
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -176,11 +189,11 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def versions_of(values: Sequence[Any]) -> tuple[list[int], list[Any]]:
-    """Return the identities of values, and tensors' in-place version counters or other values themselves."""
+    """Return the identities of values, and tensors' in-place version counters or other values as text."""
     try:
-        versions = [v._version if isinstance(v, torch.Tensor) else v for v in values]
+        versions = [v._version if isinstance(v, torch.Tensor) else repr(v) for v in values]
     except RuntimeError:  # of a tensor made under inference_mode
-        versions = [version_of(v) if isinstance(v, torch.Tensor) else v for v in values]
+        versions = [version_of(v) if isinstance(v, torch.Tensor) else repr(v) for v in values]
     return list(map(id, values)), versions
 
 

@@ -17,7 +17,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from monitor.adapters.base import Adapter, LiveValue, Piece, TensorInfo
 from monitor.adapters.frozen import fingerprint
-from monitor.adapters.identity import StepCache, modules_of
+from monitor.adapters.identity import StepCache, has_usual_tree, modules_of
 from monitor.distributed import Group
 from store.errors import UnstorableError, UnsupportedError
 from store.names import BUFFER, FROZEN, Fragment
@@ -240,6 +240,11 @@ def whole_piece(fqn: str, slot: str, tensor: torch.Tensor) -> Piece:
     kind = special_kind(tensor.detach() if slot == FROZEN else tensor)
     if kind is not None:
         raise unstorable(fqn, kind)
+    if tensor.is_conj() or tensor.is_neg():
+        raise UnsupportedError(
+            f"{fqn} ({slot}) is a lazily conjugated or negated view, whose memory holds other values: call "
+            "resolve_conj() and resolve_neg() on it before training"
+        )
     if not tensor.is_contiguous():
         raise UnsupportedError(
             f"{fqn} ({slot}) is not contiguous in memory (shape {tuple(tensor.shape)}, stride {tensor.stride()}); "
@@ -282,7 +287,7 @@ def extra_states(module: nn.Module) -> dict[str, ExtraState]:
     """Return the modules with extra state, by name. Raise UnsupportedError for one that cannot take it back."""
     found: dict[str, ExtraState] = {}
     kinds: set[type[nn.Module]] = set(map(type, modules_of(module)))
-    if all(kind.get_extra_state is nn.Module.get_extra_state for kind in kinds):
+    if has_usual_tree(module, kinds) and all(kind.get_extra_state is nn.Module.get_extra_state for kind in kinds):
         return found
     for path, part in module.named_modules():
         name, kind = without_wrappers(path), type(part)

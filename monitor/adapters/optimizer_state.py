@@ -24,6 +24,8 @@ NOT_STATE: Final = frozenset({WEIGHTS, FROZEN, BUFFER})  # slots that are not op
 
 _INT_STEP = frozenset({"SparseAdam", "LBFGS"})  # optimizers of torch whose step count is not a tensor
 
+_STACKED = 64  # elements of the largest scalars that are copied together
+
 LiveGroups = Sequence[tuple[Sequence[str], dict[str, Any]]]
 """(fqns, param group) of each param group of a live optimizer."""
 
@@ -75,16 +77,23 @@ class StackedScalars:
     def capture(self, entries: Sequence[Any]) -> Callable[[], dict[str, dict[str, Any]]]:
         """Copy the scalars to the host. Return what puts them together, by fqn."""
         with torch.no_grad():
-            copies = [torch.stack([entries[index] for index in stack]).cpu() for stack in self.stacks]
+            copies = [_stacked([entries[index] for index in stack]) for stack in self.stacks]
         plain = {index: entries[index] for index in self.plain}
 
         def scalars() -> dict[str, dict[str, Any]]:
             found = dict(plain)
             for stack, copy_ in zip(self.stacks, copies, strict=True):
-                found.update(zip(stack, copy_.unbind(), strict=True))
+                found.update(zip(stack, copy_, strict=True))
             return {fqn: {key: found[index] for key, index in keys.items()} for fqn, keys in self.places.items()}
 
         return scalars
+
+
+def _stacked(values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return host copies. Large ones are not stacked, which would take memory of their device."""
+    if values[0].numel() > _STACKED:
+        return [value.to("cpu", copy=True) for value in values]
+    return torch.stack(list(values)).cpu().unbind()
 
 
 def describe_group(fqns: Iterable[str], group: Mapping[str, Any]) -> dict[str, Any]:

@@ -280,7 +280,7 @@ class PyTorchAdapter:
     def _read_identity(self) -> Identity | None:
         try:
             return self._reader.read(self.module, self.optimizer)
-        except (RuntimeError, TypeError, AttributeError):  # of a tensor or module that is not like others
+        except Exception:  # noqa: BLE001 - of an unusual module or tensor: everything is listed anew, which tells
             return None
 
     # ---- shared by all
@@ -304,13 +304,14 @@ class PyTorchAdapter:
         identity = self.identity()
         stacks = None if identity is None else self._keep("stacks", self._stacked_scalars)
         if identity is None or stacks is None:
+            slots = self._slots()
             scalars = {
                 fqn: {
                     key: to_host(self._scalar(key, value, fqn), f"optimizer state {key!r} of {fqn}")
                     for key, value in self.optimizer.state.get(parameter, {}).items()
-                    if key not in slots
+                    if key not in slots[fqn]
                 }
-                for (fqn, slots), (_, parameter, _) in zip(self._slots().items(), self._optimized(), strict=True)
+                for fqn, parameter, _ in self._optimized()
             }
             return lambda: scalars
         return stacks.capture(identity.entries)

@@ -95,7 +95,6 @@ def seal_snapshot(version: Version) -> float:
     """
     began = time.monotonic()
     version.copying.finish()
-    version.copying.consolidate()
     version.copying.require_whole()
     copies = [(one, one.copy(version.memory)) for one in version.placements]
     for one, copy in copies:
@@ -225,7 +224,7 @@ class SnapshotStager:
             segment, finish = finish(segment), _as_it_is
             self._room.nbytes = sum(len(leaf.data) for leaf in cast("Sequence[Leaf]", segment.run_leaves))
         placed = self._placed(moving)
-        memory = allocate(placed.end + max(2 * self._room.nbytes, _MARGIN))
+        memory = allocate(placed.end + self._room.nbytes + max(self._room.nbytes // 8, _MARGIN))
         head = self._manifest.manifest(save, store_id) if segment.rank == 0 else None
         encoded = {
             one.fragment: EncodedCopy(source, one.encoding, one.copy(memory), _NO_COPY)

@@ -26,9 +26,10 @@ from monitor.memory.recovery import MemoryCandidate, find_newest_snapshot, rolle
 from monitor.memory.replication import Replication, ReplicationStatus
 from monitor.memory.snapshot import SnapshotManifest, SnapshotStager, Version, seal_snapshot
 from monitor.observe.units import LocalUnit, Survey
-from monitor.save.saver import Saver, SaveStatus
+from monitor.save.saver import Saver
 from monitor.save.staging import UnfinishedCopy
 from monitor.save.store_session import StoreSession
+from monitor.types import SaveStatus
 from store.catalog import Catalog
 from store.errors import StorageError, StoreError
 from store.memory.cleanup import describe_left, renew

@@ -15,9 +15,8 @@ from monitor.context import JobContext
 from monitor.events import SaveBeginEvent
 from monitor.ledger import new_version
 from monitor.observe.units import LocalUnit
-from monitor.save.saver import SaveStatus
 from monitor.save.torch_codecs import decode, encode
-from monitor.types import DecisionResult
+from monitor.types import DecisionResult, SaveStatus
 from policies.encodings import expected_bytes, expected_error
 from store.encoding import encoding_named
 from store.names import RAW, SaveId, Unit

@@ -132,7 +132,6 @@ def run_save(task: SaveTask) -> SaveResult:
     """Run a save. If it raises a DriftpointError, no commit was acknowledged."""
     began = time.monotonic()
     task.copying.finish()
-    task.copying.consolidate()
     task.copying.require_whole()
     if task.failure is not None:
         raise task.failure

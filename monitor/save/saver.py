@@ -36,7 +36,7 @@ from monitor.save.save_task import (
 from monitor.save.self_check import SelfChecker
 from monitor.save.staging import AsyncCopy, CopyTiming, StagedUnit, Stager, UnfinishedCopy, encoded_bytes
 from monitor.save.store_session import StoreSession
-from monitor.types import DecisionResult, newest_text
+from monitor.types import DecisionResult, SaveStatus, newest_text
 from store.encoding import encoding_named
 from store.errors import (
     ExistsError,
@@ -58,14 +58,6 @@ from store.storage.local import LocalFiles
 _log = logging.getLogger("driftpoint")
 
 _MEETING = 0.5  # seconds until ranks that wait for a commit tell each other whether their part failed
-
-
-@dataclass(frozen=True)
-class SaveStatus:
-    """Whether a save, or a snapshot in memory, may begin, over all ranks."""
-
-    skip: str | None  # why none may begin now
-    changed: bool  # whether the pieces of any rank changed
 
 
 class _Outcome(NamedTuple):
@@ -121,7 +113,7 @@ class Saver:
         self._outcome: TaskResult[SaveResult | None] | None = None
         self.copy_timing = CopyTiming(job.config.staging, private=job.adapter.state_is_private)
         self._upkeep: dict[int, tuple[str, int]] = {}  # names and epochs of short jobs, by number
-        self._fenced = self._committed = False
+        self._fenced = self._committed = self._hurry = False
         self._renewing = not session.claimed
         self._failure: str | None = None
         self._buffers: Sequence[int] = ()  # of all ranks, hashes at the last :meth:`settle`
@@ -269,7 +261,7 @@ class Saver:
         for unit in staged:
             if unit.measure is not None and encoding_named(unit.encoding).lossless:
                 task.meter_stage(unit)
-        self._outcome = None
+        self._outcome, self._hurry = None, False
         self._copies.set(copying)
         self._pending = _Pending(self._writer.submit(lambda: run_save(task)), task, frozenset(decided.saved))
         if commit_plan is not None:
@@ -281,6 +273,9 @@ class Saver:
             self.upkeep(lambda: check_after_commit(task), f"the self-check of step {step}")
         if decided.preempted:
             self._checker.stop()
+        else:
+            over = partial(self._is_over, task)
+            self.upkeep(lambda: copying.consolidate(over), "moving memory to huge pages")
         return sum(unit.layout.nbytes for unit in staged)
 
     def claim_name(self, step: int, *, snapshot: bool = False) -> str | None:
@@ -338,6 +333,7 @@ class Saver:
 
     def flush(self, timeout: float) -> None:
         """Wait for the pending save on this rank and for upkeep. Not collective. Rank 0 waits for the commit."""
+        self._hurry = True  # what can wait ends
         if not self._writer.join(timeout) and self.wait(0.0):
             message = f"upkeep of the store is not finished after {timeout:.0f} s, and is left to the next job"
             self._listeners.on_background_failure(BackgroundFailureEvent("close_timeout", message))
@@ -347,6 +343,10 @@ class Saver:
             message = f"the save of step {step} is not finished after {timeout:.0f} s and is given up{known}"
             self._listeners.on_background_failure(BackgroundFailureEvent("close_timeout", message, severe=True))
         self._collect()
+
+    def _is_over(self, task: SaveTask) -> bool:
+        """Return whether what follows this save has to end: another one begins, or a thread waits."""
+        return self._hurry or self._pending is None or self._pending.task is not task
 
     def finish_copies(self) -> None:
         self._copies.finish()

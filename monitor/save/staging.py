@@ -229,11 +229,13 @@ class AsyncCopy:
         regions = MemoryRegions.joined([regions, MemoryRegions.of(sources)]) if sources else regions
         if self._devices or self._encoded or any(device.type != "cpu" for device in regions.devices):
             return False
-        if not tracker.in_use.acquire(blocking=False):
-            return False
+        if 2 * int(regions.sizes[regions.pageable].sum()) < int(regions.sizes.sum()):
+            return False  # most of it is pinned, which would be copied at once
         others = addresses_of([buffer for _, buffer in self._host])
         targets = np.concatenate([*(addresses for _, addresses, _ in self._units), others])
         owners = [*chain.from_iterable(part.sources for part, _, _ in self._units), *sources]
+        if not tracker.in_use.acquire(blocking=False):
+            return False
         self._tracked = TrackedCopy(tracker, regions, targets, owners)
         self._units.clear()
         return True
@@ -262,10 +264,10 @@ class AsyncCopy:
             self._versions.clear()
             self._samples.clear()
 
-    def consolidate(self) -> None:
+    def consolidate(self, stop: Callable[[], bool]) -> None:
         """Make the next copies of the same memory begin faster. Background thread, once the copies are complete."""
         if self._tracked is not None:
-            self._tracked.consolidate()
+            self._tracked.consolidate(stop)
 
     def require_whole(self) -> None:
         """Raise StateChangedError if a source was changed in place before its copy was complete.
@@ -320,7 +322,7 @@ class CopyTiming:
     def start(self, copying: AsyncCopy) -> None:
         """Start the copies, and complete them if they are not made beside training."""
         if self._tracker is not None and self._last.torn:
-            self._tracker = None
+            self._tracker, self._lazy = None, False
             _log.warning(
                 "the state was changed between two optimizer steps, so copies are made before ckpt.step() returns from "
                 "now on, which takes longer. Make such changes before ckpt.step(), or call ckpt.copied() before them"

@@ -16,7 +16,7 @@ import platform
 import struct
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -55,7 +55,7 @@ class WriteTracker:
         self._copy = libc.process_vm_readv
         self._copy.restype = ctypes.c_ssize_t
         self._advise = libc.madvise
-        self._consolidated: set[tuple[int, int]] = set()
+        self._consolidated: dict[tuple[int, int], int] = {}  # how far each range is on huge pages
         self._fault = libc.syscall(_SYSCALL.get(platform.machine(), -1), os.O_CLOEXEC | _USER_MODE_ONLY)
         if self._fault < 0:
             raise OSError(ctypes.get_errno(), "userfaultfd is not permitted")
@@ -75,9 +75,9 @@ class WriteTracker:
             except PermissionError:  # not registered, or mapped anew since
                 if self._registered == _MOST or not self._all(pages, _PRESENT, but=_OF_FILE):  # others may have it, too
                     return None
-                self._registered += 1
-                self._consolidated.discard((pages.start, pages.stop))  # that was other memory
                 self._call(_REGISTER, pages.start, len(pages), _WRITES, 0)
+                self._registered += 1
+                self._consolidated.pop((pages.start, pages.stop), None)  # that was other memory
                 self._scan(pages, _ARM | _REGISTERED_ONLY)
             return pages
         return None
@@ -92,14 +92,17 @@ class WriteTracker:
         with suppress(OSError):  # then writing them costs a fault each, and nothing else
             self._call(_PROTECT, pages.start, len(pages), 0)
 
-    def consolidate(self, pages: range) -> None:
-        """Move memory to huge pages, once, so that protecting it takes a five-hundredth of the time. Any thread."""
-        if (pages.start, pages.stop) in self._consolidated:
-            return
-        self._consolidated.add((pages.start, pages.stop))
-        start, stop = -(-pages.start // _HUGE) * _HUGE, pages.stop // _HUGE * _HUGE
-        for at in range(start, stop, _HUGE):  # one by one: meanwhile training waits where it needs the memory map
+    def consolidate(self, pages: range, stop: Callable[[], bool]) -> None:
+        """Move memory to huge pages, once, so that protecting it takes a five-hundredth of the time. Any thread.
+
+        stop: ends it; the next call continues."""
+        key = pages.start, pages.stop
+        first = self._consolidated.get(key, -(-pages.start // _HUGE) * _HUGE)
+        for at in range(first, pages.stop // _HUGE * _HUGE, _HUGE):
+            if stop():
+                return
             self._advise(ctypes.c_void_p(at), ctypes.c_size_t(_HUGE), _COLLAPSE)  # where it fails, pages stay small
+            self._consolidated[key] = at + _HUGE
 
     def _all(self, pages: range, category: int, *, but: int) -> bool:
         """Return whether all pages are in ``category`` and none is in ``but``."""
@@ -140,9 +143,16 @@ class WriteTracker:
         return True
 
     def copy_all(
-        self, sources: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]
+        self,
+        sources: npt.NDArray[np.int64],
+        sizes: npt.NDArray[np.int64],
+        targets: npt.NDArray[np.int64],
+        *,
+        alive: bool = False,
     ) -> None:
-        """Copy many regions of this process, in few calls. Raises OSError if one is gone."""
+        """Copy many regions of this process, in few calls. Raises OSError if one is gone.
+
+        alive: none can be, so that memory of devices, which the kernel does not copy, is copied without it."""
         chosen = sizes > 0
         there, here = (np.stack([which[chosen], sizes[chosen]], axis=1) for which in (sources, targets))  # struct iovec
         for first in range(0, len(there), _BATCH):
@@ -156,8 +166,11 @@ class WriteTracker:
             for (start, nbytes), (target, _) in zip(
                 there[first:][:count].tolist(), here[first:][:count].tolist(), strict=True
             ):
-                if not self.copy(target, start, nbytes):
+                if self.copy(target, start, nbytes):
+                    continue
+                if not alive:
                     raise OSError(ctypes.get_errno(), "memory to be copied is gone")
+                ctypes.memmove(target, start, nbytes)
 
 
 class TrackedCopy:
@@ -203,10 +216,10 @@ class TrackedCopy:
             self._end()
         return whole
 
-    def consolidate(self) -> None:
+    def consolidate(self, stop: Callable[[], bool]) -> None:
         """Make the next copy of the same memory begin faster. Call it after :meth:`finish`, in the background."""
         for pages in self._protected:
-            self._tracker.consolidate(pages)
+            self._tracker.consolidate(pages, stop)
 
     def _copied(self, block: "_Block") -> bool:
         """Copy a block. Return whether it was not written.
@@ -241,7 +254,7 @@ class TrackedCopy:
         heads, tails = np.minimum(ends, first) - begins, ends - np.maximum(begins, last)
         sources = np.concatenate([begins, ends - tails])
         sizes = np.maximum(np.concatenate([heads, tails]), 0)
-        self._tracker.copy_all(sources, sizes, np.concatenate([targets, targets + (ends - tails - begins)]))
+        self._tracker.copy_all(sources, sizes, np.concatenate([targets, targets + (ends - tails - begins)]), alive=True)
 
     def _end(self) -> None:
         self._blocks.clear()  # pages that an error left protected only cost a fault each when they are written

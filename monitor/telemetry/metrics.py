@@ -11,6 +11,7 @@ other; and the time of a step is computed at each scrape. A reader of the regist
 import errno
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
@@ -67,7 +68,7 @@ _OUTCOMES = ("full", "part", "nothing")
 _STALL = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 _DURATION = (0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 _UNIT = ("layer", "slot")
-_PATIENCE = 10.0  # seconds that a reader waits for updates under way
+_PATIENCE, _SCRAPE_PATIENCE = 10.0, 1.0  # seconds that a reader waits for updates under way
 
 
 class _Row(NamedTuple):
@@ -164,6 +165,7 @@ class Metrics(SaveListener):
     def __init__(self, layer_series: int = LAYER_SERIES, rank: int = 0) -> None:
         self.registry = _Registry(self._catch_up)
         self._worker: BackgroundWorker[None] | None = None
+        self._process = os.getpid()
         self._metrics = {row.name: _make(row, self.registry) for row in _TABLE}
         self._first = rank == 0
         self.layers = LayerMetrics(self.gauge, self.counter, layer_series)
@@ -362,10 +364,11 @@ class Metrics(SaveListener):
         self._worker.submit(update)
 
     def _catch_up(self) -> None:
-        """Wait for the updates of all events so far."""
+        """Wait for the updates of all events so far. A scrape waits shortly: training may hold back its own."""
         worker = self._worker
-        if worker is not None and not worker.is_current:
-            worker.join(_PATIENCE)
+        if worker is not None and not worker.is_current and os.getpid() == self._process:
+            training = threading.current_thread() is threading.main_thread()
+            worker.join(_PATIENCE if training else _SCRAPE_PATIENCE)
 
     def _set_step(self, step: int, prefix: str = "", at: float | None = None) -> None:
         """Set the gauges of a step and of the time ``at`` which it was reached; None: now."""

@@ -17,7 +17,7 @@ from monitor.adapters.base import Adapter
 from monitor.distributed import SingleProcessGroup
 from monitor.observe.layers import find_layers
 from monitor.observe.units import UnitTable
-from store.errors import UnsupportedError
+from store.errors import UnstorableError, UnsupportedError
 from store.names import Unit
 from tests.support.jobs import Model
 
@@ -213,3 +213,70 @@ def test_the_list_keeps_no_memory() -> None:
     job.optimizer.state[first(job)]["exp_avg"] = torch.zeros_like(first(job))
     gc.collect()
     assert [one() for one in old] == [None, None]
+
+
+class Packed(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Packed, type("Parameter", (nn.Parameter,), {})])
+def test_a_parameter_that_becomes_another_class_is_refused(kind: type) -> None:
+    job = Job()
+    job.listed()
+    first(job).__class__ = kind
+    with pytest.raises(UnstorableError):
+        job.listed()
+
+
+def negated(one: torch.Tensor) -> torch.Tensor:
+    return torch._neg_view(one)
+
+
+@pytest.mark.parametrize(("dtype", "view"), [(torch.complex64, torch.Tensor.conj), (torch.float32, negated)])
+def test_a_lazily_conjugated_or_negated_view_is_refused(
+    dtype: torch.dtype, view: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Its memory holds other values than it has."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.randn(50, dtype=dtype))
+    adapter = adapter_for((model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    table = table_of(adapter)
+    table.local()
+    model.weight.data = view(model.weight.data)
+    with pytest.raises(UnsupportedError, match="resolve_conj"):
+        table.local()
+
+
+def test_a_part_that_is_compiled_to_a_script_is_saved_as_before() -> None:
+    """It lists its modules in its own way, so that they are looked up at each decision."""
+    job = Job()
+    before = job.listed()
+    job.model.blocks[0][0] = torch.jit.script(job.model.blocks[0][0])
+    assert {unit: [place[:3] for place in found] for unit, found in job.listed().items()} == {
+        unit: [place[:3] for place in found] for unit, found in before.items()
+    }
+
+
+def test_a_module_that_chooses_what_it_lists_is_looked_up_each_time() -> None:
+    class Chooser(Model):
+        hidden = False
+
+        def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+            found = super().named_parameters(*args, **kwargs)
+            return (one for one in found if not (self.hidden and one[0].startswith("head")))
+
+    model = Chooser()
+    optimizer = torch.optim.SGD([p for name, p in model.named_parameters() if not name.startswith("head")], lr=0.1)
+    table = table_of(adapter_for((model, optimizer)))
+    shown = places(table)
+    model.hidden = True
+    assert len(places(table)) < len(shown)
+
+
+def test_counters_of_mutable_state_are_not_those_of_later() -> None:
+    job = Job()
+    state = job.optimizer.state[first(job)]
+    state["history"] = [1.0]
+    before = job.adapter.state_versions()
+    state["history"].append(2.0)
+    assert job.adapter.state_versions() != before

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 import monitor
+from monitor.adapters.pytorch import PyTorchAdapter
 from monitor.save import staging
 from monitor.save.write_tracker import WriteTracker, write_tracker
 from store.errors import SaveError
@@ -356,3 +358,61 @@ def test_without_the_tracker_s_answer_a_torn_state_would_be_written(
     one.ckpt.close(save=False)
     assert committed_steps(tmp_path / "s") == [1, 2]
     assert not same(committed(tmp_path / "s"), decided)
+
+
+@tracked_only
+def test_private_state_that_was_changed_is_copied_at_once_from_then_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under ZeRO: a sample of the elements would not find the next change."""
+    monkeypatch.setattr(PyTorchAdapter, "state_is_private", True)
+    one, release = Job(tmp_path / "s"), threading.Event()
+    one.step()
+    for _ in range(2):
+        hold_writer(one.ckpt, release)
+        one.backward()
+        one.optimizer.step()
+        one.ckpt.step()
+        weight = one.model.head.weight.data.view(-1)
+        before = weight[100_001].clone()
+        weight[100_001] = 7.0
+        release.set()
+        one.ckpt.flush()
+        weight[100_001] = before
+    one.ckpt.close(save=False)
+    assert committed_steps(tmp_path / "s") == [1, 3]
+    again = Job(tmp_path / "s")
+    assert same(again.state(), one.state())
+    again.ckpt.close(save=False)
+
+
+@tracked_only
+def test_state_that_is_mostly_pinned_is_not_copied_at_once_for_being_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    live = [torch.randn(1 << 20), torch.randn(10)]
+    pinned, buffers = live[0], [torch.empty_like(one) for one in live]
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self is pinned)
+    copying = staging.AsyncCopy()
+    copying.add(live, buffers)
+    tracker = write_tracker()
+    assert tracker is not None and not copying.start_tracked(tracker, staging.JoinedRegions())
+    assert tracker.in_use.acquire(blocking=False)
+    tracker.in_use.release()
+
+
+@tracked_only
+def test_moving_memory_to_huge_pages_ends_when_somebody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = list[bool]()
+    kept = WriteTracker.consolidate
+
+    def consolidate(self: WriteTracker, pages: range, stop: Callable[[], bool]) -> None:
+        while not stop():
+            time.sleep(0.01)
+        stopped.append(True)
+        kept(self, pages, stop)
+
+    monkeypatch.setattr(WriteTracker, "consolidate", consolidate)
+    one = Job(tmp_path / "s")
+    one.step()
+    one.step()
+    one.ckpt.close(save=False)
+    assert stopped and committed_steps(tmp_path / "s")
