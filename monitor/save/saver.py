@@ -109,19 +109,18 @@ class Saver:
         self._packer = Packer(job.config.packing, job.config.differences)
         self._began: float | None = None
         self._writer: BackgroundWorker[SaveResult | None] = BackgroundWorker(f"driftpoint-writer-{job.group.rank}")
+        self._mover: BackgroundWorker[None] = BackgroundWorker(f"driftpoint-pages-{job.group.rank}")
         self._pending: _Pending | None = None
         self._outcome: TaskResult[SaveResult | None] | None = None
         self.copy_timing = CopyTiming(job.config.staging, private=job.adapter.state_is_private)
         self._upkeep: dict[int, tuple[str, int]] = {}  # names and epochs of short jobs, by number
-        self._fenced = self._committed = self._hurry = False
+        self._fenced = self._committed = self._closing = False
         self._renewing = not session.claimed
         self._failure: str | None = None
         self._buffers: Sequence[int] = ()  # of all ranks, hashes at the last :meth:`settle`
         self._checker = SelfChecker(job)
-        self.dropped: tuple[Unit, ...] = ()
-        """Units with NaN or Inf that the save settled last left out. The same on all ranks."""
-        self.changed_at: int | None = None
-        """Step of the last save that was given up because the state was changed meanwhile. The same on all ranks."""
+        self.dropped: tuple[Unit, ...] = ()  # units with NaN or Inf, left out of the save settled last; on all ranks
+        self.changed_at: int | None = None  # step of the last save whose state changed under it; on all ranks
         self._copies = UnfinishedCopy(job.adapter, job.listeners.on_copy_wait)
         self._highest_step = self._highest_snapshot = -1
         self._retention = job.config.retention_rule()
@@ -261,7 +260,7 @@ class Saver:
         for unit in staged:
             if unit.measure is not None and encoding_named(unit.encoding).lossless:
                 task.meter_stage(unit)
-        self._outcome, self._hurry = None, False
+        self._outcome = None
         self._copies.set(copying)
         self._pending = _Pending(self._writer.submit(lambda: run_save(task)), task, frozenset(decided.saved))
         if commit_plan is not None:
@@ -274,8 +273,7 @@ class Saver:
         if decided.preempted:
             self._checker.stop()
         else:
-            over = partial(self._is_over, task)
-            self.upkeep(lambda: copying.consolidate(over), "moving memory to huge pages")
+            self.upkeep(partial(self._consolidate, task), "moving memory to huge pages")
         return sum(unit.layout.nbytes for unit in staged)
 
     def claim_name(self, step: int, *, snapshot: bool = False) -> str | None:
@@ -324,16 +322,13 @@ class Saver:
         return self._job.ledger.newest if commit is None else commit.manifest.save
 
     def wait(self, timeout: float) -> bool:
-        """Wait for the pending save on this rank, but not for upkeep. Not collective.
-
-        Return whether the save is over, successful or not."""
+        """Wait for the pending save on this rank, but not for upkeep. Return whether it is over. Not collective."""
         over = self._pending is None or self._writer.wait(self._pending.number, timeout)
         self._collect()
         return over
 
     def flush(self, timeout: float) -> None:
         """Wait for the pending save on this rank and for upkeep. Not collective. Rank 0 waits for the commit."""
-        self._hurry = True  # what can wait ends
         if not self._writer.join(timeout) and self.wait(0.0):
             message = f"upkeep of the store is not finished after {timeout:.0f} s, and is left to the next job"
             self._listeners.on_background_failure(BackgroundFailureEvent("close_timeout", message))
@@ -344,9 +339,13 @@ class Saver:
             self._listeners.on_background_failure(BackgroundFailureEvent("close_timeout", message, severe=True))
         self._collect()
 
-    def _is_over(self, task: SaveTask) -> bool:
-        """Return whether what follows this save has to end: another one begins, or a thread waits."""
-        return self._hurry or self._pending is None or self._pending.task is not task
+    def _consolidate(self, task: SaveTask) -> None:
+        """Begin to move memory to huge pages, until the save is settled or the job ends. Background thread."""
+
+        def over() -> bool:
+            return self._closing or self._pending is None or self._pending.task is not task
+
+        self._mover.submit(partial(task.copying.consolidate, over))
 
     def finish_copies(self) -> None:
         self._copies.finish()
@@ -364,7 +363,9 @@ class Saver:
         if self._pending is not None and self._outcome is not None:
             self._report(self._pending, self._outcome)
             self._pending = None
+        self._closing = True
         self._writer.stop()
+        self._mover.stop()
         self._session.release()
 
     def _check_free_space(self) -> None:
@@ -373,6 +374,7 @@ class Saver:
             self.upkeep(lambda: self._listeners.on_store_check(root), f"reading the free space of {root}")
 
     def _collect(self) -> None:
+        self._mover.finished()  # where pages could not be moved, they stay
         for done in self._writer.finished():
             if self._pending is not None and done.number == self._pending.number:
                 self._outcome = done

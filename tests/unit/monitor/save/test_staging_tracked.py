@@ -400,7 +400,7 @@ def test_state_that_is_mostly_pinned_is_not_copied_at_once_for_being_so(monkeypa
 
 
 @tracked_only
-def test_moving_memory_to_huge_pages_ends_when_somebody_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moving_memory_to_huge_pages_keeps_no_save_and_no_end_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = list[bool]()
     kept = WriteTracker.consolidate
 
@@ -412,7 +412,8 @@ def test_moving_memory_to_huge_pages_ends_when_somebody_waits(tmp_path: Path, mo
 
     monkeypatch.setattr(WriteTracker, "consolidate", consolidate)
     one = Job(tmp_path / "s")
-    one.step()
-    one.step()
+    for _ in range(3):
+        one.step()
+        one.ckpt.flush()
     one.ckpt.close(save=False)
-    assert stopped and committed_steps(tmp_path / "s")
+    assert stopped and committed_steps(tmp_path / "s") == [1, 2, 3]
