@@ -184,7 +184,7 @@ class Checkpointer:
         self._saver.forget_bases()
         self._step = result.resume_point.save.step
         self.certificate = build_certificate(result)
-        go_on_from(result, self.certificate, self._job, catalog, local)
+        go_on_from(result, self.certificate, self._job, catalog, local, measure_later=self._saver.measure_later)
 
     def step(self) -> StepReport | None:
         """Count an optimizer step; if a decision is due (``every``), decide what to save and begin the save.

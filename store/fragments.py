@@ -93,6 +93,8 @@ class FragmentIndex(Generic[S]):
         for source in sources:
             self._by_name.setdefault((source.fqn, source.slot), []).append(source)
         for name, spans in self._by_name.items():
+            if len(spans) == 1:
+                continue
             # Empty fragments fill nothing and overlap nothing; one is kept if a tensor has no other.
             spans[:] = [source for source in spans if source.stop > source.start] or spans[:1]
             spans.sort(key=lambda source: source.start)

@@ -7,7 +7,7 @@ reset, so that later saves extend the resumed commit. Training thread, before tr
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -19,17 +19,9 @@ from monitor.context import JobContext
 from monitor.distributed import Group, run_on_all_ranks, run_on_rank0
 from monitor.events import ResumeEvent
 from monitor.memory.recovery import MemoryCandidate, newest_on_disk
-from monitor.observe.units import LocalUnit
-from monitor.resume.read import (
-    OpenPayloads,
-    ReadResult,
-    Slots,
-    encoding_loss,
-    read_fragments,
-    require_model,
-    require_optimizer,
-    require_slots,
-)
+from monitor.observe.units import LocalUnit, is_moving
+from monitor.resume.compatibility import encoding_loss, require_model, require_optimizer, require_slots
+from monitor.resume.read import OpenPayloads, ReadResult, Slots, read_fragments
 from monitor.resume.select import ResumePoint, resolve_commit, select_commit, select_run_state
 from monitor.run_state import RunState, StateLoader, UserState, restore_rng, unrestored_state
 from store.catalog import Catalog
@@ -359,16 +351,34 @@ def memory_or_store(
 
 
 def go_on_from(
-    result: ResumeResult, certificate: Certificate, job: JobContext, catalog: Catalog, local: Mapping[Unit, LocalUnit]
+    result: ResumeResult,
+    certificate: Certificate,
+    job: JobContext,
+    catalog: Catalog,
+    local: Mapping[Unit, LocalUnit],
+    *,
+    measure_later: Callable[[Callable[[], None]], None],
 ) -> None:
     """Count versions and measure drift from the resumed state, and notify the listeners. Collective.
 
-    catalog: the store without in-memory snapshots."""
+    Args:
+        result: The resume.
+        certificate: Of the resumed state.
+        job: The job.
+        catalog: The store without in-memory snapshots.
+        local: The units on this rank.
+        measure_later: Calls a function in the background, at the latest before the state changes.
+    """
     step, manifest = result.resume_point.save.step, result.resolution.manifest
     _reset_ledger(job, catalog, result, step)
+    measures: dict[bool, list[Callable[[], None]]] = {False: [], True: []}  # whether it may be later
     for unit, part in local.items():
         if unit in result.resolution.versions:
-            job.meter.reset(unit, part.tensors)
+            on_host = all(tensor.device.type == "cpu" for tensor in part.tensors)
+            later = on_host and is_moving(unit) and not job.policy.needs_drift
+            measures[later].append(partial(job.meter.reset, unit, part.tensors))
+    run_all(measures[False])
+    measure_later(partial(run_all, measures[True]))
     job.listeners.on_resume(
         ResumeEvent(
             step=step,
@@ -383,6 +393,12 @@ def go_on_from(
             notes=result.notes,
         )
     )
+
+
+def run_all(actions: Iterable[Callable[[], None]]) -> None:
+    """Call each of them."""
+    for action in actions:
+        action()
 
 
 def build_certificate(result: ResumeResult) -> Certificate:

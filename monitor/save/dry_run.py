@@ -4,7 +4,7 @@ A decision moves the drift references as if its save had been committed at once,
 under the observed policy.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +40,9 @@ class DryRunSaver:
     reserve = prepare_buffers = finish_copies = forget_bases = upkeep = flush = close = require_storable = abandon = (
         _nothing
     )
+
+    def measure_later(self, measure: Callable[[], None]) -> None:
+        measure()
 
     def claim_name(self, step: int) -> str | None: ...
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from monitor.background import BackgroundWorker, TaskResult
+from monitor.background import BackgroundWorker, Once, TaskResult
 from monitor.context import JobContext
 from monitor.distributed import collect_messages, run_on_all_ranks
 from monitor.events import BackgroundFailureEvent, CommitEvent, SaveBeginEvent, SaveFailedEvent
@@ -160,6 +160,12 @@ class Saver:
         touch = partial(self._stager.prepare, local, lambda: self.in_progress)  # a save touches what it needs
         self.upkeep(touch, "touching the memory for the copies of a save")
 
+    def measure_later(self, measure: Callable[[], None]) -> None:
+        """Measure the state in the background, at the latest before it changes or the next decision."""
+        once = Once(measure)
+        self._copies.set(once)
+        self.upkeep(once, "measuring the resumed state")
+
     def forget_bases(self) -> None:
         """Take no delta to an earlier save: after a resume, those of this process may be abandoned or damaged."""
         self._packer.reset()
@@ -173,6 +179,7 @@ class Saver:
             changed: Whether the pieces of this rank changed.
             trouble: Whether this rank's part of the job cannot be saved as it is now.
         """
+        self._copies.finish()
         self._collect()
         pending, done = self._pending, self._outcome
         error = None if done is None else done.error

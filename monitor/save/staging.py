@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -282,17 +282,24 @@ class CopyTiming:
             copying.finish()
 
 
+class Finishable(Protocol):
+    """What reads the state and has to be finished before the state changes."""
+
+    def finish(self) -> object:
+        """Finish it in this thread, or wait for another thread that does. Later calls do nothing."""
+
+
 class UnfinishedCopy:
     """The copies of the last save, which the next change of the state waits for.
 
     ``waited`` gets the seconds of a wait."""
 
     def __init__(self, adapter: Adapter, waited: Callable[[float], None]) -> None:
-        self._copying: AsyncCopy | None = None
+        self._copying: Finishable | None = None
         self._waited = waited
         adapter.before_change(self._before_update)
 
-    def set(self, copying: AsyncCopy | None) -> None:
+    def set(self, copying: Finishable | None) -> None:
         self._copying = copying
 
     def finish(self) -> None:
