@@ -401,12 +401,15 @@ class StateLoader:
         adapter: Gives the framework's objects and run state.
         user: The user's objects.
         generators: Whether the saved random states belong to this rank.
+        before: The framework's run state at present.
 
     Raises:
         UsageError: The present state of an object cannot be captured.
     """
 
-    def __init__(self, saved: RunState, adapter: Adapter, user: UserState, generators: bool) -> None:
+    def __init__(
+        self, saved: RunState, adapter: Adapter, user: UserState, generators: bool, *, before: Mapping[str, Any]
+    ) -> None:
         framework = saved.framework
         self._objects = [
             (f"the engine's {key} (a {type(item).__name__})", item, framework[key])
@@ -426,9 +429,14 @@ class StateLoader:
         self._rng = saved.rng if generators else None
         self._adapter = adapter
         self._before: list[Any] = [_copy_state(name, item) for name, item, _ in self._objects]
-        self._framework_before = adapter.run_state()
+        self._framework_before = before
         self._rng_before = capture_rng()
         self._attempted = 0
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether :meth:`load` runs code of others, which may change anything."""
+        return bool(self._objects)
 
     def load(self) -> None:
         """Load every object, then the generators.

@@ -146,7 +146,7 @@ class SavePiece(Record):
     step: Natural
     epoch: Natural
 
-    @property
+    @cached_property
     def save(self) -> SaveId:
         return SaveId(self.step, self.epoch)
 

@@ -233,9 +233,10 @@ def test_save_and_wait_tells_of_a_failing_disk(store: Path, operation: str) -> N
 
 # ---- resuming on a bad day
 
+PAYLOAD = "rank-00000.safetensors"
 
-@pytest.mark.parametrize("where", ["manifests/", "rank-00000.json", "rank-00000.safetensors"])
-@pytest.mark.parametrize("which", [0, 1])
+
+@pytest.mark.parametrize(("where", "which"), [("manifests/", 0), ("rank-00000.json", 0), (PAYLOAD, 0), (PAYLOAD, 1)])
 def test_a_read_refused_once_costs_no_fallback(store: Path, where: str, which: int) -> None:
     with job(store, policy=PARITY) as one:
         for _ in range(4):
