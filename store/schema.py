@@ -146,7 +146,7 @@ class SavePiece(Record):
     step: Natural
     epoch: Natural
 
-    @cached_property
+    @property
     def save(self) -> SaveId:
         return SaveId(self.step, self.epoch)
 
