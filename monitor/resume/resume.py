@@ -7,7 +7,7 @@ reset, so that later saves extend the resumed commit. Training thread, before tr
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -298,8 +298,8 @@ def _check_run_state(state: RunState, plan: _Plan, adapter: Adapter) -> None:
 
 def _require_unchanged(plan: _Plan, state: RunState, loader: StateLoader, adapter: Adapter) -> None:
     """Raise ModelMismatchError if loading the user's objects changed the shape or dtype of tensors in the plan."""
-    if not loader.has_objects:
-        return
+    if not loader.objects:
+        return  # no code of others ran
     if (places := adapter.expected(plan.slots)) != plan.places and set(places) != set(plan.places):
         raise ModelMismatchError(
             "loading the objects in state=[...] changed tensors of the model or the optimizer, so they no longer match "
@@ -368,24 +368,22 @@ def go_on_from(
 ) -> None:
     """Count versions and measure drift from the resumed state, and notify the listeners. Collective.
 
-    Args:
-        result: The resume.
-        certificate: Of the resumed state.
-        job: The job.
-        catalog: The store without in-memory snapshots.
-        local: The units on this rank.
-        measure_later: Calls a function in the background, at the latest before the state changes.
-    """
+    catalog: the store without in-memory snapshots. measure_later: as :meth:`monitor.save.saver.Saver.measure_later`."""
     step, manifest = result.resume_point.save.step, result.resolution.manifest
     _reset_ledger(job, catalog, result, step)
     measures: dict[bool, list[Callable[[], None]]] = {False: [], True: []}  # whether it may be later
     for unit, part in local.items():
         if unit in result.resolution.versions:
             on_host = all(tensor.device.type == "cpu" for tensor in part.tensors)
-            later = on_host and is_moving(unit) and not job.policy.needs_drift
+            later = on_host and is_moving(unit) and not (job.policy.needs_drift or job.observing)
             measures[later].append(partial(job.meter.reset, unit, part.tensors))
-    run_all(measures[False])
-    measure_later(partial(run_all, measures[True]))
+
+    def measure(later: bool) -> None:
+        for reset in measures[later]:
+            reset()
+
+    measure(False)
+    measure_later(partial(measure, True))
     job.listeners.on_resume(
         ResumeEvent(
             step=step,
@@ -400,12 +398,6 @@ def go_on_from(
             notes=result.notes,
         )
     )
-
-
-def run_all(actions: Iterable[Callable[[], None]]) -> None:
-    """Call each of them."""
-    for action in actions:
-        action()
 
 
 def build_certificate(result: ResumeResult) -> Certificate:

@@ -4,7 +4,7 @@ A decision moves the drift references as if its save had been committed at once,
 under the observed policy.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -37,12 +37,9 @@ class DryRunSaver:
 
     def _nothing(self, *_: Any, **__: Any) -> None: ...
 
-    reserve = prepare_buffers = finish_copies = forget_bases = upkeep = flush = close = require_storable = abandon = (
-        _nothing
-    )
-
-    def measure_later(self, measure: Callable[[], None]) -> None:
-        measure()
+    reserve = prepare_buffers = finish_copies = forget_bases = measure_later = upkeep = flush = close = (
+        require_storable
+    ) = abandon = _nothing
 
     def claim_name(self, step: int) -> str | None: ...
 

@@ -11,13 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from monitor.adapters.base import Adapter, version_of
 from monitor.adapters.module_tensors import dtype_name
+from monitor.background import Once
 from monitor.observe.drift_meter import DriftMeter, Measure, Signature, measure_record
 from monitor.observe.units import LocalUnit
 from monitor.save.torch_codecs import EncodedCopy
@@ -282,24 +283,17 @@ class CopyTiming:
             copying.finish()
 
 
-class Finishable(Protocol):
-    """What reads the state and has to be finished before the state changes."""
-
-    def finish(self) -> object:
-        """Finish it in this thread, or wait for another thread that does. Later calls do nothing."""
-
-
 class UnfinishedCopy:
     """The copies of the last save, which the next change of the state waits for.
 
     ``waited`` gets the seconds of a wait."""
 
     def __init__(self, adapter: Adapter, waited: Callable[[float], None]) -> None:
-        self._copying: Finishable | None = None
+        self._copying: AsyncCopy | Once[None] | None = None
         self._waited = waited
         adapter.before_change(self._before_update)
 
-    def set(self, copying: Finishable | None) -> None:
+    def set(self, copying: AsyncCopy | Once[None] | None) -> None:
         self._copying = copying
 
     def finish(self) -> None:
