@@ -26,7 +26,7 @@ from monitor.ledger import Ledger
 from monitor.observe import meter_for
 from monitor.observe.drift_meter import BySlotMeter
 from monitor.observe.layers import find_layers
-from monitor.observe.units import UnitTable
+from monitor.observe.units import LocalUnit, UnitTable
 from monitor.run_state import Objects, UserState, capture_run_state, joined, to_tree
 from monitor.save.store_session import open_existing_store, open_store
 from monitor.telemetry.log import SaveLog, log_startup
@@ -37,6 +37,7 @@ from policies.conformance import check_before_training
 from store.encoding import encoding_named
 from store.errors import ConfigError
 from store.location import is_url, mount_of, place_of
+from store.names import Unit
 
 _COLLECTIVE_SETTINGS = (
     *("every", "auto", "bounds", "budget", "resume", "layers", "encoding", "frozen", "preemption", "self_check"),
@@ -158,12 +159,12 @@ def _metrics_text(config: Config, metrics: Metrics) -> str:
     return f"metrics at {metrics.url}"
 
 
-def check_policy(job: JobContext) -> None:
+def check_policy(job: JobContext, local: Mapping[Unit, LocalUnit]) -> None:
     """Raise ConfigError, on all ranks, if the policy fails on the units of this job. Collective; rank 0 asks it.
 
     Runs before a store is opened. Slots that the optimizer creates at its first step are not among the units yet."""
     table = UnitTable(job.adapter, job.table.layers, job.group)  # the job's own table is filled at the first decision
-    table.agree(table.local())
+    table.agree(local)
 
     def check() -> None:
         measured = job.policy.needs_drift or job.observing
@@ -238,8 +239,17 @@ def attach_counted(
     check_same_config(job)
     if isinstance(job.adapter, SkipFrozenAdapter):
         job.adapter.agree(group)
-    with job.adapter.cache_lookups():
-        check_policy(job)
+    with job.adapter.cache_lookups():  # nothing changes
+        local = run_on_all_ranks(group, job.table.local)  # raises now if something cannot be stored
+        check_policy(job, local)
+        return _open(job, metrics, budget_tracker, local, unset=config is None)
+
+
+def _open(
+    job: JobContext, metrics: Metrics, budget_tracker: BudgetTracker, local: Mapping[Unit, LocalUnit], *, unset: bool
+) -> Checkpointer:
+    """Open the store, or create it, and make the checkpointer. unset: see :func:`startup_message`. Collective."""
+    group = job.group
     settings = job.config
     options = settings.s3.options()
     if job.observing:
@@ -251,14 +261,13 @@ def attach_counted(
         if opened.incarnation is not None:
             job.pace.count(opened.incarnation.interruptions, opened.incarnation.rank_seconds)
     try:
-        ckpt = Checkpointer(job, metrics, budget_tracker, opened, catalog)
+        ckpt = Checkpointer(job, metrics, budget_tracker, opened, catalog, local=local)
     except BaseException:
         if opened is not None:  # the script may attach again
             opened.release()
         raise
     if group.rank == 0:
-        with job.adapter.cache_lookups():
-            log_startup(startup_message(job, metrics, has_commits=ckpt.holds_commits, unset=config is None))
+        log_startup(startup_message(job, metrics, has_commits=ckpt.holds_commits, unset=unset))
     return ckpt
 
 
@@ -280,7 +289,6 @@ def _build_job(
             adapter.module, list(adapter.tensors()), experts=settings.layers.experts, patterns=settings.layers.patterns
         )
         table = UnitTable(adapter, layers, group)
-        table.local()  # likewise
     meter = BySlotMeter(meter_for(settings.drift.method, settings.drift.width, settings.drift.seed))
     policy = settings.bounded_policy()
     observing = isinstance(policy, Observe)

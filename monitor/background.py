@@ -71,6 +71,8 @@ class Once(Generic[T]):
                 self._todo.clear()  # with what the function holds
             return self._results[0]
 
+    finish = __call__
+
 
 class BackgroundWorker(Generic[T]):
     """Runs tasks in a background thread."""

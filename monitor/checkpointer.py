@@ -43,9 +43,7 @@ _PATIENCE = 30.0  # seconds; after an error other ranks may be gone, and their p
 
 
 class Checkpointer:
-    """Saves and resumes the state of one training job. Create it with :func:`monitor.attach`.
-
-    Can be used as a context manager, which closes it on exit.
+    """Saves and resumes the state of one training job. A context manager. Create it with :func:`monitor.attach`.
 
     Example::
 
@@ -69,6 +67,8 @@ class Checkpointer:
         budget_tracker: BudgetTracker,
         opened: StoreSession | None,
         catalog: Catalog | None,
+        *,
+        local: Mapping[Unit, LocalUnit],
     ) -> None:
         self.config = job.config
         self.metrics = metrics
@@ -85,7 +85,7 @@ class Checkpointer:
         self._pace = job.pace
         saver = None if opened is None else Saver(job, opened)
         self._saver: Saver | DryRunSaver = saver or DryRunSaver(job)
-        run_on_all_ranks(job.group, lambda: self._saver.reserve(job.table.local()))
+        run_on_all_ranks(job.group, lambda: self._saver.reserve(local))
         self._memory = MemoryTier(job, opened, saver) if opened and saver and job.config.memory.enabled else None
         self._surveyor = Surveyor(job.adapter, job.table)
         self._step = job.completed_steps() or 0
@@ -95,8 +95,7 @@ class Checkpointer:
         self._checked = False
         self._updates = 0
         job.adapter.before_update(self._count_update)
-        self._proven = False
-        self._closed = False
+        self._proven = self._closed = False
         self._cut_off = False  # a rank was late or is gone, so nothing is saved any more
         self._process = os.getpid()
         self._unregister_exit = at_exit(self._close_at_exit)
@@ -185,7 +184,7 @@ class Checkpointer:
         self._saver.forget_bases()
         self._step = result.resume_point.save.step
         self.certificate = build_certificate(result)
-        go_on_from(result, self.certificate, self._job, catalog, local)
+        go_on_from(result, self.certificate, self._job, catalog, local, measure_later=self._saver.measure_later)
 
     def step(self) -> StepReport | None:
         """Count an optimizer step; if a decision is due (``every``), decide what to save and begin the save.

@@ -405,32 +405,35 @@ class StateLoader:
         adapter: Gives the framework's objects and run state.
         user: The user's objects.
         generators: Whether the saved random states belong to this rank.
+        before: The framework's run state at present.
 
     Raises:
         UsageError: The present state of an object cannot be captured.
     """
 
-    def __init__(self, saved: RunState, adapter: Adapter, user: UserState, generators: bool) -> None:
+    def __init__(
+        self, saved: RunState, adapter: Adapter, user: UserState, generators: bool, *, before: Mapping[str, Any]
+    ) -> None:
         framework = saved.framework
-        self._objects = [
+        self.objects = [
             (f"the engine's {key} (a {type(item).__name__})", item, framework[key])
             for key, item in adapter.objects().items()
             if framework.get(key) is not None
         ]
-        self._objects += [
+        self.objects += [
             (f"module {name!r} (a {type(item.module).__name__})", item, saved.modules[name])
             for name, item in extra_states(adapter.module).items()
             if name in saved.modules
         ]
-        self._objects += [
+        self.objects += [
             (user.label(index), user.objects[index], one.state)
             for index, one in enumerate([] if saved.user is None else user.match(saved.user))
             if one is not None
         ]
         self._rng = saved.rng if generators else None
         self._adapter = adapter
-        self._before: list[Any] = [_copy_state(name, item) for name, item, _ in self._objects]
-        self._framework_before = adapter.run_state()
+        self._before: list[Any] = [_copy_state(name, item) for name, item, _ in self.objects]
+        self._framework_before = before
         self._rng_before = capture_rng()
         self._attempted = 0
 
@@ -440,7 +443,7 @@ class StateLoader:
         Raises:
             UsageError: An object or a generator rejects its saved state; call :meth:`undo`.
         """
-        for name, item, state in self._objects:
+        for name, item, state in self.objects:
             self._attempted += 1
             try:
                 load_state(item, state)
@@ -462,7 +465,7 @@ class StateLoader:
     def undo(self) -> bool:
         """Restore everything that :meth:`load` changed, including param groups and generators. Return whether it is."""
         whole = True
-        attempted = list(zip(self._objects, self._before, strict=True))[: self._attempted]
+        attempted = list(zip(self.objects, self._before, strict=True))[: self._attempted]
         for (name, item, _), state in reversed(attempted):
             try:
                 load_state(item, state)

@@ -263,7 +263,9 @@ def certify_record(step: int, record: UnitRecord) -> CertifiedUnit:
     """Return a unit as the manifest of ``step`` records it."""
     same = {"layer", "slot", "save", "encoding", "drift", "moving", "nbytes", "error", "bases", "numel"}
     written = record.version.step
-    return CertifiedUnit(**record.model_dump(include=same), step=written, staleness=step - written, fallback=False)
+    return CertifiedUnit(
+        **{name: getattr(record, name) for name in same}, step=written, staleness=step - written, fallback=False
+    )
 
 
 def _certify_unit(step: int, version: Version) -> CertifiedUnit:

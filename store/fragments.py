@@ -7,9 +7,8 @@ and decodes in the memory of a few chunks; values must not be used before the la
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import xxhash
 
@@ -45,8 +44,7 @@ class Span(Protocol):
 S = TypeVar("S", bound=Span)
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """A stored fragment and the part that holds it; a :class:`Span`. ``base``: the fragment it is a difference to."""
 
     part: PartRecord
@@ -75,8 +73,7 @@ class Source:
         return self.entry.dtype
 
 
-@dataclass(frozen=True)
-class Copy(Generic[S]):
+class Copy(NamedTuple, Generic[S]):
     """``numel`` elements from ``source_start`` of the stored fragment go to ``target_start`` of the wanted one."""
 
     source: S
@@ -93,6 +90,8 @@ class FragmentIndex(Generic[S]):
         for source in sources:
             self._by_name.setdefault((source.fqn, source.slot), []).append(source)
         for name, spans in self._by_name.items():
+            if len(spans) == 1:
+                continue
             # Empty fragments fill nothing and overlap nothing; one is kept if a tensor has no other.
             spans[:] = [source for source in spans if source.stop > source.start] or spans[:1]
             spans.sort(key=lambda source: source.start)
@@ -111,6 +110,8 @@ class FragmentIndex(Generic[S]):
         """Return copies that fill ``wanted`` completely. Raises DamagedError, naming the hole, if there is one."""
         copies, position = [], wanted.start
         spans = self._by_name.get((wanted.fqn, wanted.slot), [])
+        if len(spans) == 1 and spans[0].start <= position and wanted.stop <= spans[0].stop and wanted.numel:
+            return [Copy(spans[0], position - spans[0].start, 0, wanted.numel)]
         first = max(0, bisect_right(spans, wanted.start, key=lambda source: source.start) - 1)
         for source in spans[first:]:
             if source.start > position or position >= wanted.stop:
@@ -152,8 +153,11 @@ def stored_slot(index: FragmentIndex[Source], fragment: Fragment) -> str | None:
 
     Frozen parameters have a slot of their own, and a parameter may have been frozen or unfrozen since it was saved.
     """
-    options = {WEIGHTS: (WEIGHTS, FROZEN), FROZEN: (FROZEN, WEIGHTS)}.get(fragment.slot, (fragment.slot,))
-    stored = [slot for slot in options if index.dtype(fragment.fqn, slot) is not None]
+    options = (WEIGHTS, FROZEN) if fragment.slot in (WEIGHTS, FROZEN) else (fragment.slot,)
+    stored = [slot for slot in options if (fragment.fqn, slot) in index.names()]
+    if len(stored) == 1:
+        return stored[0]
+    stored.sort(key=fragment.slot.__ne__)  # of two that are equally new, its own
     return max(stored, key=lambda slot: index.names()[fragment.fqn, slot][0].part.save, default=None)
 
 

@@ -7,6 +7,7 @@ match their hash and resolves again with that version in ``bad``. A base is neve
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from store.catalog import Catalog, LoadedGroup, noting, resume_order
 from store.encoding import encoding_named
@@ -102,6 +103,11 @@ class Resolution:
         """Versions older than those that the manifest names."""
         return tuple(version for version in self.versions.values() if version.fallback)
 
+    @cached_property
+    def index(self) -> FragmentIndex[Source]:
+        """All stored fragments by name. Raises DamagedError if versions of different units hold the same elements."""
+        return FragmentIndex(self.sources())
+
     def sources(self) -> Iterable[Source]:
         """Yield all stored fragments of all versions."""
         for version in self.versions.values():
@@ -126,9 +132,9 @@ def resolve(catalog: Catalog, save: SaveId, bad: Set[RejectedVersion] = frozense
     run = catalog.group(save, _group_record(manifest, save))
     if RejectedVersion(save) in bad or len(run.parts) != manifest.world_size:
         raise DamagedError("; ".join([f"the run state of {save} is damaged", *run.problems]))
-    # Raises if units of different versions hold the same elements, which would not be one state.
-    FragmentIndex(source for version in versions.values() for source in version.sources)
-    return Resolution(manifest, versions, run.parts, tuple(dict.fromkeys(problems)))
+    resolution = Resolution(manifest, versions, run.parts, tuple(dict.fromkeys(problems)))
+    _ = resolution.index  # versions that hold the same elements would not be one state
+    return resolution
 
 
 def newest_resumable(

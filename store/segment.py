@@ -134,17 +134,21 @@ def read_chunks(
     header_bytes: int,
     piece: PayloadPiece | Entry | StateTensor,
     target: memoryview | None = None,
+    *,
+    scratch: bytearray | None = None,
 ) -> Iterator[tuple[int, memoryview]]:
-    """Yield (place in the piece, bytes) while reading it into ``target``, or through memory that is used again.
+    """Yield (place in the piece, bytes) while reading it into ``target``, or else through ``scratch``, again and again.
 
     A chunk is small enough to stay in the core's cache. Raises DamagedError if ``target`` has another size, and at the
     end if the hash differs."""
     if target is not None and target.nbytes != piece.nbytes:
         raise DamagedError(f"{path}: a piece has {piece.nbytes} bytes instead of {target.nbytes}")
-    state, scratch = xxhash.xxh3_128(), bytearray(0 if target else min(piece.nbytes, CHUNK_BYTES))
+    state = xxhash.xxh3_128()
+    if not target and (scratch is None or len(scratch) < CHUNK_BYTES):
+        scratch = bytearray(min(piece.nbytes, CHUNK_BYTES))
     for start in range(0, piece.nbytes, CHUNK_BYTES):
         stop = min(start + CHUNK_BYTES, piece.nbytes)
-        chunk = target[start:stop] if target else memoryview(scratch)[: stop - start]
+        chunk = target[start:stop] if target else memoryview(scratch or b"")[: stop - start]
         files.read_into(path, header_bytes + piece.offset + start, chunk)
         state.update(chunk)
         yield start, chunk

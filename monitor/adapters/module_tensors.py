@@ -236,7 +236,8 @@ def whole_piece(fqn: str, slot: str, tensor: torch.Tensor) -> Piece:
         UnstorableError: It is of a :func:`special_kind`. Of a frozen parameter, which ``frozen: skip`` may leave out,
             only the elements have to be plain.
     """
-    require_materialized(tensor, f"{fqn} ({slot})")
+    if tensor.is_meta:
+        require_materialized(tensor, f"{fqn} ({slot})")
     kind = special_kind(tensor.detach() if slot == FROZEN else tensor)
     if kind is not None:
         raise unstorable(fqn, kind)
@@ -250,7 +251,8 @@ def whole_piece(fqn: str, slot: str, tensor: torch.Tensor) -> Piece:
             f"{fqn} ({slot}) is not contiguous in memory (shape {tuple(tensor.shape)}, stride {tensor.stride()}); "
             "make it contiguous before training, e.g. parameter.data = parameter.data.contiguous()"
         )
-    return Piece(Fragment(fqn, slot, 0, tensor.numel()), tensor.detach().view(-1))
+    flat = tensor.detach()
+    return Piece(Fragment(fqn, slot, 0, flat.numel()), flat if flat.ndim == 1 else flat.view(-1))
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

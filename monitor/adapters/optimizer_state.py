@@ -203,10 +203,15 @@ def slots_of(state: Mapping[str, Any], parameter: torch.Tensor) -> list[str]:
     """Return the sorted keys of a parameter's state that are slots: tensors of its shape.
 
     ``step`` is never a slot, not even for a parameter without dimensions."""
+    if not state:
+        return []
+    shape = parameter.shape
     return sorted(
-        key
-        for key, value in state.items()
-        if isinstance(value, torch.Tensor) and value.shape == parameter.shape and key != "step"
+        [
+            key
+            for key, value in state.items()
+            if key != "step" and isinstance(value, torch.Tensor) and value.shape == shape
+        ]
     )
 
 

@@ -5,7 +5,7 @@ scalers are the user's own objects.
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +21,6 @@ from monitor.adapters.base import FragmentPlace, LiveValue, Piece, StateVersions
 from monitor.adapters.identity import Identity, IdentityReader, T, versions_of
 from monitor.adapters.module_tensors import ModuleTensors, slice_piece, whole_piece, without_wrappers
 from monitor.adapters.optimizer_state import (
-    NOT_STATE,
     LiveGroups,
     StackedScalars,
     can_take_over,
@@ -176,9 +175,7 @@ class PyTorchAdapter:
     def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[FragmentPlace]:
         optimized = {fqn: parameter for fqn, parameter, _ in self._optimized()}
         places = [
-            FragmentPlace(piece.fragment, piece.tensor.dtype)
-            for piece in self.held()
-            if piece.fragment.slot in NOT_STATE or piece.fragment.fqn not in optimized
+            FragmentPlace(piece.fragment, piece.tensor.dtype) for piece, _, _ in self._replicas(stateless=optimized)
         ]
         for fqn, parameter in optimized.items():
             state = self.optimizer.state.get(parameter, {})
@@ -194,8 +191,9 @@ class PyTorchAdapter:
     ) -> None:
         """Create the slots in ``slots`` that the optimizer lacks, and drop others."""
         for fqn, parameter, _ in self._optimized():
-            wanted = slots.get(fqn, {})
-            found = {slot: values.get(self._replica(fqn, slot, parameter).piece.fragment) for slot in wanted}
+            wanted, live = slots.get(fqn, {}), self.optimizer.state.get(parameter, {})
+            new = [slot for slot in wanted if slot not in live]
+            found = {slot: values.get(self._replica(fqn, slot, parameter).piece.fragment) for slot in new}
             fit_slots(self.optimizer, parameter, wanted, found)
 
     def finish_load(self) -> None:
@@ -328,11 +326,12 @@ class PyTorchAdapter:
             entries += state.values()
         return StackedScalars.of(places, entries)
 
-    def _replicas(self) -> Iterator[Replica]:
+    def _replicas(self, stateless: Container[str] = ()) -> Iterator[Replica]:
+        """Yield the pieces on this rank. stateless: parameters whose optimizer state is left out."""
         states = self.optimizer.state
         for fqn, parameter in self._inventory.parameters().items():
             yield self._replica(fqn, WEIGHTS if parameter.requires_grad else FROZEN, parameter)
-            state = states.get(parameter, {})
+            state = {} if fqn in stateless else states.get(parameter, {})
             for slot in slots_of(state, parameter):
                 yield self._replica(fqn, slot, state[slot])
         for fqn, buffer in self._inventory.buffers().items():

@@ -18,7 +18,7 @@ from monitor.memory.replication import Replication
 from store.catalog import Catalog
 from store.certificate import certify, run_saves
 from store.errors import StoreError, UsageError
-from store.fragments import FragmentIndex, stored_slot
+from store.fragments import stored_slot
 from store.memory.index import (
     MemoryVersion,
     NodeIndex,
@@ -339,7 +339,7 @@ def _missing_pieces(
 
 
 def _needed_entries(resolution: Resolution, save: SaveId, adapter: Adapter) -> set[Piece]:
-    index = FragmentIndex(resolution.sources())
+    index = resolution.index
     try:
         places = adapter.expected(resolution.slots())
     except UsageError:

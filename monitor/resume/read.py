@@ -1,182 +1,56 @@
-"""Check that a store matches the live job, and read the fragments that a rank needs into host memory.
+"""Read the fragments that a rank needs, check them, and load them into the live tensors.
 
 Reading intersects the stored fragments with the live ones, so another world size, ZeRO stage or framework is no special
-case. Live tensors are not changed. Damaged fragments are reported to the caller, which falls back.
+case. Nothing live changes before :meth:`ReadResult.load`. Damaged fragments are reported to the caller, which falls
+back.
 """
 
+import ctypes
+import mmap
 import os
+import sys
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
-from monitor.adapters.base import Adapter, FragmentPlace, Piece
+from monitor.adapters.base import FragmentPlace, Piece
 from monitor.adapters.module_tensors import as_bytes, torch_dtype
+from monitor.resume.compatibility import encoding_loss
 from store.errors import DamagedError, MissingError, ModelMismatchError, StorageError, UnreachableError
 from store.fragments import Copy, FragmentIndex, FragmentReader, Readable, ReadAhead, Source, byte_range, stored_slot
 from store.layout import payload_path
 from store.location import Kind, mount_of
 from store.names import BUFFER, FROZEN, RAW, WEIGHTS, Fragment, SaveId
 from store.resolve import RejectedVersion, Resolution
-from store.schema import ManifestRecord, digest
-from store.segment import read_chunks
+from store.schema import digest
+from store.segment import CHUNK_BYTES, read_chunks
 from store.storage.local import Files, OpensFiles, fill
-from store.text import listed
 
 Slots = dict[str, dict[str, str]]  # fqn -> slot -> dtype as stored
 
 T = TypeVar("T")
 
-_OPTIMIZER_MARKERS = frozenset({"betas", "momentum", "alpha", "rho", "lr_decay", "etas", "lambd", "nesterov"})
-"""Hyperparameters that distinguish kinds of optimizers, in all implementations."""
-
-_CHUNK = 1 << 22  # elements checked at once: the checks need several times the memory of their input
-
 _SMALL = 1 << 18
-"""Fragments of at most these bytes are kept in host memory once they are checked: a read has a cost of its own."""
+"""Fragments of at most these bytes are kept in host memory once they are checked: a read has a cost of its own. Those
+that follow each other are read at once."""
 
+_LOADED_AT_ONCE = 1024  # small tensors
+
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of madvise(2), Linux 5.14
 _THREADS = 2
 _MOST_OPEN = 256
 
 _REPEATABLE: frozenset[Kind | None] = frozenset({"local", "passing", "container"})
 """Filesystems that keep what was just read in the memory of this machine. Others may fetch it again."""
-
-
-def require_model(manifest: ManifestRecord, adapter: Adapter) -> None:
-    """Raise ModelMismatchError unless store and model have the same tensors in the same shapes."""
-    infos = adapter.tensors()
-    live = {fqn: info.shape for fqn, info in infos.items()}
-    stored = {fqn: record.shape for fqn, record in manifest.tensors.items()}
-    resized = sorted(fqn for fqn in live.keys() & stored.keys() if live[fqn] != stored[fqn])
-    found = {
-        "only in the store": stored.keys() - live.keys(),
-        "only in this model": live.keys() - stored.keys(),
-        "other shapes (store -> model)": [f"{fqn} {stored[fqn]} -> {live[fqn]}" for fqn in resized],
-    }
-    differences = [f"{kind}: {listed(sorted(names))}" for kind, names in found.items() if names]
-    if not differences:
-        return
-    buffers = [fqn for fqn in resized if infos[fqn].kind == "buffer"]
-    advice = "Set another `store:`, or fix the model"
-    if buffers and buffers == resized and len(differences) == 1:
-        advice = (
-            f"Buffers that grow during training need their saved size: give {buffers[0]} the shape "
-            f"{stored[buffers[0]]} before resume(), or register it with persistent=False and pass an object in "
-            "state=[...] whose load_state_dict creates it"
-        )
-    raise ModelMismatchError("the store holds another model: " + "; ".join(differences) + ". " + advice)
-
-
-def require_slots(stored: Iterable[str], live: Iterable[str]) -> None:
-    """Raise ModelMismatchError if stored and live optimizer slots differ, unless one of them has none.
-
-    stored, live: slots over all ranks; the live ones as they will be after the load."""
-    plain = {WEIGHTS, FROZEN, BUFFER}
-    saved, needed = set(stored) - plain, set(live) - plain
-    if saved != needed and saved and needed:
-        raise ModelMismatchError(
-            f"the store has optimizer state {sorted(saved)}, this optimizer needs {sorted(needed)}: "
-            "resume with the optimizer of the run that saved it"
-        )
-
-
-def require_optimizer(saved: Mapping[str, Any], live: Mapping[str, Any]) -> None:
-    """Raise ModelMismatchError unless both are the same kind of optimizer, with hyperparameters of the same kinds.
-
-    saved, live: results of :meth:`monitor.adapters.base.Adapter.run_state`."""
-    if _markers(saved) != _markers(live):
-        raise ModelMismatchError(
-            f"the store has the state of optimizer {saved['optimizer']}, this job has {live['optimizer']}: "
-            "use the same kind of optimizer, or set another `store:`"
-        )
-    # Where the live value is a tensor, the adapter checks the shape.
-    numbers = {key for key, value in _hyper(live) if isinstance(value, bool | int | float)}
-    for key, value in _hyper(saved):
-        if key in numbers and not isinstance(value, bool | int | float | torch.Tensor | None):
-            raise ModelMismatchError(
-                f"the store has the hyperparameter {key} = {value!r}, which is a number in this optimizer: resume with "
-                "the optimizer of the run that saved it"
-            )
-
-
-def _hyper(framework: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    return (item for group in framework["param_groups"] for item in group["hyper"].items())
-
-
-def _markers(framework: Mapping[str, Any]) -> set[str]:
-    return {key for group in framework["param_groups"] for key in group["hyper"] if key in _OPTIMIZER_MARKERS}
-
-
-def encoding_loss(host: torch.Tensor, place: FragmentPlace) -> str | None:
-    """Describe the values that the live dtype cannot hold; None if it holds all of them, NaN included.
-
-    Rounding is described, and so is a mask value that becomes infinite (see :func:`_is_mask_value`).
-
-    Raises:
-        ModelMismatchError: Values would change otherwise: too large, fractions in an integer tensor, complex values in
-            a real tensor.
-    """
-    if place.dtype == host.dtype:
-        return None
-    where = f"{place.fragment.fqn}/{place.fragment.slot}"
-    chunks = (host[start : start + _CHUNK] for start in range(0, host.numel(), _CHUNK))
-    losses = {_chunk_loss(chunk, place.dtype, place.fragment.slot == BUFFER) for chunk in chunks}
-    if _Loss.CHANGED in losses:
-        raise ModelMismatchError(
-            f"{where}: values of {host.dtype} are too large for the live {place.dtype}, or of a kind that it cannot "
-            "represent; resume with a wider dtype"
-        )
-    if _Loss.INFINITE in losses:
-        return f"the extremes of {host.dtype} in {where} became infinite in {place.dtype}"
-    return f"{where} was rounded from {host.dtype} to {place.dtype}" if _Loss.ROUNDED in losses else None
-
-
-class _Loss(Enum):
-    NONE, ROUNDED, INFINITE, CHANGED = range(4)
-
-
-def _chunk_loss(host: torch.Tensor, dtype: torch.dtype, buffer: bool) -> _Loss:
-    if host.is_complex():
-        return _Loss.CHANGED
-    live = host.to(dtype)
-    back = live.to(host.dtype)
-    lost = (back != host) & ~(back.isnan() & host.isnan())
-    if not bool(lost.any()):
-        return _Loss.NONE
-    if not dtype.is_floating_point:
-        return _Loss.CHANGED
-    before, after = host[lost], live[lost]
-    distorted = _is_distorted(before, after)
-    if not bool(distorted.any()):
-        return _Loss.ROUNDED
-    only_masks = buffer and not bool((distorted & ~_is_mask_value(before, after)).any())
-    return _Loss.INFINITE if only_masks else _Loss.CHANGED
-
-
-def _is_distorted(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """Return where a value changed by more than rounding: became infinite or NaN, or was clipped."""
-    wide, narrow = before.double(), after.double()
-    clipped = (wide.abs() > 1) & (narrow.abs() < wide.abs() / 2)
-    return (wide.isfinite() != narrow.isfinite()) | narrow.isnan() | clipped
-
-
-def _is_mask_value(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    """Return where a buffer holds the lowest or largest number of its dtype, which becomes infinite in the live dtype.
-
-    Attention masks use that number. ``buffer.to(dtype)`` makes it infinite as well, so the live model would hold the
-    same. It is reported and the state is not exact, since a softmax over -inf alone is NaN and one over equal finite
-    numbers is not. Any other value that is too large, such as 1e6 in a running variance, is refused as in a weight."""
-    if not before.is_floating_point():
-        return torch.zeros_like(before, dtype=torch.bool)
-    return (before.double().abs() == torch.finfo(before.dtype).max) & after.double().isinf()
 
 
 class OpenPayloads:
@@ -262,12 +136,22 @@ class ReadResult:
         for device in {piece.tensor.device for piece in found if piece.tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()  # threads have other streams than the caller
         sharing = _sharing_memory(found)
-        _in_threads(self._load, found, threads=1 if sharing else _THREADS)
+        _in_threads(self._load, self._batches(found), threads=1 if sharing else _THREADS)
         return [
             f"{piece.fragment.fqn}/{piece.fragment.slot} shares memory with another tensor, whose values it now has"
             for piece in sharing
             if not self._is_loaded(piece)
         ]
+
+    def _batches(self, pieces: Iterable[Piece]) -> Iterator[Sequence[Piece]]:
+        """Split, in order, into large pieces and runs of small ones."""
+        small: list[Piece] = []
+        for piece in pieces:
+            if piece.tensor.nbytes <= _SMALL and not piece.tensor.is_inference():
+                small.append(piece)
+                continue
+            yield [piece]
+        yield from (small[start : start + _LOADED_AT_ONCE] for start in range(0, len(small), _LOADED_AT_ONCE))
 
     def _is_loaded(self, piece: Piece) -> bool:
         values = self.values[piece.fragment]
@@ -275,28 +159,31 @@ class ReadResult:
             return values.in_tensor(piece.tensor)
         return torch.equal(values.to(piece.tensor.dtype).view(torch.uint8), piece.tensor.cpu().view(torch.uint8))
 
-    def _load(self, piece: Piece) -> None:
-        values = self.values[piece.fragment]
-        with torch.inference_mode() if piece.tensor.is_inference() else torch.no_grad():
-            if isinstance(values, CheckedValues):
-                values.load(piece.tensor)
-            elif values.data_ptr() != piece.tensor.data_ptr():  # a new slot may have taken over the memory
-                piece.tensor.copy_(values)
+    def _load(self, pieces: Sequence[Piece]) -> None:
+        targets, sources = [], []
+        with torch.inference_mode() if pieces[0].tensor.is_inference() else torch.no_grad():
+            for piece in pieces:
+                values = self.values[piece.fragment]
+                if isinstance(values, CheckedValues):
+                    values.load(piece.tensor)
+                elif values.data_ptr() != piece.tensor.data_ptr():  # a new slot may have taken over the memory
+                    targets.append(piece.tensor)
+                    sources.append(values)
+            if targets:
+                torch._foreach_copy_(targets, sources)
 
 
 def _sharing_memory(pieces: Iterable[Piece]) -> list[Piece]:
     """Return the pieces whose memory overlaps that of another one."""
-    found: dict[int, Piece] = {}
-    last = None  # of those seen, the one that ends last
-    for piece in sorted(pieces, key=lambda one: one.tensor.data_ptr()):
-        if last is not None and piece.tensor.data_ptr() < _end(last):
-            found |= {id(last): last, id(piece): piece}
-        last = piece if last is None else max(last, piece, key=_end)
-    return list(found.values())
-
-
-def _end(piece: Piece) -> int:
-    return piece.tensor.data_ptr() + piece.tensor.nbytes
+    pieces = [piece for piece in pieces if piece.tensor.nbytes]
+    starts = np.array([piece.tensor.data_ptr() for piece in pieces], np.int64)
+    order = np.argsort(starts, kind="stable")
+    starts, ends = starts[order], (starts + np.array([piece.tensor.nbytes for piece in pieces], np.int64))[order]
+    reached = np.maximum.accumulate(ends)  # of each and those before, the end of the one that ends last
+    found: set[int] = set()
+    for place in np.flatnonzero(starts[1:] < reached[:-1]):
+        found |= {int(np.argmax(ends[: place + 1])), int(place) + 1}
+    return [pieces[order[place]] for place in sorted(found)]
 
 
 def _in_threads(action: Callable[[T], None], items: Iterable[T], threads: int = _THREADS) -> None:
@@ -322,14 +209,15 @@ def _in_threads(action: Callable[[T], None], items: Iterable[T], threads: int = 
             future.result()
 
 
-@dataclass(frozen=True)
-class _Wanted:
+class _Wanted(NamedTuple):
     """A live fragment, and the stored ones that fill it."""
 
     place: FragmentPlace
     dtype: torch.dtype  # as stored
     copies: Sequence[Copy[Source]]
     again: bool  # checked first, and read again into the live tensor
+    small: bool  # one whole stored fragment, which may be read with its neighbours
+    span: tuple[str, int, int]  # payload, and where the first of ``copies`` begins and ends there
 
     @property
     def nbytes(self) -> int:
@@ -343,19 +231,53 @@ def read_fragments(payloads: OpenPayloads, resolution: Resolution, places: Seque
         ModelMismatchError: The live dtypes cannot represent the values.
         UnreachableError: The object store cannot be reached.
     """
-    index = FragmentIndex(resolution.sources())
     notes: list[str] = []
-    wanted: list[_Wanted] = []
-    for place in places:
-        stored = _stored_fragment(index, place.fragment, notes)
-        if stored is not None:
-            copies, dtype = index.cover(stored), torch_dtype(index.dtype(stored.fqn, stored.slot) or "")
-            again = dtype == place.dtype and not place.new and stored.numel * dtype.itemsize > _SMALL
-            wanted.append(_Wanted(place, dtype, copies, again and all(_is_repeatable(payloads, c) for c in copies)))
-    wanted.sort(key=lambda one: byte_range(one.copies[0].source))
+    found = [_wanted(payloads, resolution.index, place, notes) for place in places]
+    wanted = sorted((one for one in found if one is not None), key=lambda one: one.span)
     reader = _Reader(payloads)
     _in_threads(reader.read_all, _halves(wanted))
     return ReadResult(reader.values, frozenset(reader.bad), tuple(notes), tuple(sorted(reader.rounded)))
+
+
+def _wanted(
+    payloads: OpenPayloads, index: FragmentIndex[Source], place: FragmentPlace, notes: list[str]
+) -> _Wanted | None:
+    stored = _stored_fragment(index, place.fragment, notes)
+    if stored is None:
+        return None
+    copies, dtype = index.cover(stored), torch_dtype(index.dtype(stored.fqn, stored.slot) or "")
+    large = stored.numel * dtype.itemsize > _SMALL
+    again = large and dtype == place.dtype and not place.new and all(_is_repeatable(payloads, c) for c in copies)
+    source = copies[0].source
+    small = (
+        not large and len(copies) == 1 and dtype == place.dtype == torch_dtype(source.dtype) and _is_plain(copies[0])
+    )
+    return _Wanted(place, dtype, copies, again, small, byte_range(source))
+
+
+def _neighbours(run: Iterable[_Wanted]) -> Iterator[list[_Wanted]]:
+    """Split a run into fragments that are read at once: small ones of one dtype that follow each other, or a single."""
+    batch: list[_Wanted] = []
+    for one in run:
+        if batch:
+            (path, first, _), (_, _, end), last = batch[0].span, batch[-1].span, batch[-1]
+            follows = one.small and last.small and one.dtype == last.dtype and one.span[:2] == (path, end)
+            if not follows or one.span[2] - first > CHUNK_BYTES:
+                yield batch
+                batch = []
+        batch.append(one)
+    if batch:
+        yield batch
+
+
+def _present_memory(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return new host memory with its pages present: one call for all of them costs less than a fault for each."""
+    tensor = torch.empty(numel, dtype=dtype)
+    if sys.platform == "linux" and tensor.nbytes > _SMALL:
+        first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        nbytes = ctypes.c_size_t(tensor.data_ptr() + tensor.nbytes - first)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), nbytes, _POPULATE_WRITE)  # an older kernel refuses it
+    return tensor
 
 
 def _halves(wanted: Sequence[_Wanted]) -> list[Sequence[_Wanted]]:
@@ -399,18 +321,40 @@ class _Reader:
     def read_all(self, run: Sequence[_Wanted]) -> None:
         """Read fragments that follow each other, until another thread fails."""
         ahead = ReadAhead(self._payloads.files, (copy.source for one in run for copy in one.copies))
+        scratch = bytearray(CHUNK_BYTES)
         try:
-            for one in run:
-                if not self._failed:
-                    ahead.reading(one.nbytes)
-                    self._read(one)
+            for batch in _neighbours(run):
+                if self._failed:
+                    return
+                ahead.reading(sum(one.nbytes for one in batch))
+                rest = self._read_at_once(batch) if batch[0].small else batch
+                for one in rest:
+                    self._read(one, scratch)
         except BaseException:
             self._failed = True
             raise
 
-    def _read(self, one: _Wanted) -> None:
-        host = None if one.again else torch.empty(one.place.fragment.numel, dtype=one.dtype)
-        if not all([self._fill(copy, host, one.dtype) for copy in one.copies]):  # noqa: C419 - all that are damaged
+    def _read_at_once(self, batch: Sequence[_Wanted]) -> Sequence[_Wanted]:
+        """Read and verify small fragments that follow each other. Return those that are to be read by themselves."""
+        path, first, _ = batch[0].span
+        data = torch.empty(batch[-1].span[2] - first, dtype=torch.uint8)
+        memory = data.numpy().data
+        try:
+            self._payloads.read_into(path, first, memory)
+        except (DamagedError, StorageError):
+            return batch
+        rest = []
+        values = torch.split(data.view(batch[0].dtype), [one.place.fragment.numel for one in batch])
+        for one, own in zip(batch, values, strict=True):
+            if digest(memory[one.span[1] - first : one.span[2] - first]) == one.copies[0].source.entry.xxh3_128:
+                self.values[one.place.fragment] = own
+            else:
+                rest.append(one)
+        return rest
+
+    def _read(self, one: _Wanted, scratch: bytearray) -> None:
+        host = None if one.again else _present_memory(one.place.fragment.numel, one.dtype)
+        if not all([self._fill(copy, host, one.dtype, scratch) for copy in one.copies]):  # noqa: C419 - all damaged ones
             return
         if host is None:
             self.values[one.place.fragment] = CheckedValues(self._payloads, one.copies)
@@ -420,14 +364,14 @@ class _Reader:
             self.rounded.add(loss)
         self.values[one.place.fragment] = host
 
-    def _fill(self, copy: Copy[Source], host: torch.Tensor | None, dtype: torch.dtype) -> bool:
+    def _fill(self, copy: Copy[Source], host: torch.Tensor | None, dtype: torch.dtype, scratch: bytearray) -> bool:
         if torch_dtype(copy.source.dtype) is not dtype:
             self.bad.add(RejectedVersion(copy.source.part.save, copy.source.entry.unit, why="stored in two dtypes"))
             return False
         target = None if host is None else host[copy.target_start : copy.target_start + copy.numel]
         fault = _Fault(copy.source.part.save)
         try:
-            read_with_retries(lambda: _fetch(self._payloads, copy, target, fault))
+            read_with_retries(lambda: _fetch(self._payloads, copy, target, fault, scratch))
         except UnreachableError:
             raise
         except (DamagedError, StorageError):
@@ -443,14 +387,20 @@ class _Fault:
     save: SaveId
 
 
-def _fetch(files: Readable, copy: Copy[Source], target: torch.Tensor | None, fault: _Fault | None = None) -> None:
+def _fetch(
+    files: Readable,
+    copy: Copy[Source],
+    target: torch.Tensor | None,
+    fault: _Fault | None = None,
+    scratch: bytearray | None = None,
+) -> None:
     """Read values into ``target``, on any device, and verify them; without a target, which plain ones need not have,
-    only verify them."""
+    only verify them, through ``scratch``."""
     part, entry = copy.source.part, copy.source.entry
     if target is None or _is_plain(copy):
         memory = as_bytes(target) if target is not None and target.device.type == "cpu" else None
         path = payload_path(part.save, part.rank)
-        for start, read in read_chunks(files, path, part.header_bytes, entry, memory):
+        for start, read in read_chunks(files, path, part.header_bytes, entry, memory, scratch=scratch):
             if target is not None and memory is None:
                 target.view(torch.uint8)[start : start + len(read)].copy_(torch.frombuffer(read, dtype=torch.uint8))
         return

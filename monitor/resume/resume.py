@@ -19,17 +19,9 @@ from monitor.context import JobContext
 from monitor.distributed import Group, run_on_all_ranks, run_on_rank0
 from monitor.events import ResumeEvent
 from monitor.memory.recovery import MemoryCandidate, newest_on_disk
-from monitor.observe.units import LocalUnit
-from monitor.resume.read import (
-    OpenPayloads,
-    ReadResult,
-    Slots,
-    encoding_loss,
-    read_fragments,
-    require_model,
-    require_optimizer,
-    require_slots,
-)
+from monitor.observe.units import LocalUnit, is_moving
+from monitor.resume.compatibility import encoding_loss, require_model, require_optimizer, require_slots
+from monitor.resume.read import OpenPayloads, ReadResult, Slots, read_fragments
 from monitor.resume.select import ResumePoint, resolve_commit, select_commit, select_run_state
 from monitor.run_state import RunState, StateLoader, UserState, restore_rng, unrestored_state
 from store.catalog import Catalog
@@ -75,6 +67,7 @@ class _Plan:
     resolution: Resolution
     slots: Slots
     places: Sequence[FragmentPlace]
+    before: Mapping[str, Any]  # the framework's run state
 
 
 @dataclass(frozen=True)
@@ -113,13 +106,15 @@ def resume(
     bad: frozenset[RejectedVersion] = frozenset()
     notes: list[str] = []
     while True:
-        name, passed_over, newer = run_on_rank0(group, partial(select_commit, catalog, bad))
+        chosen: list[Resolution] = []  # on rank 0
+        name, passed_over, newer = run_on_rank0(group, partial(select_commit, catalog, bad, chosen))
         if name is None:
             return None
-        catalog.forget()
+        if not chosen:
+            catalog.forget()
         with OpenPayloads(catalog.files) as payloads:
             with adapter.cache_lookups():  # nothing changes
-                plan = run_on_all_ranks(group, partial(_plan, catalog, SaveId.parse(name), bad, adapter))
+                plan = run_on_all_ranks(group, partial(_plan, catalog, SaveId.parse(name), bad, adapter, chosen))
                 found = _check(catalog, plan, payloads, adapter, group, user=user, settings=settings)
             if isinstance(found, frozenset):
                 bad |= found
@@ -160,24 +155,24 @@ def _check(
     unrestored = _over_ranks(group, run_on_all_ranks(group, partial(_unrestored, point, adapter, group)))
     saved = point.state.user
     objects = _over_ranks(group, run_on_all_ranks(group, lambda: [] if saved is None else user.notes(saved)))
-    run_on_all_ranks(group, lambda: _check_run_state(point.state, adapter))
+    run_on_all_ranks(group, lambda: _check_run_state(point.state, plan, adapter))
     return _Checked(point, read, (*dropped, *rounded, *unrestored, *objects))
 
 
 def _dropped_state(point: ResumePoint, plan: _Plan, adapter: Adapter, settings: ResumeSettings) -> list[str]:
     """Return a note on optimizer state without a parameter to go to. Raise ModelMismatchError if it is not allowed."""
-    unused = _unused_state(point.state.framework, plan.slots, adapter)
+    unused = _unused_state(point.state.framework, plan, adapter)
     if settings.unused_state == "refuse":
         _require_state_used(unused)
     return [f"the optimizer state of {listed(unused)} was dropped (`unused_state: drop`)"] if unused else []
 
 
-def _unused_state(saved: Mapping[str, Any], slots: Slots, adapter: Adapter) -> list[str]:
+def _unused_state(saved: Mapping[str, Any], plan: _Plan, adapter: Adapter) -> list[str]:
     """Return the parameters with stored optimizer state that the live optimizer does not hold. The same on all ranks.
 
     saved: the framework's run state in the store. Parameters without elements have nothing to lose."""
-    held = {fqn for group in adapter.run_state()["param_groups"] for fqn in group["params"]}
-    stored = {fqn for fqn, by_slot in slots.items() if by_slot.keys() - NOT_STATE}
+    held = {fqn for group in plan.before["param_groups"] for fqn in group["params"]}
+    stored = {fqn for fqn, by_slot in plan.slots.items() if by_slot.keys() - NOT_STATE}
     stored |= {fqn for fqn, scalars in (saved.get("scalars") or {}).items() if scalars}
     unused = stored - held
     return sorted(fqn for fqn, info in adapter.tensors().items() if fqn in unused and math.prod(info.shape) > 0)
@@ -194,12 +189,14 @@ def _require_state_used(unused: Sequence[str]) -> None:
         )
 
 
-def _plan(catalog: Catalog, save: SaveId, bad: frozenset[RejectedVersion], adapter: Adapter) -> _Plan:
+def _plan(
+    catalog: Catalog, save: SaveId, bad: frozenset[RejectedVersion], adapter: Adapter, chosen: Sequence[Resolution]
+) -> _Plan:
     adapter.check_attached()
-    resolution = resolve_commit(catalog, save, bad)
+    resolution = chosen[0] if chosen else resolve_commit(catalog, save, bad)
     require_model(resolution.manifest, adapter)
     slots = resolution.slots()
-    return _Plan(resolution, slots, adapter.expected(slots))
+    return _Plan(resolution, slots, adapter.expected(slots), adapter.run_state())
 
 
 def _require_same_versions(resolution: Resolution, group: Group) -> None:
@@ -267,12 +264,12 @@ def _load(
     User objects load first, since only trying shows whether they accept their state. Tensors, hyperparameters and
     random states follow, so that they end up bit for bit as saved."""
     state, generators = found.point.state, found.point.generators
-    loader = run_on_all_ranks(group, lambda: StateLoader(state, adapter, user, generators))
+    loader = run_on_all_ranks(group, lambda: StateLoader(state, adapter, user, generators, before=plan.before))
     mixed, live.mixed = live.mixed, True
     try:
         run_on_all_ranks(group, loader.load)
         with adapter.cache_lookups():
-            run_on_all_ranks(group, lambda: _require_unchanged(plan, state, adapter))
+            run_on_all_ranks(group, lambda: _require_unchanged(plan, state, loader, adapter))
     except BaseException as error:
         whole = loader.undo() and not mixed
         live.mixed = not (isinstance(error, Exception) and all(group.all_gather(whole)))  # others end on one rank alone
@@ -286,9 +283,9 @@ def _load(
     return notes
 
 
-def _check_run_state(state: RunState, adapter: Adapter) -> None:
+def _check_run_state(state: RunState, plan: _Plan, adapter: Adapter) -> None:
     try:
-        require_optimizer(state.framework, adapter.run_state())
+        require_optimizer(state.framework, plan.before)
         adapter.check_run_state(state.framework)
     except DriftpointError:
         raise
@@ -299,9 +296,11 @@ def _check_run_state(state: RunState, adapter: Adapter) -> None:
         ) from error
 
 
-def _require_unchanged(plan: _Plan, state: RunState, adapter: Adapter) -> None:
+def _require_unchanged(plan: _Plan, state: RunState, loader: StateLoader, adapter: Adapter) -> None:
     """Raise ModelMismatchError if loading the user's objects changed the shape or dtype of tensors in the plan."""
-    if set(adapter.expected(plan.slots)) != set(plan.places):
+    if not loader.objects:
+        return  # no code of others ran
+    if (places := adapter.expected(plan.slots)) != plan.places and set(places) != set(plan.places):
         raise ModelMismatchError(
             "loading the objects in state=[...] changed tensors of the model or the optimizer, so they no longer match "
             "the store. Remove objects that change the shape or dtype of tensors from state=[...]"
@@ -359,16 +358,32 @@ def memory_or_store(
 
 
 def go_on_from(
-    result: ResumeResult, certificate: Certificate, job: JobContext, catalog: Catalog, local: Mapping[Unit, LocalUnit]
+    result: ResumeResult,
+    certificate: Certificate,
+    job: JobContext,
+    catalog: Catalog,
+    local: Mapping[Unit, LocalUnit],
+    *,
+    measure_later: Callable[[Callable[[], None]], None],
 ) -> None:
     """Count versions and measure drift from the resumed state, and notify the listeners. Collective.
 
-    catalog: the store without in-memory snapshots."""
+    catalog: the store without in-memory snapshots. measure_later: as :meth:`monitor.save.saver.Saver.measure_later`."""
     step, manifest = result.resume_point.save.step, result.resolution.manifest
     _reset_ledger(job, catalog, result, step)
+    measures: dict[bool, list[Callable[[], None]]] = {False: [], True: []}  # whether it may be later
     for unit, part in local.items():
         if unit in result.resolution.versions:
-            job.meter.reset(unit, part.tensors)
+            on_host = all(tensor.device.type == "cpu" for tensor in part.tensors)
+            later = on_host and is_moving(unit) and not (job.policy.needs_drift or job.observing)
+            measures[later].append(partial(job.meter.reset, unit, part.tensors))
+
+    def measure(later: bool) -> None:
+        for reset in measures[later]:
+            reset()
+
+    measure(False)
+    measure_later(partial(measure, True))
     job.listeners.on_resume(
         ResumeEvent(
             step=step,

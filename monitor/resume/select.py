@@ -157,8 +157,12 @@ def _mismatch(state: RunState, slots: Slots, user: UserState) -> str:
     return ""
 
 
-def select_commit(catalog: Catalog, bad: frozenset[RejectedVersion]) -> tuple[str | None, tuple[str, ...], int]:
+def select_commit(
+    catalog: Catalog, bad: frozenset[RejectedVersion], chosen: list[Resolution] | None = None
+) -> tuple[str | None, tuple[str, ...], int]:
     """Return the name of the newest complete commit (None in an empty store), problems of newer ones, and their number.
+
+    chosen: gets the resolution of that commit, if all records were whole.
 
     Raises:
         NothingToResumeError: There are commits, but none is complete.
@@ -173,8 +177,10 @@ def select_commit(catalog: Catalog, bad: frozenset[RejectedVersion]) -> tuple[st
             resolution, passed_over = newest_resumable(catalog, bad)
     except NothingToResumeError as error:
         raise NothingToResumeError(f"{error}; to start over, set another `store:`") from error
-    chosen = resolution.manifest.save
-    return chosen.name, passed_over, sum(save > chosen for save in catalog.saves())
+    if chosen is not None and not (passed_over or resolution.problems):
+        chosen.append(resolution)
+    own = resolution.manifest.save
+    return own.name, passed_over, sum(save > own for save in catalog.saves())
 
 
 def resolve_commit(catalog: Catalog, save: SaveId, bad: frozenset[RejectedVersion]) -> Resolution:

@@ -12,8 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from monitor.context import JobContext
+from monitor.distributed import run_on_all_ranks
 from monitor.ledger import CommitDraft, PreparedCommit, build_manifest
 from monitor.observe.drift_meter import DriftMeter, Signature, measure_record
+from monitor.observe.units import Survey
 from monitor.run_state import CapturedState, begin_tree, capture_run_state
 from monitor.save.encode import SavePacking, encode_unit
 from monitor.save.self_check import SelfCheck
@@ -21,7 +23,7 @@ from monitor.save.staging import AsyncCopy, StagedUnit
 from store.catalog import Catalog
 from store.commit import Expected, commit, hint_latest, wait_for_group
 from store.encoding import encoding_named
-from store.errors import DamagedError, MissingError, SaveError, StorageError
+from store.errors import DamagedError, MissingError, SaveError, StorageError, UnstorableError
 from store.layout import part_path, payload_path, segment_dir
 from store.names import RAW, SaveId, Unit
 from store.retention import Retention, bytes_to_free, execute, plan_prune, remove_failed
@@ -108,6 +110,23 @@ def with_run_state(segment: SegmentDraft, job: JobContext) -> SegmentDraft:
     Call ``job.rank_buffers.compare()`` before, on all ranks."""
     segment, finish = begin_run_state(segment, job)
     return finish(segment)
+
+
+def require_storable(job: JobContext, store_id: str, survey: Survey) -> None:
+    """Raise on all ranks if a part of the job can never be stored; not for trouble that may pass. Collective.
+
+    Raises:
+        UnstorableError: A tensor has a type that no save can hold.
+        UnsupportedError: The run state cannot be saved.
+    """
+
+    def check() -> None:
+        if survey.trouble is not None and survey.permanent:
+            raise UnstorableError(survey.trouble)
+        with_run_state(empty_segment(job, store_id, SaveId(0, 1), ""), job)
+
+    job.rank_buffers.compare()
+    run_on_all_ranks(job.group, check)
 
 
 def begin_run_state(

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from monitor.background import BackgroundWorker, TaskResult
+from monitor.background import BackgroundWorker, Once, TaskResult
 from monitor.context import JobContext
-from monitor.distributed import collect_messages, run_on_all_ranks
+from monitor.distributed import collect_messages
 from monitor.events import BackgroundFailureEvent, CommitEvent, SaveBeginEvent, SaveFailedEvent
 from monitor.ledger import CommitDraft, PreparedCommit
 from monitor.observe.drift_meter import Signature
@@ -30,8 +30,8 @@ from monitor.save.save_task import (
     empty_segment,
     make_room,
     prune_after_commit,
+    require_storable,
     run_save,
-    with_run_state,
 )
 from monitor.save.self_check import SelfChecker
 from monitor.save.staging import AsyncCopy, CopyTiming, StagedUnit, Stager, UnfinishedCopy, encoded_bytes
@@ -46,7 +46,6 @@ from store.errors import (
     SaveError,
     StateChangedError,
     StoreError,
-    UnstorableError,
     UnsupportedError,
     UsageError,
 )
@@ -153,6 +152,12 @@ class Saver:
         touch = partial(self._stager.prepare, local, lambda: self.in_progress)  # a save touches what it needs
         self.upkeep(touch, "touching the memory for the copies of a save")
 
+    def measure_later(self, measure: Callable[[], None]) -> None:
+        """Measure the state in the background, at the latest before it changes or the next decision."""
+        once = Once(measure)
+        self._copies.set(once)
+        self.upkeep(once, "measuring the resumed state")
+
     def forget_bases(self) -> None:
         """Take no delta to an earlier save: after a resume, those of this process may be abandoned or damaged."""
         self._packer.reset()
@@ -166,6 +171,7 @@ class Saver:
             changed: Whether the pieces of this rank changed.
             trouble: Whether this rank's part of the job cannot be saved as it is now.
         """
+        self._copies.finish()
         self._collect()
         pending, done = self._pending, self._outcome
         error = None if done is None else done.error
@@ -198,20 +204,8 @@ class Saver:
         return SaveStatus("unsupported" if unsupported else fenced, changed)
 
     def require_storable(self, survey: Survey) -> None:
-        """Raise on all ranks if a part of the job can never be stored; not for trouble that may pass. Collective.
-
-        Raises:
-            UnstorableError: A tensor has a type that no save can hold.
-            UnsupportedError: The run state cannot be saved.
-        """
-
-        def check() -> None:
-            if survey.trouble is not None and survey.permanent:
-                raise UnstorableError(survey.trouble)
-            with_run_state(empty_segment(self._job, self._session.catalog.store_id, SaveId(0, 1), ""), self._job)
-
-        self._job.rank_buffers.compare()
-        run_on_all_ranks(self._group, check)
+        """Raise on all ranks if a part of the job can never be stored; not for trouble that may pass. Collective."""
+        require_storable(self._job, self._session.catalog.store_id, survey)
 
     def settle_commit(self, step: int, timeout: float) -> str | None:
         """Wait at most so many seconds for the pending save, and finish it on all ranks. Collective.

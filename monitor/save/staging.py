@@ -22,6 +22,7 @@ import torch
 from monitor.adapters.base import Adapter
 from monitor.adapters.identity import MemoryRegions, addresses_of, version_of
 from monitor.adapters.module_tensors import dtype_name
+from monitor.background import Once
 from monitor.observe.drift_meter import DriftMeter, Measure, Signature, measure_record
 from monitor.observe.units import LocalUnit, UnitLayout
 from monitor.save.torch_codecs import EncodedCopy
@@ -341,11 +342,11 @@ class UnfinishedCopy:
     ``waited`` gets the seconds of a wait."""
 
     def __init__(self, adapter: Adapter, waited: Callable[[float], None]) -> None:
-        self._copying: AsyncCopy | None = None
+        self._copying: AsyncCopy | Once[None] | None = None
         self._waited = waited
         adapter.before_change(self._before_update)
 
-    def set(self, copying: AsyncCopy | None) -> None:
+    def set(self, copying: AsyncCopy | Once[None] | None) -> None:
         self._copying = copying
 
     def finish(self) -> None:

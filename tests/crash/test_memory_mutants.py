@@ -246,9 +246,9 @@ def do_not_compare_the_sample(patch: pytest.MonkeyPatch) -> None:
 def do_not_check_hashes(patch: pytest.MonkeyPatch) -> None:
     real = store.segment.read_chunks
 
-    def read_chunks(*words: Any) -> Iterator[tuple[int, memoryview]]:
+    def read_chunks(*words: Any, **named: Any) -> Iterator[tuple[int, memoryview]]:
         with suppress(DamagedError):
-            yield from real(*words)
+            yield from real(*words, **named)
 
     patch.setattr(store.segment, "read_chunks", read_chunks)
     patch.setattr(monitor.resume.read, "read_chunks", read_chunks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ from monitor.adapters.module_tensors import torch_dtype
 from monitor.adapters.pytorch import PyTorchAdapter
 from store.catalog import open_catalog
 from store.errors import ConfigError, DriftpointError, ModelMismatchError, NothingToResumeError, UsageError
-from store.fragments import Source, byte_range
+from store.fragments import FragmentIndex, Source, byte_range
 from store.layout import payload_path, segment_dir
 from store.location import Mount
 from store.names import RAW, WEIGHTS, Fragment, SaveId, Unit
@@ -254,15 +254,16 @@ def fails_midway(
         ckpt.flush()
     load, loaded = read.ReadResult._load, []
 
-    def load_some(self: read.ReadResult, piece: Piece) -> None:
+    def load_some(self: read.ReadResult, pieces: Sequence[Piece]) -> None:
         if loaded:
             raise error("while it loads")
-        loaded.append(piece)
-        load(self, piece)
+        loaded.append(pieces)
+        load(self, pieces)
 
     with monkeypatch.context() as patch:
         patch.setattr(read.ReadResult, "_load", load_some)
         patch.setattr(read, "_THREADS", 1)
+        patch.setattr(read, "_LOADED_AT_ONCE", 1)
         with pytest.raises((DriftpointError, error)):
             ckpt.resume()
     return model, optimizer, ckpt
@@ -416,7 +417,7 @@ def test_fragments_of_one_tensor_in_two_dtypes_are_damaged(tmp_path: Path, dtype
         Entry(**common, start=at * numel, dtype=dtypes[at], **vars(one)) for at, one in enumerate(payload.placed)
     ]
     part: Any = SimpleNamespace(save=save, rank=0, header_bytes=payload.header_bytes)
-    resolution: Any = SimpleNamespace(sources=lambda: [Source(part, entry) for entry in entries])
+    resolution: Any = SimpleNamespace(index=FragmentIndex(Source(part, entry) for entry in entries))
     live = FragmentPlace(Fragment("w", WEIGHTS, 0, 2 * numel), torch_dtype(dtypes[0]), new)
     with read.OpenPayloads(files) as payloads:
         found = read.read_fragments(payloads, resolution, [live])

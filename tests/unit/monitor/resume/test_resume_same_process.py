@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import monitor
+from monitor.observe.units import is_moving
 from store.catalog import open_catalog
 from store.errors import ConfigError, ModelMismatchError, StorageError
 from store.storage.local import LocalFiles
@@ -233,9 +234,10 @@ def test_save_and_wait_tells_of_a_failing_disk(store: Path, operation: str) -> N
 
 # ---- resuming on a bad day
 
+PAYLOAD = "rank-00000.safetensors"
 
-@pytest.mark.parametrize("where", ["manifests/", "rank-00000.json", "rank-00000.safetensors"])
-@pytest.mark.parametrize("which", [0, 1])
+
+@pytest.mark.parametrize(("where", "which"), [("manifests/", 0), ("rank-00000.json", 0), (PAYLOAD, 0), (PAYLOAD, 1)])
 def test_a_read_refused_once_costs_no_fallback(store: Path, where: str, which: int) -> None:
     with job(store, policy=PARITY) as one:
         for _ in range(4):
@@ -292,3 +294,33 @@ def test_save_between_the_update_and_step_is_refused(store: Path) -> None:
         assert one.ckpt.resume() == 1  # the update is undone: nothing is to be told of it any more
         assert one.ckpt.save(wait=True).skipped is None
         require_whole(store, 1)
+
+
+# ---- the drift from the resumed state
+
+
+@pytest.mark.parametrize("policy", ["full", PARITY])
+def test_the_resumed_state_is_measured_before_it_changes(store: Path, policy: Any) -> None:
+    with job(store, policy=policy) as one:
+        one.step()
+    with job(store, policy=policy, every=1000) as other:
+        saver, context, free = other.ckpt._saver, job_of(other.ckpt), threading.Event()
+        saver.upkeep(lambda: (free.wait(60), None)[1], "a background thread that hangs")
+        other.ckpt.resume()
+        moving = [unit for unit in context.table.local() if is_moving(unit)]
+        assert moving and not any(map(context.meter.has_reference, moving))
+        other.step(flush=False)
+        free.set()
+        other.ckpt.flush()
+        for unit in moving:
+            measured = context.meter.measure(unit, context.table.local()[unit].tensors)
+            assert measured.moved_sq > 0 and measured.reference_sq > 0
+
+
+def test_a_policy_that_needs_drift_knows_it_at_once(store: Path) -> None:
+    with job(store) as one:
+        one.step()
+    with job(store, every=1000, policy={"name": "threshold", "threshold": 0.01}) as other:
+        other.ckpt.resume()
+        context = job_of(other.ckpt)
+        assert all(map(context.meter.has_reference, context.table.local()))
