@@ -159,7 +159,7 @@ def test_differences_were_what_was_read(launched: Launched, directory: Path, cas
 def test_ranks_may_store_a_unit_in_part_raw(launched: Launched, directory: Path, case: Case) -> None:
     found = entries(directory / case["name"], case["saved"])
     units = {(e.layer, e.slot): {o.encoding for o in found if (o.layer, o.slot) == (e.layer, e.slot)} for e in found}
-    assert [key for key, encodings in units.items() if encodings == {"raw", "int8-sqrt-block"}], units
+    assert [key for key, encodings in units.items() if encodings == {"raw", "int8-log2"}], units
 
 
 @pytest.mark.parametrize("case", ELSEWHERE, ids=names(ELSEWHERE))

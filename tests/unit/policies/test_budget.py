@@ -17,11 +17,11 @@ from policies.budget import BudgetPolicy
 from policies.builtin import Observe
 from policies.encodings import expected_bytes
 from policies.registry import policy_from, with_fixed_encoding
-from store.encoding import BF16, BF16_INT8, INT8_BLOCK, INT8_SQRT_BLOCK
+from store.encoding import BF16, BF16_INT8, INT8_BLOCK, INT8_LOG2
 from store.errors import ConfigError
 from store.names import RAW, WEIGHTS, Unit
 
-COMPACT = {WEIGHTS: BF16, "exp_avg": INT8_BLOCK, "exp_avg_sq": INT8_SQRT_BLOCK}
+COMPACT = {WEIGHTS: BF16, "exp_avg": INT8_BLOCK, "exp_avg_sq": INT8_LOG2}
 NOW = History(step=100, commits=3)
 
 
