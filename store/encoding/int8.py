@@ -44,7 +44,7 @@ def split_lanes(data: Bytes, numel: int) -> tuple[Bytes, Floats]:
     return data[:numel], data[numel:].view("<f4")
 
 
-def _rows(values: Floats) -> Iterator[tuple[slice, slice, Floats]]:
+def rows(values: Floats) -> Iterator[tuple[slice, slice, Floats]]:
     """Yield for each piece its elements, its blocks, and its values of shape (blocks, 64).
 
     A shorter last block comes last, padded with zeros.
@@ -131,7 +131,7 @@ class Int8Block(_BlockEncoding):
 
     def _encode_into(self, data: Bytes, values: Floats) -> None:
         codes, scales = split_lanes(data, values.size)
-        for elements, blocks, block in _rows(values):
+        for elements, blocks, block in rows(values):
             scales[blocks] = scale = self._scales(block)
             code = self._codes(block, scale).reshape(-1).view(np.uint8)
             codes[elements] = code[: elements.stop - elements.start]

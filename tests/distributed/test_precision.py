@@ -151,7 +151,7 @@ def test_differences_without_rounding_resume_as_if_nothing_had_been(launched: La
 @pytest.mark.parametrize("case", PACKED, ids=names(PACKED))
 def test_differences_were_what_was_read(launched: Launched, directory: Path, case: Case) -> None:
     found = entries(directory / case["name"], case["saved"])
-    assert {entry.packing for entry in found if entry.slot == "fp32"} == {"planes"}
+    assert {entry.packing for entry in found if entry.slot == "fp32"} == {"split-planes"}
     assert {entry.base for entry in found} >= {f"{case['every']:08d}-000001"}
 
 

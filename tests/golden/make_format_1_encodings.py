@@ -36,8 +36,8 @@ from tests.support.entries import iter_chunks
 from tests.support.sqrt_block import encode_chunk
 
 PLAN = "0123456789abcdef0123456789abcdef"
-NUMEL = {"block.weight": 130, "block.bias": 1, "long.weight": CHUNK + 3}
-"""fqn -> elements: two blocks and a rest; one; and one chunk and a rest, of which nearly all are zero."""
+NUMEL = {"block.weight": 130, "block.bias": 1, "long.weight": CHUNK + 3, "grid.weight": 3001}
+"""fqn -> elements: two blocks and a rest; one; one chunk and a rest, of which nearly all are zero; powers of two."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,10 @@ STORES: dict[str, tuple[tuple[int, ...], dict[Unit, Kept]]] = {
         (10, 20),
         {Unit("block", "exp_avg_sq"): Kept("int8-log2"), Unit("long", "exp_avg_sq"): Kept("int8-log2", True)},
     ),
+    "split-planes": (
+        (10, 20),
+        {Unit("grid", "fp32"): Kept("bf16", True), Unit("grid", "exp_avg_sq"): Kept("int8-log2", True)},
+    ),
 }
 """Directory -> (steps saved, units)."""
 
@@ -88,6 +92,10 @@ def value(fqn: str, slot: str, step: int) -> NDArray[np.float32]:
         found = np.zeros(numel, np.float32)
         found[[0, CHUNK - 1, CHUNK, CHUNK + 2]] = [1, step, -step / 16, 0.1]
         return np.abs(found) if slot == "exp_avg_sq" else found
+    if fqn.startswith("grid"):  # most of them move by less than an octave, a few by far more
+        places = np.arange(numel) * 40503 % 64
+        moved = np.where(places == 5, step, np.where(places < 20, places % 3 * step // 20, 0))
+        return np.ldexp(np.float32(1), places - 60 + moved).astype(np.float32)
     words = np.arange(7, 7 + numel, dtype=np.uint64) * np.uint64(2654435761 + len(slot)) % np.uint64(1 << 32)
     moved = np.where(np.arange(numel) % 5 == 0, step, 0).astype(np.uint64) * np.uint64(40503)
     signed = ((words + moved) % np.uint64(1 << 32)).astype(np.int64) - (1 << 31)

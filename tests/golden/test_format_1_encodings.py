@@ -15,6 +15,7 @@ from safetensors import safe_open
 from store.catalog import Catalog, open_catalog
 from store.certificate import certify
 from store.encoding import CHUNK, ENCODINGS
+from store.encoding.stream import PACKINGS
 from store.layout import payload_path
 from store.names import SaveId, Unit
 from store.resolve import RejectedVersion, resolve
@@ -51,7 +52,7 @@ def test_everything_is_there() -> None:
     assert {encoding for encoding, packed, _ in found if not packed} == set(ENCODINGS) - {"raw"}
     assert {encoding for encoding, packed, base in found if packed and not base} == set(ENCODINGS)
     assert {encoding for encoding, _, base in found if base} == set(ENCODINGS)
-    assert {base for _, _, base in found} == {"", "unpacked", "planes"}
+    assert {base for _, _, base in found} == {"", "unpacked", *PACKINGS}
 
 
 @pytest.mark.parametrize(("name", "save"), SAVES, ids=str)
