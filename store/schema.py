@@ -67,7 +67,7 @@ READER = 3
 """Newest reader version. 2 knows ``differs`` of manifests, which version 1 would ignore and call exact; 3 knows the
 encodings in :data:`READER_OF_ENCODING`."""
 
-READER_OF_ENCODING = {"int8-log2": 3}
+READER_OF_ENCODING = {"int8-log2": 3, "int8-shared-exponent": 3}
 """Lowest reader version that knows an encoding, where that is above 1."""
 
 Natural = Annotated[int, Field(ge=0, lt=1 << 62)]

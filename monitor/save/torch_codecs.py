@@ -21,12 +21,14 @@ from store.encoding import (
     CHUNK,
     INT8_BLOCK,
     INT8_LOG2,
+    INT8_SHARED_EXPONENT,
     RAW,
     bfloat16,
     chunk_sizes,
     encoding_named,
     int8,
     log2,
+    shared_exponent,
 )
 from store.encoding.base import BLOCK, PIECE, Bytes, lanes_bytes
 from store.errors import DamagedError
@@ -249,6 +251,58 @@ class Int8Log2Encoder:
             bits.bitwise_right_shift_(1).bitwise_left_shift_(23).add_(odd, alpha=log2.ROOT_2).mul_(some)
 
 
+class Int8SharedExponentEncoder:
+    """``int8-shared-exponent``, defined in :mod:`store.encoding.shared_exponent`.
+
+    Scales come from minima and maxima of integers; multiplying by a power of two is exact."""
+
+    limits = -2.55e38, 2.55e38
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        if not values.numel():
+            return true_on(values.device)
+        scratch, numel = Scratch(values, 2), values.numel()
+        usual = torch.empty(int8.block_count(numel), dtype=torch.int32, device=values.device)
+        large = torch.empty_like(usual)
+        for _, blocks, block in block_pieces(values):
+            magnitude = torch.abs(block, out=scratch.like(block)[0]).view(torch.int32)
+            largest = magnitude
+            while (half := largest.shape[1] // 2) >= shared_exponent.GROUPS:
+                largest = torch.maximum(largest[:, :half], largest[:, half:], out=largest[:, :half])
+            torch.amin(largest, 1, out=usual[blocks])
+            torch.amax(largest, 1, out=large[blocks])
+        exponents = _shared_exponents(usual, large)
+        # 0, not a power of two, where the exponent is 0: those blocks are zero.
+        inverse = (254 - exponents).mul_(exponents.clamp(max=1)).bitwise_left_shift_(shared_exponent.FRACTION)
+        by = inverse.view(torch.float32).unsqueeze(1)
+        codes, out[numel:] = out[:numel].view(torch.int8), exponents
+        for elements, blocks, block in block_pieces(values):
+            work, code = scratch.like(block)
+            code = code.view(torch.int32).copy_(torch.mul(block, by[blocks], out=work).round_())
+            zigzag = torch.bitwise_right_shift(code, 31, out=work.view(torch.int32)).bitwise_xor_(code.mul_(2))
+            codes[elements] = zigzag.view(-1)[: elements.stop - elements.start]
+        return large.amax() < shared_exponent.TOO_LARGE
+
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        numel, scratch = out.numel(), Scratch(out, 1)
+        scales = data[numel:].int().bitwise_left_shift_(shared_exponent.FRACTION).view(torch.float32)
+        for piece in pieces(numel, out.device):
+            zigzag = out[piece].view(torch.int32).copy_(data[piece])
+            sign = torch.bitwise_and(zigzag, 1, out=scratch.like(out[piece])[0].view(torch.int32)).neg_()
+            code = zigzag.bitwise_right_shift_(1).bitwise_xor_(sign)
+            by = scales[piece.start // BLOCK : int8.block_count(piece.stop)].repeat_interleave(BLOCK)
+            torch.mul(code, by[: code.numel()], out=out[piece])
+
+
+def _shared_exponents(usual: torch.Tensor, large: torch.Tensor) -> torch.Tensor:
+    """Return the exponents of the scales, plus 127, or 0, from the bits of two magnitudes of each block."""
+    by_usual = usual.add_(shared_exponent.ROUND_USUAL).bitwise_right_shift_(shared_exponent.FRACTION)
+    by_large = (large + shared_exponent.ROUND_LARGE).bitwise_right_shift_(shared_exponent.FRACTION)
+    exponents = torch.maximum(by_usual - shared_exponent.LESS_USUAL, by_large - shared_exponent.LESS_LARGE)
+    least = shared_exponent.LEAST
+    return exponents.clamp_(min=least).mul_(large > (least - 1) << shared_exponent.FRACTION)
+
+
 class Bf16Encoder:
     """``bf16``, defined in :mod:`store.encoding.bfloat16`: torch's conversion, with a check."""
 
@@ -315,6 +369,7 @@ _ENCODERS: dict[str, Encoder] = {
     BF16_INT8: Bf16Int8Encoder(),
     INT8_BLOCK: Int8BlockEncoder(),
     INT8_LOG2: Int8Log2Encoder(),
+    INT8_SHARED_EXPONENT: Int8SharedExponentEncoder(),
 }
 
 

@@ -8,6 +8,7 @@ from store.encoding.base import BLOCK, CHUNK, Encoding, Lane, Raw, ValuesError, 
 from store.encoding.bfloat16 import BF16, BF16_INT8, Bf16, Bf16Int8
 from store.encoding.int8 import INT8_BLOCK, INT8_SQRT_BLOCK, Int8Block, Int8SqrtBlock
 from store.encoding.log2 import INT8_LOG2, Int8Log2
+from store.encoding.shared_exponent import INT8_SHARED_EXPONENT, Int8SharedExponent
 from store.errors import NewerFormatError
 from store.names import RAW
 
@@ -19,6 +20,7 @@ __all__ = [
     "ENCODINGS",
     "INT8_BLOCK",
     "INT8_LOG2",
+    "INT8_SHARED_EXPONENT",
     "INT8_SQRT_BLOCK",
     "RAW",
     "WRITABLE",
@@ -30,7 +32,7 @@ __all__ = [
     "itemsize",
 ]
 
-_ALL: tuple[Encoding, ...] = (Raw(), Bf16(), Bf16Int8(), Int8Block(), Int8Log2(), Int8SqrtBlock())
+_ALL: tuple[Encoding, ...] = (Raw(), Bf16(), Bf16Int8(), Int8Block(), Int8Log2(), Int8SharedExponent(), Int8SqrtBlock())
 
 ENCODINGS: dict[str, Encoding] = {encoding.name: encoding for encoding in _ALL}
 

@@ -18,6 +18,7 @@ from store.encoding import (
     CHUNK,
     ENCODINGS,
     INT8_LOG2,
+    INT8_SHARED_EXPONENT,
     INT8_SQRT_BLOCK,
     RAW,
     WRITABLE,
@@ -38,7 +39,8 @@ READ = sorted(ENCODINGS)
 LOSSY = [name for name in WRITABLE if not ENCODINGS[name].lossless]
 SIZES = (0, 1, 2, 63, 64, 65, 127, 128, 1000, PIECE - 1, PIECE + 65, CHUNK, CHUNK + 1, 2 * CHUNK + 77)
 LARGEST = 3.3e38
-LARGEST_LOG2 = 5.1e9
+RANGE = {INT8_LOG2: 5.1e9, INT8_SHARED_EXPONENT: 2.55e38}
+"""Of those that hold less."""
 
 
 @pytest.fixture(params=READ)
@@ -63,8 +65,8 @@ def normal(numel: int, scale: float = 1e-2, seed: int = 0) -> Floats:
 
 def fitting(encoding: Encoding, values: Floats) -> Floats:
     """The values, or where the encoding knows no signs their magnitudes, cut to its range; -0.0 stays."""
-    if encoding.name == INT8_LOG2:
-        values = np.clip(values, -LARGEST_LOG2, LARGEST_LOG2)
+    if encoding.name in RANGE:
+        values = np.clip(values, -RANGE[encoding.name], RANGE[encoding.name])
     return np.where(values < 0, -values, values) if encoding.name in (INT8_LOG2, INT8_SQRT_BLOCK) else values
 
 

@@ -77,6 +77,13 @@ STORES: dict[str, tuple[tuple[int, ...], dict[Unit, Kept]]] = {
         (10, 20),
         {Unit("block", "exp_avg_sq"): Kept("int8-log2"), Unit("long", "exp_avg_sq"): Kept("int8-log2", True)},
     ),
+    "int8-shared-exponent": (
+        (10, 20),
+        {
+            Unit("block", "exp_avg"): Kept("int8-shared-exponent"),
+            Unit("long", "exp_avg"): Kept("int8-shared-exponent", True),
+        },
+    ),
     "split-planes": (
         (10, 20),
         {Unit("grid", "fp32"): Kept("bf16", True), Unit("grid", "exp_avg_sq"): Kept("int8-log2", True)},

@@ -52,6 +52,14 @@ def _int8_log2(values: _Floats) -> _Floats:
     return np.where(values == 0, 0, np.maximum(near, np.where(values < least, least - values, 0)))
 
 
+def _shared_exponent(blocks: _Floats) -> _Floats:
+    """No more than the value itself, nor than half a scale as large as the block can get."""
+    magnitudes = np.abs(blocks)
+    usual = magnitudes.reshape(-1, BLOCK // 4, 4).max(axis=1).min(axis=1, keepdims=True)
+    scale = np.maximum(np.maximum(usual / 1.75, magnitudes.max(axis=1, keepdims=True) / 63.75), LEAST_SCALE)
+    return np.minimum(magnitudes, scale / 2)
+
+
 _BOUNDS: Mapping[str, Callable[[_Floats], _Floats]] = {
     # Half a unit in the last of eight places; subnormals.
     "bf16": lambda values: np.maximum(np.abs(values) * 2.0**-8, 2.0**-134),
@@ -59,5 +67,6 @@ _BOUNDS: Mapping[str, Callable[[_Floats], _Floats]] = {
     "bf16+int8": lambda values: np.maximum(np.abs(values) * 2.0**-15, 2.0**-141),
     "int8-block": _in_blocks(_int8_block),
     "int8-log2": _int8_log2,
+    "int8-shared-exponent": _in_blocks(_shared_exponent),
     "int8-sqrt-block": _in_blocks(_int8_sqrt_block),
 }

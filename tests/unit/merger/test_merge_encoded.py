@@ -32,7 +32,11 @@ from store.storage.local import LocalFiles
 from tests.support.plain_stores import PlainStore, digest_of, rebuilt, same
 from tests.support.stores import SLOTS, FakeLayer, How, flip_byte
 
-LOSSY: Mapping[str, How] = {"fp32": How("bf16+int8"), "exp_avg": How("int8-block"), "exp_avg_sq": How("int8-log2")}
+LOSSY: Mapping[str, How] = {
+    "fp32": How("bf16+int8"),
+    "exp_avg": How("int8-shared-exponent"),
+    "exp_avg_sq": How("int8-log2"),
+}
 
 
 def packed(ways: Mapping[str, How], base: SaveId | None = None, level: int = 1) -> dict[str, How]:
@@ -43,7 +47,7 @@ ENCODINGS: dict[str, Mapping[str, How]] = {
     "raw": dict.fromkeys(SLOTS, How()),
     "bf16": {**dict.fromkeys(SLOTS, How()), "fp32": How("bf16")},
     "lossy": LOSSY,
-    "lossy, of an earlier release": {**LOSSY, "exp_avg_sq": How("int8-sqrt-block")},
+    "lossy, of an earlier release": {**LOSSY, "exp_avg": How("int8-block"), "exp_avg_sq": How("int8-sqrt-block")},
 }
 
 
@@ -124,7 +128,7 @@ def test_versions_stored_in_different_ways_make_one_checkpoint(store: PlainStore
     ages = {"layers.0": 20, "layers.1": 30, "norm": 40}
     result = merged(store, tmp_path / "out", {unit: ages.get(unit.layer, 10) for unit in store.units})
     assert not result.certificate.exact
-    assert set(result.certificate.lossy) == {"bf16", "bf16+int8", "int8-block", "int8-log2"}
+    assert set(result.certificate.lossy) == {"bf16", "bf16+int8", "int8-log2", "int8-shared-exponent"}
 
 
 @pytest.fixture(scope="module")

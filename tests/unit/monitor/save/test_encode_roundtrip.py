@@ -254,7 +254,11 @@ def test_a_store_of_an_earlier_release_is_resumed_and_continued(
             assert np.array_equal(found.numpy().reshape(-1), flat), (name, slot)
         resumed.train(2)
     catalog = open_catalog(LocalFiles(tmp_path))
-    assert {unit.encoding for unit in catalog.manifest(catalog.saves()[0]).units} == {"bf16", "int8-block", "int8-log2"}
+    assert {unit.encoding for unit in catalog.manifest(catalog.saves()[0]).units} == {
+        "bf16",
+        "int8-log2",
+        "int8-shared-exponent",
+    }
     assert catalog.record.reader == 3
     assert verify(catalog).ok
 

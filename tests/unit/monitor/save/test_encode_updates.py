@@ -19,13 +19,15 @@ import monitor
 from monitor.save.torch_codecs import Int8Log2Encoder
 from store.encoding.log2 import Int8Log2
 
-SAVED_AT, WATCHED, MOST = 30, 20, 1.5
+SAVED_AT, WATCHED, MOST = 30, 20, 1.1
+COARSE = {"compact", "coarse"}
 ROWS, WIDTH = 192, 32
 DIFFERENCES = {"packing": 1, "differences": True}
 WAYS: dict[str, dict[str, Any]] = {
     "weights in bf16": {"encoding": {"fp32": "bf16"}},
     "weights in 24 bits": {"encoding": {"fp32": "bf16+int8"}},
     "first moments": {"encoding": {"exp_avg": "int8-block"}},
+    "coarse first moments": {"encoding": {"exp_avg": "int8-shared-exponent"}},
     "second moments": {"encoding": {"exp_avg_sq": "int8-log2"}},
     "moments in bf16": {"encoding": {"exp_avg": "bf16", "exp_avg_sq": "bf16"}},
     "compact": {"encoding": "compact"},
@@ -81,20 +83,28 @@ def sizes(store: Path, beta: float, settings: dict[str, Any]) -> tuple[Sizes, Si
     return straight, [resumed.update(step) for step in range(SAVED_AT, SAVED_AT + WATCHED)]
 
 
-def largest_ratio(straight: Sizes, resumed: Sizes) -> float:
-    """Over all steps and all sizes."""
-    return max(found[what] / size for one, found in zip(straight, resumed, strict=True) for what, size in one.items())
+def largest_ratio(straight: Sizes, resumed: Sizes, *, layers: bool = False) -> float:
+    """Over all steps, and all sizes or those of layers."""
+    return max(
+        found[what] / size
+        for one, found in zip(straight, resumed, strict=True)
+        for what, size in one.items()
+        if not (layers and what == "largest")
+    )
 
 
 @pytest.mark.parametrize("beta", [0.95, 0.999])
 @pytest.mark.parametrize("way", WAYS)
 def test_no_update_explodes(tmp_path: Path, way: str, beta: float) -> None:
-    assert largest_ratio(*sizes(tmp_path, beta, WAYS[way])) <= MOST
+    straight, resumed = sizes(tmp_path, beta, WAYS[way])
+    coarse = bool(COARSE & set(way.split()))  # a first moment may be twice as large, so one element's update may be
+    assert largest_ratio(straight, resumed, layers=True) <= (1.2 if coarse else MOST)
+    assert largest_ratio(straight, resumed) <= (2 if coarse else 1) * MOST
 
 
 @pytest.mark.parametrize("beta", [0.95, 0.999])
 def test_a_naive_encoding_of_second_moments_is_caught(tmp_path: Path, naive: None, beta: float) -> None:
-    assert largest_ratio(*sizes(tmp_path, beta, WAYS["second moments"])) > 3 * MOST
+    assert largest_ratio(*sizes(tmp_path, beta, WAYS["second moments"])) > 5 * MOST
 
 
 @pytest.fixture
