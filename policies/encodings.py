@@ -21,7 +21,8 @@ from store.encoding import (
 )
 from store.names import RAW
 
-FINER: Mapping[str, tuple[str, ...]] = MappingProxyType({BF16: (BF16_INT8,)})  # finer lossy encodings of the same slot
+FINER: Mapping[str, tuple[str, ...]] = MappingProxyType({BF16: (BF16_INT8,), INT8_SHARED_EXPONENT: (INT8_BLOCK,)})
+"""Finer lossy encodings of the same slot."""
 
 TYPICAL_ERROR: Mapping[str, float] = MappingProxyType(
     {RAW: 0.0, BF16: 1.7e-3, BF16_INT8: 6.6e-6, INT8_BLOCK: 6e-3, INT8_LOG2: 0.1, INT8_SHARED_EXPONENT: 0.19}
@@ -82,9 +83,9 @@ def explosive(slot: str, encoding: str) -> str | None:
     """Return why the slot must not be stored in this encoding, and an alternative; None if it may."""
     if encoding in ENCODINGS and encoding not in WRITABLE:
         return f"{encoding} can only be read: take {INT8_LOG2}"
-    if slot not in DIVISORS or encoding != INT8_BLOCK:
+    if slot not in DIVISORS or encoding not in (INT8_BLOCK, INT8_SHARED_EXPONENT):
         return None
     return (
-        f"{slot} divides the updates, and {INT8_BLOCK} rounds its small values to zero: take {INT8_LOG2}, "
-        "which keeps their ratio"
+        f"{slot} divides the updates, and {encoding} rounds its small values to zero: take {INT8_LOG2}, which keeps "
+        "their ratio"
     )

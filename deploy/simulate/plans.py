@@ -58,15 +58,17 @@ def _recorded_preset(run: Run) -> Mapping[str, Any]:
     """Return the setting ``encoding`` by slot if earlier releases had other encodings of moments under its name."""
     name = run.settings.get("encoding")
     preset = ENCODINGS.get(name, {}) if isinstance(name, str) else {}
-    stored: dict[str, str] = {}
+    stored: dict[str, set[str]] = {}
     for segment in run.segments:
         for point in segment.decisions:
             for index, encoding in point.line.saved.items():
-                slot = segment.units[index].slot
-                if slot in preset and slot != WEIGHTS and encoding != RAW:
-                    stored[slot] = encoding
-    changed_since = any(preset[slot] != encoding for slot, encoding in stored.items())
-    return {"encoding": {**preset, **stored}} if changed_since else {}
+                stored.setdefault(segment.units[index].slot, set()).add(encoding)
+    earlier = {
+        slot: min(found)
+        for slot, now in preset.items()
+        if slot != WEIGHTS and (found := stored.get(slot, set()) - {RAW}) and now not in found
+    }
+    return {"encoding": {**preset, **earlier}} if earlier else {}
 
 
 def recorded_config(run: Run) -> Config:

@@ -155,6 +155,14 @@ def test_an_error_that_a_save_would_not_change_is_no_reason_against_it() -> None
     assert select([old], 1064, BudgetPolicy(encodings=COMPACT)).choices[old.unit].encoding == INT8_BLOCK
 
 
+def test_bytes_buy_newer_moments_before_more_exact_ones() -> None:
+    policy = BudgetPolicy(encodings=COMPACT)
+    coarse = {"encoding": INT8_LOG2, "error": 0.1, "stored_bytes": 90}
+    stats = [unit("a", "exp_avg_sq", drift=0.102, **coarse), unit("b", "exp_avg_sq", drift=0.102, **coarse)]
+    decision = select(stats, 400, policy)
+    assert [decision.choices[one.unit].encoding for one in stats] == [INT8_LOG2, INT8_LOG2]
+
+
 def test_what_a_version_packed_to_is_what_it_is_taken_to_cost() -> None:
     packed = unit("a", encoding=BF16, error=1.7e-3, stored_bytes=700)
     policy = BudgetPolicy(encodings=COMPACT)
