@@ -1,6 +1,7 @@
 """What encoding, packing and differences leave of a save, and what they cost, on real training state.
 
-    python benchmarks/encoding.py [--parts bytes speed stall] [--rates 1e-3 1e-4 1e-5] [--saves 17] [--json FILE]
+    python benchmarks/encoding.py [--parts bytes speed stall] [--rates 1e-3 1e-4 1e-5] [--saves 17] [--beta2 0.999]
+                                 [--json FILE]
 
 A Llama of five million parameters learns to read bytes under bfloat16 autocast; then, from that one warm start, at
 each of three rates, and every 10 steps all ways of saving save the same state into stores of their own. Bytes are
@@ -34,7 +35,7 @@ DEEPSPEED = 14.0
 _PACKED = "compact, zstd 1"
 _DIFFERENCES = "compact, zstd 1, differences"
 _EIGHTH = "eighth, zstd 1, differences"
-_GOALS = {_DIFFERENCES: (2.5, 3e-3), _EIGHTH: (0.85, 7e-3)}
+_GOALS = {_DIFFERENCES: (0.85, 7e-3), _EIGHTH: (0.55, 7e-3)}
 """Most bytes a parameter, where the weights drift by no more than that from one save to the next."""
 
 
@@ -45,10 +46,11 @@ def main() -> int:
     parser.add_argument("--saves", type=int, default=2 * TURNS + 1, help="at each rate; a round of turns takes eight")
     parser.add_argument("--rounds", type=int, default=15, help="of everything that is timed")
     parser.add_argument("--warm-up", type=int, default=300, help="steps of the pretraining")
+    parser.add_argument("--beta2", type=float, default=0.999, help="of AdamW")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    warm = Warm(SHAPE, Course(sources(), 1e-3, options.warm_up))
+    warm = Warm(SHAPE, Course(sources(), 1e-3, options.warm_up, betas=(0.9, options.beta2)))
     figures = [Figure("parameters", warm.learner.parameters / 1e6, "million")]
     for rate in options.rates if "bytes" in options.parts else ():
         with tempfile.TemporaryDirectory(prefix="driftpoint-bench-") as folder:

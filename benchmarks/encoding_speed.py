@@ -16,14 +16,15 @@ from benchmarks.encoding_bytes import attached
 from benchmarks.figures import Figure
 from benchmarks.learner import Learner
 from monitor.save.torch_codecs import decode, encode
-from store.encoding import BF16, BF16_INT8, CHUNK, INT8_BLOCK, INT8_SQRT_BLOCK, encoding_named
+from store.encoding import BF16, BF16_INT8, CHUNK, INT8_BLOCK, INT8_LOG2, INT8_SHARED_EXPONENT, encoding_named
 from store.encoding.base import Bytes
 from store.encoding.compression import FRAME_HEADER, pack_chunk, unpack_body
 
 GOAL = 1.0
 """Seconds for a gigabyte of float32: 1 GB/s."""
 
-OF_SLOT = {BF16: "fp32", BF16_INT8: "fp32", INT8_BLOCK: "exp_avg", INT8_SQRT_BLOCK: "exp_avg_sq"}
+MOMENTS = {INT8_BLOCK: "exp_avg", INT8_SHARED_EXPONENT: "exp_avg", INT8_LOG2: "exp_avg_sq"}
+OF_SLOT = {BF16: "fp32", BF16_INT8: "fp32", **MOMENTS}
 
 SAVED = {
     "raw": {},
@@ -68,7 +69,7 @@ def encoders(state: Snapshots, rounds: int) -> list[Figure]:
 def packers(state: Snapshots, rounds: int) -> list[Figure]:
     """Packing what is encoded: by itself, and as the difference to what it was ten steps earlier; and back."""
     figures = []
-    for name in (BF16, INT8_BLOCK, INT8_SQRT_BLOCK):
+    for name in (BF16, *MOMENTS):
         values, older = state.now[OF_SLOT[name]], state.before[OF_SLOT[name]]
         chunks, bases = _encoded(name, values), _encoded(name, older)
         for level in (1, 3):

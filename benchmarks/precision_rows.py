@@ -97,8 +97,8 @@ def _as(rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 _WEIGHTS = {"fp32": "bf16"}
-_FIRST = {"exp_avg": "int8-block"}
-_SECOND = {"exp_avg_sq": "int8-sqrt-block"}
+_FIRST = {"exp_avg": "int8-shared-exponent"}
+_SECOND = {"exp_avg_sq": "int8-log2"}
 
 # The bytes of rows with a change are those that were saved, not what their encoding would take.
 ROWS = (

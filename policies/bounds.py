@@ -12,7 +12,7 @@ from policies.base import Budget, Choice, Decision, History, Policy, UnitStats, 
 from policies.builtin import Observe
 from policies.encodings import explosive
 from policies.validation import check_integer, check_number, check_one_of, check_shown, checked_answer
-from store.encoding import ENCODINGS
+from store.encoding import ENCODINGS, WRITABLE
 from store.errors import ConfigError
 from store.names import RAW, Unit
 
@@ -55,7 +55,7 @@ class Bounds:
         """Return why the slot may not be stored in this encoding, and an alternative; None if it may."""
         known = ENCODINGS.get(encoding)
         if known is None:
-            return f"encoding {encoding!r} is unknown; there is {', '.join(sorted(ENCODINGS))}"
+            return f"encoding {encoding!r} is unknown; there is {', '.join(WRITABLE)}"
         if known.lossless:
             return None
         if self.precision == "exact":

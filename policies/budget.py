@@ -25,6 +25,10 @@ LAG = 3.0
 
 GROWTH = 1.5  # exponent p of damage ~ t^p between linear drift (2) and a random walk (1)
 
+HARMLESS = 0.01
+"""Largest error of an encoding that counts, for slots other than the weights. Moments with errors of 0.1 to 0.2 could
+not be told from exact ones (docs/benchmarks/precision.md), so raw ones are not worth four bytes a value."""
+
 _EARNED = GROWTH / (GROWTH + 1)  # share of (damage now x staleness) by which damage now exceeds its mean since the save
 
 
@@ -35,7 +39,9 @@ def gain(one: UnitStats, error: float, scale: float) -> float:
     drift = math.inf if one.drift is None or math.isnan(one.drift) else one.drift
     moved = max(0.0, drift * drift - one.error * one.error)
     age = max(1, one.staleness or 0)
-    return scale * age * (_EARNED * moved + one.error * one.error - error * error)
+    most = math.inf if one.unit.slot == WEIGHTS else HARMLESS
+    before, after = min(one.error, most), min(error, most)
+    return scale * age * (_EARNED * moved + before * before - after * after)
 
 
 def scales(stats: Sequence[UnitStats], lags: Mapping[str, float]) -> Mapping[str, Mapping[str, float]]:

@@ -271,11 +271,11 @@ def open_catalog(files: Files) -> Catalog:
     return Catalog(files, from_bytes(StoreRecord, data, layout.STORE))
 
 
-def require_reader(files: Files) -> None:
-    """Refuse readers before :data:`store.schema.READER` from now on; durable on return."""
+def require_reader(files: Files, reader: int) -> None:
+    """Refuse readers of versions before ``reader`` from now on; durable on return."""
     record = open_catalog(files).record
-    if record.reader < READER:
-        replace_hint(files, layout.STORE, to_bytes(record.model_copy(update={"reader": READER})))
+    if record.reader < reader:
+        replace_hint(files, layout.STORE, to_bytes(record.model_copy(update={"reader": reader})))
 
 
 def newest_first(names: Iterable[str]) -> list[SaveId]:
@@ -335,7 +335,7 @@ def restore_store_record(files: Files) -> Catalog:
             with suppress(DamagedError):  # marks of closed epochs, and records that are damaged
                 found = from_bytes(kind, files.read(f"{folder}/{name}", _MANIFEST_LIMIT), name)
                 ids.add(found.store_id)
-                reader = READER if getattr(found, "differs", ()) else reader
+                reader = max(reader, found.reader if isinstance(found, ManifestRecord) else FORMAT)
     if len(ids) != 1:
         raise DamagedError(
             f"the records in {_root(files)} carry {len(ids)} store ids, so its {layout.STORE} cannot be restored: copy "

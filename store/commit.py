@@ -14,7 +14,7 @@ from store.catalog import require_reader
 from store.errors import DamagedError, ExistsError, SaveError
 from store.layout import LATEST, MANIFESTS, PROVEN, SEGMENTS, manifest_path, part_path, proven_path, segment_dir
 from store.names import SaveId
-from store.schema import GroupRecord, ManifestRecord, PartRecord, ProvenRecord, from_bytes, to_bytes
+from store.schema import FORMAT, GroupRecord, ManifestRecord, PartRecord, ProvenRecord, from_bytes, to_bytes
 from store.segment import PART_LIMIT, check_payload_size, parse_part, parts_digest, present_parts
 from store.session import require_newest
 from store.storage.atomic import ensure_dir, replace_hint, write_new
@@ -102,8 +102,8 @@ def commit(files: Files, manifest: ManifestRecord) -> None:
         raise SaveError(
             f"save {manifest.save} takes units from {min(gone)}, whose segments are gone: it is not committed"
         )
-    if manifest.differs:
-        require_reader(files)
+    if manifest.reader > FORMAT:
+        require_reader(files, manifest.reader)
     write_new(files, manifest_path(manifest.save), lambda file: file.write(data))
     require_newest(files, manifest.epoch)
 

@@ -63,7 +63,11 @@ def unseal(data: bytes, what: str) -> Any:
 
 
 FORMAT = 1
-READER = 2  # newest reader version: 2 also knows `differs` of manifests, which version 1 would ignore and call exact
+READER = 3
+"""Newest reader version. 2 knows ``differs`` of manifests, which version 1 would ignore and call exact; 3 knows the
+encodings in :data:`READER_OF_ENCODING`."""
+
+READER_OF_ENCODING = {"int8-log2": 3, "int8-shared-exponent": 3}  # lowest reader version that knows it, if above 1
 
 Natural = Annotated[int, Field(ge=0, lt=1 << 62)]
 Ratio = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -281,6 +285,11 @@ class ManifestRecord(SavePiece):
     units: tuple[UnitRecord, ...]
     differs: tuple[str, ...] = ()
     """State that does not come back as it was, from the parts of all ranks. If not empty, nothing of it is exact."""
+
+    @property
+    def reader(self) -> int:
+        """Lowest reader version that does not misread it."""
+        return max(1, 2 * bool(self.differs), *(READER_OF_ENCODING.get(unit.encoding, 1) for unit in self.units))
 
     @property
     def oldest(self) -> SaveId:

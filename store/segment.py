@@ -16,7 +16,7 @@ import xxhash
 
 from store.encoding import BF16, RAW, encoding_named, itemsize
 from store.encoding.compression import packed_bound
-from store.encoding.stream import PACKING, EncodedEntry
+from store.encoding.stream import PACKING, PACKINGS, EncodedEntry
 from store.errors import DamagedError, MissingError, NewerFormatError
 from store.fragments import Readable
 from store.layout import parse_rank_file, part_path, payload_path, segment_dir
@@ -297,7 +297,7 @@ def parse_part(data: bytes, store_id: str, save: SaveId, rank: int) -> PartRecor
 
 def _check_entry(path: str, entry: Entry) -> None:
     encoding = encoding_named(entry.encoding, f"{path}: {entry.fqn}/{entry.slot}")
-    if entry.packing not in (None, PACKING):
+    if entry.packing not in (None, *PACKINGS):
         raise NewerFormatError(
             f"{path}: {entry.fqn}/{entry.slot} is packed as {entry.packing!r}, which this release does not know; run "
             "`pip install --upgrade driftpoint`"

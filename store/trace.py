@@ -21,11 +21,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
 
 from store.names import Unit
 
 VERSION = 1
+
+_SUCCESSOR = {"int8-sqrt-block": "int8-log2"}
+EncodingName = Annotated[str, AfterValidator(lambda name: _SUCCESSOR.get(name, name))]
+"""Name of an encoding; of one that this release only reads, that of the one in its place, so that a replay under the
+recorded configuration is as recorded."""
 
 
 class _Line(BaseModel):
@@ -85,11 +90,11 @@ class DecisionLine(_Line):
     drift: tuple[float | None, ...] = ()
     staleness: tuple[int | None, ...] = ()
     error: tuple[float, ...] = ()
-    encoding: tuple[str | None, ...] = ()
+    encoding: tuple[EncodingName | None, ...] = ()
     stored_bytes: tuple[int, ...] = ()
     sick: tuple[int, ...] = ()
     changed: tuple[int, ...] = ()
-    saved: Mapping[int, str] = {}  # unit -> encoding
+    saved: Mapping[int, EncodingName] = {}  # unit -> encoding
     skipped: str | None = None  # reason why no save was started
     forced: bool = False  # the save was requested
     preempted: bool = False  # the end of the job requested it, with limited time
@@ -119,7 +124,7 @@ class CommitLine(_Line):
     seconds: float  # time at which training was notified
     took: float  # duration of the save in seconds
     written: int  # payload bytes over all ranks
-    sizes: Mapping[int, tuple[int, str, float, float | None]]
+    sizes: Mapping[int, tuple[int, EncodingName, float, float | None]]
 
 
 class FailedLine(_Line):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from monitor.config.load import Config, load_config
+from monitor.config.schema import ENCODINGS
 from policies.accounting import Account
 from policies.budget import spends
 from policies.builtin import Observe
@@ -20,6 +21,7 @@ from policies.replay.recorded_run import Costs, Run, chosen, widest
 from policies.replay.state import ReplayPlan
 from store.config_file import parse_yaml
 from store.errors import ConfigError, UsageError
+from store.names import RAW, WEIGHTS
 
 _ELSEWHERE = frozenset({"store", "metrics", "retention", "timeouts", "trace", "resume", "layers", "drift"})
 """Sections that do not affect what is saved when."""
@@ -41,9 +43,32 @@ def recorded_settings(run: Run) -> Mapping[str, Any]:
     A trace is untrusted and reading it must not run code: a custom policy counts as ``full`` unless ``--policy``
     names it.
     """
-    if _ours(run.settings.get("policy", "full")):
-        return run.settings
-    return {key: value for key, value in run.settings.items() if key not in ("policy", "budget")}
+    settings = {**run.settings, **_recorded_preset(run)}
+    if knows_policy(run):
+        return settings
+    return {key: value for key, value in settings.items() if key not in ("policy", "budget")}
+
+
+def knows_policy(run: Run) -> bool:
+    """Return whether the recorded policy is not a custom one."""
+    return _ours(run.settings.get("policy", "full"))
+
+
+def _recorded_preset(run: Run) -> Mapping[str, Any]:
+    """Return the setting ``encoding`` by slot if earlier releases had other encodings of moments under its name."""
+    name = run.settings.get("encoding")
+    preset = ENCODINGS.get(name, {}) if isinstance(name, str) else {}
+    stored: dict[str, set[str]] = {}
+    for segment in run.segments:
+        for point in segment.decisions:
+            for index, encoding in point.line.saved.items():
+                stored.setdefault(segment.units[index].slot, set()).add(encoding)
+    earlier = {
+        slot: min(found)
+        for slot, now in preset.items()
+        if slot != WEIGHTS and (found := stored.get(slot, set()) - {RAW}) and now not in found
+    }
+    return {"encoding": {**preset, **earlier}} if earlier else {}
 
 
 def recorded_config(run: Run) -> Config:

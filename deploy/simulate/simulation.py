@@ -280,8 +280,8 @@ def simulate(
                 f"{one.name}: the policy failed at {len(replayed.failures)} of {len(replayed.decisions)} decisions (it "
                 f"{first.what}{f' at {first.place}' if first.place else ''}); everything is saved there, as in a job"
             )
-        known = plans.recorded_settings(run) is run.settings
-        if known and plans.same_configuration(one.config, recorded) and not replayed.as_recorded and costs is None:
+        known = plans.knows_policy(run) and costs is None
+        if known and plans.same_configuration(one.config, recorded) and not replayed.as_recorded:
             notes.append(f"{one.name}: this is the recorded configuration, but the replay differs from the recording")
         if replayed.exposure.unknown:
             notes.append(f"{one.name}: some layer slots have no movement in the trace and are left out")
@@ -307,7 +307,7 @@ def window_notes(summaries: Sequence[Summary]) -> Iterator[str]:
 def _by_default(run: Run) -> list[plans.SimulationRequest]:
     config = plans.recorded_config(run)
     name = config.policy if isinstance(config.policy, str) else str(config.policy.get("name"))
-    known = plans.recorded_settings(run) is run.settings
+    known = plans.knows_policy(run)
     return [plans.SimulationRequest(f"as recorded ({name})" if known else f"{name}, for the recorded policy", config)]
 
 
@@ -331,7 +331,7 @@ def _at(bytes_per_second: float) -> Fitted:
 
 def _notes(trace: Trace, run: Run, recorded: Config, costs: Costs | None) -> list[str]:
     found = []
-    if plans.recorded_settings(run) is not run.settings:
+    if not plans.knows_policy(run):
         found.append(
             "the recorded policy is not built in, and a trace must not run code: name it with --policy to replay it"
         )

@@ -13,16 +13,15 @@ from pydantic_core import PydanticCustomError
 
 from policies.accounting import BYTES, STALL, STORAGE, Account, TokenBucket
 from policies.registry import POLICIES
-from store.encoding import BF16, BF16_INT8, INT8_BLOCK, INT8_SQRT_BLOCK
-from store.encoding import ENCODINGS as BY_NAME
+from store.encoding import BF16, BF16_INT8, INT8_BLOCK, INT8_LOG2, INT8_SHARED_EXPONENT, WRITABLE
 from store.metrics_server import LOOPBACK, EndpointSecurity, Tls
 from store.names import WEIGHTS
 from store.storage.bucket import ObjectOptions
 
 ENCODINGS: Final[Mapping[str, Mapping[str, str]]] = {
     "raw": {},
-    "compact": {WEIGHTS: BF16, "exp_avg": INT8_BLOCK, "exp_avg_sq": INT8_SQRT_BLOCK},
-    "careful": {WEIGHTS: BF16_INT8, "exp_avg": INT8_BLOCK, "exp_avg_sq": INT8_SQRT_BLOCK},
+    "compact": {WEIGHTS: BF16, "exp_avg": INT8_SHARED_EXPONENT, "exp_avg_sq": INT8_LOG2},
+    "careful": {WEIGHTS: BF16_INT8, "exp_avg": INT8_BLOCK, "exp_avg_sq": INT8_LOG2},
 }
 """Presets: the encoding of each slot. Slots that a preset does not name are raw."""
 
@@ -34,7 +33,7 @@ def encodings_schema(schema: dict[str, Any]) -> None:
     """Add the names of presets and of encodings to a JSON schema."""
     schema["anyOf"] = [
         {"type": "string", "enum": list(ENCODINGS)},
-        {"type": "object", "additionalProperties": {"type": "string", "enum": list(BY_NAME)}},
+        {"type": "object", "additionalProperties": {"type": "string", "enum": list(WRITABLE)}},
     ]
 
 

@@ -298,7 +298,7 @@ def _applicable_encoding(encoding: str, copy: torch.Tensor) -> str:
     known = encoding_named(encoding)
     if known.lossless or not known.applies(dtype_name(copy.dtype)):
         return RAW
-    return encoding if in_range(copy, encoder_named(encoding).unsigned) else RAW
+    return encoding if in_range(copy, encoder_named(encoding)) else RAW
 
 
 def _raw_chunks(copy: torch.Tensor) -> Iterator[Bytes]:

@@ -15,19 +15,30 @@ from typing import Protocol
 
 import torch
 
-from store.encoding import BF16, BF16_INT8, CHUNK, INT8_BLOCK, INT8_SQRT_BLOCK, RAW, chunk_sizes, encoding_named, int8
+from store.encoding import (
+    BF16,
+    BF16_INT8,
+    CHUNK,
+    INT8_BLOCK,
+    INT8_LOG2,
+    INT8_SHARED_EXPONENT,
+    RAW,
+    bfloat16,
+    chunk_sizes,
+    encoding_named,
+    int8,
+    log2,
+    shared_exponent,
+)
 from store.encoding.base import BLOCK, PIECE, Bytes, lanes_bytes
-from store.encoding.bfloat16 import TOO_LARGE
-from store.encoding.int8 import GRID, block_count
 from store.errors import DamagedError
 
 CUDA_PIECE = 1 << 20
 """Elements processed at a time on CUDA: a whole chunk, since a launch costs more than a cache miss."""
 
 _INFINITE = 0x7F800000
+_LIMITS = (-3.3e38, 3.3e38)  # beyond them, values may round to infinity
 _INT_MIN = -(1 << 31)
-_STEP = GRID + 1
-_LEAST_SQRT_BITS = (127 - 62) << 23  # bits of int8.LEAST_SQRT_SCALE, 2**-62
 
 
 def encoder_named(name: str) -> "Encoder":
@@ -116,8 +127,8 @@ class Encoder(Protocol):
     """Encodes and decodes chunks of one lossy encoding."""
 
     @property
-    def unsigned(self) -> bool:
-        """Whether it cannot hold negative values (-0.0 counts as 0)."""
+    def limits(self) -> tuple[float, float]:
+        """Least value that it can hold, and the least above it that it cannot; for 0, -0.0 counts as 0."""
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Fill ``out`` (1-d uint8) with one encoded chunk of ``values`` (1-d float32, contiguous).
@@ -180,19 +191,22 @@ class Int8BlockEncoder:
 
     Two passes over a chunk: the largest value of each block, from which all scales come at once, then the codes."""
 
-    unsigned = False
+    limits = _LIMITS
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         if not values.numel():
             return true_on(values.device)
-        scratch, largest = Scratch(values, 1), _per_block(values)
+        scratch = Scratch(values, 1)
+        largest = torch.empty(int8.block_count(values.numel()), dtype=torch.int32, device=values.device)
         for _, blocks, block in block_pieces(values):
             (work,) = scratch.like(block)
             torch.amax(torch.abs(block, out=work).view(torch.int32), 1, out=largest[blocks])
-        scales = _divided(largest.view(torch.float32), 127).bitwise_and_(~GRID).view(torch.float32)
+        levels = torch.full((1,), 127.0, device=values.device)  # on the device, for a true division
+        scales = (largest.view(torch.float32) / levels).view(torch.int32).bitwise_and_(~int8.GRID).view(torch.float32)
         scales.masked_fill_(scales < int8.LEAST_SCALE, 0)
         by = scales.masked_fill(scales == 0, torch.inf).unsqueeze(1)
-        codes = _put_scales(scales, out, values.numel()).view(torch.int8)
+        out[values.numel() :] = scales.view(torch.uint8)  # this lane may begin at any byte
+        codes = out[: values.numel()].view(torch.int8)
         for elements, blocks, block in block_pieces(values):
             (work,) = scratch.like(block)
             torch.div(block, by[blocks], out=work).round_()
@@ -200,100 +214,99 @@ class Int8BlockEncoder:
         return largest.amax() < _INFINITE
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        for _ in _multiplied(data, torch.int8, out):
-            pass
+        numel = out.numel()
+        codes, scales = data[:numel].view(torch.int8), data[numel:].clone().view(torch.float32)
+        whole = numel - numel % BLOCK
+        for piece in pieces(whole, out.device):
+            scale = scales[piece.start // BLOCK : piece.stop // BLOCK].unsqueeze(1)
+            torch.mul(codes[piece].view(-1, BLOCK), scale, out=out[piece].view(-1, BLOCK))
+        if whole < numel:
+            torch.mul(codes[whole:], scales[-1], out=out[whole:])
 
 
-class Int8SqrtBlockEncoder:
-    """``int8-sqrt-block``, defined in :mod:`store.encoding.int8`: unsigned codes of square roots.
+class Int8Log2Encoder:
+    """``int8-log2``, defined in :mod:`store.encoding.log2`, in integer operations."""
 
-    Codes are decided by products and comparisons, so the rounding of the square root does not matter."""
-
-    unsigned = True
+    limits = 0.0, 1.1875 * 2.0**32
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        good = true_on(values.device)
-        if not values.numel():
-            return good
-        scratch, largest = Scratch(values, 3), _per_block(values)
-        for _, blocks, block in block_pieces(values):
-            whole = block.view(torch.int32)
-            if not _unsigned(whole):
-                # With the sign flipped, -0.0 is 0, other negative values lie above it and all others below.
-                flipped = scratch.like(block)[0].view(torch.int32)
-                good &= torch.bitwise_xor(whole, _INT_MIN, out=flipped).amax() <= 0
-            torch.amax(whole, 1, out=largest[blocks])
-        bits = _sqrt_scales(largest.clamp_(min=0))
-        by = bits.view(torch.float32).unsqueeze(1)
-        scales = (bits * largest.clamp(max=1)).view(torch.float32)  # 0 for blocks of zeros
-        good &= (largest.amax() < _INFINITE) & (scales.amax() <= int8.MOST_SQRT_SCALE)
-        # A little short of the root in scales, whatever is rounded on the way: 255 * 2**-20 is far less than one code.
-        inverse = torch.full((1,), 1 - 2.0**-20, device=values.device) / by
-        codes = _put_scales(scales, out, values.numel())
-        for elements, blocks, block in block_pieces(values):
-            root, square, whole = scratch.like(block)
-            torch.sqrt(block, out=root).mul_(inverse[blocks]).ceil_()
-            torch.mul(root, by[blocks], out=square)
-            square.mul_(square)
-            # One more where the square is below the value; -0.0, the least integer, has code 0 and stays.
-            below = torch.sub(block.view(torch.int32), square.view(torch.int32), out=square.view(torch.int32))
-            code = whole.view(torch.int32).copy_(root).add_(below.clamp_(0, 1))
-            codes[elements] = code.view(-1)[: elements.stop - elements.start]
+        good, scratch = true_on(values.device), Scratch(values, 2)
+        for piece in pieces(values.numel(), values.device):
+            bits = values[piece].view(torch.int32)
+            code, least = (made.view(torch.int32) for made in scratch.like(values[piece]))
+            # With the sign flipped, -0.0 is 0, other negative values lie above it and all others below.
+            good &= torch.bitwise_xor(bits, _INT_MIN, out=least).amax() <= 0
+            good &= bits.amax() < log2.TOO_LARGE
+            torch.add(bits, log2.ROUNDING, out=code).bitwise_right_shift_(log2.SHIFT).sub_(log2.OFFSET)
+            out[piece] = torch.maximum(code, torch.clamp(bits, 0, 1, out=least), out=code)
         return good
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        for roots in _multiplied(data, torch.uint8, out):
-            roots.mul_(roots)
+        scratch = Scratch(out, 2)
+        for piece in pieces(out.numel(), out.device):
+            bits = out[piece].view(torch.int32).copy_(data[piece])
+            odd, some = (made.view(torch.int32) for made in scratch.like(out[piece]))
+            torch.clamp(bits, max=1, out=some)  # 0 for code 0
+            torch.bitwise_and(bits.add_(log2.OFFSET), 1, out=odd)
+            bits.bitwise_right_shift_(1).bitwise_left_shift_(23).add_(odd, alpha=log2.ROOT_2).mul_(some)
 
 
-def _unsigned(bits: torch.Tensor) -> bool:
-    """Return whether no sign is known to be set. Devices are not asked, since that would wait for them."""
-    return bits.device.type == "cpu" and int(bits.amin()) >= 0
+class Int8SharedExponentEncoder:
+    """``int8-shared-exponent``, defined in :mod:`store.encoding.shared_exponent`.
+
+    Scales come from minima and maxima of integers; multiplying by a power of two is exact."""
+
+    limits = -2.55e38, 2.55e38
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        if not values.numel():
+            return true_on(values.device)
+        scratch, numel = Scratch(values, 2), values.numel()
+        usual = torch.empty(int8.block_count(numel), dtype=torch.int32, device=values.device)
+        large = torch.empty_like(usual)
+        for _, blocks, block in block_pieces(values):
+            magnitude = torch.abs(block, out=scratch.like(block)[0]).view(torch.int32)
+            largest = magnitude
+            while (half := largest.shape[1] // 2) >= shared_exponent.GROUPS:
+                largest = torch.maximum(largest[:, :half], largest[:, half:], out=largest[:, :half])
+            torch.amin(largest, 1, out=usual[blocks])
+            torch.amax(largest, 1, out=large[blocks])
+        exponents = _shared_exponents(usual, large)
+        # 0, not a power of two, where the exponent is 0: those blocks are zero.
+        inverse = (254 - exponents).mul_(exponents.clamp(max=1)).bitwise_left_shift_(shared_exponent.FRACTION)
+        by = inverse.view(torch.float32).unsqueeze(1)
+        codes, out[numel:] = out[:numel].view(torch.int8), exponents
+        for elements, blocks, block in block_pieces(values):
+            work, code = scratch.like(block)
+            code = code.view(torch.int32).copy_(torch.mul(block, by[blocks], out=work).round_())
+            zigzag = torch.bitwise_right_shift(code, 31, out=work.view(torch.int32)).bitwise_xor_(code.mul_(2))
+            codes[elements] = zigzag.view(-1)[: elements.stop - elements.start]
+        return large.amax() < shared_exponent.TOO_LARGE
+
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        numel, scratch = out.numel(), Scratch(out, 1)
+        scales = data[numel:].int().bitwise_left_shift_(shared_exponent.FRACTION).view(torch.float32)
+        for piece in pieces(numel, out.device):
+            zigzag = out[piece].view(torch.int32).copy_(data[piece])
+            sign = torch.bitwise_and(zigzag, 1, out=scratch.like(out[piece])[0].view(torch.int32)).neg_()
+            code = zigzag.bitwise_right_shift_(1).bitwise_xor_(sign)
+            by = scales[piece.start // BLOCK : int8.block_count(piece.stop)].repeat_interleave(BLOCK)
+            torch.mul(code, by[: code.numel()], out=out[piece])
 
 
-def _per_block(values: torch.Tensor) -> torch.Tensor:
-    return torch.empty(block_count(values.numel()), dtype=torch.int32, device=values.device)
-
-
-def _divided(values: torch.Tensor, levels: float) -> torch.Tensor:
-    """Return the bits of the float32 quotients; the divisor is a tensor on the device, for a true division."""
-    return (values / torch.full((1,), levels, device=values.device)).view(torch.int32)
-
-
-def _sqrt_scales(largest: torch.Tensor) -> torch.Tensor:
-    """Return the bits of the scales, never 0, from the bits of each block's largest value, none negative."""
-    bits = _divided(torch.sqrt(largest.view(torch.float32)), 255).bitwise_and_(~GRID).clamp_(min=_LEAST_SQRT_BITS)
-    for _ in range(2):
-        root = bits.view(torch.float32) * 255
-        # One step up where the square is below the largest value; both are bits of values >= 0, so none overflows.
-        bits += (largest - root.mul_(root).view(torch.int32)).clamp_(0, 1).mul_(_STEP)
-    return bits
-
-
-def _put_scales(scales: torch.Tensor, out: torch.Tensor, numel: int) -> torch.Tensor:
-    """Fill the lane of the scales, which may begin at any byte, and return the lane of the codes."""
-    out[numel:] = scales.view(torch.uint8)
-    return out[:numel]
-
-
-def _multiplied(data: torch.Tensor, dtype: torch.dtype, out: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Write codes times scales to ``out`` piece by piece, and yield each piece."""
-    numel = out.numel()
-    codes, scales = data[:numel].view(dtype), data[numel:].clone().view(torch.float32)
-    whole = numel - numel % BLOCK
-    for piece in pieces(whole, out.device):
-        scale = scales[piece.start // BLOCK : piece.stop // BLOCK].unsqueeze(1)
-        torch.mul(codes[piece].view(-1, BLOCK), scale, out=out[piece].view(-1, BLOCK))
-        yield out[piece]
-    if whole < numel:
-        torch.mul(codes[whole:], scales[-1], out=out[whole:])
-        yield out[whole:]
+def _shared_exponents(usual: torch.Tensor, large: torch.Tensor) -> torch.Tensor:
+    """Return the exponents of the scales, plus 127, or 0, from the bits of two magnitudes of each block."""
+    by_usual = usual.add_(shared_exponent.ROUND_USUAL).bitwise_right_shift_(shared_exponent.FRACTION)
+    by_large = (large + shared_exponent.ROUND_LARGE).bitwise_right_shift_(shared_exponent.FRACTION)
+    exponents = torch.maximum(by_usual - shared_exponent.LESS_USUAL, by_large - shared_exponent.LESS_LARGE)
+    least = shared_exponent.LEAST
+    return exponents.clamp_(min=least).mul_(large > (least - 1) << shared_exponent.FRACTION)
 
 
 class Bf16Encoder:
     """``bf16``, defined in :mod:`store.encoding.bfloat16`: torch's conversion, with a check."""
 
-    unsigned = False
+    limits = _LIMITS
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         good, scratch = true_on(values.device), Scratch(values, 1)
@@ -312,7 +325,7 @@ class Bf16Encoder:
 class Bf16Int8Encoder:
     """``bf16+int8``, defined in :mod:`store.encoding.bfloat16`; the residual is a difference of bit patterns."""
 
-    unsigned = False
+    limits = _LIMITS
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         good, scratch = true_on(values.device), Scratch(values, 2)
@@ -339,7 +352,7 @@ class Bf16Int8Encoder:
 
 def _rounds_finite(values: torch.Tensor, work: torch.Tensor) -> torch.Tensor:
     """Return whether every value rounds to a finite bfloat16."""
-    return torch.abs(values, out=work).view(torch.int32).amax() < TOO_LARGE
+    return torch.abs(values, out=work).view(torch.int32).amax() < bfloat16.TOO_LARGE
 
 
 def _put_bfloat16(values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -355,19 +368,15 @@ _ENCODERS: dict[str, Encoder] = {
     BF16: Bf16Encoder(),
     BF16_INT8: Bf16Int8Encoder(),
     INT8_BLOCK: Int8BlockEncoder(),
-    INT8_SQRT_BLOCK: Int8SqrtBlockEncoder(),
+    INT8_LOG2: Int8Log2Encoder(),
+    INT8_SHARED_EXPONENT: Int8SharedExponentEncoder(),
 }
 
 
-_HUGE = 3.3e38  # larger values may round to infinity, so they are stored raw
-
-
-def in_range(values: torch.Tensor, unsigned: bool) -> torch.Tensor:
-    """Return whether an encoding can hold the values: none is NaN or rounds to infinity; none negative if unsigned.
-
-    The result is a tensor on the device of the values."""
+def in_range(values: torch.Tensor, encoder: Encoder) -> torch.Tensor:
+    """Return whether the encoder can hold all values, which NaN is not, as a tensor on their device."""
     least, largest = torch.aminmax(values)
-    return ((least >= 0) if unsigned else (least > -_HUGE)) & (largest < _HUGE)
+    return (least >= encoder.limits[0]) & (largest < encoder.limits[1])
 
 
 @dataclass
@@ -415,7 +424,7 @@ class EncodedCopy:
         for values_at, bytes_at in encoded_chunks(self.source.numel(), self.encoding):
             values, out = self.source[values_at], torch.empty_like(self.encoded[bytes_at], device=device)
             decoded = scratch[: values.numel()]
-            held &= encoder.encode(values, out) & in_range(values, encoder.unsigned)
+            held &= encoder.encode(values, out) & in_range(values, encoder)
             encoder.decode(out, decoded)
             sums[1] += decoded.double().square().sum()
             sums[0] += decoded.sub_(values).double().square().sum()

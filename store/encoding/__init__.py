@@ -7,6 +7,8 @@ Unknown names are refused at decisions and when a part is read. ``docs/encodings
 from store.encoding.base import BLOCK, CHUNK, Encoding, Lane, Raw, ValuesError, chunk_sizes, itemsize
 from store.encoding.bfloat16 import BF16, BF16_INT8, Bf16, Bf16Int8
 from store.encoding.int8 import INT8_BLOCK, INT8_SQRT_BLOCK, Int8Block, Int8SqrtBlock
+from store.encoding.log2 import INT8_LOG2, Int8Log2
+from store.encoding.shared_exponent import INT8_SHARED_EXPONENT, Int8SharedExponent
 from store.errors import NewerFormatError
 from store.names import RAW
 
@@ -17,8 +19,11 @@ __all__ = [
     "CHUNK",
     "ENCODINGS",
     "INT8_BLOCK",
+    "INT8_LOG2",
+    "INT8_SHARED_EXPONENT",
     "INT8_SQRT_BLOCK",
     "RAW",
+    "WRITABLE",
     "Encoding",
     "Lane",
     "ValuesError",
@@ -27,9 +32,12 @@ __all__ = [
     "itemsize",
 ]
 
-_ALL: tuple[Encoding, ...] = (Raw(), Bf16(), Bf16Int8(), Int8Block(), Int8SqrtBlock())
+_ALL: tuple[Encoding, ...] = (Raw(), Bf16(), Bf16Int8(), Int8Block(), Int8Log2(), Int8SharedExponent(), Int8SqrtBlock())
 
 ENCODINGS: dict[str, Encoding] = {encoding.name: encoding for encoding in _ALL}
+
+WRITABLE: tuple[str, ...] = tuple(sorted(ENCODINGS.keys() - {INT8_SQRT_BLOCK}))
+"""Names of the encodings that this release stores; others are only read."""
 
 
 def encoding_named(name: str, where: str = "") -> Encoding:

@@ -63,7 +63,7 @@ class Encoding(Protocol):
 
     @property
     def relative_bound(self) -> float:
-        """Upper bound of ‖decoded - value‖ / ‖decoded‖ over many values that are not all below 1e-36."""
+        """Upper bound of ‖decoded - value‖ / ‖decoded‖ over many values that are not all below 1e-28."""
 
     def applies(self, dtype: str) -> bool:
         """Return whether it can hold values of this dtype."""

@@ -1,11 +1,15 @@
 """Pack encoded chunks losslessly: zstd (RFC 8878) on byte planes, optionally of the difference to a base chunk.
 
     frame = u32 length of what follows, then one plane for each byte of each lane
-    plane = u8 method (0 stored, 1 zstd), u32 length, bytes
+    plane = u8 method (0 stored, 1 zstd, 2 split), u32 length, bytes
+    split = u8 bits (1, 2 or 4), plane of the low bits, plane of the values >> bits unless all of them are 0
 
 Byte k of all elements of a lane makes one plane: signs and exponents of training state repeat and compress, low bytes
 are close to noise. A plane that would not get at least 3 % smaller is stored. Byte planes are the shuffle filter of
 HDF5 and Blosc, applied to model weights by ZipNN (arXiv:2411.05239).
+
+zstd spends at least one bit on each byte that it does not find repeated. So a plane of mostly small values is split:
+the low bits of 8, 4 or 2 values share a byte, and the rest, mostly 0, takes little. Its planes are not split again.
 
 Differences are taken lane by lane on little-endian integers of the lane's width: subtraction with wrap-around, then
 zigzag as in Protocol Buffers and Parquet, so that small differences of either sign have zeros in their high bytes.
@@ -65,13 +69,22 @@ FRAME_HEADER = 4
 
 _LENGTH = struct.Struct("<I")
 _PLANE = struct.Struct("<BI")
-_STORED, _ZSTD = 0, 1
+_STORED, _ZSTD, _SPLIT = 0, 1, 2
 
 _WORTH = 0.97
 """A plane is stored compressed if its size is at most this share."""
 
 _PROMISING = 0.985
 """A plane is compressed as a whole if its sample compresses to this share."""
+
+_SPLITTABLE = 0.6
+"""Splitting is tried if the sample compresses to this share."""
+
+_BETTER = 0.95
+"""A plane is split if that makes its sample as much smaller: it takes time, and samples are not exact."""
+
+_WHOLE = 8
+"""Bits of a plane that is not split."""
 
 _SAMPLE_RUN = 8192
 _SAMPLE_RUNS = 4
@@ -142,25 +155,74 @@ def _split(content: Bytes, lanes: Sequence[Lane]) -> Iterator[Bytes]:
         start += lane.nbytes
 
 
-def _pack_plane(plane: Bytes, level: int) -> tuple[bytes, bytes | memoryview]:
-    if _is_compressible(plane, level):
-        packed = _compressor(level).compress(plane.data)
-        if len(packed) <= _WORTH * plane.size:
-            return _PLANE.pack(_ZSTD, len(packed)), packed
-    return _PLANE.pack(_STORED, plane.size), plane.data
+def _pack_plane(plane: Bytes, level: int) -> list[bytes | memoryview]:
+    bits = _low_bits(plane, level)
+    if not bits:
+        return [_PLANE.pack(_STORED, plane.size), plane.data]
+    if bits == _WHOLE:
+        return _compressed(plane, level)
+    low, high = _compressed(pack_bits(plane, bits), level), plane >> np.uint8(bits)
+    parts = [bytes((bits,)), *low, *(_compressed(high, level) if high.any() else ())]
+    size = sum(map(len, parts))
+    return [_PLANE.pack(_SPLIT, size), *parts] if size <= _WORTH * plane.size else _compressed(plane, level)
 
 
-def _is_compressible(plane: Bytes, level: int) -> bool:
-    """Return whether a sample of the plane compresses, to skip noise (most low bytes) at little cost."""
-    if plane.size <= 2 * _SAMPLE_RUN * _SAMPLE_RUNS:
-        return True
-    step = plane.size // _SAMPLE_RUNS
-    sample = np.concatenate([plane[k * step : k * step + _SAMPLE_RUN] for k in range(_SAMPLE_RUNS)])
-    return len(_compressor(level).compress(sample.data)) <= _PROMISING * sample.size
+def _compressed(plane: Bytes, level: int) -> list[bytes | memoryview]:
+    packed = _compressor(level).compress(plane.data)
+    if len(packed) <= _WORTH * plane.size:
+        return [_PLANE.pack(_ZSTD, len(packed)), packed]
+    return [_PLANE.pack(_STORED, plane.size), plane.data]
 
 
-def _read_plane(body: memoryview, at: int, count: int) -> tuple[Bytes, int]:
-    """Return the plane of ``count`` bytes at ``at``, and its end."""
+def _low_bits(plane: Bytes, level: int) -> int:
+    """Return how many low bits to split off, 8 not to split, 0 to store the plane as it is: what is best on a sample.
+
+    Most low bytes are noise, which costs little to find out."""
+    sample = plane
+    if plane.size > 2 * _SAMPLE_RUN * _SAMPLE_RUNS:
+        step = plane.size // _SAMPLE_RUNS
+        sample = np.concatenate([plane[k * step : k * step + _SAMPLE_RUN] for k in range(_SAMPLE_RUNS)])
+    compress = _compressor(level).compress
+    sizes = {_WHOLE: len(compress(sample.data))}
+    if sizes[_WHOLE] > _PROMISING * sample.size:
+        return 0 if sample is not plane else _WHOLE
+    if sizes[_WHOLE] <= _SPLITTABLE * sample.size:
+        for bits in _WORDS:
+            low, high = pack_bits(sample, bits), sample >> np.uint8(bits)
+            sizes[bits] = min(len(compress(low.data)), low.size) + (len(compress(high.data)) if high.any() else 0)
+    best = min(sizes, key=lambda bits: sizes[bits])
+    return best if sizes[best] <= _BETTER * sizes[_WHOLE] else _WHOLE
+
+
+_WORDS = {bits: (np.dtype(f"<u{8 // bits}"), (8 // bits).bit_length() - 1) for bits in (4, 2, 1)}
+"""By bits: words of as many bytes as values that share a byte, and how often those are halved."""
+
+
+def pack_bits(plane: Bytes, bits: int) -> Bytes:
+    """Return the ``bits`` (1, 2 or 4) low bits of all values, the first value lowest in each byte."""
+    kind, halvings = _WORDS[bits]
+    words = np.zeros(-(-plane.size // kind.itemsize), kind)
+    np.bitwise_and(plane, (1 << bits) - 1, out=words.view(np.uint8)[: plane.size])
+    for step in range(halvings):
+        words |= words >> kind.type(8 - bits << step)
+    return words.astype(np.uint8)
+
+
+def unpack_bits(packed: Bytes, bits: int, count: int) -> Bytes:
+    """Return ``count`` values from their ``pack_bits``. Raises DamagedError if unused bits are not 0."""
+    kind, halvings = _WORDS[bits]
+    words = packed.astype(kind)
+    for step in range(halvings):
+        words |= words << kind.type(8 - bits << step)
+    words &= np.frombuffer(bytes([(1 << bits) - 1]) * kind.itemsize, kind)[0]
+    values = words.view(np.uint8)
+    if values[count:].any():
+        raise DamagedError("a split plane of a packed chunk has bits after its last value")
+    return values[:count]
+
+
+def _read_plane(body: memoryview, at: int, count: int, split: bool = False) -> tuple[Bytes, int]:
+    """Return the plane of ``count`` bytes at ``at``, and its end. ``split``: it is part of a split one."""
     if len(body) - at < _PLANE.size:
         raise DamagedError("a packed chunk ends within the head of a plane")
     method, length = _PLANE.unpack_from(body, at)
@@ -172,9 +234,25 @@ def _read_plane(body: memoryview, at: int, count: int) -> tuple[Bytes, int]:
         if length != count:
             raise DamagedError(f"a stored plane of a packed chunk has {length} bytes instead of {count}")
         return np.frombuffer(data, np.uint8), stop
+    if method == _SPLIT and not split:
+        return _read_split(data, count), stop
     if method != _ZSTD:
         raise DamagedError(f"a plane of a packed chunk has method {method}, which this release does not know")
     return np.frombuffer(_decompress(data, count), np.uint8), stop
+
+
+def _read_split(data: memoryview, count: int) -> Bytes:
+    bits = data[0] if len(data) else 0
+    if bits not in _WORDS:
+        raise DamagedError(f"a split plane of a packed chunk has {bits} low bits instead of 1, 2 or 4")
+    low, at = _read_plane(data, 1, -(-count * bits // 8), split=True)
+    values = unpack_bits(low, bits, count)
+    if at < len(data):
+        high, at = _read_plane(data, at, count, split=True)
+        if at != len(data) or int(high.max(initial=0)) >> (8 - bits):
+            raise DamagedError("the planes of a split plane of a packed chunk do not fit together")
+        values |= high << np.uint8(bits)
+    return values
 
 
 def _decompress(data: memoryview, count: int) -> bytes:

@@ -3,22 +3,6 @@
 Scales are float32 whose low 8 bits are zero. The product of such a scale with an 8-bit integer is exact in float32, so
 encoding a decoded value gives the same bytes again.
 
-``int8-sqrt-block`` stores the square roots of values >= 0 as unsigned bytes, one scale for 64 values, rounded up.
-
-    scale = the least float32 whose low 8 bits are zero, of at least 2**-62, for which (255 * scale)**2 >= the largest
-            value of the block; 0 if all values are 0
-    code  = the least whole number for which (code * scale)**2 >= the value
-    value = (code * scale)**2
-
-It is meant for second moments, which divide the update: a decoded value is never below the original, and zero only if
-that is zero, so no update can explode. The division uses square roots, which also halve the range of the codes.
-
-The definition uses no square root, because those of some libraries are wrong in the last place (torch's on CPUs, by
-Intel MKL, in 6 of 1000). A root gives a first guess of the code; products and comparisons decide.
-
-Refused: negative values (-0.0 counts as 0), NaN, infinities, and blocks that need a scale above 2**56 (values above
-3.37e38).
-
 ``int8-block`` stores float32 values as signed bytes, one scale for 64 values.
 
     scale = |largest of the block| / 127, its low 8 bits cut off; 0 where that is below 2**-124
@@ -28,9 +12,12 @@ Refused: negative values (-0.0 counts as 0), NaN, infinities, and blocks that ne
 It is meant for first moments, whose size matters less than their sign; values far below the largest of their block
 become zero. Refused: NaN and infinities. Block-wise 8-bit state is from Dettmers et al., "8-bit Optimizers via
 Block-wise Quantization" (arXiv:2110.02861); here with linear codes.
+
+``int8-sqrt-block`` is only read: earlier releases stored second moments in it, now ``int8-log2`` takes its place.
+
+    value = (code * scale)**2, with unsigned codes
 """
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
@@ -57,7 +44,7 @@ def split_lanes(data: Bytes, numel: int) -> tuple[Bytes, Floats]:
     return data[:numel], data[numel:].view("<f4")
 
 
-def _rows(values: Floats) -> Iterator[tuple[slice, slice, Floats]]:
+def rows(values: Floats) -> Iterator[tuple[slice, slice, Floats]]:
     """Yield for each piece its elements, its blocks, and its values of shape (blocks, 64).
 
     A shorter last block comes last, padded with zeros.
@@ -82,13 +69,6 @@ class _BlockEncoding(Float32Encoding):
     def _lanes(self, numel: int) -> tuple[Lane, ...]:
         return Lane(numel, 1), Lane(block_count(numel), 4)
 
-    def _encode_into(self, data: Bytes, values: Floats) -> None:
-        codes, scales = split_lanes(data, values.size)
-        for elements, blocks, block in _rows(values):
-            scales[blocks] = scale = self._scales(block)
-            code = self._codes(block, scale).reshape(-1).view(np.uint8)
-            codes[elements] = code[: elements.stop - elements.start]
-
     def _decode_into(self, values: Floats, data: Bytes) -> None:
         codes, scales = split_lanes(data, values.size)
         self._check_scales(scales)
@@ -107,74 +87,28 @@ class _BlockEncoding(Float32Encoding):
         if not bool(np.all((bits == 0) | ((bits >= low) & (bits <= high) & ((bits & GRID) == 0)))):
             raise DamagedError(f"a chunk stored as {self.name} has a scale that was never written")
 
-    @abstractmethod
-    def _scales(self, block: Floats) -> Floats:
-        """Return the scale of each block. Raises ValuesError for values that cannot be held."""
-
-    @abstractmethod
-    def _codes(self, block: Floats, scale: Floats) -> NDArray[np.int8 | np.uint8]: ...
-
-    @abstractmethod
     def _finish(self, products: Floats) -> None:
         """Turn codes times scales into values, in place."""
 
 
 INT8_SQRT_BLOCK = "int8-sqrt-block"
 
-LEAST_SQRT_SCALE = 2.0**-62
-"""Its square is a normal number, so that decoded values and codes do not depend on whether a thread flushes
-subnormals to zero."""
-
-MOST_SQRT_SCALE = 2.0**56
-"""(255 * 2**56)**2 is finite."""
-
-_UNSIGNED_LEVELS = np.float32(255)
-_SHORT = np.float32(1 + 2.0**-20)
-_INFINITE = 0x7F800000
-_NEGATIVE_ZERO = np.uint32(0x80000000)
-
 
 @dataclass(frozen=True)
 class Int8SqrtBlock(_BlockEncoding):
-    """Square roots as unsigned bytes, rounded up."""
+    """Square roots as unsigned bytes; only decodes."""
 
     name: str = INT8_SQRT_BLOCK
     relative_bound: float = 0.064
     code_type = np.uint8
-    scale_range = LEAST_SQRT_SCALE, MOST_SQRT_SCALE
+    scale_range = 2.0**-62, 2.0**56
 
-    def _scales(self, block: Floats) -> Floats:
-        # Compares bits: -0.0 is 0 after its sign is flipped.
-        if int((block.view("<u4") ^ _NEGATIVE_ZERO).view("<i4").max()) > 0 or int(block.view("<i4").max()) >= _INFINITE:
-            raise ValuesError(f"{self.name} holds no negative values, no NaN and no infinities")
-        largest = block.view("<i4").max(axis=1)  # negative bits mean -0.0
-        root = np.sqrt(np.maximum(largest, 0).view("<f4"))
-        # Truncated to the grid, this is the scale or one or two steps below: a step is 256 units in the last place,
-        # and the root is wrong by a few at most.
-        cut = (root / _UNSIGNED_LEVELS).view("<u4") & np.uint32(0xFFFFFFFF - GRID)
-        bits = np.maximum(cut, np.float32(LEAST_SQRT_SCALE).view("<u4"))
-        for _ in range(2):
-            bits += (_square_bits(bits.view("<f4") * _UNSIGNED_LEVELS) < largest) * np.uint32(GRID + 1)
-        scale = np.where(largest > 0, bits.view("<f4"), np.float32(0))
-        if float(scale.max()) > MOST_SQRT_SCALE:
-            raise ValuesError(f"{self.name} holds nothing above 3.37e38")
-        return scale
-
-    def _codes(self, block: Floats, scale: Floats) -> NDArray[np.uint8]:
-        by = np.where(scale > 0, scale, np.float32(1))[:, None]
-        # Divided by a little more than the scale, the root gives the code or one less, however it is rounded.
-        code = np.ceil(np.sqrt(block) / (by * _SHORT)).astype(np.uint8)
-        code += _square_bits(np.multiply(code, by, dtype=np.float32)) < block.view("<i4")
-        return code
+    def _encode_into(self, data: Bytes, values: Floats) -> None:
+        del data, values
+        raise ValuesError(f"{self.name} is only read; int8-log2 takes its place")
 
     def _finish(self, products: Floats) -> None:
         np.multiply(products, products, out=products)
-
-
-def _square_bits(roots: Floats) -> NDArray[np.int32]:
-    """Return the bits of the squares, which order like the values but are not flushed to zero."""
-    with np.errstate(over="ignore"):
-        return np.multiply(roots, roots).view("<i4")
 
 
 INT8_BLOCK = "int8-block"
@@ -195,6 +129,13 @@ class Int8Block(_BlockEncoding):
     code_type = np.int8
     scale_range = LEAST_SCALE, 2.0**128 / 127
 
+    def _encode_into(self, data: Bytes, values: Floats) -> None:
+        codes, scales = split_lanes(data, values.size)
+        for elements, blocks, block in rows(values):
+            scales[blocks] = scale = self._scales(block)
+            code = self._codes(block, scale).reshape(-1).view(np.uint8)
+            codes[elements] = code[: elements.stop - elements.start]
+
     def _scales(self, block: Floats) -> Floats:
         largest = np.abs(block).max(axis=1)
         if not bool(np.isfinite(largest).all()):
@@ -207,5 +148,3 @@ class Int8Block(_BlockEncoding):
         by = np.where(scale > 0, scale, np.float32(np.inf))[:, None]
         # No clipping: |value / scale| <= 127 * (1 + 2**-14), which rounds to 127.
         return np.rint(block / by).astype(np.int8)
-
-    def _finish(self, products: Floats) -> None: ...

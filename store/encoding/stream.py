@@ -96,8 +96,11 @@ def require_end(read: Read) -> None:
         raise DamagedError("an entry has more bytes than its chunks")
 
 
-PACKING = "planes"
-"""Name of the one packing of format 1; see :mod:`store.encoding.compression`."""
+PACKING = "split-planes"
+"""Name of the packing that is written; see :mod:`store.encoding.compression`."""
+
+PACKINGS = ("planes", PACKING)
+"""Names of those that are read. Earlier releases wrote ``planes``, in which no plane is split."""
 
 
 @dataclass

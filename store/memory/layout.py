@@ -220,7 +220,7 @@ RECORD_LIMIT = 1 << 28  # largest record in bytes, like a part
 
 def reader_of(head: ManifestRecord | None) -> int:
     """Return the oldest reader version that can read a record with this head."""
-    return READER if head is not None and head.differs else 1
+    return 1 if head is None else head.reader
 
 
 class VersionRecord(Record):

@@ -46,9 +46,9 @@ PLAIN = Model(
 VARIED = Model(
     {"few.0.weight": ("few.0", 200), "few.1.weight": ("few.1", 300), "few.1.bias": ("few.1", 1)},
     ("fp32", "exp_avg", "exp_avg_sq"),
-    {Unit("few.0", "fp32"): "bf16", Unit("few.0", "exp_avg"): "int8-block",
-     Unit("few.0", "exp_avg_sq"): "int8-sqrt-block", Unit("few.1", "fp32"): "bf16+int8",
-     Unit("few.1", "exp_avg"): RAW, Unit("few.1", "exp_avg_sq"): "int8-sqrt-block"},
+    {Unit("few.0", "fp32"): "bf16", Unit("few.0", "exp_avg"): "int8-shared-exponent",
+     Unit("few.0", "exp_avg_sq"): "int8-log2", Unit("few.1", "fp32"): "bf16+int8",
+     Unit("few.1", "exp_avg"): RAW, Unit("few.1", "exp_avg_sq"): "bf16"},
 )  # fmt: skip
 
 TENSORS = {**PLAIN.tensors, **VARIED.tensors}

@@ -151,7 +151,7 @@ def test_differences_without_rounding_resume_as_if_nothing_had_been(launched: La
 @pytest.mark.parametrize("case", PACKED, ids=names(PACKED))
 def test_differences_were_what_was_read(launched: Launched, directory: Path, case: Case) -> None:
     found = entries(directory / case["name"], case["saved"])
-    assert {entry.packing for entry in found if entry.slot == "fp32"} == {"planes"}
+    assert {entry.packing for entry in found if entry.slot == "fp32"} == {"split-planes"}
     assert {entry.base for entry in found} >= {f"{case['every']:08d}-000001"}
 
 
@@ -159,7 +159,7 @@ def test_differences_were_what_was_read(launched: Launched, directory: Path, cas
 def test_ranks_may_store_a_unit_in_part_raw(launched: Launched, directory: Path, case: Case) -> None:
     found = entries(directory / case["name"], case["saved"])
     units = {(e.layer, e.slot): {o.encoding for o in found if (o.layer, o.slot) == (e.layer, e.slot)} for e in found}
-    assert [key for key, encodings in units.items() if encodings == {"raw", "int8-sqrt-block"}], units
+    assert [key for key, encodings in units.items() if encodings == {"raw", "int8-log2"}], units
 
 
 @pytest.mark.parametrize("case", ELSEWHERE, ids=names(ELSEWHERE))

@@ -1,9 +1,10 @@
 """Writes ``store-format-1-encodings``: a store for each lossy encoding, one that is packed, one with differences.
 
-    python tests/golden/make_format_1_encodings.py NEW_DIRECTORY
+    python tests/golden/make_format_1_encodings.py DIRECTORY
 
-Like ``make_format_1``, not run again once format 1 has been released. Beside each store lies ``NAME.expected.json``:
-the bits that a reader must get (:func:`bits`). Before encoding, values follow from :func:`value`.
+Stores that are there already stay as they are: those of earlier releases are not written again. Beside each store lies
+``NAME.expected.json``: the bits that a reader must get (:func:`bits`). Before encoding, values follow from
+:func:`value`.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ from store.segment import SegmentDraft, StagedFragment, write_segment
 from store.session import claim_epoch
 from store.storage.local import LocalFiles
 from tests.support.entries import iter_chunks
+from tests.support.sqrt_block import encode_chunk
 
 PLAN = "0123456789abcdef0123456789abcdef"
-NUMEL = {"block.weight": 130, "block.bias": 1, "long.weight": CHUNK + 3}
-"""fqn -> elements: two blocks and a rest; one; and one chunk and a rest, of which nearly all are zero."""
+NUMEL = {"block.weight": 130, "block.bias": 1, "long.weight": CHUNK + 3, "grid.weight": 3001}
+"""fqn -> elements: two blocks and a rest; one; one chunk and a rest, of which nearly all are zero; powers of two."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,21 @@ STORES: dict[str, tuple[tuple[int, ...], dict[Unit, Kept]]] = {
             Unit("long", "exp_avg"): Kept("bf16+int8", True),
         },
     ),
+    "int8-log2": (
+        (10, 20),
+        {Unit("block", "exp_avg_sq"): Kept("int8-log2"), Unit("long", "exp_avg_sq"): Kept("int8-log2", True)},
+    ),
+    "int8-shared-exponent": (
+        (10, 20),
+        {
+            Unit("block", "exp_avg"): Kept("int8-shared-exponent"),
+            Unit("long", "exp_avg"): Kept("int8-shared-exponent", True),
+        },
+    ),
+    "split-planes": (
+        (10, 20),
+        {Unit("grid", "fp32"): Kept("bf16", True), Unit("grid", "exp_avg_sq"): Kept("int8-log2", True)},
+    ),
 }
 """Directory -> (steps saved, units)."""
 
@@ -81,7 +98,11 @@ def value(fqn: str, slot: str, step: int) -> NDArray[np.float32]:
     if fqn.startswith("long"):
         found = np.zeros(numel, np.float32)
         found[[0, CHUNK - 1, CHUNK, CHUNK + 2]] = [1, step, -step / 16, 0.1]
-        return found
+        return np.abs(found) if slot == "exp_avg_sq" else found
+    if fqn.startswith("grid"):  # most of them move by less than an octave, a few by far more
+        places = np.arange(numel) * 40503 % 64
+        moved = np.where(places == 5, step, np.where(places < 20, places % 3 * step // 20, 0))
+        return np.ldexp(np.float32(1), places - 60 + moved).astype(np.float32)
     words = np.arange(7, 7 + numel, dtype=np.uint64) * np.uint64(2654435761 + len(slot)) % np.uint64(1 << 32)
     moved = np.where(np.arange(numel) % 5 == 0, step, 0).astype(np.uint64) * np.uint64(40503)
     signed = ((words + moved) % np.uint64(1 << 32)).astype(np.int64) - (1 << 31)
@@ -127,7 +148,7 @@ def _staged(unit: Unit, kept: Kept, fqn: str, save: SaveId, first: SaveId) -> St
     encoding, numel = ENCODINGS[kept.encoding], NUMEL[fqn]
 
     def chunks(step: int = save.step) -> list[Bytes]:
-        return [encoding.encode(chunk) for chunk in iter_chunks(value(fqn, unit.slot, step))]
+        return [encode_chunk(encoding, chunk) for chunk in iter_chunks(value(fqn, unit.slot, step))]
 
     packing = Packing(3) if kept.packed else None
     if save != first:
@@ -168,4 +189,5 @@ def _read(files: LocalFiles) -> Iterator[tuple[str, str]]:
 if __name__ == "__main__":
     socket.gethostname = lambda: "golden"
     for name, (steps, units) in STORES.items():
-        write(Path(sys.argv[1]) / name, steps, units)
+        if not (Path(sys.argv[1]) / name).exists():
+            write(Path(sys.argv[1]) / name, steps, units)

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from store.encoding.base import Encoding
-from store.encoding.int8 import BLOCK, LEAST_SCALE, LEAST_SQRT_SCALE
+from store.encoding.int8 import BLOCK, LEAST_SCALE
+from tests.support import sqrt_block
 
 _Floats = NDArray[np.float64]
 
@@ -40,8 +41,23 @@ def _int8_block(blocks: _Floats) -> _Floats:
 def _int8_sqrt_block(blocks: _Floats) -> _Floats:
     """(root + scale)**2 - value, with the largest scale that the block can get."""
     roots = np.sqrt(blocks)
-    scale = np.maximum(roots.max(axis=1, keepdims=True) / 255 * (1 + 2.0**-13), LEAST_SQRT_SCALE)
+    scale = np.maximum(roots.max(axis=1, keepdims=True) / 255 * (1 + 2.0**-13), sqrt_block.LEAST_SCALE)
     return np.where(blocks == 0, 0, (roots + scale) ** 2 * (1 + 2.0**-22) - blocks)
+
+
+def _int8_log2(values: _Floats) -> _Floats:
+    """Up by a factor of 1.1910, down by one of 1.1933, the least level below it; zero is exact."""
+    least = 2.0**-95
+    near = np.maximum(values * (2**0.5 / 1.1875 - 1), values * (1 - 2**0.5 / 1.6875)) * (1 + 2.0**-22)
+    return np.where(values == 0, 0, np.maximum(near, np.where(values < least, least - values, 0)))
+
+
+def _shared_exponent(blocks: _Floats) -> _Floats:
+    """No more than the value itself, nor than half a scale as large as the block can get."""
+    magnitudes = np.abs(blocks)
+    usual = magnitudes.reshape(-1, BLOCK // 4, 4).max(axis=1).min(axis=1, keepdims=True)
+    scale = np.maximum(np.maximum(usual / 1.75, magnitudes.max(axis=1, keepdims=True) / 63.75), LEAST_SCALE)
+    return np.minimum(magnitudes, scale / 2)
 
 
 _BOUNDS: Mapping[str, Callable[[_Floats], _Floats]] = {
@@ -50,5 +66,7 @@ _BOUNDS: Mapping[str, Callable[[_Floats], _Floats]] = {
     # One residual if clipped, otherwise half of one; subnormals.
     "bf16+int8": lambda values: np.maximum(np.abs(values) * 2.0**-15, 2.0**-141),
     "int8-block": _in_blocks(_int8_block),
+    "int8-log2": _int8_log2,
+    "int8-shared-exponent": _in_blocks(_shared_exponent),
     "int8-sqrt-block": _in_blocks(_int8_sqrt_block),
 }

@@ -37,6 +37,7 @@ from store.session import claim_epoch
 from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.entries import iter_chunks
+from tests.support.sqrt_block import encode_chunk
 
 SLOTS = (WEIGHTS, "exp_avg", "exp_avg_sq")
 
@@ -193,7 +194,7 @@ class StoreBuilder:
         values, encoding = self.values(unit, step), encoding_named(self.how(unit, step).encoding)
         cuts = [values.size * rank // self.world_size for rank in range(self.world_size + 1)]
         back = [
-            encoding.decode(encoding.encode(chunk), chunk.size, "F32").view(np.float32)
+            encoding.decode(encode_chunk(encoding, chunk), chunk.size, "F32").view(np.float32)
             for start, stop in pairwise(cuts)
             for chunk in iter_chunks(values[start:stop])
         ]
@@ -257,7 +258,7 @@ class StoreBuilder:
     def _encoded(self, unit: Unit, step: int, start: int, stop: int) -> list[Bytes]:
         """The encoded chunks of a fragment."""
         encoding = encoding_named(self.how(unit, step).encoding)
-        return [encoding.encode(chunk) for chunk in iter_chunks(self.values(unit, step)[start:stop])]
+        return [encode_chunk(encoding, chunk) for chunk in iter_chunks(self.values(unit, step)[start:stop])]
 
     def _error(self, unit: Unit, step: int) -> float:
         if encoding_named(self.how(unit, step).encoding).lossless:

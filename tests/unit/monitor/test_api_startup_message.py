@@ -98,7 +98,7 @@ QUIET = {"metrics": {"enabled": False}}
                 "metrics (metrics.enabled: false); nothing to resume"
             ),
         ),
-        ({"every": 1, "encoding": "compact"}, "not exact: rounded to bf16, int8-block, int8-sqrt-block) to"),
+        ({"every": 1, "encoding": "compact"}, "not exact: rounded to bf16, int8-log2, int8-shared-exponent) to"),
         (
             {"policy": "parity", "every": 1},
             "saving the choice of policy parity from 5 layers (266 parameters, stored without rounding) to",

@@ -17,11 +17,11 @@ from policies.budget import BudgetPolicy
 from policies.builtin import Observe
 from policies.encodings import expected_bytes
 from policies.registry import policy_from, with_fixed_encoding
-from store.encoding import BF16, BF16_INT8, INT8_BLOCK, INT8_SQRT_BLOCK
+from store.encoding import BF16, BF16_INT8, INT8_BLOCK, INT8_LOG2
 from store.errors import ConfigError
 from store.names import RAW, WEIGHTS, Unit
 
-COMPACT = {WEIGHTS: BF16, "exp_avg": INT8_BLOCK, "exp_avg_sq": INT8_SQRT_BLOCK}
+COMPACT = {WEIGHTS: BF16, "exp_avg": INT8_BLOCK, "exp_avg_sq": INT8_LOG2}
 NOW = History(step=100, commits=3)
 
 
@@ -153,6 +153,14 @@ def test_what_moved_less_than_the_encoding_loses_is_not_stored_in_it() -> None:
 def test_an_error_that_a_save_would_not_change_is_no_reason_against_it() -> None:
     old = unit("a", "exp_avg", drift=9e-3, encoding=INT8_BLOCK, error=6e-3, stored_bytes=1064)
     assert select([old], 1064, BudgetPolicy(encodings=COMPACT)).choices[old.unit].encoding == INT8_BLOCK
+
+
+def test_bytes_buy_newer_moments_before_more_exact_ones() -> None:
+    policy = BudgetPolicy(encodings=COMPACT)
+    coarse = {"encoding": INT8_LOG2, "error": 0.1, "stored_bytes": 90}
+    stats = [unit("a", "exp_avg_sq", drift=0.102, **coarse), unit("b", "exp_avg_sq", drift=0.102, **coarse)]
+    decision = select(stats, 400, policy)
+    assert [decision.choices[one.unit].encoding for one in stats] == [INT8_LOG2, INT8_LOG2]
 
 
 def test_what_a_version_packed_to_is_what_it_is_taken_to_cost() -> None:

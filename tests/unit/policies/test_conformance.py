@@ -75,12 +75,12 @@ BROKEN = {
     "unknown encoding": (
         selecting("return Decision({one.unit: Choice('bf17', 'x') for one in stats})"),
         ANSWERS,
-        r"encoding 'bf17' is unknown; there is bf16, bf16\+int8, int8-block, int8-sqrt-block, raw",
+        r"encoding 'bf17' is unknown; there is bf16, bf16\+int8, int8-block, int8-log2, int8-shared-exponent, raw",
     ),
     "encoding that explodes": (
         selecting("return Decision({one.unit: Choice('int8-block', 'x') for one in stats})"),
         ANSWERS,
-        "exp_avg_sq divides the updates, and int8-block rounds its small values to zero: take int8-sqrt-block",
+        "exp_avg_sq divides the updates, and int8-block rounds its small values to zero: take int8-log2",
     ),
     "looks at drift that there is not": (
         selecting(

@@ -17,10 +17,10 @@ from policies.deadline import SAFETY, UNKNOWN, DeadlinePolicy, Nothing, WriteEst
 from policies.encodings import expected_bytes, options
 from policies.registry import with_fixed_encoding
 from policies.synthetic import any_case, edge_cases, unversioned, usual_units
-from store.encoding import BF16, BF16_INT8, INT8_BLOCK, INT8_SQRT_BLOCK
+from store.encoding import BF16, BF16_INT8, INT8_BLOCK, INT8_LOG2
 from store.names import RAW, WEIGHTS, Unit
 
-COMPACT = {WEIGHTS: BF16, "exp_avg": INT8_BLOCK, "exp_avg_sq": INT8_SQRT_BLOCK}
+COMPACT = {WEIGHTS: BF16, "exp_avg": INT8_BLOCK, "exp_avg_sq": INT8_LOG2}
 NOW = History(step=100, commits=3)
 
 

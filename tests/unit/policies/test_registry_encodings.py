@@ -47,7 +47,7 @@ def test_observe_stays_outermost() -> None:
     assert chosen(policy, stats("fp32")) == [None]
 
 
-@pytest.mark.parametrize(("slot", "name", "limit"), [("fp32", "bf16", 0.003), ("exp_avg_sq", "int8-sqrt-block", 0.05)])
+@pytest.mark.parametrize(("slot", "name", "limit"), [("fp32", "bf16", 0.003), ("exp_avg_sq", "int8-log2", 0.1)])
 def test_a_bound_that_an_encoding_breaks_by_itself_is_refused(slot: str, name: str, limit: float) -> None:
     with pytest.raises(ConfigError, match=f"max_drift {limit} cannot hold: {slot} stored as {name}"):
         with_fixed_encoding(Full(), {slot: name}, Bounds(max_drift=limit, precision="any"))

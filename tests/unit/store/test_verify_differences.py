@@ -29,13 +29,14 @@ from tests.crash.models import RANKS, VARIED
 from tests.crash.simulated import SimulatedFiles
 from tests.crash.workload import PLAN, Job, Memory
 from tests.support.entries import iter_chunks
+from tests.support.sqrt_block import encode_chunk
 
 STORE = "0" * 32
 NUMEL = CHUNK + 77
 
 
 def chunks_of(encoding: str, values: NDArray[Any]) -> list[Bytes]:
-    return [ENCODINGS[encoding].encode(chunk) for chunk in iter_chunks(values)]
+    return [encode_chunk(ENCODINGS[encoding], chunk) for chunk in iter_chunks(values)]
 
 
 def noise(seed: int, numel: int = NUMEL) -> NDArray[np.float32]:

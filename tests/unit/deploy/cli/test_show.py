@@ -176,7 +176,7 @@ def test_names_from_a_store_cannot_drive_the_terminal(here: Here, tmp_path: Path
         assert "[red]layer[/red]" in answer.out
 
 
-LOSSY = {"fp32": How("bf16+int8", 1), "exp_avg": How("int8-block", 1), "exp_avg_sq": How("int8-sqrt-block", 1)}
+LOSSY = {"fp32": How("bf16+int8", 1), "exp_avg": How("int8-block", 1), "exp_avg_sq": How("int8-log2", 1)}
 
 
 @pytest.mark.parametrize("columns", [80, 120])
@@ -206,7 +206,7 @@ def test_what_encoding_lost_is_told_by_layer_and_slot(here: Here, tmp_path: Path
     rows = {line.split()[0]: line.split() for line in lines[heading : heading + 5] if line.startswith("layers.")}
     assert rows["layers.1"][1:4] == ["0", "0", "raw"]
     assert rows["layers.0"][1:3] == ["10", "0.0250"]
-    assert "rounded to bf16+int8, int8-block, int8-sqrt-block" in " ".join(" ".join(lines).split())
+    assert "rounded to bf16+int8, int8-block, int8-log2" in " ".join(" ".join(lines).split())
 
 
 def test_bytes_per_parameter_by_slot_and_encoding(here: Here, tmp_path: Path) -> None:
@@ -218,9 +218,9 @@ def test_bytes_per_parameter_by_slot_and_encoding(here: Here, tmp_path: Path) ->
     shares = {line[0]: line[-1] for line in table if len(line) > 3}
     blocks = f"{(640 + 40) / 1280 * 2:.2f}"
     assert shares["bf16+int8"] == "1.50" and shares["raw"] == "2.00"
-    assert (shares["int8-block"], shares["int8-sqrt-block"]) == (blocks, blocks)
-    assert float(shares["all"]) == pytest.approx(1.5 + 2 + 2 * (640 + 40) / 640, abs=0.006)
-    assert here("show", builder.root, "--json").json["nbytes"] == 640 * 3 + 640 * 4 + 4 * (640 + 40)
+    assert (shares["int8-block"], shares["int8-log2"]) == (blocks, "1.00")
+    assert float(shares["all"]) == pytest.approx(1.5 + 2 + (640 + 40) / 640 + 1, abs=0.006)
+    assert here("show", builder.root, "--json").json["nbytes"] == 640 * 3 + 640 * 4 + 2 * (640 + 40) + 2 * 640
 
 
 def test_rounded_is_not_exact_even_where_all_is_of_one_step(here: Here, builder: StoreBuilder) -> None:

@@ -163,7 +163,7 @@ def test_policies_that_save_a_part_of_what_is_encoded(
         assert certificate is not None and not certificate.exact and resumed.step >= 6
         steps = {(unit.layer, unit.slot): unit.step for unit in certificate.units}
         assert len(set(steps.values())) > 1
-        assert {unit.encoding for unit in certificate.units} == {"bf16", "int8-block", "int8-sqrt-block"}
+        assert {unit.encoding for unit in certificate.units} == {"bf16", "int8-log2", "int8-shared-exponent"}
         for (name, slot), values in resumed.state().items():
             step = steps[name.split(".")[0], slot]
             assert torch.equal(values, states[step - 1][name, slot]), (name, slot, step)
@@ -180,7 +180,7 @@ def test_what_an_encoding_loses_is_known_however_small_or_large_the_values_are()
 
 
 def test_what_tiny_second_moments_lost_is_not_called_nothing(tmp_path: Path) -> None:
-    with Job(tmp_path, encoding={"exp_avg_sq": "int8-sqrt-block"}) as job:
+    with Job(tmp_path, encoding={"exp_avg_sq": "int8-log2"}) as job:
         job.train(1)
         with torch.no_grad():
             for state in job.optimizer.state.values():
@@ -188,7 +188,7 @@ def test_what_tiny_second_moments_lost_is_not_called_nothing(tmp_path: Path) -> 
         assert decide_without_update(job.ckpt).skipped is None
     manifest = newest_resumable(open_catalog(LocalFiles(tmp_path)))[0].manifest
     errors = [record.error for record in manifest.units if record.slot == "exp_avg_sq"]
-    assert len(errors) == 4 and all(1e-4 < error < 0.1 for error in errors)
+    assert len(errors) == 4 and all(1e-4 < error < 0.2 for error in errors)
 
 
 def test_buffers_of_every_dtype_come_back_packed_and_as_differences(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_buffers_of_every_dtype_come_back_packed_and_as_differences(tmp_path: Pa
 
 
 def test_what_is_stored_raw_in_between_counts_in_the_size_of_the_unit(tmp_path: Path) -> None:
-    with Job(tmp_path, encoding={"exp_avg_sq": "int8-sqrt-block"}) as job:
+    with Job(tmp_path, encoding={"exp_avg_sq": "int8-log2"}) as job:
         job.train(1)
         bias = job.optimizer.state[job.model[0].bias]["exp_avg_sq"]
         with torch.no_grad():
@@ -230,7 +230,7 @@ def test_what_is_stored_raw_in_between_counts_in_the_size_of_the_unit(tmp_path: 
         assert decide_without_update(job.ckpt).skipped is None
         live = job.state()
     weight = live["0.weight", "exp_avg_sq"]
-    back = decoded(weight, "int8-sqrt-block")
+    back = decoded(weight, "int8-log2")
     lost = float((back - weight).double().square().sum())
     size = float(back.double().square().sum() + bias.double().square().sum())
     manifest = newest_resumable(open_catalog(LocalFiles(tmp_path)))[0].manifest

@@ -195,7 +195,7 @@ def test_bytes_that_an_encoder_does_not_vouch_for_are_never_committed(
     with Job(tmp_path) as job:
         job.train(2)
     monkeypatch.setattr("monitor.save.encode.in_range", lambda values, unsigned: torch.ones((), dtype=torch.bool))
-    with Job(tmp_path, encoding={"exp_avg": "int8-sqrt-block"}) as job:  # holds no negative values
+    with Job(tmp_path, encoding={"exp_avg": "int8-log2"}) as job:  # holds no negative values
         job.update()
         job.ckpt.step()
         job.ckpt.flush()
@@ -225,10 +225,11 @@ def test_a_save_by_hand_keeps_no_copy_either(tmp_path: Path) -> None:
         assert packer.memory_bytes <= before
 
 
+@pytest.mark.parametrize("encoding", ["int8-block", "int8-shared-exponent"])
 @pytest.mark.parametrize("slot", ["exp_avg_sq", "max_exp_avg_sq", "square_avg"])
-def test_what_updates_are_divided_by_is_never_rounded_down_to_nothing(tmp_path: Path, slot: str) -> None:
-    with pytest.raises(ConfigError, match=f"{slot}.*int8-sqrt-block"):
-        Job(tmp_path, encoding={slot: "int8-block"})
+def test_what_updates_are_divided_by_is_never_rounded_down_to_nothing(tmp_path: Path, slot: str, encoding: str) -> None:
+    with pytest.raises(ConfigError, match=f"{slot}.*int8-log2"):
+        Job(tmp_path, encoding={slot: encoding})
 
 
 def test_a_slot_that_there_is_not_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -13,15 +13,19 @@ import torch
 from torch import nn
 
 import monitor
+import policies.encodings
 from monitor.config.schema import ENCODINGS
+from monitor.save import torch_codecs
 from store.catalog import open_catalog
-from store.encoding import RAW, encoding_named
+from store.encoding import ENCODINGS as BY_NAME
+from store.encoding import INT8_SQRT_BLOCK, RAW, encoding_named
 from store.errors import ConfigError
 from store.names import SaveId
 from store.resolve import newest_resumable
 from store.schema import Entry
 from store.storage.local import LocalFiles
 from store.verify import verify
+from tests.support.sqrt_block import sqrt_block
 
 SLOTS = ("fp32", "exp_avg", "exp_avg_sq")
 WAYS: dict[str, dict[str, Any]] = {
@@ -216,14 +220,57 @@ def test_a_save_that_is_asked_for_is_exact(tmp_path: Path) -> None:
         assert all(torch.equal(values, live[key]) for key, values in resumed.state().items())
 
 
+class EarlierEncoder:
+    """``int8-sqrt-block``, as earlier releases wrote it."""
+
+    limits = 0.0, 3.3e38
+
+    def encode(self, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        out.copy_(torch.from_numpy(sqrt_block(values.numpy())))
+        return torch.tensor(True)
+
+    def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(torch.from_numpy(BY_NAME[INT8_SQRT_BLOCK].decode(data.numpy(), out.numel(), "F32")))
+
+
+def test_a_store_of_an_earlier_release_is_resumed_and_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    differences = {"packing": 1, "differences": True}
+    with monkeypatch.context() as patch:
+        patch.setitem(torch_codecs._ENCODERS, INT8_SQRT_BLOCK, EarlierEncoder())
+        patch.setattr(policies.encodings, "WRITABLE", sorted(BY_NAME))
+        with Job(tmp_path, encoding={"exp_avg_sq": INT8_SQRT_BLOCK}, **differences) as job:
+            job.train(4)
+            live = job.state()
+    with pytest.raises(ConfigError, match="can only be read: take int8-log2"):
+        Job(tmp_path, encoding={"exp_avg_sq": INT8_SQRT_BLOCK})
+    assert open_catalog(LocalFiles(tmp_path)).record.reader == 1
+    with Job(tmp_path, encoding="compact", **differences) as resumed:
+        for (name, slot), found in resumed.state().items():
+            flat = live[name, slot].numpy().reshape(-1)
+            if slot == "exp_avg_sq":
+                flat = BY_NAME[INT8_SQRT_BLOCK].decode(sqrt_block(flat), flat.size, "F32")
+            assert np.array_equal(found.numpy().reshape(-1), flat), (name, slot)
+        resumed.train(2)
+    catalog = open_catalog(LocalFiles(tmp_path))
+    assert {unit.encoding for unit in catalog.manifest(catalog.saves()[0]).units} == {
+        "bf16",
+        "int8-log2",
+        "int8-shared-exponent",
+    }
+    assert catalog.record.reader == 3
+    assert verify(catalog).ok
+
+
 @pytest.mark.parametrize("encode", ["staging", "saving"])
 def test_values_that_an_encoding_cannot_hold_are_stored_raw(tmp_path: Path, encode: str) -> None:
-    with Job(tmp_path, encoding={"fp32": "int8-sqrt-block"}, encode=encode) as job:  # weights have both signs
+    with Job(tmp_path, encoding={"fp32": "int8-log2"}, encode=encode) as job:  # weights have both signs
         job.train(1)
         live = job.state()
-    assert {e.encoding for e in entries(tmp_path, 1)} <= {"raw", "int8-sqrt-block"}
+    assert {e.encoding for e in entries(tmp_path, 1)} <= {"raw", "int8-log2"}
     assert next(e for e in entries(tmp_path, 1) if (e.fqn, e.slot) == ("0.weight", "fp32")).encoding == "raw"
-    with Job(tmp_path, encoding={"fp32": "int8-sqrt-block"}) as resumed:
+    with Job(tmp_path, encoding={"fp32": "int8-log2"}) as resumed:
         assert torch.equal(resumed.state()["0.weight", "fp32"], live["0.weight", "fp32"])
 
 

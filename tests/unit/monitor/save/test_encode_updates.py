@@ -1,7 +1,7 @@
 """No step after a resume explodes: updates stay close to those of the uninterrupted run, in every encoding.
 
 Rows of an embedding that hardly ever come up make it hard: their second moments decay beside large ones. A naive
-encoding, to the nearest in the linear domain, turns them into 0, and the same test then sees updates explode.
+encoding, of linear precision, turns them into 0, and the same test then sees updates explode.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ import torch
 from torch import nn
 
 import monitor
-from monitor.save.torch_codecs import Int8SqrtBlockEncoder
-from store.encoding.base import BLOCK
-from store.encoding.int8 import Int8SqrtBlock
+from monitor.save.torch_codecs import Int8Log2Encoder
+from store.encoding.log2 import Int8Log2
 
-SAVED_AT, WATCHED, MOST = 30, 20, 1.5
+SAVED_AT, WATCHED, MOST = 30, 20, 1.1
+COARSE = {"compact", "coarse"}
 ROWS, WIDTH = 192, 32
 DIFFERENCES = {"packing": 1, "differences": True}
 WAYS: dict[str, dict[str, Any]] = {
     "weights in bf16": {"encoding": {"fp32": "bf16"}},
     "weights in 24 bits": {"encoding": {"fp32": "bf16+int8"}},
     "first moments": {"encoding": {"exp_avg": "int8-block"}},
-    "second moments": {"encoding": {"exp_avg_sq": "int8-sqrt-block"}},
+    "coarse first moments": {"encoding": {"exp_avg": "int8-shared-exponent"}},
+    "second moments": {"encoding": {"exp_avg_sq": "int8-log2"}},
     "moments in bf16": {"encoding": {"exp_avg": "bf16", "exp_avg_sq": "bf16"}},
     "compact": {"encoding": "compact"},
     "careful": {"encoding": "careful"},
@@ -82,49 +83,47 @@ def sizes(store: Path, beta: float, settings: dict[str, Any]) -> tuple[Sizes, Si
     return straight, [resumed.update(step) for step in range(SAVED_AT, SAVED_AT + WATCHED)]
 
 
-def largest_ratio(straight: Sizes, resumed: Sizes) -> float:
-    """Over all steps and all sizes."""
-    return max(found[what] / size for one, found in zip(straight, resumed, strict=True) for what, size in one.items())
+def largest_ratio(straight: Sizes, resumed: Sizes, *, layers: bool = False) -> float:
+    """Over all steps, and all sizes or those of layers."""
+    return max(
+        found[what] / size
+        for one, found in zip(straight, resumed, strict=True)
+        for what, size in one.items()
+        if not (layers and what == "largest")
+    )
 
 
 @pytest.mark.parametrize("beta", [0.95, 0.999])
 @pytest.mark.parametrize("way", WAYS)
 def test_no_update_explodes(tmp_path: Path, way: str, beta: float) -> None:
-    assert largest_ratio(*sizes(tmp_path, beta, WAYS[way])) <= MOST
+    straight, resumed = sizes(tmp_path, beta, WAYS[way])
+    coarse = bool(COARSE & set(way.split()))  # a first moment may be twice as large, so one element's update may be
+    assert largest_ratio(straight, resumed, layers=True) <= (1.2 if coarse else MOST)
+    assert largest_ratio(straight, resumed) <= (2 if coarse else 1) * MOST
 
 
 @pytest.mark.parametrize("beta", [0.95, 0.999])
 def test_a_naive_encoding_of_second_moments_is_caught(tmp_path: Path, naive: None, beta: float) -> None:
-    assert largest_ratio(*sizes(tmp_path, beta, WAYS["second moments"])) > 3 * MOST
+    assert largest_ratio(*sizes(tmp_path, beta, WAYS["second moments"])) > 5 * MOST
 
 
 @pytest.fixture
 def naive(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The mutant: in the place of the encoding for second moments, the same codes without root or rounding up."""
-    monkeypatch.setattr(Int8SqrtBlock, "encode", lambda _, values: np.concatenate(_codes(values)))
-    monkeypatch.setattr(Int8SqrtBlock, "decode", lambda _, data, numel, dtype: _values(data, numel))
-    monkeypatch.setattr(Int8SqrtBlockEncoder, "encode", _torch_encode)
-    monkeypatch.setattr(Int8SqrtBlockEncoder, "decode", _torch_decode)
+    """The mutant: of second moments, only those within a factor of 255 of the largest one are kept."""
+    encode, encode_torch = Int8Log2.encode, Int8Log2Encoder.encode
+
+    def cut(self: Int8Log2, values: np.ndarray) -> np.ndarray:
+        return _only_large(torch.from_numpy(encode(self, values))).numpy()
+
+    def cut_torch(self: Int8Log2Encoder, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        good = encode_torch(self, values, out)
+        _only_large(out)
+        return good
+
+    monkeypatch.setattr(Int8Log2, "encode", cut)
+    monkeypatch.setattr(Int8Log2Encoder, "encode", cut_torch)
     yield
 
 
-def _codes(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    blocks = np.zeros((-(-values.size // BLOCK), BLOCK), np.float32)
-    blocks.reshape(-1)[: values.size] = values
-    scales = blocks.max(1) / np.float32(255)
-    codes = np.rint(blocks / np.where(scales > 0, scales, 1)[:, None]).astype(np.uint8)
-    return codes.reshape(-1)[: values.size], scales.view(np.uint8)
-
-
-def _values(data: np.ndarray, numel: int) -> np.ndarray:
-    scales = data[numel:].copy().view(np.float32)
-    return data[:numel].astype(np.float32) * np.repeat(scales, BLOCK)[:numel]
-
-
-def _torch_encode(_: object, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    out.copy_(torch.from_numpy(np.concatenate(_codes(values.numpy()))))
-    return torch.tensor(True)
-
-
-def _torch_decode(_: object, data: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(torch.from_numpy(_values(data.numpy(), out.numel())))
+def _only_large(codes: torch.Tensor) -> torch.Tensor:
+    return codes.masked_fill_(codes.int() < int(codes.max()) - 16, 0)  # two codes an octave

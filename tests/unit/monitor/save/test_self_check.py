@@ -22,7 +22,6 @@ from store.layout import STORE
 from store.memory import layout
 from store.memory.index import scan_node
 from store.resolve import newest_resumable
-from store.schema import READER
 from store.state_tree import Leaf
 from store.storage.local import LocalFiles
 from tests.support.hooked import HookedFiles
@@ -148,7 +147,7 @@ def test_older_releases_that_ignore_the_difference_refuse_the_store_and_its_memo
         job.step()
     settled(job)
     abandoned(job)
-    assert open_catalog(LocalFiles(store)).record.reader == READER
+    assert open_catalog(LocalFiles(store)).record.reader == 2
     assert scan_node(tier_of(store)).newest is not None
     monkeypatch.setattr(catalog, "READER", 1)
     monkeypatch.setattr(layout, "READER", 1)
@@ -166,7 +165,7 @@ def test_a_lost_store_record_is_restored_with_the_reader_that_its_commits_need(s
     job.step()
     job.ckpt.close()
     (store / STORE).unlink()
-    assert catalog.restore_store_record(LocalFiles(store)).record.reader == READER
+    assert catalog.restore_store_record(LocalFiles(store)).record.reader == 2
 
 
 def test_a_state_dict_with_more_than_parameters_and_buffers(store: Path, logged: pytest.LogCaptureFixture) -> None:

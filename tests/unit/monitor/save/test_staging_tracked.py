@@ -400,7 +400,9 @@ def test_state_that_is_mostly_pinned_is_not_copied_at_once_for_being_so(monkeypa
 
 
 @tracked_only
-def test_moving_memory_to_huge_pages_keeps_no_save_and_no_end_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moving_memory_to_huge_pages_keeps_no_save_and_no_end_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stopped = list[bool]()
     kept = WriteTracker.consolidate
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from monitor.save import torch_codecs as encoders
-from store.encoding import CHUNK, ENCODINGS, encoding_named
+from store.encoding import CHUNK, ENCODINGS, WRITABLE, encoding_named
 from store.errors import DamagedError, StoreError
 from tests.support.entries import iter_chunks
 
-LOSSY = sorted(name for name, encoding in ENCODINGS.items() if not encoding.lossless)
+LOSSY = [name for name in WRITABLE if not ENCODINGS[name].lossless]
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def values() -> torch.Tensor:
     return torch.rand(3, 131, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("name", sorted(ENCODINGS))
+@pytest.mark.parametrize("name", WRITABLE)
 @pytest.mark.parametrize("offset", [0, 1, 2, 3])
 def test_bytes_may_lie_anywhere(name: str, offset: int, values: torch.Tensor) -> None:
     expected, _ = encoders.encode(values, name)
@@ -35,14 +35,15 @@ def test_bytes_may_lie_anywhere(name: str, offset: int, values: torch.Tensor) ->
     assert back.equal(encoders.decode(expected, name, torch.empty_like(values)))
 
 
-@pytest.mark.parametrize("name", sorted(ENCODINGS))
+@pytest.mark.parametrize("name", WRITABLE)
 def test_the_values_are_left_alone_and_need_no_graph(name: str, values: torch.Tensor) -> None:
     parameter = torch.nn.Parameter(values.clone())
     data, good = encoders.encode(parameter, name)
     assert good
     assert parameter.equal(values)
     encoders.decode(data, name, parameter)
-    assert torch.allclose(parameter, values, atol=0.01)
+    coarse = {"int8-log2": 0.2, "int8-shared-exponent": 1.0}
+    assert torch.allclose(parameter, values, atol=0.01, rtol=coarse.get(name, 0))
     assert parameter.grad_fn is None
 
 
@@ -53,7 +54,7 @@ def test_one_chunk_by_its_encoder(name: str, values: torch.Tensor) -> None:
     out = torch.empty(encoders.stored_bytes(flat, name), dtype=torch.uint8)
     assert encoder.encode(flat, out).item() is True
     assert out.numpy().tobytes() == encoding_named(name).encode(flat.numpy()).tobytes()
-    assert encoder.unsigned == (not encoder.encode(-flat, out).item())
+    assert (encoder.limits[0] == 0) == (not encoder.encode(-flat, out).item())
 
 
 def test_raw_takes_any_dtype() -> None:
@@ -81,17 +82,17 @@ def test_what_does_not_fit_together_is_refused(values: torch.Tensor) -> None:
 
 def test_elements_with_odd_strides_that_count_as_contiguous() -> None:
     for values in (torch.ones(1).expand(1, 1), torch.ones(4)[::4], torch.empty(0).expand(3, 0)):
-        for name in ENCODINGS:
+        for name in WRITABLE:
             data, good = encoders.encode(values, name)
             assert good
             assert data.numel() == encoders.stored_bytes(values, name)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("name", sorted(ENCODINGS))
+@pytest.mark.parametrize("name", WRITABLE)
 def test_cuda_gives_the_same_bytes(name: str) -> None:
     rng = np.random.default_rng(0)
-    bits = rng.integers(0, 0x7F000000, 2 * CHUNK + 77, dtype=np.uint32)
+    bits = rng.integers(0, 0x4F000000, 2 * CHUNK + 77, dtype=np.uint32)
     for values in (bits.view("<f4"), (bits >> 7).view("<f4"), rng.random(CHUNK, dtype="f4")):
         data, good = encoders.encode(torch.from_numpy(values).cuda(), name)
         expected = b"".join(encoding_named(name).encode(chunk).tobytes() for chunk in iter_chunks(values))

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from store.encoding import BLOCK, CHUNK, ENCODINGS, chunk_sizes, encoding_named, itemsize
+from store.encoding import BLOCK, CHUNK, ENCODINGS, WRITABLE, chunk_sizes, encoding_named, itemsize
 from store.encoding.base import PIECE
 from store.errors import DamagedError, NewerFormatError
 
 
 def test_every_encoding_is_registered_under_its_own_name() -> None:
-    assert sorted(ENCODINGS) == ["bf16", "bf16+int8", "int8-block", "int8-sqrt-block", "raw"]
+    assert sorted(ENCODINGS) == [
+        "bf16",
+        "bf16+int8",
+        "int8-block",
+        "int8-log2",
+        "int8-shared-exponent",
+        "int8-sqrt-block",
+        "raw",
+    ]
+    assert sorted(WRITABLE) == ["bf16", "bf16+int8", "int8-block", "int8-log2", "int8-shared-exponent", "raw"]
     assert all(encoding_named(name).name == name for name in ENCODINGS)
     assert [name for name, encoding in ENCODINGS.items() if encoding.lossless] == ["raw"]
 
@@ -43,6 +52,8 @@ def test_chunks_and_pieces_are_whole_blocks() -> None:
         ("int8-block", 65, 73),
         ("int8-sqrt-block", 3 * CHUNK + 1, 3 * CHUNK + 1 + 4 * (3 * CHUNK // 64 + 1)),
         ("int8-block", 0, 0),
+        ("int8-log2", 3 * CHUNK + 1, 3 * CHUNK + 1),
+        ("int8-shared-exponent", 3 * CHUNK + 1, 3 * CHUNK + 1 + 3 * CHUNK // 64 + 1),
     ],
 )
 def test_stored_sizes(name: str, numel: int, nbytes: int) -> None:

@@ -1,0 +1,68 @@
+"""Implement ``int8-log2``: values >= 0 on a fixed logarithmic grid, two levels an octave, one byte a value.
+
+    code  = ((bits + 0x280000) >> 22) - 63 if that is above 0, otherwise 1; 0 for zero
+    value = 2**((code - 191) / 2), rounded to float32; 0 for code 0
+
+``bits`` is the pattern of the float32. The addition moves the borders between codes to 1.1875 and 1.6875 times powers
+of two, so a value becomes the level that is nearest by ratio: value / decoded is between 0.8397 and 1.1933.
+
+It is meant for second moments, whose roots divide the update: no update changes by more than 9.3 % for it, and the
+changes average out. The grid is the same everywhere and at all times, so differences to an earlier save are mostly
+zero. Values below 2**-95 become that level, which is far below the square of any useful epsilon; only zero becomes
+zero.
+
+Refused: negative values (-0.0 counts as 0), NaN, infinities, and values from 1.1875 * 2**32 on. All operations are on
+integers, so results do not depend on the floating-point mode.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from store.encoding.base import Bytes, Float32Encoding, Lane, ValuesError, pieces
+
+INT8_LOG2 = "int8-log2"
+
+ROUNDING = 0x280000
+"""Added to the bits of a value before they are cut: 40/128 of an octave in the fraction."""
+
+SHIFT = 22
+"""Bits below the exponent and the highest bit of the fraction."""
+
+OFFSET = 63
+"""Code of a level, less than the exponent and the highest bit of the fraction of its bits."""
+
+TOO_LARGE = (256 + OFFSET << SHIFT) - ROUNDING
+"""Bits of the least value that has no code, 1.1875 * 2**32."""
+
+ROOT_2 = 0x3504F3
+"""Fraction bits of the square root of 2 as float32."""
+
+_LEVELS = np.arange(256, dtype=np.uint32) + OFFSET
+_VALUES = np.where(_LEVELS > OFFSET, (_LEVELS >> 1 << 23) + (_LEVELS & 1) * ROOT_2, 0).astype("<u4").view("<f4")
+
+
+@dataclass(frozen=True)
+class Int8Log2(Float32Encoding):
+    """One lane of unsigned codes."""
+
+    name: str = INT8_LOG2
+    relative_bound: float = 0.194
+
+    def _lanes(self, numel: int) -> tuple[Lane, ...]:
+        return (Lane(numel, 1),)
+
+    def _encode_into(self, data: Bytes, values: NDArray[np.float32]) -> None:
+        bits = values.view("<i4")
+        for piece in pieces(bits.size):
+            signed = bits[piece]
+            # With the sign flipped, -0.0 is 0, other negative values lie above it and all others below.
+            if int((signed.view("<u4") ^ np.uint32(1 << 31)).view("<i4").max()) > 0 or int(signed.max()) >= TOO_LARGE:
+                raise ValuesError(f"{self.name} holds no negative values, no NaN and nothing from 5.1e9 on")
+            code = ((signed + ROUNDING) >> SHIFT) - OFFSET
+            data[piece] = np.maximum(code, np.clip(signed, 0, 1))
+
+    def _decode_into(self, values: NDArray[np.float32], data: Bytes) -> None:
+        for piece in pieces(data.size):
+            np.take(_VALUES, data[piece], out=values[piece], mode="clip")

@@ -1,0 +1,99 @@
+"""Implement ``int8-shared-exponent``: coarse whole multiples of a power of two, one exponent for 64 values.
+
+    large = the largest magnitude of the block
+    usual = the least of four magnitudes, of which each is the largest of every fourth element of the block
+    scale = the greater of 2**(e - 1), where usual rounded to 2 significant bits is in [2**e, 2**(e + 1)),
+            2**(f - 6), where large rounded to 7 significant bits is in [2**f, 2**(f + 1)), and 2**-124;
+            0 where large is at most half of 2**-124
+    code  = value / scale, rounded to the nearest, ties to even; 0 where the scale is 0
+    value = code * scale
+
+All rounding is to the nearest, ties to even. Codes are within -127 and 127, and are stored as zigzag, so that small
+ones have zeros in their high bits; a scale is stored as its exponent, plus 127, or 0. Most codes are within -3 and 3,
+and take less than three bits once packed.
+
+It is meant for first moments, of which a resume needs the sign and about the size: a decoded value has the sign of the
+value or is 0, and is at most twice as large, so no update gets larger than that or turns around. ``usual`` ignores
+outliers, which would make all other values of a block zero. Both statistics are made of minima and maxima, which
+rounding does not reorder, so encoding a decoded value gives the same scale and the same codes.
+
+Refused: NaN, infinities, and values above 1.5 * 2**127 (2.55e38). A shared power of two is block floating point;
+OCP's Microscaling formats (MXINT8) share one among 32 values, with the largest at full scale.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from store.encoding.base import BLOCK, Bytes, Float32Encoding, Lane, ValuesError, pieces
+from store.encoding.int8 import Floats, block_count, rows
+from store.errors import DamagedError
+
+INT8_SHARED_EXPONENT = "int8-shared-exponent"
+
+GROUPS = 4
+"""Of the elements of a block; a group has every fourth one."""
+
+ROUND_USUAL, ROUND_LARGE = 1 << 21, 1 << 16
+"""Added to the bits of a value before its fraction is cut, to get its exponent after rounding to 2 or 7 bits."""
+
+LESS_USUAL, LESS_LARGE = 1, 6
+"""Exponent of the scale, less than that of the rounded value."""
+
+FRACTION = 23
+"""Bits of the fraction of a float32."""
+
+LEAST, MOST = 3, 253
+"""Least and most exponent of a scale, plus 127. With the least, a subnormal value is below half a scale, so codes do
+not depend on whether a thread flushes them to zero."""
+
+TOO_LARGE = 0x7F400001
+"""Magnitude bits of the least value that is refused: above 1.5 * 2**127, a multiple of all scales."""
+
+
+@dataclass(frozen=True)
+class Int8SharedExponent(Float32Encoding):
+    """A lane of zigzag codes, one byte a value, and a lane of exponents, one byte a block."""
+
+    name: str = INT8_SHARED_EXPONENT
+    relative_bound: float = 1.0
+
+    def _lanes(self, numel: int) -> tuple[Lane, ...]:
+        return Lane(numel, 1), Lane(block_count(numel), 1)
+
+    def _encode_into(self, data: Bytes, values: Floats) -> None:
+        codes, exponents = data[: values.size], data[values.size :]
+        for elements, blocks, block in rows(values):
+            exponents[blocks] = exponent = self._exponents(block)
+            inverse = np.where(exponent > 0, 254 - exponent << FRACTION, 0).astype("<u4").view("<f4")
+            code = np.rint(block * inverse[:, None]).astype(np.int8).reshape(-1)[: elements.stop - elements.start]
+            codes[elements] = ((code << 1) ^ (code >> 7)).view(np.uint8)
+
+    def _exponents(self, block: Floats) -> NDArray[np.int32]:
+        """Return the exponent of each block's scale, plus 127, or 0."""
+        largest = block.view("<i4") & 0x7FFFFFFF
+        while largest.shape[1] > GROUPS:
+            largest = np.maximum(largest[:, : largest.shape[1] // 2], largest[:, largest.shape[1] // 2 :])
+        usual, large = largest.min(axis=1), largest.max(axis=1)
+        if int(large.max()) >= TOO_LARGE:
+            raise ValuesError(f"{self.name} holds no NaN, no infinity and nothing above 2.55e38")
+        by_usual = (usual + ROUND_USUAL >> FRACTION) - LESS_USUAL
+        by_large = (large + ROUND_LARGE >> FRACTION) - LESS_LARGE
+        return np.where(large > LEAST - 1 << FRACTION, np.maximum(np.maximum(by_usual, by_large), LEAST), 0)
+
+    def _decode_into(self, values: Floats, data: Bytes) -> None:
+        codes, exponents = data[: values.size], data[values.size :].astype("<u4")
+        if not bool(np.all((exponents == 0) | ((exponents >= LEAST) & (exponents <= MOST)))):
+            raise DamagedError(f"a chunk stored as {self.name} has a scale that was never written")
+        if values.size and int(codes.max()) == 0xFF:
+            raise DamagedError(f"a chunk stored as {self.name} has a code that was never written")
+        scales = (exponents << FRACTION).view("<f4")
+        for piece in pieces(values.size):
+            blocks = slice(piece.start // BLOCK, block_count(piece.stop))
+            by = np.repeat(scales[blocks], BLOCK)[: piece.stop - piece.start]
+            code = (codes[piece] >> 1).view(np.int8) ^ -(codes[piece] & 1).view(np.int8)
+            with np.errstate(over="ignore"):
+                np.multiply(code, by, out=values[piece])
+        if int(exponents.max(initial=0)) > MOST - LESS_LARGE and not bool(np.isfinite(values).all()):
+            raise DamagedError(f"a chunk stored as {self.name} has a value that is not finite")
