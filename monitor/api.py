@@ -17,8 +17,8 @@ from monitor.config.load import Config, bytes_each, load_config
 from monitor.context import JobContext, without_gc
 from monitor.daemon_client import DaemonClient
 from monitor.decide.budget_tracker import BudgetTracker
+from monitor.decide.decider import unit_stats
 from monitor.decide.schedule import schedule_for
-from monitor.decide.statistics import unit_stats
 from monitor.distributed import Group, current_group, run_on_all_ranks, run_on_rank0
 from monitor.events import Listeners
 from monitor.huggingface.accelerator import is_accelerator, prepared_objects

@@ -105,7 +105,7 @@ def top(
 
 
 def _top_json(facts: "Facts") -> dict[str, Any]:
-    from deploy.health.verdict import judge
+    from deploy.health.checks import judge
     from deploy.top.view import layer_rows, moving_slots
 
     verdict = judge(facts)

@@ -18,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from deploy.console import byte_progress, watched
 from deploy.format import clock, drift_text, installed_version, printable, size_text
 from deploy.health import facts as health
-from deploy.health.verdict import Verdict, judge
+from deploy.health.checks import Verdict, judge
 from deploy.report.charts import cost_of, maps_of, scale_for
 from deploy.report.history import History, read_history
 from deploy.report.incidents import Incident, by_time

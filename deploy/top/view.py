@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from deploy.format import clock, drift_text, plural, printable, span_text, tail
+from deploy.health.checks import Verdict, judge
 from deploy.health.facts import Check, Facts
-from deploy.health.verdict import Verdict, judge
 from deploy.tables import slots_of
 from store.certificate import CertifiedUnit
 from store.names import BUFFER, FROZEN, Unit

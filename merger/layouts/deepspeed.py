@@ -18,7 +18,6 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from merger.checkpoint import Checkpoint, config_section
-from merger.deepspeed_partitions import Piece, partition_pieces
 from merger.io.output_file import OutFile, VerbatimFile
 from merger.layouts.base import LayoutResult, Target
 from merger.layouts.deepspeed_facts import (
@@ -26,9 +25,11 @@ from merger.layouts.deepspeed_facts import (
     MICRO,
     EngineFacts,
     GroupFacts,
+    Piece,
     PlacedParameter,
     batch_of,
     facts_of,
+    partition_pieces,
 )
 from merger.layouts.deepspeed_model import (
     CLIENT_KEY,

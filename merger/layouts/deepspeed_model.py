@@ -10,9 +10,8 @@ from deepspeed.checkpoint import constants
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
 from merger.checkpoint import Checkpoint, Placement, PlannedTensor, plan_parameter, portable_run_states, to_portable
-from merger.deepspeed_partitions import Piece, slice_numel, slice_pieces
 from merger.layouts.base import canonical_names, share_tied
-from merger.layouts.deepspeed_facts import EngineFacts
+from merger.layouts.deepspeed_facts import EngineFacts, Piece, slice_numel, slice_pieces
 from merger.layouts.deepspeed_reshard import flat_partitions, has_state
 from merger.layouts.torch_state_dict import optimizer_state
 from merger.tensors import torch_dtype

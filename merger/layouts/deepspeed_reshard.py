@@ -15,8 +15,15 @@ import torch
 from deepspeed.runtime.config import DtypeEnum
 
 from merger.checkpoint import Checkpoint, config_section, gradient_clipping, with_steps
-from merger.deepspeed_partitions import partition_paddings, slice_numel
-from merger.layouts.deepspeed_facts import EngineFacts, GroupFacts, PlacedParameter, SubGroupFacts, config_for
+from merger.layouts.deepspeed_facts import (
+    EngineFacts,
+    GroupFacts,
+    PlacedParameter,
+    SubGroupFacts,
+    config_for,
+    partition_paddings,
+    slice_numel,
+)
 from merger.tensors import torch_dtype
 from store.errors import UnsupportedError
 from store.text import counted, listed

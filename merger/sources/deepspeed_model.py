@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from merger.checkpoint import RankState
-from merger.deepspeed_partitions import slice_numel, slice_pieces
 from merger.io.blocks import Extent
 from merger.layers import group_layers
+from merger.layouts.deepspeed_facts import slice_numel, slice_pieces
 from merger.sources.base import FileTensor, Nest, read_values
 from merger.sources.certificates import NamedTensor
 from merger.sources.deepspeed_files import RankFiles

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from merger.checkpoint import config_section
-from merger.deepspeed_partitions import slice_numel
 from merger.io.blocks import Extent
+from merger.layouts.deepspeed_facts import slice_numel
 from merger.sources.base import FileTensor, Nest, checked_name, read_values
 from merger.sources.deepspeed import DeepSpeedSource
 from merger.sources.deepspeed_files import (

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, TypeVar
 
-from merger.deepspeed_partitions import Piece, partition_paddings, partition_pieces, slice_numel, slice_pieces
 from merger.io.blocks import Extent
+from merger.layouts.deepspeed_facts import Piece, partition_paddings, partition_pieces, slice_numel, slice_pieces
 from merger.sources.base import FileTensor, Nest, read_values
 from merger.sources.deepspeed_files import (
     RankFiles,

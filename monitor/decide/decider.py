@@ -5,17 +5,20 @@ thread. So the training thread reads each byte once: it either copies or measure
 """
 
 import logging
+import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
+import torch
 
 from monitor.config.load import Config
 from monitor.context import JobContext
 from monitor.decide.budget_tracker import BudgetTracker
-from monitor.decide.statistics import Measured, measure_all, unit_stats
-from monitor.distributed import run_on_rank0
+from monitor.distributed import Group, run_on_rank0
 from monitor.events import Listeners
-from monitor.observe.drift_meter import Measure
-from monitor.observe.units import LocalUnit, is_moving
+from monitor.ledger import Ledger
+from monitor.observe.drift_meter import DriftMeter, Measure, drift_ratio
+from monitor.observe.units import LocalUnit, UnitTable, is_moving
 from monitor.types import DecisionResult, SaveRequest
 from policies.base import Budget, Choice, Decision, History, Policy, UnitStats
 from policies.bounds import forced, incomplete
@@ -30,6 +33,90 @@ _log = logging.getLogger("driftpoint")
 
 _MAX_LOGGED = 100
 """Distinct errors that are logged; the metric counts all of them."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measurement of a unit over all ranks. ``drift`` is None if it is not finite."""
+
+    drift: float | None
+    finite: bool
+
+
+def measure_all(
+    meter: DriftMeter, group: Group, units: Collection[Unit], local: Mapping[Unit, LocalUnit]
+) -> tuple[dict[Unit, Measured], dict[Unit, Measure]]:
+    """Measure ``units`` on live tensors. Return the results over all ranks, and those of this rank. Collective.
+
+    The drift of a unit that a rank cannot measure, for lack of memory for example, is unknown on all ranks. ``units``
+    must be the same on all ranks."""
+    if not units:
+        return {}, {}
+    mine, unknown = dict[Unit, Measure](), set[Unit]()
+    for unit in units:
+        try:
+            if unit in local:
+                mine[unit] = meter.measure(unit, local[unit].tensors)
+        except (MemoryError, RuntimeError) as error:  # raised, it would leave the other ranks waiting below
+            _log.warning("%s cannot be measured, so its drift is unknown at this decision: %r", unit, error)
+            unknown.add(unit)
+    rows = torch.tensor(
+        [_UNKNOWN if unit in unknown else _row(mine.get(unit)) for unit in units], dtype=torch.float64
+    ).reshape(-1, 4)
+    summed = group.all_reduce_sum(rows).tolist()
+    measured = {}
+    for unit, (moved, reference, nonfinite, unmeasured) in zip(units, summed, strict=True):
+        drift = drift_ratio(moved, reference) if not (nonfinite or unmeasured) else None
+        measured[unit] = Measured(drift if drift is None or math.isfinite(drift) else None, nonfinite == 0)
+    return measured, mine
+
+
+def unit_stats(table: UnitTable, ledger: Ledger, step: int, measured: Mapping[Unit, Measured]) -> tuple[UnitStats, ...]:
+    """Return the statistics shown to the policy. Units that were not measured have no drift."""
+    stats, versions = [], ledger.versions
+    for unit, layer, size, moving in table.rows:
+        version, measurement = versions.get(unit), measured.get(unit)
+        # A version of a later step does not count: the job resumed from an earlier step.
+        age = -1 if version is None else step - version.version.step
+        staleness = age if age >= 0 else None
+        known = measurement is not None and staleness is not None
+        stats.append(
+            UnitStats(
+                unit,
+                layer.position,
+                layer.block,
+                size.nbytes,
+                drift=measurement.drift if known and measurement is not None else None,
+                staleness=staleness,
+                finite=measurement is None or measurement.finite,
+                moving=moving,
+                changed_shape=version is not None
+                and (version.members != size.members or (not moving and _is_unverified(table, unit, measurement))),
+                error=version.error if version is not None else 0.0,
+                numel=size.numel,
+                encoding=version.encoding if version is not None else None,
+                stored_bytes=version.nbytes if version is not None else 0,
+            )
+        )
+    return tuple(stats)
+
+
+def _is_unverified(table: UnitTable, unit: Unit, measured: Measured | None) -> bool:
+    """Return whether a frozen unit may have changed, since its drift is unknown. It must be saved then."""
+    return unit in table.lost or (measured is not None and measured.finite and measured.drift is None)
+
+
+_UNKNOWN = [0.0, 0.0, 0.0, 1.0]
+
+
+def _row(measure: Measure | None) -> list[float]:
+    if measure is None:
+        return [0.0, 0.0, 0.0, 0.0]
+    if not measure.finite:
+        return [0.0, 0.0, 1.0, 0.0]
+    if not (math.isfinite(measure.moved_sq) and math.isfinite(measure.reference_sq)):
+        return _UNKNOWN
+    return [measure.moved_sq, measure.reference_sq, 0.0, 0.0]
 
 
 class SafePolicy:
@@ -181,3 +268,6 @@ class Decider:
             return self._deadline_policy.select(stats, request.budget_bytes(), history)
         decision = self._policy.select(stats, budget, history)
         return decision if request is None else forced(decision, stats, request.reason)
+
+
+_log = logging.getLogger("driftpoint")

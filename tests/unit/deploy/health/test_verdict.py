@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from deploy.format import ago_text, span_text
-from deploy.health.checks import loss_of_node
+from deploy.health.checks import Verdict, judge, loss_of_node
 from deploy.health.facts import Check, Facts, MemoryFacts, VerifiedCommits, gather
-from deploy.health.verdict import Verdict, judge
 from deploy.report.history import read_history
 from store.catalog import mark_suspect, open_catalog
 from store.memory.arena import Arena

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from deploy.health.checks import Verdict, judge
 from deploy.health.facts import Check, Facts, MemoryFacts, VerifiedCommits, gather
 from deploy.health.trace_reader import Tail
-from deploy.health.verdict import Verdict, judge
 from deploy.report.page import build_report
 from deploy.store_status import store_status
 from store.catalog import open_catalog

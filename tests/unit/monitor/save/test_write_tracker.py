@@ -235,7 +235,7 @@ def test_memory_mappings_are_not_used_up(tracker: WriteTracker, monkeypatch: pyt
 
 
 def test_a_failure_releases_the_tracker(tracker: WriteTracker, monkeypatch: pytest.MonkeyPatch) -> None:
-    def copy_all(*_: object) -> None:
+    def copy_all(*_: object, **__: object) -> None:
         raise OSError("gone")
 
     monkeypatch.setattr(tracker, "copy_all", copy_all)
