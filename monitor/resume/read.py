@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from itertools import accumulate
 from typing import NamedTuple, TypeVar
 
@@ -24,7 +25,6 @@ import torch
 
 from monitor.adapters.base import FragmentPlace, Piece
 from monitor.adapters.module_tensors import as_bytes, torch_dtype
-from monitor.resume.compatibility import encoding_loss
 from store.errors import DamagedError, MissingError, ModelMismatchError, StorageError, UnreachableError
 from store.fragments import Copy, FragmentIndex, FragmentReader, Readable, ReadAhead, Source, byte_range, stored_slot
 from store.layout import payload_path
@@ -43,6 +43,7 @@ _SMALL = 1 << 18
 """Fragments of at most these bytes are kept in host memory once they are checked: a read has a cost of its own. Those
 that follow each other are read at once."""
 
+_CHUNK = 1 << 22  # elements checked at once: the checks need several times the memory of their input
 _LOADED_AT_ONCE = 1024  # small tensors
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of madvise(2), Linux 5.14
@@ -51,6 +52,70 @@ _MOST_OPEN = 256
 
 _REPEATABLE: frozenset[Kind | None] = frozenset({"local", "passing", "container"})
 """Filesystems that keep what was just read in the memory of this machine. Others may fetch it again."""
+
+
+def encoding_loss(host: torch.Tensor, place: FragmentPlace) -> str | None:
+    """Describe the values that the live dtype cannot hold; None if it holds all of them, NaN included.
+
+    Rounding is described, and so is a mask value that becomes infinite (see :func:`_is_mask_value`).
+
+    Raises:
+        ModelMismatchError: Values would change otherwise: too large, fractions in an integer tensor, complex values in
+            a real tensor.
+    """
+    if place.dtype == host.dtype:
+        return None
+    where = f"{place.fragment.fqn}/{place.fragment.slot}"
+    chunks = (host[start : start + _CHUNK] for start in range(0, host.numel(), _CHUNK))
+    losses = {_chunk_loss(chunk, place.dtype, place.fragment.slot == BUFFER) for chunk in chunks}
+    if _Loss.CHANGED in losses:
+        raise ModelMismatchError(
+            f"{where}: values of {host.dtype} are too large for the live {place.dtype}, or of a kind that it cannot "
+            "represent; resume with a wider dtype"
+        )
+    if _Loss.INFINITE in losses:
+        return f"the extremes of {host.dtype} in {where} became infinite in {place.dtype}"
+    return f"{where} was rounded from {host.dtype} to {place.dtype}" if _Loss.ROUNDED in losses else None
+
+
+class _Loss(Enum):
+    NONE, ROUNDED, INFINITE, CHANGED = range(4)
+
+
+def _chunk_loss(host: torch.Tensor, dtype: torch.dtype, buffer: bool) -> _Loss:
+    if host.is_complex():
+        return _Loss.CHANGED
+    live = host.to(dtype)
+    back = live.to(host.dtype)
+    lost = (back != host) & ~(back.isnan() & host.isnan())
+    if not bool(lost.any()):
+        return _Loss.NONE
+    if not dtype.is_floating_point:
+        return _Loss.CHANGED
+    before, after = host[lost], live[lost]
+    distorted = _is_distorted(before, after)
+    if not bool(distorted.any()):
+        return _Loss.ROUNDED
+    only_masks = buffer and not bool((distorted & ~_is_mask_value(before, after)).any())
+    return _Loss.INFINITE if only_masks else _Loss.CHANGED
+
+
+def _is_distorted(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Return where a value changed by more than rounding: became infinite or NaN, or was clipped."""
+    wide, narrow = before.double(), after.double()
+    clipped = (wide.abs() > 1) & (narrow.abs() < wide.abs() / 2)
+    return (wide.isfinite() != narrow.isfinite()) | narrow.isnan() | clipped
+
+
+def _is_mask_value(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Return where a buffer holds the lowest or largest number of its dtype, which becomes infinite in the live dtype.
+
+    Attention masks use that number. ``buffer.to(dtype)`` makes it infinite as well, so the live model would hold the
+    same. It is reported and the state is not exact, since a softmax over -inf alone is NaN and one over equal finite
+    numbers is not. Any other value that is too large, such as 1e6 in a running variance, is refused as in a weight."""
+    if not before.is_floating_point():
+        return torch.zeros_like(before, dtype=torch.bool)
+    return (before.double().abs() == torch.finfo(before.dtype).max) & after.double().isinf()
 
 
 class OpenPayloads:

@@ -20,9 +20,16 @@ from monitor.distributed import Group, run_on_all_ranks, run_on_rank0
 from monitor.events import ResumeEvent
 from monitor.memory.recovery import MemoryCandidate, newest_on_disk
 from monitor.observe.units import LocalUnit, is_moving
-from monitor.resume.compatibility import encoding_loss, require_model, require_optimizer, require_slots
-from monitor.resume.read import OpenPayloads, ReadResult, Slots, read_fragments
-from monitor.resume.select import ResumePoint, resolve_commit, select_commit, select_run_state
+from monitor.resume.read import OpenPayloads, ReadResult, Slots, encoding_loss, read_fragments
+from monitor.resume.select import (
+    ResumePoint,
+    require_model,
+    require_optimizer,
+    require_slots,
+    resolve_commit,
+    select_commit,
+    select_run_state,
+)
 from monitor.run_state import RunState, StateLoader, UserState, restore_rng, unrestored_state
 from store.catalog import Catalog
 from store.certificate import Certificate, certify_stored, mark_memory_sources

@@ -1,4 +1,4 @@
-"""Select the commit to resume, and the save whose run state it continues from.
+"""Select the commit to resume and the save whose run state it continues from; check that they match the live job.
 
 Counters, schedules, random states and user objects are taken whole from one save: the one closest to the effective step
 that all ranks can read. Nothing is interpolated and no scheduler is rewound. Reads records and run states, no model
@@ -6,6 +6,7 @@ tensors, and changes no state. Training thread; collective, except :func:`resolv
 """
 
 import time
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from monitor.adapters.base import Adapter
 from monitor.config.schema import ResumeSettings
 from monitor.distributed import Group, run_on_all_ranks
 from monitor.resume.read import OpenPayloads, Slots, read_with_retries
@@ -23,8 +25,12 @@ from store.errors import DamagedError, ModelMismatchError, NothingToResumeError,
 from store.layout import payload_path
 from store.names import BUFFER, FROZEN, WEIGHTS, SaveId
 from store.resolve import RejectedVersion, Resolution, newest_resumable, resolve
-from store.schema import GroupRecord, PartRecord
+from store.schema import GroupRecord, ManifestRecord, PartRecord
 from store.segment import read_leaves
+from store.text import listed
+
+_OPTIMIZER_MARKERS = frozenset({"betas", "momentum", "alpha", "rho", "lr_decay", "etas", "lambd", "nesterov"})
+"""Hyperparameters that distinguish kinds of optimizers, in all implementations."""
 
 
 @dataclass(frozen=True)
@@ -197,3 +203,68 @@ def _retry_later(catalog: Catalog) -> None:
     """Wait and drop cached records: a read error may be transient."""
     time.sleep(0.2)
     catalog.forget()
+
+
+def require_model(manifest: ManifestRecord, adapter: Adapter) -> None:
+    """Raise ModelMismatchError unless store and model have the same tensors in the same shapes."""
+    infos = adapter.tensors()
+    live = {fqn: info.shape for fqn, info in infos.items()}
+    stored = {fqn: record.shape for fqn, record in manifest.tensors.items()}
+    resized = sorted(fqn for fqn in live.keys() & stored.keys() if live[fqn] != stored[fqn])
+    found = {
+        "only in the store": stored.keys() - live.keys(),
+        "only in this model": live.keys() - stored.keys(),
+        "other shapes (store -> model)": [f"{fqn} {stored[fqn]} -> {live[fqn]}" for fqn in resized],
+    }
+    differences = [f"{kind}: {listed(sorted(names))}" for kind, names in found.items() if names]
+    if not differences:
+        return
+    buffers = [fqn for fqn in resized if infos[fqn].kind == "buffer"]
+    advice = "Set another `store:`, or fix the model"
+    if buffers and buffers == resized and len(differences) == 1:
+        advice = (
+            f"Buffers that grow during training need their saved size: give {buffers[0]} the shape "
+            f"{stored[buffers[0]]} before resume(), or register it with persistent=False and pass an object in "
+            "state=[...] whose load_state_dict creates it"
+        )
+    raise ModelMismatchError("the store holds another model: " + "; ".join(differences) + ". " + advice)
+
+
+def require_slots(stored: Iterable[str], live: Iterable[str]) -> None:
+    """Raise ModelMismatchError if stored and live optimizer slots differ, unless one of them has none.
+
+    stored, live: slots over all ranks; the live ones as they will be after the load."""
+    plain = {WEIGHTS, FROZEN, BUFFER}
+    saved, needed = set(stored) - plain, set(live) - plain
+    if saved != needed and saved and needed:
+        raise ModelMismatchError(
+            f"the store has optimizer state {sorted(saved)}, this optimizer needs {sorted(needed)}: "
+            "resume with the optimizer of the run that saved it"
+        )
+
+
+def require_optimizer(saved: Mapping[str, Any], live: Mapping[str, Any]) -> None:
+    """Raise ModelMismatchError unless both are the same kind of optimizer, with hyperparameters of the same kinds.
+
+    saved, live: results of :meth:`monitor.adapters.base.Adapter.run_state`."""
+    if _markers(saved) != _markers(live):
+        raise ModelMismatchError(
+            f"the store has the state of optimizer {saved['optimizer']}, this job has {live['optimizer']}: "
+            "use the same kind of optimizer, or set another `store:`"
+        )
+    # Where the live value is a tensor, the adapter checks the shape.
+    numbers = {key for key, value in _hyper(live) if isinstance(value, bool | int | float)}
+    for key, value in _hyper(saved):
+        if key in numbers and not isinstance(value, bool | int | float | torch.Tensor | None):
+            raise ModelMismatchError(
+                f"the store has the hyperparameter {key} = {value!r}, which is a number in this optimizer: resume with "
+                "the optimizer of the run that saved it"
+            )
+
+
+def _hyper(framework: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    return (item for group in framework["param_groups"] for item in group["hyper"].items())
+
+
+def _markers(framework: Mapping[str, Any]) -> set[str]:
+    return {key for group in framework["param_groups"] for key in group["hyper"] if key in _OPTIMIZER_MARKERS}

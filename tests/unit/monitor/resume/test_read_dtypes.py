@@ -10,7 +10,7 @@ from torch import nn
 
 import monitor
 from monitor.adapters.base import FragmentPlace
-from monitor.resume.compatibility import encoding_loss
+from monitor.resume.read import encoding_loss
 from store.errors import ModelMismatchError, UnsupportedError
 from store.names import BUFFER, WEIGHTS, Fragment
 
