@@ -268,6 +268,3 @@ class Decider:
             return self._deadline_policy.select(stats, request.budget_bytes(), history)
         decision = self._policy.select(stats, budget, history)
         return decision if request is None else forced(decision, stats, request.reason)
-
-
-_log = logging.getLogger("driftpoint")
