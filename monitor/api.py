@@ -12,9 +12,10 @@ from typing import Any, cast
 from monitor.adapters import adapter_for
 from monitor.adapters.base import Adapter
 from monitor.adapters.frozen import SkipFrozenAdapter
+from monitor.background import without_gc
 from monitor.checkpointer import Checkpointer
 from monitor.config.load import Config, bytes_each, load_config
-from monitor.context import JobContext, without_gc
+from monitor.context import JobContext
 from monitor.daemon_client import DaemonClient
 from monitor.decide.budget_tracker import BudgetTracker
 from monitor.decide.decider import unit_stats

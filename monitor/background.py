@@ -5,6 +5,7 @@ Tasks run one at a time, in order. The training thread blocks only in :meth:`Bac
 kept in its :class:`TaskResult`; none is swallowed.
 """
 
+import gc
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -55,6 +56,18 @@ def training_first() -> Iterator[None]:
     finally:
         _held.hand_over()
         _held.items = None
+
+
+@contextmanager
+def without_gc() -> Iterator[None]:
+    """Pause the cyclic garbage collector: it would go through the records of all tensors again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Once(Generic[T]):

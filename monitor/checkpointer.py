@@ -14,8 +14,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
-from monitor.background import training_first
-from monitor.context import JobContext, without_gc
+from monitor.background import training_first, without_gc
+from monitor.context import JobContext
 from monitor.decide.budget_tracker import BudgetTracker
 from monitor.decide.decider import Decider
 from monitor.distributed import collect_messages, run_on_all_ranks
@@ -184,7 +184,8 @@ class Checkpointer:
         self._saver.forget_bases()
         self._step = result.resume_point.save.step
         self.certificate = build_certificate(result)
-        go_on_from(result, self.certificate, self._job, catalog, local, measure_later=self._saver.measure_later)
+        go_on = partial(go_on_from, needs_drift=self._decider.sees_all, measure_later=self._saver.measure_later)
+        go_on(result, self.certificate, self._job, catalog, local)
 
     def step(self) -> StepReport | None:
         """Count an optimizer step; if a decision is due (``every``), decide what to save and begin the save.

@@ -1,9 +1,7 @@
 """Hold the parts of a job that all components share. ``attach`` builds one per rank."""
 
-import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from monitor.adapters.base import Adapter
@@ -18,18 +16,6 @@ from monitor.observe.units import LocalUnit, UnitTable
 from monitor.run_state import UserState
 from policies.base import Policy
 from store.names import Unit
-
-
-@contextmanager
-def without_gc() -> Iterator[None]:
-    """Pause the cyclic garbage collector: it would go through the records of all tensors again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ class Decider:
 
     def __init__(self, job: JobContext, budget_tracker: BudgetTracker) -> None:
         self._policy = SafePolicy(job.policy, job.config, job.listeners)
-        self._sees_all = job.policy.needs_drift or job.observing
+        self.sees_all = job.policy.needs_drift or job.observing  # whether drift is measured before the choice
         self._meter = job.meter
         self._group = job.group
         self._table = job.table
@@ -178,7 +178,7 @@ class Decider:
         ``dropped``: units with NaN or Inf that the last save left out. If the job is to end at such units, it raises
         NotFiniteError on all ranks."""
         units = list(self._table.sizes)
-        first = [unit for unit in units if self._sees_all or not is_moving(unit)]
+        first = [unit for unit in units if self.sees_all or not is_moving(unit)]
         measured: dict[Unit, Measured] = {}
         mine: dict[Unit, Measure] = {}
         self._measure(first, local, measured, mine)

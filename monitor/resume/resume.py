@@ -371,18 +371,20 @@ def go_on_from(
     catalog: Catalog,
     local: Mapping[Unit, LocalUnit],
     *,
+    needs_drift: bool,
     measure_later: Callable[[Callable[[], None]], None],
 ) -> None:
     """Count versions and measure drift from the resumed state, and notify the listeners. Collective.
 
-    catalog: the store without in-memory snapshots. measure_later: as :meth:`monitor.save.saver.Saver.measure_later`."""
+    catalog: the store without in-memory snapshots. needs_drift: whether decisions do.
+    measure_later: as :meth:`monitor.save.saver.Saver.measure_later`."""
     step, manifest = result.resume_point.save.step, result.resolution.manifest
     _reset_ledger(job, catalog, result, step)
     measures: dict[bool, list[Callable[[], None]]] = {False: [], True: []}  # whether it may be later
     for unit, part in local.items():
         if unit in result.resolution.versions:
             on_host = all(tensor.device.type == "cpu" for tensor in part.tensors)
-            later = on_host and is_moving(unit) and not (job.policy.needs_drift or job.observing)
+            later = on_host and is_moving(unit) and not needs_drift
             measures[later].append(partial(job.meter.reset, unit, part.tensors))
 
     def measure(later: bool) -> None:
