@@ -67,8 +67,7 @@ class LoadedGroup:
     save: SaveId
     parts: Mapping[int, PartRecord]
     problems: tuple[str, ...]
-    refused: bool = False
-    """Storage refused a read (I/O error, too many open files, ...), so the missing parts may be whole."""
+    refused: bool = False  # storage refused a read (I/O error, too many open files), so missing parts may be whole
 
     @cached_property
     def by_unit(self) -> Mapping[Unit, tuple[tuple[PartRecord, Entry], ...]]:
@@ -290,10 +289,8 @@ def _root(files: Files) -> str:
 def open_or_create(files: Files) -> Catalog:
     """Open the store at the root of ``files``, or create it there, durably.
 
-    Raises:
-        StorageError: The directory holds other files; a store is never created among them.
-        DamagedError: It holds commits without ``STORE.json``; a new store never replaces them.
-    """
+    Raises StorageError if the directory holds other files: a store is never created among them. Raises DamagedError if
+    it holds commits without ``STORE.json``: a new store never replaces them."""
     try:
         return open_catalog(files)
     except NoStoreError:
@@ -319,10 +316,7 @@ def open_or_create(files: Files) -> Catalog:
 def restore_store_record(files: Files) -> Catalog:
     """Write a lost ``STORE.json`` anew, with the store id that the records of epochs and commits carry.
 
-    Raises:
-        ExistsError: It is there.
-        DamagedError: No record can be read, or they carry several ids.
-    """
+    Raises ExistsError if it is there, DamagedError if no record can be read, or they carry several ids."""
     if layout.STORE in files.list_dir(""):
         raise ExistsError(f"{_root(files)} has its {layout.STORE}: nothing is to be restored")
     kinds: tuple[tuple[str, type[EpochRecord | ManifestRecord]], ...] = (

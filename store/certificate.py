@@ -239,8 +239,7 @@ def certify(resolution: Resolution) -> Certificate:
 IMPORT = "import"  # policy name in the manifest of an imported commit
 AS_FOUND = "as found: imported, and no hash proves that all files were of one save"
 
-IMPORTED_AS_FOUND = "imported as found"
-"""Reason of the units of an imported commit whose source was not exact. Early releases name its kind."""
+IMPORTED_AS_FOUND = "imported as found"  # reason of units of an inexact import. Early releases name its kind
 
 
 def imported_as_found(manifest: ManifestRecord) -> bool:

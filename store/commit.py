@@ -50,10 +50,8 @@ def wait_for_group(
 ) -> Group:
     """Wait until all ``world_size`` parts are present and match, and return the group.
 
-    Raises:
-        SaveError: Parts were missing after ``timeout`` seconds, or ``aborted`` returned True.
-        DamagedError: A part belongs to another job or decision.
-    """
+    Raises SaveError if parts were missing after ``timeout`` seconds or ``aborted`` returned True, DamagedError if one
+    belongs to another job or decision."""
     began = clock()
     parts: dict[int, tuple[bytes, PartRecord]] = {}
     while True:

@@ -20,8 +20,7 @@ _MAX_VALUES = 100_000  # values of one file, counted again for every alias that 
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 _OCTAL_OR_SEXAGESIMAL = re.compile(r"[-+]?0[0-9_]+|.*:.*")
 
-Loc = Sequence[str | int]
-"""Path to a value: keys of mappings and positions in lists."""
+Loc = Sequence[str | int]  # Path to a value: keys of mappings and positions in lists
 
 
 @dataclass(frozen=True)

@@ -168,8 +168,7 @@ class FragmentReader:
         self._source = source
         self._own = StoredBytes(files, source)
         self._base = None if source.base is None else StoredBytes(files, source.base)
-        self.at_fault: SaveId = source.part.save
-        """After an error: the save whose bytes are damaged or cannot be read."""
+        self.at_fault: SaveId = source.part.save  # after an error: the save whose bytes are damaged or cannot be read
 
     def chunks(self) -> Iterator[Values]:
         """Yield the values: float32 from lossy encodings, bytes (uint8) of ``entry.dtype`` from raw.

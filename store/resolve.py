@@ -18,8 +18,7 @@ from store.names import Fragment, SaveId, Unit
 from store.schema import Entry, GroupRecord, ManifestRecord, PartRecord, UnitRecord
 from store.text import listed
 
-Key = tuple[str, str, str, int, int, str, str]
-"""A save name, and the fields that a fragment has in common with its base."""
+Key = tuple[str, str, str, int, int, str, str]  # a save name, and the fields a fragment has in common with its base
 
 
 def with_bases(stored: Sequence[tuple[PartRecord, Entry]], groups: Iterable[LoadedGroup]) -> tuple[Source, ...]:
@@ -142,10 +141,7 @@ def newest_resumable(
 ) -> tuple[Resolution, tuple[str, ...]]:
     """Resolve the first possible manifest in :func:`store.catalog.resume_order`; also return problems of skipped ones.
 
-    Raises:
-        NothingToResumeError: No manifest resolves.
-        UnreachableError: An object store does not answer.
-    """
+    Raises NothingToResumeError if none resolves, UnreachableError if an object store does not answer."""
     suspects = catalog.suspects()
     passed_over: list[str] = list(suspects.problems)
     saves = catalog.saves()

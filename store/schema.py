@@ -79,8 +79,7 @@ def _save_name(name: str) -> str:
     return SaveId.parse(name).name
 
 
-SaveName = Annotated[str, AfterValidator(_save_name)]
-"""Canonical name of a save, which :meth:`SaveId.parse` accepts."""
+SaveName = Annotated[str, AfterValidator(_save_name)]  # canonical name of a save, which :meth:`SaveId.parse` accepts
 
 
 class Record(BaseModel):
@@ -102,8 +101,7 @@ class IncarnationRecord(Record):
 
     token: Digest
     world_size: Annotated[int, Field(ge=1)]
-    began: str
-    """Wall-clock time in ISO 8601, compared only with commits of the same incarnation that have no ``uptime``."""
+    began: str  # ISO 8601, compared only with commits of the same incarnation that have no `uptime`
     interruptions: Natural  # of the incarnations before this one
     rank_seconds: Ratio  # world size x seconds, summed over the incarnations before this one
 
@@ -253,8 +251,7 @@ class UnitRecord(UnitPiece):
     encoding: Name
     numel: Natural
     nbytes: Natural  # as stored
-    drift: Ratio | None
-    """Relative distance of the live state to this version at the manifest; None if the live values were not finite."""
+    drift: Ratio | None  # relative distance of the live state to it at the manifest; None if that was not finite
     staleness: Natural  # steps between version and manifest
     moving: bool
     error: Ratio = 0.0  # relative distance of the values to their decoded form, measured when they were stored
@@ -275,8 +272,7 @@ class ManifestRecord(SavePiece):
     framework: Name
     policy: Name
     created: str  # wall-clock time in ISO 8601, for people; nothing is ordered by it
-    uptime: Ratio | None = None
-    """Seconds since the job was attached, by a clock that is never set; null in imports and older releases' commits."""
+    uptime: Ratio | None = None  # seconds since the job was attached, monotonic; null in imports and older commits
     previous: SaveName | None
     bytes_avoided: Natural  # bytes that a full save would have written in addition
     layers: tuple[LayerRecord, ...]

@@ -254,8 +254,7 @@ def parse_moment(text: str) -> datetime | None:
 
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: l_type, l_whence, (padding,) l_start, l_len, l_pid, (padding)
 
-_held: dict[Path, int] = {}
-"""Process id of each lock's holder: a forked child inherits this table, but not the lock."""
+_held: dict[Path, int] = {}  # process id of each lock's holder: a forked child inherits this table, but not the lock
 
 
 class FileLock:

@@ -103,12 +103,10 @@ class _Member:
             check_encoded(self.source, self._hash.hexdigest())
 
 
-Progress = Callable[[int], None]
-"""Called with the number of payload bytes just checked."""
+Progress = Callable[[int], None]  # called with the number of payload bytes just checked
 
 
-GroupKey = tuple[SaveId, str]
-"""A segment group and the digest of its parts."""
+GroupKey = tuple[SaveId, str]  # a segment group and the digest of its parts
 
 
 @dataclass(frozen=True)
@@ -143,12 +141,8 @@ def verify(
 ) -> VerifyReport:
     """Check every byte that every commit needs.
 
-    ``only``: commits to check instead of all. ``checked``: groups that were checked before and are skipped.
-
-    Raises:
-        NewerFormatError: The store needs a newer release.
-        UnreachableError: An object store does not answer.
-    """
+    ``only``: commits to check instead of all. ``checked``: groups that were checked before and are skipped. Raises
+    NewerFormatError if the store needs a newer release, UnreachableError if an object store does not answer."""
     catalog.forget()
     checker = _Checker(catalog, progress, checked)
     saves = [save for save in catalog.saves() if only is None or save in only]

@@ -54,12 +54,10 @@ def _changed(path: Path) -> float:
 
 
 class Owner(FileLock):
-    """Lock of a rank's memory.
+    """Lock of a rank's memory. Raises StorageError if another process holds it.
 
-    Raises:
-        StorageError: Another process holds it.
-        MissingError: The folder does not exist, or the file was removed meanwhile and the lock would be invisible.
-    """
+    Raises MissingError if the folder does not exist, or the file was removed meanwhile and the lock would be
+    invisible."""
 
     def __init__(self, path: Path, wait_seconds: float = 0.0) -> None:
         if is_held_here(path):

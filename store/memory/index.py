@@ -125,8 +125,7 @@ class Payload(Protocol):
         """Fill ``target`` from ``offset``. Raises StorageError; MissingError if a retry is useless."""
 
 
-Piece = tuple[int, int, int]
-"""Range of a payload: rank, offset, and number of bytes."""
+Piece = tuple[int, int, int]  # range of a payload: rank, offset, and number of bytes
 
 
 @dataclass(frozen=True)
@@ -228,8 +227,7 @@ def _as_held(unit: UnitRecord, parts: Collection[PartRecord]) -> UnitRecord:
     return unit.model_copy(update={**update, "encoding": names[0] if names else RAW})
 
 
-SnapshotKey = tuple[Path, int]
-"""Identifies one rank's memory by its folder and rank."""
+SnapshotKey = tuple[Path, int]  # identifies one rank's memory by its folder and rank
 
 
 def belonging_to(node: NodeIndex, files: Files) -> NodeIndex:

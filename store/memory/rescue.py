@@ -156,8 +156,7 @@ def _without_offsets(part: PartRecord) -> PartRecord:
 REASON = "written out of memory after the job died"
 
 _CHECKED = 0.5  # seconds between two checks of the newest epoch
-RESCUE_LOCK = "rescue-{}.lock"
-"""Lock file beside the stores' memory, named by store id, held during a rescue on this node."""
+RESCUE_LOCK = "rescue-{}.lock"  # beside the stores' memory, named by store id, held during a rescue on this node
 
 WRITTEN = "written"
 NOTHING = "nothing"

@@ -155,8 +155,7 @@ class Bucket:
     def __init__(self, name: str, options: ObjectOptions) -> None:
         self.name, self.options = name, options
         self._lib = import_obstore()
-        self.failures = (self._lib.exceptions.BaseError, OSError)
-        """Errors that :meth:`writer` and :meth:`upload` may raise."""
+        self.failures = (self._lib.exceptions.BaseError, OSError)  # that :meth:`writer` and :meth:`upload` may raise
         try:
             self._store = self._open()
         except (*self.failures, ValueError) as error:
