@@ -35,8 +35,7 @@ from store.storage.local import Files
 _log = logging.getLogger("driftpoint")
 
 
-Finish = Callable[[SegmentDraft], SegmentDraft]
-"""Adds what was captured before."""
+Finish = Callable[[SegmentDraft], SegmentDraft]  # adds what was captured before
 
 
 @dataclass(frozen=True)
@@ -115,10 +114,7 @@ def with_run_state(segment: SegmentDraft, job: JobContext) -> SegmentDraft:
 def require_storable(job: JobContext, store_id: str, survey: Survey) -> None:
     """Raise on all ranks if a part of the job can never be stored; not for trouble that may pass. Collective.
 
-    Raises:
-        UnstorableError: A tensor has a type that no save can hold.
-        UnsupportedError: The run state cannot be saved.
-    """
+    Raises UnstorableError for a tensor of a type that no save can hold, UnsupportedError for such a run state."""
 
     def check() -> None:
         if survey.trouble is not None and survey.permanent:
@@ -219,11 +215,9 @@ def prune(
 ) -> None:
     """Delete what retention does not keep, and more if another full save does not fit. Log a warning then.
 
+    Records that are not needed any more leave the catalog's cache. The rule gives way where room is short.
+
     Args:
-        files: Of the store.
-        catalog: Of the store; records that are not needed any more leave its cache.
-        retention: Rule that gives way where room is short.
-        epoch: Of the owner.
         failed: Whether a save failed for want of space.
         continued: Commit that the job continues, which stays.
         groups: Segment groups that the job's next commit refers to, which stay.

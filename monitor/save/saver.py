@@ -166,11 +166,8 @@ class Saver:
     def settle(self, step: int, changed: bool, trouble: bool = False) -> SaveStatus:
         """Finish the pending save on all ranks, and move the drift references if it is committed. Collective.
 
-        Args:
-            step: Step of this rank.
-            changed: Whether the pieces of this rank changed.
-            trouble: Whether this rank's part of the job cannot be saved as it is now.
-        """
+        ``changed``: whether the pieces of this rank changed. ``trouble``: whether this rank's part of the job cannot be
+        saved as it is now."""
         self._copies.finish()
         self._collect()
         pending, done = self._pending, self._outcome
@@ -274,15 +271,8 @@ class Saver:
         """Ensure that the name of a save of ``step`` was never used; claim a new epoch if needed. Collective.
 
         A save may have the name of an in-memory snapshot of the same step, since both hold the same state. After a
-        rollback to before that snapshot the state differs, so the name must too.
-
-        Args:
-            step: Step to be saved.
-            snapshot: Whether the save is an in-memory snapshot.
-
-        Returns:
-            The reason why no name can be claimed, or None.
-        """
+        rollback to before that snapshot the state differs, so the name must too. ``snapshot``: whether the save is one.
+        Returns the reason why no name can be claimed, or None."""
         used = step <= self._highest_snapshot if snapshot else step < self._highest_snapshot
         if step > self._highest_step and not used and not self._renewing:
             return None
@@ -345,12 +335,9 @@ class Saver:
         self._copies.finish()
 
     def close(self, timeout: float, clean: bool) -> None:
-        """Wait for the pending save, report its outcome and release the store.
+        """Wait ``timeout`` seconds for the pending save, report its outcome and release the store.
 
-        Args:
-            timeout: Seconds to wait.
-            clean: Whether the job ends as intended, so that its end is no interruption.
-        """
+        ``clean``: whether the job ends as intended, so that its end is no interruption."""
         if clean and self._session.incarnation is not None:
             self.upkeep(self._session.mark_closed, "noting that the job was closed")
         self.flush(timeout)
