@@ -121,8 +121,7 @@ class Catalog:
     def saves(self) -> list[SaveId]:
         """Return all commits by file name, newest first, without reading them.
 
-        Raises DamagedError if there are segments but no ``manifests/``, so that commits were lost.
-        """
+        Raises DamagedError if there are segments but no ``manifests/``, so that commits were lost."""
         return newest_first(self.manifest_names())
 
     def manifest_names(self) -> list[str]:
@@ -189,8 +188,7 @@ class Catalog:
     def group(self, save: SaveId, record: GroupRecord) -> LoadedGroup:
         """Return the parts of a group that match the manifest's ``record``, with the sizes of their payloads checked.
 
-        Raises UnreachableError if an object store does not answer; all other problems are listed in the group.
-        """
+        Raises UnreachableError if an object store does not answer; all other problems are listed in the group."""
         key = (save, record.parts)
         if key not in self._groups:
             group = self._load_group(save, record)
@@ -390,8 +388,7 @@ def resume_order(saves: Sequence[SaveId], suspects: Set[SaveId], proven: Set[Sav
     """Return ``saves`` (newest first) in the order to resume from: suspects last.
 
     If only the newest commit is suspect, the one before it comes first. If the two newest are suspect, the state was
-    bad before them, so proven commits come first.
-    """
+    bad before them, so proven commits come first."""
     leading = sum(1 for _ in takewhile(suspects.__contains__, saves))
     sound = [save for save in saves if save not in suspects]
     if leading > 1:

@@ -43,8 +43,7 @@ class YamlFile:
 def read_yaml(path: Path, kind: str = "configuration") -> YamlFile:
     """Read a YAML mapping; an empty file is an empty mapping. ``kind``: of file, for messages.
 
-    Raises ConfigError if the file cannot be read, or is not a YAML mapping whose keys are text.
-    """
+    Raises ConfigError if the file cannot be read, or is not a YAML mapping whose keys are text."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:

@@ -56,8 +56,7 @@ class SaveId:
     """Identifies one save by its optimizer step and the epoch that made it.
 
     Ordered by epoch, then by step, and by no clock: a commit that an older incarnation of the job still makes after it
-    was fenced is never newer than those of the newer incarnation.
-    """
+    was fenced is never newer than those of the newer incarnation."""
 
     step: int
     epoch: int

@@ -64,8 +64,7 @@ class RejectedVersion:
     """A damaged version of one unit, or (``unit`` None) the damaged run state of a save.
 
     With ``fragment``, only that stored fragment and the differences to it are damaged; without it, all fragments of
-    the version and all differences to them.
-    """
+    the version and all differences to them."""
 
     save: SaveId
     unit: Unit | None = None
@@ -233,8 +232,7 @@ def _ancestors(catalog: Catalog, manifest: ManifestRecord, problems: list[str]) 
     """Yield the older manifests that the commit continues, newest first.
 
     Commits between one and the commit it continues were abandoned by a rollback and are not ancestors. If that commit
-    is pruned or damaged, the next older one takes its place, unless it is ahead in steps.
-    """
+    is pruned or damaged, the next older one takes its place, unless it is ahead in steps."""
     previous = manifest.previous
     for save in catalog.saves():
         if previous is None or save > SaveId.parse(previous) or save.step > manifest.step:

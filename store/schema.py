@@ -153,8 +153,7 @@ class Entry(UnitPiece):
     """One stored fragment: elements [start, start + numel) of the flattened (fqn, slot), and the place of its bytes.
 
     The values of ``dtype`` were encoded. If ``packing`` is set, the encoded bytes were packed: alone, or as the
-    difference to those of the same fragment in the save ``base``.
-    """
+    difference to those of the same fragment in the save ``base``."""
 
     fqn: Name
     start: Natural
@@ -192,8 +191,7 @@ class MeasureRecord(UnitPiece):
     """Measurements of one rank on its staged copy of a unit against the previous version; all norms add up over ranks.
 
     The norms of movement and reference are both 0 if there was no previous version or values are not finite; those of
-    error and decoded values are both 0 for lossless encodings.
-    """
+    error and decoded values are both 0 for lossless encodings."""
 
     moved_sq: Ratio  # squared L2 norm of the movement
     reference_sq: Ratio
@@ -334,8 +332,7 @@ def first_mistake(error: ValidationError) -> str:
 def members_digest(members: Mapping[str, tuple[int, str]]) -> str:
     """Return the digest of ``{fqn: (elements over all ranks, dtype)}``, in any order.
 
-    Versions of a unit are comparable only if it is equal: the number of elements does not show swapped tensors.
-    """
+    Versions of a unit are comparable only if it is equal: the number of elements does not show swapped tensors."""
     return digest(seal(sorted([fqn, numel, dtype] for fqn, (numel, dtype) in members.items())))
 
 

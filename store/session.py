@@ -122,8 +122,7 @@ def read_epoch(files: Files, epoch: int) -> EpochRecord:
 def require_newest(files: Files, epoch: int) -> None:
     """Raise FencedError if an epoch newer than ``epoch`` was claimed.
 
-    Raise StorageError if ``epoch`` itself is not listed: then the store is not there now, and nobody took it over.
-    """
+    Raise StorageError if ``epoch`` itself is not listed: then the store is not there now, and nobody took it over."""
     newest = newest_epoch(files)
     if newest > epoch:
         raise _fenced(epoch, newest)
@@ -260,8 +259,7 @@ _held: dict[Path, int] = {}  # process id of each lock's holder: a forked child 
 class FileLock:
     """POSIX record lock of a file, which is made if missing, held from construction until :meth:`release`.
 
-    Raises BlockingIOError if another process still holds it after ``wait_seconds``, OSError if it cannot be locked.
-    """
+    Raises BlockingIOError if another process still holds it after ``wait_seconds``, OSError if it cannot be locked."""
 
     def __init__(self, path: Path, mode: int, wait_seconds: float = 0.0) -> None:
         self._path = path

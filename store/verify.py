@@ -87,8 +87,7 @@ class _Member:
     def check(self, well_based: bool) -> None:
         """Raise the error of the fragment after all chunks were read. ``well_based``: its base, if any, is whole.
 
-        Damage of the stored bytes is raised first, because it also causes errors of unpacking.
-        """
+        Damage of the stored bytes is raised first, because it also causes errors of unpacking."""
         if well_based and self._error is None:
             try:
                 require_end(self._bytes.read)
@@ -285,8 +284,7 @@ def _require_run_state(catalog: Catalog, resolution: Resolution, bad: frozenset[
     """Return the problems of damaged run states that a resume may do without.
 
     As a resume with default settings does, which takes that of the save nearest to the effective step. Raises
-    DamagedError if it finds none.
-    """
+    DamagedError if it finds none."""
     problems: list[str] = []
     saves = run_saves(resolution, certify(resolution).effective_step)
     for save, record in saves.items():

@@ -46,8 +46,7 @@ def split_lanes(data: Bytes, numel: int) -> tuple[Bytes, Floats]:
 def rows(values: Floats) -> Iterator[tuple[slice, slice, Floats]]:
     """Yield for each piece its elements, its blocks, and its values of shape (blocks, 64).
 
-    A shorter last block comes last, padded with zeros.
-    """
+    A shorter last block comes last, padded with zeros."""
     whole = values.size - values.size % BLOCK
     for piece in pieces(whole):
         yield piece, slice(piece.start // BLOCK, piece.stop // BLOCK), values[piece].reshape(-1, BLOCK)

@@ -63,8 +63,7 @@ def encoded_chunks(
     """Yield the encoded chunks of an entry, unpacked but not decoded.
 
     Raises DamagedError if bytes are missing, left over, or invalid. A base implies packing. A chunk may be
-    a view of the bytes that ``read`` returned, which must not change.
-    """
+    a view of the bytes that ``read`` returned, which must not change."""
     if base is not None and not packed:
         raise DamagedError("an entry that is not packed cannot be the difference to another one")
     for size in chunk_sizes(numel):

@@ -137,8 +137,7 @@ class Arena:
     def room(self, slot: int, nbytes: int) -> mmap.mmap:
         """Drop the slot's version and return its memory of at least ``nbytes`` reserved bytes.
 
-        Raises StorageError, saying what to do, if there is not enough memory.
-        """
+        Raises StorageError, saying what to do, if there is not enough memory."""
         self.drop(slot)
         buffer = self._maps.get(slot)
         if buffer is None or len(buffer) < nbytes:
@@ -177,8 +176,7 @@ class Arena:
         """Take over or remove all memory of earlier incarnations, once every rank has a version of this one.
 
         Each rank takes its own; memory of ranks that are on another node now, or no longer exist, is removed by any
-        rank. Raises StorageError.
-        """
+        rank. Raises StorageError."""
         for old in self._earlier:
             for rank in old.ranks():
                 if rank == self._rank or rank >= world_size or not is_owned(self._place.owner(rank)):
@@ -189,8 +187,7 @@ class Arena:
     def close(self, *, remove: bool) -> None:
         """Unmap the memory and release the lock; with ``remove``, delete the files. A second call changes nothing.
 
-        Raises StorageError if the files cannot be deleted.
-        """
+        Raises StorageError if the files cannot be deleted."""
         for buffer in self._maps.values():
             with suppress(BufferError):  # a view still exists; the mapping ends with the process
                 buffer.close()

@@ -42,8 +42,7 @@ Wanted = Callable[[Generation, int], bool]  # whether to remove a dead rank's me
 def clear_old(base: Path, clock: Callable[[], float] = boot_seconds, *, wanted: Wanted = lambda *_: True) -> int:
     """Remove memory that dead jobs of any store last wrote over ``KEEP_SECONDS`` ago. Return the bytes freed.
 
-    Memory that may hold a state newer than any commit needs a rescue first: ``wanted`` spares it.
-    """
+    Memory that may hold a state newer than any commit needs a rescue first: ``wanted`` spares it."""
     return sum(clear_old_of(tier, clock=clock, wanted=wanted) for tier in tiers(base))
 
 

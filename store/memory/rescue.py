@@ -51,8 +51,7 @@ _STAGED = {field.name for field in fields(StagedFragment)} - {"data"}
 class _Bytes:
     """A :class:`store.segment.StreamedData` of a stored piece of memory.
 
-    ``checked`` is called between pieces; its exceptions end the write.
-    """
+    ``checked`` is called between pieces; its exceptions end the write."""
 
     path: Path
     piece: Entry | StateTensor
@@ -87,8 +86,7 @@ def write_share(files: Files, version: MemoryVersion, rank: int, checked: Callab
     """Write the segment of ``rank`` into the store, durably, unless it is there.
 
     ``checked`` is called between pieces of a few megabytes; its exceptions end the write. Raises DamagedError if memory
-    does not match its record.
-    """
+    does not match its record."""
     part = version.records[rank]
     if _is_written(files, part):
         return
@@ -168,8 +166,7 @@ class RescueResult:
     """Result of a rescue, with the manifest if one was written.
 
     ``outcome`` is ``written``, ``nothing`` (memory holds nothing newer than the store) or ``incomplete`` (versions in
-    memory lack ranks); ``why`` explains it.
-    """
+    memory lack ranks); ``why`` explains it."""
 
     outcome: str
     why: str
@@ -199,8 +196,7 @@ def rescue(
 ) -> ManifestRecord:
     """Commit one version whose ranks are all on this node and dead; the caller holds the rescue lock.
 
-    After an error its files are removed, unless it became a commit. Errors as :func:`rescue_newest`.
-    """
+    After an error its files are removed, unless it became a commit. Errors as :func:`rescue_newest`."""
     watch = _Watch(files, version.save.epoch, aborted)
     try:
         watch.require_newest()
@@ -337,8 +333,7 @@ def _manifest(files: Files, catalog: Catalog, version: MemoryVersion) -> Manifes
 def _before(catalog: Catalog, head: ManifestRecord) -> tuple[str | None, int]:
     """Return the commit that a version continues, and the number of commits so far.
 
-    In one epoch a job never goes back, so it is the newest commit of that epoch, else the one that the job recorded.
-    """
+    In one epoch a job never goes back, so it is the newest commit of that epoch, else the one that the job recorded."""
     for save in catalog.saves():
         if save.epoch == head.epoch and save < head.save:
             with suppress(errors.DamagedError):
@@ -349,8 +344,7 @@ def _before(catalog: Catalog, head: ManifestRecord) -> tuple[str | None, int]:
 def _remove_unless_committed(files: Files, catalog: Catalog, version: MemoryVersion) -> None:
     """Remove the rescue's files unless they are a commit; also a commit whose segments another job already pruned.
 
-    Such a commit came too late and was never acknowledged.
-    """
+    Such a commit came too late and was never acknowledged."""
     save = version.save
     if save in catalog.saves():
         catalog.forget()

@@ -266,8 +266,7 @@ class Bucket:
         """Run an idempotent request with retries; obstore does not retry those that it considers changes.
 
         Refusals with 409 or 412 are repeated too: a request without a condition met another one, and one with a
-        condition has looked for itself who has the name.
-        """
+        condition has looked for itself who has the name."""
         deadline = time.monotonic() + self.options.retry_seconds
         for pause in chain((0.1, 0.2, 0.5, 1.0, 2.0), repeat(5.0)):
             try:
