@@ -290,9 +290,7 @@ def execute(files: Files, plan: PrunePlan) -> None:
     after the manifests are gone cannot find their segments any more; what the manifests of an earlier one need is
     looked up again. A manifest is never replaced, so those that were read for the plan are not read again.
 
-    Raises:
-        FencedError: Another job took the store over; the rest of the plan is left to it.
-    """
+    Raises FencedError if another job took the store over; the rest of the plan is left to it."""
     if plan.blocked is not None or not (plan.manifests or plan.temporaries or plan.groups):
         return
     files.sync_dir(layout.MANIFESTS)

@@ -47,10 +47,8 @@ class RowRanges:
     def of(self, tensor: DTensor, name: str) -> tuple[RowRange, torch.Tensor]:
         """Return the range of a tensor and the local memory behind it.
 
-        Raises:
-            UnsupportedError: for placements other than ``Replicate`` and ``Shard(0)``, for a mesh without some of the
-                job's ranks or with ranks that do not ascend, and for a local tensor whose size does not fit.
-        """
+        Raises UnsupportedError for placements other than ``Replicate`` and ``Shard(0)``, for a mesh without some of the
+        job's ranks or with ranks that do not ascend, and for a local tensor whose size does not fit."""
         key = (tensor.device_mesh, tensor.shape, tensor.placements)
         rows = self._known.get(key)
         if rows is None:

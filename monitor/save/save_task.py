@@ -215,16 +215,10 @@ def prune(
 ) -> None:
     """Delete what retention does not keep, and more if another full save does not fit. Log a warning then.
 
-    Records that are not needed any more leave the catalog's cache. The rule gives way where room is short.
-
-    Args:
-        failed: Whether a save failed for want of space.
-        continued: Commit that the job continues, which stays.
-        groups: Segment groups that the job's next commit refers to, which stay.
-
-    Raises:
-        SaveError: Nothing may be deleted, because a commit cannot be read.
-    """
+    Records that are not needed any more leave the catalog's cache. The rule gives way where room is short. ``failed``:
+    whether a save failed for want of space. ``continued``, the commit that the job continues, and ``groups``, the
+    segment groups that its next commit refers to, stay. Raises SaveError if nothing may be deleted, because a commit
+    cannot be read."""
     wanted = bytes_to_free(catalog, retention, failed=failed)
     fits = wanted == 0 or bytes_to_free(catalog, replace(retention, max_share=None), failed=failed) == 0
     least = 2 if fits else 1  # for the share of the disk alone, no bit rot may cost the only commit

@@ -95,12 +95,9 @@ def is_owned(path: Path) -> bool:
 class Arena:
     """Writes the memory of one rank. Raises StorageError if another process holds it.
 
-    Args:
-        epoch: First epoch of the incarnation.
-        versions: 2, or 1: then there is no version while one is being replaced.
-        files: Of the store, to recognise memory of its copies; without it all memory counts as the store's.
-        replica: Whether it is for replicas of a rank on another node.
-    """
+    ``epoch`` is the first one of the incarnation. ``versions``: 2, or 1: then there is no version while one is being
+    replaced. ``files`` are the store's, to recognise memory of its copies; without it all memory counts as the store's.
+    ``replica``: whether it is for replicas of a rank on another node."""
 
     def __init__(
         self, tier: Tier, epoch: int, rank: int, versions: int = 2, files: Files | None = None, *, replica: bool = False
