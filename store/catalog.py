@@ -15,31 +15,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, takewhile
 
-from store import layout
-from store.errors import (
-    DamagedError,
-    ExistsError,
-    MissingError,
-    NewerFormatError,
-    NoStoreError,
-    StorageError,
-    UnreachableError,
-)
+from store import errors, layout, schema
 from store.names import SaveId, Unit
-from store.schema import (
-    FORMAT,
-    READER,
-    Entry,
-    EpochRecord,
-    GroupRecord,
-    ManifestRecord,
-    PartRecord,
-    StoreRecord,
-    SuspectRecord,
-    from_bytes,
-    to_bytes,
-    unseal,
-)
 from store.segment import PART_LIMIT, check_payload_size, parse_part, parts_digest, present_parts
 from store.storage.atomic import ensure_dir, is_temporary, replace_hint, write_new
 from store.storage.local import Files, list_or_empty
@@ -54,9 +31,9 @@ def noting(problems: list[str], before: str = "") -> Iterator[None]:
     """Add damage and errors of storage to ``problems``, after ``before``; UnreachableError is raised."""
     try:
         yield
-    except UnreachableError:
+    except errors.UnreachableError:
         raise
-    except (DamagedError, StorageError) as error:
+    except (errors.DamagedError, errors.StorageError) as error:
         problems.append(f"{before}{error}")
 
 
@@ -65,14 +42,14 @@ class LoadedGroup:
     """The readable parts of a segment group by rank, and the problems of the others."""
 
     save: SaveId
-    parts: Mapping[int, PartRecord]
+    parts: Mapping[int, schema.PartRecord]
     problems: tuple[str, ...]
     refused: bool = False  # storage refused a read (I/O error, too many open files), so missing parts may be whole
 
     @cached_property
-    def by_unit(self) -> Mapping[Unit, tuple[tuple[PartRecord, Entry], ...]]:
+    def by_unit(self) -> Mapping[Unit, tuple[tuple[schema.PartRecord, schema.Entry], ...]]:
         """Stored fragments of all whole parts by unit; cached, because a group may hold a million fragments."""
-        fragments: dict[Unit, list[tuple[PartRecord, Entry]]] = {}
+        fragments: dict[Unit, list[tuple[schema.PartRecord, schema.Entry]]] = {}
         for part in self.parts.values():
             for entry in part.entries:
                 fragments.setdefault(entry.unit, []).append((part, entry))
@@ -105,10 +82,10 @@ class CommitSurvey:
 class Catalog:
     """Reads the records of one store."""
 
-    def __init__(self, files: Files, record: StoreRecord) -> None:
+    def __init__(self, files: Files, record: schema.StoreRecord) -> None:
         self.files = files
         self.record = record
-        self._manifests: dict[SaveId, ManifestRecord] = {}
+        self._manifests: dict[SaveId, schema.ManifestRecord] = {}
         self._groups: dict[tuple[SaveId, str], LoadedGroup] = {}
         self.survey: CommitSurvey | None = None  # the last one of store.retention
         self.swept: set[SaveId] = set()  # finished segment groups without temporary files
@@ -128,9 +105,9 @@ class Catalog:
         """Return all names in ``manifests/``. Raises as :meth:`saves`."""
         try:
             return self.files.list_dir(layout.MANIFESTS)
-        except MissingError as error:
+        except errors.MissingError as error:
             if any(layout.parse_save_dir(name) is not None for name in list_or_empty(self.files, layout.SEGMENTS)):
-                raise DamagedError(
+                raise errors.DamagedError(
                     f"{_root(self.files)} holds segments but its {layout.MANIFESTS}/ is missing: restore that "
                     "directory from a copy, or make an empty one to begin anew"
                 ) from error
@@ -146,9 +123,9 @@ class Catalog:
         problems: list[str] = []
         try:
             names = self.files.list_dir(layout.SUSPECT)
-        except MissingError:
+        except errors.MissingError:
             return Suspects()
-        except StorageError as error:
+        except errors.StorageError as error:
             return Suspects(problems=(f"{error}; no commit counts as suspect",))
         for name in sorted(names):
             save = layout.parse_save_file(name)
@@ -158,34 +135,34 @@ class Catalog:
                 continue
             path = layout.suspect_path(save)
             try:
-                mark = from_bytes(SuspectRecord, self.files.read(path, _MARK_LIMIT), path)
+                mark = schema.from_bytes(schema.SuspectRecord, self.files.read(path, _MARK_LIMIT), path)
                 if (mark.store_id, mark.save) != (self.store_id, save.name):
-                    raise DamagedError(
+                    raise errors.DamagedError(
                         f"{path} is the mark of {mark.save} of store {mark.store_id}: it was copied or renamed"
                     )
                 why[save] = mark.why
-            except MissingError:  # withdrawn or pruned just now
+            except errors.MissingError:  # withdrawn or pruned just now
                 continue
-            except (DamagedError, StorageError) as error:
+            except (errors.DamagedError, errors.StorageError) as error:
                 problems.append(f"{error}; the mark is ignored")
         return Suspects(why, tuple(problems))
 
-    def manifest(self, save: SaveId) -> ManifestRecord:
+    def manifest(self, save: SaveId) -> schema.ManifestRecord:
         """Return a manifest. Raises DamagedError if it is not whole, or of another store or save."""
         if save not in self._manifests:
             path = layout.manifest_path(save)
             try:
-                manifest = from_bytes(ManifestRecord, self.files.read(path, _MANIFEST_LIMIT), path)
-            except MissingError as error:
-                raise DamagedError(str(error)) from error
+                manifest = schema.from_bytes(schema.ManifestRecord, self.files.read(path, _MANIFEST_LIMIT), path)
+            except errors.MissingError as error:
+                raise errors.DamagedError(str(error)) from error
             if (manifest.store_id, manifest.save) != (self.store_id, save):
-                raise DamagedError(
+                raise errors.DamagedError(
                     f"{path} is manifest {manifest.save} of store {manifest.store_id}: it was copied or renamed"
                 )
             self._manifests[save] = manifest
         return self._manifests[save]
 
-    def group(self, save: SaveId, record: GroupRecord) -> LoadedGroup:
+    def group(self, save: SaveId, record: schema.GroupRecord) -> LoadedGroup:
         """Return the parts of a group that match the manifest's ``record``, with the sizes of their payloads checked.
 
         Raises UnreachableError if an object store does not answer; all other problems are listed in the group."""
@@ -214,18 +191,18 @@ class Catalog:
         self.survey = None
         self.swept.clear()
 
-    def _load_group(self, save: SaveId, record: GroupRecord) -> LoadedGroup:
-        parts: dict[int, PartRecord] = {}
+    def _load_group(self, save: SaveId, record: schema.GroupRecord) -> LoadedGroup:
+        parts: dict[int, schema.PartRecord] = {}
         raw: list[bytes] = []
         problems: list[str] = []
         refused = False
         # Lists the names first: the world size in the record is not trusted before it matches.
         try:
             ranks = [rank for rank in present_parts(self.files, save) if rank < record.world_size]
-        except UnreachableError:
+        except errors.UnreachableError:
             raise
-        except (DamagedError, StorageError) as error:
-            return LoadedGroup(save, {}, (str(error),), refused=isinstance(error, StorageError))
+        except (errors.DamagedError, errors.StorageError) as error:
+            return LoadedGroup(save, {}, (str(error),), refused=isinstance(error, errors.StorageError))
         if len(ranks) != record.world_size:
             present = set(ranks)
             missing = list(islice((rank for rank in range(record.world_size) if rank not in present), 4))
@@ -237,11 +214,11 @@ class Catalog:
                 data = self.files.read(layout.part_path(save, rank), PART_LIMIT)
                 part = parse_part(data, self.store_id, save, rank)
                 check_payload_size(self.files, part)
-            except (DamagedError, MissingError) as error:
+            except (errors.DamagedError, errors.MissingError) as error:
                 problems.append(str(error))
-            except UnreachableError:
+            except errors.UnreachableError:
                 raise
-            except StorageError as error:
+            except errors.StorageError as error:
                 problems.append(str(error))
                 refused = True
             else:
@@ -256,23 +233,23 @@ def open_catalog(files: Files) -> Catalog:
     """Open an existing store. Raises NoStoreError, NewerFormatError or DamagedError if it cannot be read."""
     try:
         data = files.read(layout.STORE, _STORE_LIMIT)
-    except MissingError as error:
-        raise NoStoreError(f"{_root(files)} is no driftpoint store: there is no {layout.STORE} in it") from error
-    body = unseal(data, layout.STORE)
+    except errors.MissingError as error:
+        raise errors.NoStoreError(f"{_root(files)} is no driftpoint store: there is no {layout.STORE} in it") from error
+    body = schema.unseal(data, layout.STORE)
     reader = body.get("reader") if isinstance(body, dict) else None
-    if isinstance(reader, int) and reader > READER:
-        raise NewerFormatError(
+    if isinstance(reader, int) and reader > schema.READER:
+        raise errors.NewerFormatError(
             f"{_root(files)} is in a format that needs a reader of format {reader}; this release reads up to "
-            f"{READER}: run `pip install --upgrade driftpoint`"
+            f"{schema.READER}: run `pip install --upgrade driftpoint`"
         )
-    return Catalog(files, from_bytes(StoreRecord, data, layout.STORE))
+    return Catalog(files, schema.from_bytes(schema.StoreRecord, data, layout.STORE))
 
 
 def require_reader(files: Files, reader: int) -> None:
     """Refuse readers of versions before ``reader`` from now on; durable on return."""
     record = open_catalog(files).record
     if record.reader < reader:
-        replace_hint(files, layout.STORE, to_bytes(record.model_copy(update={"reader": reader})))
+        replace_hint(files, layout.STORE, schema.to_bytes(record.model_copy(update={"reader": reader})))
 
 
 def newest_first(names: Iterable[str]) -> list[SaveId]:
@@ -291,12 +268,12 @@ def open_or_create(files: Files) -> Catalog:
     it holds commits without ``STORE.json``: a new store never replaces them."""
     try:
         return open_catalog(files)
-    except NoStoreError:
+    except errors.NoStoreError:
         files.make_dir("")
     there = [name for name in files.list_dir("") if not is_temporary(name)]
     unknown = [name for name in there if name not in layout.TOP_LEVEL | layout.FOREIGN]
     if unknown:
-        raise StorageError(
+        raise errors.StorageError(
             f"{_root(files)} is no store and not empty (it holds {unknown[0]!r}): name an empty or new directory as "
             "`store:`"
         )
@@ -305,8 +282,10 @@ def open_or_create(files: Files) -> Catalog:
         return _reopen(files)
     for folder in (layout.EPOCHS, layout.SEGMENTS, layout.MANIFESTS, layout.PROVEN):
         ensure_dir(files, folder)
-    data = to_bytes(StoreRecord(format=FORMAT, reader=FORMAT, store_id=secrets.token_hex(16)))
-    with suppress(ExistsError):  # another process created the store at the same moment
+    data = schema.to_bytes(
+        schema.StoreRecord(format=schema.FORMAT, reader=schema.FORMAT, store_id=secrets.token_hex(16))
+    )
+    with suppress(errors.ExistsError):  # another process created the store at the same moment
         write_new(files, layout.STORE, lambda file: file.write(data))
     return open_catalog(files)
 
@@ -316,24 +295,24 @@ def restore_store_record(files: Files) -> Catalog:
 
     Raises ExistsError if it is there, DamagedError if no record can be read, or they carry several ids."""
     if layout.STORE in files.list_dir(""):
-        raise ExistsError(f"{_root(files)} has its {layout.STORE}: nothing is to be restored")
-    kinds: tuple[tuple[str, type[EpochRecord | ManifestRecord]], ...] = (
-        (layout.EPOCHS, EpochRecord),
-        (layout.MANIFESTS, ManifestRecord),
+        raise errors.ExistsError(f"{_root(files)} has its {layout.STORE}: nothing is to be restored")
+    kinds: tuple[tuple[str, type[schema.EpochRecord | schema.ManifestRecord]], ...] = (
+        (layout.EPOCHS, schema.EpochRecord),
+        (layout.MANIFESTS, schema.ManifestRecord),
     )
-    ids, reader = set(), FORMAT
+    ids, reader = set(), schema.FORMAT
     for folder, kind in kinds:
         for name in (name for name in list_or_empty(files, folder) if name.endswith(".json")):
-            with suppress(DamagedError):  # marks of closed epochs, and records that are damaged
-                found = from_bytes(kind, files.read(f"{folder}/{name}", _MANIFEST_LIMIT), name)
+            with suppress(errors.DamagedError):  # marks of closed epochs, and records that are damaged
+                found = schema.from_bytes(kind, files.read(f"{folder}/{name}", _MANIFEST_LIMIT), name)
                 ids.add(found.store_id)
-                reader = max(reader, found.reader if isinstance(found, ManifestRecord) else FORMAT)
+                reader = max(reader, found.reader if isinstance(found, schema.ManifestRecord) else schema.FORMAT)
     if len(ids) != 1:
-        raise DamagedError(
+        raise errors.DamagedError(
             f"the records in {_root(files)} carry {len(ids)} store ids, so its {layout.STORE} cannot be restored: copy "
             "that file from a backup"
         )
-    data = to_bytes(StoreRecord(format=FORMAT, reader=reader, store_id=ids.pop()))
+    data = schema.to_bytes(schema.StoreRecord(format=schema.FORMAT, reader=reader, store_id=ids.pop()))
     write_new(files, layout.STORE, lambda file: file.write(data))
     return open_catalog(files)
 
@@ -342,8 +321,8 @@ def _reopen(files: Files) -> Catalog:
     # Records are written after STORE.json: either another process made the store just now, or the file was lost.
     try:
         return open_catalog(files)
-    except NoStoreError as error:
-        raise DamagedError(
+    except errors.NoStoreError as error:
+        raise errors.DamagedError(
             f"{_root(files)} holds commits but its {layout.STORE} is missing: run `driftpoint doctor --repair STORE`, "
             "or name an empty directory as `store:` to begin anew"
         ) from error
@@ -372,14 +351,14 @@ class Suspects:
 def mark_suspect(files: Files, store_id: str, save: SaveId, why: str) -> None:
     """Record that jobs which resumed from the commit died. Durable on return. A second mark changes nothing."""
     ensure_dir(files, layout.SUSPECT)
-    data = to_bytes(SuspectRecord(store_id=store_id, save=save.name, why=why))
-    with suppress(ExistsError):
+    data = schema.to_bytes(schema.SuspectRecord(store_id=store_id, save=save.name, why=why))
+    with suppress(errors.ExistsError):
         write_new(files, layout.suspect_path(save), lambda file: file.write(data))
 
 
 def withdraw_suspect(files: Files, save: SaveId) -> None:
     """Remove the mark, durably, if there is one."""
-    with suppress(MissingError):
+    with suppress(errors.MissingError):
         files.unlink(layout.suspect_path(save))
         files.sync_dir(layout.SUSPECT)
 
