@@ -8,6 +8,7 @@ appears. Offsets are relative to the end of the header.
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
@@ -340,6 +341,13 @@ def parts_digest(part_files: Iterable[bytes]) -> str:
     for data in part_files:
         state.update(xxhash.xxh3_128_digest(data))
     return state.hexdigest()
+
+
+def remove_segment(files: Files, save: SaveId, rank: int) -> None:
+    """Remove a rank's segment, or its remains, of a save that no manifest names."""
+    for path in (part_path(save, rank), payload_path(save, rank)):  # a part must not outlive its payload
+        with suppress(MissingError):
+            files.unlink(path)
 
 
 def _item(fragment: StagedFragment) -> Item:

@@ -23,12 +23,12 @@ from monitor.save.staging import AsyncCopy, StagedUnit
 from store.catalog import Catalog
 from store.commit import Expected, commit, hint_latest, wait_for_group
 from store.encoding import encoding_named
-from store.errors import DamagedError, MissingError, SaveError, StorageError, UnstorableError
-from store.layout import part_path, payload_path, segment_dir
+from store.errors import DamagedError, SaveError, StorageError, UnstorableError
+from store.layout import segment_dir
 from store.names import RAW, SaveId, Unit
 from store.retention import Retention, bytes_to_free, execute, plan_prune, remove_failed
 from store.schema import MeasureRecord
-from store.segment import SegmentDraft, StagedFragment, write_segment
+from store.segment import SegmentDraft, StagedFragment, remove_segment, write_segment
 from store.session import require_present
 from store.storage.local import Files
 
@@ -248,9 +248,7 @@ def discard(files: Files, save: SaveId, rank: int) -> None:
     """Remove this rank's files of a failed save that no manifest can refer to.
 
     On a disk that is nearly full, the files of failed saves would make the next ones fail too."""
-    for path in (part_path(save, rank), payload_path(save, rank)):  # a part must not outlive its payload
-        with suppress(MissingError):
-            files.unlink(path)
+    remove_segment(files, save, rank)
     with suppress(StorageError):  # other ranks' files may still be there
         files.remove_dir(segment_dir(save))
 

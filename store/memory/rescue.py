@@ -18,10 +18,10 @@ from pathlib import Path
 
 import xxhash
 
-from store import errors
+from store import errors, segment
 from store.catalog import Catalog
 from store.commit import Expected, commit, hint_latest, wait_for_group
-from store.layout import MANIFESTS, manifest_path, part_path, payload_path, segment_dir
+from store.layout import MANIFESTS, manifest_path, segment_dir
 from store.memory.arena import Owner, is_owned
 from store.memory.index import HeldSnapshot, MemoryVersion, assemble_version, belonging_to, rank_share, scan_node
 from store.memory.layout import Tier, make_home, opened
@@ -29,22 +29,13 @@ from store.memory.overlay import Overlay
 from store.names import SaveId
 from store.resolve import resolve
 from store.schema import Entry, ManifestRecord, PartRecord, StateTensor
-from store.segment import (
-    Item,
-    SegmentDraft,
-    StagedFragment,
-    check_payload_size,
-    present_parts,
-    read_part,
-    write_segment,
-)
 from store.session import lock_holder, require_newest
 from store.storage.atomic import is_temporary
 from store.storage.local import Files, LocalFiles, list_or_empty, read_at
 from store.text import listed
 
 _PIECE = 1 << 22
-_STAGED = {field.name for field in fields(StagedFragment)} - {"data"}
+_STAGED = {field.name for field in fields(segment.StagedFragment)} - {"data"}
 
 
 @dataclass(frozen=True)
@@ -90,32 +81,25 @@ def write_share(files: Files, version: MemoryVersion, rank: int, checked: Callab
     part = version.records[rank]
     if _is_written(files, part):
         return
-    remove_share(files, version.save, rank)
+    segment.remove_segment(files, version.save, rank)
     payload = version.payloads.get(rank)
     if payload is None:
         raise errors.StorageError(f"rank {rank}'s memory is not on this node")
-    draft = SegmentDraft(
+    draft = segment.SegmentDraft(
         store_id=part.store_id,
         save=part.save,
         rank=rank,
         world_size=part.world_size,
         plan=part.plan,
         fragments=[
-            StagedFragment(**entry.model_dump(include=_STAGED), data=_Bytes(payload, entry, checked))
+            segment.StagedFragment(**entry.model_dump(include=_STAGED), data=_Bytes(payload, entry, checked))
             for entry in part.entries
         ],
         run_state=part.run_state,
-        run_leaves=[Item("", one.dtype, one.shape, _Bytes(payload, one, checked)) for one in part.run_tensors],
+        run_leaves=[segment.Item("", one.dtype, one.shape, _Bytes(payload, one, checked)) for one in part.run_tensors],
         facts=part.facts,
     )
-    write_segment(files, draft, lambda: part.measures)
-
-
-def remove_share(files: Files, save: SaveId, rank: int) -> None:
-    """Remove a rank's segment, or its remains, of a save that no manifest names."""
-    for path in (part_path(save, rank), payload_path(save, rank)):  # a part must not outlive its payload
-        with suppress(errors.MissingError):
-            files.unlink(path)
+    segment.write_segment(files, draft, lambda: part.measures)
 
 
 def remove_rest(files: Files, save: SaveId) -> None:
@@ -132,8 +116,8 @@ def remove_rest(files: Files, save: SaveId) -> None:
 
 def _is_written(files: Files, part: PartRecord) -> bool:
     try:
-        stored = read_part(files, part.store_id, part.save, part.rank)
-        check_payload_size(files, stored)
+        stored = segment.read_part(files, part.store_id, part.save, part.rank)
+        segment.check_payload_size(files, stored)
     except (errors.MissingError, errors.DamagedError):
         return False
     return _without_offsets(stored) == _without_offsets(part)
@@ -348,11 +332,11 @@ def _remove_unless_committed(files: Files, catalog: Catalog, version: MemoryVers
     save = version.save
     if save in catalog.saves():
         catalog.forget()
-        if present_parts(files, save):
+        if segment.present_parts(files, save):
             return
         with suppress(errors.MissingError):
             files.unlink(manifest_path(save))
         files.sync_dir(MANIFESTS)
     for rank in version.records:
-        remove_share(files, save, rank)
+        segment.remove_segment(files, save, rank)
     remove_rest(files, save)
