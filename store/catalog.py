@@ -15,8 +15,22 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, takewhile
 
-from store import errors, layout, schema
+from store import errors, layout
 from store.names import SaveId, Unit
+from store.schema import (
+    FORMAT,
+    READER,
+    Entry,
+    EpochRecord,
+    GroupRecord,
+    ManifestRecord,
+    PartRecord,
+    StoreRecord,
+    SuspectRecord,
+    from_bytes,
+    to_bytes,
+    unseal,
+)
 from store.segment import PART_LIMIT, check_payload_size, parse_part, parts_digest, present_parts
 from store.storage.atomic import ensure_dir, is_temporary, replace_hint, write_new
 from store.storage.local import Files, list_or_empty
@@ -42,14 +56,14 @@ class LoadedGroup:
     """The readable parts of a segment group by rank, and the problems of the others."""
 
     save: SaveId
-    parts: Mapping[int, schema.PartRecord]
+    parts: Mapping[int, PartRecord]
     problems: tuple[str, ...]
     refused: bool = False  # storage refused a read (I/O error, too many open files), so missing parts may be whole
 
     @cached_property
-    def by_unit(self) -> Mapping[Unit, tuple[tuple[schema.PartRecord, schema.Entry], ...]]:
+    def by_unit(self) -> Mapping[Unit, tuple[tuple[PartRecord, Entry], ...]]:
         """Stored fragments of all whole parts by unit; cached, because a group may hold a million fragments."""
-        fragments: dict[Unit, list[tuple[schema.PartRecord, schema.Entry]]] = {}
+        fragments: dict[Unit, list[tuple[PartRecord, Entry]]] = {}
         for part in self.parts.values():
             for entry in part.entries:
                 fragments.setdefault(entry.unit, []).append((part, entry))
@@ -82,10 +96,10 @@ class CommitSurvey:
 class Catalog:
     """Reads the records of one store."""
 
-    def __init__(self, files: Files, record: schema.StoreRecord) -> None:
+    def __init__(self, files: Files, record: StoreRecord) -> None:
         self.files = files
         self.record = record
-        self._manifests: dict[SaveId, schema.ManifestRecord] = {}
+        self._manifests: dict[SaveId, ManifestRecord] = {}
         self._groups: dict[tuple[SaveId, str], LoadedGroup] = {}
         self.survey: CommitSurvey | None = None  # the last one of store.retention
         self.swept: set[SaveId] = set()  # finished segment groups without temporary files
@@ -135,7 +149,7 @@ class Catalog:
                 continue
             path = layout.suspect_path(save)
             try:
-                mark = schema.from_bytes(schema.SuspectRecord, self.files.read(path, _MARK_LIMIT), path)
+                mark = from_bytes(SuspectRecord, self.files.read(path, _MARK_LIMIT), path)
                 if (mark.store_id, mark.save) != (self.store_id, save.name):
                     raise errors.DamagedError(
                         f"{path} is the mark of {mark.save} of store {mark.store_id}: it was copied or renamed"
@@ -147,12 +161,12 @@ class Catalog:
                 problems.append(f"{error}; the mark is ignored")
         return Suspects(why, tuple(problems))
 
-    def manifest(self, save: SaveId) -> schema.ManifestRecord:
+    def manifest(self, save: SaveId) -> ManifestRecord:
         """Return a manifest. Raises DamagedError if it is not whole, or of another store or save."""
         if save not in self._manifests:
             path = layout.manifest_path(save)
             try:
-                manifest = schema.from_bytes(schema.ManifestRecord, self.files.read(path, _MANIFEST_LIMIT), path)
+                manifest = from_bytes(ManifestRecord, self.files.read(path, _MANIFEST_LIMIT), path)
             except errors.MissingError as error:
                 raise errors.DamagedError(str(error)) from error
             if (manifest.store_id, manifest.save) != (self.store_id, save):
@@ -162,7 +176,7 @@ class Catalog:
             self._manifests[save] = manifest
         return self._manifests[save]
 
-    def group(self, save: SaveId, record: schema.GroupRecord) -> LoadedGroup:
+    def group(self, save: SaveId, record: GroupRecord) -> LoadedGroup:
         """Return the parts of a group that match the manifest's ``record``, with the sizes of their payloads checked.
 
         Raises UnreachableError if an object store does not answer; all other problems are listed in the group."""
@@ -191,8 +205,8 @@ class Catalog:
         self.survey = None
         self.swept.clear()
 
-    def _load_group(self, save: SaveId, record: schema.GroupRecord) -> LoadedGroup:
-        parts: dict[int, schema.PartRecord] = {}
+    def _load_group(self, save: SaveId, record: GroupRecord) -> LoadedGroup:
+        parts: dict[int, PartRecord] = {}
         raw: list[bytes] = []
         problems: list[str] = []
         refused = False
@@ -235,21 +249,21 @@ def open_catalog(files: Files) -> Catalog:
         data = files.read(layout.STORE, _STORE_LIMIT)
     except errors.MissingError as error:
         raise errors.NoStoreError(f"{_root(files)} is no driftpoint store: there is no {layout.STORE} in it") from error
-    body = schema.unseal(data, layout.STORE)
+    body = unseal(data, layout.STORE)
     reader = body.get("reader") if isinstance(body, dict) else None
-    if isinstance(reader, int) and reader > schema.READER:
+    if isinstance(reader, int) and reader > READER:
         raise errors.NewerFormatError(
             f"{_root(files)} is in a format that needs a reader of format {reader}; this release reads up to "
-            f"{schema.READER}: run `pip install --upgrade driftpoint`"
+            f"{READER}: run `pip install --upgrade driftpoint`"
         )
-    return Catalog(files, schema.from_bytes(schema.StoreRecord, data, layout.STORE))
+    return Catalog(files, from_bytes(StoreRecord, data, layout.STORE))
 
 
 def require_reader(files: Files, reader: int) -> None:
     """Refuse readers of versions before ``reader`` from now on; durable on return."""
     record = open_catalog(files).record
     if record.reader < reader:
-        replace_hint(files, layout.STORE, schema.to_bytes(record.model_copy(update={"reader": reader})))
+        replace_hint(files, layout.STORE, to_bytes(record.model_copy(update={"reader": reader})))
 
 
 def newest_first(names: Iterable[str]) -> list[SaveId]:
@@ -282,9 +296,7 @@ def open_or_create(files: Files) -> Catalog:
         return _reopen(files)
     for folder in (layout.EPOCHS, layout.SEGMENTS, layout.MANIFESTS, layout.PROVEN):
         ensure_dir(files, folder)
-    data = schema.to_bytes(
-        schema.StoreRecord(format=schema.FORMAT, reader=schema.FORMAT, store_id=secrets.token_hex(16))
-    )
+    data = to_bytes(StoreRecord(format=FORMAT, reader=FORMAT, store_id=secrets.token_hex(16)))
     with suppress(errors.ExistsError):  # another process created the store at the same moment
         write_new(files, layout.STORE, lambda file: file.write(data))
     return open_catalog(files)
@@ -296,23 +308,23 @@ def restore_store_record(files: Files) -> Catalog:
     Raises ExistsError if it is there, DamagedError if no record can be read, or they carry several ids."""
     if layout.STORE in files.list_dir(""):
         raise errors.ExistsError(f"{_root(files)} has its {layout.STORE}: nothing is to be restored")
-    kinds: tuple[tuple[str, type[schema.EpochRecord | schema.ManifestRecord]], ...] = (
-        (layout.EPOCHS, schema.EpochRecord),
-        (layout.MANIFESTS, schema.ManifestRecord),
+    kinds: tuple[tuple[str, type[EpochRecord | ManifestRecord]], ...] = (
+        (layout.EPOCHS, EpochRecord),
+        (layout.MANIFESTS, ManifestRecord),
     )
-    ids, reader = set(), schema.FORMAT
+    ids, reader = set(), FORMAT
     for folder, kind in kinds:
         for name in (name for name in list_or_empty(files, folder) if name.endswith(".json")):
             with suppress(errors.DamagedError):  # marks of closed epochs, and records that are damaged
-                found = schema.from_bytes(kind, files.read(f"{folder}/{name}", _MANIFEST_LIMIT), name)
+                found = from_bytes(kind, files.read(f"{folder}/{name}", _MANIFEST_LIMIT), name)
                 ids.add(found.store_id)
-                reader = max(reader, found.reader if isinstance(found, schema.ManifestRecord) else schema.FORMAT)
+                reader = max(reader, found.reader if isinstance(found, ManifestRecord) else FORMAT)
     if len(ids) != 1:
         raise errors.DamagedError(
             f"the records in {_root(files)} carry {len(ids)} store ids, so its {layout.STORE} cannot be restored: copy "
             "that file from a backup"
         )
-    data = schema.to_bytes(schema.StoreRecord(format=schema.FORMAT, reader=reader, store_id=ids.pop()))
+    data = to_bytes(StoreRecord(format=FORMAT, reader=reader, store_id=ids.pop()))
     write_new(files, layout.STORE, lambda file: file.write(data))
     return open_catalog(files)
 
@@ -351,7 +363,7 @@ class Suspects:
 def mark_suspect(files: Files, store_id: str, save: SaveId, why: str) -> None:
     """Record that jobs which resumed from the commit died. Durable on return. A second mark changes nothing."""
     ensure_dir(files, layout.SUSPECT)
-    data = schema.to_bytes(schema.SuspectRecord(store_id=store_id, save=save.name, why=why))
+    data = to_bytes(SuspectRecord(store_id=store_id, save=save.name, why=why))
     with suppress(errors.ExistsError):
         write_new(files, layout.suspect_path(save), lambda file: file.write(data))
 
