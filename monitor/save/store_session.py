@@ -11,7 +11,6 @@ import time
 from dataclasses import dataclass, field, replace
 
 from monitor.distributed import Group, run_on_all_ranks, run_on_rank0
-from store import session
 from store.catalog import Catalog, open_catalog, open_or_create
 from store.commit import mark_proven
 from store.errors import DamagedError, FencedError, MissingError, NoSpaceError, NoStoreError, StorageError
@@ -19,6 +18,18 @@ from store.location import files_at, place_of
 from store.names import SaveId
 from store.retention import Retention, execute, plan_prune
 from store.schema import EpochRecord, IncarnationRecord
+from store.session import (
+    IncarnationCount,
+    StoreLock,
+    begin_incarnation,
+    claim_epoch,
+    is_closed,
+    mark_closed,
+    new_incarnation,
+    newest_epoch,
+    read_epoch,
+    renew_epoch,
+)
 from store.storage.bucket import ObjectOptions
 from store.storage.local import Files, LocalFiles
 from store.storage.object_store import ObjectFiles
@@ -37,7 +48,7 @@ class StoreSession:
     epoch: int
     token: str  # of the claim of ``epoch``; a job on a copy of the store may claim the same epoch with another token
     has_commits: bool  # when it was opened
-    lock: session.StoreLock | None  # rank 0 only
+    lock: StoreLock | None  # rank 0 only
     incarnation: IncarnationRecord | None = None  # stored with each claimed epoch; rank 0, if interruptions are counted
     claimed: bool = True  # False: the disk had no room for the claim; until the next one, `epoch` is the last job's
     newest: SaveId | None = None  # the newest commit when it was opened; rank 0
@@ -59,7 +70,7 @@ class StoreSession:
 
         def claim() -> tuple[int, str]:
             self.require_unchanged()
-            record = session.renew_epoch(self.files, self.catalog.store_id, self.epoch, self.token, self.incarnation)
+            record = renew_epoch(self.files, self.catalog.store_id, self.epoch, self.token, self.incarnation)
             return record.epoch, record.token
 
         self.epoch, self.token = run_on_rank0(group, claim)
@@ -72,7 +83,7 @@ class StoreSession:
     def mark_closed(self) -> None:
         """Record that this job ends as intended, so that its end is no interruption. Rank 0, if they are counted."""
         if self.claimed:
-            session.mark_closed(self.files, self.catalog.store_id, self.epoch, time.monotonic() - self.began)
+            mark_closed(self.files, self.catalog.store_id, self.epoch, time.monotonic() - self.began)
 
     def release(self) -> None:
         """Release the lock, so that another job can open the store."""
@@ -117,7 +128,7 @@ def open_store(
         UnsupportedError: The object store has no conditional puts, so two jobs could overwrite each other's commits.
     """
     files = run_on_all_ranks(group, lambda: files_at(place_of(path).expanduser(), options))
-    lock: session.StoreLock | None = None
+    lock: StoreLock | None = None
     incarnation: IncarnationRecord | None = None
     newest: SaveId | None = None
 
@@ -125,7 +136,7 @@ def open_store(
         nonlocal lock, incarnation, newest
         catalog = open_or_create(files) if create else _open_existing(files, path)
         if isinstance(files, LocalFiles):
-            lock = session.StoreLock(files.root, lock_seconds)
+            lock = StoreLock(files.root, lock_seconds)
         elif isinstance(files, ObjectFiles):
             files.require_conditional_puts()
         if counting:
@@ -168,7 +179,7 @@ def _claim(catalog: Catalog, incarnation: IncarnationRecord | None, *, locked: b
     """Claim an epoch, or return the newest one unclaimed if the disk is full. Raises NoSpaceError in a new store."""
     files = catalog.files
     try:
-        record = session.claim_epoch(files, catalog.store_id, incarnation)
+        record = claim_epoch(files, catalog.store_id, incarnation)
     except NoSpaceError as error:
         before = _newest_record(files)
         if before is None:
@@ -176,7 +187,7 @@ def _claim(catalog: Catalog, incarnation: IncarnationRecord | None, *, locked: b
         if not _free_some(catalog, before, locked=locked):
             return _unclaimed(before, error, files)
         try:
-            record = session.claim_epoch(files, catalog.store_id, incarnation)
+            record = claim_epoch(files, catalog.store_id, incarnation)
         except NoSpaceError as again:
             return _unclaimed(_newest_record(files) or before, again, files)
     return _Claim(record.epoch, record.token, record.token)
@@ -194,9 +205,9 @@ def _unclaimed(before: EpochRecord, error: NoSpaceError, files: Files) -> _Claim
 
 
 def _newest_record(files: Files) -> EpochRecord | None:
-    newest = session.newest_epoch(files)
+    newest = newest_epoch(files)
     try:
-        return session.read_epoch(files, newest) if newest else None
+        return read_epoch(files, newest) if newest else None
     except (DamagedError, MissingError):
         return None
 
@@ -207,7 +218,7 @@ def _free_some(catalog: Catalog, before: EpochRecord, *, locked: bool) -> bool:
     Before its claim this job does not own the store: the job before must have ended, as its mark says, or the lock of
     the machine on which it ran. A rescue of its memory there gives way to the lock."""
     ended = locked and before.host == socket.gethostname()
-    if not ended and not session.is_closed(catalog, before.epoch):
+    if not ended and not is_closed(catalog, before.epoch):
         return False
     try:  # on another host its memory may just be committed, with segments that no manifest names yet
         plan = plan_prune(catalog, Retention(keep_last=_EVERY_COMMIT), before.epoch, make_room=1, least=2, ended=ended)
@@ -223,10 +234,10 @@ def _free_some(catalog: Catalog, before: EpochRecord, *, locked: bool) -> bool:
 
 def _begin_incarnation(catalog: Catalog, world_size: int) -> IncarnationRecord:
     try:
-        return session.begin_incarnation(catalog, world_size)
+        return begin_incarnation(catalog, world_size)
     except (StorageError, DamagedError) as error:
         _log.warning("cannot read how often this job was interrupted (%s): counting from now on", error)
-        return session.new_incarnation(session.IncarnationCount(), world_size)
+        return new_incarnation(IncarnationCount(), world_size)
 
 
 def open_existing_store(path: str, group: Group, options: ObjectOptions | None = None) -> Catalog | None:
@@ -251,7 +262,7 @@ def _check_epoch(files: Files, epoch: int, token: str) -> Catalog:
     )
     try:
         catalog = open_catalog(files)
-        record = session.read_epoch(files, epoch)
+        record = read_epoch(files, epoch)
     except (NoStoreError, MissingError, DamagedError) as error:
         raise StorageError(f"this rank does not see rank 0's store at {root}: {error}. {advice}") from error
     if record.token != token:
