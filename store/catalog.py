@@ -15,16 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, takewhile
 
-from store import layout
-from store.errors import (
-    DamagedError,
-    ExistsError,
-    MissingError,
-    NewerFormatError,
-    NoStoreError,
-    StorageError,
-    UnreachableError,
-)
+from store import errors, layout
 from store.names import SaveId, Unit
 from store.schema import (
     FORMAT,
@@ -54,9 +45,9 @@ def noting(problems: list[str], before: str = "") -> Iterator[None]:
     """Add damage and errors of storage to ``problems``, after ``before``; UnreachableError is raised."""
     try:
         yield
-    except UnreachableError:
+    except errors.UnreachableError:
         raise
-    except (DamagedError, StorageError) as error:
+    except (errors.DamagedError, errors.StorageError) as error:
         problems.append(f"{before}{error}")
 
 
@@ -67,8 +58,7 @@ class LoadedGroup:
     save: SaveId
     parts: Mapping[int, PartRecord]
     problems: tuple[str, ...]
-    refused: bool = False
-    """Storage refused a read (I/O error, too many open files, ...), so the missing parts may be whole."""
+    refused: bool = False  # storage refused a read (I/O error, too many open files), so missing parts may be whole
 
     @cached_property
     def by_unit(self) -> Mapping[Unit, tuple[tuple[PartRecord, Entry], ...]]:
@@ -122,17 +112,16 @@ class Catalog:
     def saves(self) -> list[SaveId]:
         """Return all commits by file name, newest first, without reading them.
 
-        Raises DamagedError if there are segments but no ``manifests/``, so that commits were lost.
-        """
+        Raises DamagedError if there are segments but no ``manifests/``, so that commits were lost."""
         return newest_first(self.manifest_names())
 
     def manifest_names(self) -> list[str]:
         """Return all names in ``manifests/``. Raises as :meth:`saves`."""
         try:
             return self.files.list_dir(layout.MANIFESTS)
-        except MissingError as error:
+        except errors.MissingError as error:
             if any(layout.parse_save_dir(name) is not None for name in list_or_empty(self.files, layout.SEGMENTS)):
-                raise DamagedError(
+                raise errors.DamagedError(
                     f"{_root(self.files)} holds segments but its {layout.MANIFESTS}/ is missing: restore that "
                     "directory from a copy, or make an empty one to begin anew"
                 ) from error
@@ -148,9 +137,9 @@ class Catalog:
         problems: list[str] = []
         try:
             names = self.files.list_dir(layout.SUSPECT)
-        except MissingError:
+        except errors.MissingError:
             return Suspects()
-        except StorageError as error:
+        except errors.StorageError as error:
             return Suspects(problems=(f"{error}; no commit counts as suspect",))
         for name in sorted(names):
             save = layout.parse_save_file(name)
@@ -162,13 +151,13 @@ class Catalog:
             try:
                 mark = from_bytes(SuspectRecord, self.files.read(path, _MARK_LIMIT), path)
                 if (mark.store_id, mark.save) != (self.store_id, save.name):
-                    raise DamagedError(
+                    raise errors.DamagedError(
                         f"{path} is the mark of {mark.save} of store {mark.store_id}: it was copied or renamed"
                     )
                 why[save] = mark.why
-            except MissingError:  # withdrawn or pruned just now
+            except errors.MissingError:  # withdrawn or pruned just now
                 continue
-            except (DamagedError, StorageError) as error:
+            except (errors.DamagedError, errors.StorageError) as error:
                 problems.append(f"{error}; the mark is ignored")
         return Suspects(why, tuple(problems))
 
@@ -178,10 +167,10 @@ class Catalog:
             path = layout.manifest_path(save)
             try:
                 manifest = from_bytes(ManifestRecord, self.files.read(path, _MANIFEST_LIMIT), path)
-            except MissingError as error:
-                raise DamagedError(str(error)) from error
+            except errors.MissingError as error:
+                raise errors.DamagedError(str(error)) from error
             if (manifest.store_id, manifest.save) != (self.store_id, save):
-                raise DamagedError(
+                raise errors.DamagedError(
                     f"{path} is manifest {manifest.save} of store {manifest.store_id}: it was copied or renamed"
                 )
             self._manifests[save] = manifest
@@ -190,8 +179,7 @@ class Catalog:
     def group(self, save: SaveId, record: GroupRecord) -> LoadedGroup:
         """Return the parts of a group that match the manifest's ``record``, with the sizes of their payloads checked.
 
-        Raises UnreachableError if an object store does not answer; all other problems are listed in the group.
-        """
+        Raises UnreachableError if an object store does not answer; all other problems are listed in the group."""
         key = (save, record.parts)
         if key not in self._groups:
             group = self._load_group(save, record)
@@ -225,10 +213,10 @@ class Catalog:
         # Lists the names first: the world size in the record is not trusted before it matches.
         try:
             ranks = [rank for rank in present_parts(self.files, save) if rank < record.world_size]
-        except UnreachableError:
+        except errors.UnreachableError:
             raise
-        except (DamagedError, StorageError) as error:
-            return LoadedGroup(save, {}, (str(error),), refused=isinstance(error, StorageError))
+        except (errors.DamagedError, errors.StorageError) as error:
+            return LoadedGroup(save, {}, (str(error),), refused=isinstance(error, errors.StorageError))
         if len(ranks) != record.world_size:
             present = set(ranks)
             missing = list(islice((rank for rank in range(record.world_size) if rank not in present), 4))
@@ -240,11 +228,11 @@ class Catalog:
                 data = self.files.read(layout.part_path(save, rank), PART_LIMIT)
                 part = parse_part(data, self.store_id, save, rank)
                 check_payload_size(self.files, part)
-            except (DamagedError, MissingError) as error:
+            except (errors.DamagedError, errors.MissingError) as error:
                 problems.append(str(error))
-            except UnreachableError:
+            except errors.UnreachableError:
                 raise
-            except StorageError as error:
+            except errors.StorageError as error:
                 problems.append(str(error))
                 refused = True
             else:
@@ -259,12 +247,12 @@ def open_catalog(files: Files) -> Catalog:
     """Open an existing store. Raises NoStoreError, NewerFormatError or DamagedError if it cannot be read."""
     try:
         data = files.read(layout.STORE, _STORE_LIMIT)
-    except MissingError as error:
-        raise NoStoreError(f"{_root(files)} is no driftpoint store: there is no {layout.STORE} in it") from error
+    except errors.MissingError as error:
+        raise errors.NoStoreError(f"{_root(files)} is no driftpoint store: there is no {layout.STORE} in it") from error
     body = unseal(data, layout.STORE)
     reader = body.get("reader") if isinstance(body, dict) else None
     if isinstance(reader, int) and reader > READER:
-        raise NewerFormatError(
+        raise errors.NewerFormatError(
             f"{_root(files)} is in a format that needs a reader of format {reader}; this release reads up to "
             f"{READER}: run `pip install --upgrade driftpoint`"
         )
@@ -290,18 +278,16 @@ def _root(files: Files) -> str:
 def open_or_create(files: Files) -> Catalog:
     """Open the store at the root of ``files``, or create it there, durably.
 
-    Raises:
-        StorageError: The directory holds other files; a store is never created among them.
-        DamagedError: It holds commits without ``STORE.json``; a new store never replaces them.
-    """
+    Raises StorageError if the directory holds other files: a store is never created among them. Raises DamagedError if
+    it holds commits without ``STORE.json``: a new store never replaces them."""
     try:
         return open_catalog(files)
-    except NoStoreError:
+    except errors.NoStoreError:
         files.make_dir("")
     there = [name for name in files.list_dir("") if not is_temporary(name)]
     unknown = [name for name in there if name not in layout.TOP_LEVEL | layout.FOREIGN]
     if unknown:
-        raise StorageError(
+        raise errors.StorageError(
             f"{_root(files)} is no store and not empty (it holds {unknown[0]!r}): name an empty or new directory as "
             "`store:`"
         )
@@ -311,7 +297,7 @@ def open_or_create(files: Files) -> Catalog:
     for folder in (layout.EPOCHS, layout.SEGMENTS, layout.MANIFESTS, layout.PROVEN):
         ensure_dir(files, folder)
     data = to_bytes(StoreRecord(format=FORMAT, reader=FORMAT, store_id=secrets.token_hex(16)))
-    with suppress(ExistsError):  # another process created the store at the same moment
+    with suppress(errors.ExistsError):  # another process created the store at the same moment
         write_new(files, layout.STORE, lambda file: file.write(data))
     return open_catalog(files)
 
@@ -319,12 +305,9 @@ def open_or_create(files: Files) -> Catalog:
 def restore_store_record(files: Files) -> Catalog:
     """Write a lost ``STORE.json`` anew, with the store id that the records of epochs and commits carry.
 
-    Raises:
-        ExistsError: It is there.
-        DamagedError: No record can be read, or they carry several ids.
-    """
+    Raises ExistsError if it is there, DamagedError if no record can be read, or they carry several ids."""
     if layout.STORE in files.list_dir(""):
-        raise ExistsError(f"{_root(files)} has its {layout.STORE}: nothing is to be restored")
+        raise errors.ExistsError(f"{_root(files)} has its {layout.STORE}: nothing is to be restored")
     kinds: tuple[tuple[str, type[EpochRecord | ManifestRecord]], ...] = (
         (layout.EPOCHS, EpochRecord),
         (layout.MANIFESTS, ManifestRecord),
@@ -332,12 +315,12 @@ def restore_store_record(files: Files) -> Catalog:
     ids, reader = set(), FORMAT
     for folder, kind in kinds:
         for name in (name for name in list_or_empty(files, folder) if name.endswith(".json")):
-            with suppress(DamagedError):  # marks of closed epochs, and records that are damaged
+            with suppress(errors.DamagedError):  # marks of closed epochs, and records that are damaged
                 found = from_bytes(kind, files.read(f"{folder}/{name}", _MANIFEST_LIMIT), name)
                 ids.add(found.store_id)
                 reader = max(reader, found.reader if isinstance(found, ManifestRecord) else FORMAT)
     if len(ids) != 1:
-        raise DamagedError(
+        raise errors.DamagedError(
             f"the records in {_root(files)} carry {len(ids)} store ids, so its {layout.STORE} cannot be restored: copy "
             "that file from a backup"
         )
@@ -350,8 +333,8 @@ def _reopen(files: Files) -> Catalog:
     # Records are written after STORE.json: either another process made the store just now, or the file was lost.
     try:
         return open_catalog(files)
-    except NoStoreError as error:
-        raise DamagedError(
+    except errors.NoStoreError as error:
+        raise errors.DamagedError(
             f"{_root(files)} holds commits but its {layout.STORE} is missing: run `driftpoint doctor --repair STORE`, "
             "or name an empty directory as `store:` to begin anew"
         ) from error
@@ -381,13 +364,13 @@ def mark_suspect(files: Files, store_id: str, save: SaveId, why: str) -> None:
     """Record that jobs which resumed from the commit died. Durable on return. A second mark changes nothing."""
     ensure_dir(files, layout.SUSPECT)
     data = to_bytes(SuspectRecord(store_id=store_id, save=save.name, why=why))
-    with suppress(ExistsError):
+    with suppress(errors.ExistsError):
         write_new(files, layout.suspect_path(save), lambda file: file.write(data))
 
 
 def withdraw_suspect(files: Files, save: SaveId) -> None:
     """Remove the mark, durably, if there is one."""
-    with suppress(MissingError):
+    with suppress(errors.MissingError):
         files.unlink(layout.suspect_path(save))
         files.sync_dir(layout.SUSPECT)
 
@@ -396,8 +379,7 @@ def resume_order(saves: Sequence[SaveId], suspects: Set[SaveId], proven: Set[Sav
     """Return ``saves`` (newest first) in the order to resume from: suspects last.
 
     If only the newest commit is suspect, the one before it comes first. If the two newest are suspect, the state was
-    bad before them, so proven commits come first.
-    """
+    bad before them, so proven commits come first."""
     leading = sum(1 for _ in takewhile(suspects.__contains__, saves))
     sound = [save for save in saves if save not in suspects]
     if leading > 1:

@@ -53,8 +53,7 @@ def by_pace(weights: Sequence[LayerAge]) -> float:
 
     Weighting by drift would ignore fresh layers, which have none, so that one stale layer of a hundred would take the
     schedule all the way back. Pace is drift divided by staleness. Where it is unknown (fresh layers, versions found by
-    a fallback) the mean of the other layers is used. A stale layer that did not move lost nothing and has no weight.
-    """
+    a fallback) the mean of the other layers is used. A stale layer that did not move lost nothing and has no weight."""
     paces = [_pace(layer) for layer in weights]
     top = max((pace for pace in paces if pace is not None), default=0.0)
     if top == 0.0:
@@ -81,8 +80,7 @@ def run_saves(resolution: Resolution, effective: float) -> dict[SaveId, GroupRec
 
     Only saves that the resolution reads anyway: they are in the store, pruning keeps them, and they hold every rank's
     run state. The save nearest to ``effective`` comes first, the older of two equally near ones; the commit's own save
-    comes last.
-    """
+    comes last."""
     own = resolution.manifest.save
     groups = {own: resolution.manifest.groups[own.name]}
     for version in resolution.versions.values():
@@ -117,8 +115,7 @@ class CertifiedUnit:
     """One (layer, slot).
 
     ``error``: relative distance of the values to their decoded form, measured when they were stored; 0 for lossless
-    encodings, None if values were rounded later and the distance was not measured.
-    """
+    encodings, None if values were rounded later and the distance was not measured."""
 
     layer: str
     slot: str
@@ -141,8 +138,7 @@ class Certificate:
     """The versions that a rebuilt checkpoint consists of.
 
     ``as_found``: whether it would be exact if it were known that all files are of one save, as in checkpoints of other
-    programs, which hold no hashes. Never true together with ``exact``.
-    """
+    programs, which hold no hashes. Never true together with ``exact``."""
 
     store_id: str
     save: str
@@ -211,8 +207,7 @@ def is_lossy(encoding: str) -> bool:
 def mark_memory_sources(certificate: Certificate, save: SaveId, replicas: Collection[Unit] = ()) -> Certificate:
     """Return the certificate with the source of units read from the in-memory version ``save``.
 
-    ``replicas`` names the units that were read, at least in part, from replicas on other nodes.
-    """
+    ``replicas`` names the units that were read, at least in part, from replicas on other nodes."""
     marked = [
         replace(unit, source=PEER if Unit(unit.layer, unit.slot) in replicas else MEMORY)
         if unit.save == save.name
@@ -239,8 +234,7 @@ def certify(resolution: Resolution) -> Certificate:
 IMPORT = "import"  # policy name in the manifest of an imported commit
 AS_FOUND = "as found: imported, and no hash proves that all files were of one save"
 
-IMPORTED_AS_FOUND = "imported as found"
-"""Reason of the units of an imported commit whose source was not exact. Early releases name its kind."""
+IMPORTED_AS_FOUND = "imported as found"  # reason of units of an inexact import. Early releases name its kind
 
 
 def imported_as_found(manifest: ManifestRecord) -> bool:
@@ -292,8 +286,7 @@ def _encoding(version: Version) -> str:
 def is_exact(unit: CertifiedUnit, save: str) -> bool:
     """Return whether a unit of the commit ``save`` is bit-identical to the training state at that save.
 
-    Saves of the same step may differ: a job may have gone back, or saved the step again.
-    """
+    Saves of the same step may differ: a job may have gone back, or saved the step again."""
     if is_lossy(unit.encoding) or unit.error != 0:
         return False
     if unit.moving:

@@ -50,10 +50,8 @@ def wait_for_group(
 ) -> Group:
     """Wait until all ``world_size`` parts are present and match, and return the group.
 
-    Raises:
-        SaveError: Parts were missing after ``timeout`` seconds, or ``aborted`` returned True.
-        DamagedError: A part belongs to another job or decision.
-    """
+    Raises SaveError if parts were missing after ``timeout`` seconds or ``aborted`` returned True, DamagedError if one
+    belongs to another job or decision."""
     began = clock()
     parts: dict[int, tuple[bytes, PartRecord]] = {}
     while True:
@@ -81,11 +79,8 @@ def commit(files: Files, manifest: ManifestRecord) -> None:
     the store in between. If the second check fails, the commit exists but is not acknowledged. If it succeeds, every
     later claimant finds the manifest, so its prune cannot treat the segments as garbage.
 
-    Raises:
-        FencedError: A newer epoch was claimed.
-        ExistsError: The save is committed already.
-        SaveError: The manifest names a save without its group.
-    """
+    Raises FencedError if a newer epoch was claimed, ExistsError if the save is committed already, SaveError if the
+    manifest names a save without its group."""
     _require_reachable(manifest)
     if files.make_dir(MANIFESTS):  # it was deleted
         files.sync_dir("")

@@ -20,8 +20,7 @@ _MAX_VALUES = 100_000  # values of one file, counted again for every alias that 
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 _OCTAL_OR_SEXAGESIMAL = re.compile(r"[-+]?0[0-9_]+|.*:.*")
 
-Loc = Sequence[str | int]
-"""Path to a value: keys of mappings and positions in lists."""
+Loc = Sequence[str | int]  # Path to a value: keys of mappings and positions in lists
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,7 @@ class YamlFile:
 def read_yaml(path: Path, kind: str = "configuration") -> YamlFile:
     """Read a YAML mapping; an empty file is an empty mapping. ``kind``: of file, for messages.
 
-    Raises ConfigError if the file cannot be read, or is not a YAML mapping whose keys are text.
-    """
+    Raises ConfigError if the file cannot be read, or is not a YAML mapping whose keys are text."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:

@@ -105,8 +105,7 @@ class ShuttingDown(Message):
 class JobReport(Message):
     """A job on this node, with its live and dead ranks and their last :class:`StatusUpdate`.
 
-    ``state`` is ``training``, ``dying`` (some ranks died, the others may follow), ``waiting`` or ``rescuing``.
-    """
+    ``state`` is ``training``, ``dying`` (some ranks died, the others may follow), ``waiting`` or ``rescuing``."""
 
     store: str
     store_id: str

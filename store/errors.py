@@ -23,8 +23,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 if TYPE_CHECKING:
     from store.names import Unit
 
-PREEMPTED: Final = 75
-"""Exit code of a preempted training process that saved what time allowed; it can be restarted (EX_TEMPFAIL)."""
+PREEMPTED: Final = 75  # exit code of a preempted job that saved what time allowed and can be restarted (EX_TEMPFAIL)
 
 
 class DriftpointError(Exception):

@@ -151,8 +151,7 @@ class Readable(Protocol):
 def stored_slot(index: FragmentIndex[Source], fragment: Fragment) -> str | None:
     """Return the slot that holds the values of a live fragment, or None.
 
-    Frozen parameters have a slot of their own, and a parameter may have been frozen or unfrozen since it was saved.
-    """
+    Frozen parameters have a slot of their own, and a parameter may have been frozen or unfrozen since it was saved."""
     options = (WEIGHTS, FROZEN) if fragment.slot in (WEIGHTS, FROZEN) else (fragment.slot,)
     stored = [slot for slot in options if (fragment.fqn, slot) in index.names()]
     if len(stored) == 1:
@@ -168,14 +167,12 @@ class FragmentReader:
         self._source = source
         self._own = StoredBytes(files, source)
         self._base = None if source.base is None else StoredBytes(files, source.base)
-        self.at_fault: SaveId = source.part.save
-        """After an error: the save whose bytes are damaged or cannot be read."""
+        self.at_fault: SaveId = source.part.save  # after an error: the save whose bytes are damaged or cannot be read
 
     def chunks(self) -> Iterator[Values]:
         """Yield the values: float32 from lossy encodings, bytes (uint8) of ``entry.dtype`` from raw.
 
-        Raises DamagedError, perhaps after the last chunk, if stored bytes are not those written; StorageError.
-        """
+        Raises DamagedError, perhaps after the last chunk, if stored bytes are not those written; StorageError."""
         entry = self._source.entry
         encoding, state = encoding_named(entry.encoding), xxhash.xxh3_128()
         base = None if self._base is None else BaseEntry(self._base.read, self._base.packed)
@@ -209,8 +206,7 @@ class FragmentReader:
 def check_encoded(source: Source, unpacked_hash: str) -> None:
     """Raise DamagedError unless a packed fragment unpacked to the bytes that were packed.
 
-    Only this detects a wrong base: its own bytes and those of the difference may all be as they were written.
-    """
+    Only this detects a wrong base: its own bytes and those of the difference may all be as they were written."""
     if unpacked_hash != source.entry.encoded_xxh3_128:
         where = payload_path(source.part.save, source.part.rank)
         base = "" if source.base is None else f", as the difference to {source.base.part.save}"

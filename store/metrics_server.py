@@ -74,8 +74,7 @@ class EndpointSecurity(BaseModel):
 class MetricsServer:
     """Serves a registry from a daemon thread until it is closed; forked children close their copy of the socket.
 
-    ``port``: 0 takes a free one. OSError if it cannot listen, ConfigError if the TLS files cannot be used.
-    """
+    ``port``: 0 takes a free one. OSError if it cannot listen, ConfigError if the TLS files cannot be used."""
 
     def __init__(self, registry: "CollectorRegistry", host: str, port: int, security: EndpointSecurity) -> None:
         from prometheus_client import start_http_server  # commands that serve nothing need not load it

@@ -9,11 +9,9 @@ WEIGHTS = "fp32"
 """Slot of the weights that the optimizer updates: the fp32 master weights if there are any, otherwise the parameter
 itself. The dtype stored with each fragment tells which."""
 
-FROZEN = "frozen"
-"""Slot of parameters without gradient. They never move, so one version is enough."""
+FROZEN = "frozen"  # slot of parameters without gradient. They never move, so one version is enough
 
-LEFT_OUT = "frozen_left_out"
-"""Key in run states and facts: frozen parameters that the training script loads and the store does not hold."""
+LEFT_OUT = "frozen_left_out"  # key in run states and facts: frozen parameters that the script loads and the store lacks
 
 BUFFER = "buffer"  # slot of a module's persistent buffers
 RAW = "raw"  # encoding: the bytes as they are
@@ -58,8 +56,7 @@ class SaveId:
     """Identifies one save by its optimizer step and the epoch that made it.
 
     Ordered by epoch, then by step, and by no clock: a commit that an older incarnation of the job still makes after it
-    was fenced is never newer than those of the newer incarnation.
-    """
+    was fenced is never newer than those of the newer incarnation."""
 
     step: int
     epoch: int

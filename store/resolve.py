@@ -18,8 +18,7 @@ from store.names import Fragment, SaveId, Unit
 from store.schema import Entry, GroupRecord, ManifestRecord, PartRecord, UnitRecord
 from store.text import listed
 
-Key = tuple[str, str, str, int, int, str, str]
-"""A save name, and the fields that a fragment has in common with its base."""
+Key = tuple[str, str, str, int, int, str, str]  # a save name, and the fields a fragment has in common with its base
 
 
 def with_bases(stored: Sequence[tuple[PartRecord, Entry]], groups: Iterable[LoadedGroup]) -> tuple[Source, ...]:
@@ -65,8 +64,7 @@ class RejectedVersion:
     """A damaged version of one unit, or (``unit`` None) the damaged run state of a save.
 
     With ``fragment``, only that stored fragment and the differences to it are damaged; without it, all fragments of
-    the version and all differences to them.
-    """
+    the version and all differences to them."""
 
     save: SaveId
     unit: Unit | None = None
@@ -142,10 +140,7 @@ def newest_resumable(
 ) -> tuple[Resolution, tuple[str, ...]]:
     """Resolve the first possible manifest in :func:`store.catalog.resume_order`; also return problems of skipped ones.
 
-    Raises:
-        NothingToResumeError: No manifest resolves.
-        UnreachableError: An object store does not answer.
-    """
+    Raises NothingToResumeError if none resolves, UnreachableError if an object store does not answer."""
     suspects = catalog.suspects()
     passed_over: list[str] = list(suspects.problems)
     saves = catalog.saves()
@@ -237,8 +232,7 @@ def _ancestors(catalog: Catalog, manifest: ManifestRecord, problems: list[str]) 
     """Yield the older manifests that the commit continues, newest first.
 
     Commits between one and the commit it continues were abandoned by a rollback and are not ancestors. If that commit
-    is pruned or damaged, the next older one takes its place, unless it is ahead in steps.
-    """
+    is pruned or damaged, the next older one takes its place, unless it is ahead in steps."""
     previous = manifest.previous
     for save in catalog.saves():
         if previous is None or save > SaveId.parse(previous) or save.step > manifest.step:

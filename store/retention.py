@@ -35,8 +35,7 @@ _KEPT_EPOCHS = 64  # newest epoch records that stay, needed or not: interruption
 class Retention:
     """Rules for the commits to retain.
 
-    The store may take ``max_share`` of the disk space without what others use of it, with the next full save.
-    """
+    The store may take ``max_share`` of the disk space without what others use of it, with the next full save."""
 
     keep_last: int = 3  # newest commits to retain, at least 1
     keep_every: int | None = None  # also retain one commit in each range of so many steps
@@ -110,8 +109,7 @@ def bytes_to_free(catalog: Catalog, retention: Retention, *, failed: bool = Fals
     """Return the bytes that the store must free until another full save fits; 0 if it fits, or if that is unknown.
 
     ``failed``: whether a save failed for want of space. Then something must be freed even if there seems to be room: a
-    quota, for example, is not seen in advance.
-    """
+    quota, for example, is not seen in advance."""
     least, free = int(failed), free_bytes(catalog.files)
     commits = _survey(catalog).readable if failed or free is not None else {}
     if not commits:
@@ -292,9 +290,7 @@ def execute(files: Files, plan: PrunePlan) -> None:
     after the manifests are gone cannot find their segments any more; what the manifests of an earlier one need is
     looked up again. A manifest is never replaced, so those that were read for the plan are not read again.
 
-    Raises:
-        FencedError: Another job took the store over; the rest of the plan is left to it.
-    """
+    Raises FencedError if another job took the store over; the rest of the plan is left to it."""
     if plan.blocked is not None or not (plan.manifests or plan.temporaries or plan.groups):
         return
     files.sync_dir(layout.MANIFESTS)

@@ -79,8 +79,7 @@ def _save_name(name: str) -> str:
     return SaveId.parse(name).name
 
 
-SaveName = Annotated[str, AfterValidator(_save_name)]
-"""Canonical name of a save, which :meth:`SaveId.parse` accepts."""
+SaveName = Annotated[str, AfterValidator(_save_name)]  # canonical name of a save, which :meth:`SaveId.parse` accepts
 
 
 class Record(BaseModel):
@@ -102,8 +101,7 @@ class IncarnationRecord(Record):
 
     token: Digest
     world_size: Annotated[int, Field(ge=1)]
-    began: str
-    """Wall-clock time in ISO 8601, compared only with commits of the same incarnation that have no ``uptime``."""
+    began: str  # ISO 8601, compared only with commits of the same incarnation that have no `uptime`
     interruptions: Natural  # of the incarnations before this one
     rank_seconds: Ratio  # world size x seconds, summed over the incarnations before this one
 
@@ -155,8 +153,7 @@ class Entry(UnitPiece):
     """One stored fragment: elements [start, start + numel) of the flattened (fqn, slot), and the place of its bytes.
 
     The values of ``dtype`` were encoded. If ``packing`` is set, the encoded bytes were packed: alone, or as the
-    difference to those of the same fragment in the save ``base``.
-    """
+    difference to those of the same fragment in the save ``base``."""
 
     fqn: Name
     start: Natural
@@ -194,8 +191,7 @@ class MeasureRecord(UnitPiece):
     """Measurements of one rank on its staged copy of a unit against the previous version; all norms add up over ranks.
 
     The norms of movement and reference are both 0 if there was no previous version or values are not finite; those of
-    error and decoded values are both 0 for lossless encodings.
-    """
+    error and decoded values are both 0 for lossless encodings."""
 
     moved_sq: Ratio  # squared L2 norm of the movement
     reference_sq: Ratio
@@ -253,8 +249,7 @@ class UnitRecord(UnitPiece):
     encoding: Name
     numel: Natural
     nbytes: Natural  # as stored
-    drift: Ratio | None
-    """Relative distance of the live state to this version at the manifest; None if the live values were not finite."""
+    drift: Ratio | None  # relative distance of the live state to it at the manifest; None if that was not finite
     staleness: Natural  # steps between version and manifest
     moving: bool
     error: Ratio = 0.0  # relative distance of the values to their decoded form, measured when they were stored
@@ -275,8 +270,7 @@ class ManifestRecord(SavePiece):
     framework: Name
     policy: Name
     created: str  # wall-clock time in ISO 8601, for people; nothing is ordered by it
-    uptime: Ratio | None = None
-    """Seconds since the job was attached, by a clock that is never set; null in imports and older releases' commits."""
+    uptime: Ratio | None = None  # seconds since the job was attached, monotonic; null in imports and older commits
     previous: SaveName | None
     bytes_avoided: Natural  # bytes that a full save would have written in addition
     layers: tuple[LayerRecord, ...]
@@ -338,8 +332,7 @@ def first_mistake(error: ValidationError) -> str:
 def members_digest(members: Mapping[str, tuple[int, str]]) -> str:
     """Return the digest of ``{fqn: (elements over all ranks, dtype)}``, in any order.
 
-    Versions of a unit are comparable only if it is equal: the number of elements does not show swapped tensors.
-    """
+    Versions of a unit are comparable only if it is equal: the number of elements does not show swapped tensors."""
     return digest(seal(sorted([fqn, numel, dtype] for fqn, (numel, dtype) in members.items())))
 
 

@@ -8,6 +8,7 @@ appears. Offsets are relative to the end of the header.
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
@@ -94,8 +95,7 @@ def write_payload(
 ) -> Payload:
     """Write all items under a name that must not exist. The bytes are durable on return; the name is not.
 
-    ``meanwhile`` runs once after all bytes are written and before the fsync.
-    """
+    ``meanwhile`` runs once after all bytes are written and before the fsync."""
     if len({item.name for item in items}) != len(items):
         raise ValueError("two items of a payload have the same name")
     reserved = _header(items, [item.nbytes for item in items], 0)
@@ -202,8 +202,7 @@ PART_LIMIT = 1 << 28  # largest part that is read, in bytes; enough for a millio
 class StagedFragment:
     """A fragment ready to be written: constant encoded bytes, or bytes produced during the write.
 
-    Data other than :class:`store.encoding.stream.EncodedEntry` is written unpacked.
-    """
+    Data other than :class:`store.encoding.stream.EncodedEntry` is written unpacked."""
 
     layer: str
     slot: str
@@ -237,8 +236,7 @@ def write_segment(
     """Write payload, then part. Raises ExistsError if this rank wrote this save before.
 
     Their bytes are durable on return. Their names become so in :func:`store.commit.commit`, once for all ranks.
-    ``measure`` is called after the payload is written and before its fsync; its result goes into the part.
-    """
+    ``measure`` is called after the payload is written and before its fsync; its result goes into the part."""
     measures: list[MeasureRecord] = []
     try:
         files.make_dir(segment_dir(draft.save))
@@ -343,6 +341,13 @@ def parts_digest(part_files: Iterable[bytes]) -> str:
     for data in part_files:
         state.update(xxhash.xxh3_128_digest(data))
     return state.hexdigest()
+
+
+def remove_segment(files: Files, save: SaveId, rank: int) -> None:
+    """Remove a rank's segment, or its remains, of a save that no manifest names."""
+    for path in (part_path(save, rank), payload_path(save, rank)):  # a part must not outlive its payload
+        with suppress(MissingError):
+            files.unlink(path)
 
 
 def _item(fragment: StagedFragment) -> Item:

@@ -61,10 +61,8 @@ def renew_epoch(
     An owner must not claim any other number: a job that claimed the next one is younger, and fences this one. A
     repeated call completes a claim whose outcome was unknown, for example because its fsync failed.
 
-    Raises:
-        FencedError: Another job claimed an epoch since.
-        StorageError: The claim could not be made durable, or the store does not list ``epoch``.
-    """
+    Raises FencedError if another job claimed an epoch since, StorageError if the claim could not be made durable, or
+    the store does not list ``epoch``."""
     following = hashlib.blake2b(f"{token}/{epoch}".encode(), digest_size=16).hexdigest()
     newest = max(newest_epoch(files), _newest_in_use(files))
     if newest == epoch + 1 and token_of(files, newest) == following:
@@ -122,8 +120,7 @@ def read_epoch(files: Files, epoch: int) -> EpochRecord:
 def require_newest(files: Files, epoch: int) -> None:
     """Raise FencedError if an epoch newer than ``epoch`` was claimed.
 
-    Raise StorageError if ``epoch`` itself is not listed: then the store is not there now, and nobody took it over.
-    """
+    Raise StorageError if ``epoch`` itself is not listed: then the store is not there now, and nobody took it over."""
     newest = newest_epoch(files)
     if newest > epoch:
         raise _fenced(epoch, newest)
@@ -254,15 +251,13 @@ def parse_moment(text: str) -> datetime | None:
 
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: l_type, l_whence, (padding,) l_start, l_len, l_pid, (padding)
 
-_held: dict[Path, int] = {}
-"""Process id of each lock's holder: a forked child inherits this table, but not the lock."""
+_held: dict[Path, int] = {}  # process id of each lock's holder: a forked child inherits this table, but not the lock
 
 
 class FileLock:
     """POSIX record lock of a file, which is made if missing, held from construction until :meth:`release`.
 
-    Raises BlockingIOError if another process still holds it after ``wait_seconds``, OSError if it cannot be locked.
-    """
+    Raises BlockingIOError if another process still holds it after ``wait_seconds``, OSError if it cannot be locked."""
 
     def __init__(self, path: Path, mode: int, wait_seconds: float = 0.0) -> None:
         self._path = path

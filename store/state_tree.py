@@ -25,8 +25,7 @@ _BYTES: dict[str, type] = {"bytes": bytes, "bytearray": bytearray}
 _TAG_OF: dict[type, str] = {list: "list", **{kind: tag for tag, kind in (_SEQUENCES | _MAPPINGS | _BYTES).items()}}
 _FACTORIES = {kind.__name__: kind for kind in (int, float, bool, str, bytes, list, dict, set, tuple)}
 """Values of a defaultdict's ``default_factory``; others, functions above all, cannot be stored."""
-_METADATA = "_metadata"
-"""Attribute that ``torch.nn.Module.state_dict()`` sets on its OrderedDict: the versions of the modules."""
+_METADATA = "_metadata"  # set by `torch.nn.Module.state_dict()` on its OrderedDict: the versions of the modules
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,7 @@ class Leaf:
     kind: str = "tensor"  # ``tensor``, ``size`` (a shape, as its numbers), ``ndarray`` or ``numpy``
 
 
-_Path = tuple["_Path | None", Any]
-"""Path to a value: the path to its container, and its key or index there. Formatted only for messages."""
+_Path = tuple["_Path | None", Any]  # the path to the container, and the key or index there. Formatted only for messages
 
 _JSON_TYPES = frozenset({type(None), bool, int, str})
 _SUBCLASSED = (dict, list, tuple, set, frozenset, str, int, float, bytes)

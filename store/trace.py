@@ -56,8 +56,7 @@ class TracedUnit(_Line):
 class JobLine(_Line):
     """An incarnation and its units from here on; none before they are known.
 
-    ``seconds`` of all its lines count from ``started``, on a monotonic clock.
-    """
+    ``seconds`` of all its lines count from ``started``, on a monotonic clock."""
 
     kind: Literal["job"] = "job"
     version: int = VERSION
@@ -105,8 +104,7 @@ class DecisionLine(_Line):
 class MovedLine(_Line):
     """Relative distance of each unit's live values at ``step`` to those at earlier steps; null: unknown or not moving.
 
-    Encoding error is no part of it. Written after the decision of ``step``, once its save, if any, ended.
-    """
+    Encoding error is no part of it. Written after the decision of ``step``, once its save, if any, ended."""
 
     kind: Literal["moved"] = "moved"
     step: int
@@ -116,8 +114,7 @@ class MovedLine(_Line):
 class CommitLine(_Line):
     """A save of ``step`` is committed.
 
-    ``sizes``: unit -> bytes, encoding, error, and drift as staged (null without a previous version).
-    """
+    ``sizes``: unit -> bytes, encoding, error, and drift as staged (null without a previous version)."""
 
     kind: Literal["commit"] = "commit"
     step: int
@@ -192,8 +189,7 @@ def iter_lines(data: Iterable[bytes]) -> Iterator[Line | None]:
 def incarnations(trace: Trace) -> Iterator[tuple[JobLine, tuple[Line, ...]]]:
     """Yield each job line with the lines up to the next one; lines before the first are dropped.
 
-    Lines before the units were known belong to the job line that lists them.
-    """
+    Lines before the units were known belong to the job line that lists them."""
     job: JobLine | None = None
     rest: list[Line] = []
     for line in trace.lines:

@@ -87,8 +87,7 @@ class _Member:
     def check(self, well_based: bool) -> None:
         """Raise the error of the fragment after all chunks were read. ``well_based``: its base, if any, is whole.
 
-        Damage of the stored bytes is raised first, because it also causes errors of unpacking.
-        """
+        Damage of the stored bytes is raised first, because it also causes errors of unpacking."""
         if well_based and self._error is None:
             try:
                 require_end(self._bytes.read)
@@ -103,12 +102,10 @@ class _Member:
             check_encoded(self.source, self._hash.hexdigest())
 
 
-Progress = Callable[[int], None]
-"""Called with the number of payload bytes just checked."""
+Progress = Callable[[int], None]  # called with the number of payload bytes just checked
 
 
-GroupKey = tuple[SaveId, str]
-"""A segment group and the digest of its parts."""
+GroupKey = tuple[SaveId, str]  # a segment group and the digest of its parts
 
 
 @dataclass(frozen=True)
@@ -143,12 +140,8 @@ def verify(
 ) -> VerifyReport:
     """Check every byte that every commit needs.
 
-    ``only``: commits to check instead of all. ``checked``: groups that were checked before and are skipped.
-
-    Raises:
-        NewerFormatError: The store needs a newer release.
-        UnreachableError: An object store does not answer.
-    """
+    ``only``: commits to check instead of all. ``checked``: groups that were checked before and are skipped. Raises
+    NewerFormatError if the store needs a newer release, UnreachableError if an object store does not answer."""
     catalog.forget()
     checker = _Checker(catalog, progress, checked)
     saves = [save for save in catalog.saves() if only is None or save in only]
@@ -291,8 +284,7 @@ def _require_run_state(catalog: Catalog, resolution: Resolution, bad: frozenset[
     """Return the problems of damaged run states that a resume may do without.
 
     As a resume with default settings does, which takes that of the save nearest to the effective step. Raises
-    DamagedError if it finds none.
-    """
+    DamagedError if it finds none."""
     problems: list[str] = []
     saves = run_saves(resolution, certify(resolution).effective_step)
     for save, record in saves.items():

@@ -86,8 +86,7 @@ class Adapter(Protocol):
     state_is_private: bool
     """Whether weights, as saved, and optimizer state are copies that only the optimizer touches (ZeRO's master
     weights), so that nothing a training script does between two optimizer steps can change them."""
-    buffers_follow_rank0: bool
-    """Whether every forward overwrites the persistent buffers of all ranks with those of rank 0."""
+    buffers_follow_rank0: bool  # every forward overwrites the persistent buffers of all ranks with those of rank 0
 
     def completed_steps(self) -> int | None:
         """Return the number of optimizer steps taken, or None if the framework does not count them."""

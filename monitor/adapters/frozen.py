@@ -19,8 +19,7 @@ from store.text import listed
 
 _CHUNK = 1 << 22
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_FACTORS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
-"""The odd 64-bit constants of splitmix64, signed."""
+_FACTORS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # the odd constants of splitmix64, signed
 
 
 class SkipFrozenAdapter:

@@ -47,10 +47,8 @@ class RowRanges:
     def of(self, tensor: DTensor, name: str) -> tuple[RowRange, torch.Tensor]:
         """Return the range of a tensor and the local memory behind it.
 
-        Raises:
-            UnsupportedError: for placements other than ``Replicate`` and ``Shard(0)``, for a mesh without some of the
-                job's ranks or with ranks that do not ascend, and for a local tensor whose size does not fit.
-        """
+        Raises UnsupportedError for placements other than ``Replicate`` and ``Shard(0)``, for a mesh without some of the
+        job's ranks or with ranks that do not ascend, and for a local tensor whose size does not fit."""
         key = (tensor.device_mesh, tensor.shape, tensor.placements)
         rows = self._known.get(key)
         if rows is None:
@@ -87,17 +85,10 @@ def _row_range_of(tensor: DTensor, name: str) -> RowRange:
 def row_range(
     shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
 ) -> RowRange:
-    """Return the range of the rank at a coordinate of a mesh.
+    """Return the range of the rank at ``coordinate`` of a mesh of shape ``mesh``, of a tensor with a global ``shape``.
 
-    Rows are split as by ``torch.chunk``, one mesh dimension after another: ceil(rows / ranks) each, and the last ranks
-    get fewer or none.
-
-    Args:
-        shape: global shape of the tensor.
-        mesh: shape of the mesh.
-        coordinate: of the rank.
-        placements: ``Replicate`` or ``Shard(0)``; any in a mesh dimension of one rank.
-    """
+    Placements are ``Replicate`` or ``Shard(0)``; any in a mesh dimension of one rank. Rows are split as by
+    ``torch.chunk``, one mesh dimension after another: ceil(rows / ranks) each, and the last ranks get fewer or none."""
     first, rows, number, count = 0, shape[0] if shape else 1, 0, 1
     for size, place, placement in zip(mesh, coordinate, placements, strict=True):
         if placement.is_replicate():

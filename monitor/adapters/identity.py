@@ -22,18 +22,11 @@ _VALUES = frozenset({bool, int, float, str, type(None)})
 
 @dataclass(frozen=True)
 class MemoryRegions:
-    """Where tensors lie: contiguous regions of memory.
+    """Where tensors lie: contiguous regions of memory."""
 
-    Attributes:
-        addresses: First byte of each.
-        sizes: Bytes of each.
-        pageable: Whether it is host memory that is not pinned.
-        devices: All devices.
-    """
-
-    addresses: npt.NDArray[np.int64]
-    sizes: npt.NDArray[np.int64]
-    pageable: npt.NDArray[np.bool_]
+    addresses: npt.NDArray[np.int64]  # first byte of each
+    sizes: npt.NDArray[np.int64]  # bytes of each
+    pageable: npt.NDArray[np.bool_]  # whether it is host memory that is not pinned
     devices: frozenset[torch.device]
 
     @classmethod
@@ -65,26 +58,19 @@ def addresses_of(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
 class Identity:
     """The tensors of a job at one time.
 
-    Attributes:
-        layout: All that the list of pieces depends on: names, objects, addresses, shapes, dtypes. Holds no tensor.
-            Equal layouts are the same object if they come from one :class:`IdentityReader`.
-        tensors: The memory of parameters, buffers and optimizer state, tensors that are no slots included.
-        trained: The parameters of the optimizer that require gradients.
-        entries: All values in the optimizer's state, in its order.
-    """
+    ``layout`` is all that the list of pieces depends on: names, objects, addresses, shapes, dtypes. It holds no tensor.
+    Equal layouts are the same object if they come from one :class:`IdentityReader`."""
 
     layout: Sequence[Any]
-    tensors: Sequence[torch.Tensor]
-    trained: Sequence[torch.Tensor]
-    entries: Sequence[Any]
+    tensors: Sequence[torch.Tensor]  # of parameters, buffers and optimizer state, tensors that are no slots included
+    trained: Sequence[torch.Tensor]  # parameters of the optimizer that require gradients
+    entries: Sequence[Any]  # all values in the optimizer's state, in its order
 
 
 class IdentityReader:
     """Reads the identity of a module and its optimizer, time after time.
 
-    Args:
-        memory_of: Returns this rank's memory of a tensor, if that is not the tensor itself.
-    """
+    ``memory_of`` returns this rank's memory of a tensor, if that is not the tensor itself."""
 
     def __init__(self, memory_of: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
         self._memory_of = memory_of

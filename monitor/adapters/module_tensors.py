@@ -231,11 +231,9 @@ def require_materialized(tensor: torch.Tensor, what: str) -> None:
 def whole_piece(fqn: str, slot: str, tensor: torch.Tensor) -> Piece:
     """Return a piece that is a view of ``tensor``.
 
-    Raises:
-        UnsupportedError: It is on the meta device or not contiguous.
-        UnstorableError: It is of a :func:`special_kind`. Of a frozen parameter, which ``frozen: skip`` may leave out,
-            only the elements have to be plain.
-    """
+    Raises UnsupportedError if it is on the meta device or not contiguous, UnstorableError if it is of a
+    :func:`special_kind`. Of a frozen parameter, which ``frozen: skip`` may leave out, only the elements have to be
+    plain."""
     if tensor.is_meta:
         require_materialized(tensor, f"{fqn} ({slot})")
     kind = special_kind(tensor.detach() if slot == FROZEN else tensor)

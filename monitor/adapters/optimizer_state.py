@@ -26,8 +26,7 @@ _INT_STEP = frozenset({"SparseAdam", "LBFGS"})  # optimizers of torch whose step
 
 _STACKED = 64  # elements of the largest scalars that are copied together
 
-LiveGroups = Sequence[tuple[Sequence[str], dict[str, Any]]]
-"""(fqns, param group) of each param group of a live optimizer."""
+LiveGroups = Sequence[tuple[Sequence[str], dict[str, Any]]]  # (fqns, param group) of each group of a live optimizer
 
 
 def to_host(value: Any, where: str) -> Any:
@@ -47,17 +46,11 @@ def to_host(value: Any, where: str) -> Any:
 
 @dataclass(frozen=True)
 class StackedScalars:
-    """Copies the scalars of many parameters at once: those of one dtype, shape and device are stacked.
+    """Copies the scalars of many parameters at once: those of one dtype, shape and device are stacked."""
 
-    Args:
-        places: fqn -> key -> index among the entries of the optimizer's state.
-        stacks: The indices that are stacked with each other.
-        plain: Those of plain values.
-    """
-
-    places: Mapping[str, Mapping[str, int]]
-    stacks: Sequence[Sequence[int]]
-    plain: Sequence[int]
+    places: Mapping[str, Mapping[str, int]]  # fqn -> key -> index among the entries of the optimizer's state
+    stacks: Sequence[Sequence[int]]  # the indices that are stacked with each other
+    plain: Sequence[int]  # those of plain values
 
     @classmethod
     def of(cls, places: Mapping[str, Mapping[str, int]], entries: Sequence[Any]) -> "StackedScalars | None":
@@ -220,11 +213,7 @@ def planned_slots(
 ) -> dict[str, torch.dtype]:
     """Return the slots and dtypes that a parameter's state has after :func:`fit_slots`. Changes nothing.
 
-    Args:
-        state: optimizer state of the parameter.
-        parameter: the parameter or flat partition.
-        wanted: slot -> stored dtype. An existing slot keeps its dtype. Raises UnsupportedError for an unknown dtype.
-    """
+    ``wanted``: slot -> stored dtype. An existing slot keeps its dtype. Raises UnsupportedError for an unknown dtype."""
     live = slots_of(state, parameter)
     return {
         slot: state[slot].dtype if slot in live else torch_dtype(dtype)
@@ -252,11 +241,8 @@ def require_storable(
 ) -> None:
     """Raise UnstorableError if state of an optimizer has a type that no save can hold.
 
-    Args:
-        optimizer: its state has parameters as keys, see :func:`require_by_parameter`.
-        name_of: returns the name of a key of the state, for the error.
-        known: subclasses of tensors that the adapter saves.
-    """
+    The state has parameters as keys, see :func:`require_by_parameter`; ``name_of`` names one for the error. The adapter
+    saves ``known`` subclasses of tensors."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if type(value) not in _STORABLE and (kind := _unstorable_kind(value, known)) is not None:
@@ -332,12 +318,9 @@ def complete_state(
 ) -> bool:
     """Make the loaded state of ``parameter`` complete, or drop it. Partial state would break the optimizer's next step.
 
-    If some of the saved ``slots`` were loaded, the others become zeros. If none was loaded, or there was no state, the
-    state is dropped and the parameter starts fresh.
-
-    Returns:
-        Whether there is state, which can take the saved scalars.
-    """
+    If some of the saved ``slots`` were loaded, the others become zeros. If none was loaded, or there was no state,
+    the state is dropped and the parameter starts fresh. Returns whether there is state, which can take the saved
+    scalars."""
     state = optimizer.state.get(parameter, {})
     loaded = [slot for slot in slots if slot in state]
     if not (loaded if slots else scalars):
@@ -358,16 +341,8 @@ def restored_scalars(
 ) -> dict[str, Any]:
     """Return saved scalars as the optimizer's state of ``parameter`` takes them. Changes nothing.
 
-    Type and dtype are kept exactly if the same optimizer class saved them. Otherwise a step count gets the type this
-    class counts with: a number where a class expects a tensor would silently never be increased.
-
-    Args:
-        optimizer: the optimizer that takes them.
-        parameter: the parameter or flat partition.
-        group: its param group.
-        scalars: the saved scalars.
-        saved_by: class name of the optimizer that saved them.
-    """
+    Type and dtype are kept exactly if the same optimizer class, ``saved_by``, saved them. Otherwise a step count gets
+    the type this class counts with: a number where a class expects a tensor would silently never be increased."""
     live, out = optimizer.state.get(parameter, {}), {}
     for key, value in scalars.items():
         old = live.get(key)

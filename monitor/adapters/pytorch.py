@@ -92,13 +92,8 @@ def partition_replicas(replicas: Iterable[Replica]) -> list[Piece]:
 class PyTorchAdapter:
     """Adapter of a module and its optimizer. Raises UnsupportedError for unsupported tensors or optimizers.
 
-    Args:
-        module: unwrapped; its parameter names are the fqns.
-        optimizer: the inner optimizer.
-        group: ranks that hold replicas; None for all ranks, and for one process.
-        wrappers: wrappers around the optimizer, outermost first.
-        buffers_follow_rank0: see :class:`monitor.adapters.base.Adapter`.
-    """
+    The module is unwrapped; its parameter names are the fqns. ``group`` has the ranks that hold replicas; None for all
+    ranks, and for one process. ``wrappers`` are those around the optimizer, outermost first."""
 
     framework = "torch"
     state_is_private = False

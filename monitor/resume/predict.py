@@ -82,10 +82,8 @@ class ResumePrediction:
     """The expected result of a resume."""
 
     save: SaveId  # save whose run state will be loaded; the job continues from its step
-    user: list[Any] | None
-    """This rank's state of each object in ``state=``; None if the commit has none (it was imported)."""
-    memory: bool
-    """In-memory snapshots were considered. If False, the resume must not use them."""
+    user: list[Any] | None  # this rank's state of each object in `state=`; None if the commit, an import, has none
+    memory: bool  # In-memory snapshots were considered. If False, the resume must not use them
 
 
 def predict_resume(config: Config, group: Group, user: UserState) -> ResumePrediction | None:

@@ -57,12 +57,9 @@ _REPEATABLE: frozenset[Kind | None] = frozenset({"local", "passing", "container"
 def encoding_loss(host: torch.Tensor, place: FragmentPlace) -> str | None:
     """Describe the values that the live dtype cannot hold; None if it holds all of them, NaN included.
 
-    Rounding is described, and so is a mask value that becomes infinite (see :func:`_is_mask_value`).
-
-    Raises:
-        ModelMismatchError: Values would change otherwise: too large, fractions in an integer tensor, complex values in
-            a real tensor.
-    """
+    Rounding is described, and so is a mask value that becomes infinite (see :func:`_is_mask_value`). Raises
+    ModelMismatchError if values would change otherwise: too large, fractions in an integer tensor, complex values in a
+    real tensor."""
     if place.dtype == host.dtype:
         return None
     where = f"{place.fragment.fqn}/{place.fragment.slot}"
@@ -186,8 +183,7 @@ class ReadResult:
 
     values: Mapping[Fragment, torch.Tensor | CheckedValues]
     """Of each live fragment: 1-d in host memory, in the dtype as stored, or in the open payloads."""
-    bad: frozenset[RejectedVersion]
-    """Versions that are damaged or cannot be read. If not empty, ``values`` must not be used."""
+    bad: frozenset[RejectedVersion]  # damaged or unreadable versions. If not empty, `values` must not be used
     notes: tuple[str, ...]  # slots that the store does not have
     rounded: tuple[str, ...]  # values that the live dtypes cannot hold
 
@@ -292,10 +288,8 @@ class _Wanted(NamedTuple):
 def read_fragments(payloads: OpenPayloads, resolution: Resolution, places: Sequence[FragmentPlace]) -> ReadResult:
     """Read and verify the values of ``places``, in the order of the payloads.
 
-    Raises:
-        ModelMismatchError: The live dtypes cannot represent the values.
-        UnreachableError: The object store cannot be reached.
-    """
+    Raises ModelMismatchError if the live dtypes cannot represent them, UnreachableError if the object store cannot be
+    reached."""
     notes: list[str] = []
     found = [_wanted(payloads, resolution.index, place, notes) for place in places]
     wanted = sorted((one for one in found if one is not None), key=lambda one: one.span)

@@ -89,18 +89,9 @@ class _Checked:
 def resume(
     catalog: Catalog, adapter: Adapter, group: Group, user: UserState, *, settings: ResumeSettings, live: LiveState
 ) -> ResumeResult | None:
-    """Load the newest resumable commit into the live job. Collective.
+    """Load the newest resumable commit into the live job. Collective. Return None if the store has no commits.
 
-    Args:
-        catalog: The store, perhaps with an in-memory snapshot on top.
-        adapter: The live tensors.
-        group: All ranks.
-        user: The user's objects.
-        settings: Which step and data position to resume.
-        live: Told of changes to the live state.
-
-    Returns:
-        The result, None if the store has no commits.
+    ``live`` is told of changes to the live state.
 
     Raises:
         NothingToResumeError: There are commits, but none is complete.

@@ -168,11 +168,8 @@ def select_commit(
 ) -> tuple[str | None, tuple[str, ...], int]:
     """Return the name of the newest complete commit (None in an empty store), problems of newer ones, and their number.
 
-    chosen: gets the resolution of that commit, if all records were whole.
-
-    Raises:
-        NothingToResumeError: There are commits, but none is complete.
-    """
+    ``chosen`` gets the resolution of that commit, if all records were whole. Raises NothingToResumeError if there are
+    commits, but none is complete."""
     catalog.forget()
     if not catalog.saves():
         return None, (), 0

@@ -34,14 +34,12 @@ LEVELS: tuple[int | None, ...] = (None, 1, 3, 6)
 
 SHARE = 0.5  # share of the time between two saves that writing a segment may take
 
-LIFE = 16
-"""Maximum number of deltas to one base. It bounds the damage of a corrupt base, for a sixteenth of a full save each."""
+LIFE = 16  # most deltas to one base. It bounds the damage of a corrupt base, for a sixteenth of a full save each
 
 _REST = 16  # saves without deltas of a fragment after a delta did not pay
 _PAYS = 0.9  # a first delta larger than this share of its base does not pay
 
-_LEAST_SUM = 1e-20
-"""Float32 sums of squares above this lose less than float32 precision to squares that underflow."""
+_LEAST_SUM = 1e-20  # Float32 sums of squares above this lose less than float32 precision to squares that underflow
 
 Setting = Literal["auto", "none"] | int
 
@@ -62,15 +60,7 @@ class LevelChooser:
     _write_seconds: float = 0.0
 
     def learn(self, level: int | None, nbytes: int, written: int, made_seconds: float, write_seconds: float) -> None:
-        """Record a segment.
-
-        Args:
-            level: Its level.
-            nbytes: Its encoded bytes.
-            written: Its compressed bytes.
-            made_seconds: Time to encode and compress it.
-            write_seconds: Time to write it.
-        """
+        """Record a segment: its encoded bytes, its compressed bytes, and the times to make them and to write them."""
         if nbytes and written:
             self._costs[level] = _LevelCost(made_seconds / nbytes, written / nbytes)
             self._write_seconds = write_seconds / written
@@ -172,14 +162,9 @@ class Packer:
         return sum(chunk.nbytes for base in self._bases.values() for chunk in base.chunks)
 
     def begin(self, save: SaveId, nbytes: int, interval: float | None, lasting: bool = True) -> SavePacking:
-        """Return the compression of the next save.
+        """Return the compression of the next save, of about ``nbytes``; ``lasting`` is False for a forced one.
 
-        Args:
-            save: Its name.
-            nbytes: About its size.
-            interval: Seconds between the last two saves, if known.
-            lasting: False for a forced save.
-        """
+        ``interval``: seconds between the last two saves, if known."""
         level = self._chooser.level(nbytes, interval) if self._level == "auto" else self._level
         chosen = None if level == "none" else level
         return SavePacking(
@@ -189,12 +174,8 @@ class Packer:
     def settle(self, done: SavePacking, seconds: float, moved: Callable[[Unit], bool], reached: Container[str]) -> None:
         """Learn from a finished save, and update the bases.
 
-        Args:
-            done: The save.
-            seconds: Time to write the segment, 0 if that failed.
-            moved: Whether a unit's committed version is now that of this save.
-            reached: Saves that the newest commit refers to; others may be pruned at any time.
-        """
+        ``seconds``: time to write the segment, 0 if that failed. ``moved``: whether a unit's committed version is now
+        that of this save. ``reached``: saves that the newest commit refers to; others may be pruned at any time."""
         if seconds > 0.0:
             made = [data for _, _, data, _ in done.made]
             nbytes = sum(data.encoding.stored_bytes(data.numel, data.dtype) for data in made)

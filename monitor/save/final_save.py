@@ -51,21 +51,13 @@ def unreachable(job: JobContext, saver: Saver, step: int, timeout: float) -> Sav
 
 @dataclass(frozen=True)
 class LastStep:
-    """Commits the last step of a job that ends as intended.
-
-    Args:
-        job: The job.
-        saver: Writes the saves.
-        step: The last step.
-        meet: Waits until all ranks are here; see :meth:`monitor.distributed.Group.barrier`.
-        save: Saves all units and waits for the commit. Raises SaveError, on all ranks.
-    """
+    """Commits the last step of a job that ends as intended."""
 
     job: JobContext
     saver: Saver
     step: int
-    meet: Callable[[], bool]
-    save: Callable[[], object]
+    meet: Callable[[], bool]  # waits until all ranks are here; see :meth:`monitor.distributed.Group.barrier`
+    save: Callable[[], object]  # saves all units and waits for the commit. Raises SaveError, on all ranks
 
     def commit(self, *, uncounted: bool) -> bool:
         """Wait for the save under way, and save the step if it is not committed whole. Return whether it is then.
@@ -110,21 +102,13 @@ class FinalSave:
 
     It waits for the save under way, then saves as much as is expected to fit. If time is left, because the storage
     speed was unknown or better than before, further saves use it. Each is an ordinary commit, so the deadline can only
-    cut off the last one. Training thread; collective.
-
-    Args:
-        job: The job.
-        saver: Writes the saves.
-        step: The last step of the job.
-        decide: Measures, decides and begins a save.
-        affordable: Bytes expected to become durable within a number of seconds. Called on rank 0.
-    """
+    cut off the last one. Training thread; collective."""
 
     job: JobContext
     saver: Saver
     step: int
-    decide: Callable[[SaveRequest], StepReport]
-    affordable: Callable[[float], float]
+    decide: Callable[[SaveRequest], StepReport]  # measures, decides and begins a save
+    affordable: Callable[[float], float]  # bytes expected to become durable in a number of seconds; called on rank 0
 
     def run(self, deadline: Deadline) -> StepReport:
         """Save and return the report of the first save with the units of all of them, alike on all ranks.

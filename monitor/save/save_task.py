@@ -23,20 +23,19 @@ from monitor.save.staging import AsyncCopy, StagedUnit
 from store.catalog import Catalog
 from store.commit import Expected, commit, hint_latest, wait_for_group
 from store.encoding import encoding_named
-from store.errors import DamagedError, MissingError, SaveError, StorageError, UnstorableError
-from store.layout import part_path, payload_path, segment_dir
+from store.errors import DamagedError, SaveError, StorageError, UnstorableError
+from store.layout import segment_dir
 from store.names import RAW, SaveId, Unit
 from store.retention import Retention, bytes_to_free, execute, plan_prune, remove_failed
 from store.schema import MeasureRecord
-from store.segment import SegmentDraft, StagedFragment, write_segment
+from store.segment import SegmentDraft, StagedFragment, remove_segment, write_segment
 from store.session import require_present
 from store.storage.local import Files
 
 _log = logging.getLogger("driftpoint")
 
 
-Finish = Callable[[SegmentDraft], SegmentDraft]
-"""Adds what was captured before."""
+Finish = Callable[[SegmentDraft], SegmentDraft]  # adds what was captured before
 
 
 @dataclass(frozen=True)
@@ -115,10 +114,7 @@ def with_run_state(segment: SegmentDraft, job: JobContext) -> SegmentDraft:
 def require_storable(job: JobContext, store_id: str, survey: Survey) -> None:
     """Raise on all ranks if a part of the job can never be stored; not for trouble that may pass. Collective.
 
-    Raises:
-        UnstorableError: A tensor has a type that no save can hold.
-        UnsupportedError: The run state cannot be saved.
-    """
+    Raises UnstorableError for a tensor of a type that no save can hold, UnsupportedError for such a run state."""
 
     def check() -> None:
         if survey.trouble is not None and survey.permanent:
@@ -219,18 +215,10 @@ def prune(
 ) -> None:
     """Delete what retention does not keep, and more if another full save does not fit. Log a warning then.
 
-    Args:
-        files: Of the store.
-        catalog: Of the store; records that are not needed any more leave its cache.
-        retention: Rule that gives way where room is short.
-        epoch: Of the owner.
-        failed: Whether a save failed for want of space.
-        continued: Commit that the job continues, which stays.
-        groups: Segment groups that the job's next commit refers to, which stay.
-
-    Raises:
-        SaveError: Nothing may be deleted, because a commit cannot be read.
-    """
+    Records that are not needed any more leave the catalog's cache. The rule gives way where room is short. ``failed``:
+    whether a save failed for want of space. ``continued``, the commit that the job continues, and ``groups``, the
+    segment groups that its next commit refers to, stay. Raises SaveError if nothing may be deleted, because a commit
+    cannot be read."""
     wanted = bytes_to_free(catalog, retention, failed=failed)
     fits = wanted == 0 or bytes_to_free(catalog, replace(retention, max_share=None), failed=failed) == 0
     least = 2 if fits else 1  # for the share of the disk alone, no bit rot may cost the only commit
@@ -260,9 +248,7 @@ def discard(files: Files, save: SaveId, rank: int) -> None:
     """Remove this rank's files of a failed save that no manifest can refer to.
 
     On a disk that is nearly full, the files of failed saves would make the next ones fail too."""
-    for path in (part_path(save, rank), payload_path(save, rank)):  # a part must not outlive its payload
-        with suppress(MissingError):
-            files.unlink(path)
+    remove_segment(files, save, rank)
     with suppress(StorageError):  # other ranks' files may still be there
         files.remove_dir(segment_dir(save))
 

@@ -37,18 +37,8 @@ from monitor.save.self_check import SelfChecker
 from monitor.save.staging import AsyncCopy, CopyTiming, StagedUnit, Stager, UnfinishedCopy, encoded_bytes
 from monitor.save.store_session import StoreSession
 from monitor.types import DecisionResult, SaveStatus, newest_text
+from store import errors
 from store.encoding import encoding_named
-from store.errors import (
-    ExistsError,
-    FencedError,
-    NoSpaceError,
-    NotFiniteError,
-    SaveError,
-    StateChangedError,
-    StoreError,
-    UnsupportedError,
-    UsageError,
-)
 from store.names import SaveId, Unit
 from store.schema import digest, seal
 from store.segment import SegmentDraft
@@ -142,7 +132,7 @@ class Saver:
             self._stager.reserve(local)
         except (MemoryError, RuntimeError) as error:  # torch raises either, by device and allocator
             nbytes = sum(part.layout.nbytes for part in local.values())
-            raise SaveError(
+            raise errors.SaveError(
                 f"no memory on this rank for the copies that a save makes ({nbytes / 1e9:.1f} GB of host memory): "
                 f"{error}. Give the job more memory, or run fewer ranks on this machine"
             ) from error
@@ -166,11 +156,8 @@ class Saver:
     def settle(self, step: int, changed: bool, trouble: bool = False) -> SaveStatus:
         """Finish the pending save on all ranks, and move the drift references if it is committed. Collective.
 
-        Args:
-            step: Step of this rank.
-            changed: Whether the pieces of this rank changed.
-            trouble: Whether this rank's part of the job cannot be saved as it is now.
-        """
+        ``changed``: whether the pieces of this rank changed. ``trouble``: whether this rank's part of the job cannot be
+        saved as it is now."""
         self._copies.finish()
         self._collect()
         pending, done = self._pending, self._outcome
@@ -179,8 +166,8 @@ class Saver:
             step=step,
             busy=pending is not None and done is None,
             failed=error is not None,
-            full=isinstance(error, NoSpaceError),
-            torn=isinstance(error, StateChangedError),
+            full=isinstance(error, errors.NoSpaceError),
+            torn=isinstance(error, errors.StateChangedError),
             changed=changed,
             fenced=self._fenced,
             trouble=trouble,
@@ -274,15 +261,8 @@ class Saver:
         """Ensure that the name of a save of ``step`` was never used; claim a new epoch if needed. Collective.
 
         A save may have the name of an in-memory snapshot of the same step, since both hold the same state. After a
-        rollback to before that snapshot the state differs, so the name must too.
-
-        Args:
-            step: Step to be saved.
-            snapshot: Whether the save is an in-memory snapshot.
-
-        Returns:
-            The reason why no name can be claimed, or None.
-        """
+        rollback to before that snapshot the state differs, so the name must too. ``snapshot``: whether the save is one.
+        Returns the reason why no name can be claimed, or None."""
         used = step <= self._highest_snapshot if snapshot else step < self._highest_snapshot
         if step > self._highest_step and not used and not self._renewing:
             return None
@@ -292,10 +272,10 @@ class Saver:
             self._highest_step = self._highest_snapshot = -1
             self._renewing = False
             self._listeners.on_epoch(self._session.epoch)
-        except FencedError:
+        except errors.FencedError:
             self._fenced = True
             return "fenced"
-        except StoreError as error:
+        except errors.StoreError as error:
             _log.warning("%s", error)
             return "storage"
         return None
@@ -345,12 +325,9 @@ class Saver:
         self._copies.finish()
 
     def close(self, timeout: float, clean: bool) -> None:
-        """Wait for the pending save, report its outcome and release the store.
+        """Wait ``timeout`` seconds for the pending save, report its outcome and release the store.
 
-        Args:
-            timeout: Seconds to wait.
-            clean: Whether the job ends as intended, so that its end is no interruption.
-        """
+        ``clean``: whether the job ends as intended, so that its end is no interruption."""
         if clean and self._session.incarnation is not None:
             self.upkeep(self._session.mark_closed, "noting that the job was closed")
         self.flush(timeout)
@@ -373,10 +350,10 @@ class Saver:
             if self._pending is not None and done.number == self._pending.number:
                 self._outcome = done
                 self._failure = None if done.error is None else str(done.error) or repr(done.error)
-                self._fenced = self._fenced or isinstance(done.error, FencedError)
+                self._fenced = self._fenced or isinstance(done.error, errors.FencedError)
             elif done.error is not None:
                 what, epoch = self._upkeep.pop(done.number, ("upkeep", -1))
-                if isinstance(done.error, FencedError) and epoch != self._session.epoch:
+                if isinstance(done.error, errors.FencedError) and epoch != self._session.epoch:
                     continue  # fenced by this job's own next epoch; the next save repeats it
                 message = f"{what} failed: {done.error}"
                 self._listeners.on_background_failure(BackgroundFailureEvent("upkeep", message, done.error))
@@ -386,7 +363,7 @@ class Saver:
     def _outcome_of(self, pending: _Pending, done: TaskResult[SaveResult | None]) -> _Outcome:
         """Return what rank 0 tells the others of its finished save."""
         commit = _commit_of(pending, done)
-        sick = commit.dropped if commit else done.error.units if isinstance(done.error, NotFiniteError) else ()
+        sick = commit.dropped if commit else done.error.units if isinstance(done.error, errors.NotFiniteError) else ()
         groups = commit.manifest.groups if commit else self._job.ledger.groups
         return _Outcome(commit is not None, tuple(sick), pending.task.progress.attempted, tuple(groups))
 
@@ -408,7 +385,7 @@ class Saver:
         self._job.table.lost -= moved_units
         if not outcome.committed:
             self._checker.repeat()
-        if not outcome.committed and not outcome.attempted and not isinstance(done.error, ExistsError):
+        if not outcome.committed and not outcome.attempted and not isinstance(done.error, errors.ExistsError):
             remove = partial(discard, task.files, pending.save, self._group.rank)
             self.upkeep(remove, f"removing the files of the failed save {pending.save.name}")
         if full and not outcome.committed and self._group.rank == 0:
@@ -434,7 +411,7 @@ class Saver:
         except Exception as error:  # noqa: BLE001 - this rank's edge: kept as the save's failure
             for one in staged:
                 self._stager.unstage(one, one.copies)
-            return (), AsyncCopy(), SaveError(f"the state could not be copied: {error!r}")
+            return (), AsyncCopy(), errors.SaveError(f"the state could not be copied: {error!r}")
         return tuple(staged), copying, None
 
     def _packing(self, save: SaveId, staged: Sequence[StagedUnit], decided: DecisionResult) -> SavePacking:
@@ -447,7 +424,7 @@ class Saver:
     def _report(self, pending: _Pending, outcome: TaskResult[SaveResult | None]) -> None:
         """Advance the ledger to the commit, on rank 0, or report the failure."""
         saved, commit, step = outcome.result, _commit_of(pending, outcome), pending.save.step
-        error = SaveError("the job went back to an earlier step") if pending.abandoned else outcome.error
+        error = errors.SaveError("the job went back to an earlier step") if pending.abandoned else outcome.error
         ledger = self._job.ledger
         if saved is None or commit is None:
             if error is not None or self._group.rank == 0:
@@ -457,7 +434,7 @@ class Saver:
         ledger.advance(commit.manifest)
         self._listeners.on_commit(CommitEvent(commit, saved.seconds, saved.written_bytes, staleness))
 
-    def _segment(self, save: SaveId, decided: DecisionResult) -> tuple[SegmentDraft, Finish, UsageError | None]:
+    def _segment(self, save: SaveId, decided: DecisionResult) -> tuple[SegmentDraft, Finish, errors.UsageError | None]:
         """Return the segment, what adds the run state, and the error if that cannot be captured.
 
         Such an error does not stop training: the save fails and is reported like any other."""
@@ -466,10 +443,10 @@ class Saver:
         segment = empty_segment(self._job, self._session.catalog.store_id, save, plan, differs)
         try:
             return *begin_run_state(segment, self._job, self._checker.describe), None
-        except UsageError as error:
+        except errors.UsageError as error:
             return segment, replace, error
         except Exception as error:  # noqa: BLE001 - the edge to the user's own objects: kept as the save's failure
-            return segment, replace, UnsupportedError(f"the run state could not be captured: {error!r}")
+            return segment, replace, errors.UnsupportedError(f"the run state could not be captured: {error!r}")
 
     def _commit_plan(self, save: SaveId, decided: DecisionResult) -> CommitPlan:
         draft = CommitDraft(

@@ -39,16 +39,12 @@ from store.storage.local import Files
 
 _log = logging.getLogger("driftpoint")
 
-_BLOCKS, _WIDTH = 64, 16
-"""Of a larger piece, this many blocks of this many elements are compared with live memory."""
-
-_NAMED = 8
-"""Differences that are logged and recorded; usually they have one cause."""
+_BLOCKS, _WIDTH = 64, 16  # of a larger piece, this many blocks of this many elements are compared with live memory
+_NAMED = 8  # differences that are logged and recorded; usually they have one cause
 
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
-Outline = dict[str, tuple[str, str]]
-"""Path -> type (with dtype, shape, length) and digest of the value."""
+Outline = dict[str, tuple[str, str]]  # Path -> type (with dtype, shape, length) and digest of the value
 
 
 def outline(value: Any, name: str) -> Outline:

@@ -99,12 +99,8 @@ class _Sample:
     At most 64 of each tensor, evenly spread, the first and the last among them.
 
     It finds what autograd's version counters do not count: writes through ``.data``, or by code outside PyTorch. A
-    change between the sampled elements is not found. Built and compared in the stream of the copies.
-
-    Args:
-        pairs: Sources that are copied as they are, and their buffers in host memory.
-        others: Sources that are encoded.
-    """
+    change between the sampled elements is not found. Built and compared in the stream of the copies. ``pairs`` are
+    sources that are copied as they are, and their buffers in host memory; ``others`` are encoded."""
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], others: Sequence[torch.Tensor]) -> None:
         self._pairs = pairs
@@ -306,13 +302,8 @@ class AsyncCopy:
 class CopyTiming:
     """Chooses when the copies of a job are made, for its saves and its snapshots. Training thread.
 
-    Beside training where the state is private to the optimizer, the user vouches for it (``lazy``), or all writes to it
-    are tracked; until a change of it is found. Else at once.
-
-    Args:
-        setting: ``staging`` of the configuration.
-        private: As :attr:`monitor.adapters.base.Adapter.state_is_private`.
-    """
+    Beside training where the state is ``private`` to the optimizer, the user vouches for it (``lazy``), or all writes
+    to it are tracked; until a change of it is found. Else at once."""
 
     def __init__(self, setting: Literal["auto", "eager", "lazy"], *, private: bool) -> None:
         self._lazy = setting == "lazy" or (setting == "auto" and private)
@@ -404,12 +395,7 @@ class StagedUnit(NamedTuple):
 
 
 class Stager:
-    """Chooses the buffers of each unit, and whether it is encoded while it is copied. Training thread only.
-
-    Args:
-        meter: Measures units that are encoded at once.
-        encode: As in the configuration.
-    """
+    """Chooses the buffers of each unit, and whether it is encoded while it is copied. Training thread only."""
 
     def __init__(self, meter: DriftMeter, encode: Literal["staging", "saving"]) -> None:
         self._meter = meter
@@ -428,14 +414,7 @@ class Stager:
                 self._pool.prepare(unit, part.layout)
 
     def stage(self, part: LocalUnit, encoding: str, measure: Measure | None, copying: AsyncCopy) -> StagedUnit:
-        """Add the copies of a unit to ``copying``.
-
-        Args:
-            part: The live tensors.
-            encoding: Encoding to save them in.
-            measure: Measurement of the live tensors, if there is one.
-            copying: Makes the copies.
-        """
+        """Add the copies of a unit, in ``encoding``, to ``copying``. ``measure`` is of the live tensors, if any."""
         copies, encoded = self._pool.take(part.unit, part.layout), tuple[EncodedCopy, ...]()
         if self._encodes_now(part, encoding):
             # The original values do not reach host memory, so they are measured on the device.

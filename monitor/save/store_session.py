@@ -36,8 +36,7 @@ from store.storage.object_store import ObjectFiles
 
 _log = logging.getLogger("driftpoint")
 
-_EVERY_COMMIT = 1 << 31
-"""More commits than any store has: the rule itself drops none."""
+_EVERY_COMMIT = 1 << 31  # more commits than any store has: the rule itself drops none
 
 
 @dataclass
@@ -51,8 +50,7 @@ class StoreSession:
     has_commits: bool  # when it was opened
     lock: StoreLock | None  # rank 0 only
     incarnation: IncarnationRecord | None = None  # stored with each claimed epoch; rank 0, if interruptions are counted
-    claimed: bool = True
-    """False: the disk had no room for the claim. ``epoch`` is that of the job before, until the next one is claimed."""
+    claimed: bool = True  # False: the disk had no room for the claim; until the next one, `epoch` is the last job's
     newest: SaveId | None = None  # the newest commit when it was opened; rank 0
     began: float = field(default_factory=time.monotonic)
 
@@ -114,17 +112,14 @@ def open_store(
     *,
     create: bool = True,
 ) -> StoreSession:
-    """Open or create the store at ``path`` and claim an epoch. Collective.
+    """Open or create the store at ``path``, a directory or URL, and claim an epoch. Collective.
 
     Where a full disk prevents the claim, a store that exists is opened all the same; the epoch is claimed when there is
     room, before the first save.
 
     Args:
-        path: Directory or URL.
-        group: All ranks.
-        lock_seconds: Time to wait for another job's lock.
+        lock_seconds: Time to wait for another job's lock. An object store has none: the epoch alone tells jobs apart.
         counting: Whether interruptions of this job are counted.
-        options: Of an object store. It has no lock; jobs detect each other by the epoch alone.
         create: Whether to make a store if there is none.
 
     Raises:

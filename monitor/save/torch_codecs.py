@@ -33,8 +33,7 @@ from store.encoding import (
 from store.encoding.base import BLOCK, PIECE, Bytes, lanes_bytes
 from store.errors import DamagedError
 
-CUDA_PIECE = 1 << 20
-"""Elements processed at a time on CUDA: a whole chunk, since a launch costs more than a cache miss."""
+CUDA_PIECE = 1 << 20  # elements processed at a time on CUDA: a whole chunk, since a launch costs more than a cache miss
 
 _INFINITE = 0x7F800000
 _LIMITS = (-3.3e38, 3.3e38)  # beyond them, values may round to infinity
@@ -50,17 +49,11 @@ def encoder_named(name: str) -> "Encoder":
 
 @torch.no_grad()
 def encode(values: torch.Tensor, name: str, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encode a fragment, without waiting for its device.
+    """Encode contiguous float32 of any shape, for raw any dtype, without waiting for their device.
 
-    Args:
-        values: Contiguous float32 of any shape; for raw any dtype.
-        name: Encoding.
-        out: 1-d uint8 of the encoded size to fill; by default a new tensor.
-
-    Returns:
-        The encoded bytes, and a bool tensor that says whether the encoding can hold the values, both on their device.
-        If it cannot, the bytes are undefined: store the fragment raw.
-    """
+    Returns the bytes, in ``out`` if that is given (1-d uint8 of the encoded size), and a bool tensor that says whether
+    the encoding can hold the values, both on their device. If it cannot, the bytes are undefined: store the fragment
+    raw."""
     if out is None:
         out = torch.empty(stored_bytes(values, name), dtype=torch.uint8, device=values.device)
     _check(values, out, stored_bytes(values, name))
@@ -392,19 +385,13 @@ class EncodedCopy:
     """Encodes one fragment where it is, and copies the encoded bytes to host memory.
 
     Values that the encoding cannot hold are copied as they are. The source must not change until :meth:`finish`.
+    ``copy`` is for the decoded values, or for the values if the encoding cannot hold them. Empty if neither is
+    needed."""
 
-    Args:
-        source: 1-d float32, on any device.
-        encoding: Name of a lossy encoding.
-        encoded: 1-d uint8 host memory of the encoded size, pinned if the source is on CUDA.
-        copy: 1-d float32 host memory for the decoded values, or for the values if the encoding cannot hold them.
-            Empty if neither is needed.
-    """
-
-    source: torch.Tensor
-    encoding: str
-    encoded: torch.Tensor
-    copy: torch.Tensor
+    source: torch.Tensor  # 1-d float32, on any device
+    encoding: str  # a lossy one
+    encoded: torch.Tensor  # 1-d uint8 host memory of the encoded size, pinned if the source is on CUDA
+    copy: torch.Tensor  # 1-d float32 host memory
     held: bool = False  # whether the encoding holds all values; set by :meth:`finish`
     lost: EncodingLoss = field(default_factory=EncodingLoss)  # set by :meth:`finish`
     _result: torch.Tensor | None = None

@@ -176,14 +176,9 @@ class WriteTracker:
 class TrackedCopy:
     """Copies host memory, most of it in :meth:`finish`, and tells whether any was written before it was copied.
 
-    Memory that cannot be tracked is copied at once.
-
-    Args:
-        tracker: Its ``in_use`` is held; :meth:`finish` releases it.
-        regions: The memory, on the host.
-        targets: Addresses that it is copied to.
-        owners: The tensor in whose memory each region lies. Other memory may take its place meanwhile.
-    """
+    Memory that cannot be tracked is copied at once. The tracker's ``in_use`` is held; :meth:`finish` releases it.
+    ``targets`` are addresses. ``owners`` are the tensors in whose memory each region lies: other memory may take its
+    place meanwhile."""
 
     def __init__(
         self,

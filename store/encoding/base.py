@@ -15,11 +15,8 @@ from numpy.typing import NDArray
 from store.errors import DamagedError
 from store.names import RAW
 
-CHUNK = 1 << 20
-"""Elements of every chunk of a fragment but the last. A constant of format 1; a multiple of BLOCK."""
-
-BLOCK = 64
-"""Elements that share one scale in the block encodings. A constant of format 1."""
+CHUNK = 1 << 20  # elements of every chunk of a fragment but the last. A constant of format 1; a multiple of BLOCK
+BLOCK = 64  # elements that share one scale in the block encodings. A constant of format 1
 
 PIECE = 1 << 16
 """Elements processed at a time inside a chunk, so that intermediate results stay in the core's cache.
@@ -27,11 +24,8 @@ PIECE = 1 << 16
 Not part of the format: any multiple of BLOCK gives the same bytes.
 """
 
-Bytes = NDArray[np.uint8]
-"""1-d uint8."""
-
-Values = NDArray[Any]
-"""1-d values; float32 for the lossy encodings."""
+Bytes = NDArray[np.uint8]  # 1-d uint8
+Values = NDArray[Any]  # 1-d values; float32 for the lossy encodings
 
 
 class ValuesError(ValueError):

@@ -28,8 +28,7 @@ from numpy.typing import NDArray
 from store.encoding.base import BLOCK, Bytes, Float32Encoding, Lane, ValuesError, pieces
 from store.errors import DamagedError
 
-GRID = 0xFF
-"""Bits that are zero in every scale."""
+GRID = 0xFF  # bits that are zero in every scale
 
 Floats = NDArray[np.float32]
 
@@ -47,8 +46,7 @@ def split_lanes(data: Bytes, numel: int) -> tuple[Bytes, Floats]:
 def rows(values: Floats) -> Iterator[tuple[slice, slice, Floats]]:
     """Yield for each piece its elements, its blocks, and its values of shape (blocks, 64).
 
-    A shorter last block comes last, padded with zeros.
-    """
+    A shorter last block comes last, padded with zeros."""
     whole = values.size - values.size % BLOCK
     for piece in pieces(whole):
         yield piece, slice(piece.start // BLOCK, piece.stop // BLOCK), values[piece].reshape(-1, BLOCK)
@@ -63,8 +61,7 @@ class _BlockEncoding(Float32Encoding):
     """A lane of codes, one byte a value, and a lane of scales, one float32 a block."""
 
     code_type: ClassVar[type[np.int8 | np.uint8]]
-    scale_range: ClassVar[tuple[float, float]]
-    """Least and largest scale that is written, besides 0."""
+    scale_range: ClassVar[tuple[float, float]]  # least and largest scale that is written, besides 0
 
     def _lanes(self, numel: int) -> tuple[Lane, ...]:
         return Lane(numel, 1), Lane(block_count(numel), 4)

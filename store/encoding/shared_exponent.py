@@ -32,24 +32,19 @@ from store.errors import DamagedError
 
 INT8_SHARED_EXPONENT = "int8-shared-exponent"
 
-GROUPS = 4
-"""Of the elements of a block; a group has every fourth one."""
+GROUPS = 4  # of the elements of a block; a group has every fourth one
 
 ROUND_USUAL, ROUND_LARGE = 1 << 21, 1 << 16
 """Added to the bits of a value before its fraction is cut, to get its exponent after rounding to 2 or 7 bits."""
 
-LESS_USUAL, LESS_LARGE = 1, 6
-"""Exponent of the scale, less than that of the rounded value."""
-
-FRACTION = 23
-"""Bits of the fraction of a float32."""
+LESS_USUAL, LESS_LARGE = 1, 6  # exponent of the scale, less than that of the rounded value
+FRACTION = 23  # bits of the fraction of a float32
 
 LEAST, MOST = 3, 253
 """Least and most exponent of a scale, plus 127. With the least, a subnormal value is below half a scale, so codes do
 not depend on whether a thread flushes them to zero."""
 
-TOO_LARGE = 0x7F400001
-"""Magnitude bits of the least value that is refused: above 1.5 * 2**127, a multiple of all scales."""
+TOO_LARGE = 0x7F400001  # magnitude bits of the least value refused: above 1.5 * 2**127, a multiple of all scales
 
 
 @dataclass(frozen=True)

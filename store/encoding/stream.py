@@ -14,8 +14,7 @@ from store.encoding.base import Bytes, Encoding, Lane, chunk_sizes, lanes_bytes
 from store.encoding.compression import FRAME_HEADER, frame_length, pack_chunk, packed_bound, unpack_body
 from store.errors import DamagedError
 
-Read = Callable[[int], memoryview]
-"""Returns the next bytes of an entry, fewer only at its end."""
+Read = Callable[[int], memoryview]  # returns the next bytes of an entry, fewer only at its end
 
 
 @dataclass(frozen=True)
@@ -64,8 +63,7 @@ def encoded_chunks(
     """Yield the encoded chunks of an entry, unpacked but not decoded.
 
     Raises DamagedError if bytes are missing, left over, or invalid. A base implies packing. A chunk may be
-    a view of the bytes that ``read`` returned, which must not change.
-    """
+    a view of the bytes that ``read`` returned, which must not change."""
     if base is not None and not packed:
         raise DamagedError("an entry that is not packed cannot be the difference to another one")
     for size in chunk_sizes(numel):
@@ -96,33 +94,23 @@ def require_end(read: Read) -> None:
         raise DamagedError("an entry has more bytes than its chunks")
 
 
-PACKING = "split-planes"
-"""Name of the packing that is written; see :mod:`store.encoding.compression`."""
+PACKING = "split-planes"  # name of the packing that is written; see :mod:`store.encoding.compression`
 
-PACKINGS = ("planes", PACKING)
-"""Names of those that are read. Earlier releases wrote ``planes``, in which no plane is split."""
+PACKINGS = ("planes", PACKING)  # those that are read. Earlier releases wrote `planes`, in which no plane is split
 
 
 @dataclass
 class EncodedEntry:
-    """Bytes of an entry that are encoded, and perhaps packed, while they are written; a StreamedData.
-
-    Args:
-        chunks: Returns the encoded chunks anew at every call.
-        packing: None to write the chunks unpacked.
-        base: Name of the save of ``packing.base``.
-    """
+    """Bytes of an entry that are encoded, and perhaps packed, while they are written; a StreamedData."""
 
     encoding: Encoding
     numel: int
     dtype: str
-    chunks: Callable[[], Iterable[Bytes]]
-    packing: Packing | None = None
-    base: str | None = None
-    written: int = 0
-    """Bytes produced so far."""
-    seconds: float = 0.0
-    """Time spent producing them, without writing."""
+    chunks: Callable[[], Iterable[Bytes]]  # returns the encoded chunks anew at every call
+    packing: Packing | None = None  # None to write the chunks unpacked
+    base: str | None = None  # name of the save of ``packing.base``
+    written: int = 0  # bytes produced so far
+    seconds: float = 0.0  # time spent producing them, without writing
     _hash: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128, repr=False)
 
     def __post_init__(self) -> None:

@@ -54,12 +54,10 @@ def _changed(path: Path) -> float:
 
 
 class Owner(FileLock):
-    """Lock of a rank's memory.
+    """Lock of a rank's memory. Raises StorageError if another process holds it.
 
-    Raises:
-        StorageError: Another process holds it.
-        MissingError: The folder does not exist, or the file was removed meanwhile and the lock would be invisible.
-    """
+    Raises MissingError if the folder does not exist, or the file was removed meanwhile and the lock would be
+    invisible."""
 
     def __init__(self, path: Path, wait_seconds: float = 0.0) -> None:
         if is_held_here(path):
@@ -97,12 +95,9 @@ def is_owned(path: Path) -> bool:
 class Arena:
     """Writes the memory of one rank. Raises StorageError if another process holds it.
 
-    Args:
-        epoch: First epoch of the incarnation.
-        versions: 2, or 1: then there is no version while one is being replaced.
-        files: Of the store, to recognise memory of its copies; without it all memory counts as the store's.
-        replica: Whether it is for replicas of a rank on another node.
-    """
+    ``epoch`` is the first one of the incarnation. ``versions``: 2, or 1: then there is no version while one is being
+    replaced. ``files`` are the store's, to recognise memory of its copies; without it all memory counts as the store's.
+    ``replica``: whether it is for replicas of a rank on another node."""
 
     def __init__(
         self, tier: Tier, epoch: int, rank: int, versions: int = 2, files: Files | None = None, *, replica: bool = False
@@ -139,8 +134,7 @@ class Arena:
     def room(self, slot: int, nbytes: int) -> mmap.mmap:
         """Drop the slot's version and return its memory of at least ``nbytes`` reserved bytes.
 
-        Raises StorageError, saying what to do, if there is not enough memory.
-        """
+        Raises StorageError, saying what to do, if there is not enough memory."""
         self.drop(slot)
         buffer = self._maps.get(slot)
         if buffer is None or len(buffer) < nbytes:
@@ -179,8 +173,7 @@ class Arena:
         """Take over or remove all memory of earlier incarnations, once every rank has a version of this one.
 
         Each rank takes its own; memory of ranks that are on another node now, or no longer exist, is removed by any
-        rank. Raises StorageError.
-        """
+        rank. Raises StorageError."""
         for old in self._earlier:
             for rank in old.ranks():
                 if rank == self._rank or rank >= world_size or not is_owned(self._place.owner(rank)):
@@ -191,8 +184,7 @@ class Arena:
     def close(self, *, remove: bool) -> None:
         """Unmap the memory and release the lock; with ``remove``, delete the files. A second call changes nothing.
 
-        Raises StorageError if the files cannot be deleted.
-        """
+        Raises StorageError if the files cannot be deleted."""
         for buffer in self._maps.values():
             with suppress(BufferError):  # a view still exists; the mapping ends with the process
                 buffer.close()

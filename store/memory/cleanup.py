@@ -23,8 +23,7 @@ from store.storage.local import Files
 from store.text import listed
 
 KEEP_SECONDS = 24 * 3600.0  # time that a dead job's memory is kept for a restart
-KEEP_UNREACHABLE_SECONDS = 7 * KEEP_SECONDS
-"""Time that it is kept if its store cannot be reached, so that no rescue could be made."""
+KEEP_UNREACHABLE_SECONDS = 7 * KEEP_SECONDS  # if its store cannot be reached, so that no rescue could be made
 
 
 def clear(tier: Tier, newest: SaveId | None = None) -> int:
@@ -37,15 +36,13 @@ def clear(tier: Tier, newest: SaveId | None = None) -> int:
     return _removed(tier, worthless)
 
 
-Wanted = Callable[[Generation, int], bool]
-"""Whether to remove a dead rank's memory."""
+Wanted = Callable[[Generation, int], bool]  # whether to remove a dead rank's memory
 
 
 def clear_old(base: Path, clock: Callable[[], float] = boot_seconds, *, wanted: Wanted = lambda *_: True) -> int:
     """Remove memory that dead jobs of any store last wrote over ``KEEP_SECONDS`` ago. Return the bytes freed.
 
-    Memory that may hold a state newer than any commit needs a rescue first: ``wanted`` spares it.
-    """
+    Memory that may hold a state newer than any commit needs a rescue first: ``wanted`` spares it."""
     return sum(clear_old_of(tier, clock=clock, wanted=wanted) for tier in tiers(base))
 
 
@@ -153,8 +150,7 @@ def _removed(tier: Tier, wanted: Wanted) -> int:
     return total
 
 
-_removing = threading.Lock()
-"""Held while files are removed: a process can take the lock of a rank twice."""
+_removing = threading.Lock()  # held while files are removed: a process can take the lock of a rank twice
 
 
 def _remove(place: Generation, rank: int, wanted: Wanted) -> int:

@@ -45,8 +45,7 @@ class HeldSnapshot:
 class NodeIndex:
     """Snapshots of one store on this node, and the problems of invalid ones.
 
-    ``others`` have the same save and rank as one of ``versions``; they are of jobs on copies of the store.
-    """
+    ``others`` have the same save and rank as one of ``versions``; they are of jobs on copies of the store."""
 
     versions: Mapping[SaveId, Mapping[int, HeldSnapshot]]
     problems: tuple[str, ...] = ()
@@ -125,8 +124,7 @@ class Payload(Protocol):
         """Fill ``target`` from ``offset``. Raises StorageError; MissingError if a retry is useless."""
 
 
-Piece = tuple[int, int, int]
-"""Range of a payload: rank, offset, and number of bytes."""
+Piece = tuple[int, int, int]  # range of a payload: rank, offset, and number of bytes
 
 
 @dataclass(frozen=True)
@@ -194,8 +192,7 @@ def assemble_version(save: SaveId, shares: Iterable[RankShare], node: NodeIndex)
 def take_newer_units(commit: ManifestRecord, memory: ManifestRecord) -> ManifestRecord | None:
     """Return the commit with the layers that are newer in memory; None if there are none.
 
-    Only within one epoch, where steps are monotonic: a later epoch may have rolled back.
-    """
+    Only within one epoch, where steps are monotonic: a later epoch may have rolled back."""
     if commit.epoch != memory.epoch:
         return None
     theirs = {unit.unit: unit for unit in memory.units if unit.save == memory.save.name}
@@ -228,8 +225,7 @@ def _as_held(unit: UnitRecord, parts: Collection[PartRecord]) -> UnitRecord:
     return unit.model_copy(update={**update, "encoding": names[0] if names else RAW})
 
 
-SnapshotKey = tuple[Path, int]
-"""Identifies one rank's memory by its folder and rank."""
+SnapshotKey = tuple[Path, int]  # identifies one rank's memory by its folder and rank
 
 
 def belonging_to(node: NodeIndex, files: Files) -> NodeIndex:
@@ -246,8 +242,7 @@ def foreign_snapshots(node: NodeIndex, files: Files) -> set[SnapshotKey]:
     """Return the memory of incarnations of a copy of the store, or of its state before it was restored.
 
     An incarnation is identified by the token of its claim and not by its folder, because jobs on copies that start at
-    the same moment may share a folder: each rank takes the first free one. Raises StorageError.
-    """
+    the same moment may share a folder: each rank takes the first free one. Raises StorageError."""
     snapshots = list(node.everything())
     tokens = {epoch: token_of(files, epoch) for epoch in {held.record.save.epoch for held in snapshots}}
     saves = [parse_save_file(name) for name in list_or_empty(files, MANIFESTS)] if snapshots else []
@@ -286,8 +281,7 @@ _COPIES = 8  # locations remembered for one store id: a store and its copies
 class SeenStore:
     """Locations of the stores seen on this node by store id, in a file that only the daemon writes.
 
-    It tells a restarted daemon where the stores of the memory are; readers check the store id at the location.
-    """
+    It tells a restarted daemon where the stores of the memory are; readers check the store id at the location."""
 
     def __init__(self, base: Path) -> None:
         self._path = layout.home(base) / _NAME

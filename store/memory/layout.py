@@ -64,8 +64,7 @@ class Tier:
 class Generation:
     """Memory of one incarnation of a job on this node.
 
-    ``epoch`` is the first it claimed; ``branch`` is above 0 if a job on a copy of the store has the same epoch.
-    """
+    ``epoch`` is the first it claimed; ``branch`` is above 0 if a job on a copy of the store has the same epoch."""
 
     tier: Tier
     epoch: int
@@ -158,8 +157,7 @@ def tiers(base: Path) -> list[Tier]:
 def require_own(place: Path) -> bool:
     """Return whether the folder exists. Raises StorageError if other users may access it.
 
-    Shared memory is open to every user, so its contents are trusted only if no other user could write them.
-    """
+    Shared memory is open to every user, so its contents are trusted only if no other user could write them."""
     try:
         status = os.lstat(place)
     except FileNotFoundError:

@@ -20,8 +20,7 @@ class Overlay:
     """Read-only :class:`store.storage.local.Files`; any write raises StorageError.
 
     Shows ``manifest`` instead of the version's own; with ``alone`` no other commit, so that a damaged version leaves
-    nothing to resume.
-    """
+    nothing to resume."""
 
     def __init__(
         self, below: Files, version: MemoryVersion, manifest: ManifestRecord | None = None, *, alone: bool = False

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import xxhash
 
-from store import errors
+from store import errors, segment
 from store.catalog import Catalog
 from store.commit import Expected, commit, hint_latest, wait_for_group
-from store.layout import MANIFESTS, manifest_path, part_path, payload_path, segment_dir
+from store.layout import MANIFESTS, manifest_path, segment_dir
 from store.memory.arena import Owner, is_owned
 from store.memory.index import HeldSnapshot, MemoryVersion, assemble_version, belonging_to, rank_share, scan_node
 from store.memory.layout import Tier, make_home, opened
@@ -29,30 +29,20 @@ from store.memory.overlay import Overlay
 from store.names import SaveId
 from store.resolve import resolve
 from store.schema import Entry, ManifestRecord, PartRecord, StateTensor
-from store.segment import (
-    Item,
-    SegmentDraft,
-    StagedFragment,
-    check_payload_size,
-    present_parts,
-    read_part,
-    write_segment,
-)
 from store.session import lock_holder, require_newest
 from store.storage.atomic import is_temporary
 from store.storage.local import Files, LocalFiles, list_or_empty, read_at
 from store.text import listed
 
 _PIECE = 1 << 22
-_STAGED = {field.name for field in fields(StagedFragment)} - {"data"}
+_STAGED = {field.name for field in fields(segment.StagedFragment)} - {"data"}
 
 
 @dataclass(frozen=True)
 class _Bytes:
     """A :class:`store.segment.StreamedData` of a stored piece of memory.
 
-    ``checked`` is called between pieces; its exceptions end the write.
-    """
+    ``checked`` is called between pieces; its exceptions end the write."""
 
     path: Path
     piece: Entry | StateTensor
@@ -87,37 +77,29 @@ def write_share(files: Files, version: MemoryVersion, rank: int, checked: Callab
     """Write the segment of ``rank`` into the store, durably, unless it is there.
 
     ``checked`` is called between pieces of a few megabytes; its exceptions end the write. Raises DamagedError if memory
-    does not match its record.
-    """
+    does not match its record."""
     part = version.records[rank]
     if _is_written(files, part):
         return
-    remove_share(files, version.save, rank)
+    segment.remove_segment(files, version.save, rank)
     payload = version.payloads.get(rank)
     if payload is None:
         raise errors.StorageError(f"rank {rank}'s memory is not on this node")
-    draft = SegmentDraft(
+    draft = segment.SegmentDraft(
         store_id=part.store_id,
         save=part.save,
         rank=rank,
         world_size=part.world_size,
         plan=part.plan,
         fragments=[
-            StagedFragment(**entry.model_dump(include=_STAGED), data=_Bytes(payload, entry, checked))
+            segment.StagedFragment(**entry.model_dump(include=_STAGED), data=_Bytes(payload, entry, checked))
             for entry in part.entries
         ],
         run_state=part.run_state,
-        run_leaves=[Item("", one.dtype, one.shape, _Bytes(payload, one, checked)) for one in part.run_tensors],
+        run_leaves=[segment.Item("", one.dtype, one.shape, _Bytes(payload, one, checked)) for one in part.run_tensors],
         facts=part.facts,
     )
-    write_segment(files, draft, lambda: part.measures)
-
-
-def remove_share(files: Files, save: SaveId, rank: int) -> None:
-    """Remove a rank's segment, or its remains, of a save that no manifest names."""
-    for path in (part_path(save, rank), payload_path(save, rank)):  # a part must not outlive its payload
-        with suppress(errors.MissingError):
-            files.unlink(path)
+    segment.write_segment(files, draft, lambda: part.measures)
 
 
 def remove_rest(files: Files, save: SaveId) -> None:
@@ -134,8 +116,8 @@ def remove_rest(files: Files, save: SaveId) -> None:
 
 def _is_written(files: Files, part: PartRecord) -> bool:
     try:
-        stored = read_part(files, part.store_id, part.save, part.rank)
-        check_payload_size(files, stored)
+        stored = segment.read_part(files, part.store_id, part.save, part.rank)
+        segment.check_payload_size(files, stored)
     except (errors.MissingError, errors.DamagedError):
         return False
     return _without_offsets(stored) == _without_offsets(part)
@@ -156,8 +138,7 @@ def _without_offsets(part: PartRecord) -> PartRecord:
 REASON = "written out of memory after the job died"
 
 _CHECKED = 0.5  # seconds between two checks of the newest epoch
-RESCUE_LOCK = "rescue-{}.lock"
-"""Lock file beside the stores' memory, named by store id, held during a rescue on this node."""
+RESCUE_LOCK = "rescue-{}.lock"  # beside the stores' memory, named by store id, held during a rescue on this node
 
 WRITTEN = "written"
 NOTHING = "nothing"
@@ -169,8 +150,7 @@ class RescueResult:
     """Result of a rescue, with the manifest if one was written.
 
     ``outcome`` is ``written``, ``nothing`` (memory holds nothing newer than the store) or ``incomplete`` (versions in
-    memory lack ranks); ``why`` explains it.
-    """
+    memory lack ranks); ``why`` explains it."""
 
     outcome: str
     why: str
@@ -200,8 +180,7 @@ def rescue(
 ) -> ManifestRecord:
     """Commit one version whose ranks are all on this node and dead; the caller holds the rescue lock.
 
-    After an error its files are removed, unless it became a commit. Errors as :func:`rescue_newest`.
-    """
+    After an error its files are removed, unless it became a commit. Errors as :func:`rescue_newest`."""
     watch = _Watch(files, version.save.epoch, aborted)
     try:
         watch.require_newest()
@@ -338,8 +317,7 @@ def _manifest(files: Files, catalog: Catalog, version: MemoryVersion) -> Manifes
 def _before(catalog: Catalog, head: ManifestRecord) -> tuple[str | None, int]:
     """Return the commit that a version continues, and the number of commits so far.
 
-    In one epoch a job never goes back, so it is the newest commit of that epoch, else the one that the job recorded.
-    """
+    In one epoch a job never goes back, so it is the newest commit of that epoch, else the one that the job recorded."""
     for save in catalog.saves():
         if save.epoch == head.epoch and save < head.save:
             with suppress(errors.DamagedError):
@@ -350,16 +328,15 @@ def _before(catalog: Catalog, head: ManifestRecord) -> tuple[str | None, int]:
 def _remove_unless_committed(files: Files, catalog: Catalog, version: MemoryVersion) -> None:
     """Remove the rescue's files unless they are a commit; also a commit whose segments another job already pruned.
 
-    Such a commit came too late and was never acknowledged.
-    """
+    Such a commit came too late and was never acknowledged."""
     save = version.save
     if save in catalog.saves():
         catalog.forget()
-        if present_parts(files, save):
+        if segment.present_parts(files, save):
             return
         with suppress(errors.MissingError):
             files.unlink(manifest_path(save))
         files.sync_dir(MANIFESTS)
     for rank in version.records:
-        remove_share(files, save, rank)
+        segment.remove_segment(files, save, rank)
     remove_rest(files, save)

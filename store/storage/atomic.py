@@ -50,12 +50,9 @@ def write_new(
 ) -> None:
     """Write a file under a free name; it is durable on return. Raises ExistsError if the name is taken.
 
-    Args:
-        patched: Whether ``fill``, which writes the content, may call ``write_at``.
-        most: Largest size of a payload in bytes; 0 for a record.
-        sync_name: Whether the name is durable on return, too. If not, the directory must be synced before anything
-            refers to the file.
-    """
+    ``patched``: whether ``fill``, which writes the content, may call ``write_at``. ``most``: largest size of a payload
+    in bytes; 0 for a record. ``sync_name``: whether the name is durable on return, too. If not, the directory must be
+    synced before anything refers to the file."""
     if isinstance(files, WholeFiles):
         files.put_new(path, fill, patched=patched, most=most)
         return

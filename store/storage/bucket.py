@@ -155,8 +155,7 @@ class Bucket:
     def __init__(self, name: str, options: ObjectOptions) -> None:
         self.name, self.options = name, options
         self._lib = import_obstore()
-        self.failures = (self._lib.exceptions.BaseError, OSError)
-        """Errors that :meth:`writer` and :meth:`upload` may raise."""
+        self.failures = (self._lib.exceptions.BaseError, OSError)  # that :meth:`writer` and :meth:`upload` may raise
         try:
             self._store = self._open()
         except (*self.failures, ValueError) as error:
@@ -267,8 +266,7 @@ class Bucket:
         """Run an idempotent request with retries; obstore does not retry those that it considers changes.
 
         Refusals with 409 or 412 are repeated too: a request without a condition met another one, and one with a
-        condition has looked for itself who has the name.
-        """
+        condition has looked for itself who has the name."""
         deadline = time.monotonic() + self.options.retry_seconds
         for pause in chain((0.1, 0.2, 0.5, 1.0, 2.0), repeat(5.0)):
             try:

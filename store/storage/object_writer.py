@@ -23,8 +23,7 @@ class NewObject:
     """A :class:`store.storage.local.NewFile` that :meth:`publish` puts; ``sync`` does nothing.
 
     ``patched``: ``write_at`` will be called. ``most``: largest size of a payload in bytes; 0 for a record, which is
-    never large and never replaces an object.
-    """
+    never large and never replaces an object."""
 
     def __init__(self, bucket: Bucket, key: str, *, patched: bool, most: int) -> None:
         self._bucket, self._key = bucket, key
