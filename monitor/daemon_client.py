@@ -34,10 +34,8 @@ _log = logging.getLogger("driftpoint")
 _CONNECT_TIMEOUT = 1.0  # all times in seconds
 _MESSAGE_TIMEOUT = 10.0  # for the daemon to take or send a line
 _START_TIMEOUT = 60.0
-_MAX_STARTS, _START_PERIOD = 3, 3600.0
-"""Daemons that one trainer starts in a period."""
-_RETRY_DELAY = 10.0
-"""Least time between two attempts to connect. A further attempt also needs a new update to send."""
+_MAX_STARTS, _START_PERIOD = 3, 3600.0  # daemons that one trainer starts in a period
+_RETRY_DELAY = 10.0  # least time between two attempts to connect; a further one also needs a new update
 _POLL_INTERVAL = 0.1
 _CLOSE_TIMEOUT = 1.0  # for the final message at the end of a job
 

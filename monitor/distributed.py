@@ -203,8 +203,7 @@ class _GlooAsyncFlag:
         self._work = None
 
 
-_GATHER, _BROADCAST = 1 << 10, 1 << 14
-"""Bytes of a message that one collective carries; a longer one takes a second."""
+_GATHER, _BROADCAST = 1 << 10, 1 << 14  # bytes of a message that one collective carries; a longer one takes a second
 
 
 def _exchange(sent: bytes, size: int, send: Callable[[torch.Tensor], list[torch.Tensor]]) -> list[bytes]:

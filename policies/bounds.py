@@ -90,8 +90,7 @@ class Bounded:
     precision ``any``, the error that a lossy encoding adds shows as drift at the next decision, not before.
 
     The inner policy sees every unit, those that its answer cannot change as well, and is told which of them rows
-    2 to 4 demand. Its whole answer is checked. Raises PolicyError where it breaks its contract.
-    """
+    2 to 4 demand. Its whole answer is checked. Raises PolicyError where it breaks its contract."""
 
     policy: Policy
     bounds: Bounds = field(default_factory=Bounds)

@@ -159,8 +159,7 @@ class Parity:
     Every unit that can be saved is saved at least once in any k commits. Turns count commits, not steps, so a failed
     save is repeated with the same group and a restart continues with the store's turn. The first commit is full, so the
     turn is ``(commits - 1) mod k``. A group in which nothing can be saved (frozen, not finite, or empty) passes its
-    turn to the next: otherwise no commit would be made and the turn would never pass.
-    """
+    turn to the next: otherwise no commit would be made and the turn would never pass."""
 
     k: int = 2
 

@@ -279,16 +279,14 @@ def _known_keys(path: list[str]) -> list[str]:
 SCHEMA_FILE: Final = "driftpoint.schema.json"
 TITLE: Final = "Driftpoint configuration"
 
-_COLUMN = 34
-"""Column at which comments begin."""
+_COLUMN = 34  # column at which comments begin
 
 COMMON: Final = ("store", "every", "policy", "encoding", "staging", "memory", "metrics", "retention")
 """Settings that most jobs use, in the order in which they are shown."""
 
 ADVANCED: Final = tuple(key for key in Config.model_fields if key not in COMMON)
 
-_WRITTEN = ("store", "every", "policy")
-"""Settings that a new file sets even if they have their default values."""
+_WRITTEN = ("store", "every", "policy")  # settings that a new file sets even if they have their default values
 
 _HEAD = """\
 # Settings of Driftpoint. `driftpoint doctor -c {name}` tries them on this machine.

@@ -33,8 +33,7 @@ from store.errors import UsageError
 
 _log = logging.getLogger("driftpoint")
 
-PLAN = "driftpoint"
-"""Key in the Trainer's ``stateful_callbacks`` by which a callback recognizes a stub folder."""
+PLAN = "driftpoint"  # key in the Trainer's ``stateful_callbacks`` by which a callback recognizes a stub folder
 
 _EMPTY_FILE = "nothing.safetensors"
 

@@ -61,8 +61,7 @@ class SharedMemoryBuffers:
         self._versions = versions
         self._pinned = pinned
         self.pins = PinnedRanges()
-        self.arena: Arena | None = None
-        """None before :meth:`take` and after :meth:`close`."""
+        self.arena: Arena | None = None  # None before :meth:`take` and after :meth:`close`
 
     @property
     def slots(self) -> tuple[int, ...]:

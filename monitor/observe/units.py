@@ -26,8 +26,7 @@ from store.schema import LayerRecord, TensorRecord, members_digest
 _log = logging.getLogger("driftpoint")
 
 _RECORDED = ("shape", "dtype", "kind", "aliases")
-_Members = dict[str, tuple[int, str, int]]
-"""fqn -> elements, dtype, bytes."""
+_Members = dict[str, tuple[int, str, int]]  # fqn -> elements, dtype, bytes
 
 
 @dataclass(frozen=True)
@@ -35,10 +34,8 @@ class UnitSize:
     """Size of a unit over all ranks."""
 
     numel: int
-    nbytes: int
-    """Raw bytes."""
-    members: str = ""
-    """:func:`store.schema.members_digest` of its tensors."""
+    nbytes: int  # raw bytes
+    members: str = ""  # :func:`store.schema.members_digest` of its tensors
 
 
 @dataclass(frozen=True)
@@ -47,10 +44,8 @@ class UnitLayout:
 
     fragments: tuple[Fragment, ...]
     dtypes: tuple[torch.dtype, ...]
-    regions: MemoryRegions = field(compare=False)
-    """Where the pieces lie."""
-    nbytes: int
-    """Raw bytes of all pieces."""
+    regions: MemoryRegions = field(compare=False)  # where the pieces lie
+    nbytes: int  # raw bytes of all pieces
     spans: tuple[tuple[int, int], ...] | None = field(default=None, compare=False)
     """Of each piece: the tensor of the job's identity that it lies in, and its first element there."""
 
@@ -277,8 +272,7 @@ class Survey:
     """The units on this rank, or the reason why the job cannot be saved."""
 
     local: Mapping[Unit, LocalUnit] = field(default_factory=dict)
-    trouble: str | None = None
-    """The reason; ``local`` is then empty."""
+    trouble: str | None = None  # the reason; ``local`` is then empty
     permanent: bool = False  # the reason is a type that no save can hold
 
 
@@ -288,8 +282,7 @@ class Surveyor:
     A parameter in the optimizer but not in the model, a module added later, an optimizer that was replaced: a commit of
     such a job would be partial and pass for complete. So nothing is saved while the problem lasts; the reason is
     reported and training continues. The caller exchanges the reasons between ranks. Create it before training, and
-    call :meth:`mark` after weights were loaded.
-    """
+    call :meth:`mark` after weights were loaded."""
 
     def __init__(self, adapter: Adapter, table: UnitTable) -> None:
         self._adapter = adapter

@@ -20,8 +20,7 @@ from store.text import listed
 
 _log = logging.getLogger("driftpoint")
 
-_NAMED = 6
-"""Maximum number of layers named in a log line."""
+_NAMED = 6  # maximum number of layers named in a log line
 
 
 class LayerMetrics:

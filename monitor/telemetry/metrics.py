@@ -33,8 +33,7 @@ from store.names import WEIGHTS, Unit
 
 _log = logging.getLogger("driftpoint")
 
-LAYER_SERIES = 512
-"""Default number of layer slots with series of their own."""
+LAYER_SERIES = 512  # default number of layer slots with series of their own
 
 SKIPS = ("busy", "nothing", "withheld", "fenced", "storage", "disagree", "unreachable", "unsupported")
 """Values of the label ``reason`` of skipped saves."""
@@ -170,12 +169,9 @@ class Metrics(SaveListener):
         self._first = rank == 0
         self.layers = LayerMetrics(self.gauge, self.counter, layer_series)
         self._server: MetricsServer | None = None
-        self.port: int | None = None
-        """Port of the endpoint, also after it closed; None without one."""
-        self.url: str | None = None
-        """URL of the endpoint."""
-        self.trouble: str | None = None
-        """Why the endpoint could not be started, or None."""
+        self.port: int | None = None  # port of the endpoint, also after it closed; None without one
+        self.url: str | None = None  # URL of the endpoint
+        self.trouble: str | None = None  # why the endpoint could not be started, or None
 
     def counter(self, name: str) -> Counter:
         return cast(Counter, self._metrics[name])

@@ -51,17 +51,13 @@ from store.trace import (
     to_line,
 )
 
-_BACKLOG = 1000
-"""Maximum number of lines that wait for the disk."""
+_BACKLOG = 1000  # maximum number of lines that wait for the disk
 
-_COMPARING = 2
-"""Maximum number of decisions whose signatures wait for the background thread."""
+_COMPARING = 2  # maximum number of decisions whose signatures wait for the background thread
 
-_CLOSE_TIMEOUT = 10.0
-"""Maximum seconds that closing waits for the last lines."""
+_CLOSE_TIMEOUT = 10.0  # maximum seconds that closing waits for the last lines
 
-_DIGITS = 6
-"""Significant digits of a distance between two decisions; sketches are less precise."""
+_DIGITS = 6  # significant digits of a distance between two decisions; sketches are less precise
 
 
 @dataclass(frozen=True)
