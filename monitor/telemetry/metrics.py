@@ -38,28 +38,10 @@ LAYER_SERIES = 512  # default number of layer slots with series of their own
 SKIPS = ("busy", "nothing", "withheld", "fenced", "storage", "disagree", "unreachable", "unsupported")
 """Values of the label ``reason`` of skipped saves."""
 
-_STORE_FAILURES = (
-    "StorageError",
-    "MissingError",
-    "DamagedError",
-    "SaveError",
-    "StateChangedError",
-    "NotFiniteError",
-    "FencedError",
-)
 FAILURES = (
-    *_STORE_FAILURES,
-    *(
-        "ExistsError",
-        "UnsupportedError",
-        "internal",
-        "upkeep",
-        "memory",
-        "peer",
-        "daemon",
-        "close_timeout",
-        "self_check",
-    ),
+    *("StorageError", "MissingError", "DamagedError", "SaveError", "StateChangedError", "NotFiniteError"),
+    *("FencedError", "ExistsError", "UnsupportedError"),
+    *("internal", "upkeep", "memory", "peer", "daemon", "close_timeout", "self_check"),
 )
 """Values of the label ``reason`` of failures."""
 
@@ -156,10 +138,8 @@ _TABLE = (
 class Metrics(SaveListener):
     """Updates the metrics of a job from its events, and serves them after :meth:`serve`.
 
-    Args:
-        layer_series: (layer, slot) units with series of their own, see :mod:`monitor.telemetry.layer_metrics`.
-        rank: Ranks other than 0 count stalls and failures only.
-    """
+    layer_series: units with series of their own, see :mod:`monitor.telemetry.layer_metrics`. Ranks other than 0 count
+    stalls and failures only."""
 
     def __init__(self, layer_series: int = LAYER_SERIES, rank: int = 0) -> None:
         self.registry = _Registry(self._catch_up)
