@@ -51,12 +51,7 @@ class _RejectedError(Exception):
 class DaemonClient(SaveListener):
     """Connects one rank to the daemon of its node. Does nothing until the job is attached, or if disabled.
 
-    Args:
-        settings: Whether and how to use a daemon.
-        base: Folder of shared memory.
-        metrics: Counts failures.
-        security: Protects the metrics endpoint of a daemon that this client starts.
-    """
+    base: folder of shared memory. security: protects the metrics endpoint of a daemon that this client starts."""
 
     def __init__(
         self, settings: DaemonSettings, base: str, metrics: Metrics, security: EndpointSecurity | None = None

@@ -62,11 +62,8 @@ class AsyncFlag(Protocol):
     def exchange(self, flag: bool) -> bool:
         """Send ``flag``; return whether any rank sent True in the previous call. In that case ``flag`` is not sent.
 
-        All ranks must call it equally often. It waits only for ranks that have not made the previous call yet.
-
-        Raises:
-            CollectiveError: Another rank is late or gone.
-        """
+        All ranks must call it equally often. It waits only for ranks that have not made the previous call yet. Raises
+        CollectiveError if another rank is late or gone."""
 
     def leave(self) -> None:
         """As :meth:`Group.leave`, when the exchange under way is over."""

@@ -305,11 +305,7 @@ def documented(keys: Iterable[str]) -> str:
 def written(values: Mapping[str, Any], name: str, *, schema: bool) -> str:
     """Return a configuration file: the common settings, then the advanced ones; defaults are commented out.
 
-    Args:
-        values: settings that the file sets.
-        name: file name.
-        schema: whether the file refers to a JSON schema in the same directory.
-    """
+    values: settings that the file sets. schema: whether it refers to a JSON schema in the same directory."""
     active = {key: getattr(Config(), key) for key in _WRITTEN} | dict(values)
     text = f"# yaml-language-server: $schema=./{SCHEMA_FILE}\n" if schema else ""
     text += _HEAD.format(name=name) + "\n"

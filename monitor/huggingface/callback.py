@@ -37,8 +37,7 @@ _numbers = itertools.count()
 class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
     """Saves and resumes a Trainer: ``Trainer(..., callbacks=[monitor.CheckpointCallback("driftpoint.yaml")])``.
 
-    ``config`` and ``state`` are as for :func:`monitor.attach`. The Trainer's state, schedule and scaler are included.
-    """
+    ``config`` and ``state`` are as for :func:`monitor.attach`. The Trainer's state, schedule and scaler are saved."""
 
     def __init__(
         self, config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None, *, state: Objects = ()
@@ -286,6 +285,5 @@ def resume_path(config: str | os.PathLike[str] | Mapping[str, Any] | Config | No
 
 def _callbacks_of_store(config: Config) -> list[CheckpointCallback]:
     """Return every callback of this process that saves to the store of ``config``."""
-    return [
-        callback for callback in _callbacks if store_place(callback.config.store_path) == store_place(config.store_path)
-    ]
+    place = store_place(config.store_path)
+    return [callback for callback in _callbacks if store_place(callback.config.store_path) == place]

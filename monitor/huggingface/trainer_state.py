@@ -39,15 +39,7 @@ TRAINER = "trainer"  # name of the Trainer's progress among the objects in ``sta
 
 
 class TrainerProgress:
-    """The progress of one ``train()``.
-
-    Args:
-        state: the Trainer's live ``TrainerState``.
-        scheduler: the live scheduler, or None.
-        scaler: the live gradient scaler, or None.
-        length: of this training.
-        rank: of this process.
-    """
+    """The progress of one ``train()``: its live ``TrainerState``, and its scheduler and gradient scaler, if any."""
 
     def __init__(self, state: Any, scheduler: Any, scaler: Any, length: TrainingLength, rank: int) -> None:
         self.state = state

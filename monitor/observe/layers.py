@@ -111,9 +111,7 @@ def find_layers(
     home = {fqn: group.name for group in groups for fqn in group.fqns}
     for fqn in fqns:
         members.setdefault(claimed.get(fqn, home[fqn]), []).append(fqn)
-    return tuple(
-        Layer(name, position, name in blocks, tuple(names)) for position, (name, names) in enumerate(members.items())
-    )
+    return tuple(Layer(name, at, name in blocks, tuple(names)) for at, (name, names) in enumerate(members.items()))
 
 
 def _tree(module: nn.Module, fqns: Sequence[str]) -> _Node:

@@ -80,11 +80,8 @@ class Projection:
     def project(self, pieces: Sequence[torch.Tensor], chunk_length: int, key: int) -> torch.Tensor:
         """Return the signature: 1-d float32 of length ``width``, on the host. Not finite if any value is not.
 
-        Args:
-            pieces: 1-d, any real dtype and device.
-            chunk_length: C.
-            key: selects the sequence of signs and offsets; signatures are comparable only with the same key.
-        """
+        pieces: 1-d, any real dtype and device. key: selects the sequence of signs and offsets; signatures are
+        comparable only with the same key."""
         total = torch.zeros(self.width, dtype=torch.float64)
         draws = _draws(self.seed, key)
         with torch.inference_mode():
@@ -282,10 +279,10 @@ class SketchMeter:
                 raise ValueError(f"{unit} is not staged; call stage() before settle()")
             copies, measured = pending.copies, pending.measured
             if committed:
-                current = measured is not None and (pending.of_copies or torch.equal(measured.sample, _sample(copies)))
-                self._references[unit] = (
-                    measured.signature if measured is not None and current else self._signature(unit, copies)
-                )
+                if measured is not None and (pending.of_copies or torch.equal(measured.sample, _sample(copies))):
+                    self._references[unit] = measured.signature
+                else:
+                    self._references[unit] = self._signature(unit, copies)
             return copies
 
     def _signature(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Signature:

@@ -67,12 +67,7 @@ class UnitLayout:
 class LocalUnit:
     """This rank's pieces of a unit, in a fixed order; possibly none.
 
-    Args:
-        unit: The unit.
-        layout: Of its pieces.
-        owners: Tensors that the pieces lie in: those of the job's identity, or, if ``layout`` has no spans, one each.
-        pieces: The pieces, if they are known.
-    """
+    owners: tensors that the pieces lie in: those of the job's identity, or, if ``layout`` has no spans, one each."""
 
     __slots__ = ("_pieces", "layout", "owners", "unit")
 
@@ -139,12 +134,8 @@ def _span(
     begin, index = begins[place]
     tensor = tensors[index]
     first, rest = divmod(piece.data_ptr() - begin, tensor.element_size())
-    inside = tensor.is_contiguous() and first + piece.numel() <= tensor.numel()
-    return (
-        (index, first)
-        if inside and not rest and tensor.dtype == piece.dtype and tensor.device == piece.device
-        else None
-    )
+    inside = tensor.is_contiguous() and not rest and first + piece.numel() <= tensor.numel()
+    return (index, first) if inside and tensor.dtype == piece.dtype and tensor.device == piece.device else None
 
 
 class UnitTable:
