@@ -34,10 +34,8 @@ _log = logging.getLogger("driftpoint")
 _CONNECT_TIMEOUT = 1.0  # all times in seconds
 _MESSAGE_TIMEOUT = 10.0  # for the daemon to take or send a line
 _START_TIMEOUT = 60.0
-_MAX_STARTS, _START_PERIOD = 3, 3600.0
-"""Daemons that one trainer starts in a period."""
-_RETRY_DELAY = 10.0
-"""Least time between two attempts to connect. A further attempt also needs a new update to send."""
+_MAX_STARTS, _START_PERIOD = 3, 3600.0  # daemons that one trainer starts in a period
+_RETRY_DELAY = 10.0  # least time between two attempts to connect; a further one also needs a new update
 _POLL_INTERVAL = 0.1
 _CLOSE_TIMEOUT = 1.0  # for the final message at the end of a job
 
@@ -53,12 +51,7 @@ class _RejectedError(Exception):
 class DaemonClient(SaveListener):
     """Connects one rank to the daemon of its node. Does nothing until the job is attached, or if disabled.
 
-    Args:
-        settings: Whether and how to use a daemon.
-        base: Folder of shared memory.
-        metrics: Counts failures.
-        security: Protects the metrics endpoint of a daemon that this client starts.
-    """
+    base: folder of shared memory. security: protects the metrics endpoint of a daemon that this client starts."""
 
     def __init__(
         self, settings: DaemonSettings, base: str, metrics: Metrics, security: EndpointSecurity | None = None

@@ -62,11 +62,8 @@ class AsyncFlag(Protocol):
     def exchange(self, flag: bool) -> bool:
         """Send ``flag``; return whether any rank sent True in the previous call. In that case ``flag`` is not sent.
 
-        All ranks must call it equally often. It waits only for ranks that have not made the previous call yet.
-
-        Raises:
-            CollectiveError: Another rank is late or gone.
-        """
+        All ranks must call it equally often. It waits only for ranks that have not made the previous call yet. Raises
+        CollectiveError if another rank is late or gone."""
 
     def leave(self) -> None:
         """As :meth:`Group.leave`, when the exchange under way is over."""
@@ -203,8 +200,7 @@ class _GlooAsyncFlag:
         self._work = None
 
 
-_GATHER, _BROADCAST = 1 << 10, 1 << 14
-"""Bytes of a message that one collective carries; a longer one takes a second."""
+_GATHER, _BROADCAST = 1 << 10, 1 << 14  # bytes of a message that one collective carries; a longer one takes a second
 
 
 def _exchange(sent: bytes, size: int, send: Callable[[torch.Tensor], list[torch.Tensor]]) -> list[bytes]:

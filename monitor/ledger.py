@@ -79,17 +79,11 @@ class Ledger:
     full_after_rollback: bool = True  # False where a budget limits what a save may write
 
     def adopt(self, resolution: Resolution, step: int) -> None:
-        """Reset to a resumed commit, fallbacks included.
+        """Reset to a resumed commit, fallbacks included; the job continues from ``step``.
 
-        If ``step`` is before the commit's step and ``full_after_rollback``, all versions of moving units are dropped,
-        so that the next save is full. Otherwise the next resume may return to the same step, and a job that fails often
-        would never advance.
-
-        Args:
-            resolution: The resumed commit.
-            step: Step that the job continues from. Versions after it are dropped: they would count as fresher than
-                they are.
-        """
+        Versions after it are dropped: they would count as fresher than they are. If ``step`` is before the commit's
+        step and ``full_after_rollback``, all versions of moving units are dropped, so that the next save is full.
+        Otherwise the next resume may return to the same step, and a job that fails often would never advance."""
         back = self.full_after_rollback and step < resolution.manifest.step
         taken = [
             version
@@ -138,12 +132,9 @@ class Ledger:
 def build_manifest(draft: CommitDraft, group: Group) -> PreparedCommit:
     """Build the manifest that commits a complete segment group.
 
-    Raises:
-        SaveError: The segments do not hold exactly the units that were decided.
-        DamagedError: A unit was stored in several lossy encodings at once.
-        NotFiniteError: No layer to be saved is finite, a unit with NaN or Inf has no version yet, or none may be left
-            out.
-    """
+    Raises SaveError if the segments do not hold exactly the units that were decided, DamagedError if a unit was stored
+    in several lossy encodings at once, and NotFiniteError if no layer to be saved is finite, a unit with NaN or Inf has
+    no version yet, or none may be left out."""
     nonfinite, drift, errors = _combine_measures(group)
     _require_whole_tensors(draft, group)
     stored = _stored_units(group)
@@ -277,16 +268,13 @@ def _stored_units(group: Group) -> dict[Unit, _StoredUnit]:
         for entry in part.entries:
             entries.setdefault(entry.unit, []).append(entry)
     # Fragments do not overlap, so the unit's number of elements means that none is missing.
-    return {
-        unit: _StoredUnit(
-            UnitSize(
-                covered_numel(found), sum(one.nbytes for one in found), schema.members_digest(schema.members_of(found))
-            ),
-            _encoding_of(found),
-            tuple(sorted({entry.base for entry in found if entry.base is not None})),
-        )
-        for unit, found in entries.items()
-    }
+    stored = {}
+    for unit, found in entries.items():
+        members = schema.members_digest(schema.members_of(found))
+        size = UnitSize(covered_numel(found), sum(one.nbytes for one in found), members)
+        bases = tuple(sorted({entry.base for entry in found if entry.base is not None}))
+        stored[unit] = _StoredUnit(size, _encoding_of(found), bases)
+    return stored
 
 
 def _encoding_of(entries: Sequence[schema.Entry]) -> str:

@@ -80,11 +80,8 @@ class UserState:
         """Return the saved state of each object, None for a name that is not stored.
 
         A list must have as many objects as were saved, of the same classes in the same order. Names are matched by
-        name; if a list was saved, the first names take its positions.
-
-        Raises:
-            ModelMismatchError: The objects differ from those saved.
-        """
+        name; if a list was saved, the first names take its positions. Raises ModelMismatchError if the objects differ
+        from those saved."""
         if self._names is None:
             found = self._match_list(saved)
         elif any(one.name is not None for one in saved):
@@ -239,9 +236,7 @@ def capture_run_state(
     """Capture the run state of this rank.
 
     The framework's state is the same on all ranks and names every parameter, so only rank 0 stores it: copies of
-    thousands of ranks would add up to gigabytes.
-
-    buffers: after :meth:`RankBuffers.compare`."""
+    thousands of ranks would add up to gigabytes. buffers: after :meth:`RankBuffers.compare`."""
     framework, rng = adapter.capture_run_state() if rank == 0 else None, capture_rng()
     modules = {name: part.state_dict() for name, part in extra_states(adapter.module).items()}
     live = {"user": user.capture(), "objects": user.described(), **({"modules": modules} if modules else {})}
@@ -400,16 +395,8 @@ def unrestored_state(saved: RunState, adapter: Adapter, generators: bool) -> lis
 class StateLoader:
     """Loads saved state into user objects and random generators, and can undo it. Construction changes nothing.
 
-    Args:
-        saved: The stored run state of this rank.
-        adapter: Gives the framework's objects and run state.
-        user: The user's objects.
-        generators: Whether the saved random states belong to this rank.
-        before: The framework's run state at present.
-
-    Raises:
-        UsageError: The present state of an object cannot be captured.
-    """
+    generators: whether the saved random states belong to this rank. before: the framework's run state at present.
+    Raises UsageError if the present state of an object cannot be captured."""
 
     def __init__(
         self, saved: RunState, adapter: Adapter, user: UserState, generators: bool, *, before: Mapping[str, Any]
@@ -438,11 +425,7 @@ class StateLoader:
         self._attempted = 0
 
     def load(self) -> None:
-        """Load every object, then the generators.
-
-        Raises:
-            UsageError: An object or a generator rejects its saved state; call :meth:`undo`.
-        """
+        """Load every object, then the generators. Raises UsageError if one rejects its state: call :meth:`undo`."""
         for name, item, state in self.objects:
             self._attempted += 1
             try:

@@ -116,9 +116,7 @@ class StepReport:
 class Preempted(SystemExit):
     """Raised by ``step()`` after the last save of a preempted job. Uncaught, the process exits with code 75.
 
-    Attributes:
-        report: The :class:`StepReport` of the last save.
-    """
+    ``report`` is the :class:`StepReport` of that save."""
 
     def __init__(self, report: StepReport) -> None:
         super().__init__(PREEMPTED)

@@ -146,9 +146,7 @@ class Account:
     """The account of a job. buckets: by :data:`BYTES`, :data:`STALL` and :data:`STORAGE`; others are unlimited."""
 
     def __init__(self, buckets: Mapping[str, TokenBucket]) -> None:
-        self._limits = {
-            name: _Limit(bucket, Excess() if name == BYTES else Fitted()) for name, bucket in buckets.items()
-        }
+        self._limits = {key: _Limit(bucket, Excess() if key == BYTES else Fitted()) for key, bucket in buckets.items()}
         self._expected = 0.0
         self._stalled = 0.0
         self._begun = self._free = False

@@ -21,18 +21,14 @@ from store.names import RAW, Unit
 class Bounds:
     """Limits that hold regardless of the policy. None: no limit.
 
-    Args:
-        max_staleness: Largest age in steps of the newest committed version of a moving, finite unit, at every step up
-            to and including the next decision. A save that commits late adds its delay.
-        max_drift: Largest drift of a unit that a decision leaves unsaved. It keeps growing until the next decision.
-        precision: ``exact`` allows lossless encodings only.
-        interval: Largest number of steps between two decisions. Required with ``max_staleness``, which must not be
-            smaller. ``History.interval``, if given, takes precedence.
-    """
+    ``max_staleness`` is the largest age in steps of the newest committed version of a moving, finite unit, at every
+    step up to and including the next decision. A save that commits late adds its delay. ``interval`` is the largest
+    number of steps between two decisions. It is required with ``max_staleness``, which must not be smaller.
+    ``History.interval``, if given, takes precedence."""
 
     max_staleness: int | None = None
-    max_drift: float | None = None
-    precision: Literal["exact", "any"] = "exact"
+    max_drift: float | None = None  # of a unit that a decision leaves unsaved; it keeps growing until the next one
+    precision: Literal["exact", "any"] = "exact"  # exact: lossless encodings only
     interval: int | None = None
 
     def __post_init__(self) -> None:
@@ -90,8 +86,7 @@ class Bounded:
     precision ``any``, the error that a lossy encoding adds shows as drift at the next decision, not before.
 
     The inner policy sees every unit, those that its answer cannot change as well, and is told which of them rows
-    2 to 4 demand. Its whole answer is checked. Raises PolicyError where it breaks its contract.
-    """
+    2 to 4 demand. Its whole answer is checked. Raises PolicyError where it breaks its contract."""
 
     policy: Policy
     bounds: Bounds = field(default_factory=Bounds)
@@ -206,9 +201,8 @@ def _standing(one: UnitStats, step: int) -> Choice | None:
 def forced(decision: Decision, stats: Sequence[UnitStats], reason: str) -> Decision:
     """Save every unit raw, for ``reason``, except layers that the health gate held back in ``decision``."""
     sick = {one.unit.layer for one in stats if not one.finite}
-    return Decision(
-        {one.unit: decision.choices[one.unit] if one.unit.layer in sick else Choice(RAW, reason) for one in stats}
-    )
+    choices = decision.choices
+    return Decision({one.unit: choices[one.unit] if one.unit.layer in sick else Choice(RAW, reason) for one in stats})
 
 
 def hurried(decision: Decision, stats: Sequence[UnitStats], saved: Mapping[Unit, str]) -> Decision:

@@ -114,9 +114,8 @@ def select_within(queue: Iterable[Candidate], budget_bytes: float) -> Mapping[Un
             choices[candidate.unit] = Choice(candidate.option.encoding, why)
         elif candidate.first:
             waiting = candidate
-            at_hand = (
-                "earlier saves are not paid for yet" if budget_bytes < 0 else f"{math.floor(budget_bytes)} are at hand"
-            )
+            debt = "earlier saves are not paid for yet"
+            at_hand = debt if budget_bytes < 0 else f"{math.floor(budget_bytes)} are at hand"
             choices[candidate.unit] = Choice(None, f"next in line, needs {math.ceil(candidate.cost)} bytes; {at_hand}")
         else:
             closed.add(candidate.unit)

@@ -19,15 +19,11 @@ class Filter:
     be saved (frozen, not finite), the others are saved every time: otherwise no commit would be made, and the m-th
     never reached.
 
-    Args:
-        n: Blocks at each end, >= 0.
-        m: Commits between two saves of the other blocks, >= 1.
-        auxiliary: When to save layers that are no blocks (embeddings, final norm, head): ``always``, or at the
-            ``interval`` of the other blocks.
-    """
+    ``auxiliary``: when to save layers that are no blocks (embeddings, final norm, head): ``always``, or at the
+    ``interval`` of the other blocks."""
 
-    n: int = 2
-    m: int = 5
+    n: int = 2  # blocks at each end, >= 0
+    m: int = 5  # commits between two saves of the other blocks, >= 1
     auxiliary: Literal["always", "interval"] = "always"
 
     name: ClassVar[str] = "filter"
@@ -123,7 +119,6 @@ class Observe:
     inner: Policy = field(default_factory=Full)
 
     name: ClassVar[str] = "observe"
-    writes_nothing: ClassVar[bool] = True  # tells the caller to commit nothing
 
     def __post_init__(self) -> None:
         if isinstance(self.inner, Observe):
@@ -133,22 +128,13 @@ class Observe:
     def needs_drift(self) -> bool:
         return self.inner.needs_drift
 
-    def would(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
-        """Return the inner policy's decision, for logs, metrics and estimates."""
-        return self.inner.select(stats, budget, history)
-
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
-        would = checked_answer(self.inner.name, stats, self.would(stats, budget, history), refusal=None)
+        would = checked_answer(self.inner.name, stats, self.inner.select(stats, budget, history), refusal=None)
         skipped = {}
         for unit, choice in would.choices.items():
             action = "save" if choice.saved else "skip"
             skipped[unit] = Choice(None, f"observe: {self.inner.name} would {action} it ({choice.reason})")
         return Decision(skipped)
-
-
-def writes_nothing(policy: Policy) -> bool:
-    """Return whether the caller must commit nothing under this policy."""
-    return getattr(policy, "writes_nothing", False) is True
 
 
 @dataclass(frozen=True)
@@ -159,8 +145,7 @@ class Parity:
     Every unit that can be saved is saved at least once in any k commits. Turns count commits, not steps, so a failed
     save is repeated with the same group and a restart continues with the store's turn. The first commit is full, so the
     turn is ``(commits - 1) mod k``. A group in which nothing can be saved (frozen, not finite, or empty) passes its
-    turn to the next: otherwise no commit would be made and the turn would never pass.
-    """
+    turn to the next: otherwise no commit would be made and the turn would never pass."""
 
     k: int = 2
 
@@ -195,15 +180,10 @@ class Threshold:
     """Policy ``threshold``: saves the units whose drift is at least ``threshold``.
 
     Drift is relative, so one threshold serves layers of any size. Slots differ in how fast they move (first moments
-    turn over within a few steps), so each may have its own. A unit whose drift is unknown or NaN is saved.
+    turn over within a few steps), so each may have its own. A unit whose drift is unknown or NaN is saved."""
 
-    Args:
-        threshold: Relative drift, >= 0. 0 saves everything.
-        slots: Thresholds of individual slots.
-    """
-
-    threshold: float
-    slots: Mapping[str, float] = field(default_factory=dict, hash=False)
+    threshold: float  # relative drift, >= 0; 0 saves everything
+    slots: Mapping[str, float] = field(default_factory=dict, hash=False)  # thresholds of individual slots
 
     name: ClassVar[str] = "threshold"
     needs_drift: ClassVar[bool] = True

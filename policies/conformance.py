@@ -266,14 +266,9 @@ TRIALS: dict[str, Callable[[Policy, Bounds], str]] = {
 def check_before_training(policy: Policy, stats: Sequence[UnitStats], *, measured: bool, limited: bool) -> None:
     """Try a bounded policy on the units of a job: at a first save and in mid-run.
 
-    Args:
-        measured: Whether drift is known at a decision.
-        limited: Whether the job has a budget.
-
-    Raises:
-        ConfigError: The policy raises, returns an invalid decision, decides differently when asked again, or leaves the
-            first save incomplete.
-    """
+    measured: whether drift is known at a decision. limited: whether the job has a budget. Raises ConfigError if the
+    policy raises, returns an invalid decision, decides differently when asked again, or leaves the first save
+    incomplete."""
     try:
         for case in _check_cases(stats, measured, limited):
             decision = query_policy(policy, case)

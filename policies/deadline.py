@@ -64,15 +64,10 @@ class DeadlinePolicy:
     in this order: units that a commit cannot lack; units that bounds demand; units that remove the most damage per
     byte. A unit that does not fit is skipped and a smaller one after it may be saved; if none fits, the smallest is
     tried. If no unit has a version yet, everything is tried. Units that a save of this step already holds are not saved
-    again.
+    again."""
 
-    Args:
-        bounds: :class:`Nothing` inside the job's bounds.
-        encodings: Coarsest encoding of each slot.
-    """
-
-    bounds: Policy
-    encodings: Mapping[str, str]
+    bounds: Policy  # :class:`Nothing` inside the job's bounds
+    encodings: Mapping[str, str]  # coarsest encoding of each slot
 
     def fits(self, stats: Sequence[UnitStats], budget_bytes: float, history: History) -> bool:
         """Return whether everything is saved, so that drift need not be measured."""

@@ -46,17 +46,10 @@ class UserPolicy:
 
 
 def load_user_policy(reference: str, parameters: Mapping[str, Any], taken: Sequence[str]) -> Policy:
-    """Build the policy that ``reference`` names.
+    """Build the policy that ``reference`` names: ``my.py:Mine``, ``package.module:Mine``, or a registered name.
 
-    Args:
-        reference: ``my.py:Mine``, ``package.module:Mine``, or a registered name.
-        parameters: Keyword arguments of the class.
-        taken: Names that the policy may not have.
-
-    Raises:
-        ConfigError: There is no such file, module, class or name; the code raises; a parameter is unknown or missing;
-            or the object is not a policy.
-    """
+    taken: names that the policy may not have. Raises ConfigError if there is no such file, module, class or name, the
+    code raises, a parameter is unknown or missing, or the object is not a policy."""
     kind = _load_class(reference, taken)
     check_parameters(reference, kind, parameters)
     policy = _run(reference, "cannot be made", lambda: kind(**parameters))
@@ -224,11 +217,8 @@ class FixedEncodingPolicy:
 def with_fixed_encoding(policy: Policy, encodings: Mapping[str, str], bounds: Bounds) -> Policy:
     """Apply encodings by slot to a policy. Observe stays outermost.
 
-    Encoding error counts as drift as soon as it is stored, so max_drift must be at least the error bound.
-
-    Raises:
-        ConfigError: The bounds forbid one of the encodings.
-    """
+    Encoding error counts as drift as soon as it is stored, so max_drift must be at least the error bound. Raises
+    ConfigError if the bounds forbid one of the encodings."""
     lossy = sorted({name for name in encodings.values() if not encoding_named(name).lossless})
     if lossy and bounds.precision == "exact":
         raise ConfigError(
@@ -264,10 +254,8 @@ def policy_from(settings: Mapping[str, Any] | str) -> Policy:
     For example ``"full"`` or ``{"name": "threshold", "threshold": 0.01}``. A name that is not built in is loaded with
     :func:`load_user_policy`, which runs user code. Bounds are separate: see :func:`policies.bounds.bound`.
 
-    Raises:
-        ConfigError: A name or parameter is unknown (the message suggests the nearest one), a parameter is missing, or a
-            value is invalid.
-    """
+    Raises ConfigError if a name or parameter is unknown (the message suggests the nearest one), a parameter is missing,
+    or a value is invalid."""
     name, parameters = _parts(settings)
     kind = POLICIES.get(name)
     if kind is None:

@@ -83,10 +83,8 @@ def checked_answer(policy: str, stats: Sequence[UnitStats], answer: object, refu
 
     A missing unit would silently grow stale, and a lossy encoding would break a promise of exactness.
 
-    Raises:
-        PolicyError: Not exactly the units shown have a choice, or a choice has no reason or an encoding that
-            ``refusal`` refuses. With ``refusal`` None any name is allowed.
-    """
+    Raises PolicyError unless exactly the units shown have a choice, or if a choice has no reason or an encoding that
+    ``refusal`` refuses. With ``refusal`` None any name is allowed."""
     if not isinstance(answer, Decision):
         what = f"select returned {described(answer)[:80]}, not a Decision; return Decision({{unit: Choice(...), ...}})"
         raise PolicyError(policy, None, what)
@@ -186,11 +184,8 @@ def _line(text: str) -> str:
 def check_parameters(policy: str, kind: type[Any], given: Mapping[str, Any]) -> None:
     """Check that a class can be called with the given parameters.
 
-    A field of a dataclass whose metadata say ``setting: False`` cannot be given.
-
-    Raises:
-        ConfigError: a parameter is unknown, or one without a default is missing.
-    """
+    A field of a dataclass whose metadata say ``setting: False`` cannot be given. Raises ConfigError if a parameter is
+    unknown, or one without a default is missing."""
     try:
         signature = _signature(kind)
     except (TypeError, ValueError):  # a class written in C may have none

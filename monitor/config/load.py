@@ -279,16 +279,14 @@ def _known_keys(path: list[str]) -> list[str]:
 SCHEMA_FILE: Final = "driftpoint.schema.json"
 TITLE: Final = "Driftpoint configuration"
 
-_COLUMN = 34
-"""Column at which comments begin."""
+_COLUMN = 34  # column at which comments begin
 
 COMMON: Final = ("store", "every", "policy", "encoding", "staging", "memory", "metrics", "retention")
 """Settings that most jobs use, in the order in which they are shown."""
 
 ADVANCED: Final = tuple(key for key in Config.model_fields if key not in COMMON)
 
-_WRITTEN = ("store", "every", "policy")
-"""Settings that a new file sets even if they have their default values."""
+_WRITTEN = ("store", "every", "policy")  # settings that a new file sets even if they have their default values
 
 _HEAD = """\
 # Settings of Driftpoint. `driftpoint doctor -c {name}` tries them on this machine.
@@ -307,11 +305,7 @@ def documented(keys: Iterable[str]) -> str:
 def written(values: Mapping[str, Any], name: str, *, schema: bool) -> str:
     """Return a configuration file: the common settings, then the advanced ones; defaults are commented out.
 
-    Args:
-        values: settings that the file sets.
-        name: file name.
-        schema: whether the file refers to a JSON schema in the same directory.
-    """
+    values: settings that the file sets. schema: whether it refers to a JSON schema in the same directory."""
     active = {key: getattr(Config(), key) for key in _WRITTEN} | dict(values)
     text = f"# yaml-language-server: $schema=./{SCHEMA_FILE}\n" if schema else ""
     text += _HEAD.format(name=name) + "\n"

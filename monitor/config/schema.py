@@ -117,9 +117,8 @@ class BudgetSettings(Settings):
 
     def account(self, clock: Callable[[], float] = time.monotonic) -> Account:
         """Return an empty account that fills from now on."""
-        return Account(
-            {name: TokenBucket(rate, rate * self.burst_seconds, clock) for name, rate in self._rates().items()}
-        )
+        rates = self._rates().items()
+        return Account({name: TokenBucket(rate, rate * self.burst_seconds, clock) for name, rate in rates})
 
     def _rates(self) -> dict[str, float]:
         bytes_per_second = None if self.bytes_per_hour is None else self.bytes_per_hour / 3600

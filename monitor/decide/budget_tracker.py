@@ -15,11 +15,9 @@ from store.names import Unit
 
 _log = logging.getLogger("driftpoint")
 
-_DEBT_WARNING = 20
-"""Consecutive decisions in debt that cause a warning."""
+_DEBT_WARNING = 20  # consecutive decisions in debt that cause a warning
 
-_SLOW_WARNING = 3600.0
-"""Seconds to pay for one unit that cause a warning."""
+_SLOW_WARNING = 3600.0  # seconds to pay for one unit that cause a warning
 
 _UNITS = {BYTES: "bytes", STALL: "seconds of stall", STORAGE: "seconds of writing"}
 
@@ -34,8 +32,7 @@ class BudgetTracker(SaveListener):
         self._in_debt = 0
         self._warned_slow = False
         self._widened: set[str] = set()
-        self.writing = WriteEstimate()
-        """Learned from the time that units took to become durable."""
+        self.writing = WriteEstimate()  # learned from the time that units took to become durable
 
     def offer(self, stats: Sequence[UnitStats]) -> Budget:
         """Return what a decision on these units may cost."""

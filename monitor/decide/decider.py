@@ -31,8 +31,7 @@ from store.text import listed
 
 _log = logging.getLogger("driftpoint")
 
-_MAX_LOGGED = 100
-"""Distinct errors that are logged; the metric counts all of them."""
+_MAX_LOGGED = 100  # distinct errors that are logged; the metric counts all of them
 
 
 @dataclass(frozen=True)

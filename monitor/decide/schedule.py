@@ -22,19 +22,15 @@ from policies.interval import FIRST, Interval, Limits, Measured, Prior, next_int
 
 _log = logging.getLogger("driftpoint")
 
-_STEPS = 51
-"""Steps in a median."""
-_SAVES = 5
-"""Decisions and saves in a median."""
+_STEPS = 51  # steps in a median
+_SAVES = 5  # decisions and saves in a median
 
-FIRST_SNAPSHOT = 10
-"""Steps between in-memory snapshots until their cost is known."""
+FIRST_SNAPSHOT = 10  # steps between in-memory snapshots until their cost is known
 
 _MAX_BUSY_SHARE = 0.25
 """Share of the time that the background thread may work on snapshots: it uses memory bandwidth and a core."""
 
-_MAX_SEND_SHARE = 0.5
-"""Share of the time that a snapshot may be in transit to a peer."""
+_MAX_SEND_SHARE = 0.5  # share of the time that a snapshot may be in transit to a peer
 
 _MAX_INTERVAL = 100_000
 
@@ -109,8 +105,7 @@ class Schedule(SaveListener, ABC):
     """Determines at which steps to decide, and measures the time of steps, decisions and saves."""
 
     def __init__(self, metrics: Metrics) -> None:
-        self.timing = StepTiming()
-        """Measurements of this rank; only those of rank 0 are used."""
+        self.timing = StepTiming()  # measurements of this rank; only those of rank 0 are used
         self._metrics = metrics
 
     @override

@@ -46,12 +46,9 @@ class StepCounter:
 class PreparedObjects:
     """The objects of an Accelerator that a checkpoint covers."""
 
-    target: Any
-    """Engine or (model, optimizer), as for attach."""
-    state: tuple[Any, ...]
-    """Objects with state, as for attach."""
-    steps: StepCounter | None
-    """None if the engine counts steps."""
+    target: Any  # engine or (model, optimizer), as for attach
+    state: tuple[Any, ...]  # objects with state, as for attach
+    steps: StepCounter | None  # None if the engine counts steps
 
 
 def is_accelerator(target: Any) -> bool:
@@ -66,8 +63,7 @@ def prepared_objects(accelerator: Any) -> PreparedObjects:
     """Return the prepared model and optimizer, and the objects with state.
 
     Those are schedulers, the scaler, stateful data loaders and objects registered for checkpointing. Raise
-    UnsupportedError unless exactly one model and one optimizer were prepared.
-    """
+    UnsupportedError unless exactly one model and one optimizer were prepared."""
     model = _only(accelerator._models, "model")
     optimizer = _only(accelerator._optimizers, "optimizer")
     inner = getattr(optimizer, "optimizer", optimizer)

@@ -37,8 +37,7 @@ _numbers = itertools.count()
 class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
     """Saves and resumes a Trainer: ``Trainer(..., callbacks=[monitor.CheckpointCallback("driftpoint.yaml")])``.
 
-    ``config`` and ``state`` are as for :func:`monitor.attach`. The Trainer's state, schedule and scaler are included.
-    """
+    ``config`` and ``state`` are as for :func:`monitor.attach`. The Trainer's state, schedule and scaler are saved."""
 
     def __init__(
         self, config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None, *, state: Objects = ()
@@ -49,8 +48,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
                 "resume.data: on is not supported under the Trainer, whose place in the data follows from the step: "
                 "remove it"
             )
-        self.checkpointer: Checkpointer | None = None
-        """Set while training; closed when training ends."""
+        self.checkpointer: Checkpointer | None = None  # set while training; closed when training ends
         self.preempted = False
         """Whether training ended because of a preemption signal, under ``preemption: {exit: false}``."""
         self._extra = state
@@ -62,8 +60,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._pending = False
         self._failed_save: SaveError | None = None
         _callbacks.add(self)
-        self.number = next(_numbers)
-        """Later callbacks have greater numbers."""
+        self.number = next(_numbers)  # later callbacks have greater numbers
 
     def resume_path(self) -> str | None:
         """Return the folder for ``trainer.train(resume_from_checkpoint=...)``; None if there is nothing to resume."""
@@ -230,8 +227,7 @@ def _reseed_workers(loader: Any) -> None:
     """Seed persistent workers without the global generators.
 
     They are seeded when a job's first epoch begins. In a resumed job that is a later epoch, at whose beginning the
-    uninterrupted job did not draw from the generators.
-    """
+    uninterrupted job did not draw from the generators."""
     inner = getattr(loader, "base_dataloader", loader)
     if getattr(inner, "persistent_workers", False) and inner.generator is None:
         inner.generator = torch.Generator()
@@ -251,8 +247,7 @@ def _engine(model: Any, optimizer: Any) -> Any:
 def _callbacks_of_trainer(callback: TrainerCallback, optimizer: Any) -> list[TrainerCallback]:
     """Return the live list of callbacks of the Trainer that calls ``callback`` and trains with ``optimizer``.
 
-    The Trainer does not pass it to callbacks, so live objects are searched. Empty if no Trainer calls ``callback``.
-    """
+    The Trainer does not pass it to callbacks, so live objects are searched. Empty if no Trainer calls ``callback``."""
     for one in gc.get_objects():
         if type(one) is CallbackHandler and one.optimizer is optimizer and any(it is callback for it in one.callbacks):
             callbacks: list[TrainerCallback] = one.callbacks
@@ -263,8 +258,7 @@ def _callbacks_of_trainer(callback: TrainerCallback, optimizer: Any) -> list[Tra
 def _exported_states(callbacks: Iterable[TrainerCallback]) -> dict[str, Any]:
     """Return the states of exportable callbacks by class name, as in ``trainer_state.json``: a list for several.
 
-    The Trainer restores them at a resume only under ``restore_callback_states_from_checkpoint``.
-    """
+    The Trainer restores them at a resume only under ``restore_callback_states_from_checkpoint``."""
     states: dict[str, list[Any]] = {}
     for callback in callbacks:
         if isinstance(callback, ExportableState):
@@ -277,8 +271,7 @@ def resume_path(config: str | os.PathLike[str] | Mapping[str, Any] | Config | No
 
     Call it on every rank, after creating a Trainer with a :class:`CheckpointCallback` of the same store. Raise
     UsageError if there is none, because no weights would be loaded; otherwise the errors of
-    :meth:`monitor.Checkpointer.resume`.
-    """
+    :meth:`monitor.Checkpointer.resume`."""
     settings = load_config(config)
     callbacks = _callbacks_of_store(settings)
     if not callbacks:
@@ -292,6 +285,5 @@ def resume_path(config: str | os.PathLike[str] | Mapping[str, Any] | Config | No
 
 def _callbacks_of_store(config: Config) -> list[CheckpointCallback]:
     """Return every callback of this process that saves to the store of ``config``."""
-    return [
-        callback for callback in _callbacks if store_place(callback.config.store_path) == store_place(config.store_path)
-    ]
+    place = store_place(config.store_path)
+    return [callback for callback in _callbacks if store_place(callback.config.store_path) == place]

@@ -17,8 +17,7 @@ from store.errors import UnsupportedError
 def engine_of(model: Any, optimizer: Any) -> Any:
     """Return the engine that trains ``model`` with ``optimizer``. Raise UnsupportedError if there is none.
 
-    The Trainer creates the engine itself and passes the bare model to its callbacks, so live objects are searched.
-    """
+    The Trainer creates the engine itself and passes the bare model to its callbacks, so live objects are searched."""
     inner = getattr(optimizer, "optimizer", optimizer)
     for candidate in gc.get_objects():
         # Not getattr: an engine passes unknown names on to its module.
@@ -34,8 +33,7 @@ def skip_engine_load(folder: Path) -> Callable[[], None]:
     """Make ``engine.load_checkpoint(folder)`` succeed without loading. Return a function that ends this.
 
     Under DeepSpeed the Trainer insists on that call for the folder that it resumes from, and the stub folder holds no
-    state. Other folders are loaded as usual.
-    """
+    state. Other folders are loaded as usual."""
     original = DeepSpeedEngine.load_checkpoint
 
     def load_checkpoint(engine: Any, load_dir: Any, *args: Any, **kwargs: Any) -> Any:

@@ -33,8 +33,7 @@ from store.errors import UsageError
 
 _log = logging.getLogger("driftpoint")
 
-PLAN = "driftpoint"
-"""Key in the Trainer's ``stateful_callbacks`` by which a callback recognizes a stub folder."""
+PLAN = "driftpoint"  # key in the Trainer's ``stateful_callbacks`` by which a callback recognizes a stub folder
 
 _EMPTY_FILE = "nothing.safetensors"
 
@@ -52,17 +51,10 @@ def plan_resume(
 ) -> ResumePlan | None:
     """Predict the resume and write the stub folder. Return None if there is nothing to resume.
 
-    Args:
-        callback: the callback that will resume.
-        config: its configuration.
-        args: the Trainer's arguments.
-        model: the Trainer's model.
-        state: the user's objects, without that of the Trainer.
-    """
+    callback: will resume. args, model: the Trainer's. state: the user's objects, without that of the Trainer."""
     group = current_group()
-    progress = TrainerProgress(
-        None, None, None, TrainingLength(0.0, 0, 0), group.rank
-    )  # the real one does not exist yet
+    # The real progress does not exist yet.
+    progress = TrainerProgress(None, None, None, TrainingLength(0.0, 0, 0), group.rank)
     prediction = predict_resume(config, group, UserState(joined({TRAINER: progress}, state)))
     if prediction is None:
         return None

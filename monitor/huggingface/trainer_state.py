@@ -12,49 +12,34 @@ from typing import Any
 
 from store.errors import ModelMismatchError
 
-KIND = "transformers.Trainer"
-"""Marks the state of this object among others."""
+KIND = "transformers.Trainer"  # marks the state of this object among others
 
-_UNSETTLED = 64
-"""The newest entries are serialized again each time: callbacks add measurements to them."""
+_UNSETTLED = 64  # the newest entries are serialized again each time: callbacks add measurements to them
 
 
 @dataclass(frozen=True)
 class TrainingLength:
     """The length of a training."""
 
-    epochs: float
-    """Epochs asked for."""
-    steps: int
-    """Total steps."""
-    beyond: int
-    """A step that no epoch reaches."""
+    epochs: float  # epochs asked for
+    steps: int  # total steps
+    beyond: int  # a step that no epoch reaches
 
 
 @dataclass(frozen=True)
 class LoadedProgress:
     """The progress that a resume restored."""
 
-    at_epoch: bool
-    """:attr:`TrainerProgress.at_epoch` when it was saved."""
+    at_epoch: bool  # :attr:`TrainerProgress.at_epoch` when it was saved
     epoch_began: Mapping[str, Any] | None
     """:attr:`TrainerProgress.epoch_began` when it was saved; None in older stores and if ``at_epoch``."""
 
 
-TRAINER = "trainer"
-"""Name of the Trainer's progress among the objects in ``state={...}``."""
+TRAINER = "trainer"  # name of the Trainer's progress among the objects in ``state={...}``
 
 
 class TrainerProgress:
-    """The progress of one ``train()``.
-
-    Args:
-        state: the Trainer's live ``TrainerState``.
-        scheduler: the live scheduler, or None.
-        scaler: the live gradient scaler, or None.
-        length: of this training.
-        rank: of this process.
-    """
+    """The progress of one ``train()``: its live ``TrainerState``, and its scheduler and gradient scaler, if any."""
 
     def __init__(self, state: Any, scheduler: Any, scaler: Any, length: TrainingLength, rank: int) -> None:
         self.state = state
@@ -63,8 +48,7 @@ class TrainerProgress:
         """Whether the job is between two epochs, so the next batch is the first of an epoch and not drawn yet."""
         self.epoch_began: Mapping[str, Any] | None = None
         """The generators before the current epoch's data was touched; None before the first epoch."""
-        self.loaded: LoadedProgress | None = None
-        """None if nothing was resumed."""
+        self.loaded: LoadedProgress | None = None  # None if nothing was resumed
         self.exported: Callable[[], Mapping[str, Any]] = dict
         """States of the Trainer's other callbacks, by class, as the Trainer would store them."""
         self._parts = {"lr_scheduler": scheduler, "scaler": scaler}
@@ -108,8 +92,7 @@ class StateText:
     """Serializes the ``TrainerState`` of one training as JSON.
 
     It is serialized at every save, with snapshots in memory perhaps at every step, and the log history grows all the
-    time: serializing all of it would block training for seconds in the end. So older entries are serialized once.
-    """
+    time: serializing all of it would block training for seconds in the end. So older entries are serialized once."""
 
     def __init__(self) -> None:
         self._history: list[Any] | None = None

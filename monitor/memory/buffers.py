@@ -50,19 +50,13 @@ class PinnedRanges:
 
 
 class SharedMemoryBuffers:
-    """The payloads of one rank.
-
-    Args:
-        versions: Number of payloads.
-        pinned: Whether to pin them, because the state is on a device.
-    """
+    """The payloads of one rank, ``versions`` of them. pinned: whether to pin them, because the state is on a device."""
 
     def __init__(self, versions: int, *, pinned: bool) -> None:
         self._versions = versions
         self._pinned = pinned
         self.pins = PinnedRanges()
-        self.arena: Arena | None = None
-        """None before :meth:`take` and after :meth:`close`."""
+        self.arena: Arena | None = None  # None before :meth:`take` and after :meth:`close`
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -74,18 +68,9 @@ class SharedMemoryBuffers:
         return self._versions == 1
 
     def take(self, tier: Tier, session: StoreSession, rank: int, nbytes: int, kept: SaveId | None) -> str | None:
-        """Reserve the payloads, reusing those of earlier incarnations.
+        """Reserve payloads of ``nbytes``, reusing those of earlier incarnations. Return the problem, or None.
 
-        Args:
-            tier: Of this node.
-            session: Of the store.
-            rank: This rank.
-            nbytes: Bytes of a payload.
-            kept: Snapshot that the job resumed; it stays.
-
-        Returns:
-            The problem, or None.
-        """
+        kept: snapshot that the job resumed; it stays."""
         # On every node. Versions stay: only the node's daemon can tell whether a commit is as new, or rescue them.
         log_errors(lambda: clear_old(tier.base, wanted=without_versions))
         try:

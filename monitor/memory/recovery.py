@@ -80,16 +80,8 @@ def find_newest_snapshot(
 ) -> MemoryCandidate | None:
     """Find the newest snapshot that every rank can read and that is newer, at least in part, than the newest commit.
 
-    Args:
-        tier: Of this node.
-        catalog: The store.
-        adapter: None before the model exists; then only run states are needed.
-        group: All ranks.
-        replication: Reads from other nodes.
-
-    Returns:
-        The snapshot; None, on all ranks, if the store is as good.
-    """
+    None, on all ranks, if the store is as good. adapter: None before the model exists; then only run states are needed.
+    replication: reads from other nodes."""
     suspect = run_on_rank0(group, lambda: max(catalog.suspects().saves, default=None))
     node = _scan(tier, catalog, suspect)
     on_disk = run_on_rank0(group, lambda: _newest_commit(catalog))
@@ -219,9 +211,8 @@ def _overlaid(
     composite = take_newer_units(catalog.manifest(newest), found.manifest)
     if composite is None:
         return None
-    return MemoryCandidate(
-        found.save, newest, Catalog(Overlay(catalog.files, found, composite), catalog.record), replicas
-    )
+    whole = Catalog(Overlay(catalog.files, found, composite), catalog.record)
+    return MemoryCandidate(found.save, newest, whole, replicas)
 
 
 def _following(found: MemoryVersion, newest: SaveId | None) -> ManifestRecord:
@@ -285,13 +276,7 @@ def _broadcast_missing(
 ) -> Mapping[Piece, bytes] | None:
     """Return the bytes of the snapshot that ranks lack, on all of them; None if rank 0 cannot provide them.
 
-    Args:
-        catalog: The store with the snapshot on top.
-        commit: The commit to resume.
-        version: The snapshot.
-        adapter: None if only run states are needed.
-        group: All ranks.
-    """
+    catalog: the store with the snapshot on top. adapter: None if only run states are needed."""
     missing = run_on_all_ranks(group, partial(_missing_pieces, catalog, commit, version, adapter, group.rank))
     by_rank = group.all_gather(missing)
     if any(one is None for one in by_rank):

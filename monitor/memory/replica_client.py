@@ -34,15 +34,7 @@ class _AbortedError(PeerError):
 
 
 class ReplicaSender:
-    """Sends the versions of one rank.
-
-    Args:
-        rank: This rank.
-        target: Rank that keeps the replica.
-        endpoint: Of the target's server.
-        key: Of the job.
-        timeout: Seconds that a version may take.
-    """
+    """Sends the versions of ``rank`` to ``target``, which keeps their replica. timeout: seconds that one may take."""
 
     def __init__(self, rank: int, target: int, endpoint: Endpoint, key: bytes, timeout: float) -> None:
         self._rank, self._target, self._endpoint, self._key, self._timeout = rank, target, endpoint, key, timeout
@@ -68,12 +60,7 @@ class ReplicaSender:
     def offer(self, save: SaveId, record: Path, payload: Path, keep: SaveId | None) -> None:
         """Send a version, unless an attempt failed a short time ago. Any thread; returns at once.
 
-        Args:
-            save: The version.
-            record: File with its record.
-            payload: File with its payload.
-            keep: Replica that the target must not overwrite.
-        """
+        record, payload: files that hold them. keep: replica that the target must not overwrite."""
         if time.monotonic() >= self._retry_at and not self._stopped:
             self._writer.submit(partial(self._send, self._turn, save, record, payload, keep))
 
@@ -159,13 +146,7 @@ class RemoteNode:
     """Reads payloads that another node's server serves, piece by piece. Any thread; one piece at a time.
 
     The caller compares each piece with its hash. After two failures in a row the node is not asked again; its layers
-    then come from their next newest version, on all ranks alike.
-
-    Args:
-        endpoint: Of the node's server.
-        key: Of the job.
-        timeout: See :func:`transfer_timeout`.
-    """
+    then come from their next newest version, on all ranks alike. timeout: see :func:`transfer_timeout`."""
 
     def __init__(self, endpoint: Endpoint, key: bytes, timeout: float) -> None:
         self._endpoint, self._key, self._silence = endpoint, key, transfer_timeout(timeout)

@@ -58,18 +58,9 @@ class ReplicaStore:
     def take(
         self, tier: Tier, epoch: int, needs: Mapping[int, int], kept: SaveId | None, files: Files | None = None
     ) -> str | None:
-        """Reserve memory. Training thread.
+        """Reserve memory for ``needs``, the bytes of a version by rank. Return the problem, or None. Training thread.
 
-        Args:
-            tier: Of this node.
-            epoch: Of this incarnation.
-            needs: Bytes of a version, by rank.
-            kept: Version that the job resumed; replicas of it stay.
-            files: See :class:`store.memory.arena.Arena`.
-
-        Returns:
-            The problem, or None.
-        """
+        kept: version that the job resumed; replicas of it stay. files: see :class:`store.memory.arena.Arena`."""
         self._tier = tier
         try:
             for rank, nbytes in needs.items():
@@ -184,13 +175,7 @@ class ReplicaServer:
     """Listens for peers until :meth:`close`, with a thread for each connection. Raises OSError if it cannot listen.
 
     A peer's error or a broken connection ends that connection only. The training thread opens and closes the server.
-
-    Args:
-        address: Address to listen on; the system chooses the port.
-        key: Of the job.
-        replicas: Receives versions.
-        silence: See :class:`monitor.memory.transport.Connection`.
-    """
+    The system chooses the port. silence: see :class:`monitor.memory.transport.Connection`."""
 
     def __init__(self, address: Address, key: bytes, replicas: ReplicaStore, silence: float) -> None:
         family, host = address

@@ -29,10 +29,7 @@ def replica_targets(nodes: Sequence[str], machines: Sequence[str] | None = None)
     Nodes of one machine are lost together, so the next node is one of another machine wherever no machine has more than
     half of them. Where the next node has fewer ranks, some of them keep several replicas.
 
-    Args:
-        nodes: Node of each rank; at least two different ones.
-        machines: Machine of each rank; by default every node is one.
-    """
+    nodes: of each rank; at least two different ones. machines: of each rank; by default every node is one."""
     members: dict[str, list[int]] = {}
     together: dict[str, dict[str, None]] = {}
     for rank, node in enumerate(nodes):
@@ -113,14 +110,8 @@ class Replication:
     def begin(self, tier: Tier, session: StoreSession, nbytes: int, kept: SaveId | None) -> None:
         """Reserve memory for the replicas of other ranks, after a resume or a fresh start. Collective.
 
-        If memory is short on any rank, there are no replicas on any.
-
-        Args:
-            tier: Of this node.
-            session: Of the store.
-            nbytes: Bytes of a snapshot of this rank.
-            kept: Snapshot that the job resumed.
-        """
+        If memory is short on any rank, there are no replicas on any. nbytes: of a snapshot of this rank. kept: snapshot
+        that the job resumed."""
         self.connect(tier)
         for node in self._remote_nodes:  # a resume read from them; all ranks have their state now
             node.close()

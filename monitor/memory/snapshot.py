@@ -87,12 +87,8 @@ class Version:
 def seal_snapshot(version: Version) -> float:
     """Wait for the copies, check and hash them, and write the record. Return the seconds that it took.
 
-    After any error there is no snapshot on this rank.
-
-    Raises:
-        SaveError: Values are not finite, or changed while they were copied.
-        StorageError: The memory cannot be written.
-    """
+    After any error there is no snapshot on this rank. Raises SaveError if values are not finite, or changed while they
+    were copied, and StorageError if the memory cannot be written."""
     began = time.monotonic()
     version.copying.finish()
     version.copying.require_whole()
@@ -221,7 +217,7 @@ class SnapshotStager:
         segment = empty_segment(self._job, store_id, save, self._manifest.plan(save))
         segment, finish = begin_run_state(segment, self._job)
         if self._room.nbytes is None:
-            segment, finish = finish(segment), _as_it_is
+            segment, finish = finish(segment), lambda finished: finished
             self._room.nbytes = sum(len(leaf.data) for leaf in cast("Sequence[Leaf]", segment.run_leaves))
         placed = self._placed(moving)
         memory = allocate(placed.end + self._room.nbytes + max(self._room.nbytes // 8, _MARGIN))
@@ -283,7 +279,7 @@ class _Placed:
             for fragment, dtype in zip(layout.fragments, layout.dtypes, strict=True):
                 encoding, nbytes = _stored_as(unit, fragment.numel, dtype, encodings)
                 places.append(Placement(unit, fragment, dtype, encoding, end, nbytes))
-                end = _aligned(end + nbytes)
+                end = -(-(end + nbytes) // _ALIGN) * _ALIGN
         offsets = {unit: np.array([one.offset for one in places], np.int64) for unit, places in by_unit.items()}
         return cls(layouts, by_unit, offsets, end)
 
@@ -296,10 +292,6 @@ def _copies(places: Sequence[Placement], memory: Any) -> list[torch.Tensor]:
     return [one.copy(memory) for one in places]
 
 
-def _as_it_is(segment: SegmentDraft) -> SegmentDraft:
-    return segment
-
-
 def _moving(local: Mapping[Unit, LocalUnit]) -> dict[Unit, LocalUnit]:
     return {unit: part for unit, part in local.items() if unit.slot != FROZEN}
 
@@ -310,10 +302,6 @@ def _stored_as(unit: Unit, numel: int, dtype: torch.dtype, encodings: Mapping[st
     if not encoding_named(encoding).applies(name):
         encoding = RAW
     return encoding, encoding_named(encoding).stored_bytes(numel, name)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
 
 
 def _require_finite(one: Placement, copy: torch.Tensor, encoded: EncodedCopy | None) -> None:

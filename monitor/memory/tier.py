@@ -97,12 +97,8 @@ class MemoryTier:
     def begin(self, local: Mapping[Unit, LocalUnit], kept: SaveId | None) -> None:
         """Reserve memory after a resume or a fresh start, reusing that of earlier incarnations. Collective.
 
-        If memory is short on any rank, the tier is off on all ranks.
-
-        Args:
-            local: Units of this rank.
-            kept: Snapshot that the job resumed; it stays until there is a newer one.
-        """
+        If memory is short on any rank, the tier is off on all ranks. kept: snapshot that the job resumed; it stays
+        until there is a newer one."""
         self._unclaimed = None if self._session.claimed else (kept,)
         if self._unclaimed is None:  # memory is named by the epoch, and that of the job before is not this job's
             self._reserve(local, kept)
@@ -157,11 +153,7 @@ class MemoryTier:
     def _settle(self, step: int, changed: bool, trouble: bool) -> SaveStatus:
         """Finish the pending snapshot on all ranks, and agree whether the next may begin. Collective.
 
-        Args:
-            step: Step of this rank.
-            changed: Whether the pieces of this rank changed.
-            trouble: Whether this rank's part of the job cannot be saved as it is now.
-        """
+        changed: whether the pieces of this rank changed. trouble: whether its part of the job cannot be saved now."""
         self._collect()
         pending, outcome = self._pending, self._outcome
         busy = pending is not None and outcome is None

@@ -74,11 +74,8 @@ class Answer(Record):
 class Connection:
     """One connection; client or server side. All methods raise PeerError. One thread at a time, except :meth:`abort`.
 
-    Args:
-        connection: The socket.
-        silence: Seconds without a byte after which the connection counts as broken.
-        deadline: ``time.monotonic()`` at which everything must be done, or None.
-    """
+    silence: seconds without a byte after which the connection counts as broken. deadline: ``time.monotonic()`` at which
+    everything must be done, or None."""
 
     def __init__(self, connection: socket.socket, silence: float, deadline: float | None = None) -> None:
         self._socket = connection

@@ -23,15 +23,12 @@ from store.schema import MeasureRecord
 class Signature:
     """A summary of a unit's values on one rank.
 
-    The distance between two signatures of one unit by one meter estimates the distance between the values.
-    """
+    The distance between two signatures of one unit by one meter estimates the distance between the values."""
 
     values: torch.Tensor
     """1-d on the host; float32, or float64 for a small unit that is kept as it is. Never written to again."""
-    numels: tuple[int, ...]
-    """Sizes of the pieces."""
-    finite: bool
-    """Whether all values of the unit are finite, not those of the signature."""
+    numels: tuple[int, ...]  # sizes of the pieces
+    finite: bool  # whether all values of the unit are finite, not those of the signature
 
     @property
     def squared(self) -> float:
@@ -49,15 +46,11 @@ class Signature:
 class Measure:
     """Measurement of one unit on one rank; add the squares over ranks, and combine ``finite`` by logical and.
 
-    Both squares are 0.0 without a reference.
-    """
+    Both squares are 0.0 without a reference."""
 
-    moved_sq: float
-    """Squared L2 distance to the reference."""
-    reference_sq: float
-    """Squared L2 norm of the reference."""
-    finite: bool
-    """False if any value is NaN or infinite."""
+    moved_sq: float  # squared L2 distance to the reference
+    reference_sq: float  # squared L2 norm of the reference
+    finite: bool  # False if any value is NaN or infinite
     signature: Signature | None = field(default=None, compare=False, repr=False)
     """Signature of the measured values; None from a meter without signatures."""
 
@@ -126,8 +119,7 @@ class BufferMeter:
     """Compares buffers by their bytes: moved (1) or not (0). Keeps 16 bytes per unit.
 
     Distances mean little for buffers (masks, counters, running statistics), and a sketch would not see one counter
-    change beside a large mask. Only NaN makes a buffer not finite; a mask's infinities do not.
-    """
+    change beside a large mask. Only NaN makes a buffer not finite; a mask's infinities do not."""
 
     def __init__(self) -> None:
         self._references: dict[Unit, bytes] = {}
@@ -277,8 +269,7 @@ def _hash(pieces: Sequence[torch.Tensor]) -> bytes:
     return state.digest()
 
 
-_CHUNK = 1 << 17
-"""Elements compared at a time: two float64 buffers of 1 MiB fit in the cache."""
+_CHUNK = 1 << 17  # elements compared at a time: two float64 buffers of 1 MiB fit in the cache
 
 
 class ExactMeter:
@@ -287,8 +278,7 @@ class ExactMeter:
     Pieces may have any real dtype and device; an accelerator's are copied to the host, which is slow: use the sketch
     there. Once a save is committed its staged tensors become the reference without a copy, and those of the old
     reference are returned: every tensor passed to :meth:`stage` is returned by :meth:`settle` exactly once, at this
-    save or a later one, so staging memory does not grow. Thread-safe.
-    """
+    save or a later one, so staging memory does not grow. Thread-safe."""
 
     def __init__(self) -> None:
         self._references: dict[Unit, list[torch.Tensor]] = {}
@@ -313,8 +303,7 @@ class ExactMeter:
         """Return the distance to the reference.
 
         If values are not finite and there is a reference, ``moved_sq`` is inf; if values of the reference are not
-        finite, ``reference_sq`` is 0.0 as well. Raises ValueError if the sizes of the pieces changed.
-        """
+        finite, ``reference_sq`` is 0.0 as well. Raises ValueError if the sizes of the pieces changed."""
         with self._lock:
             references = self._references.get(unit)
             if references is None:
@@ -345,8 +334,7 @@ class ExactMeter:
     def settle(self, unit: Unit, committed: bool) -> list[torch.Tensor]:
         """Make the staged copies the reference if committed, and return the tensors that are free now.
 
-        Raises ValueError if the unit is not staged.
-        """
+        Raises ValueError if the unit is not staged."""
         with self._lock:
             if unit not in self._staged:
                 raise ValueError(f"{unit} is not staged; call stage() before settle()")

@@ -28,8 +28,7 @@ from torch import nn
 
 from store.errors import ConfigError
 
-ROOT = "(root)"
-"""Name of the layer of the tensors that the outermost module owns: its module path is empty."""
+ROOT = "(root)"  # name of the layer of the tensors that the outermost module owns: its module path is empty
 
 _BARE = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _TRANSPARENT = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
@@ -40,14 +39,10 @@ _TRANSPARENT = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module
 class Layer:
     """A group of tensors that is measured, decided on and versioned together (per slot)."""
 
-    name: str
-    """Path of the module, or the name given by a pattern."""
-    position: int
-    """Position in model order, from 0."""
-    block: bool
-    """Whether it is a repeated block, or an expert."""
-    fqns: tuple[str, ...]
-    """Its tensors, in model order."""
+    name: str  # path of the module, or the name given by a pattern
+    position: int  # position in model order, from 0
+    block: bool  # whether it is a repeated block, or an expert
+    fqns: tuple[str, ...]  # its tensors, in model order
 
 
 @dataclass
@@ -56,8 +51,7 @@ class _Node:
 
     path: str
     module: nn.Module
-    own: dict[str, str] = field(default_factory=dict)
-    """Attribute name to fqn."""
+    own: dict[str, str] = field(default_factory=dict)  # attribute name to fqn
     children: "dict[str, _Node]" = field(default_factory=dict)
 
     def fqns(self) -> Iterator[str]:
@@ -117,9 +111,7 @@ def find_layers(
     home = {fqn: group.name for group in groups for fqn in group.fqns}
     for fqn in fqns:
         members.setdefault(claimed.get(fqn, home[fqn]), []).append(fqn)
-    return tuple(
-        Layer(name, position, name in blocks, tuple(names)) for position, (name, names) in enumerate(members.items())
-    )
+    return tuple(Layer(name, at, name in blocks, tuple(names)) for at, (name, names) in enumerate(members.items()))
 
 
 def _tree(module: nn.Module, fqns: Sequence[str]) -> _Node:

@@ -38,11 +38,9 @@ from monitor.observe.drift_meter import Measure, Signature, all_finite
 from store.errors import ConfigError
 from store.names import Unit
 
-_OFFSETS_PER_BUCKET = 8
-"""O = 8 k or slightly more: the 2/O in the variance is then a quarter of the 1/k."""
+_OFFSETS_PER_BUCKET = 8  # O = 8 k or slightly more: the 2/O in the variance is then a quarter of the 1/k
 
-_FLUSH_EVERY = 64
-"""Chunks between two additions to the float64 total."""
+_FLUSH_EVERY = 64  # chunks between two additions to the float64 total
 
 _CPU_CHUNKS = (1 << 14, 1 << 16, 1 << 17, 1 << 18)
 _OTHER_CHUNKS = (1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
@@ -59,8 +57,7 @@ class Projection:
     """The random projection; the same seed gives the same projection on every device. Training thread only.
 
     ``width`` is k, the number of float32 values in a signature. The relative standard deviation of a distance is about
-    sqrt(0.6 / k): 1.2 % for 4099. Raises ConfigError if it is below 64.
-    """
+    sqrt(0.6 / k): 1.2 % for 4099. Raises ConfigError if it is below 64."""
 
     def __init__(self, width: int, seed: int) -> None:
         if width < 64:
@@ -83,11 +80,8 @@ class Projection:
     def project(self, pieces: Sequence[torch.Tensor], chunk_length: int, key: int) -> torch.Tensor:
         """Return the signature: 1-d float32 of length ``width``, on the host. Not finite if any value is not.
 
-        Args:
-            pieces: 1-d, any real dtype and device.
-            chunk_length: C.
-            key: selects the sequence of signs and offsets; signatures are comparable only with the same key.
-        """
+        pieces: 1-d, any real dtype and device. key: selects the sequence of signs and offsets; signatures are
+        comparable only with the same key."""
         total = torch.zeros(self.width, dtype=torch.float64)
         draws = _draws(self.seed, key)
         with torch.inference_mode():
@@ -189,8 +183,7 @@ class _Pending:
     """A save in progress."""
 
     copies: list[torch.Tensor]
-    measured: _Measured | None
-    """The last measurement, None if there was none to use."""
+    measured: _Measured | None  # the last measurement, None if there was none to use
     of_copies: bool  # it is of the copies themselves
 
 
@@ -210,15 +203,13 @@ class SketchMeter:
     the sample (a few rows of an embedding) is not detected, so measure a unit in the step in which it is staged.
 
     Thread-safe. The training thread measures live pieces while a thread that carries out a save measures and stages its
-    copies; neither uses the other's measurement.
-    """
+    copies; neither uses the other's measurement."""
 
     def __init__(self, width: int = 4099, seed: int = 0) -> None:
         self._projection = Projection(width, seed)
         self._chunk_lengths: dict[Unit, int] = {}
         self._references: dict[Unit, Signature] = {}
-        self._measured: dict[tuple[int, Unit], _Measured] = {}
-        """By thread id and unit."""
+        self._measured: dict[tuple[int, Unit], _Measured] = {}  # by thread id and unit
         self._pending: dict[Unit, _Pending] = {}
         self._lock = threading.RLock()
 
@@ -243,8 +234,7 @@ class SketchMeter:
 
         If values are not finite, or too large for a float32 sum, and there is a reference, ``moved_sq`` is inf; if
         those of the reference are, ``reference_sq`` is 0.0 as well. Raises ValueError if the sizes of the pieces
-        changed.
-        """
+        changed."""
         with self._lock:
             signature = self._signature(unit, pieces)
             self._measured[threading.get_ident(), unit] = _Measured(signature, _sample(pieces), _places(pieces))
@@ -282,18 +272,17 @@ class SketchMeter:
     def settle(self, unit: Unit, committed: bool) -> list[torch.Tensor]:
         """Update the reference if committed. Returns the staged copies: the meter keeps none.
 
-        Raises ValueError if the unit is not staged.
-        """
+        Raises ValueError if the unit is not staged."""
         with self._lock:
             pending = self._pending.pop(unit, None)
             if pending is None:
                 raise ValueError(f"{unit} is not staged; call stage() before settle()")
             copies, measured = pending.copies, pending.measured
             if committed:
-                current = measured is not None and (pending.of_copies or torch.equal(measured.sample, _sample(copies)))
-                self._references[unit] = (
-                    measured.signature if measured is not None and current else self._signature(unit, copies)
-                )
+                if measured is not None and (pending.of_copies or torch.equal(measured.sample, _sample(copies))):
+                    self._references[unit] = measured.signature
+                else:
+                    self._references[unit] = self._signature(unit, copies)
             return copies
 
     def _signature(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Signature:

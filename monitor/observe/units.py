@@ -26,8 +26,7 @@ from store.schema import LayerRecord, TensorRecord, members_digest
 _log = logging.getLogger("driftpoint")
 
 _RECORDED = ("shape", "dtype", "kind", "aliases")
-_Members = dict[str, tuple[int, str, int]]
-"""fqn -> elements, dtype, bytes."""
+_Members = dict[str, tuple[int, str, int]]  # fqn -> elements, dtype, bytes
 
 
 @dataclass(frozen=True)
@@ -35,10 +34,8 @@ class UnitSize:
     """Size of a unit over all ranks."""
 
     numel: int
-    nbytes: int
-    """Raw bytes."""
-    members: str = ""
-    """:func:`store.schema.members_digest` of its tensors."""
+    nbytes: int  # raw bytes
+    members: str = ""  # :func:`store.schema.members_digest` of its tensors
 
 
 @dataclass(frozen=True)
@@ -47,10 +44,8 @@ class UnitLayout:
 
     fragments: tuple[Fragment, ...]
     dtypes: tuple[torch.dtype, ...]
-    regions: MemoryRegions = field(compare=False)
-    """Where the pieces lie."""
-    nbytes: int
-    """Raw bytes of all pieces."""
+    regions: MemoryRegions = field(compare=False)  # where the pieces lie
+    nbytes: int  # raw bytes of all pieces
     spans: tuple[tuple[int, int], ...] | None = field(default=None, compare=False)
     """Of each piece: the tensor of the job's identity that it lies in, and its first element there."""
 
@@ -72,12 +67,7 @@ class UnitLayout:
 class LocalUnit:
     """This rank's pieces of a unit, in a fixed order; possibly none.
 
-    Args:
-        unit: The unit.
-        layout: Of its pieces.
-        owners: Tensors that the pieces lie in: those of the job's identity, or, if ``layout`` has no spans, one each.
-        pieces: The pieces, if they are known.
-    """
+    owners: tensors that the pieces lie in: those of the job's identity, or, if ``layout`` has no spans, one each."""
 
     __slots__ = ("_pieces", "layout", "owners", "unit")
 
@@ -144,12 +134,8 @@ def _span(
     begin, index = begins[place]
     tensor = tensors[index]
     first, rest = divmod(piece.data_ptr() - begin, tensor.element_size())
-    inside = tensor.is_contiguous() and first + piece.numel() <= tensor.numel()
-    return (
-        (index, first)
-        if inside and not rest and tensor.dtype == piece.dtype and tensor.device == piece.device
-        else None
-    )
+    inside = tensor.is_contiguous() and not rest and first + piece.numel() <= tensor.numel()
+    return (index, first) if inside and tensor.dtype == piece.dtype and tensor.device == piece.device else None
 
 
 class UnitTable:
@@ -277,8 +263,7 @@ class Survey:
     """The units on this rank, or the reason why the job cannot be saved."""
 
     local: Mapping[Unit, LocalUnit] = field(default_factory=dict)
-    trouble: str | None = None
-    """The reason; ``local`` is then empty."""
+    trouble: str | None = None  # the reason; ``local`` is then empty
     permanent: bool = False  # the reason is a type that no save can hold
 
 
@@ -288,8 +273,7 @@ class Surveyor:
     A parameter in the optimizer but not in the model, a module added later, an optimizer that was replaced: a commit of
     such a job would be partial and pass for complete. So nothing is saved while the problem lasts; the reason is
     reported and training continues. The caller exchanges the reasons between ranks. Create it before training, and
-    call :meth:`mark` after weights were loaded.
-    """
+    call :meth:`mark` after weights were loaded."""
 
     def __init__(self, adapter: Adapter, table: UnitTable) -> None:
         self._adapter = adapter

@@ -12,8 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from monitor.observe.drift_meter import Signature
 
-_ROWS = 16
-"""Units compared at a time: their differences in float64, half a MiB, fit the cache."""
+_ROWS = 16  # units compared at a time: their differences in float64, half a MiB, fit the cache
 
 _EMPTY = torch.zeros(0)
 
@@ -77,7 +76,8 @@ class DriftHistory:
         known = [one is not None and one.finite for one in signatures]
         rows = [_EMPTY if one is None or not one.finite else one.values for one in signatures]
         values = pad_sequence([torch.zeros(self._width), *rows], batch_first=True)[1:]  # as float32
-        return _DecisionSignatures(step, values, torch.tensor(known, dtype=torch.bool), _norms(values))
+        squared = torch.cat([_squares(some.to(torch.float64)) for some in torch.split(values, _ROWS)])
+        return _DecisionSignatures(step, values, torch.tensor(known, dtype=torch.bool), squared)
 
 
 def compared_with(number: int, anchors: int) -> list[int]:
@@ -94,10 +94,6 @@ def _rows(now: _DecisionSignatures, then: _DecisionSignatures) -> torch.Tensor:
     known = now.known & then.known
     moved = torch.where(known, _distances(now.values, then.values), 0.0)
     return torch.stack([moved, torch.where(known, then.squared, 0.0), (~known).to(torch.float64)], dim=1)
-
-
-def _norms(values: torch.Tensor) -> torch.Tensor:
-    return torch.cat([_squares(some.to(torch.float64)) for some in torch.split(values, _ROWS)])
 
 
 def _distances(now: torch.Tensor, then: torch.Tensor) -> torch.Tensor:

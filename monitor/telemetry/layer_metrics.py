@@ -20,18 +20,11 @@ from store.text import listed
 
 _log = logging.getLogger("driftpoint")
 
-_NAMED = 6
-"""Maximum number of layers named in a log line."""
+_NAMED = 6  # maximum number of layers named in a log line
 
 
 class LayerMetrics:
-    """The per-layer metrics of a job.
-
-    Args:
-        gauge: Returns a gauge by its name.
-        counter: Returns a counter by its name.
-        limit: Maximum number of units with series of their own.
-    """
+    """The per-layer metrics of a job. gauge, counter: return one by name. limit: units with series of their own."""
 
     def __init__(self, gauge: Callable[[str], Gauge], counter: Callable[[str], Counter], limit: int) -> None:
         self.drift = gauge("layer_drift_ratio")

@@ -17,8 +17,7 @@ from store.certificate import AS_FOUND, MEMORY, PEER, Certificate
 _log = logging.getLogger("driftpoint")
 
 _DECISIONS_WITHOUT_COMMIT = 3
-_NAMED = 6
-"""Maximum number of units named in a log line."""
+_NAMED = 6  # maximum number of units named in a log line
 
 
 def log_startup(text: str) -> None:

@@ -33,34 +33,15 @@ from store.names import WEIGHTS, Unit
 
 _log = logging.getLogger("driftpoint")
 
-LAYER_SERIES = 512
-"""Default number of layer slots with series of their own."""
+LAYER_SERIES = 512  # default number of layer slots with series of their own
 
 SKIPS = ("busy", "nothing", "withheld", "fenced", "storage", "disagree", "unreachable", "unsupported")
 """Values of the label ``reason`` of skipped saves."""
 
-_STORE_FAILURES = (
-    "StorageError",
-    "MissingError",
-    "DamagedError",
-    "SaveError",
-    "StateChangedError",
-    "NotFiniteError",
-    "FencedError",
-)
 FAILURES = (
-    *_STORE_FAILURES,
-    *(
-        "ExistsError",
-        "UnsupportedError",
-        "internal",
-        "upkeep",
-        "memory",
-        "peer",
-        "daemon",
-        "close_timeout",
-        "self_check",
-    ),
+    *("StorageError", "MissingError", "DamagedError", "SaveError", "StateChangedError", "NotFiniteError"),
+    *("FencedError", "ExistsError", "UnsupportedError"),
+    *("internal", "upkeep", "memory", "peer", "daemon", "close_timeout", "self_check"),
 )
 """Values of the label ``reason`` of failures."""
 
@@ -157,10 +138,8 @@ _TABLE = (
 class Metrics(SaveListener):
     """Updates the metrics of a job from its events, and serves them after :meth:`serve`.
 
-    Args:
-        layer_series: (layer, slot) units with series of their own, see :mod:`monitor.telemetry.layer_metrics`.
-        rank: Ranks other than 0 count stalls and failures only.
-    """
+    layer_series: units with series of their own, see :mod:`monitor.telemetry.layer_metrics`. Ranks other than 0 count
+    stalls and failures only."""
 
     def __init__(self, layer_series: int = LAYER_SERIES, rank: int = 0) -> None:
         self.registry = _Registry(self._catch_up)
@@ -170,12 +149,9 @@ class Metrics(SaveListener):
         self._first = rank == 0
         self.layers = LayerMetrics(self.gauge, self.counter, layer_series)
         self._server: MetricsServer | None = None
-        self.port: int | None = None
-        """Port of the endpoint, also after it closed; None without one."""
-        self.url: str | None = None
-        """URL of the endpoint."""
-        self.trouble: str | None = None
-        """Why the endpoint could not be started, or None."""
+        self.port: int | None = None  # port of the endpoint, also after it closed; None without one
+        self.url: str | None = None  # URL of the endpoint
+        self.trouble: str | None = None  # why the endpoint could not be started, or None
 
     def counter(self, name: str) -> Counter:
         return cast(Counter, self._metrics[name])

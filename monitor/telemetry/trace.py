@@ -36,32 +36,17 @@ from monitor.observe.units import LocalUnit, UnitTable, is_moving
 from monitor.telemetry.drift_history import Compared, DriftHistory
 from monitor.telemetry.metrics import Metrics
 from monitor.types import DecisionResult, Sizes
+from store import trace as traces
 from store.errors import StorageError
 from store.names import Unit
-from store.trace import (
-    CommitLine,
-    DecisionLine,
-    FailedLine,
-    JobLine,
-    Line,
-    MovedLine,
-    ResumedLine,
-    TracedUnit,
-    rotated_path,
-    to_line,
-)
 
-_BACKLOG = 1000
-"""Maximum number of lines that wait for the disk."""
+_BACKLOG = 1000  # maximum number of lines that wait for the disk
 
-_COMPARING = 2
-"""Maximum number of decisions whose signatures wait for the background thread."""
+_COMPARING = 2  # maximum number of decisions whose signatures wait for the background thread
 
-_CLOSE_TIMEOUT = 10.0
-"""Maximum seconds that closing waits for the last lines."""
+_CLOSE_TIMEOUT = 10.0  # maximum seconds that closing waits for the last lines
 
-_DIGITS = 6
-"""Significant digits of a distance between two decisions; sketches are less precise."""
+_DIGITS = 6  # significant digits of a distance between two decisions; sketches are less precise
 
 
 @dataclass(frozen=True)
@@ -127,7 +112,7 @@ class TraceRecorder(SaveListener):
             return
         waited, self._copy_wait = self._copy_wait, 0.0
         chosen = None if decided is None else decided.interval
-        line = DecisionLine(
+        line = traces.DecisionLine(
             step=event.step,
             seconds=self._seconds(),
             commits=event.commits if decided is None else decided.commits,
@@ -193,7 +178,7 @@ class TraceRecorder(SaveListener):
 
     @override
     def on_save_failed(self, event: events.SaveFailedEvent) -> None:
-        line = FailedLine(step=event.step, seconds=self._seconds(), reason=event.reason)
+        line = traces.FailedLine(step=event.step, seconds=self._seconds(), reason=event.reason)
         self._put(lambda: line)
 
     @override
@@ -203,7 +188,7 @@ class TraceRecorder(SaveListener):
     @override
     def on_resume(self, event: events.ResumeEvent) -> None:
         self._decision, self._history = None, None  # their signatures are of another branch
-        line = ResumedLine(step=event.step, newest=event.commit, seconds=self._seconds())
+        line = traces.ResumedLine(step=event.step, newest=event.commit, seconds=self._seconds())
         self._put(lambda: line)
 
     @override
@@ -225,7 +210,7 @@ class TraceRecorder(SaveListener):
     def _put_job(self) -> None:
         table, seconds = traced_units(self._table), self._seconds()
         self._put(
-            lambda: JobLine(
+            lambda: traces.JobLine(
                 started=self._started,
                 epoch=self._epoch,
                 framework=self._job.framework,
@@ -247,25 +232,22 @@ class TraceRecorder(SaveListener):
             self._put_commit(step, 0.0, sum(nbytes for nbytes, *_ in sizes.values()), lambda: sizes)
 
     def _put_commit(self, step: int, took: float, written: int, sizes: Callable[[], Sizes]) -> None:
-        line = CommitLine(step=step, seconds=self._seconds(), took=took, written=written, sizes={})
+        line = traces.CommitLine(step=step, seconds=self._seconds(), took=took, written=written, sizes={})
         units, no_reference = self._units, self._no_reference
         self._put(lambda: commit_line(line, units, sizes(), no_reference))
 
     def _seconds(self) -> float:
         return time.monotonic() - self._began
 
-    def _put(self, make: Callable[[], Line | None], *, job: bool = False) -> None:
+    def _put(self, make: Callable[[], traces.Line | None], *, job: bool = False) -> None:
         if self._writer is not None:
-            self._writer.put(lambda: b"" if (line := make()) is None else to_line(line), job=job)
+            self._writer.put(lambda: b"" if (line := make()) is None else traces.to_line(line), job=job)
 
 
 class TraceFile:
     """A file that lines are appended to. It is opened at the first line. One thread.
 
-    Args:
-        path: The file.
-        most: Bytes above which the file is renamed to :func:`store.trace.rotated_path`, and a new one begun.
-    """
+    most: bytes above which it is renamed to :func:`store.trace.rotated_path`, and a new one begun."""
 
     def __init__(self, path: Path, most: int = sys.maxsize) -> None:
         self.path = path
@@ -294,7 +276,7 @@ class TraceFile:
 
     def _rotate(self) -> bytes:
         """Rename the full file and open a new one. Return its first line."""
-        self.path.replace(rotated_path(self.path))
+        self.path.replace(traces.rotated_path(self.path))
         self.close()
         self._descriptor, _ = _open_file(self.path)
         return self._job
@@ -384,10 +366,10 @@ def _open_file(path: Path) -> tuple[int, bool]:
     return descriptor, torn
 
 
-def traced_units(table: UnitTable) -> tuple[TracedUnit, ...]:
+def traced_units(table: UnitTable) -> tuple[traces.TracedUnit, ...]:
     """Return the units of a job over all ranks, in the order that other lines refer to."""
     return tuple(
-        TracedUnit(
+        traces.TracedUnit(
             layer=unit.layer,
             slot=unit.slot,
             position=table.layer(unit).position,
@@ -400,7 +382,7 @@ def traced_units(table: UnitTable) -> tuple[TracedUnit, ...]:
     )
 
 
-def decision_line(line: DecisionLine, decided: DecisionResult, begun: bool) -> DecisionLine:
+def decision_line(line: traces.DecisionLine, decided: DecisionResult, begun: bool) -> traces.DecisionLine:
     """Return ``line`` with the decision, bit for bit as the policy saw it. ``begun``: whether the save began."""
     index = {one.unit: at for at, one in enumerate(decided.stats)}
     return line.model_copy(
@@ -420,7 +402,9 @@ def decision_line(line: DecisionLine, decided: DecisionResult, begun: bool) -> D
     )
 
 
-def commit_line(line: CommitLine, units: Sequence[Unit], sizes: Sizes, no_reference: frozenset[Unit]) -> CommitLine:
+def commit_line(
+    line: traces.CommitLine, units: Sequence[Unit], sizes: Sizes, no_reference: frozenset[Unit]
+) -> traces.CommitLine:
     """Return ``line`` with the saved units. Those in ``no_reference`` have nothing to measure drift against."""
     index = {unit: at for at, unit in enumerate(units)}
     found = {
@@ -431,7 +415,7 @@ def commit_line(line: CommitLine, units: Sequence[Unit], sizes: Sizes, no_refere
     return line.model_copy(update={"sizes": found})
 
 
-def moved_line(step: int, compared: Compared, rows_of: Sequence[int | None]) -> MovedLine | None:
+def moved_line(step: int, compared: Compared, rows_of: Sequence[int | None]) -> traces.MovedLine | None:
     """Return the distances to earlier decisions, summed over ranks; None if there are none.
 
     ``rows_of`` are the rows of all units, or None."""
@@ -439,7 +423,7 @@ def moved_line(step: int, compared: Compared, rows_of: Sequence[int | None]) -> 
     for then, found in zip(compared.steps, compared.rows.tolist(), strict=True):
         ratios = [_ratio(*row) for row in found]
         since[then] = tuple(None if row is None else ratios[row] for row in rows_of)
-    return MovedLine(step=step, since=since) if since else None
+    return traces.MovedLine(step=step, since=since) if since else None
 
 
 def plain(value: Any) -> Any:

@@ -92,9 +92,7 @@ class Run:
 def run_of(trace: traces.Trace) -> Run:
     """Build the run recorded in a trace. Incarnations without a decision are left out.
 
-    Raises:
-        UsageError: The trace has no decisions, or mixes several jobs.
-    """
+    Raises UsageError if the trace has no decisions, or mixes several jobs."""
     segments: list[RunSegment] = []
     seconds: dict[float, float] = {}
     before: traces.JobLine | None = None

@@ -136,9 +136,7 @@ class ReplayState:
         save is full."""
         back = self._returns(goes_back) if not self.on_path else (segment.newest or segment.start) > segment.start
         start = segment.start  # live values move away from there
-        self.durable = {
-            unit: replace(one, step=min(one.step, start), since=start) for unit, one in self.versions.items()
-        }
+        self.durable = {key: replace(one, step=min(one.step, start), since=start) for key, one in self.versions.items()}
         self.durable_newest = None if self.newest is None else min(self.newest, start)
         moving = {unit.unit for unit in segment.units if unit.moving}
         self.versions = {unit: one for unit, one in self.durable.items() if not (back and unit in moving)}

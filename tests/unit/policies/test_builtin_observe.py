@@ -7,7 +7,7 @@ import pytest
 
 from policies.base import Budget, Choice, Decision, History, UnitStats
 from policies.bounds import Bounded, Bounds, bound
-from policies.builtin import Full, Observe, Threshold, writes_nothing
+from policies.builtin import Full, Observe, Threshold
 from policies.validation import PolicyError
 from store.errors import ConfigError
 from store.names import Unit
@@ -25,30 +25,17 @@ def test_saves_nothing_and_says_what_would_be_saved_and_skipped() -> None:
     assert [choice.reason for choice in decision.choices.values()] == [near, far]
 
 
-def test_would_is_the_inner_decision() -> None:
-    inner = Threshold(0.01)
-    would = Observe(inner).would([NEAR, FAR], Budget(), NOW)
-    assert would == inner.select([NEAR, FAR], Budget(), NOW)
-    assert would.saved == (FAR.unit,)
-
-
 def test_needs_drift_where_the_inner_policy_does() -> None:
     assert Observe(Threshold(0.01)).needs_drift
     assert not Observe(Full()).needs_drift
     assert Observe(Bounded(Full(), Bounds(max_drift=0.1))).needs_drift
 
 
-def test_is_marked_for_its_caller() -> None:
-    assert Observe.writes_nothing
-    assert writes_nothing(Observe(Full()))
-    assert not writes_nothing(Full())
-
-
 def test_bounds_go_inside_even_for_a_first_save() -> None:
     policy = bound(Observe(Full()), Bounds())
     assert isinstance(policy, Observe)
     new = UnitStats(Unit("new", "fp32"), 0, True, 10, None, None)
-    assert policy.would([new], Budget(), NOW).saved == (new.unit,)
+    assert policy.inner.select([new], Budget(), NOW).saved == (new.unit,)
     assert policy.select([new], Budget(), NOW).choices == {
         new.unit: Choice(None, "observe: full would save it (first save is full)")
     }
