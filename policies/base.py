@@ -15,49 +15,78 @@ from store.names import Unit
 class UnitStats:
     """Statistics of one unit, a (layer, slot), at a decision, over all ranks.
 
-    ``drift`` is ‖live − committed‖ / ‖committed‖ against the newest committed version, decoded. None if there is no
-    version yet, or if drift was not measured."""
+    Attributes:
+        unit: Layer and slot, such as ``("model.layers.3", "exp_avg")``.
+        position: Index of the layer in model order, from 0. All slots of a layer share it.
+        block: Whether the layer is one of the repeated blocks, not an embedding, a final norm or a head.
+        nbytes: Size in bytes when stored raw.
+        drift: ‖live − committed‖ / ‖committed‖ against the newest committed version, decoded. None if there is no
+            version yet, or if drift was not measured.
+        staleness: Steps since the newest committed version. None if there is none.
+        finite: False if the unit contains NaN or infinity.
+        moving: False for parameters that no optimizer updates (frozen).
+        changed_shape: Whether its set of parameters differs from that of the newest version.
+        error: Relative error of the newest version's encoding; 0 if it is lossless.
+        numel: Number of values; 0 if unknown, in which case the unit counts as float32.
+        encoding: Encoding of the newest version. None if there is none.
+        stored_bytes: Stored size of the newest version; 0 if there is none.
+    """
 
-    unit: Unit  # layer and slot, such as ``("model.layers.3", "exp_avg")``
-    position: int  # index of the layer in model order, from 0; all slots of a layer share it
-    block: bool  # whether the layer is one of the repeated blocks, not an embedding, a final norm or a head
-    nbytes: int  # size in bytes when stored raw
+    unit: Unit
+    position: int
+    block: bool
+    nbytes: int
     drift: float | None
-    staleness: int | None  # steps since the newest committed version; None if there is none
-    finite: bool = True  # False if the unit contains NaN or infinity
-    moving: bool = True  # False for parameters that no optimizer updates (frozen)
-    changed_shape: bool = False  # whether its set of parameters differs from that of the newest version
-    error: float = 0.0  # relative error of the newest version's encoding; 0 if it is lossless
-    numel: int = 0  # number of values; 0 if unknown, in which case the unit counts as float32
-    encoding: str | None = None  # encoding of the newest version; None if there is none
-    stored_bytes: int = 0  # stored size of the newest version; 0 if there is none
+    staleness: int | None
+    finite: bool = True
+    moving: bool = True
+    changed_shape: bool = False
+    error: float = 0.0
+    numel: int = 0
+    encoding: str | None = None
+    stored_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits of one decision."""
+    """Limits of one decision.
 
-    bytes: float | None = None  # that may be written; None: unlimited; below 0: earlier saves are not paid for yet
-    demanded: frozenset[Unit] = frozenset()  # saved regardless of the policy; their cost is deducted first
+    Attributes:
+        bytes: Bytes that may be written. None: unlimited. Below 0: earlier saves are not paid for yet.
+        demanded: Units that are saved regardless of the policy. Their cost is deducted first.
+    """
+
+    bytes: float | None = None
+    demanded: frozenset[Unit] = frozenset()
 
 
 @dataclass(frozen=True)
 class History:
     """The past of a job at a decision.
 
-    Failed saves do not count as ``commits``, so a policy that takes turns repeats a turn that failed."""
+    Attributes:
+        step: Optimizer step of this decision.
+        commits: Commits in the store so far. Failed saves do not count, so a policy that takes turns repeats a turn
+            that failed.
+        interval: Steps to the next decision, if they vary (``every: auto``); otherwise None.
+    """
 
-    step: int  # optimizer step of this decision
-    commits: int  # in the store so far
-    interval: int | None = None  # steps to the next decision, if they vary (``every: auto``); otherwise None
+    step: int
+    commits: int
+    interval: int | None = None
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Decision about one unit."""
+    """Decision about one unit.
 
-    encoding: str | None  # name of the encoding to store it in, such as ``raw``; None: skip it
-    reason: str  # why, in a few words; it is stored in the manifest and shown by the command line
+    Attributes:
+        encoding: Name of the encoding to store it in, such as ``raw``. None: skip it.
+        reason: Why, in a few words. It is stored in the manifest and shown by the command line.
+    """
+
+    encoding: str | None
+    reason: str
 
     @property
     def saved(self) -> bool:
@@ -81,7 +110,8 @@ class Policy(Protocol):
     """Chooses which units a save stores. Any class with these members is a policy; subclassing is not needed.
 
     A policy that limits itself to ``budget.bytes`` also has an attribute ``spends = True``. Check an implementation
-    with ``driftpoint policy check``."""
+    with ``driftpoint policy check``.
+    """
 
     @property
     def name(self) -> str:
@@ -99,8 +129,14 @@ class Policy(Protocol):
         Deterministic: equal arguments give an equal decision, in any process. It must not change its arguments. If it
         raises or returns an invalid decision, everything is saved at this step and training continues.
 
-        ``stats`` are all units, in model order, on which the decision must not depend. Returns a decision with exactly
-        one choice, with a reason, for each of them."""
+        Args:
+            stats: All units, in model order. The decision must not depend on the order.
+            budget: Bytes that may be written.
+            history: Step and number of commits.
+
+        Returns:
+            A decision with exactly one choice, with a reason, for each unit in ``stats``.
+        """
         ...
 
 
