@@ -350,7 +350,8 @@ class UnfinishedCopy:
         if copying is not None:
             began = time.perf_counter()
             copying.finish()
-            self._waited(time.perf_counter() - began)
+            if isinstance(copying, AsyncCopy):  # what follows a resume is no part of a save
+                self._waited(time.perf_counter() - began)
 
 
 @torch.inference_mode(False)
