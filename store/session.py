@@ -120,7 +120,7 @@ def read_epoch(files: Files, epoch: int) -> EpochRecord:
 def require_newest(files: Files, epoch: int) -> None:
     """Raise FencedError if an epoch newer than ``epoch`` was claimed.
 
-    Raise StorageError if ``epoch`` itself is not listed: then the store is not there now, and nobody took it over."""
+    Raise StorageError if ``epoch`` itself is not listed: the store is unavailable, and no other job has it."""
     newest = newest_epoch(files)
     if newest > epoch:
         raise _fenced(epoch, newest)

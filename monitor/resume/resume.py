@@ -91,7 +91,7 @@ def resume(
 ) -> ResumeResult | None:
     """Load the newest resumable commit into the live job. Collective. Return None if the store has no commits.
 
-    ``live`` is told of changes to the live state.
+    ``live`` records changes to the live state.
 
     Raises:
         NothingToResumeError: There are commits, but none is complete.

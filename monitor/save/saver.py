@@ -345,7 +345,10 @@ class Saver:
             self.upkeep(lambda: self._listeners.on_store_check(root), f"reading the free space of {root}")
 
     def _collect(self) -> None:
-        self._mover.finished()  # where pages could not be moved, they stay
+        for moved in self._mover.finished():
+            if moved.error is not None:
+                message = f"moving memory to huge pages failed: {moved.error}"
+                self._listeners.on_background_failure(BackgroundFailureEvent("upkeep", message, moved.error))
         for done in self._writer.finished():
             if self._pending is not None and done.number == self._pending.number:
                 self._outcome = done
