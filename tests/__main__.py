@@ -1,6 +1,6 @@
 """Run the suite in stages, each over as many processes as there are cores, and sum up at the end.
 
-Without options: the fast tests and the core of the slow ones, as ``make test`` does. All other arguments go to pytest.
+Without options: the fast tests and the core of the slow ones, in one stage, as ``make test`` does. All other arguments go to pytest.
 Every stage runs, whatever became of those before it; the exit code is 1 where one of them failed.
 """
 
@@ -64,12 +64,11 @@ class Outcome:
 
 def stages(everything: bool, skip_core: bool) -> list[Stage]:
     """Return the stages of ``make test``, or of ``make test-all``."""
-    fast = Stage("fast", FAST)
     if not everything:
-        return [fast, Stage("core", "core", BY_FILE, launches=True)]
+        return [Stage("core", f"({FAST}) or core", BY_FILE, launches=True)]
     rest = " and not core" if skip_core else ""
     return [
-        *([] if skip_core else [fast]),
+        *([] if skip_core else [Stage("fast", FAST)]),
         Stage("slow", f"slow and not distributed{rest}", ("--dist", "worksteal")),
         Stage("distributed", f"distributed{rest}", BY_FILE, launches=True),
     ]

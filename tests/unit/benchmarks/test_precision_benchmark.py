@@ -68,6 +68,7 @@ def test_four_bits_leave_sixteen_values_a_block_and_never_less_of_a_second_momen
     assert (made.flat("exp_avg_sq") >= exact["exp_avg_sq"] * (1 - 1e-6)).all()
 
 
+@pytest.mark.slow
 def test_exact_resumes_end_where_the_uninterrupted_run_was(tmp_path: Path) -> None:
     course = Course(reference(), 1e-3, 60)
 

@@ -115,6 +115,7 @@ def test_what_comes_before_a_job_does_without_torch(tmp_path: Path, command: str
     assert (done.returncode, done.stderr) == (0, "")  # doctor looks at torch in a process of its own
 
 
+@pytest.mark.slow
 def test_layouts_of_deepspeed(tmp_path: Path) -> None:
     builder = PlainStore(tmp_path / "store", framework="deepspeed")
     builder.save(10)

@@ -33,6 +33,7 @@ def test_the_text_is_python_sources_in_an_order_that_does_not_change() -> None:
     assert np.array_equal(text, standard_library(1 << 18))
 
 
+@pytest.mark.slow
 def test_a_smaller_limit_gives_the_beginning_of_the_same_text() -> None:
     assert standard_library(1 << 18)[: 1 << 12].tobytes() == standard_library(1 << 12).tobytes()
 

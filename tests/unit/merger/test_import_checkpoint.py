@@ -38,6 +38,7 @@ from store.session import StoreLock, claim_epoch
 from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.plain_stores import PlainStore, digest_of, rebuilt, same
+from tests.support.slow import others_slow
 from tests.support.stores import FakeLayer, flip_byte
 
 ROOT = Path(__file__).parents[3]
@@ -295,7 +296,7 @@ def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, check=False, env=environment, timeout=180, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("after", [1, 2000])
+@pytest.mark.parametrize("after", others_slow([1, 2000]))
 def test_a_killed_import_leaves_no_commit_and_the_next_one_clears_it_away(
     store: PlainStore, target: Path, after: int
 ) -> None:
@@ -325,6 +326,7 @@ except StorageError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_device_that_takes_no_more(store: PlainStore, target: Path) -> None:
     store.save(10)
     done = run(FULL, store.root, target)

@@ -18,6 +18,7 @@ from merger.merge import merge
 from store.errors import MergeError, NoStoreError, NothingToResumeError, StorageError, UnsupportedError, UsageError
 from store.names import SaveId, Unit
 from tests.support.plain_stores import PlainStore, digest_of, rebuilt, same
+from tests.support.slow import others_slow
 from tests.support.stores import FakeLayer, flip_byte
 
 ROOT = Path(__file__).parents[3]
@@ -152,6 +153,7 @@ def test_a_deepspeed_store_without_its_layout_is_refused(tmp_path: Path) -> None
         merge(store.root, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_deepspeed_store_where_there_is_no_deepspeed(tmp_path: Path) -> None:
     store = PlainStore(tmp_path / "store", framework="deepspeed")
     store.save(10)
@@ -209,7 +211,7 @@ merge(Path(sys.argv[1]), Path(sys.argv[2]), progress=progress)
 """
 
 
-@pytest.mark.parametrize("after", [1, 2000])
+@pytest.mark.parametrize("after", others_slow([1, 2000]))
 def test_a_killed_merge_leaves_a_temporary_name_only_and_the_next_one_removes_it(
     store: PlainStore, tmp_path: Path, after: int
 ) -> None:
@@ -271,6 +273,7 @@ except StorageError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_storage_that_refuses_is_told_and_leaves_nothing_behind(store: PlainStore, tmp_path: Path) -> None:
     store.save(10)
     command = [sys.executable, "-c", FULL, str(store.root), str(tmp_path / "out")]

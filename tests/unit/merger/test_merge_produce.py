@@ -22,6 +22,7 @@ from merger.writers.safetensors import SafetensorsFile
 from merger.writers.torch_zip import PtFile
 from store.errors import DamagedError, MergeError, StorageError
 from tests.support.extents import Spread, all_of, some_flaw, values
+from tests.support.slow import others_slow
 
 ROOT = Path(__file__).parents[3]
 
@@ -74,6 +75,7 @@ from merger.io.output_file import OutFile
 from merger.io.output_file import VerbatimFile
 from merger.merge import produce
 from store.fragments import FragmentIndex
+from tests.support.slow import others_slow
 if os.getuid() == 0:
     os.setgid(65534)
     os.setuid(65534)
@@ -180,7 +182,7 @@ except StorageError as error:
 
 
 @pytest.mark.parametrize("limit", [*(pytest.param(at, marks=pytest.mark.slow) for at in (1, 100, 600)), 3000])
-@pytest.mark.parametrize("kind", ["pt", "dcp", "safetensors", "verbatim"])
+@pytest.mark.parametrize("kind", others_slow(["verbatim", "pt", "dcp", "safetensors"]))
 def test_a_device_that_takes_no_more(tmp_path: Path, kind: str, limit: int) -> None:
     """Whatever wrote the file, and wherever in it: the system's own words, and what to type."""
     done = run(LIMITED, str(tmp_path), kind, str(limit))

@@ -15,6 +15,7 @@ from store.catalog import open_catalog
 from store.storage.local import LocalFiles
 from tests.support.jobs import LAYERS, committed_steps, job, same, skip_reason
 from tests.support.launch import ENVIRONMENT
+from tests.support.slow import others_slow
 
 
 def test_resume_of_an_empty_store_returns_step_0(store: Path) -> None:
@@ -90,7 +91,7 @@ if sys.argv[2] == "error":
 """
 
 
-@pytest.mark.parametrize(("ending", "code"), [("end", 0), ("error", 1)])
+@pytest.mark.parametrize(("ending", "code"), others_slow([("end", 0), ("error", 1)]))
 def test_a_script_without_close_commits_its_last_save(store: Path, ending: str, code: int) -> None:
     environment = {**os.environ, **ENVIRONMENT}
     done = subprocess.run([sys.executable, "-c", WITHOUT_CLOSE, store, ending], env=environment, check=False)

@@ -242,6 +242,7 @@ def test_what_a_self_check_found_stays_until_another_is_complete(tmp_path: Path)
 # ---- a branch that was left
 
 
+@pytest.mark.slow
 def test_a_save_of_a_branch_that_was_left_is_not_the_last_step_of_the_new_one(tmp_path: Path) -> None:
     one = Job(tmp_path / "store", every=100, timeouts={"close": 5.0})
     for _ in range(5):

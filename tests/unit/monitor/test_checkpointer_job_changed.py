@@ -321,6 +321,7 @@ def test_optimizers_of_all_kinds_are_seen_to_step(store: Path, make: type[torch.
             assert report is not None and report.skipped is None
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo does not know:UserWarning")
 def test_a_compiled_step_is_seen(store: Path) -> None:
     with job(store) as one:

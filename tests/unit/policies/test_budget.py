@@ -262,6 +262,7 @@ def test_what_moves_gets_to_the_head_of_the_line_if_it_waits_long_enough(stats: 
         assert old.unit in decision.saved
 
 
+@pytest.mark.slow
 @some
 @given(data=st.data(), seed=st.integers(0, 2**32))
 def test_whatever_moves_is_saved_again_and_again(data: st.DataObject, seed: int) -> None:

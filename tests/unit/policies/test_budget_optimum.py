@@ -19,6 +19,7 @@ from policies.builtin import Parity, Threshold
 from policies.encodings import Option, expected_bytes, expected_error, options
 from store.encoding import BF16
 from store.names import RAW, WEIGHTS, Unit
+from tests.support.slow import others_slow
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def affordable(units: list[Source]) -> float:
     return sum(one.nbytes for one in units) / 40
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize("name", others_slow(sorted(CASES)))
 def test_the_mean_damage_is_near_the_least_there_can_be(name: str) -> None:
     case = CASES[name]
     units = case.sources()

@@ -257,6 +257,7 @@ print(client.recv(12).decode())
 """
 
 
+@pytest.mark.slow
 def test_without_free_descriptors_it_waits_and_takes_no_processor_time() -> None:
     command = [sys.executable, "-c", OUT_OF_DESCRIPTORS]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120, check=True)

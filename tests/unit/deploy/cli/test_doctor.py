@@ -58,6 +58,7 @@ def _named(findings: Iterator[Finding], check: str) -> Finding:
     return found[0]
 
 
+@pytest.mark.slow
 def test_the_whole_command_leaves_a_store_in_use_as_it_was(builder: StoreBuilder) -> None:
     builder.save(10)
     lock = StoreLock(builder.root, 0)

@@ -67,6 +67,7 @@ def test_what_cannot_be_estimated_is_one_line(here: Here) -> None:
         assert told in answer.err and len(answer.err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_failures_are_as_often_as_on_so_many_gpus(here: Here) -> None:
     row = here(*MODEL, "--json").json["configurations"][0]
     assert [one["mtbf_hours"] for one in row["goodput"]] == [50_000 / 64, 4 * 50_000 / 64, 16 * 50_000 / 64]

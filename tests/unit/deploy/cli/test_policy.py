@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.cli import Answer, Here, driftpoint, environment
 from tests.support.policies import SOUND, policy_file, selecting
+from tests.support.slow import others_slow
 from tests.unit.deploy.cli.test_app import BLOCKED
 
 PROMISES = 12
@@ -54,12 +55,14 @@ def test_what_the_user_s_code_prints_is_kept_from_stdout(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
-    [
-        (["budget"], "holds"),
-        (["threshold", "--set", "threshold=1e-2", "--set", "slots={exp_avg: 0.5}"], "not checked"),
-        (["filter", "--set", "auxiliary=interval", "--set", "n=1"], "not checked"),
-        (["observe", "--set", 'inner={"name": "parity"}'], "not checked"),
-    ],
+    others_slow(
+        [
+            (["budget"], "holds"),
+            (["threshold", "--set", "threshold=1e-2", "--set", "slots={exp_avg: 0.5}"], "not checked"),
+            (["filter", "--set", "auxiliary=interval", "--set", "n=1"], "not checked"),
+            (["observe", "--set", 'inner={"name": "parity"}'], "not checked"),
+        ]
+    ),
 )
 def test_named_ones_without_torch(arguments: list[str], expected: str) -> None:
     command = [sys.executable, "-c", BLOCKED, "policy", "check", *arguments, "--json"]
@@ -70,6 +73,7 @@ def test_named_ones_without_torch(arguments: list[str], expected: str) -> None:
     assert found["same answer in another process"] == "holds"
 
 
+@pytest.mark.slow
 def test_a_configuration_with_its_bounds(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "settings"
     folder.mkdir()

@@ -128,6 +128,7 @@ def test_a_recommendation_keeps_the_limit_and_can_be_pasted(here: Here, trace: P
     assert again["damage"] == tried[0]["damage"]
 
 
+@pytest.mark.slow
 def test_exact_recommends_nothing_that_rounds(here: Here, trace: Path) -> None:
     shown = here("simulate", trace, "--recommend", "--bytes-per-hour", 2e9, "--exact", "--json").json["recommended"]
     assert all(one["name"].split()[-1] == "raw" or " raw" in one["name"] for one in shown["tried"])

@@ -43,6 +43,13 @@ def beside(base: Path) -> Iterator[Running]:
         yield running
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Running]:
+    """For tests that leave the daemon as it was."""
+    with tempfile.TemporaryDirectory(prefix="dp-", dir="/tmp") as folder, daemon(Path(folder)) as running:
+        yield running
+
+
 def opened(base: Path) -> socket.socket:
     found = connect(base, 30.0)
     found.settimeout(30.0)
@@ -90,11 +97,12 @@ def line(body: Any) -> bytes:
         (line({"kind": "status", "version": VERSION + 1}), f"version {VERSION + 1}"),
     ],
 )
-def test_what_cannot_be_understood_closes_the_connection(beside: Running, said: bytes, why: str) -> None:
-    assert why in refused(beside.base, said)
-    found = report(beside.base)
-    assert found is not None and found.refused == 1
-    assert "a connection was refused" in beside.said()
+def test_what_cannot_be_understood_closes_the_connection(shared: Running, said: bytes, why: str) -> None:
+    before = report(shared.base)
+    assert why in refused(shared.base, said)
+    found = report(shared.base)
+    assert before is not None and found is not None and found.refused == before.refused + 1
+    assert "a connection was refused" in shared.said()
 
 
 @pytest.mark.parametrize(
@@ -107,14 +115,14 @@ def test_what_cannot_be_understood_closes_the_connection(beside: Running, said: 
         ({"version": 99}, "version 99"),
     ],
 )
-def test_a_trainer_that_is_wrong_is_refused(beside: Running, change: dict[str, Any], why: str) -> None:
-    assert why in refused(beside.base, line(hello(beside.base, **change)))
+def test_a_trainer_that_is_wrong_is_refused(shared: Running, change: dict[str, Any], why: str) -> None:
+    assert why in refused(shared.base, line(hello(shared.base, **change)))
 
 
-def test_a_trainer_keeps_to_the_protocol(beside: Running) -> None:
-    said = line(hello(beside.base))
-    assert "note or bye" in refused(beside.base, said, said)
-    assert "committed" in refused(beside.base, said, line({"kind": "note", "committed": "../x"}))
+def test_a_trainer_keeps_to_the_protocol(shared: Running) -> None:
+    said = line(hello(shared.base))
+    assert "note or bye" in refused(shared.base, said, said)
+    assert "committed" in refused(shared.base, said, line({"kind": "note", "committed": "../x"}))
 
 
 def test_two_processes_cannot_be_the_same_rank(beside: Running) -> None:
@@ -156,6 +164,7 @@ def test_status_and_stop(beside: Running) -> None:
     assert gone.code == 1 and "driftpoint daemon run" in gone.err
 
 
+@pytest.mark.slow
 def test_one_for_each_base(beside: Running) -> None:
     second = subprocess.run(
         daemon_command(beside.base), capture_output=True, text=True, env=environment(), timeout=180, check=False
@@ -164,6 +173,7 @@ def test_one_for_each_base(beside: Running) -> None:
     assert report(beside.base) is not None
 
 
+@pytest.mark.slow
 def test_the_socket_of_a_dead_one_is_replaced(beside: Running) -> None:
     beside.kill()
     assert socket_path(beside.base).exists()
@@ -172,6 +182,7 @@ def test_the_socket_of_a_dead_one_is_replaced(beside: Running) -> None:
         assert found is not None and found.pid == second.process.pid
 
 
+@pytest.mark.slow
 def test_one_that_nobody_can_reach_ends(beside: Running) -> None:
     shutil.rmtree(home(beside.base))
     assert beside.process.wait(180) == 0

@@ -49,6 +49,7 @@ def found(proxy: Proxy, fault: Fault | None = None) -> dict[str, Finding]:
     return {one.check: one for one in check_bucket(ObjectFiles(url, url.bucket, url.prefix, options), PLAN)}
 
 
+@pytest.mark.slow
 def test_the_whole_command_leaves_a_store_as_it_was(
     here: Here, proxy: Proxy, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from policies.replay.state import ReplayResult
 from store.trace import CommitLine, DecisionLine, Trace
 from tests.support.jobs import Job, job
 from tests.support.kept import kept_step, memory
+from tests.support.slow import others_slow
 
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
@@ -134,7 +135,7 @@ def test_so_it_does_where_the_end_of_the_job_allowed_only_a_part(tmp_path: Path,
     assert {units[index] for index in last[0].saved} <= set(other.decisions[-len(last)].saved)
 
 
-@pytest.mark.parametrize("name", ["parity", "threshold"])
+@pytest.mark.parametrize("name", others_slow(["parity", "threshold"]))
 def test_what_another_policy_would_have_done_is_what_it_does(tmp_path: Path, name: str) -> None:
     """The same training twice, recorded under ``full`` and under another policy: the replay of the first against the
     second. Saves take no time in both, since how long they take differs from run to run."""
@@ -158,6 +159,7 @@ def test_what_another_policy_would_have_done_is_what_it_does(tmp_path: Path, nam
     assert abs(np.mean(np.log1p(off))) < 0.1
 
 
+@pytest.mark.slow
 def test_what_a_run_that_only_observed_recorded_is_enough_for_a_recommendation(tmp_path: Path) -> None:
     run = run_of(recorded(tmp_path / "store", 40, policy="observe"))
     full = sum(unit.nbytes for unit in run.segments[-1].units)

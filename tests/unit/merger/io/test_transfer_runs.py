@@ -160,6 +160,7 @@ except OutputError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_full_device_names_the_output(tmp_path: Path) -> None:
     done = run(LIMITED, str(tmp_path))
     assert done.stdout == f"cannot write {tmp_path / 'out'}: File too large\n", done.stderr

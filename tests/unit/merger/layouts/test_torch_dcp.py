@@ -25,11 +25,12 @@ from store.errors import MergeError, UnsupportedError
 from store.names import Fragment
 from tests.support.described import described, tensor
 from tests.support.plain_stores import PlainStore
+from tests.support.slow import others_slow
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
-@pytest.mark.parametrize("chunk", [1 << 26, 40, 1])
+@pytest.mark.parametrize("chunk", others_slow([1 << 26, 40, 1]))
 def test_a_store_is_loaded_by_torch_to_the_last_bit(
     store: PlainStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:

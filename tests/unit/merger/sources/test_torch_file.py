@@ -169,6 +169,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
             read(path)
 
 
+@pytest.mark.slow
 def test_every_flipped_byte_is_found_or_harmless(tmp_path: Path) -> None:
     path = saved(tmp_path, {"x": torch.arange(3.0), "y": [1, "two"]})
     whole, expected = path.read_bytes(), flattened(read(path))

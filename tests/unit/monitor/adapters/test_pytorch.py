@@ -363,6 +363,7 @@ def test_layout_facts_and_steps() -> None:
     assert adapter.completed_steps() is None
 
 
+@pytest.mark.slow
 def test_deepspeed_is_not_imported() -> None:
     program = (
         "import sys, torch; from monitor.adapters import adapter_for; m = torch.nn.Linear(2, 2);"

@@ -20,6 +20,7 @@ from store.resolve import newest_resumable
 from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.jobs import Job, job
+from tests.support.slow import others_slow
 
 RATE = 300_000.0
 """Bytes a second. The largest unit has 16 640 bytes raw, and the run state takes 11 000 at every save."""
@@ -69,7 +70,7 @@ def written(store: Path) -> dict[int, int]:
     return {save.step: manifests[save].groups[save.name].payload_bytes for save in manifests}
 
 
-@pytest.mark.parametrize("encoding", ["raw", "compact"])
+@pytest.mark.parametrize("encoding", others_slow(["raw", "compact"]))
 def test_over_every_window_no_more_is_written_than_was_set(tmp_path: Path, encoding: str) -> None:
     with job(tmp_path / "store", encoding=encoding, **SETTINGS) as one:
         moments = {moment.step: moment for moment in trained(one, 12)}
@@ -87,6 +88,7 @@ def test_over_every_window_no_more_is_written_than_was_set(tmp_path: Path, encod
     assert verify(open_catalog(LocalFiles(tmp_path / "store"))).ok
 
 
+@pytest.mark.slow
 def test_the_share_of_time_that_training_waits_holds_in_a_real_run(tmp_path: Path) -> None:
     share, burst = 0.3, 10.0
     settings = SETTINGS | {"budget": {"stall_share": share, "burst_seconds": burst}}
@@ -112,6 +114,7 @@ def test_the_share_of_time_that_training_waits_holds_in_a_real_run(tmp_path: Pat
             assert total <= share * (ended - began) + share * burst + 2 * worst
 
 
+@pytest.mark.slow
 def test_what_it_leaves_resumes_each_unit_from_the_step_that_is_recorded(tmp_path: Path) -> None:
     store = tmp_path / "store"
     with job(store, **SETTINGS) as one:

@@ -24,6 +24,7 @@ from store.catalog import open_catalog
 from store.errors import ModelMismatchError, StoreError, UsageError
 from store.names import SaveId
 from store.storage.local import LocalFiles
+from tests.support.slow import others_slow
 from tests.support.trainers import Flushing
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -104,6 +105,7 @@ def boom() -> None:
     raise Boom
 
 
+@pytest.mark.slow
 def test_training_resumes_in_the_same_process_after_an_error(
     tmp_path: Path, settings: dict[str, Any], temporary: Path
 ) -> None:
@@ -145,6 +147,7 @@ def test_training_from_scratch_into_a_store_with_commits_is_refused(tmp_path: Pa
         trainer(tmp_path, monitor.CheckpointCallback(settings)).train()
 
 
+@pytest.mark.slow
 def test_one_trainer_may_train_again(tmp_path: Path, settings: dict[str, Any]) -> None:
     ours = monitor.CheckpointCallback(settings)
     running = trainer(tmp_path, ours, num_train_epochs=1, lr_scheduler_type="constant")
@@ -155,7 +158,7 @@ def test_one_trainer_may_train_again(tmp_path: Path, settings: dict[str, Any]) -
     assert sorted(losses(running)) == list(range(1, 11))
 
 
-@pytest.mark.parametrize("length", [{"max_steps": 6}, {"num_train_epochs": 1.2}])
+@pytest.mark.parametrize("length", others_slow([{"max_steps": 6}, {"num_train_epochs": 1.2}]))
 def test_a_finished_training_is_not_continued(tmp_path: Path, settings: dict[str, Any], length: dict[str, Any]) -> None:
     first = trainer(tmp_path, monitor.CheckpointCallback(settings), **length)
     first.train()
@@ -167,7 +170,7 @@ def test_a_finished_training_is_not_continued(tmp_path: Path, settings: dict[str
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize(("every", "policy"), [(100, "full"), (3, "full"), (2, "full"), (100, "observe")])
+@pytest.mark.parametrize(("every", "policy"), others_slow([(3, "full"), (100, "full"), (2, "full"), (100, "observe")]))
 def test_the_last_step_is_saved_at_any_interval(
     tmp_path: Path, settings: dict[str, Any], every: int, policy: str
 ) -> None:
@@ -207,6 +210,7 @@ def test_preemption_exits_with_75(tmp_path: Path, settings: dict[str, Any]) -> N
     assert sorted(losses(again)) == list(range(1, 11))
 
 
+@pytest.mark.slow
 def test_preemption_without_exit_stops_the_trainer(tmp_path: Path, settings: dict[str, Any]) -> None:
     ours = monitor.CheckpointCallback({**settings, "every": 100, "preemption": {"exit": False}})
     running = trainer(tmp_path, ours, At(3, lambda: ours.checkpointer and ours.checkpointer.preempt()))
@@ -257,6 +261,7 @@ class _Counter:
         pass
 
 
+@pytest.mark.slow
 def test_checkpoints_of_the_trainer_itself_can_be_resumed(tmp_path: Path, settings: dict[str, Any]) -> None:
     with pytest.raises(Boom):
         trainer(tmp_path, _Nothing(), At(8, boom), save_strategy="steps", save_steps=3).train()
@@ -268,6 +273,7 @@ def test_checkpoints_of_the_trainer_itself_can_be_resumed(tmp_path: Path, settin
     assert sorted(losses(again)) == list(range(1, 11))
 
 
+@pytest.mark.slow
 def test_damage_found_while_reading_costs_one_attempt(tmp_path: Path, settings: dict[str, Any]) -> None:
     ours = monitor.CheckpointCallback({**settings, "every": 3})
     with pytest.raises(Boom):
@@ -284,6 +290,7 @@ def test_damage_found_while_reading_costs_one_attempt(tmp_path: Path, settings: 
     assert not (tmp_path / "store.resume.json").exists()
 
 
+@pytest.mark.slow
 def test_a_composite_under_a_budget_resumes_at_its_effective_step(tmp_path: Path, settings: dict[str, Any]) -> None:
     limits = {"policy": "budget", "budget": {"bytes_per_hour": 2e6, "burst_seconds": 2}, "every": 1}
     ours = monitor.CheckpointCallback({**settings, **limits, "encoding": "compact"})
@@ -325,6 +332,7 @@ class _Nothing(TrainerCallback):
     checkpointer = None
 
 
+@pytest.mark.slow
 def test_monitor_needs_no_transformers(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

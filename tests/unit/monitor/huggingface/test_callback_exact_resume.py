@@ -18,6 +18,7 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 import monitor
 from monitor.huggingface.trainer_state import StateText
 from tests.support.internals import hold_writer
+from tests.support.slow import others_slow
 from tests.support.trainers import Flushing
 
 EVALUATING = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss", "greater_is_better": False}
@@ -162,24 +163,29 @@ LASTING = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
 
 @pytest.mark.parametrize(
     ("arguments", "every", "broken_at"),
-    [
-        pytest.param(GROUPED, 3, 10, id="grouped by length"),
-        pytest.param({"accelerator_config": {"use_seedable_sampler": False}}, 3, 10, id="torch's own sampler"),
-        pytest.param({"data": Stream(), "max_steps": 14}, 5, 8, id="a second pass of an iterable"),
-        pytest.param({**GROUPED, **LASTING}, 5, 12, id="workers that persist"),
-    ],
+    others_slow(
+        [
+            pytest.param({"accelerator_config": {"use_seedable_sampler": False}}, 3, 10, id="torch's own sampler"),
+            pytest.param(GROUPED, 3, 10, id="grouped by length"),
+            pytest.param({"data": Stream(), "max_steps": 14}, 5, 8, id="a second pass of an iterable"),
+            pytest.param({**GROUPED, **LASTING}, 5, 12, id="workers that persist"),
+        ]
+    ),
 )
 def test_the_order_of_the_data_continues(tmp_path: Path, arguments: dict[str, Any], every: int, broken_at: int) -> None:
     Runs(tmp_path, **arguments).require_alike(every, broken_at, broken_at - broken_at % every or every)
 
 
+@pytest.mark.slow
 def test_an_unknown_place_in_a_later_pass_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     Runs(tmp_path, data=Stream(), max_steps=8).resumed(every=3, broken_at=7)
     (message,) = [one.message for one in caplog.records if "that pass starts again" in one.message]
     assert message.startswith("pass 2 over the data was in progress at step 6, and for data without a length")
 
 
-@pytest.mark.parametrize(("step", "event"), [(8, "step_end"), (7, "step_end"), (7, "epoch_end"), (9, "step_end")])
+@pytest.mark.parametrize(
+    ("step", "event"), others_slow([(8, "step_end"), (7, "step_end"), (7, "epoch_end"), (9, "step_end")])
+)
 def test_a_save_requested_by_a_callback_resumes_exactly(tmp_path: Path, step: int, event: str) -> None:
     def saving(ours: monitor.CheckpointCallback | None) -> list[TrainerCallback]:
         if ours is None:
@@ -189,6 +195,7 @@ def test_a_save_requested_by_a_callback_resumes_exactly(tmp_path: Path, step: in
     Runs(tmp_path, saving).require_alike(every=100, broken_at=11, first=step)
 
 
+@pytest.mark.slow
 def test_exported_states_of_callbacks_are_saved(tmp_path: Path) -> None:
     losing_patience = {**EVALUATING, "learning_rate": 0.0, "restore_callback_states_from_checkpoint": True}
     runs = Runs(tmp_path, lambda _: [EarlyStoppingCallback(5)], **losing_patience)
@@ -196,6 +203,7 @@ def test_exported_states_of_callbacks_are_saved(tmp_path: Path) -> None:
     assert resumed.state.global_step == 12
 
 
+@pytest.mark.slow
 def test_logs_of_types_unknown_to_json_are_saved(tmp_path: Path) -> None:
     def logging(ours: monitor.CheckpointCallback | None) -> list[TrainerCallback]:
         return [] if ours is None else [Logging()]
@@ -259,6 +267,7 @@ class Loading(Recording):
         self.held.set()
 
 
+@pytest.mark.slow
 def test_loading_the_best_model_does_not_corrupt_the_last_save(tmp_path: Path) -> None:
     best = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, "num_train_epochs": 1}
     runs = Runs(tmp_path, **EVALUATING, **best)

@@ -31,6 +31,7 @@ def place_of(store: Path) -> Generation:
     return tier_of(store).generations()[0]
 
 
+@pytest.mark.slow
 def test_every_flipped_byte_of_a_version_is_detected_or_harmless(store: Path) -> None:
     """Fragments and run state, byte by byte: found by a hash, or between two fragments, where nothing is."""
     kept = killed_at(store, 3, width=1)

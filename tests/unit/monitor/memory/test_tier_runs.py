@@ -19,6 +19,7 @@ from tests.support.internals import saver_of
 from tests.support.jobs import Job, same
 from tests.support.kept import abandoned, memory, settled, tier_of
 from tests.support.memory_jobs import kept_steps, run, sources, state_in, trained, version
+from tests.support.slow import others_slow
 
 
 def commits(store: Path) -> list[SaveId]:
@@ -40,7 +41,7 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("staging", ["eager", "lazy"])
+@pytest.mark.parametrize("staging", others_slow(["lazy", "eager"]))
 @pytest.mark.parametrize("name", POLICIES)
 def test_under_every_policy_what_comes_back_from_memory_is_exact(store: Path, name: str, staging: str) -> None:
     settings = {"every": 4, "memory": memory(store), "staging": staging, **POLICIES[name]}
@@ -102,6 +103,7 @@ def test_observing_needs_no_memory(store: Path) -> None:
     assert not list((store.parent / "shm").iterdir())
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_often_gets_on_and_its_budget_holds(store: Path) -> None:
     rate = 200_000.0
     settings = {

@@ -18,6 +18,7 @@ from store.storage.bucket import ObjectOptions
 from store.verify import verify
 from tests.support.faulty import Fault, Proxy
 from tests.support.s3 import BUCKET, KEYS, Server
+from tests.support.slow import others_slow
 
 RETRY = 0.3
 
@@ -60,7 +61,7 @@ def saved(proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize(
-    "of", ["manifests/{}.json", "segments/{}/rank-00000.json", "segments/{}/rank-00000.safetensors"]
+    "of", others_slow(["manifests/{}.json", "segments/{}/rank-00000.json", "segments/{}/rank-00000.safetensors"])
 )
 def test_a_resume_fails_and_the_next_one_gets_the_newest(proxy: Proxy, saved: str, of: str, tmp_path: Path) -> None:
     silent = of.format(saved)
@@ -76,6 +77,7 @@ def test_a_resume_fails_and_the_next_one_gets_the_newest(proxy: Proxy, saved: st
         assert again.resume() == 2
 
 
+@pytest.mark.slow
 def test_nor_is_what_does_not_answer_called_damaged(proxy: Proxy, saved: str, tmp_path: Path) -> None:
     files = files_at(
         f"s3://{BUCKET}/{tmp_path.name}", ObjectOptions(f"http://127.0.0.1:{proxy.port}", retry_seconds=RETRY)

@@ -13,6 +13,7 @@ from monitor.telemetry.metrics import Metrics
 from policies.interval import FIRST
 from store.names import Unit
 from tests.support.jobs import Job, job
+from tests.support.slow import others_slow
 
 POLICIES: dict[str, dict[str, Any]] = {
     "full": {"policy": "full"},
@@ -38,7 +39,7 @@ def spikes(one: Job) -> float:
     return one.metric("driftpoint_drift_spikes_total")
 
 
-@pytest.mark.parametrize("settings", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("settings", others_slow(pytest.param(POLICIES[name], id=name) for name in POLICIES))
 def test_a_layer_multiplied_by_three_is_a_spike_and_a_whole_schedule_is_none(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, settings: dict[str, Any]
 ) -> None:

@@ -118,6 +118,7 @@ print(metrics.registry.get_sample_value("driftpoint_failures_total", {"reason": 
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_ends_the_trace_and_leaves_no_gap(path: Path) -> None:
     command = [sys.executable, "-c", FULL, str(path)]
     done = subprocess.run(command, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=True)

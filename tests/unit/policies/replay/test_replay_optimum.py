@@ -44,6 +44,7 @@ def test_simulated_damage_is_near_the_least_there_can_be(name: str) -> None:
     assert best <= damage <= 1.05 * best
 
 
+@pytest.mark.slow
 def test_turns_of_the_same_bytes_cost_more() -> None:
     units = CASES["linear"].sources()
     per_step, run = affordable(units), run_from(units)

@@ -85,6 +85,7 @@ def test_every_truncated_record_is_found(tier: Tier) -> None:
             parse_record(data[:length], str(path))
 
 
+@pytest.mark.slow
 def test_every_flipped_byte_of_a_payload_is_found_where_it_is_read(tier: Tier) -> None:
     kept(tier)
     payload = tier.generation(1).payload(0, 0)
