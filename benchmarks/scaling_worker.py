@@ -161,7 +161,7 @@ class StorageCalls:
 
 
 def ranks(options: argparse.Namespace) -> dict[str, Any]:
-    """Collectives that the training thread enters in a decision, by kind, and the seconds in them."""
+    """Collectives that the training thread waits for in a decision, by kind, and the seconds in all of them."""
     job, counted = Job(110), Collectives()
     ckpt = job.attach(options.folder / "store", every=1)
     ckpt.resume()
@@ -177,7 +177,7 @@ def ranks(options: argparse.Namespace) -> dict[str, Any]:
             seen["seconds"].append(seconds)
             seen["collectives"].append(sum(counted.kinds.values()))
             seen["inside"].append(counted.seconds)
-            seen["kinds"] = dict(counted.kinds)
+            seen["kinds"] = dict(+counted.kinds)
         ckpt.flush()
         dist.barrier()
     dist.barrier()
@@ -185,7 +185,7 @@ def ranks(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class Collectives:
-    """Counts collectives of the main thread. Those on objects are counted as the ones on tensors that they are made of;
+    """Counts collectives that the main thread waits for. Those on objects are counted as the ones on tensors that they are made of;
     one inside another counts once."""
 
     def __init__(self) -> None:
@@ -212,7 +212,7 @@ class Collectives:
             finally:
                 self.inside = False
                 self.seconds += time.perf_counter() - began
-                self.kinds[name] += 1
+                self.kinds[name] += not kwargs.get("async_op", False)
 
         return called
 

@@ -450,7 +450,8 @@ class Checkpointer:
         began = time.perf_counter() if began is None else began
         survey = self._surveyor.survey(stepped=request is None)
         local, trouble = survey.local, survey.trouble is not None
-        settled = self._saver.settle(self._step, not trouble and self._job.table.changed(local), trouble)
+        changed = not trouble and self._job.table.changed(local)
+        settled = self._saver.settle(self._step, changed, trouble, lambda: self._decider.propose(self._step, request))
         if not self._checked and not (request is not None and request.preempted):
             self._saver.require_storable(survey)
             self._checked = settled.skip != "unsupported"
@@ -461,7 +462,7 @@ class Checkpointer:
             return self._report(settled.skip, began, None, problem=problem)
         if settled.changed:
             self._job.agree(local)
-        decided = self._decider.decide(self._step, local, request, self._saver.dropped)
+        decided = self._decider.decide(self._step, local, request, self._saver.dropped, settled.proposed)
         self._pace.agreed(self._step, decided.interval)
         if self._group.rank == 0:
             committed = self._job.ledger.versions.keys()
@@ -490,8 +491,7 @@ class Checkpointer:
         staged: int = 0,
         problem: str | None = None,
     ) -> StepReport:
-        stall = time.perf_counter() - began
-        why = None if skipped == "observe" else skipped
+        stall, why = time.perf_counter() - began, None if skipped == "observe" else skipped
         self._listeners.on_decision(DecisionEvent(self._step, why, problem, stall, decided, self._job.ledger.commits))
         if decided is None:
             return StepReport(self._step, skipped, stall_seconds=stall, problem=problem)

@@ -44,8 +44,8 @@ class Group(Protocol):
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order."""
 
-    def async_flag(self) -> "AsyncFlag":
-        """Create an :class:`AsyncFlag`. Collective."""
+    def async_sum(self) -> "AsyncSum | None":
+        """Create an :class:`AsyncSum`; None for a single process, which waits for nobody. Collective."""
 
     def barrier(self, timeout: float) -> Callable[[], bool]:
         """Create a function that waits until all ranks are here, and returns False if any is not in time, or is gone.
@@ -56,17 +56,21 @@ class Group(Protocol):
         """Make the collectives fail from now on, here and on the ranks that wait in one. Not collective."""
 
 
-class AsyncFlag(Protocol):
-    """Shares a flag among ranks without waiting: a call returns the result of the call before it."""
+class AsyncSum(Protocol):
+    """Sums over ranks without waiting. All ranks must call :meth:`start` and :meth:`finish` equally often.
 
-    def exchange(self, flag: bool) -> bool:
-        """Send ``flag``; return whether any rank sent True in the previous call. In that case ``flag`` is not sent.
+    done: whether :meth:`finish` returns a sum at once."""
 
-        All ranks must call it equally often. It waits only for ranks that have not made the previous call yet. Raises
-        CollectiveError if another rank is late or gone."""
+    @property
+    def done(self) -> bool: ...
 
-    def leave(self) -> None:
-        """As :meth:`Group.leave`, when the exchange under way is over."""
+    def start(self, values: torch.Tensor) -> None:
+        """Begin to sum ``values``, a tensor of its own. Raises CollectiveError."""
+
+    def finish(self) -> torch.Tensor | None:
+        """Return the sum begun last; None if it was returned, or none was begun.
+
+        It waits only for ranks that have not begun it yet. Raises CollectiveError if another rank is late or gone."""
 
 
 class SingleProcessGroup:
@@ -87,20 +91,12 @@ class SingleProcessGroup:
     def all_gather(self, value: Any) -> list[Any]:
         return [value]
 
-    def async_flag(self) -> AsyncFlag:
-        return _ImmediateFlag()
+    def async_sum(self) -> None:
+        return None
 
     def barrier(self, timeout: float) -> Callable[[], bool]:
         del timeout
         return lambda: True
-
-    def leave(self) -> None:
-        """Do nothing: there is nobody to wait."""
-
-
-class _ImmediateFlag:
-    def exchange(self, flag: bool) -> bool:
-        return flag
 
     def leave(self) -> None:
         """Do nothing: there is nobody to wait."""
@@ -111,6 +107,7 @@ class GlooGroup:
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = _new_group()
+        self._sums: list[_GlooSum] = []
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 
@@ -147,9 +144,10 @@ class GlooGroup:
             received = _exchange(pickle.dumps(value), _GATHER, send)
         return [pickle.loads(one) for one in received]
 
-    def async_flag(self) -> AsyncFlag:
-        """Create a flag with its own process group, since its reductions outlast calls."""
-        return _GlooAsyncFlag()
+    def async_sum(self) -> AsyncSum:
+        """Create a sum with its own process group, since its reductions outlast calls."""
+        self._sums.append(_GlooSum())
+        return self._sums[-1]
 
     def barrier(self, timeout: float) -> Callable[[], bool]:
         """Create a barrier whose bound is rank 0's ``timeout`` in seconds, one at least."""
@@ -171,29 +169,37 @@ class GlooGroup:
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)  # closes its connections
+        for one in self._sums:
+            one.leave()
 
 
-class _GlooAsyncFlag:
-    """Keeps one asynchronous all-reduce in flight between two calls."""
+class _GlooSum:
+    """Keeps one asynchronous all-reduce in flight."""
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = _new_group()
-        self._flag = torch.zeros(1, dtype=torch.int64)
+        self._values = torch.zeros(0)
         self._work: dist.Work | None = None
 
-    def exchange(self, flag: bool) -> bool:
-        if self._work is not None:
-            with _collective(self._group, self.leave):
-                self._work.wait()
-            if int(self._flag.item()):
-                self._work = None
-                return True
-        self._flag[0] = int(flag)
+    @property
+    def done(self) -> bool:
+        return self._work is not None and self._work.is_completed()
+
+    def start(self, values: torch.Tensor) -> None:
+        self._values = values
         with _collective(self._group, self.leave):
-            self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return False
+            self._work = dist.all_reduce(values, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
+
+    def finish(self) -> torch.Tensor | None:
+        if self._work is None:
+            return None
+        with _collective(self._group, self.leave):
+            self._work.wait()
+        self._work = None
+        return self._values
 
     def leave(self) -> None:
+        """As :meth:`Group.leave`, when the sum under way is over."""
         group, self._group = self._group, None
         if group is not None:
             threading.Thread(target=_leave, args=(group, self._work), name="driftpoint-leave", daemon=True).start()

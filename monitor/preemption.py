@@ -24,8 +24,10 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+import torch
+
 from monitor.config.schema import PreemptionSettings
-from monitor.distributed import AsyncFlag, Group
+from monitor.distributed import Group
 from store.errors import PREEMPTED, CollectiveError, ConfigError
 
 _log = logging.getLogger("driftpoint")
@@ -180,7 +182,8 @@ class Preemption:
         self._settings = settings
         self._group = group
         self._active = active and bool(settings.signals)
-        self._flag: AsyncFlag | None = group.async_flag() if self._active else None
+        self._sum = group.async_sum() if self._active else None
+        self._over = not self._active  # whether the ranks agree no more
         self._watcher = SignalWatcher(settings.signals if self._active else ())
 
     def preempt(self) -> None:
@@ -193,17 +196,23 @@ class Preemption:
         self._watcher.note()
 
     def agreed(self) -> bool:
-        """Return whether the job stops at this step boundary, alike on all ranks. True once at most. Collective."""
-        stop = self._flag is not None and self._flag.exchange(self.requested)
-        if stop:
-            self._flag = None
-        return stop
+        """Return whether the job stops at this step boundary, alike on all ranks. True once at most. Collective.
+
+        With several ranks, it is the step after the one at which a rank was preempted: ranks do not wait."""
+        if self._over:
+            return False
+        if self._sum is None:
+            self._over = self.requested
+        else:
+            found = self._sum.finish()
+            self._over = found is not None and bool(found.item())
+            if not self._over:
+                self._sum.start(torch.tensor([int(self.requested)]))
+        return self._over
 
     def leave(self) -> None:
         """Agree with the other ranks no more, since one of them is late or gone. Not collective."""
-        if self._flag is not None:
-            self._flag.leave()
-        self._flag = None
+        self._over = True
 
     @property
     def requested(self) -> bool:
@@ -221,6 +230,6 @@ class Preemption:
 
     def close(self, leaving: bool) -> None:
         """Restore the previous handlers. leaving: keep them, since the process exits and echoes must be ignored."""
-        self._flag = None
+        self._over = True
         if not leaving:
             self._watcher.close()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from monitor.observe.drift_meter import Measure
 from policies.base import Choice, UnitStats
@@ -26,12 +27,21 @@ class SaveRequest:
         return self.budget_bytes is not None
 
 
+class Chosen(NamedTuple):
+    """Rank 0's choices, for the other ranks. Units are numbers, in the order of the job's table."""
+
+    saved: tuple[tuple[str, str, Sequence[int]], ...]  # encoding, reason, units
+    missing: Sequence[int]
+    interval: int | None
+
+
 @dataclass(frozen=True)
 class SaveStatus:
     """Whether a save, or a snapshot in memory, may begin, over all ranks."""
 
     skip: str | None  # why none may begin now
     changed: bool  # whether the pieces of any rank changed
+    proposed: Chosen | None = None  # rank 0's choices, if it sent them along
 
 
 @dataclass(frozen=True)

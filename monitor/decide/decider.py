@@ -6,6 +6,7 @@ thread. So the training thread reads each byte once: it either copies or measure
 
 import logging
 import math
+import pickle
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,7 @@ from monitor.events import Listeners
 from monitor.ledger import Ledger
 from monitor.observe.drift_meter import DriftMeter, Measure, drift_ratio
 from monitor.observe.units import LocalUnit, UnitTable, is_moving
-from monitor.types import DecisionResult, SaveRequest
+from monitor.types import Chosen, DecisionResult, SaveRequest
 from policies.base import Budget, Choice, Decision, History, Policy, UnitStats
 from policies.bounds import forced, incomplete
 from policies.builtin import Fallback
@@ -30,6 +31,8 @@ from store.names import Unit
 from store.text import listed
 
 _log = logging.getLogger("driftpoint")
+
+_LONGEST = 768  # bytes of choices that are sent with what ranks tell each other before a save
 
 _MAX_LOGGED = 100  # distinct errors that are logged; the metric counts all of them
 
@@ -166,16 +169,41 @@ class Decider:
         self._ledger = job.ledger
         self._budget_tracker = budget_tracker
         self._pace = job.pace
+        self._limited = job.config.budget.limited
+        self._made: tuple[tuple[UnitStats, ...], Decision, Budget] | None = None  # on rank 0
         self._ends = job.config.bounds.nonfinite == "raise"
         self._deadline_policy = DeadlinePolicy(job.config.in_bounds(Nothing()), job.config.encodings())
 
+    def propose(self, step: int, request: SaveRequest | None) -> Chosen | None:
+        """Choose ahead of :meth:`decide`, so that the ranks need not meet for it. Rank 0; not collective.
+
+        Return None if the choice depends on what all ranks measure or on a request, or is long."""
+        if (
+            request is not None
+            or self.sees_all
+            or self._limited
+            or self._group.world_size == 1
+            or not all(map(is_moving, self._table.sizes))
+        ):
+            return None
+        try:
+            chosen = self._choose_on_rank0(step, unit_stats(self._table, self._ledger, step, {}), None)
+        except Exception:  # noqa: BLE001 - decide() meets it again, and raises it on all ranks
+            return None
+        return chosen if len(pickle.dumps(chosen)) <= _LONGEST else None
+
     def decide(
-        self, step: int, local: Mapping[Unit, LocalUnit], request: SaveRequest | None, dropped: Collection[Unit] = ()
+        self,
+        step: int,
+        local: Mapping[Unit, LocalUnit],
+        request: SaveRequest | None,
+        dropped: Collection[Unit] = (),
+        proposed: Chosen | None = None,
     ) -> DecisionResult:
         """Decide on every unit: as ``request`` asks, or by the policy if it is None. Collective.
 
-        ``dropped``: units with NaN or Inf that the last save left out. If the job is to end at such units, it raises
-        NotFiniteError on all ranks."""
+        ``proposed``: what rank 0 chose by :meth:`propose` at this step, if anything. ``dropped``: units with NaN or Inf
+        that the last save left out. If the job is to end at such units, it raises NotFiniteError on all ranks."""
         units = list(self._table.sizes)
         first = [unit for unit in units if self.sees_all or not is_moving(unit)]
         measured: dict[Unit, Measured] = {}
@@ -187,7 +215,10 @@ class Decider:
             if not run_on_rank0(self._group, lambda: self._deadline_policy.fits(stats, budget_bytes(), history)):
                 self._measure(units, local, measured, mine)
                 stats = unit_stats(self._table, self._ledger, step, measured)
-        made, saved, missing, interval = self._choose(step, stats, request)
+        if proposed is None:
+            proposed = run_on_rank0(self._group, lambda: self._choose_on_rank0(step, stats, request))
+        chosen = sorted((i, encoding, reason) for encoding, reason, which in proposed.saved for i in which)
+        saved = {stats[i].unit: Choice(encoding, reason) for i, encoding, reason in chosen}
         shown = len(measured)
         self._measure([unit for unit in units if unit not in saved], local, measured, mine)
         sick = {unit.layer: unit for unit in (*dropped, *(unit for unit, one in measured.items() if not one.finite))}
@@ -203,19 +234,19 @@ class Decider:
             saved=saved,
             drift={unit: one.drift for unit, one in measured.items()},
             mine=mine,
-            incomplete=missing,
+            incomplete=tuple(stats[index].unit for index in proposed.missing),
             forced=request is not None,
-            interval=interval,
+            interval=proposed.interval,
             preempted=request is not None and request.preempted,
         )
-        if made is None:
+        if self._made is None:
             return result
-        decision, budget = made
+        (seen, decision, budget), self._made = self._made, None
         return replace(
             result,
             stats=stats if shown == len(measured) else unit_stats(self._table, self._ledger, step, measured),
             choices=decision.choices,
-            seen=stats,
+            seen=seen,
             offered=budget.bytes,
             commits=self._ledger.commits,
         )
@@ -234,29 +265,19 @@ class Decider:
         )
         mine.update(mine_more)
 
-    def _choose(
-        self, step: int, stats: tuple[UnitStats, ...], request: SaveRequest | None
-    ) -> tuple[tuple[Decision, Budget] | None, dict[Unit, Choice], tuple[Unit, ...], int | None]:
-        """Decide on rank 0. Return the decision and its budget (rank 0 only), units saved, units missing, interval."""
-        made: list[tuple[Decision, Budget]] = []
-
-        def choose() -> tuple[list[tuple[int, str, str]], list[int], int | None]:
-            interval, budget = self._pace.choose(), self._budget_tracker.offer(stats)
-            decision = self._select(stats, budget, request, History(step, self._ledger.commits, interval))
-            made.append((decision, budget))
-            saved = [
-                (index, choice.encoding, choice.reason)
-                for index, one in enumerate(stats)
-                if (choice := decision.choices[one.unit]).encoding is not None
-            ]
-            missing = set(incomplete(stats, decision))
-            return saved, [index for index, one in enumerate(stats) if one.unit in missing], interval
-
-        saved, missing, interval = run_on_rank0(self._group, choose)
-        return (
-            made[0] if made else None,
-            {stats[index].unit: Choice(encoding, reason) for index, encoding, reason in saved},
-            tuple(stats[index].unit for index in missing),
+    def _choose_on_rank0(self, step: int, stats: tuple[UnitStats, ...], request: SaveRequest | None) -> Chosen:
+        interval, budget = self._pace.choose(), self._budget_tracker.offer(stats)
+        decision = self._select(stats, budget, request, History(step, self._ledger.commits, interval))
+        self._made = stats, decision, budget
+        alike: dict[tuple[str, str], list[int]] = {}
+        for index, one in enumerate(stats):
+            choice = decision.choices[one.unit]
+            if choice.encoding is not None:
+                alike.setdefault((choice.encoding, choice.reason), []).append(index)
+        missing = set(incomplete(stats, decision))
+        return Chosen(
+            tuple((*key, _shortest(indices)) for key, indices in alike.items()),
+            [index for index, one in enumerate(stats) if one.unit in missing],
             interval,
         )
 
@@ -267,3 +288,8 @@ class Decider:
             return self._deadline_policy.select(stats, request.budget_bytes(), history)
         decision = self._policy.select(stats, budget, history)
         return decision if request is None else forced(decision, stats, request.reason)
+
+
+def _shortest(indices: list[int]) -> Sequence[int]:
+    whole = range(indices[0], indices[-1] + 1)
+    return whole if len(whole) == len(indices) else indices

@@ -4,7 +4,7 @@ A decision moves the drift references as if its save had been committed at once,
 under the observed policy.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from monitor.events import SaveBeginEvent
 from monitor.ledger import new_version
 from monitor.observe.units import LocalUnit
 from monitor.save.torch_codecs import decode, encode
-from monitor.types import DecisionResult, SaveStatus
+from monitor.types import Chosen, DecisionResult, SaveStatus
 from policies.encodings import expected_bytes, expected_error
 from store.encoding import encoding_named
 from store.names import RAW, SaveId, Unit
@@ -42,8 +42,11 @@ class DryRunSaver:
 
     def claim_name(self, step: int) -> str | None: ...
 
-    def settle(self, step: int, changed: bool, trouble: bool = False) -> SaveStatus:
+    def settle(
+        self, step: int, changed: bool, trouble: bool = False, propose: Callable[[], Chosen | None] = lambda: None
+    ) -> SaveStatus:
         """Agree whether the ranks may decide. Collective."""
+        del propose  # everything is measured first
         newest, oldest, any_changed, unsupported = self._group.all_reduce_max([step, -step, changed, trouble])
         self._listeners.on_settled({})
         skip = "disagree" if newest != -oldest else "unsupported" if unsupported else None

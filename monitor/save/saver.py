@@ -36,7 +36,7 @@ from monitor.save.save_task import (
 from monitor.save.self_check import SelfChecker
 from monitor.save.staging import AsyncCopy, CopyTiming, StagedUnit, Stager, UnfinishedCopy, encoded_bytes
 from monitor.save.store_session import StoreSession
-from monitor.types import DecisionResult, SaveStatus, newest_text
+from monitor.types import Chosen, DecisionResult, SaveStatus, newest_text
 from store import errors
 from store.encoding import encoding_named
 from store.names import SaveId, Unit
@@ -71,6 +71,7 @@ class _RankStatus(NamedTuple):
     trouble: bool
     buffers: int  # hash of the persistent buffers
     outcome: _Outcome | None  # on rank 0
+    proposed: Chosen | None  # on rank 0, what it chose for the next save
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class _Pending:
     task: SaveTask
     saved: frozenset[Unit]
     abandoned: bool = False  # the job went back to an earlier step
+    reported: bool = False
 
     @property
     def save(self) -> SaveId:
@@ -153,14 +155,20 @@ class Saver:
         self._packer.reset()
         self.changed_at = None
 
-    def settle(self, step: int, changed: bool, trouble: bool = False) -> SaveStatus:
+    def settle(
+        self, step: int, changed: bool, trouble: bool = False, propose: Callable[[], Chosen | None] = lambda: None
+    ) -> SaveStatus:
         """Finish the pending save on all ranks, and move the drift references if it is committed. Collective.
 
         ``changed``: whether the pieces of this rank changed. ``trouble``: whether this rank's part of the job cannot be
-        saved as it is now."""
+        saved as it is now. ``propose``: chooses what to save next, on rank 0, once the ledger is at the newest commit.
+        """
         self._copies.finish()
         self._collect()
         pending, done = self._pending, self._outcome
+        rank0 = self._group.rank == 0
+        if rank0 and pending is not None and done is not None:
+            pending = self._pending = self._report(pending, done)
         error = None if done is None else done.error
         status = _RankStatus(
             step=step,
@@ -172,7 +180,10 @@ class Saver:
             fenced=self._fenced,
             trouble=trouble,
             buffers=self._job.rank_buffers.note(),
-            outcome=self._outcome_of(pending, done) if pending and done and self._group.rank == 0 else None,
+            outcome=self._outcome_of(pending, done) if pending and done and rank0 else None,
+            proposed=propose()
+            if rank0 and not (changed or trouble) and (pending is None or done is not None)
+            else None,
         )
         ranks = self._group.all_gather(status)
         self._buffers = [one.buffers for one in ranks]
@@ -188,7 +199,7 @@ class Saver:
         if len({one.step for one in ranks}) > 1:
             return SaveStatus("disagree", changed)
         fenced = "fenced" if any(one.fenced for one in ranks) else None
-        return SaveStatus("unsupported" if unsupported else fenced, changed)
+        return SaveStatus("unsupported" if unsupported else fenced, changed, None if changed else ranks[0].proposed)
 
     def require_storable(self, survey: Survey) -> None:
         """Raise on all ranks if a part of the job can never be stored; not for trouble that may pass. Collective."""
@@ -374,7 +385,7 @@ class Saver:
         self, pending: _Pending, done: TaskResult[SaveResult | None], outcome: _Outcome, full: bool
     ) -> Mapping[Unit, Signature]:
         """Move the drift references if the save is committed. Return the signatures of staged units."""
-        self._report(pending, done)
+        pending = self._report(pending, done)
         task, progress = pending.task, pending.task.progress
         early = {unit.unit: unit.signature for unit in task.staged if unit.signature is not None}
         self._committed, self.dropped = outcome.committed, outcome.dropped
@@ -424,18 +435,22 @@ class Saver:
         interval = 0.0 if decided.preempted else now - before if before else None  # preempted: fastest level
         return self._packer.begin(save, nbytes, interval, lasting=not decided.forced)
 
-    def _report(self, pending: _Pending, outcome: TaskResult[SaveResult | None]) -> None:
-        """Advance the ledger to the commit, on rank 0, or report the failure."""
+    def _report(self, pending: _Pending, outcome: TaskResult[SaveResult | None]) -> _Pending:
+        """Advance the ledger to the commit, on rank 0, or report the failure; once."""
+        if pending.reported:
+            return pending
+        pending = replace(pending, reported=True)
         saved, commit, step = outcome.result, _commit_of(pending, outcome), pending.save.step
         error = errors.SaveError("the job went back to an earlier step") if pending.abandoned else outcome.error
         ledger = self._job.ledger
         if saved is None or commit is None:
             if error is not None or self._group.rank == 0:
                 self._listeners.on_save_failed(SaveFailedEvent(step, error, ledger.newest))
-            return
+            return pending
         staleness = {unit: ledger.staleness(unit, step) for unit in commit.drift}
         ledger.advance(commit.manifest)
         self._listeners.on_commit(CommitEvent(commit, saved.seconds, saved.written_bytes, staleness))
+        return pending
 
     def _segment(self, save: SaveId, decided: DecisionResult) -> tuple[SegmentDraft, Finish, errors.UsageError | None]:
         """Return the segment, what adds the run state, and the error if that cannot be captured.

@@ -2,8 +2,8 @@
 
 The trace needs no measurements of its own: it takes the signatures of decisions and saves, and keeps some of them, to
 compare units with earlier decisions whether or not they were saved. A background thread makes and writes the lines, so
-a slow disk never blocks training. It compares, too, unless ranks have to sum. Collectives depend on rank 0's settings
-at attach only, not on whether it can write.
+a slow disk never blocks training. It compares, too, unless ranks have to sum; they do so without waiting, and the sum
+is written at the next decision. Collectives depend on rank 0's settings at attach only, not on whether it can write.
 
 Each line is one write at the end of the file; a torn line left by a crash is closed off first. The file is not synced.
 A full file is renamed, and the next one begins with the last job line, so that it can be read alone. After an error the
@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from typing_extensions import override
 from monitor import events
 from monitor.background import BackgroundWorker, Once
 from monitor.config.load import Config
-from monitor.distributed import Group
+from monitor.distributed import AsyncSum, Group
 from monitor.events import SaveListener
 from monitor.observe.drift_meter import Signature, drift_ratio
 from monitor.observe.units import LocalUnit, UnitTable, is_moving
@@ -73,6 +74,8 @@ class TraceRecorder(SaveListener):
         self._anchors = 0  # distances to so many earlier decisions; 0: none
         self._history: DriftHistory | None = None
         self._comparing: deque[Once[Compared]] = deque()  # newest comparisons; the others are done
+        self._sum: AsyncSum | None = None  # of comparisons, over ranks
+        self._summed_line: Callable[[torch.Tensor], traces.MovedLine | None] = lambda _: None
         self._units: tuple[Unit, ...] = ()
         self._moving: tuple[Unit, ...] = ()
         self._local: tuple[Unit, ...] = ()
@@ -85,6 +88,7 @@ class TraceRecorder(SaveListener):
     def on_attach(self, event: events.AttachEvent) -> None:
         path, sketched = self._config.trace_path(), self._config.drift.method == "sketch"
         self._anchors = self._group.broadcast(self._config.trace.anchors if path is not None and sketched else 0)
+        self._sum = self._group.async_sum() if self._anchors else None
         if path is not None and self._group.rank == 0:
             self._epoch = event.epoch
             self._writer = TraceWriter(Path(path), self._metrics, self._config.trace.max_mib << 20)
@@ -92,6 +96,7 @@ class TraceRecorder(SaveListener):
 
     @override
     def on_units_changed(self, local: Mapping[Unit, LocalUnit]) -> None:
+        self._put_sum()
         self._decision, self._history = None, None
         self._units = tuple(self._table.sizes)
         self._moving = tuple(unit for unit in self._units if is_moving(unit))
@@ -134,17 +139,17 @@ class TraceRecorder(SaveListener):
     @override
     def on_settled(self, signatures: Mapping[Unit, Signature]) -> None:
         self._put_dry_run()
+        self._put_sum()
         if self._decision is not None:
             self._decision[1].update(signatures)
         self._put_moved()
 
     def _put_moved(self) -> None:
-        """Write how far units had moved at the last decision. Collective."""
+        """Write how far units had moved at the last decision, or begin to sum it. Collective."""
         if self._decision is None:
             return
         (step, signatures), self._decision = self._decision, None
-        alone = self._group.world_size == 1
-        if alone and self._writer is None:
+        if self._sum is None and self._writer is None:
             return
         history = self._history = self._history or DriftHistory(self._anchors, self._config.drift.width)
         rows_of = {unit: place for place, unit in enumerate(self._moving)}
@@ -155,13 +160,25 @@ class TraceRecorder(SaveListener):
             compared = history.add(step, found)
             rows = torch.zeros(len(compared.steps), len(rows_of), 3, dtype=torch.float64)
             rows[:, local] = compared.rows
-            return Compared(compared.steps, rows if alone or not compared.steps else self._group.all_reduce_sum(rows))
+            return Compared(compared.steps, rows)
 
         once = Once(compare)
+        if self._sum is not None:
+            compared = once()
+            if compared.steps:
+                self._summed_line = lambda rows: moved_line(step, Compared(compared.steps, rows), by_unit)
+                self._sum.start(compared.rows)
+            return
         self._comparing.append(once)
-        while len(self._comparing) > (_COMPARING if alone else 0):
+        while len(self._comparing) > _COMPARING:
             self._comparing.popleft()()
         self._put(lambda: moved_line(step, once(), by_unit))
+
+    def _put_sum(self) -> None:
+        """Write what the ranks began to sum at the last decision. Collective."""
+        summed = None if self._sum is None else self._sum.finish()
+        if summed is not None:
+            self._put(partial(self._summed_line, summed))
 
     @override
     def on_commit(self, event: events.CommitEvent) -> None:
@@ -187,6 +204,7 @@ class TraceRecorder(SaveListener):
 
     @override
     def on_resume(self, event: events.ResumeEvent) -> None:
+        self._put_sum()
         self._decision, self._history = None, None  # their signatures are of another branch
         line = traces.ResumedLine(step=event.step, newest=event.commit, seconds=self._seconds())
         self._put(lambda: line)
@@ -194,6 +212,8 @@ class TraceRecorder(SaveListener):
     @override
     def on_close(self, clean: bool, timeout: float) -> None:
         self._put_dry_run()
+        if self._sum is not None and self._sum.done:
+            self._put_sum()
         self.close(timeout)
 
     def close(self, timeout: float) -> None:

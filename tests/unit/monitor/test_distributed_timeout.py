@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 
 _LATE = """
 import sys, time
+import torch
 from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -26,9 +27,10 @@ rank, path = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2, timeout=timedelta(seconds=120))
 from monitor.distributed import current_group
 group = current_group()
-flag = group.async_flag()
+summing = group.async_sum()
 for _ in range(2):
-    flag.exchange(False)
+    summing.finish()
+    summing.start(torch.zeros(1))
     if rank:
         time.sleep(4.0)
     assert group.all_gather(rank) == [0, 1]
@@ -190,6 +192,7 @@ dist.destroy_process_group()
 
 _LEFT = """
 import sys, time
+import torch
 import pytest
 import torch.distributed as dist
 from monitor.distributed import current_group
@@ -197,23 +200,21 @@ from store.errors import CollectiveError
 rank, path, first = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=3)
 group = current_group()
-flag, barrier = group.async_flag(), group.barrier(60.0)
-flag.exchange(False)
+summing, barrier = group.async_sum(), group.barrier(60.0)
+summing.start(torch.ones(1))
 assert group.all_gather(rank) == [0, 1, 2]
+assert summing.finish().item() == 3.0
 if rank == 0:
-    flag.exchange(False)  # under way when this rank leaves
+    summing.start(torch.ones(1))  # under way when this rank leaves
     group.leave()
     group.leave()
-    flag.leave()
 acts = [lambda: group.all_gather(rank), lambda: group.broadcast(rank), lambda: group.all_reduce_max([rank])]
 for act in acts[first:] + acts[:first]:
     with pytest.raises(CollectiveError):
         act()
 if rank:
-    assert not flag.exchange(False)
     with pytest.raises(CollectiveError):
-        flag.exchange(False)
-        flag.exchange(False)
+        summing.start(torch.ones(1))
 else:
     with pytest.raises(CollectiveError):
         barrier()
