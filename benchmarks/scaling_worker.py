@@ -185,8 +185,8 @@ def ranks(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class Collectives:
-    """Counts collectives that the main thread waits for. Those on objects are counted as the ones on tensors that they are made of;
-    one inside another counts once."""
+    """Counts collectives that the main thread waits for. Those on objects are counted as the ones on tensors that they
+    are made of; one inside another counts once."""
 
     def __init__(self) -> None:
         self.reset()
