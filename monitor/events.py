@@ -16,6 +16,7 @@ from monitor.types import DecisionResult, Sizes
 from store.certificate import Certificate
 from store.errors import DriftpointError
 from store.names import SaveId, Unit
+from store.schema import UnitRecord
 
 
 @dataclass(frozen=True)
@@ -69,12 +70,12 @@ class SaveBeginEvent:
 
 @dataclass(frozen=True)
 class CommitEvent:
-    """A save is committed, ``seconds`` after it began. staleness: of the units in ``drawn.drift``, before it."""
+    """A save is committed, ``seconds`` after it began. before: versions of the commit before."""
 
     drawn: PreparedCommit
     seconds: float
     written_bytes: int  # payload over all ranks
-    staleness: Mapping[Unit, int | None]
+    before: Mapping[Unit, UnitRecord]
 
     @property
     def save(self) -> SaveId:

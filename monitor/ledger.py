@@ -104,7 +104,7 @@ class Ledger:
 
     def advance(self, manifest: schema.ManifestRecord) -> None:
         """Make a committed manifest the newest."""
-        self.versions = {record.unit: record for record in manifest.units}
+        self.versions = dict(manifest.versions)
         self.groups = dict(manifest.groups)
         self.commits = manifest.commits
         self.newest = manifest.save
@@ -112,9 +112,7 @@ class Ledger:
 
     def staleness(self, unit: Unit, step: int) -> int | None:
         """Return the steps since the newest version; None if there is none."""
-        record = self.versions.get(unit)
-        # A version of a later step does not count: the job resumed from an earlier step.
-        return None if record is None or record.version.step > step else step - record.version.step
+        return staleness_of(self.versions.get(unit), step)
 
     def kept(
         self, step: int, drift: Mapping[Unit, float | None], sizes: Mapping[Unit, UnitSize]
@@ -127,6 +125,11 @@ class Ledger:
             for unit, record in self.versions.items()
             if unit in sizes and sizes[unit].members == record.members and record.version.step <= step
         }
+
+
+def staleness_of(record: schema.UnitRecord | None, step: int) -> int | None:
+    """Return the steps since a version. One of a later step does not count: the job resumed from an earlier step."""
+    return None if record is None or record.version.step > step else step - record.version.step
 
 
 def build_manifest(draft: CommitDraft, group: Group) -> PreparedCommit:

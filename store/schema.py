@@ -280,6 +280,11 @@ class ManifestRecord(SavePiece):
     differs: tuple[str, ...] = ()
     """State that does not come back as it was, from the parts of all ranks. If not empty, nothing of it is exact."""
 
+    @cached_property
+    def versions(self) -> Mapping[Unit, UnitRecord]:
+        """The records by unit."""
+        return {record.unit: record for record in self.units}
+
     @property
     def reader(self) -> int:
         """Lowest reader version that does not misread it."""

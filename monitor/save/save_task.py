@@ -295,5 +295,6 @@ def _commit(task: SaveTask, commit_plan: CommitPlan, began: float) -> SaveResult
     prepared = build_manifest(commit_plan.draft, group)
     task.progress.attempted = True
     commit(task.files, prepared.manifest)
+    prepared.manifest.versions  # noqa: B018 - listed here, not in the training thread
     task.progress.prepared = prepared
     return SaveResult(prepared, time.monotonic() - began, group.record.payload_bytes)

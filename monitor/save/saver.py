@@ -447,9 +447,9 @@ class Saver:
             if error is not None or self._group.rank == 0:
                 self._listeners.on_save_failed(SaveFailedEvent(step, error, ledger.newest))
             return pending
-        staleness = {unit: ledger.staleness(unit, step) for unit in commit.drift}
+        before = ledger.versions
         ledger.advance(commit.manifest)
-        self._listeners.on_commit(CommitEvent(commit, saved.seconds, saved.written_bytes, staleness))
+        self._listeners.on_commit(CommitEvent(commit, saved.seconds, saved.written_bytes, before))
         return pending
 
     def _segment(self, save: SaveId, decided: DecisionResult) -> tuple[SegmentDraft, Finish, errors.UsageError | None]:

@@ -16,6 +16,7 @@ import platform
 import struct
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -143,16 +144,9 @@ class WriteTracker:
         return True
 
     def copy_all(
-        self,
-        sources: npt.NDArray[np.int64],
-        sizes: npt.NDArray[np.int64],
-        targets: npt.NDArray[np.int64],
-        *,
-        alive: bool = False,
+        self, sources: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]
     ) -> None:
-        """Copy many regions of this process, in few calls. Raises OSError if one is gone.
-
-        alive: none can be, so that memory of devices, which the kernel does not copy, is copied without it."""
+        """Copy many regions of this process, in few calls. Raises OSError if one is gone."""
         chosen = sizes > 0
         there, here = (np.stack([which[chosen], sizes[chosen]], axis=1) for which in (sources, targets))  # struct iovec
         for first in range(0, len(there), _BATCH):
@@ -166,11 +160,8 @@ class WriteTracker:
             for (start, nbytes), (target, _) in zip(
                 there[first:][:count].tolist(), here[first:][:count].tolist(), strict=True
             ):
-                if self.copy(target, start, nbytes):
-                    continue
-                if not alive:
+                if not self.copy(target, start, nbytes):
                     raise OSError(ctypes.get_errno(), "memory to be copied is gone")
-                ctypes.memmove(target, start, nbytes)
 
 
 class TrackedCopy:
@@ -249,7 +240,7 @@ class TrackedCopy:
         heads, tails = np.minimum(ends, first) - begins, ends - np.maximum(begins, last)
         sources = np.concatenate([begins, ends - tails])
         sizes = np.maximum(np.concatenate([heads, tails]), 0)
-        self._tracker.copy_all(sources, sizes, np.concatenate([targets, targets + (ends - tails - begins)]), alive=True)
+        _copy_now(sources, sizes, np.concatenate([targets, targets + (ends - tails - begins)]))
 
     def _end(self) -> None:
         self._blocks.clear()  # pages that an error left protected only cost a fault each when they are written
@@ -306,6 +297,18 @@ def _runs(blocks: Sequence[_Block]) -> list[list[_Block]]:
         else:
             runs.append([block])
     return runs
+
+
+_move = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
+)
+"""``memmove`` that keeps the interpreter's lock: a small copy takes less time than to get the lock back."""
+
+
+def _copy_now(sources: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> None:
+    """Copy many regions of memory that is not gone, of this host or visible to it."""
+    for move, chosen in ((_move, (sizes > 0) & (sizes < _LEAST)), (ctypes.memmove, sizes >= _LEAST)):
+        deque(map(move, *(which[chosen].tolist() for which in (targets, sources, sizes))), maxlen=0)
 
 
 def write_tracker() -> WriteTracker | None:

@@ -25,6 +25,7 @@ from typing_extensions import override
 from monitor import events
 from monitor.background import BackgroundWorker
 from monitor.events import SaveListener, unexpected
+from monitor.ledger import staleness_of
 from monitor.telemetry.layer_metrics import LayerMetrics
 from policies.anomaly import DriftReading
 from store.errors import ConfigError, NotFiniteError
@@ -251,9 +252,10 @@ class Metrics(SaveListener):
 
     def _update_committed(self, event: events.CommitEvent) -> None:
         drawn, manifest, save = event.drawn, event.drawn.manifest, event.save
-        self.layers.update(drawn.drift, {record.unit: record.staleness for record in manifest.units})
-        self.layers.detect_spikes(manifest.step, _readings(drawn.drift, event.staleness))
-        fresh = {record.unit for record in manifest.units if record.version == save}
+        self.layers.update(drawn.drift, {unit: record.staleness for unit, record in manifest.versions.items()})
+        ages = {unit: staleness_of(event.before.get(unit), manifest.step) for unit in drawn.drift}
+        self.layers.detect_spikes(manifest.step, _readings(drawn.drift, ages))
+        fresh = {unit for unit, record in manifest.versions.items() if record.version == save}
         self.layers.update_health(fresh, drawn.dropped)
 
     @override
