@@ -239,6 +239,7 @@ class Saver:
         save = SaveId(step, self._session.epoch)
         self._job.rank_buffers.compare(self._buffers)
         staged, copying, failure = self._stage(decided, local)
+        self._copies.set(copying)  # first, so that the next change completes them whatever follows here
         commit_plan = None
         if self._group.rank == 0:
             commit_plan = self._commit_plan(save, decided)
@@ -253,7 +254,6 @@ class Saver:
             if unit.measure is not None and encoding_named(unit.encoding).lossless:
                 task.meter_stage(unit)
         self._outcome = None
-        self._copies.set(copying)
         self._pending = _Pending(self._writer.submit(lambda: run_save(task)), task, frozenset(decided.saved))
         if commit_plan is not None:
             self.upkeep(

@@ -19,6 +19,7 @@ from torch import nn
 
 import monitor
 from monitor.adapters.pytorch import PyTorchAdapter
+from monitor.context import JobContext
 from monitor.save import staging
 from monitor.save.write_tracker import WriteTracker, write_tracker
 from store.errors import SaveError
@@ -419,3 +420,20 @@ def test_moving_memory_to_huge_pages_keeps_no_save_and_no_end_waiting(
         one.ckpt.flush()
     one.ckpt.close(save=False)
     assert stopped and committed_steps(tmp_path / "s") == [1, 2, 3]
+
+
+@tracked_only
+def test_a_save_that_could_not_begin_keeps_the_next_copy_from_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Job(tmp_path / "s")
+    one.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(JobContext, "facts", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            one.step()
+    steps(one)
+    tracker = write_tracker()
+    assert tracker is not None and tracker.in_use.acquire(blocking=False)
+    tracker.in_use.release()
+    one.ckpt.close(save=False)
