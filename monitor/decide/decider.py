@@ -32,7 +32,7 @@ from store.text import listed
 
 _log = logging.getLogger("driftpoint")
 
-_LONGEST = 768  # bytes of choices that are sent with what ranks tell each other before a save
+_LONGEST = 512  # bytes of choices that are sent with what ranks tell each other before a save
 
 _MAX_LOGGED = 100  # distinct errors that are logged; the metric counts all of them
 
