@@ -181,9 +181,9 @@ class Checkpointer:
     def _adopt(self, result: ResumeResult, catalog: Catalog, local: Mapping[Unit, LocalUnit]) -> None:
         """Count steps and measure drift from the resumed state."""
         self.resumed = result
-        self._saver.forget_bases()
         self._step = result.resume_point.save.step
         self.certificate = build_certificate(result)
+        self._saver.resumed(self._step, self.certificate.exact)
         go_on = partial(go_on_from, needs_drift=self._decider.sees_all, measure_later=self._saver.measure_later)
         go_on(result, self.certificate, self._job, catalog, local)
 

@@ -36,9 +36,9 @@ class DryRunSaver:
 
     def _nothing(self, *_: Any, **__: Any) -> None: ...
 
-    reserve = prepare_buffers = finish_copies = forget_bases = measure_later = upkeep = flush = close = (
-        require_storable
-    ) = abandon = _nothing
+    reserve = prepare_buffers = finish_copies = resumed = measure_later = upkeep = flush = close = require_storable = (
+        abandon
+    ) = _nothing
 
     def claim_name(self, step: int) -> str | None: ...
 

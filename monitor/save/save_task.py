@@ -78,6 +78,7 @@ class SaveTask:
     commit_plan: CommitPlan | None
     failure: Exception | None
     check: SelfCheck | None = None
+    notes: tuple[str, ...] = ()  # why no state of this step is exact
     progress: Progress = field(default_factory=Progress)
 
     def meter_stage(self, unit: StagedUnit) -> None:
@@ -154,8 +155,8 @@ def run_save(task: SaveTask) -> SaveResult:
     units = [_Encoding(task, unit) for unit in task.staged]
     segment = replace(task.segment, fragments=[fragment for unit in units for fragment in unit.fragments])
     segment = task.finish(segment)
-    if task.check is not None:
-        segment = replace(segment, differs=task.check.compare(segment, task.staged))
+    differs = segment.differs if task.check is None else task.check.compare(segment, task.staged)
+    segment = replace(segment, differs=(*task.notes, *differs))
     written = time.monotonic()
     write_segment(task.files, segment, lambda: [unit.measure() for unit in units])
     task.progress.write_seconds = time.monotonic() - written

@@ -46,6 +46,8 @@ from store.storage.local import LocalFiles
 
 _log = logging.getLogger("driftpoint")
 
+_AS_RESUMED = "the state as it was resumed, which was not exact: no step was trained since"
+
 _MEETING = 0.5  # seconds until ranks that wait for a commit tell each other whether their part failed
 
 
@@ -113,6 +115,7 @@ class Saver:
         self.dropped: tuple[Unit, ...] = ()  # units with NaN or Inf, left out of the save settled last; on all ranks
         self.changed_at: int | None = None  # step of the last save whose state changed under it; on all ranks
         self._copies = UnfinishedCopy(job.adapter, job.listeners.on_copy_wait)
+        self._inexact_at: int | None = None
         self._highest_step = self._highest_snapshot = -1
         self._retention = job.config.retention_rule()
         self._root = session.files.root if isinstance(session.files, LocalFiles) else None
@@ -150,10 +153,13 @@ class Saver:
         self._copies.set(once)
         self.upkeep(once, "measuring the resumed state")
 
-    def forget_bases(self) -> None:
-        """Take no delta to an earlier save: after a resume, those of this process may be abandoned or damaged."""
+    def resumed(self, step: int, exact: bool) -> None:
+        """Begin anew at ``step``. No save of that step is exact if the resume was not, since no training lies between.
+
+        No delta is taken to an earlier save: those of this process may be abandoned or damaged."""
         self._packer.reset()
         self.changed_at = None
+        self._inexact_at = None if exact else step
 
     def settle(
         self, step: int, changed: bool, trouble: bool = False, propose: Callable[[], Chosen | None] = lambda: None
@@ -249,7 +255,10 @@ class Saver:
         check = self._checker.begin(save, [local[unit] for unit in decided.saved if unit in local])
         packing = self._packing(save, staged, decided)
         files, failure = self._session.files, failure or error
-        task = SaveTask(files, segment, finish, staged, copying, self._meter, packing, commit_plan, failure, check)
+        notes = (_AS_RESUMED,) if step == self._inexact_at else ()
+        task = SaveTask(
+            files, segment, finish, staged, copying, self._meter, packing, commit_plan, failure, check, notes
+        )
         for unit in staged:
             if unit.measure is not None and encoding_named(unit.encoding).lossless:
                 task.meter_stage(unit)
