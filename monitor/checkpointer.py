@@ -142,7 +142,7 @@ class Checkpointer:
         first :meth:`step`; this is required if the store contains commits. Collective.
 
         Args:
-            memory: Whether to use in-memory snapshots. False reads the store only.
+            memory: Whether to use in-memory snapshots. False reads the store only, and drops newer ones.
 
         Returns:
             The step to continue from. 0 if the store is empty; otherwise the step of the commit. If its weights come

@@ -98,9 +98,14 @@ class UserState:
         return found
 
     def _renamed(self, index: int, one: SavedObject, saved: Sequence[SavedObject]) -> bool:
-        """Return whether only the class of a named object can have changed: neither class occurs under another name."""
+        """Return whether only the class of a named object can have changed.
+
+        Then neither class occurs under another name, and both have a state with the same keys."""
         elsewhere = any(_is_kind(self.objects[index], other.kind) for other in saved)
-        return one.name is not None and not elsewhere and not any(_is_kind(item, one.kind) for item in self.objects)
+        alone = one.name is not None and not elsewhere and not any(_is_kind(item, one.kind) for item in self.objects)
+        states = (one.state, state_of(self.objects[index])) if alone else ()
+        keys = [set(state) for state in states if isinstance(state, Mapping)]
+        return len(keys) == 2 and keys[0] == keys[1]
 
     def notes(self, saved: Sequence[SavedObject]) -> list[str]:
         """Describe the objects that a resume from ``saved`` leaves as they are, and stored ones that it drops."""

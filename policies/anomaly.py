@@ -11,7 +11,7 @@ proportion to steps. Dividing by the median of all layers ignores a learning rat
 all layers. A jump is a **spike** if it is at least ``FACTOR`` and ``SIGMAS`` standard deviations above 1, estimated
 from the 90th percentile of this layer's jumps (robust against a few spikes), with at least ``LEAST`` readings. Jumps
 below 1, as with a decaying learning rate, do not count towards the deviation. Only the first of consecutive spikes is
-reported.
+reported. With fewer readings, a drift is a spike if it is ``EXPLODED``, and as many times the median of all layers.
 
 Moments are not checked: one large gradient moves them as far. Their corruption shows in the weights.
 """
@@ -28,6 +28,7 @@ from store.names import Unit
 FACTOR = 4.0
 SIGMAS = 6.0
 LEAST = 8
+EXPLODED = 1000.0
 WINDOW = 32  # readings kept of each unit
 _MIN_LAYERS = 3  # layers read together for which a median is taken
 
@@ -119,6 +120,11 @@ class DriftAnomalyDetector:
         self._above[rows[known]] = above[known]
         sound = np.isfinite(jumps) & (jumps > 0.0)
         self._logs.put(rows[sound], np.log(np.maximum(jumps[sound], 1.0)))
+        if len(drift) >= _MIN_LAYERS:
+            against = drift / np.median(drift)
+            exploded = ~known & (drift >= EXPLODED) & (against >= EXPLODED)
+            jumps[exploded] = against[exploded]
+            starting = starting | exploded
         return starting, jumps
 
     def _limits(self, rows: Rows) -> Floats:

@@ -29,6 +29,7 @@ from store.session import (
     newest_epoch,
     read_epoch,
     renew_epoch,
+    require_present,
 )
 from store.storage.bucket import ObjectOptions
 from store.storage.local import Files, LocalFiles
@@ -78,6 +79,7 @@ class StoreSession:
 
     def mark_proven(self, save: SaveId) -> None:
         """Record that a job went on from this commit."""
+        require_present(self.files, self.epoch)
         mark_proven(self.files, self.catalog.store_id, save, self.epoch)
 
     def mark_closed(self) -> None:

@@ -49,6 +49,7 @@ class SaveLog(SaveListener):
         self._encodings_checked = False
         self._commits = self._decisions = 0
         self._unfinished = False  # the job was preempted while a save was being written
+        self._step = self._held = 0  # newest step, and the newest that is committed, or known to be lost
 
     @override
     def on_measured(self, event: events.MeasuredEvent) -> None:
@@ -76,18 +77,24 @@ class SaveLog(SaveListener):
     def _count_decision(self, event: events.DecisionEvent) -> None:
         """Say so if several decisions have passed and nothing is committed, in this run or before it."""
         self._commits, self._decisions = event.commits, self._decisions + 1
-        if self._decisions > _DECISIONS_WITHOUT_COMMIT and not self._commits:
+        if not self._commits and self._decisions % (_DECISIONS_WITHOUT_COMMIT + 1) == 0:
             _log.error(
                 "nothing is committed after %d decisions: a failure now loses all %d steps. The lines before say why",
                 self._decisions,
                 event.step,
             )
-            self._decisions = 0  # again after as many decisions
 
     @override
     def on_close(self, clean: bool, timeout: float) -> None:
         if self._rank == 0 and self._decisions and not self._commits:
             _log.error("this job ends without any commit in %s", self._store)
+        elif self._rank == 0 and not clean and self._step > self._held:
+            newest = f"; the newest commit is of step {self._held}" if self._held else ""
+            _log.warning("the job ends, and its step %d is not committed to %s%s", self._step, self._store, newest)
+
+    @override
+    def on_step(self, step: int, at: float) -> None:
+        self._step = step
 
     @override
     def on_save_begin(self, event: events.SaveBeginEvent) -> None:
@@ -105,6 +112,7 @@ class SaveLog(SaveListener):
     def on_commit(self, event: events.CommitEvent) -> None:
         self._commits += 1
         step, dropped = event.save.step, event.drawn.dropped
+        self._held = step
         if dropped:
             _log.error(
                 "health gate: NaN or Inf in %s at step %d; the versions before are kept",
@@ -126,6 +134,7 @@ class SaveLog(SaveListener):
         if self._rank != 0:
             return
         certificate = event.certificate
+        self._step, self._held = event.step, 0 if event.from_memory else event.step
         where = self._store
         if event.from_memory:
             sources = {unit.source for unit in certificate.units if unit.moving}
@@ -148,6 +157,7 @@ class SaveLog(SaveListener):
     @override
     def on_preempted(self, event: events.PreemptedEvent) -> None:
         step, seconds = event.step, event.seconds
+        self._held = step  # what is lost is told here
         if event.exact:
             _log.warning("preempted: full save of step %d committed %.1f s after the signal", step, seconds)
         elif event.outcome == "full":
@@ -195,9 +205,6 @@ _WHY_SKIPPED = {
         logging.ERROR,
         "no save at step %d: another rank was later than the job's timeout, or is gone; restart the job",
     ),
-    "unsupported": (
-        logging.ERROR,
-        "no save at step %d: the model or optimizer is not the one that was attached, so a save would be partial. %s",
-    ),
+    "unsupported": (logging.ERROR, "no save at step %d: the model or the optimizer cannot be saved as it is now. %s"),
     "nothing": (logging.DEBUG, "no save at step %d: no layer needs it"),
 }

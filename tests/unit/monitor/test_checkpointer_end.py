@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -196,10 +197,13 @@ def test_a_python_object_in_the_optimizer_is_refused_at_the_first_decision(tmp_p
 def test_a_job_without_any_commit_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.ERROR, "driftpoint"), job(tmp_path / "store") as one:
         one.hook().before = full_disk
-        for _ in range(5):
+        for _ in range(9):
             one.step()
     texts = [record.getMessage() for record in caplog.records]
-    assert any("nothing is committed after" in text for text in texts)
+    found = [
+        (int(n), int(m)) for text in texts for n, m in re.findall(r"after (\d+) decisions: .* all (\d+) steps", text)
+    ]
+    assert found == [(4, 4), (8, 8)]
     assert any("ends without any commit" in text for text in texts)
 
 
@@ -214,3 +218,20 @@ def test_a_job_with_commits_does_not_say_so(tmp_path: Path, caplog: pytest.LogCa
             other.step()
     assert not [record for record in caplog.records if "commit after" in record.getMessage()]
     assert not [record for record in caplog.records if "without any" in record.getMessage()]
+
+
+@pytest.mark.parametrize("commits", [False, True])
+def test_an_end_that_saves_nothing_names_what_is_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, commits: bool
+) -> None:
+    settings = {"every": 2 if commits else 100}
+    with caplog.at_level(logging.WARNING, "driftpoint"), job(tmp_path / "store", **settings) as one:
+        for _ in range(3):
+            one.step()
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            one.ckpt.close()
+    (text,) = [record.getMessage() for record in caplog.records if "is not committed to" in record.getMessage()]
+    assert "its step 3 " in text and ("newest commit is of step 2" in text) is commits
+    assert committed_steps(tmp_path / "store") == ([2] if commits else [])

@@ -58,3 +58,20 @@ def test_a_claim_that_could_not_be_made_durable_does_not_fence_its_own_job(tmp_p
             report = one.step()
             assert report is not None and report.skipped is None
     assert steps_of(store)[-1] == 3
+
+
+def test_the_mark_of_a_proven_commit_is_not_written_below_a_mount_point(tmp_path: Path) -> None:
+    store, away = tmp_path / "store", tmp_path / "away"
+    with job(store) as one:
+        one.step()
+    with job(store) as one:
+        one.ckpt.resume()
+        store.rename(away)
+        store.mkdir()
+        one.step()
+        one.ckpt.flush()
+        assert list(store.iterdir()) == []
+        store.rmdir()
+        away.rename(store)
+        one.step()
+    assert steps_of(store)[-1] == 3

@@ -130,3 +130,18 @@ def test_no_readings_can_break_it(moments: list[dict[Unit, DriftReading]]) -> No
     for readings in moments:
         for one in spikes.read(readings):
             assert one.unit in readings and one.jump >= FACTOR
+
+
+def test_an_explosion_is_a_spike_before_there_is_a_past() -> None:
+    noise, spikes = random.Random(3), DriftAnomalyDetector()
+    assert not fed(spikes, [moment(0.01, 10, noise) for _ in range(2)])
+    readings = moment(0.01, 10, noise)
+    readings[UNITS[5]] = DriftReading(1e6, 10)
+    (found,) = spikes.read(readings)
+    assert found.unit == UNITS[5] and found.jump > 1e6
+
+
+def test_a_layer_that_begins_at_zero_moves_far_and_is_no_spike() -> None:
+    noise, spikes = random.Random(3), DriftAnomalyDetector()
+    readings = moment(0.01, 100, noise) | {UNITS[5]: DriftReading(99.0, 100)}
+    assert not spikes.read(readings)

@@ -299,3 +299,13 @@ def test_stores_without_names_and_classes_are_read(store: Path) -> None:
         run.ckpt.resume()
         assert run.exact
     assert [item.state for item in objects] == [1, 2]
+
+
+def test_a_named_object_of_another_kind_is_refused(store: Path) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    saved(store, {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3)})
+    other = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
+    before = other.state_dict()
+    with Run(store, {"scheduler": other}) as run, pytest.raises(ModelMismatchError):
+        run.ckpt.resume()
+    assert other.state_dict() == before
