@@ -28,7 +28,8 @@ def reserve(descriptor: int, nbytes: int, path: Path) -> None:
     _require(_lacking(descriptor, nbytes), path)
     try:
         os.ftruncate(descriptor, nbytes)
-        for start in range(0, nbytes, _STEP):
+        there = not _lacking(descriptor, nbytes) and os.lseek(descriptor, 0, os.SEEK_HOLE) == nbytes
+        for start in range(0, 0 if there else nbytes, _STEP):
             size = min(_STEP, nbytes - start)
             _require(min(size, _lacking(descriptor, nbytes)), path, nbytes)
             os.posix_fallocate(descriptor, start, size)

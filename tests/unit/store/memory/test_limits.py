@@ -236,6 +236,24 @@ def test_memory_that_is_there_is_not_asked_for_again(tmp_path: Path) -> None:
     arena.close(remove=True)
 
 
+@pytest.mark.parametrize("hole", [None, 0, 20 << 20, 40 * MIB - 4096])
+def test_only_a_file_with_a_hole_is_backed_again(
+    small: Path, monkeypatch: pytest.MonkeyPatch, hole: int | None
+) -> None:
+    path, nbytes = small / "payload", 40 * MIB
+    path.write_bytes(b"x" * nbytes)
+    asked = list[int]()
+    kept = os.posix_fallocate
+    monkeypatch.setattr(os, "posix_fallocate", lambda *given: (asked.append(given[1]), kept(*given)))
+    with path.open("r+b") as file:
+        if hole is not None:
+            subprocess.run(["fallocate", "-p", "-o", str(hole), "-l", "4096", path], check=True)
+            assert os.fstat(file.fileno()).st_blocks * 512 == nbytes - 4096
+        reserve(file.fileno(), nbytes, path)
+        assert os.fstat(file.fileno()).st_blocks * 512 == nbytes
+    assert len(asked) == (0 if hole is None else 5)
+
+
 RANK = """
 import os, sys
 from pathlib import Path
