@@ -183,7 +183,7 @@ class Checkpointer:
         self.resumed = result
         self._step = result.resume_point.save.step
         self.certificate = build_certificate(result)
-        self._saver.resumed(self._step, self.certificate.exact)
+        self._saver.resumed(self.certificate.exact)
         go_on = partial(go_on_from, needs_drift=self._decider.sees_all, measure_later=self._saver.measure_later)
         go_on(result, self.certificate, self._job, catalog, local)
 

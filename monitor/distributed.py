@@ -59,7 +59,7 @@ class Group(Protocol):
 class AsyncSum(Protocol):
     """Sums over ranks without waiting. All ranks must call :meth:`start` and :meth:`finish` equally often.
 
-    done: whether :meth:`finish` returns a sum at once."""
+    done: whether :meth:`finish` returns a sum at once. False where it would raise."""
 
     @property
     def done(self) -> bool: ...
@@ -183,7 +183,7 @@ class _GlooSum:
 
     @property
     def done(self) -> bool:
-        return self._work is not None and self._work.is_completed()
+        return self._work is not None and self._work.is_completed() and self._work.exception() is None
 
     def start(self, values: torch.Tensor) -> None:
         self._values = values

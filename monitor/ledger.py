@@ -24,6 +24,9 @@ from store.names import RAW, SaveId, Unit
 from store.resolve import Resolution
 from store.text import listed
 
+AS_RESUMED = "the state is as it was resumed, which was not exact: the optimizer took no step since"
+"""Takes the word exact from a commit, and not from what follows it."""
+
 
 @dataclass(frozen=True)
 class JobFacts:
@@ -96,7 +99,7 @@ class Ledger:
             self.groups.update(version.bases)
         self.commits = resolution.manifest.commits
         self.newest = resolution.manifest.save
-        self.differs = resolution.manifest.differs
+        self.differs = _lasting(resolution.manifest)
 
     def forget(self) -> None:
         """Drop all versions, so that the next save is a first one."""
@@ -108,7 +111,7 @@ class Ledger:
         self.groups = dict(manifest.groups)
         self.commits = manifest.commits
         self.newest = manifest.save
-        self.differs = manifest.differs
+        self.differs = _lasting(manifest)
 
     def staleness(self, unit: Unit, step: int) -> int | None:
         """Return the steps since the newest version; None if there is none."""
@@ -125,6 +128,10 @@ class Ledger:
             for unit, record in self.versions.items()
             if unit in sizes and sizes[unit].members == record.members and record.version.step <= step
         }
+
+
+def _lasting(manifest: schema.ManifestRecord) -> tuple[str, ...]:
+    return tuple(text for text in manifest.differs if text != AS_RESUMED)
 
 
 def staleness_of(record: schema.UnitRecord | None, step: int) -> int | None:

@@ -11,6 +11,7 @@ calls it before any other state changes, and if it fails on any rank, all ranks 
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -103,9 +104,9 @@ class UserState:
         Then neither class occurs under another name, and both have a state with the same keys."""
         elsewhere = any(_is_kind(self.objects[index], other.kind) for other in saved)
         alone = one.name is not None and not elsewhere and not any(_is_kind(item, one.kind) for item in self.objects)
-        states = (one.state, state_of(self.objects[index])) if alone else ()
-        keys = [set(state) for state in states if isinstance(state, Mapping)]
-        return len(keys) == 2 and keys[0] == keys[1]
+        with suppress(Exception):  # of the object's own state_dict(), or keys that it does not have
+            return alone and set(one.state) == set(state_of(self.objects[index]))
+        return False
 
     def notes(self, saved: Sequence[SavedObject]) -> list[str]:
         """Describe the objects that a resume from ``saved`` leaves as they are, and stored ones that it drops."""

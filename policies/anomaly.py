@@ -11,7 +11,8 @@ proportion to steps. Dividing by the median of all layers ignores a learning rat
 all layers. A jump is a **spike** if it is at least ``FACTOR`` and ``SIGMAS`` standard deviations above 1, estimated
 from the 90th percentile of this layer's jumps (robust against a few spikes), with at least ``LEAST`` readings. Jumps
 below 1, as with a decaying learning rate, do not count towards the deviation. Only the first of consecutive spikes is
-reported. With fewer readings, a drift is a spike if it is ``EXPLODED``, and as many times the median of all layers.
+reported. With fewer readings, from the third on, a drift is a spike if it is ``EXPLODED``, and as many times the median
+of all layers.
 
 Moments are not checked: one large gradient moves them as far. Their corruption shows in the weights.
 """
@@ -30,6 +31,7 @@ SIGMAS = 6.0
 LEAST = 8
 EXPLODED = 1000.0
 WINDOW = 32  # readings kept of each unit
+_EARLIEST = 2  # readings before, since a layer may begin at zero, and is first compared with next to nothing
 _MIN_LAYERS = 3  # layers read together for which a median is taken
 
 _QUANTILE, _NORMAL_QUANTILE = 0.9, 1.2816  # a high quantile, and its value for a standard normal distribution
@@ -121,10 +123,12 @@ class DriftAnomalyDetector:
         sound = np.isfinite(jumps) & (jumps > 0.0)
         self._logs.put(rows[sound], np.log(np.maximum(jumps[sound], 1.0)))
         if len(drift) >= _MIN_LAYERS:
-            against = drift / np.median(drift)
-            exploded = ~known & (drift >= EXPLODED) & (against >= EXPLODED)
+            against = drift / (float(np.median(drift)) or 1.0)
+            early = ~known & (self._drift.counts[rows] >= _EARLIEST)
+            exploded = early & (drift >= EXPLODED) & (against >= EXPLODED)
             jumps[exploded] = against[exploded]
-            starting = starting | exploded
+            starting |= exploded & ~self._above[rows]
+            self._above[rows[early]] = exploded[early]
         return starting, jumps
 
     def _limits(self, rows: Rows) -> Floats:

@@ -7,8 +7,9 @@ thread. So the training thread reads each byte once: it either copies or measure
 import logging
 import math
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -132,10 +133,14 @@ class SafePolicy:
         self._listeners = listeners
         self._logged: set[str] = set()
 
+    def ask(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
+        """Return the policy's decision, or raise what it raises."""
+        return self._policy.select(stats, budget, history)
+
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
         """Return the policy's decision. If it fails: save everything, within the job's bounds and encodings."""
         try:
-            return self._policy.select(stats, budget, history)
+            return self.ask(stats, budget, history)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the edge to the user's own code
             failure = failure_of(error)
             self._listeners.on_policy_failed(error)
@@ -171,6 +176,7 @@ class Decider:
         self._pace = job.pace
         self._limited = job.config.budget.limited
         self._made: tuple[tuple[UnitStats, ...], Decision, Budget] | None = None  # on rank 0
+        self._ahead: tuple[int, Chosen] | None = None  # step and result of the last :meth:`propose`, likewise
         self._ends = job.config.bounds.nonfinite == "raise"
         self._deadline_policy = DeadlinePolicy(job.config.in_bounds(Nothing()), job.config.encodings())
 
@@ -178,18 +184,14 @@ class Decider:
         """Choose ahead of :meth:`decide`, so that the ranks need not meet for it. Rank 0; not collective.
 
         Return None if the choice depends on what all ranks measure or on a request, or is long."""
-        if (
-            request is not None
-            or self.sees_all
-            or self._limited
-            or self._group.world_size == 1
-            or not all(map(is_moving, self._table.sizes))
-        ):
+        units, alone = self._table.sizes, self._group.world_size == 1
+        if alone or request is not None or self.sees_all or self._limited or not all(map(is_moving, units)):
             return None
         try:
-            chosen = self._choose_on_rank0(step, unit_stats(self._table, self._ledger, step, {}), None)
-        except Exception:  # noqa: BLE001 - decide() meets it again, and raises it on all ranks
+            chosen = self._choose_on_rank0(unit_stats(self._table, self._ledger, step, {}), self._policy.ask, step)
+        except (Exception, SystemExit):  # noqa: BLE001 - decide() meets it again, and reports it
             return None
+        self._ahead = step, chosen
         return chosen if len(pickle.dumps(chosen)) <= _LONGEST else None
 
     def decide(
@@ -216,7 +218,7 @@ class Decider:
                 self._measure(units, local, measured, mine)
                 stats = unit_stats(self._table, self._ledger, step, measured)
         if proposed is None:
-            proposed = run_on_rank0(self._group, lambda: self._choose_on_rank0(step, stats, request))
+            proposed = run_on_rank0(self._group, partial(self._choose, step, stats, request))
         chosen = sorted((i, encoding, reason) for encoding, reason, which in proposed.saved for i in which)
         saved = {stats[i].unit: Choice(encoding, reason) for i, encoding, reason in chosen}
         shown = len(measured)
@@ -265,9 +267,20 @@ class Decider:
         )
         mine.update(mine_more)
 
-    def _choose_on_rank0(self, step: int, stats: tuple[UnitStats, ...], request: SaveRequest | None) -> Chosen:
+    def _choose(self, step: int, stats: tuple[UnitStats, ...], request: SaveRequest | None) -> Chosen:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and self._made is not None and (ahead[0], self._made[0], request) == (step, stats, None):
+            return ahead[1]
+        return self._choose_on_rank0(stats, partial(self._select, request), step)
+
+    def _choose_on_rank0(
+        self,
+        stats: tuple[UnitStats, ...],
+        select: Callable[[Sequence[UnitStats], Budget, History], Decision],
+        step: int,
+    ) -> Chosen:
         interval, budget = self._pace.choose(), self._budget_tracker.offer(stats)
-        decision = self._select(stats, budget, request, History(step, self._ledger.commits, interval))
+        decision = select(stats, budget, History(step, self._ledger.commits, interval))
         self._made = stats, decision, budget
         alike: dict[tuple[str, str], list[int]] = {}
         for index, one in enumerate(stats):
@@ -282,7 +295,7 @@ class Decider:
         )
 
     def _select(
-        self, stats: tuple[UnitStats, ...], budget: Budget, request: SaveRequest | None, history: History
+        self, request: SaveRequest | None, stats: Sequence[UnitStats], budget: Budget, history: History
     ) -> Decision:
         if request is not None and request.budget_bytes is not None:
             return self._deadline_policy.select(stats, request.budget_bytes(), history)

@@ -15,7 +15,7 @@ from monitor.background import BackgroundWorker, Once, TaskResult
 from monitor.context import JobContext
 from monitor.distributed import collect_messages
 from monitor.events import BackgroundFailureEvent, CommitEvent, SaveBeginEvent, SaveFailedEvent
-from monitor.ledger import CommitDraft, PreparedCommit
+from monitor.ledger import AS_RESUMED, CommitDraft, PreparedCommit
 from monitor.observe.drift_meter import Signature
 from monitor.observe.units import LocalUnit, Survey
 from monitor.save.encode import Packer, SavePacking
@@ -45,8 +45,6 @@ from store.segment import SegmentDraft
 from store.storage.local import LocalFiles
 
 _log = logging.getLogger("driftpoint")
-
-_AS_RESUMED = "the state as it was resumed, which was not exact: no step was trained since"
 
 _MEETING = 0.5  # seconds until ranks that wait for a commit tell each other whether their part failed
 
@@ -115,7 +113,8 @@ class Saver:
         self.dropped: tuple[Unit, ...] = ()  # units with NaN or Inf, left out of the save settled last; on all ranks
         self.changed_at: int | None = None  # step of the last save whose state changed under it; on all ranks
         self._copies = UnfinishedCopy(job.adapter, job.listeners.on_copy_wait)
-        self._inexact_at: int | None = None
+        self._notes: tuple[str, ...] = ()  # why nothing is exact that is saved now
+        job.adapter.before_update(self._updated)
         self._highest_step = self._highest_snapshot = -1
         self._retention = job.config.retention_rule()
         self._root = session.files.root if isinstance(session.files, LocalFiles) else None
@@ -153,13 +152,16 @@ class Saver:
         self._copies.set(once)
         self.upkeep(once, "measuring the resumed state")
 
-    def resumed(self, step: int, exact: bool) -> None:
-        """Begin anew at ``step``. No save of that step is exact if the resume was not, since no training lies between.
+    def resumed(self, exact: bool) -> None:
+        """Begin anew. No save is exact if the resume was not, until the optimizer takes a step.
 
         No delta is taken to an earlier save: those of this process may be abandoned or damaged."""
         self._packer.reset()
         self.changed_at = None
-        self._inexact_at = None if exact else step
+        self._notes = () if exact else (AS_RESUMED,)
+
+    def _updated(self) -> None:
+        self._notes = ()
 
     def settle(
         self, step: int, changed: bool, trouble: bool = False, propose: Callable[[], Chosen | None] = lambda: None
@@ -255,10 +257,8 @@ class Saver:
         check = self._checker.begin(save, [local[unit] for unit in decided.saved if unit in local])
         packing = self._packing(save, staged, decided)
         files, failure = self._session.files, failure or error
-        notes = (_AS_RESUMED,) if step == self._inexact_at else ()
-        task = SaveTask(
-            files, segment, finish, staged, copying, self._meter, packing, commit_plan, failure, check, notes
-        )
+        notes, meter = self._notes, self._meter
+        task = SaveTask(files, segment, finish, staged, copying, meter, packing, commit_plan, failure, check, notes)
         for unit in staged:
             if unit.measure is not None and encoding_named(unit.encoding).lossless:
                 task.meter_stage(unit)

@@ -13,6 +13,7 @@ from monitor.config.load import Config
 from monitor.events import SaveListener, unexpected
 from monitor.types import SKIP_REASONS, newest_text
 from store.certificate import AS_FOUND, MEMORY, PEER, Certificate
+from store.names import SaveId
 
 _log = logging.getLogger("driftpoint")
 
@@ -50,6 +51,8 @@ class SaveLog(SaveListener):
         self._commits = self._decisions = 0
         self._unfinished = False  # the job was preempted while a save was being written
         self._step = self._held = 0  # newest step, and the newest that is committed, or known to be lost
+        self._newest: SaveId | None = None  # commit
+        self._observing = False
 
     @override
     def on_measured(self, event: events.MeasuredEvent) -> None:
@@ -88,9 +91,9 @@ class SaveLog(SaveListener):
     def on_close(self, clean: bool, timeout: float) -> None:
         if self._rank == 0 and self._decisions and not self._commits:
             _log.error("this job ends without any commit in %s", self._store)
-        elif self._rank == 0 and not clean and self._step > self._held:
-            newest = f"; the newest commit is of step {self._held}" if self._held else ""
-            _log.warning("the job ends, and its step %d is not committed to %s%s", self._step, self._store, newest)
+        elif self._rank == 0 and not (clean or self._observing) and self._step > self._held:
+            text, newest = "the job ends, and its step %d is not committed to %s; %s", newest_text(self._newest)
+            _log.warning(text, self._step, self._store, newest)
 
     @override
     def on_step(self, step: int, at: float) -> None:
@@ -99,6 +102,7 @@ class SaveLog(SaveListener):
     @override
     def on_save_begin(self, event: events.SaveBeginEvent) -> None:
         if event.dry_run is not None:
+            self._observing = True
             _log.info(
                 "observe: step %d would have saved %d of %d layer slots, %d of %d bytes",
                 event.step,
@@ -112,7 +116,7 @@ class SaveLog(SaveListener):
     def on_commit(self, event: events.CommitEvent) -> None:
         self._commits += 1
         step, dropped = event.save.step, event.drawn.dropped
-        self._held = step
+        self._held, self._newest = step, event.save
         if dropped:
             _log.error(
                 "health gate: NaN or Inf in %s at step %d; the versions before are kept",
@@ -134,7 +138,7 @@ class SaveLog(SaveListener):
         if self._rank != 0:
             return
         certificate = event.certificate
-        self._step, self._held = event.step, 0 if event.from_memory else event.step
+        self._step, self._held, self._newest = event.step, 0 if event.from_memory else event.step, event.newest
         where = self._store
         if event.from_memory:
             sources = {unit.source for unit in certificate.units if unit.moving}

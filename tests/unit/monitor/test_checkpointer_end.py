@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -233,5 +234,14 @@ def test_an_end_that_saves_nothing_names_what_is_lost(
         except KeyboardInterrupt:
             one.ckpt.close()
     (text,) = [record.getMessage() for record in caplog.records if "is not committed to" in record.getMessage()]
-    assert "its step 3 " in text and ("newest commit is of step 2" in text) is commits
+    assert "its step 3 " in text and ("the commit of step 2 is intact" in text) is commits
     assert committed_steps(tmp_path / "store") == ([2] if commits else [])
+
+
+def test_a_job_that_only_observes_loses_nothing_at_its_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "driftpoint")
+    with suppress(KeyboardInterrupt), job(tmp_path / "store", policy="observe", every=2) as one:
+        for _ in range(3):
+            one.step()
+        raise KeyboardInterrupt
+    assert not [record for record in caplog.records if "is not committed" in record.getMessage()]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.policies import policy_file, selecting
 from tests.support.ranks import run_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.core]
@@ -48,6 +49,9 @@ for step in range(ckpt.resume(), 8):
             saved = {str(unit): choice.reason for unit, choice in report.saved.items()}
             out.write(json.dumps([seen, report.skipped, saved]) + "\\n")
 ckpt.close()
+if rank == 0:
+    failures = ckpt.metrics.registry.get_sample_value("driftpoint_policy_failures_total")
+    open(f"{folder}/failures", "w").write(str(int(failures)))
 dist.destroy_process_group()
 """
 
@@ -74,3 +78,27 @@ def test_ranks_wait_no_more_often_than_they_must(tmp_path: Path, policy: str, bu
         seen, skipped, saved = json.loads(line)
         assert (seen, skipped) == (expected, None)
         assert saved
+
+
+_ASKS = selecting(
+    """
+with open(FOLDER + "/asked", "a") as out:
+    out.write(f"{history.step}\\n")
+if RAISES and os.path.exists(FOLDER + "/seen-0"):
+    raise ValueError("no")
+return Decision({one.unit: Choice("raw", f"because of {one.unit}" * 9) for one in stats})
+"""
+)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_policy_is_asked_once_at_a_decision(tmp_path: Path, raises: bool) -> None:
+    """Its choices are too long to be sent along; or there are none, and it is asked again."""
+    body = f"import os\nFOLDER, RAISES = {str(tmp_path)!r}, {raises}\n" + _ASKS
+    run_ranks(_DECISIONS, tmp_path, str(tmp_path), json.dumps({"name": policy_file(tmp_path, body)}), "-")
+    mine, other = ((tmp_path / f"seen-{rank}").read_text().splitlines() for rank in (0, 1))
+    assert mine == other
+    assert {tuple(json.loads(line)[0]) for line in mine} == {("all_gather", "broadcast")}
+    asked = [step for step in map(int, (tmp_path / "asked").read_text().split()) if step > 3]
+    assert [asked.count(step) for step in range(4, 9)] == [1, *[2 if raises else 1] * 4]
+    assert int((tmp_path / "failures").read_text()) == (4 if raises else 0)

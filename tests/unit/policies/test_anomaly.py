@@ -139,9 +139,18 @@ def test_an_explosion_is_a_spike_before_there_is_a_past() -> None:
     readings[UNITS[5]] = DriftReading(1e6, 10)
     (found,) = spikes.read(readings)
     assert found.unit == UNITS[5] and found.jump > 1e6
+    assert not fed(spikes, [readings] * 4), "only the first of consecutive ones"
 
 
 def test_a_layer_that_begins_at_zero_moves_far_and_is_no_spike() -> None:
     noise, spikes = random.Random(3), DriftAnomalyDetector()
-    readings = moment(0.01, 100, noise) | {UNITS[5]: DriftReading(99.0, 100)}
-    assert not spikes.read(readings)
+    readings = [moment(0.01, 100, noise) | {UNITS[5]: DriftReading(drift, 100)} for drift in (2.8e5, 900.0, 99.0, 2.0)]
+    assert not fed(spikes, readings)
+
+
+def test_where_the_other_layers_stand_still_a_jump_is_a_number() -> None:
+    spikes = DriftAnomalyDetector()
+    moments = [{unit: DriftReading(0.0, 10) for unit in UNITS} for _ in range(3)]
+    moments[2][UNITS[5]] = DriftReading(1e4, 10)
+    (found,) = fed(spikes, moments)
+    assert found.jump == 1e4

@@ -51,6 +51,9 @@ def test_only_training_makes_an_exact_commit_of_what_was_not(
     assert not exact(ckpt)
     if trains:
         train(*trained, ckpt, 1)
+    else:
+        ckpt.step()  # whose update a gradient scaler skipped
+        ckpt.flush()
     ckpt.save(wait=True)
     ckpt.close()
     *_, ckpt = job(tmp_path)
@@ -76,4 +79,22 @@ def test_the_last_step_out_of_memory_is_as_exact_as_it_was_there(tmp_path: Path,
     assert ckpt.resume() == step
     assert ckpt.resumed is not None and ckpt.resumed.memory is None
     assert exact(ckpt) is not rounded
+    ckpt.close(save=False)
+
+
+def test_what_is_trained_after_such_a_commit_is_exact_in_memory_too(tmp_path: Path) -> None:
+    *trained, ckpt = job(tmp_path, **LOSSY)
+    ckpt.resume()
+    train(*trained, ckpt, 3)
+    ckpt.close(save=False)
+    memory = {"enabled": True, "path": str(tmp_path), "every": 1}
+    *trained, ckpt = job(tmp_path, every=100, memory=memory)
+    ckpt.resume()
+    ckpt.save(wait=True)
+    train(*trained, ckpt, 3)
+    ckpt.close(save=False)
+    *_, ckpt = job(tmp_path, every=100, memory=memory)
+    ckpt.resume()
+    assert ckpt.resumed is not None and ckpt.resumed.memory is not None
+    assert exact(ckpt)
     ckpt.close(save=False)
