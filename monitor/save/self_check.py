@@ -2,16 +2,17 @@
 shape of its state changed.
 
 While the state stands still, the training thread notes what ``state_dict()`` of model, optimizer and the user's objects
-hold. Each tensor must be the memory of a piece, or be in the run state; nothing may be left over. The background thread
-decodes the run state before it is written, and after the commit reads all of this rank's segment back. What differs is
-logged as an error and recorded with the commits from then on, which are no longer exact. No collective.
+hold. Each tensor must be the memory of a piece or a copy of one, or be in the run state; nothing may be left over. The
+background thread decodes the run state before it is written, and after the commit reads all of this rank's segment
+back. What differs is logged as an error and recorded with the commits from then on, which are no longer exact. No
+collective.
 """
 
 import json
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -30,7 +31,7 @@ from monitor.save.staging import StagedUnit
 from store.encoding import encoding_named
 from store.errors import DamagedError, StorageError
 from store.fragments import FragmentReader, Source
-from store.names import Fragment, SaveId
+from store.names import BUFFER, FROZEN, WEIGHTS, Fragment, SaveId
 from store.resolve import base_key, index_bases
 from store.schema import digest
 from store.segment import SegmentDraft, read_leaves, read_part
@@ -42,6 +43,7 @@ _log = logging.getLogger("driftpoint")
 _BLOCKS, _WIDTH = 64, 16  # of a larger piece, this many blocks of this many elements are compared with live memory
 _NAMED = 8  # differences that are logged and recorded; usually they have one cause
 
+_OF_MODEL = (WEIGHTS, FROZEN, BUFFER)
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 Outline = dict[str, tuple[str, str]]  # Path -> type (with dtype, shape, length) and digest of the value
@@ -109,36 +111,53 @@ def differences(live: Outline, stored: Outline) -> list[str]:
 def unsaved(adapter: Adapter, state: Mapping[str, Any]) -> list[str]:
     """Return what the framework's own state dicts hold beyond the adapter's pieces and the run state.
 
-    state: as captured; ``framework`` is None on ranks that do not store it."""
-    pieces = adapter.held()
+    A copy counts as the piece of its name that has the same bits, rounded as it is, else as a piece with the same bits
+    that the state dicts hold nowhere else. state: as captured; ``framework`` is None on ranks that do not store it."""
+    pieces, reached, copies = adapter.held(), set[Any](), list[LiveValue]()
     memory = {_memory_of(piece.tensor) for piece in pieces}
-    fqns = {piece.fragment.fqn for piece in pieces}
-    return [text for one in adapter.live_values() for text in _unsaved(one, state, memory, fqns)]
+    found = [text for one in adapter.live_values() for text in _unsaved(one, state, memory, reached, copies)]
+    named = {piece.fragment.fqn: piece.tensor for piece in pieces if piece.fragment.slot in _OF_MODEL}
+    others: list[tuple[LiveValue, Sample]] = []
+    for one in copies:
+        own, sample = named.get(one.fqn or ""), Sample.of(one.value)
+        if own is not None and Sample.of(own, one.value.dtype) == sample:
+            reached.add(_memory_of(own))
+        else:
+            others.append((one, sample))
+    left = Counter(Sample.of(piece.tensor) for piece in pieces if others and _memory_of(piece.tensor) not in reached)
+    for one, sample in others:
+        left[sample] -= 1
+        found += [_is_in_no_part(one)] if left[sample] < 0 else []
+    return found
 
 
-def _unsaved(one: LiveValue, state: Mapping[str, Any], memory: set[Any], fqns: set[str]) -> Iterator[str]:
+def _unsaved(
+    one: LiveValue, state: Mapping[str, Any], memory: set[Any], reached: set[Any], copies: list[LiveValue]
+) -> Iterator[str]:
     if one.stored is not None:
         if state.get(one.stored[0]) is None and one.stored[0] == "framework":
             return  # rank 0 stores it for all
         found = _at(state, one.stored)
         if found is None:
-            yield f"{one.name} is {_kind(one.value)} and is in no part of a save"
+            yield _is_in_no_part(one)
         else:
             yield from differences(outline(one.value, one.name), outline(found[0], one.name))
     elif isinstance(one.value, torch.Tensor):
         local = _local(one.value)
-        if local.numel() and _memory_of(local) not in memory and one.fqn not in fqns:
-            yield f"{one.name} is {_kind(one.value)} and is in no part of a save"
+        if _memory_of(local) in memory:
+            reached.add(_memory_of(local))
+        elif local.numel():
+            copies.append(replace(one, value=local))
     elif isinstance(one.value, Mapping | list | tuple):
         items = one.value.items() if isinstance(one.value, Mapping) else enumerate(one.value)
         for key, item in items:
-            yield from _unsaved(LiveValue(f"{one.name}[{key!r}]", item), state, memory, fqns)
+            yield from _unsaved(LiveValue(f"{one.name}[{key!r}]", item), state, memory, reached, copies)
     elif one.value is not None:
-        yield f"{one.name} is {_kind(one.value)} and is in no part of a save"
+        yield _is_in_no_part(one)
 
 
-def _kind(value: Any) -> str:
-    return outline(value, "")[""][0]
+def _is_in_no_part(one: LiveValue) -> str:
+    return f"{one.name} is {outline(one.value, '')[''][0]} and is in no part of a save"
 
 
 def _at(state: Any, path: Sequence[Any]) -> tuple[Any] | None:
@@ -163,15 +182,15 @@ class Sample:
     data: bytes
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Sample":
-        """Copy elements of a contiguous tensor to the host."""
-        values, numel = tensor.detach(), tensor.numel()
+    def of(cls, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> "Sample":
+        """Copy elements of a flattened tensor to the host. dtype: rounds them."""
+        values, numel = tensor.detach().contiguous().view(-1), tensor.numel()
         if numel > _BLOCKS * _WIDTH:
             shape, stride = (_BLOCKS - 1, _WIDTH), (_stride(numel), 1)
             blocks = values.as_strided(shape, stride, int(values.storage_offset()))
             values = torch.cat((blocks.reshape(-1), values[-_WIDTH:]))
-        data = values.cpu().view(torch.uint8).numpy().tobytes()
-        return cls(dtype_name(tensor.dtype), numel, data)
+        values = values.to(dtype or values.dtype)
+        return cls(dtype_name(values.dtype), numel, values.cpu().view(torch.uint8).numpy().tobytes())
 
     def select(self, chunks: Iterable[np.ndarray[Any, Any]]) -> bytes:
         """Return the same elements of decoded chunks."""
@@ -346,14 +365,14 @@ class SelfChecker:
             return
         began, changed = time.perf_counter(), self._sizes != sizes
         self._sizes, self._shapes = sizes, shapes
+        live: Outline = {}
         try:
             state = captured.whole()
             live = outline(state, "state")
             if changed:  # alike on all ranks, in case a script's own state_dict() communicates
                 self._unsaved = unsaved(self._job.adapter, state)
         except Exception as error:  # noqa: BLE001 - the edge to the user's own state dicts: reported, saves go on
-            _log.warning("self-check: the state dicts of model and optimizer cannot be compared: %r", error)
-            return
+            self._unsaved = [f"the state dicts of model and optimizer cannot be compared: {error!r}"]
         self._described = live, [*self._unsaved], time.perf_counter() - began
 
     def begin(self, save: SaveId, parts: Iterable[LocalUnit]) -> SelfCheck | None:
