@@ -26,7 +26,7 @@ from monitor.adapters.module_tensors import dtype_name
 from monitor.context import JobContext
 from monitor.events import BackgroundFailureEvent
 from monitor.observe.units import LocalUnit
-from monitor.run_state import CapturedState, from_tree
+from monitor.run_state import CapturedState, bits_of, from_tree
 from monitor.save.staging import StagedUnit
 from store.encoding import encoding_named
 from store.errors import DamagedError, StorageError
@@ -60,10 +60,11 @@ def _outline(value: Any, name: str, out: Outline) -> None:
     kind = type(value).__name__
     if isinstance(value, torch.Tensor):
         local = _local(value)
-        known = "torch.Tensor" if type(local) in (torch.Tensor, nn.Parameter) else type(local).__name__
-        bits = local.detach().cpu().contiguous().reshape(-1).view(torch.uint8) if local.numel() else None
-        hashed = "" if bits is None else digest(bits.numpy().data)
-        out[name] = f"{known} of {local.dtype} {tuple(local.shape)}", hashed
+        known = {torch.Tensor: "torch.Tensor", nn.Parameter: "torch.nn.Parameter"}.get(
+            type(local), type(local).__name__
+        )
+        known += " that requires grad" if local.requires_grad else ""
+        out[name] = f"{known} of {local.dtype} {tuple(local.shape)}", digest(bits_of(local).data)
     elif isinstance(value, np.ndarray | np.generic):
         out[name] = f"numpy {kind} of {value.dtype} {value.shape}", digest(np.ascontiguousarray(value).tobytes())
     elif isinstance(value, Mapping):
@@ -141,7 +142,8 @@ def _unsaved(
         if found is None:
             yield _is_in_no_part(one)
         else:
-            yield from differences(outline(one.value, one.name), outline(found[0], one.name))
+            value = one.value.detach() if isinstance(one.value, torch.Tensor) else one.value  # a load fills it in place
+            yield from differences(outline(value, one.name), outline(found[0], one.name))
     elif isinstance(one.value, torch.Tensor):
         local = _local(one.value)
         if _memory_of(local) in memory:
@@ -190,7 +192,7 @@ class Sample:
             blocks = values.as_strided(shape, stride, int(values.storage_offset()))
             values = torch.cat((blocks.reshape(-1), values[-_WIDTH:]))
         values = values.to(dtype or values.dtype)
-        return cls(dtype_name(values.dtype), numel, values.cpu().view(torch.uint8).numpy().tobytes())
+        return cls(dtype_name(values.dtype), numel, bits_of(values).tobytes())
 
     def select(self, chunks: Iterable[np.ndarray[Any, Any]]) -> bytes:
         """Return the same elements of decoded chunks."""

@@ -268,6 +268,40 @@ def test_a_dtype_that_is_lost(store: Path, logged: pytest.LogCaptureFixture, mon
     require_found(Job(store, state=[Holder()]), store, logged, *words)
 
 
+def test_a_parameter_that_is_lost(
+    store: Path, logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Learned(Holder):
+        def state_dict(self) -> dict[str, Any]:
+            return {"scale": nn.Parameter(torch.ones(3)), "loss": torch.ones(2, requires_grad=True)}
+
+    job = Job(store, state=[Learned()])
+    job.step()
+    assert errors(logged) == [] and exact(store)
+    job.ckpt.close()
+    kept = run_state._tensor_leaf
+    monkeypatch.setattr(run_state, "_tensor_leaf", lambda value: kept(value.detach()))
+    words = (
+        "['scale'] is torch.nn.Parameter",
+        "['loss'] is torch.Tensor that requires grad of",
+        "comes back as torch.Te",
+    )
+    require_found(Job(store.parent / "lost", state=[Learned()]), store.parent / "lost", logged, *words)
+
+
+def test_a_learned_rate_is_filled_in_place(store: Path, logged: pytest.LogCaptureFixture) -> None:
+    def kind(parameters: Any) -> Any:
+        return torch.optim.SGD(parameters, lr=nn.Parameter(torch.tensor(0.1)), foreach=False)  # type: ignore[arg-type]
+
+    job = Job(store, kind=kind)
+    job.step()
+    assert errors(logged) == [] and exact(store)
+    job.ckpt.close()
+    other = Job(store, kind=kind)
+    assert type(other.optimizer.param_groups[0]["lr"]) is nn.Parameter
+    other.ckpt.close()
+
+
 def test_values_that_are_lost(store: Path, logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = run_state._tensor_leaf
 
