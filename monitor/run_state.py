@@ -379,11 +379,8 @@ def bits_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def _leaf_tensor(leaf: Leaf) -> torch.Tensor | torch.Size:
-    dtype = torch_dtype(leaf.dtype)
-    if not len(leaf.data):
-        tensor = torch.empty(leaf.shape, dtype=dtype)
-    else:
-        tensor = torch.frombuffer(bytearray(leaf.data), dtype=dtype).reshape(leaf.shape)
+    dtype, data = torch_dtype(leaf.dtype), bytearray(leaf.data)
+    tensor = torch.frombuffer(data, dtype=dtype).reshape(leaf.shape) if data else torch.empty(leaf.shape, dtype=dtype)
     if leaf.kind == "size":
         return torch.Size(tensor.tolist())
     grad = "grad" in leaf.like

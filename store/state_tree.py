@@ -137,10 +137,11 @@ class Encoder:
     def _leaf(self, value: Any, path: _Path) -> Any:
         known = self.seen.get(id(value))
         if known is not None:
-            return _reference(self.leaves[known[1]], known[1])
+            leaf = self.leaves[known[1]]
+            return {_TAG: leaf.kind, "v": known[1], **({"like": leaf.like} if leaf.like else {})}
         numpy = type(value) is np.ndarray or isinstance(value, np.generic)
-        leaf = _numpy_leaf(value) if numpy else self.to_leaf(value)
-        if leaf is None:
+        made = _numpy_leaf(value) if numpy else self.to_leaf(value)
+        if made is None:
             kind = f"{type(value).__module__}.{type(value).__qualname__}"
             plain = next((base.__name__ for base in _SUBCLASSED if isinstance(value, base)), None)
             advice = (
@@ -150,12 +151,8 @@ class Encoder:
             )
             raise UnsupportedError(f"{_format(path)} is a {kind}, which cannot be stored without pickling; {advice}")
         self.seen[id(value)] = value, len(self.leaves)
-        self.leaves.append(leaf)
-        return _reference(leaf, len(self.leaves) - 1)
-
-
-def _reference(leaf: Leaf, index: int) -> dict[str, Any]:
-    return {_TAG: leaf.kind, "v": index, **({"like": leaf.like} if leaf.like else {})}
+        self.leaves.append(made)
+        return self._leaf(value, path)
 
 
 def _format(path: _Path) -> str:
@@ -199,8 +196,7 @@ def _decode_tagged(
         return float(value)
     if tag in _BYTES:
         return _BYTES[tag](base64.b64decode(value, validate=True))
-    leaf = replace(leaves[_index(value, len(leaves))], kind=tag, like=tree.get("like", ""))
-    return _decode_leaf(leaf, from_leaf)
+    return _decode_leaf(replace(leaves[_index(value, len(leaves))], kind=tag, like=tree.get("like", "")), from_leaf)
 
 
 def _decode_mapping(tree: dict[str, Any], items: dict[Any, Any], inner: Callable[[Any], Any]) -> Any:

@@ -2,10 +2,9 @@
 shape of its state changed.
 
 While the state stands still, the training thread notes what ``state_dict()`` of model, optimizer and the user's objects
-hold. Each tensor must be the memory of a piece or a copy of one, or be in the run state; nothing may be left over. The
-background thread decodes the run state before it is written, and after the commit reads all of this rank's segment
-back. What differs is logged as an error and recorded with the commits from then on, which are no longer exact. No
-collective.
+hold. Each tensor must be a piece, or a copy of one, or be in the run state; nothing may be left over. What several
+ranks hold whole must be alike. The background thread decodes the run state before it is written, and after the commit
+reads all of this rank's segment back. What differs is an error in the log, and no commit from then on is exact.
 """
 
 import json
@@ -22,7 +21,7 @@ import torch
 from torch import nn
 
 from monitor.adapters.base import Adapter, LiveValue
-from monitor.adapters.module_tensors import dtype_name
+from monitor.adapters.module_tensors import compare_hashes, dtype_name, whole_pieces
 from monitor.context import JobContext
 from monitor.events import BackgroundFailureEvent
 from monitor.observe.units import LocalUnit
@@ -37,13 +36,14 @@ from store.schema import digest
 from store.segment import SegmentDraft, read_leaves, read_part
 from store.state_tree import Leaf
 from store.storage.local import Files
+from store.text import listed
 
 _log = logging.getLogger("driftpoint")
 
 _BLOCKS, _WIDTH = 64, 16  # of a larger piece, this many blocks of this many elements are compared with live memory
 _NAMED = 8  # differences that are logged and recorded; usually they have one cause
 
-_OF_MODEL = (WEIGHTS, FROZEN, BUFFER)
+_TENSORS = {torch.Tensor: "torch.Tensor", nn.Parameter: "torch.nn.Parameter"}
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 Outline = dict[str, tuple[str, str]]  # Path -> type (with dtype, shape, length) and digest of the value
@@ -60,10 +60,7 @@ def _outline(value: Any, name: str, out: Outline) -> None:
     kind = type(value).__name__
     if isinstance(value, torch.Tensor):
         local = _local(value)
-        known = {torch.Tensor: "torch.Tensor", nn.Parameter: "torch.nn.Parameter"}.get(
-            type(local), type(local).__name__
-        )
-        known += " that requires grad" if local.requires_grad else ""
+        known = _TENSORS.get(type(local), type(local).__name__) + (" that requires grad" if local.requires_grad else "")
         out[name] = f"{known} of {local.dtype} {tuple(local.shape)}", digest(bits_of(local).data)
     elif isinstance(value, np.ndarray | np.generic):
         out[name] = f"numpy {kind} of {value.dtype} {value.shape}", digest(np.ascontiguousarray(value).tobytes())
@@ -114,12 +111,12 @@ def unsaved(adapter: Adapter, state: Mapping[str, Any]) -> list[str]:
 
     A copy counts as the piece of its name that has the same bits, rounded as it is, else as a piece with the same bits
     that the state dicts hold nowhere else. state: as captured; ``framework`` is None on ranks that do not store it."""
-    pieces, reached, copies = adapter.held(), set[Any](), list[LiveValue]()
-    memory = {_memory_of(piece.tensor) for piece in pieces}
-    found = [text for one in adapter.live_values() for text in _unsaved(one, state, memory, reached, copies)]
-    named = {piece.fragment.fqn: piece.tensor for piece in pieces if piece.fragment.slot in _OF_MODEL}
+    pieces, tensors = adapter.held(), list[LiveValue]()
+    found = [text for one in adapter.live_values() for text in _unsaved(one, state, tensors)]
+    memory, reached = {_memory_of(piece.tensor) for piece in pieces}, {_memory_of(one.value) for one in tensors}
+    named = {name.fqn: tensor for name, tensor in pieces if name.slot in (WEIGHTS, FROZEN, BUFFER)}
     others: list[tuple[LiveValue, Sample]] = []
-    for one in copies:
+    for one in [one for one in tensors if one.value.numel() and _memory_of(one.value) not in memory]:
         own, sample = named.get(one.fqn or ""), Sample.of(one.value)
         if own is not None and Sample.of(own, one.value.dtype) == sample:
             reached.add(_memory_of(own))
@@ -132,9 +129,8 @@ def unsaved(adapter: Adapter, state: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _unsaved(
-    one: LiveValue, state: Mapping[str, Any], memory: set[Any], reached: set[Any], copies: list[LiveValue]
-) -> Iterator[str]:
+def _unsaved(one: LiveValue, state: Mapping[str, Any], tensors: list[LiveValue]) -> Iterator[str]:
+    """Yield what is not in the run state. The tensors that belong to pieces go to ``tensors``."""
     if one.stored is not None:
         if state.get(one.stored[0]) is None and one.stored[0] == "framework":
             return  # rank 0 stores it for all
@@ -145,15 +141,11 @@ def _unsaved(
             value = one.value.detach() if isinstance(one.value, torch.Tensor) else one.value  # a load fills it in place
             yield from differences(outline(value, one.name), outline(found[0], one.name))
     elif isinstance(one.value, torch.Tensor):
-        local = _local(one.value)
-        if _memory_of(local) in memory:
-            reached.add(_memory_of(local))
-        elif local.numel():
-            copies.append(replace(one, value=local))
+        tensors.append(replace(one, value=_local(one.value)))
     elif isinstance(one.value, Mapping | list | tuple):
         items = one.value.items() if isinstance(one.value, Mapping) else enumerate(one.value)
         for key, item in items:
-            yield from _unsaved(LiveValue(f"{one.name}[{key!r}]", item), state, memory, reached, copies)
+            yield from _unsaved(LiveValue(f"{one.name}[{key!r}]", item), state, tensors)
     elif one.value is not None:
         yield _is_in_no_part(one)
 
@@ -304,13 +296,10 @@ class SelfCheck:
         self.found += [one for one in found if one not in self.found]
 
     def _report(self) -> None:
-        more = len(self.found) - _NAMED
         _log.error(
             "self-check: not all of the state comes back from a save as it is, so commits from step %d on are not "
-            "exact: %s%s",
-            self.save.step,
-            "; ".join(self.found[:_NAMED]),
-            f"; and {more} more" if more > 0 else "",
+            "exact: %s",
+            *(self.save.step, listed(self.found, _NAMED, "; ")),
         )
 
 
@@ -346,8 +335,11 @@ class SelfChecker:
 
     def __init__(self, job: JobContext) -> None:
         self._job = job
-        self._sizes: Any = None  # the units of the job when they were checked last
-        self._shapes: Any = None  # of the user's objects, likewise
+        self._sizes: Any = None  # the units of the job at the last save
+        self._changed = False  # since :meth:`describe`
+        self._shapes: Any = None  # of the user's objects, when they were checked last
+        self._unequal: list[str] = []  # over the ranks, when the units changed last
+        self._seconds = 0.0  # that it took
         self._unsaved: list[str] = []
         self._described: tuple[Outline, list[str], float] | None = None
         self._current: SelfCheck | None = None
@@ -359,23 +351,39 @@ class SelfChecker:
         """What the last check found; recorded with every save that is not checked."""
         return self._differs
 
+    def compare_ranks(self) -> None:
+        """Compare what several ranks hold whole, if the units changed; else do nothing. Collective."""
+        job, hashes, began = self._job, dict[str, int](), time.perf_counter()
+        if not job.config.self_check or (self._sizes,) == (job.table.sizes,):
+            return
+        self._sizes, self._changed, self._unequal = job.table.sizes, True, []
+        try:
+            for fragment, tensor in whole_pieces(job.adapter, buffers=False) if job.group.world_size > 1 else ():
+                hashes[f"{fragment.fqn}/{fragment.slot}"] = int(digest(Sample.of(tensor).data)[:15], 16)
+        except Exception as error:  # noqa: BLE001 - of one rank, while the others are in the collective: a difference
+            self._unequal = [f"the tensors of this rank cannot be compared with those of others: {error!r}"]
+        names = compare_hashes(job.group, hashes)[1]
+        if names and job.group.rank == 0:
+            self._unequal.append(f"the ranks differ in {listed(names)}: a save holds one rank's, or parts of each")
+        self._seconds = time.perf_counter() - began
+
     def describe(self, captured: CapturedState) -> None:
         """Note the live state if a check is due. Training thread, while it stands still. captured: the run state."""
         self._described = None
-        sizes, shapes = self._job.table.sizes, [_shape_of(item) for item in captured.live["user"]]
-        if not self._job.config.self_check or (self._sizes, self._shapes) == (sizes, shapes):
+        shapes = [_shape_of(item) for item in captured.live["user"]]
+        if not self._job.config.self_check or not (self._changed or self._shapes != shapes):
             return
-        began, changed = time.perf_counter(), self._sizes != sizes
-        self._sizes, self._shapes = sizes, shapes
-        live: Outline = {}
+        began, live = time.perf_counter(), Outline()
         try:
             state = captured.whole()
             live = outline(state, "state")
-            if changed:  # alike on all ranks, in case a script's own state_dict() communicates
+            if self._changed:  # alike on all ranks, in case a script's own state_dict() communicates
                 self._unsaved = unsaved(self._job.adapter, state)
         except Exception as error:  # noqa: BLE001 - the edge to the user's own state dicts: reported, saves go on
             self._unsaved = [f"the state dicts of model and optimizer cannot be compared: {error!r}"]
-        self._described = live, [*self._unsaved], time.perf_counter() - began
+        seconds = time.perf_counter() - began + self._changed * self._seconds
+        self._described = live, [*self._unequal, *self._unsaved], seconds
+        self._changed, self._shapes = False, shapes
 
     def begin(self, save: SaveId, parts: Iterable[LocalUnit]) -> SelfCheck | None:
         """Return the check of a save that stores ``parts``, or None. Training thread, while the state stands still."""
@@ -388,9 +396,7 @@ class SelfChecker:
         except Exception as error:  # noqa: BLE001 - out of memory on one rank: reported, the save goes on
             _log.warning("self-check: the live state cannot be sampled: %r", error)
             return None
-        self._current = SelfCheck(
-            save, live, found, seconds + time.perf_counter() - began, samples, earlier=self._shown
-        )
+        self._current = SelfCheck(save, live, found, seconds + time.perf_counter() - began, samples, self._shown)
         return self._current
 
     def stop(self) -> None:
