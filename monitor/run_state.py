@@ -368,18 +368,23 @@ def _tensor_leaf(value: Any) -> Leaf | None:
     # Other subclasses (DTensor, quantized tensors) would come back as plain tensors.
     if type(value) not in (torch.Tensor, nn.Parameter) or value.layout != torch.strided:
         return None
-    host = value.detach().cpu().contiguous()
-    data = host.reshape(-1).view(torch.uint8).numpy().tobytes() if host.numel() else b""
-    return Leaf(dtype_name(host.dtype), tuple(host.shape), data)
+    like = " ".join(["parameter"] * (type(value) is nn.Parameter) + ["grad"] * value.requires_grad)
+    return Leaf(dtype_name(value.dtype), tuple(value.shape), bits_of(value).tobytes(), like=like)
+
+
+def bits_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return the bytes of a tensor's values on the host; a lazily conjugated or negated one is resolved."""
+    host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return host.as_strided((host.numel(),), (1,)).view(torch.uint8).numpy()  # one element may have any stride
 
 
 def _leaf_tensor(leaf: Leaf) -> torch.Tensor | torch.Size:
-    dtype = torch_dtype(leaf.dtype)
-    if not len(leaf.data):
-        tensor = torch.empty(leaf.shape, dtype=dtype)
-    else:
-        tensor = torch.frombuffer(bytearray(leaf.data), dtype=dtype).reshape(leaf.shape)
-    return torch.Size(tensor.tolist()) if leaf.kind == "size" else tensor
+    dtype, data = torch_dtype(leaf.dtype), bytearray(leaf.data)
+    tensor = torch.frombuffer(data, dtype=dtype).reshape(leaf.shape) if data else torch.empty(leaf.shape, dtype=dtype)
+    if leaf.kind == "size":
+        return torch.Size(tensor.tolist())
+    grad = "grad" in leaf.like
+    return nn.Parameter(tensor, grad) if "parameter" in leaf.like else tensor.requires_grad_(grad)
 
 
 def unrestored_state(saved: RunState, adapter: Adapter, generators: bool) -> list[str]:

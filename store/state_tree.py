@@ -36,6 +36,7 @@ class Leaf:
     shape: tuple[int, ...]
     data: bytes | bytearray | memoryview
     kind: str = "tensor"  # ``tensor``, ``size`` (a shape, as its numbers), ``ndarray`` or ``numpy``
+    like: str = ""  # of a tensor: ``grad`` if it requires gradients, ``parameter`` if it is one, or both
 
 
 _Path = tuple["_Path | None", Any]  # the path to the container, and the key or index there. Formatted only for messages
@@ -136,10 +137,11 @@ class Encoder:
     def _leaf(self, value: Any, path: _Path) -> Any:
         known = self.seen.get(id(value))
         if known is not None:
-            return {_TAG: self.leaves[known[1]].kind, "v": known[1]}
+            leaf = self.leaves[known[1]]
+            return {_TAG: leaf.kind, "v": known[1], **({"like": leaf.like} if leaf.like else {})}
         numpy = type(value) is np.ndarray or isinstance(value, np.generic)
-        leaf = _numpy_leaf(value) if numpy else self.to_leaf(value)
-        if leaf is None:
+        made = _numpy_leaf(value) if numpy else self.to_leaf(value)
+        if made is None:
             kind = f"{type(value).__module__}.{type(value).__qualname__}"
             plain = next((base.__name__ for base in _SUBCLASSED if isinstance(value, base)), None)
             advice = (
@@ -149,8 +151,8 @@ class Encoder:
             )
             raise UnsupportedError(f"{_format(path)} is a {kind}, which cannot be stored without pickling; {advice}")
         self.seen[id(value)] = value, len(self.leaves)
-        self.leaves.append(leaf)
-        return {_TAG: leaf.kind, "v": len(self.leaves) - 1}
+        self.leaves.append(made)
+        return self._leaf(value, path)
 
 
 def _format(path: _Path) -> str:
@@ -194,7 +196,7 @@ def _decode_tagged(
         return float(value)
     if tag in _BYTES:
         return _BYTES[tag](base64.b64decode(value, validate=True))
-    return _decode_leaf(tag, leaves[_index(value, len(leaves))], from_leaf)
+    return _decode_leaf(replace(leaves[_index(value, len(leaves))], kind=tag, like=tree.get("like", "")), from_leaf)
 
 
 def _decode_mapping(tree: dict[str, Any], items: dict[Any, Any], inner: Callable[[Any], Any]) -> Any:
@@ -209,15 +211,15 @@ def _decode_mapping(tree: dict[str, Any], items: dict[Any, Any], inner: Callable
     return decoded
 
 
-def _decode_leaf(tag: str, leaf: Leaf, from_leaf: FromLeaf) -> Any:
-    if tag in ("tensor", "size"):
-        return from_leaf(replace(leaf, kind=tag))
+def _decode_leaf(leaf: Leaf, from_leaf: FromLeaf) -> Any:
+    if leaf.kind in ("tensor", "size"):
+        return from_leaf(leaf)
     array = np.frombuffer(leaf.data, dtype=_NUMPY_TYPES[leaf.dtype]).reshape(leaf.shape).copy()
-    if tag == "ndarray":
+    if leaf.kind == "ndarray":
         return array
-    if tag == "numpy":
+    if leaf.kind == "numpy":
         return array[()]
-    raise ValueError(f"unknown tag {tag!r}")
+    raise ValueError(f"unknown tag {leaf.kind!r}")
 
 
 def _index(value: Any, count: int) -> int:

@@ -20,7 +20,7 @@ from monitor.adapters.frozen import fingerprint
 from monitor.adapters.identity import StepCache, has_usual_tree, modules_of
 from monitor.distributed import Group
 from store.errors import UnstorableError, UnsupportedError
-from store.names import BUFFER, FROZEN, Fragment
+from store.names import FROZEN, Fragment
 from store.schema import digest
 
 _TORCH_OF: dict[str, torch.dtype] = {
@@ -310,7 +310,7 @@ class RankBuffers:
 
     def __init__(self, adapter: Adapter, group: Group) -> None:
         self._adapter, self._group = adapter, group
-        self._differing: tuple[str, ...] = ()
+        self._differing: list[str] = []
         self._own: dict[str, torch.Tensor] = {}
         self._tensors: dict[str, torch.Tensor] = {}  # as noted
         self._hashes: dict[str, int] = {}
@@ -318,46 +318,54 @@ class RankBuffers:
 
     def note(self) -> int:
         """Note the buffers of this rank as they are now. Return a hash; an error is raised by :meth:`captured`."""
-        self._differing, self._own, self._error = (), {}, None
-        self._tensors, self._hashes = {}, {}
+        self._differing, self._own, self._error, self._tensors, self._hashes = [], {}, None, {}, {}
         if self._group.world_size == 1 or self._adapter.buffers_follow_rank0:
             return 0
         try:
-            self._tensors = {piece.fragment.fqn: piece.tensor for piece in whole_buffers(self._adapter)}
+            self._tensors = {piece.fragment.fqn: piece.tensor for piece in whole_pieces(self._adapter, buffers=True)}
             self._hashes = _hashes(self._tensors)
         except Exception as error:  # noqa: BLE001 - raised by captured(): the other ranks are in the collective
             self._error = error
-        return int(digest(repr(sorted(self._hashes.items())).encode())[:15], 16)
+        return _hash_of(self._hashes)
 
     def compare(self, noted: Collection[int] = ()) -> None:
         """Compare the buffers of all ranks. Collective. noted: what :meth:`note` returned on all ranks, if known."""
         if not noted:
-            every = self.note()
-            high, low = self._group.all_reduce_max([every, -every])
-            noted = (high, -low)
-        if len(set(noted)) == 1:
-            return
-        tensors, hashes = self._tensors, self._hashes
-        first: dict[str, int] = self._group.broadcast(hashes)
-        differs = [name for name in first if hashes.get(name) != first[name]]
-        anywhere = self._group.all_reduce_max([name in differs for name in first])
-        self._differing = tuple(name for name, found in zip(first, anywhere, strict=True) if found)
-        self._own = {name: tensors[name] for name in differs if name in tensors}
+            self.note()
+        own, self._differing = compare_hashes(self._group, self._hashes, noted)
+        self._own = {name: self._tensors[name] for name in own}
 
     def captured(self) -> dict[str, Any]:
         """Return the run state of the last comparison: names that differ anywhere, and this rank's own values."""
         if self._error is not None:
             raise self._error
-        return {"rank_buffers": list(self._differing), "buffers": dict(self._own)} if self._differing else {}
+        return {"rank_buffers": self._differing, "buffers": self._own} if self._differing else {}
 
 
-def whole_buffers(adapter: Adapter) -> list[Piece]:
-    """Return the pieces of persistent buffers that this rank holds whole."""
-    numels = {fqn: math.prod(info.shape) for fqn, info in adapter.tensors().items() if info.kind == "buffer"}
-    if not numels:
-        return []
-    held = [piece for piece in adapter.held() if piece.fragment.slot == BUFFER]
-    return [piece for piece in held if piece.fragment.numel == numels[piece.fragment.fqn]]
+def _hash_of(hashes: Mapping[str, int]) -> int:
+    return int(digest(repr(sorted(hashes.items())).encode())[:15], 16)
+
+
+def compare_hashes(group: Group, hashes: Mapping[str, int], noted: Collection[int] = ()) -> tuple[list[str], list[str]]:
+    """Return the names of which this rank's hash differs from rank 0's, and those of which any rank's does. Collective.
+
+    Ranks without a name do not count. noted: a hash of the ``hashes`` of each rank, if known."""
+    if not noted:
+        high, low = group.all_reduce_max([_hash_of(hashes), -_hash_of(hashes)])
+        noted = (high, -low)
+    if len(set(noted)) == 1:
+        return [], []
+    first: dict[str, int] = group.broadcast(hashes)
+    differs = [name for name in first if hashes.get(name, first[name]) != first[name]]
+    anywhere = group.all_reduce_max([name in differs for name in first])
+    return differs, [name for name, found in zip(first, anywhere, strict=True) if found]
+
+
+def whole_pieces(adapter: Adapter, *, buffers: bool) -> list[Piece]:
+    """Return the pieces of tensors that this rank holds whole: of persistent buffers, or of all others."""
+    infos = adapter.tensors().items()
+    numels = {fqn: math.prod(info.shape) for fqn, info in infos if (info.kind == "buffer") is buffers}
+    return [one for one in (adapter.held() if numels else ()) if one.fragment.numel == numels.get(one.fragment.fqn)]
 
 
 _SMALL = 1 << 16  # bytes

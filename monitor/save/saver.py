@@ -246,6 +246,7 @@ class Saver:
         self._highest_step = max(step, self._highest_step)
         save = SaveId(step, self._session.epoch)
         self._job.rank_buffers.compare(self._buffers)
+        self._checker.compare_ranks()
         staged, copying, failure = self._stage(decided, local)
         self._copies.set(copying)  # first, so that the next change completes them whatever follows here
         commit_plan = None

@@ -2,16 +2,16 @@
 shape of its state changed.
 
 While the state stands still, the training thread notes what ``state_dict()`` of model, optimizer and the user's objects
-hold. Each tensor must be the memory of a piece, or be in the run state; nothing may be left over. The background thread
-decodes the run state before it is written, and after the commit reads all of this rank's segment back. What differs is
-logged as an error and recorded with the commits from then on, which are no longer exact. No collective.
+hold. Each tensor must be a piece, or a copy of one, or be in the run state; nothing may be left over. What several
+ranks hold whole must be alike. The background thread decodes the run state before it is written, and after the commit
+reads all of this rank's segment back. What differs is an error in the log, and no commit from then on is exact.
 """
 
 import json
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -21,27 +21,29 @@ import torch
 from torch import nn
 
 from monitor.adapters.base import Adapter, LiveValue
-from monitor.adapters.module_tensors import dtype_name
+from monitor.adapters.module_tensors import compare_hashes, dtype_name, whole_pieces
 from monitor.context import JobContext
 from monitor.events import BackgroundFailureEvent
 from monitor.observe.units import LocalUnit
-from monitor.run_state import CapturedState, from_tree
+from monitor.run_state import CapturedState, bits_of, from_tree
 from monitor.save.staging import StagedUnit
 from store.encoding import encoding_named
 from store.errors import DamagedError, StorageError
 from store.fragments import FragmentReader, Source
-from store.names import Fragment, SaveId
+from store.names import BUFFER, FROZEN, WEIGHTS, Fragment, SaveId
 from store.resolve import base_key, index_bases
 from store.schema import digest
 from store.segment import SegmentDraft, read_leaves, read_part
 from store.state_tree import Leaf
 from store.storage.local import Files
+from store.text import listed
 
 _log = logging.getLogger("driftpoint")
 
 _BLOCKS, _WIDTH = 64, 16  # of a larger piece, this many blocks of this many elements are compared with live memory
 _NAMED = 8  # differences that are logged and recorded; usually they have one cause
 
+_TENSORS = {torch.Tensor: "torch.Tensor", nn.Parameter: "torch.nn.Parameter"}
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 Outline = dict[str, tuple[str, str]]  # Path -> type (with dtype, shape, length) and digest of the value
@@ -58,10 +60,8 @@ def _outline(value: Any, name: str, out: Outline) -> None:
     kind = type(value).__name__
     if isinstance(value, torch.Tensor):
         local = _local(value)
-        known = "torch.Tensor" if type(local) in (torch.Tensor, nn.Parameter) else type(local).__name__
-        bits = local.detach().cpu().contiguous().reshape(-1).view(torch.uint8) if local.numel() else None
-        hashed = "" if bits is None else digest(bits.numpy().data)
-        out[name] = f"{known} of {local.dtype} {tuple(local.shape)}", hashed
+        known = _TENSORS.get(type(local), type(local).__name__) + (" that requires grad" if local.requires_grad else "")
+        out[name] = f"{known} of {local.dtype} {tuple(local.shape)}", digest(bits_of(local).data)
     elif isinstance(value, np.ndarray | np.generic):
         out[name] = f"numpy {kind} of {value.dtype} {value.shape}", digest(np.ascontiguousarray(value).tobytes())
     elif isinstance(value, Mapping):
@@ -109,36 +109,49 @@ def differences(live: Outline, stored: Outline) -> list[str]:
 def unsaved(adapter: Adapter, state: Mapping[str, Any]) -> list[str]:
     """Return what the framework's own state dicts hold beyond the adapter's pieces and the run state.
 
-    state: as captured; ``framework`` is None on ranks that do not store it."""
-    pieces = adapter.held()
-    memory = {_memory_of(piece.tensor) for piece in pieces}
-    fqns = {piece.fragment.fqn for piece in pieces}
-    return [text for one in adapter.live_values() for text in _unsaved(one, state, memory, fqns)]
+    A copy counts as the piece of its name that has the same bits, rounded as it is, else as a piece with the same bits
+    that the state dicts hold nowhere else. state: as captured; ``framework`` is None on ranks that do not store it."""
+    pieces, tensors = adapter.held(), list[LiveValue]()
+    found = [text for one in adapter.live_values() for text in _unsaved(one, state, tensors)]
+    memory, reached = {_memory_of(piece.tensor) for piece in pieces}, {_memory_of(one.value) for one in tensors}
+    named = {name.fqn: tensor for name, tensor in pieces if name.slot in (WEIGHTS, FROZEN, BUFFER)}
+    others: list[tuple[LiveValue, Sample]] = []
+    for one in [one for one in tensors if one.value.numel() and _memory_of(one.value) not in memory]:
+        own, sample = named.get(one.fqn or ""), Sample.of(one.value)
+        if own is not None and Sample.of(own, one.value.dtype) == sample:
+            reached.add(_memory_of(own))
+        else:
+            others.append((one, sample))
+    left = Counter(Sample.of(piece.tensor) for piece in pieces if others and _memory_of(piece.tensor) not in reached)
+    for one, sample in others:
+        left[sample] -= 1
+        found += [_is_in_no_part(one)] if left[sample] < 0 else []
+    return found
 
 
-def _unsaved(one: LiveValue, state: Mapping[str, Any], memory: set[Any], fqns: set[str]) -> Iterator[str]:
+def _unsaved(one: LiveValue, state: Mapping[str, Any], tensors: list[LiveValue]) -> Iterator[str]:
+    """Yield what is not in the run state. The tensors that belong to pieces go to ``tensors``."""
     if one.stored is not None:
         if state.get(one.stored[0]) is None and one.stored[0] == "framework":
             return  # rank 0 stores it for all
         found = _at(state, one.stored)
         if found is None:
-            yield f"{one.name} is {_kind(one.value)} and is in no part of a save"
+            yield _is_in_no_part(one)
         else:
-            yield from differences(outline(one.value, one.name), outline(found[0], one.name))
+            value = one.value.detach() if isinstance(one.value, torch.Tensor) else one.value  # a load fills it in place
+            yield from differences(outline(value, one.name), outline(found[0], one.name))
     elif isinstance(one.value, torch.Tensor):
-        local = _local(one.value)
-        if local.numel() and _memory_of(local) not in memory and one.fqn not in fqns:
-            yield f"{one.name} is {_kind(one.value)} and is in no part of a save"
+        tensors.append(replace(one, value=_local(one.value)))
     elif isinstance(one.value, Mapping | list | tuple):
         items = one.value.items() if isinstance(one.value, Mapping) else enumerate(one.value)
         for key, item in items:
-            yield from _unsaved(LiveValue(f"{one.name}[{key!r}]", item), state, memory, fqns)
+            yield from _unsaved(LiveValue(f"{one.name}[{key!r}]", item), state, tensors)
     elif one.value is not None:
-        yield f"{one.name} is {_kind(one.value)} and is in no part of a save"
+        yield _is_in_no_part(one)
 
 
-def _kind(value: Any) -> str:
-    return outline(value, "")[""][0]
+def _is_in_no_part(one: LiveValue) -> str:
+    return f"{one.name} is {outline(one.value, '')[''][0]} and is in no part of a save"
 
 
 def _at(state: Any, path: Sequence[Any]) -> tuple[Any] | None:
@@ -163,15 +176,15 @@ class Sample:
     data: bytes
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> "Sample":
-        """Copy elements of a contiguous tensor to the host."""
-        values, numel = tensor.detach(), tensor.numel()
+    def of(cls, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> "Sample":
+        """Copy elements of a flattened tensor to the host. dtype: rounds them."""
+        values, numel = tensor.detach().contiguous().view(-1), tensor.numel()
         if numel > _BLOCKS * _WIDTH:
             shape, stride = (_BLOCKS - 1, _WIDTH), (_stride(numel), 1)
             blocks = values.as_strided(shape, stride, int(values.storage_offset()))
             values = torch.cat((blocks.reshape(-1), values[-_WIDTH:]))
-        data = values.cpu().view(torch.uint8).numpy().tobytes()
-        return cls(dtype_name(tensor.dtype), numel, data)
+        values = values.to(dtype or values.dtype)
+        return cls(dtype_name(values.dtype), numel, bits_of(values).tobytes())
 
     def select(self, chunks: Iterable[np.ndarray[Any, Any]]) -> bytes:
         """Return the same elements of decoded chunks."""
@@ -283,13 +296,10 @@ class SelfCheck:
         self.found += [one for one in found if one not in self.found]
 
     def _report(self) -> None:
-        more = len(self.found) - _NAMED
         _log.error(
             "self-check: not all of the state comes back from a save as it is, so commits from step %d on are not "
-            "exact: %s%s",
-            self.save.step,
-            "; ".join(self.found[:_NAMED]),
-            f"; and {more} more" if more > 0 else "",
+            "exact: %s",
+            *(self.save.step, listed(self.found, _NAMED, "; ")),
         )
 
 
@@ -325,8 +335,11 @@ class SelfChecker:
 
     def __init__(self, job: JobContext) -> None:
         self._job = job
-        self._sizes: Any = None  # the units of the job when they were checked last
-        self._shapes: Any = None  # of the user's objects, likewise
+        self._sizes: Any = None  # the units of the job at the last save
+        self._changed = False  # since :meth:`describe`
+        self._shapes: Any = None  # of the user's objects, when they were checked last
+        self._unequal: list[str] = []  # over the ranks, when the units changed last
+        self._seconds = 0.0  # that it took
         self._unsaved: list[str] = []
         self._described: tuple[Outline, list[str], float] | None = None
         self._current: SelfCheck | None = None
@@ -338,23 +351,39 @@ class SelfChecker:
         """What the last check found; recorded with every save that is not checked."""
         return self._differs
 
+    def compare_ranks(self) -> None:
+        """Compare what several ranks hold whole, if the units changed; else do nothing. Collective."""
+        job, hashes, began = self._job, dict[str, int](), time.perf_counter()
+        if not job.config.self_check or (self._sizes,) == (job.table.sizes,):
+            return
+        self._sizes, self._changed, self._unequal = job.table.sizes, True, []
+        try:
+            for fragment, tensor in whole_pieces(job.adapter, buffers=False) if job.group.world_size > 1 else ():
+                hashes[f"{fragment.fqn}/{fragment.slot}"] = int(digest(Sample.of(tensor).data)[:15], 16)
+        except Exception as error:  # noqa: BLE001 - of one rank, while the others are in the collective: a difference
+            self._unequal = [f"the tensors of this rank cannot be compared with those of others: {error!r}"]
+        names = compare_hashes(job.group, hashes)[1]
+        if names and job.group.rank == 0:
+            self._unequal.append(f"the ranks differ in {listed(names)}: a save holds one rank's, or parts of each")
+        self._seconds = time.perf_counter() - began
+
     def describe(self, captured: CapturedState) -> None:
         """Note the live state if a check is due. Training thread, while it stands still. captured: the run state."""
         self._described = None
-        sizes, shapes = self._job.table.sizes, [_shape_of(item) for item in captured.live["user"]]
-        if not self._job.config.self_check or (self._sizes, self._shapes) == (sizes, shapes):
+        shapes = [_shape_of(item) for item in captured.live["user"]]
+        if not self._job.config.self_check or not (self._changed or self._shapes != shapes):
             return
-        began, changed = time.perf_counter(), self._sizes != sizes
-        self._sizes, self._shapes = sizes, shapes
+        began, live = time.perf_counter(), Outline()
         try:
             state = captured.whole()
             live = outline(state, "state")
-            if changed:  # alike on all ranks, in case a script's own state_dict() communicates
+            if self._changed:  # alike on all ranks, in case a script's own state_dict() communicates
                 self._unsaved = unsaved(self._job.adapter, state)
         except Exception as error:  # noqa: BLE001 - the edge to the user's own state dicts: reported, saves go on
-            _log.warning("self-check: the state dicts of model and optimizer cannot be compared: %r", error)
-            return
-        self._described = live, [*self._unsaved], time.perf_counter() - began
+            self._unsaved = [f"the state dicts of model and optimizer cannot be compared: {error!r}"]
+        seconds = time.perf_counter() - began + self._changed * self._seconds
+        self._described = live, [*self._unequal, *self._unsaved], seconds
+        self._changed, self._shapes = False, shapes
 
     def begin(self, save: SaveId, parts: Iterable[LocalUnit]) -> SelfCheck | None:
         """Return the check of a save that stores ``parts``, or None. Training thread, while the state stands still."""
@@ -367,9 +396,7 @@ class SelfChecker:
         except Exception as error:  # noqa: BLE001 - out of memory on one rank: reported, the save goes on
             _log.warning("self-check: the live state cannot be sampled: %r", error)
             return None
-        self._current = SelfCheck(
-            save, live, found, seconds + time.perf_counter() - began, samples, earlier=self._shown
-        )
+        self._current = SelfCheck(save, live, found, seconds + time.perf_counter() - began, samples, self._shown)
         return self._current
 
     def stop(self) -> None:

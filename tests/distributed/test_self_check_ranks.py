@@ -1,4 +1,5 @@
-"""One rank has state that no save can hold: the job ends on all. Or state that is not saved: every commit says so."""
+"""One rank has state that no save can hold: the job ends on all. Or state that is not saved, or that is not the other
+rank's where both train one model: every commit says so."""
 
 from __future__ import annotations
 
@@ -32,4 +33,36 @@ def test_a_difference_of_one_rank_is_in_every_commit(launched: Launched, rank: i
     assert len(launched.of("manifest", scenario="left_over_on_one_rank", rank=rank)) == 2
     resumed = launched.one("resumed", scenario="left_over_on_one_rank", rank=rank)
     assert not resumed["exact"] and any("average" in problem for problem in resumed["problems"])
-    assert launched.output.count("self-check: not all of the state comes back") == 1
+    told = [line for line in launched.output.splitlines() if "self-check: not all of the state comes back" in line]
+    assert len([line for line in told if "average" in line]) == 1
+
+
+LAYER = "0.weight/fp32, 0.weight/exp_avg, 0.weight/exp_avg_sq and 3 more"
+
+
+@pytest.mark.parametrize(
+    ("scenario", "unequal"),
+    [
+        ("synchronized", {1: None, 2: None}),
+        ("unfrozen", {1: LAYER, 2: LAYER}),
+        ("unfrozen_later", {1: None, 2: LAYER, 3: LAYER}),
+        ("other_moments", {1: "1.weight/exp_avg_sq"}),
+    ],
+)
+def test_ranks_that_train_one_model_are_alike_or_no_commit_is_exact(
+    launched: Launched, scenario: str, unequal: dict[int, str | None]
+) -> None:
+    differs = {one["step"]: one["differs"] for one in launched.of("manifest", scenario=scenario, rank=0)}
+    assert differs.keys() == unequal.keys()
+    for step, names in unequal.items():
+        assert len(differs[step]) == (names is not None)
+        assert all(text.startswith(f"the ranks differ in {names}: ") for text in differs[step])
+    for rank in (0, 1):
+        found = launched.one("resumed", scenario=scenario, rank=rank)
+        assert found["exact"] is (scenario == "synchronized")
+
+
+def test_ranks_that_are_not_alike_are_told_once_a_job(launched: Launched) -> None:
+    told = [line for line in launched.output.splitlines() if "self-check: not all of the state comes back" in line]
+    assert len([line for line in told if "the ranks differ in" in line]) == 3
+    assert len(told) == 3 + 1  # and the one above

@@ -1,4 +1,4 @@
-"""Two ranks on one model, of which one has state that no save can hold, or that does not come back.
+"""Two ranks on one model, of which one has state that no save can hold, or that does not come back, or is not alike.
 
 Usage: self_check_ranks.py SPEC.json
 """
@@ -15,7 +15,10 @@ import torch
 import torch.distributed as dist
 from faults_ranks import Scenario
 from resume_jobs import Results, leave, rank, start_group
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+import monitor
 from store.names import SaveId
 
 
@@ -51,10 +54,82 @@ def left_over_on_one_rank(s: Scenario) -> None:
     other.ckpt.close()
 
 
+class Replicated:
+    """Two layers in DistributedDataParallel, which synchronizes the second alone if the first is ``frozen`` then."""
+
+    def __init__(self, s: Scenario, frozen: bool) -> None:
+        torch.manual_seed(3)
+        self.model = nn.Sequential(nn.Linear(6, 40), nn.Linear(40, 2))
+        self.model[0].requires_grad_(not frozen)
+        wrapped = DistributedDataParallel(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        settings = {"store": str(s.store), "every": 1, "metrics": {"enabled": False}}
+        self.ckpt = monitor.attach((wrapped, self.optimizer), settings)
+        self.ckpt.resume()
+        self._wrapped, self._batches = wrapped, torch.Generator().manual_seed(10 + rank())
+
+    def update(self) -> None:
+        self._wrapped(torch.randn(5, 6, generator=self._batches)).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.update()
+            self.ckpt.step()
+            self.ckpt.flush()
+
+    def end(self, s: Scenario) -> None:
+        """Record what each commit says, and what a resume of the last one says."""
+        self.ckpt.close()
+        dist.barrier()
+        for save in s.catalog().saves():
+            s.tell("manifest", step=save.step, differs=list(s.catalog().manifest(save).differs))
+        other = Replicated(s, frozen=False)
+        assert other.ckpt.certificate is not None
+        s.tell("resumed", exact=other.ckpt.certificate.exact, problems=list(other.ckpt.certificate.problems))
+        other.ckpt.close(save=False)
+
+
+def synchronized(s: Scenario) -> None:
+    job = Replicated(s, frozen=False)
+    job.steps(2)
+    job.end(s)
+
+
+def unfrozen(s: Scenario) -> None:
+    """Each rank trains the first layer on its own batches from the first step on."""
+    job = Replicated(s, frozen=True)
+    job.model[0].requires_grad_(True)
+    job.steps(2)
+    job.end(s)
+
+
+def unfrozen_later(s: Scenario) -> None:
+    """Each rank trains the first layer on its own batches once its weights were saved."""
+    job = Replicated(s, frozen=True)
+    job.steps(1)
+    job.model[0].requires_grad_(True)
+    job.steps(2)
+    job.end(s)
+
+
+def other_moments(s: Scenario) -> None:
+    """One moment of one parameter is another one on rank 1."""
+    job = Replicated(s, frozen=False)
+    job.update()
+    job.optimizer.state[job.model[1].weight]["exp_avg_sq"][0, 0] *= 1 + rank()
+    job.ckpt.step()
+    job.end(s)
+
+
+SCENARIOS = (subclass_on_one_rank, left_over_on_one_rank, synchronized, unfrozen, unfrozen_later, other_moments)
+
+
 def main(spec: Mapping[str, Any]) -> None:
     start_group(zero=False)
     results = Results(spec["results"])
-    for scenario in (subclass_on_one_rank, left_over_on_one_rank):
+    for scenario in SCENARIOS:
         scenario(Scenario(scenario.__name__, Path(spec["directory"]), results))
         dist.barrier()
     leave()

@@ -20,7 +20,8 @@ from monitor.run_state import (
     restore_rng,
     to_tree,
 )
-from store.errors import ConfigError, ModelMismatchError, UnsupportedError
+from monitor.save.self_check import outline
+from store.errors import ConfigError, DamagedError, ModelMismatchError, UnsupportedError
 
 
 def through_json(state: Any) -> Any:
@@ -86,18 +87,67 @@ def test_a_snapshot_does_not_follow_what_is_live() -> None:
         torch.tensor(2.5),
         torch.zeros(0, 4),
         torch.arange(4)[::2],
+        torch.arange(4.0)[1::4],
         torch.tensor([True, False]),
         torch.tensor([float("nan"), float("inf")]),
         torch.nn.Parameter(torch.ones(2)),
         torch.randn(2, dtype=torch.complex64),
     ],
-    ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}",
+    ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}-{tensor.stride()}",
 )
 def test_tensors_keep_dtype_shape_and_bits(tensor: torch.Tensor) -> None:
     back = through_json(tensor)
     assert back.dtype == tensor.dtype and back.shape == tensor.shape
-    flat = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (tensor, back)]
+    flat = [
+        t.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8) for t in (tensor, back)
+    ]
     assert torch.equal(*flat)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(2),
+        torch.ones(2, requires_grad=True),
+        torch.ones(2, requires_grad=True) * 2,
+        torch.nn.Parameter(torch.ones(2)),
+        torch.nn.Parameter(torch.arange(2), requires_grad=False),
+        torch.nn.Parameter(torch.zeros(0)),
+    ],
+    ids=["plain", "leaf", "result", "parameter", "frozen parameter", "empty parameter"],
+)
+def test_tensors_keep_being_parameters_and_requiring_gradients(tensor: torch.Tensor) -> None:
+    for back in (through_json(tensor), *through_json([tensor, tensor])):
+        assert type(back) is type(tensor) and back.requires_grad is tensor.requires_grad and back.is_leaf
+        assert torch.equal(back, tensor)
+
+
+@pytest.mark.parametrize("like", [5, "grad"])
+def test_a_wrong_kind_of_tensor_is_damage(like: Any) -> None:
+    tree, leaves = to_tree(torch.ones(2, dtype=torch.int64))
+    with pytest.raises(DamagedError):
+        from_tree({**tree, "like": like}, leaves)
+
+
+def test_readers_that_know_no_parameters_find_a_tensor() -> None:
+    tree, _ = to_tree([torch.nn.Parameter(torch.ones(2)), torch.ones(2)])
+    assert [(one["$"], one["v"]) for one in tree] == [("tensor", 0), ("tensor", 1)]
+    assert tree[1] == {"$": "tensor", "v": 1}  # as ever
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor([1 + 2j, 3j]).conj(),
+        torch.tensor([1 + 2j]).conj().imag,
+        torch.randn(2, 3, dtype=torch.complex64).mH,
+    ],
+    ids=["conjugated", "negated", "adjoint"],
+)
+def test_tensors_that_are_lazily_conjugated_or_negated_keep_their_values(tensor: torch.Tensor) -> None:
+    back = through_json(tensor)
+    assert torch.equal(back, tensor) and back.dtype == tensor.dtype
+    assert outline(back, "state") == outline(tensor, "state")
 
 
 def test_plain_data_keeps_its_kinds() -> None:

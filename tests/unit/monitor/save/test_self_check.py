@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,68 @@ def test_a_state_dict_of_copies_is_no_difference(store: Path, logged: pytest.Log
     job.ckpt.close()
 
 
+def hooked(change: Callable[[dict[str, Any]], dict[str, Any]], *layers: nn.Module) -> nn.Module:
+    """A model whose state dict is changed on its way out."""
+    model = nn.Sequential(*(layers or (nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))))
+
+    def hook(_: Any, state: dict[str, Any], *__: Any) -> None:
+        changed = change(dict(state))
+        state.clear()
+        state.update(changed)
+
+    model._register_state_dict_hook(hook)
+    return model
+
+
+def renamed(state: dict[str, Any]) -> dict[str, Any]:
+    return {f"net.{name}": value.clone() for name, value in state.items()}
+
+
+def test_a_state_dict_of_renamed_copies_is_no_difference(store: Path, logged: pytest.LogCaptureFixture) -> None:
+    job = Job(store, hooked(renamed))
+    job.step()
+    assert errors(logged) == [] and exact(store)
+    job.ckpt.close()
+
+
+def test_an_optimizer_whose_state_dict_copies_is_no_difference(store: Path, logged: pytest.LogCaptureFixture) -> None:
+    class Copying(torch.optim.AdamW):
+        def state_dict(self) -> dict[str, Any]:
+            return copy.deepcopy(super().state_dict())
+
+    job = Job(store, hooked(lambda state: state, nn.Linear(4, 400), nn.Linear(400, 4)), kind=Copying)
+    job.step()
+    assert errors(logged) == [] and exact(store)
+    job.ckpt.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda state: {**state, "0.weight": torch.randn(5, 4)}, "0.weight"),
+        (lambda state: {**state, "0.weight": state["0.weight"].double() + 1e-9}, "0.weight"),
+        (lambda state: {**state, "0.weight": state["0.weight"].t().contiguous()}, "0.weight"),
+        (lambda state: {**renamed(state), "net.0.weight": state["0.weight"].half()}, "net.0.weight"),
+        (lambda state: {**state, "0.kept": state["0.weight"].clone()}, "0.kept"),  # of today; who knows of tomorrow
+        (lambda state: {**renamed(state), "net.kept": torch.ones((), dtype=torch.int64)}, "net.kept"),
+    ],
+    ids=[
+        "other values",
+        "more precise",
+        "transposed",
+        "rounded under another name",
+        "a copy beside it",
+        "equal by chance",
+    ],
+)
+def test_a_state_dict_with_other_values_than_the_saved_memory(
+    store: Path, logged: pytest.LogCaptureFixture, change: Any, name: str
+) -> None:
+    require_found(
+        Job(store, hooked(change)), store, logged, f"model.state_dict()['{name}'] is ", "in no part of a save"
+    )
+
+
 class Holder:
     """A user's object with one tensor and one number."""
 
@@ -203,6 +266,40 @@ def test_a_dtype_that_is_lost(store: Path, logged: pytest.LogCaptureFixture, mon
         "comes back as torch.Tensor of torch.float32",
     )
     require_found(Job(store, state=[Holder()]), store, logged, *words)
+
+
+def test_a_parameter_that_is_lost(
+    store: Path, logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Learned(Holder):
+        def state_dict(self) -> dict[str, Any]:
+            return {"scale": nn.Parameter(torch.ones(3)), "loss": torch.ones(2, requires_grad=True)}
+
+    job = Job(store, state=[Learned()])
+    job.step()
+    assert errors(logged) == [] and exact(store)
+    job.ckpt.close()
+    kept = run_state._tensor_leaf
+    monkeypatch.setattr(run_state, "_tensor_leaf", lambda value: kept(value.detach()))
+    words = (
+        "['scale'] is torch.nn.Parameter",
+        "['loss'] is torch.Tensor that requires grad of",
+        "comes back as torch.Te",
+    )
+    require_found(Job(store.parent / "lost", state=[Learned()]), store.parent / "lost", logged, *words)
+
+
+def test_a_learned_rate_is_filled_in_place(store: Path, logged: pytest.LogCaptureFixture) -> None:
+    def kind(parameters: Any) -> Any:
+        return torch.optim.SGD(parameters, lr=nn.Parameter(torch.tensor(0.1)), foreach=False)  # type: ignore[arg-type]
+
+    job = Job(store, kind=kind)
+    job.step()
+    assert errors(logged) == [] and exact(store)
+    job.ckpt.close()
+    other = Job(store, kind=kind)
+    assert type(other.optimizer.param_groups[0]["lr"]) is nn.Parameter
+    other.ckpt.close()
 
 
 def test_values_that_are_lost(store: Path, logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,13 +453,18 @@ def test_other_ways_to_store(store: Path, logged: pytest.LogCaptureFixture, sett
     job.ckpt.close()
 
 
-def test_state_dicts_that_raise_do_not_stop_saves(store: Path, logged: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("raising", ["model", "optimizer"])
+def test_state_dicts_that_raise_do_not_stop_saves_and_are_not_exact(
+    store: Path, logged: pytest.LogCaptureFixture, raising: str
+) -> None:
     class Raising(torch.optim.SGD):
         def state_dict(self) -> dict[str, Any]:
             raise RuntimeError("not now")
 
-    job = Job(store, kind=lambda parameters: Raising(parameters, lr=0.1))
-    job.step()
-    assert exact(store) and errors(logged) == []
-    assert any("cannot be compared" in one.getMessage() for one in logged.records)
-    job.ckpt.close()
+    class RaisingModel(nn.Linear):
+        def state_dict(self, *_: Any, **__: Any) -> Any:
+            raise RuntimeError("not now")
+
+    parts = (RaisingModel(4, 4), None) if raising == "model" else (None, lambda found: Raising(found, lr=0.1))
+    require_found(Job(store, *parts), store, logged, "cannot be compared", "RuntimeError('not now')")
+    assert len(checks(logged)) == 1
