@@ -155,9 +155,7 @@ def _interval_text(config: Config) -> str:
 def _metrics_text(config: Config, metrics: Metrics) -> str:
     if not config.metrics.enabled:
         return "no metrics (metrics.enabled: false)"
-    if metrics.url is None:
-        return f"no metrics: {metrics.trouble}"
-    return f"metrics at {metrics.url}"
+    return f"no metrics: {metrics.trouble}" if metrics.url is None else f"metrics at {metrics.url}"
 
 
 def check_policy(job: JobContext, local: Mapping[Unit, LocalUnit]) -> None:

@@ -185,9 +185,7 @@ def _unversioned(one: UnitStats, first: bool) -> Choice | None:
         return Choice(RAW, "first save is full")
     if one.staleness is None:
         return Choice(RAW, "no version yet")
-    if one.changed_shape:
-        return Choice(RAW, "its set of parameters changed")
-    return None
+    return Choice(RAW, "its set of parameters changed") if one.changed_shape else None
 
 
 def _standing(one: UnitStats, step: int) -> Choice | None:

@@ -289,6 +289,4 @@ def is_exact(unit: CertifiedUnit, save: str) -> bool:
     Saves of the same step may differ: a job may have gone back, or saved the step again."""
     if is_lossy(unit.encoding) or unit.error != 0:
         return False
-    if unit.moving:
-        return unit.save == save
-    return not unit.fallback and unit.drift == 0
+    return unit.save == save if unit.moving else not unit.fallback and unit.drift == 0

@@ -264,9 +264,7 @@ def _seconds(facts: Facts, steps: float | None, made: float | None) -> float | N
     job_status = facts.current
     if steps is not None and job_status is not None and job_status.step_seconds is not None:
         return steps * job_status.step_seconds
-    if made is not None and facts.running:
-        return max(0.0, facts.now - made)
-    return None
+    return max(0.0, facts.now - made) if made is not None and facts.running else None
 
 
 def check_loss(facts: Facts) -> Check:

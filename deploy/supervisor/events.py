@@ -173,6 +173,4 @@ class SupervisorMetrics(ProcessMetrics):
 
 
 def _end(code: int) -> str:
-    if code < 0:
-        return "killed"
-    return {OK: "done", PREEMPTED: "preempted"}.get(code, "failed")
+    return "killed" if code < 0 else {OK: "done", PREEMPTED: "preempted"}.get(code, "failed")

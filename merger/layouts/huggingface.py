@@ -299,9 +299,7 @@ def model_files(files: Path, dtype: str | None) -> list[OutFile]:
 
 def read_config(files: Path | None) -> Mapping[str, Any] | None:
     """Return ``config.json`` of a folder, None if there is none. MergeError if it is not a JSON object."""
-    if files is None or not (files / CONFIG).is_file():
-        return None
-    return read_json(files / CONFIG)
+    return None if files is None or not (files / CONFIG).is_file() else read_json(files / CONFIG)
 
 
 def read_json(path: Path) -> dict[str, Any]:

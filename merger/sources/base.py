@@ -147,9 +147,7 @@ def read_values(nest: Any) -> Any:
         return nest.read()
     if isinstance(nest, Mapping):
         return {key: read_values(item) for key, item in nest.items()}
-    if type(nest) in (list, tuple, set):
-        return type(nest)(read_values(item) for item in nest)
-    return nest
+    return type(nest)(read_values(item) for item in nest) if type(nest) in (list, tuple, set) else nest
 
 
 @dataclass(frozen=True)

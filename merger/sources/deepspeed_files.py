@@ -239,9 +239,7 @@ def comparable(value: Any) -> Any:
         return type(value).__name__, attributes(value)
     if isinstance(value, dict):
         return {key: comparable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [comparable(item) for item in value]
-    return value
+    return [comparable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def step_problems(model: Nest, optimizer: str, steps: Iterable[float | None]) -> list[str]:

@@ -138,9 +138,7 @@ def _common_scalars(files: RankFiles, index: int) -> dict[str, Any]:
     """Return the scalars of a sub-group, which only ZeRO-3 keeps together: there is no ``step.pt``."""
     base = files.optims[0].get("optimizer_state_dict")
     states = None if base is None else base.get("state")
-    if states is None or index not in states.mapping():
-        return {}
-    return scalars_of(states.at(index))
+    return {} if states is None or index not in states.mapping() else scalars_of(states.at(index))
 
 
 def _parameter(

@@ -187,9 +187,7 @@ def _like(live: Any, value: Any) -> Any:
             return live.copy_(torch.as_tensor(value))
     if isinstance(value, torch.Tensor):
         return value.clone()
-    if isinstance(live, tuple) and isinstance(value, list):
-        return tuple(value)
-    return copy.deepcopy(value)
+    return tuple(value) if isinstance(live, tuple) and isinstance(value, list) else copy.deepcopy(value)
 
 
 def slots_of(state: Mapping[str, Any], parameter: torch.Tensor) -> list[str]:
