@@ -425,8 +425,7 @@ class Saver:
 
         Out of memory, for example, on one rank: raised here, it would leave the others waiting in a collective. The
         save fails instead, as it does where a rank cannot write."""
-        staged: list[StagedUnit] = []
-        copying = AsyncCopy()
+        staged, copying = list[StagedUnit](), AsyncCopy()
         try:
             for unit, choice in decided.saved.items():
                 if unit in local:
