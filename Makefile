@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup check format settings docs test test-all test-fast demo bench peers clean
+.PHONY: help setup check format settings docs test test-all test-fast demo bench peers gpu gpu-wheels clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
@@ -59,5 +59,21 @@ bench: $(READY) ## the benchmarks, each against its goal
 peers: $(READY) ## others beside Driftpoint, each in an environment of its own; writes docs/benchmarks/peers.md
 	$(BIN)/python benchmarks/peers.py --page docs/benchmarks/peers.md
 
+# On such a machine there is no .venv: the Python that has torch is the machine's own.
+gpu: ## on a machine with a GPU: prove and measure the CUDA paths, in nine minutes, without a network
+	$(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py --json gpu.json $(GPU)
+
+gpu-wheels: $(READY) ## on a machine with a network: fill .gpu-wheels, which `make gpu` installs; under 60 MiB
+	rm -rf .gpu-wheels
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --dest .gpu-wheels --constraint constraints.txt \
+	    --no-deps --only-binary=:all: --implementation cp --python-version 3.12 \
+	    $(foreach glibc,2_5 2_12 2_17 2_24 2_26 2_27 2_28 2_34,--platform manylinux_$(glibc)_x86_64) \
+	    --platform manylinux2014_x86_64 --platform manylinux2010_x86_64 --platform manylinux1_x86_64 \
+	    --requirement benchmarks/gpu-wheels.txt
+	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --wheel-dir .gpu-wheels --constraint constraints.txt \
+	    --no-deps deepspeed
+	@du -sh --apparent-size .gpu-wheels
+	@test $$(du -sm --apparent-size .gpu-wheels | cut -f1) -le 60
+
 clean: ## remove the environment and what demos and tests left
-	rm -rf $(VENV) .venv-peers site demo-output driftpoint-checkpoints .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-peers .gpu-wheels .gpu-site gpu.json site demo-output driftpoint-checkpoints .mypy_cache .ruff_cache .pytest_cache .hypothesis

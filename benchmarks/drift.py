@@ -1,6 +1,6 @@
 """What measuring drift costs and how well the sketch measures it.
 
-    python benchmarks/drift.py [--layers 8] [--rounds 3] [--json FILE]
+    python benchmarks/drift.py [--layers 8] [--rounds 3] [--device cpu] [--json FILE]
 
 Three parts, each side by side in one run:
 
@@ -46,24 +46,32 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="of 10 steps and a pass")
     parser.add_argument("--tokens", type=int, default=2048, help="in a batch")
     parser.add_argument("--seeds", type=int, default=60)
+    parser.add_argument("--device", default="cpu", help="of the training; the speed of one thread is a CPU's")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     torch.manual_seed(0)
-    figures = training(options.layers, options.rounds, options.tokens)
+    figures = training(options.layers, options.rounds, options.tokens, options.device)
     torch.set_num_threads(1)
-    figures += speed()
+    figures += speed() if options.device == "cpu" else []
     figures += accuracy(options.seeds)
     return report("measuring drift", figures, options.json)
 
 
 def clock(job: Callable[[], object], now: Callable[[], float] = time.perf_counter) -> float:
+    wait_for_device()
     began = now()
     job()
+    wait_for_device()
     return now() - began
 
 
-def training(layers: int, rounds: int, tokens: int) -> list[Figure]:
-    trainer = Trainer(layers, tokens)
+def wait_for_device() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def training(layers: int, rounds: int, tokens: int, device: str) -> list[Figure]:
+    trainer = Trainer(layers, tokens, device)
     trainer.steps(2)
     sketch, exact = SketchMeter(WIDTH), ExactMeter()
     for unit, pieces in trainer.state().items():
@@ -88,7 +96,7 @@ def training(layers: int, rounds: int, tokens: int) -> list[Figure]:
 class Trainer:
     """A Llama that learns Python from its standard library, byte by byte."""
 
-    def __init__(self, layers: int, tokens: int) -> None:
+    def __init__(self, layers: int, tokens: int, device: str) -> None:
         config = LlamaConfig(
             vocab_size=256,
             hidden_size=384,
@@ -97,7 +105,8 @@ class Trainer:
             num_attention_heads=6,
             num_key_value_heads=6,
         )
-        self.model = LlamaForCausalLM(config)
+        self.device = device
+        self.model = LlamaForCausalLM(config).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4)
         self.batch = tokens // 256
         sources = sorted(Path(ast.__file__).parent.glob("*.py"))
@@ -106,7 +115,7 @@ class Trainer:
     def steps(self, count: int) -> None:
         for _ in range(count):
             starts = torch.randint(len(self.text) - 256, (self.batch,)).tolist()
-            batch = torch.stack([self.text[start : start + 256] for start in starts])
+            batch = torch.stack([self.text[start : start + 256] for start in starts]).to(self.device)
             loss = self.model(input_ids=batch, labels=batch).loss
             self.optimizer.zero_grad()
             loss.backward()

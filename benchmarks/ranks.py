@@ -17,9 +17,9 @@ HERE = Path(__file__).resolve().parent
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
 
 
-def torchrun(worker: str, arguments: Sequence[str], out: Path) -> Any:
-    """Two ranks of ``worker``, to their end; what they wrote to ``out``, which is given to them as ``--out``."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+def torchrun(worker: str, arguments: Sequence[str], out: Path, count: int = 2) -> Any:
+    """``count`` ranks of ``worker``, to their end; what they wrote to ``out``, which is given to them as ``--out``."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
     command += [str(HERE / worker), *arguments, f"--out={out}"]
     subprocess.run(command, check=True, env={**os.environ, **ENVIRONMENT})
     return json.loads(out.read_text())

@@ -3,7 +3,7 @@
 Against ``engine.save_checkpoint`` and DCP ``async_save`` (its default stager and its best), on the same state of
 the same engine, taken in turns within one run. Two ranks, gloo, CPU or whatever DeepSpeed's accelerator is.
 
-    python benchmarks/save.py [--stages 2 3] [--rounds 4] [--layers 12] [--rows 2] [--json FILE]
+    python benchmarks/save.py [--stages 2 3] [--ranks 2] [--rounds 4] [--layers 12] [--rows 2] [--json FILE]
 
 The floor of a stall is one copy of the state in memory; the floor of the time to durable is an fsync'ed write of
 the same bytes. Both are measured here too. Lazy copies, of saves and of versions in memory, are measured beside a short
@@ -29,6 +29,7 @@ from benchmarks.ranks import torchrun
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3])
+    parser.add_argument("--ranks", type=int, default=2, help="each needs a device of its own, unless that is a CPU")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--layers", type=int, default=12, help="12 make 110 million parameters")
     parser.add_argument(
@@ -45,8 +46,10 @@ def main() -> int:
         ):
             arguments = [f"--{name}={getattr(options, name)}" for name in ("rounds", "layers", "rows")]
             arguments += [f"--stage={stage}", f"--folder={folder}", f"--shared={shared}"]
-            figures += _figures(stage, torchrun("save_worker.py", arguments, Path(folder) / "result.json"))
-    return report("cost of a full-state save, two ranks", figures, options.json)
+            figures += _figures(
+                stage, torchrun("save_worker.py", arguments, Path(folder) / "result.json", options.ranks)
+            )
+    return report(f"cost of a full-state save, {options.ranks} ranks", figures, options.json)
 
 
 def _figures(stage: int, seen: dict[str, list[float]]) -> list[Figure]:

@@ -178,8 +178,7 @@ def store_status(catalog: Catalog, root: Path, *, counted: bool = True) -> Store
     Reads again if a running job pruned commits meanwhile, so that these are not reported as damage.
     """
     for _ in range(_TRIES):
-        before = catalog.saves()
-        found = _read_status(catalog, root, counted=counted)
+        before, found = catalog.saves(), _read_status(catalog, root, counted=counted)
         if not found.problems or catalog.saves() == before:
             break
         catalog.forget()
@@ -189,10 +188,8 @@ def store_status(catalog: Catalog, root: Path, *, counted: bool = True) -> Store
 def _read_status(catalog: Catalog, root: Path, *, counted: bool) -> StoreStatus:
     problems: list[str] = []
     resume, resumed, certificate = _resume(catalog, problems)
-    newest = _newest_readable(catalog, problems)
-    epoch = newest_epoch(catalog.files)
-    suspects = catalog.suspects().saves
-    saves = tuple(catalog.saves())
+    newest, epoch = _newest_readable(catalog, problems), newest_epoch(catalog.files)
+    suspects, saves = catalog.suspects().saves, tuple(catalog.saves())
     return StoreStatus(
         root=root.absolute(),
         store_id=catalog.store_id,

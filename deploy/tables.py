@@ -39,8 +39,7 @@ def print_layers(console: Console, units: Sequence[CertifiedUnit]) -> None:
 
     Slots that do not fit side by side are printed in further tables, each with the layers that have them.
     """
-    by_row = _by_row(units)
-    widths = _widths(units)
+    by_row, widths = _by_row(units), _widths(units)
     name_width = max((len(name) for name, _, _ in by_row), default=0)
     source_width = _source_width(units)
     room = console.width - _BYTES_WIDTH - _GAP - (source_width + _GAP if source_width else 0)

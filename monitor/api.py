@@ -36,7 +36,7 @@ from monitor.telemetry.trace import TracedJob, TraceRecorder, plain
 from policies.builtin import Observe
 from policies.conformance import check_before_training
 from store.encoding import encoding_named
-from store.errors import ConfigError
+from store.errors import ConfigError, UnsupportedError
 from store.location import is_url, mount_of, place_of
 from store.names import Unit
 
@@ -248,8 +248,7 @@ def _open(
     job: JobContext, metrics: Metrics, budget_tracker: BudgetTracker, local: Mapping[Unit, LocalUnit], *, unset: bool
 ) -> Checkpointer:
     """Open the store, or create it, and make the checkpointer. unset: see :func:`startup_message`. Collective."""
-    group = job.group
-    settings = job.config
+    group, settings = job.group, job.config
     options = settings.s3.options()
     if job.observing:
         opened, catalog = None, open_existing_store(settings.store_path, group, options)
@@ -277,13 +276,20 @@ def _build_job(
     group: Group,
     steps: Callable[[], int] | None,
 ) -> tuple[JobContext, Metrics, BudgetTracker]:
-    settings = load_config(config)
-    adapter = adapter_for(target)
+    settings, adapter = load_config(config), adapter_for(target)
     if settings.frozen == "skip":
         adapter = cast("Adapter", SkipFrozenAdapter(adapter))
     user = UserState(state)
     with adapter.cache_lookups():
-        to_tree(capture_run_state(adapter, user, rank=0).whole())  # raises now if something cannot be stored
+        state = capture_run_state(adapter, user, rank=0).whole()
+        to_tree(state)  # raises now if something cannot be stored
+        if any(group["hyper"].get("capturable") for group in state["framework"]["param_groups"]):
+            if settings.staging == "lazy":
+                raise UnsupportedError(
+                    "the optimizer is capturable: a CUDA graph may replay its steps without a call that could wait for "
+                    "the copies of `staging: lazy`. Set `staging: auto`, or capturable=False"
+                )
+            settings = settings.model_copy(update={"staging": "eager"})
         layers = find_layers(
             adapter.module, list(adapter.tensors()), experts=settings.layers.experts, patterns=settings.layers.patterns
         )

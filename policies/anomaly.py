@@ -141,7 +141,6 @@ class DriftAnomalyDetector:
 
 def _medians(values: Floats, counts: Sequence[int] | Rows) -> Floats:
     """Return the median of each row's ``counts`` finite values; +inf if there are none."""
-    ordered = np.sort(values, axis=1)
-    held = np.clip(counts, 1, WINDOW)
+    ordered, held = np.sort(values, axis=1), np.clip(counts, 1, WINDOW)
     at = np.arange(len(ordered))
     return np.asarray((ordered[at, (held - 1) // 2] + ordered[at, held // 2]) / 2)

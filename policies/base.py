@@ -116,12 +116,10 @@ class Policy(Protocol):
     @property
     def name(self) -> str:
         """Name in manifests, metrics and logs: short, and not that of a built-in policy."""
-        ...
 
     @property
     def needs_drift(self) -> bool:
         """Whether :meth:`select` reads ``drift``. If False, drift is measured beside the save instead of before it."""
-        ...
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
         """Decide about every unit. Called on rank 0 in the training thread, so training waits for it.
@@ -137,7 +135,6 @@ class Policy(Protocol):
         Returns:
             A decision with exactly one choice, with a reason, for each unit in ``stats``.
         """
-        ...
 
 
 def nonfinite_slots(stats: Sequence[UnitStats]) -> Mapping[str, tuple[str, ...]]:

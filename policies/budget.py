@@ -53,8 +53,7 @@ def scales(stats: Sequence[UnitStats], lags: Mapping[str, float]) -> Mapping[str
     usual = math.fsum(paces.values()) / len(paces) if paces else 1.0
     made: dict[str, dict[str, float]] = {}
     for one in stats:
-        pace = paces.get(one.unit.layer, usual)
-        lag = lags.get(one.unit.slot, LAG)
+        pace, lag = paces.get(one.unit.layer, usual), lags.get(one.unit.slot, LAG)
         made.setdefault(one.unit.layer, {})[one.unit.slot] = 1.0 if one.unit.slot == WEIGHTS else lag * lag * pace
     return MappingProxyType(made)
 

@@ -132,8 +132,7 @@ class Prior:
         of shape 1 + interruptions and rate b_k + gpu_hours, and its weight is multiplied by the probability of the
         observations (Gelman et al., *Bayesian Data Analysis*, 3rd edition, 2.6). The mean over all kinds is
         returned."""
-        seen = interruptions + 1
-        hours = [self._hours(kind) for kind in range(_KINDS)]
+        seen, hours = interruptions + 1, [self._hours(kind) for kind in range(_KINDS)]
         logs = [
             -kind * math.log(_RARER) + math.log(mean) - seen * math.log(mean + gpu_hours)
             for kind, mean in enumerate(hours)

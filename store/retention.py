@@ -155,8 +155,7 @@ def plan_prune(
         ended: Whether the job of ``epoch`` has ended for certain, so that no save is in progress.
     """
     epoch = newest_epoch(catalog.files) if epoch is None else epoch
-    files = catalog.files
-    commits = _survey(catalog)
+    files, commits = catalog.files, _survey(catalog)
     folders = {name: layout.parse_save_dir(name) for name in list_or_empty(files, layout.SEGMENTS)}
     unrecognised = [f"{layout.SEGMENTS}/{name}" for name, group in folders.items() if group is None]
     known = layout.TOP_LEVEL | layout.FOREIGN
@@ -320,8 +319,7 @@ def _remove(files: Files, path: str, plan: PrunePlan) -> None:
 
 def _survey(catalog: Catalog) -> CommitSurvey:
     """Read what is new in ``manifests/`` since the last survey, and forget what is gone."""
-    names = catalog.manifest_names()
-    last = catalog.survey
+    names, last = catalog.manifest_names(), catalog.survey
     if last is not None and last.names == names and not (last.unreadable or last.refused):
         return last
     readable, unreadable, refused = {}, [], ""

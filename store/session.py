@@ -181,8 +181,7 @@ def count_incarnations(catalog: Catalog) -> IncarnationCount:
     newest = _newest(catalog.files)
     if newest is None or newest.incarnation is None:
         return IncarnationCount()
-    last = newest.incarnation
-    closed = _closed(catalog, newest.epoch)
+    last, closed = newest.incarnation, _closed(catalog, newest.epoch)
     seconds = closed.seconds if closed is not None else _seconds(catalog, last, newest.epoch)
     if seconds is None:
         return IncarnationCount(last.interruptions, last.rank_seconds)

@@ -125,8 +125,7 @@ def _select_tiers(base: Path, store: str | None, *, everything: bool) -> list[Ti
     there = tiers(base)
     if store is None:
         return there
-    store_id = store
-    place = place_of(store)
+    store_id, place = store, place_of(store)
     if is_url(place) or place.is_dir():
         try:
             store_id = open_catalog(files_at(place)).store_id

@@ -80,8 +80,7 @@ def prune_store(root: Path, retention: Retention, *, dry_run: bool, minimum: boo
     """Prune the store at ``root``; with ``minimum`` to as few commits as may stay.
 
     Raises StoreInUseError first if a job uses it."""
-    catalog = open_store(root)
-    in_use_by = lock_owner(root)
+    catalog, in_use_by = open_store(root), lock_owner(root)
     with ExitStack() as held:
         if not dry_run and not is_url(root):
             held.callback(StoreLock(root, wait_seconds=0).release)

@@ -108,8 +108,7 @@ def _top_json(facts: "Facts") -> dict[str, Any]:
     from deploy.health.checks import judge
     from deploy.top.view import layer_rows, moving_slots
 
-    verdict = judge(facts)
-    rows = layer_rows(facts, moving_slots(facts))
+    verdict, rows = judge(facts), layer_rows(facts, moving_slots(facts))
     return {
         "level": verdict.level,
         "verdict": verdict.sentence,

@@ -144,8 +144,7 @@ def _look_at(catalog: Catalog, save: SaveId) -> Shown:
 
 
 def _whole(catalog: Catalog, resolution: Resolution, problems: tuple[str, ...]) -> Shown:
-    onward = resume_step(catalog, resolution)
-    manifest = resolution.manifest
+    onward, manifest = resume_step(catalog, resolution), resolution.manifest
     return Shown(manifest, certify_stored(resolution), True, True, problems, onward, _suspect(catalog, manifest.save))
 
 

@@ -70,8 +70,7 @@ def probe_in(place: Path) -> Probe[LocalFiles]:
 
 
 def _writes(probe: Probe[LocalFiles], place: Path, plan: Plan) -> Iterator[Finding]:
-    first = probe.name()
-    began = time.time()
+    first, began = probe.name(), time.time()
     _written(probe, first)
     yield clock("the filesystem's", began, (place / first).stat().st_mtime, _SYNCHRONISE)
     broken = [text for text in (check(probe, first) for check in _PROMISES) if text is not None]

@@ -121,8 +121,7 @@ def check_disk(facts: Facts) -> Check:
     disk, name = facts.disk, "Disk"
     if disk is None:
         return Check(name, "plain", "unknown")
-    text = f"{size_text(disk.free)} free"
-    need = full_bytes(facts)
+    text, need = f"{size_text(disk.free)} free", full_bytes(facts)
     if disk.files is not None and disk.files < 1000:
         text = f"only {plural(disk.files, 'file')} can be created"
         return Check(name, "bad", text, "few inodes left", "remove small files")
@@ -231,8 +230,7 @@ def loss_of_node(facts: Facts) -> Loss:
 
 def loss_of_process(facts: Facts) -> Loss:
     """Return the loss if only the processes fail and restart on this node, so that newer snapshots remain."""
-    stored = loss_of_node(facts)
-    save = in_memory_versions(facts)
+    stored, save = loss_of_node(facts), in_memory_versions(facts)
     if save is None:
         return stored
     steps = None if stored.at is None else max(0.0, stored.at - save.step)

@@ -222,8 +222,7 @@ class _Reader:
         if self._full_waits:
             totals.full_stall, totals.full_seen = totals.saves * median(self._full_waits), len(self._full_waits)
         order = sorted(self._rows, key=self._order.__getitem__)
-        places = [self._rows[unit] for unit in order]
-        bins = self._bins
+        places, bins = [self._rows[unit] for unit in order], self._bins
         bins.rows(len(self._rows))
         bins.pick(places)
         return History(
@@ -281,8 +280,7 @@ class _Reader:
         if line.saved:
             self._begun = (line.step, number)
             self._saved = frozenset(line.saved)
-        stall = line.stall + line.copy_wait
-        held = self._bins.columns[column]
+        stall, held = line.stall + line.copy_wait, self._bins.columns[column]
         held.stall += stall
         held.longest = max(held.longest, stall)
         totals = self._totals

@@ -251,8 +251,7 @@ def simulated(
     ``speeds``: ``storage_gbps`` and ``copy_gbps``, instead of the recorded speeds.
     """
     run = run_of(trace)
-    costs = _costs(run, speeds or {})
-    recorded = plans.recorded_settings(run)
+    costs, recorded = _costs(run, speeds or {}), plans.recorded_settings(run)
     wanted = [plans.requests_for(text, recorded) for text in policies] or ([] if limits else _by_default(run))
     found = simulate(trace, run, wanted, terms, costs)
     if limits is None:

@@ -131,8 +131,7 @@ def _limit(history: RestartHistory, limits: Limits) -> GiveUp | None:
 def _again(
     history: RestartHistory, attempt: Attempt, limits: Limits, draw: Callable[[], float]
 ) -> tuple[RestartHistory, Restart | GiveUp]:
-    seconds = backoff(history.in_a_row, limits, draw)
-    suspect = history.suspected
+    seconds, suspect = backoff(history.in_a_row, limits, draw), history.suspected
     if history.deaths < SUSPECT_AFTER or attempt.after.instead is None or suspect is None:
         return history, Restart(seconds)
     marked = replace(history, suspected=None, deaths=0, marked=(*history.marked, suspect))

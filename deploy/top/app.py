@@ -58,8 +58,7 @@ class FactsReader:
 
     def _open(self) -> Catalog:
         """Return the catalog, with what was read before if it is still the same store."""
-        found = open_store(self._root)
-        known = self._catalog
+        found, known = open_store(self._root), self._catalog
         if known is not None and known.record == found.record and time.monotonic() - self._read_at <= _REREAD_AFTER:
             return known
         self._catalog, self._status, self._read_at = found, None, time.monotonic()
@@ -123,8 +122,7 @@ def run(console: Console, reader: FactsReader, interval: float) -> Facts | None:
                 freshness = Freshness(poll.trouble, time.monotonic() - poll.at, max(15.0, 3 * interval, 5 * poll.took))
                 state = (poll, console.size, freshness.stale and int(freshness.age))
                 if state != drawn:
-                    drawn = state
-                    waiting = Text(poll.trouble or "Reading the store …")
+                    drawn, waiting = state, Text(poll.trouble or "Reading the store …")
                     live.update(waiting if poll.facts is None else Dashboard(poll.facts, freshness), refresh=True)
                 time.sleep(_TICK)
             raise poller.error

@@ -153,8 +153,7 @@ class Dashboard:
 
 
 def _title(facts: Facts, verdict: Verdict, freshness: Freshness, width: int) -> list[RenderableType]:
-    now = f"{clock(facts.now)[11:]} UTC"
-    line = Table.grid(expand=True)
+    now, line = f"{clock(facts.now)[11:]} UTC", Table.grid(expand=True)
     line.add_column(no_wrap=True)
     line.add_column(no_wrap=True, justify="right")
     line.add_row(Text(tail(printable(str(facts.root)), max(1, width - len(now) - 3)), "bold"), Text(now, "dim"))

@@ -113,24 +113,19 @@ class Container(Protocol):
 
     def make(self, path: Path) -> tuple[Hole, ...]:
         """Create the file at its full size with everything but the holes. OSError passes through."""
-        ...
 
     def seal(self, path: Path, checksums: Mapping[int, int]) -> None:
         """Write the bytes that depend on the tensors. ``checksums``: CRC-32 of each hole by offset."""
-        ...
 
     def check(self, path: Path) -> None:
         """Read back what :meth:`make` wrote; MergeError if it differs. Tensors are checked elsewhere."""
-        ...
 
     def tensors(self) -> Iterable[PlannedTensor]:
         """Return every planned tensor of the file, once."""
-        ...
 
     @property
     def nbytes(self) -> int:
         """Approximate size of the file in bytes, for planning."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -124,8 +124,7 @@ def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: 
         OutputError: the system refused to write.
         UsageError: a value that must stay finite does not.
     """
-    result = TransferResult({}, {})
-    lock = threading.Lock()
+    result, lock = TransferResult({}, {}), threading.Lock()
 
     def move(block: Block, stop: threading.Event) -> None:
         def report(count: int) -> None:

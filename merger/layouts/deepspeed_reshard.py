@@ -288,8 +288,7 @@ def common_step(checkpoint: Checkpoint, fqns: Iterable[str]) -> Any:
 
     If they differ, it is the newest that any of them has in the run state's run.
     """
-    fqns = list(fqns)
-    scalars = checkpoint.framework_state["scalars"]
+    fqns, scalars = list(fqns), checkpoint.framework_state["scalars"]
     own = [scalars[fqn][STEP] for fqn in fqns if STEP in scalars.get(fqn, {})]
     run = [checkpoint.run_steps[fqn] for fqn in fqns if fqn in checkpoint.run_steps]
     several = len({float(step) for step in own}) > 1

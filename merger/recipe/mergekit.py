@@ -157,8 +157,7 @@ class _Translation:
 
     def weights(self, key: str, default: int) -> Iterator[Rule]:
         """Yield the rules for layers before or after the blocks; by default of the first or last slice's source."""
-        given = self.file.values.get(key)
-        where = f"{key} ({self.file.at((key,))})"
+        given, where = self.file.values.get(key), f"{key} ({self.file.at((key,))})"
         named = isinstance(given, str) or (isinstance(given, Mapping) and set(given) <= {"model", "source", "sources"})
         if given is None or named:  # one model for all of them
             source = self._model((key,), given) if named else self._of_slices[default]
@@ -222,8 +221,7 @@ class _Translation:
     def _slice_source(self, loc: Loc, entry: Any, slices: int) -> tuple[str, int, int | None]:
         given = self._mapping(loc, entry, ("model", "layer_range", "parameters"))
         require_neutral(self.file, (*loc, "parameters"), given.get("parameters"))
-        source = self._model(loc, given)
-        bounds = given.get("layer_range")
+        source, bounds = self._model(loc, given), given.get("layer_range")
         if bounds is None and slices == 1:
             return source, 0, None
         found = bounds if isinstance(bounds, list) and all(type(one) is int for one in bounds) else []

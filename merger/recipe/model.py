@@ -166,7 +166,6 @@ class Selection(Protocol):
 
     def fqns(self, model: Model, /) -> list[str]:
         """Return the tensors selected. ConfigError if the model has no such part."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -45,8 +45,7 @@ class OpenSource:
 
     def part(self, flaws: Set[Damage]) -> Part:
         """Return the checkpoint meant. UsageError for a step that does not exist; raises what the source raises."""
-        checkpoint = self._checkpoint(flaws)
-        place = str(self.path.resolve())
+        checkpoint, place = self._checkpoint(flaws), str(self.path.resolve())
         # A save's name identifies a version within a store; a foreign checkpoint is comparable only to itself.
         return Part(checkpoint, place if self.source.kind == "store" else f"{place}#{checkpoint.origin}")
 

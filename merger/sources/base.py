@@ -36,11 +36,9 @@ class Source(Protocol):
             MergeError: the checkpoint does not exist; the message names those that do.
             DamagedError, NothingToResumeError: it cannot be read; there is none.
         """
-        ...
 
     def steps(self) -> tuple[int, ...]:
         """Return the steps of all checkpoints, newest first."""
-        ...
 
 
 def read_name(folder: Path, file: str) -> str | None:
@@ -128,8 +126,7 @@ class FileTensor:
         out = torch.empty(self.shape, dtype=dtype)
         if not self.numel:
             return out
-        data = read_block(self.block)
-        size = self.numel * dtype.itemsize
+        data, size = read_block(self.block), self.numel * dtype.itemsize
         memory_of(out)[:] = memoryview(data)[self.offset : self.offset + size]
         return out
 

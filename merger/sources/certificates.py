@@ -86,8 +86,7 @@ def apply_merge_certificates(checkpoint: Checkpoint, files: RankFiles) -> Checkp
             rows += [] if claim is None else claim.units
         if claim is not None and claim.unvouched:  # a merge does not make up for what its source does not prove
             unvouched = frozenset(checkpoint.index.names())
-    states = checkpoint.run_states
-    stale = _stale(checkpoint, files)
+    states, stale = checkpoint.run_states, _stale(checkpoint, files)
     if stale is not None:
         states = {}
         problems.append(stale)

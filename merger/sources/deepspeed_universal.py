@@ -71,8 +71,7 @@ class UniversalSource(DeepSpeedSource):
 
 def _read_optimizer(files: RankFiles) -> OptimizerContents:
     shapes, state = param_shapes(files.model), files.optims[0]
-    own = state.get("driftpoint")
-    groups = base_groups(state)
+    own, groups = state.get("driftpoint"), base_groups(state)
     indices = sorted(index for members, _ in groups for index in members)
     if indices != list(range(len(shapes))):
         raise MergeError(

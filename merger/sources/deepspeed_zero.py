@@ -189,8 +189,7 @@ def read_zero12(files: RankFiles) -> OptimizerContents:
     """Read the optimizer files of ZeRO-1/2. MergeError, UnsupportedError, DamagedError."""
     bases = [_base(optim) for optim in files.optims]
     require_same_groups(bases)
-    hyper = base_groups(bases[0])
-    shapes = param_shapes(files.model)
+    hyper, shapes = base_groups(bases[0]), param_shapes(files.model)
     if [indices for indices, _ in hyper] != [[i] for i in range(len(shapes))]:
         raise MergeError(
             f"{bases[0].where} has {len(hyper)} param groups, but {files.model.where} has {len(shapes)}; name another "
@@ -363,8 +362,7 @@ def read_zero3(files: RankFiles) -> OptimizerContents:
     _refuse_variants(files)
     bases = [optim.at("optimizer_state_dict") for optim in files.optims]
     require_same_groups(bases)
-    hyper = base_groups(bases[0])
-    shapes = param_shapes(files.model)
+    hyper, shapes = base_groups(bases[0]), param_shapes(files.model)
     home = {index: group for group, (indices, _) in enumerate(hyper) for index in indices}
     if sorted(home) != list(range(len(shapes))):
         raise MergeError(

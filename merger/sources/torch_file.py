@@ -86,8 +86,7 @@ def _block(files: LocalFiles, name: str, record: Record) -> Block:
 
 def _check_structure(files: LocalFiles, name: str, found: list[Record]) -> bytes:
     """Read and check every record that is not a tensor's. Returns the pickle."""
-    path = files.root / name
-    names = [record.name for record in found]
+    path, names = files.root / name, [record.name for record in found]
     if len(set(names)) != len(names) or len({one.partition("/")[0] for one in names}) != 1:
         raise DamagedError(
             f"{path} has duplicate records, or records of several archives, which torch.save never writes"

@@ -130,13 +130,12 @@ def fingerprint(values: torch.Tensor, start: int) -> int:
     is not -0.0. Not cryptographic. Reads the tensor on its device, in chunks."""
     words = values.view(_WORDS[values.element_size()]) if values.element_size() in _WORDS else values.view(torch.int64)
     per_element = words.numel() // max(1, values.numel())
-    total = 0
+    total = torch.zeros((), dtype=torch.int64, device=values.device)  # a device is waited for once
     for at in range(0, words.numel(), _CHUNK):
-        chunk = words[at : at + _CHUNK].to(torch.int64)
-        first = start * per_element + at
+        chunk, first = words[at : at + _CHUNK].to(torch.int64), start * per_element + at
         index = torch.arange(first, first + chunk.numel(), dtype=torch.int64, device=chunk.device)
-        total += int(_mix(chunk + _mix(index * _FACTORS[0])).sum())
-    return total % (1 << 64)
+        total += _mix(chunk + _mix(index * _FACTORS[0])).sum()
+    return int(total) % (1 << 64)
 
 
 def _mix(words: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,11 @@ class MemoryRegions:
     pageable: npt.NDArray[np.bool_]  # whether it is host memory that is not pinned
     devices: frozenset[torch.device]
 
+    @property
+    def cuda(self) -> torch.device | None:
+        """A CUDA device that some lie on."""
+        return next((device for device in self.devices if device.type == "cuda"), None)
+
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> "MemoryRegions":
         return cls(
@@ -146,8 +151,7 @@ def _flat(mappings: Sequence[Mapping[str, Any]]) -> _Flat:
 
 def has_usual_tree(module: nn.Module, kinds: Iterable[type[nn.Module]]) -> bool:
     """Return whether :func:`modules_of`, of these types, are what ``module`` itself lists."""
-    usual = nn.Module
-    root = type(module)
+    usual, root = nn.Module, type(module)
     own = root.named_parameters is usual.named_parameters and root.named_buffers is usual.named_buffers
     return own and all(kind.named_modules is usual.named_modules for kind in set(kinds))
 

@@ -163,8 +163,7 @@ class ModuleTensors:
             special = self._special_kind(parameter)
             out[name] = TensorInfo(shape, dtype_name(parameter.dtype, name), kind, aliases.get(name, ()), special)
         for name, buffer in self.buffers().items():
-            dtype = dtype_name(buffer.dtype, name)
-            special = self._special_kind(buffer)
+            dtype, special = dtype_name(buffer.dtype, name), self._special_kind(buffer)
             out[name] = TensorInfo(tuple(buffer.shape), dtype, "buffer", aliases.get(name, ()), special)
         return out
 

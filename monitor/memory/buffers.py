@@ -1,9 +1,4 @@
-"""Allocates the shared-memory payloads of one rank, and pins them for CUDA. Training thread.
-
-Pinned, copies from a device run beside training, as into torch's pinned buffers; otherwise the driver copies through a
-buffer of its own, and waits. If pinning fails, because of a limit on locked memory for example, copies are slower but
-equally correct.
-"""
+"""Allocates the shared-memory payloads of one rank, and pins them for CUDA. Training thread."""
 
 import logging
 import mmap
@@ -12,6 +7,7 @@ from functools import partial
 
 import torch
 
+from monitor.save.staging_pool import pin, unpin
 from monitor.save.store_session import StoreSession
 from store.errors import StorageError, StoreError
 from store.memory.arena import Arena
@@ -22,40 +18,43 @@ from store.names import SaveId
 _log = logging.getLogger("driftpoint")
 
 
-class PinnedRanges:
-    """The memory that this process has pinned."""
+class PinnedPayloads:
+    """The payloads that this process has pinned."""
 
     def __init__(self) -> None:
-        self._pinned: dict[int, torch.Tensor] = {}
+        self._pinned: dict[int, torch.Tensor] = {}  # by slot; mapped for as long as they are here
         self._refused = False
 
-    def pin(self, memory: mmap.mmap) -> None:
-        """Pin a mapping, once. Its address does not change while it is pinned."""
-        view = torch.frombuffer(memory, dtype=torch.uint8)
-        address = view.data_ptr()
-        if address in self._pinned or self._refused:
+    def pin(self, slot: int, memory: mmap.mmap) -> None:
+        """Pin a payload, unless it is pinned; unpin the smaller one that it replaces."""
+        view, old = torch.frombuffer(memory, dtype=torch.uint8), self._pinned.get(slot)
+        if self._refused or (old is not None and old.data_ptr() == view.data_ptr()):
             return
-        code = int(torch.cuda.cudart().cudaHostRegister(address, view.numel(), 0))  # type: ignore[no-untyped-call]
-        if code:
-            self._refused = True
-            _log.warning("shared memory cannot be pinned (CUDA error %d): copies into it are slower", code)
-            return
-        self._pinned[address] = view
+        if old is not None:
+            unpin(self._pinned.pop(slot).data_ptr())
+        self._refused = not pin(view.data_ptr(), view.numel())
+        if not self._refused:
+            self._pinned[slot] = view
 
-    def release(self) -> None:
-        """Unpin everything, before the memory is unmapped. May be called twice."""
-        for address in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+    def release(self, *, abandon: bool = False) -> None:
+        """Unpin everything, before it is unmapped. abandon: leave it so, since a device may be writing into it."""
+        if abandon:
+            _abandoned.extend(self._pinned.values())
+        for view in () if abandon else self._pinned.values():
+            unpin(view.data_ptr())
         self._pinned.clear()
 
 
-class SharedMemoryBuffers:
-    """The payloads of one rank, ``versions`` of them. pinned: whether to pin them, because the state is on a device."""
+_abandoned: list[torch.Tensor] = []  # stays pinned and mapped until the process ends
 
-    def __init__(self, versions: int, *, pinned: bool) -> None:
+
+class SharedMemoryBuffers:
+    """The payloads of one rank, ``versions`` of them."""
+
+    def __init__(self, versions: int) -> None:
         self._versions = versions
-        self._pinned = pinned
-        self.pins = PinnedRanges()
+        self.pinned = False  # whether to pin them, because the state is on a device
+        self.pins = PinnedPayloads()
         self.arena: Arena | None = None  # None before :meth:`take` and after :meth:`close`
 
     @property
@@ -86,8 +85,8 @@ class SharedMemoryBuffers:
         if self.arena is None:
             raise StorageError("the memory tier was not begun")
         memory = self.arena.room(slot, nbytes)
-        if self._pinned:
-            self.pins.pin(memory)
+        if self.pinned:
+            self.pins.pin(slot, memory)
         return memory
 
     def keep_only_version(self, kept: SaveId | None) -> int | None:
@@ -112,12 +111,12 @@ class SharedMemoryBuffers:
             for other in (one for one in self.slots if one != slot):
                 log_errors(partial(self.arena.give_back, other))
 
-    def close(self, *, remove: bool) -> None:
-        """Close the memory, and free it if ``remove``."""
-        self.pins.release()
+    def close(self, *, remove: bool, copying: bool = False) -> None:
+        """Close the memory, and free it if ``remove``. copying: whether copies into it may be under way."""
+        self.pins.release(abandon=copying)
         arena, self.arena = self.arena, None
         if arena is not None:
-            log_errors(partial(arena.close, remove=remove))
+            log_errors(partial(arena.close, remove=remove, unmap=not copying))
 
 
 def slots_to_reserve(arena: Arena, kept: SaveId | None) -> tuple[int, ...]:

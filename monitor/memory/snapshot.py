@@ -242,8 +242,7 @@ class SnapshotStager:
         for unit, part in local.items():
             places = placed.by_unit[unit]
             if unit.slot == BUFFER:
-                for one, source in zip(places, part.tensors, strict=True):
-                    one.copy(memory).copy_(source)
+                copying.copy_now(part.tensors, _copies(places, memory))
             elif all(one.encoding == RAW for one in places):
                 copying.add_unit(part, base + placed.offsets[unit], partial(_copies, places, memory))
             else:
@@ -308,6 +307,8 @@ def _require_finite(one: Placement, copy: torch.Tensor, encoded: EncodedCopy | N
     """Raise SaveError for NaN or Inf: like a commit, a snapshot must not replace a finite version by such values."""
     if encoded is not None:
         if not encoded.held:
+            if encoded.no_memory:
+                raise SaveError(f"no memory is left to encode {one.fragment.fqn} ({one.unit.slot}): free some of it")
             raise SaveError(
                 f"{one.fragment.fqn} ({one.unit.slot}) has NaN, Inf or values that {one.encoding} cannot hold: memory "
                 "keeps the version before"

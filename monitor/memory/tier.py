@@ -36,7 +36,7 @@ from store.memory.cleanup import describe_left, renew
 from store.memory.index import belonging_to, scan_node
 from store.memory.layout import Tier
 from store.memory.rescue import newest_whole
-from store.names import SaveId, Unit
+from store.names import BUFFER, FROZEN, SaveId, Unit
 
 _log = logging.getLogger("driftpoint")
 
@@ -64,8 +64,7 @@ class MemoryTier:
         self._schedule = SnapshotSchedule(settings.every, settings.stall_share)
         self._manifest = SnapshotManifest(job, saver)
         self._stager = SnapshotStager(job, session, self._manifest, saver.copy_timing)
-        on_device = any(one.is_cuda for one in job.adapter.module.parameters())
-        self._buffers = SharedMemoryBuffers(settings.versions, pinned=on_device)
+        self._buffers = SharedMemoryBuffers(settings.versions)
         self._writer: BackgroundWorker[float] = BackgroundWorker(f"driftpoint-memory-{job.group.rank}")
         self._pending: _Pending | None = None
         self._outcome: TaskResult[float] | None = None
@@ -118,6 +117,10 @@ class MemoryTier:
         elif not self._disabled:
             self._newest = None
             nbytes = self._stager.payload_bytes(local)
+            # Not of the parameters: an offloaded optimizer keeps the state in host memory.
+            self._buffers.pinned = any(
+                part.layout.regions.cuda for unit, part in local.items() if unit.slot not in (BUFFER, FROZEN)
+            )
             problem = self._buffers.take(self._tier, self._session, self._group.rank, nbytes, kept)
             reports = self._group.all_gather((problem, node_id(self._tier), describe_left(self._tier)))
             problems = [problem for problem, _, _ in reports]
@@ -217,7 +220,8 @@ class MemoryTier:
 
     def close(self) -> bool:
         """Close the memory, and remove it if a commit is as new in all layers. Return whether it holds newer state."""
-        if not self.wait(min(30.0, self._job.config.timeouts.close)):
+        finished = self.wait(min(30.0, self._job.config.timeouts.close))
+        if not finished:
             _log.warning("rank %d: the snapshot in memory is not finished and is given up", self._group.rank)
         self._writer.stop()
         superseded = self._superseded()
@@ -227,7 +231,7 @@ class MemoryTier:
             self._pending = None
             if remove:  # memory of earlier incarnations may not be reused yet
                 self._buffers.take_rest(self._group.world_size)
-            self._buffers.close(remove=remove)
+            self._buffers.close(remove=remove, copying=not finished)
         return not superseded
 
     def _begin_replication(self, local: Mapping[Unit, LocalUnit], kept: SaveId | None) -> None:

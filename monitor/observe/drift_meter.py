@@ -85,32 +85,26 @@ class DriftMeter(Protocol):
 
     def measure(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Measure:
         """Measure the distance of the current values to the reference, and keep what :meth:`settle` needs of them."""
-        ...
 
     def has_reference(self, unit: Unit) -> bool:
         """Return whether a committed version of the unit is known."""
-        ...
 
     def reset(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> None:
         """Make the current values the reference (after a resume)."""
-        ...
 
     def stage(self, unit: Unit, copies: Sequence[torch.Tensor]) -> None:
         """Note the copies that a save took of the unit (host memory, same values and order as the pieces).
 
         The caller does not change them until the save is settled."""
-        ...
 
     def settle(self, unit: Unit, committed: bool) -> list[torch.Tensor]:
         """Make the staged values the reference if the save was committed, and drop them if it failed.
 
         Returns the host tensors that the meter no longer needs, for the next staging."""
-        ...
 
     @property
     def memory_bytes(self) -> int:
         """Bytes held for references."""
-        ...
 
 
 class BufferMeter:

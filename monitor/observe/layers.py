@@ -104,8 +104,7 @@ def find_layers(
     top = _tree(module, fqns)
     while not top.own and len(top.children) == 1 and not _stacked(top):  # skip modules that only wrap the model
         (top,) = top.children.values()
-    groups = list(_trunk(top, experts))
-    claimed = _claims(fqns, patterns or {})
+    groups, claimed = list(_trunk(top, experts)), _claims(fqns, patterns or {})
     members: dict[str, list[str]] = {}
     blocks = {group.name for group in groups if group.block}
     home = {fqn: group.name for group in groups for fqn in group.fqns}

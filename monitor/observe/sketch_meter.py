@@ -304,9 +304,15 @@ class SketchMeter:
 def _all_values(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return all values in one host tensor: float32 if that is lossless, else float64."""
     narrow = all(piece.dtype in (torch.float32, torch.bfloat16, torch.float16) for piece in pieces)
-    dtype = torch.float32 if narrow else torch.float64
-    # cat copies even a single tensor: the values must not change with the state.
-    return torch.cat([torch.empty(0, dtype=dtype), *(piece.detach().to("cpu", dtype) for piece in pieces)])
+    return _joined(pieces, torch.float32 if narrow else torch.float64)
+
+
+def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Return copies of all parts in one host tensor. A device is waited for once, not for each part."""
+    parts = [part.detach().to(dtype) for part in parts]
+    if len({part.device for part in parts}) != 1:
+        parts = [torch.empty(0, dtype=dtype), *(part.cpu() for part in parts)]
+    return torch.cat(parts).cpu()  # cat copies even a single tensor: the values must not change with the state
 
 
 def _places(pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
@@ -315,8 +321,5 @@ def _places(pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 def _sample(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return some values, float64 on the host, at positions that depend on the sizes of the pieces only."""
-    parts = [torch.empty(0, dtype=torch.float64)]
-    for piece in sorted(filter(torch.numel, pieces), key=torch.numel, reverse=True)[:_SAMPLED_PIECES]:
-        stride = -(-piece.numel() // _SAMPLED_VALUES)
-        parts.append(piece.detach()[::stride].to("cpu", torch.float64))
-    return torch.cat(parts)
+    largest = sorted(filter(torch.numel, pieces), key=torch.numel, reverse=True)[:_SAMPLED_PIECES]
+    return _joined([piece[:: -(-piece.numel() // _SAMPLED_VALUES)] for piece in largest], torch.float64)

@@ -283,8 +283,7 @@ def _applicable_encoding(encoding: str, copy: torch.Tensor) -> str:
 
 
 def _raw_chunks(copy: torch.Tensor) -> Iterator[Bytes]:
-    data = np.frombuffer(as_bytes(copy), np.uint8)
-    step = CHUNK * copy.element_size()
+    data, step = np.frombuffer(as_bytes(copy), np.uint8), CHUNK * copy.element_size()
     for start in range(0, data.size, step):
         yield data[start : start + step]
 

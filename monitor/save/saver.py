@@ -7,6 +7,7 @@ The background thread owns staged copies from :meth:`Saver.begin` until the save
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -424,8 +425,7 @@ class Saver:
 
         Out of memory, for example, on one rank: raised here, it would leave the others waiting in a collective. The
         save fails instead, as it does where a rank cannot write."""
-        staged: list[StagedUnit] = []
-        copying = AsyncCopy()
+        staged, copying = list[StagedUnit](), AsyncCopy()
         try:
             for unit, choice in decided.saved.items():
                 if unit in local:
@@ -433,6 +433,8 @@ class Saver:
                     staged.append(self._stager.stage(local[unit], choice.encoding or "", mine, copying))
             self.copy_timing.start(copying)
         except Exception as error:  # noqa: BLE001 - this rank's edge: kept as the save's failure
+            with suppress(Exception):
+                copying.finish()  # a device may be writing into the buffers
             for one in staged:
                 self._stager.unstage(one, one.copies)
             return (), AsyncCopy(), errors.SaveError(f"the state could not be copied: {error!r}")

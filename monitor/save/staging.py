@@ -25,6 +25,7 @@ from monitor.adapters.module_tensors import dtype_name
 from monitor.background import Once
 from monitor.observe.drift_meter import DriftMeter, Measure, Signature, measure_record
 from monitor.observe.units import LocalUnit, UnitLayout
+from monitor.save.staging_pool import StagingPool
 from monitor.save.torch_codecs import EncodedCopy
 from monitor.save.write_tracker import TrackedCopy, WriteTracker, write_tracker
 from store.encoding import encoding_named
@@ -33,60 +34,6 @@ from store.names import BUFFER, FROZEN, Fragment, Unit
 from store.schema import MeasureRecord
 
 _log = logging.getLogger("driftpoint")
-
-
-class StagingPool:
-    """Reuses host buffers, by unit. The caller owns a buffer from ``take`` to ``give``.
-
-    New memory costs a page fault every 4 KiB, which takes several times as long as the copy."""
-
-    def __init__(self) -> None:
-        self._free: dict[Unit, list[tuple[UnitLayout | None, list[torch.Tensor]]]] = {}  # layouts that they fit
-        self._bytes: dict[Unit, list[torch.Tensor]] = {}
-        self._known: set[Unit] = set()
-        self._untouched: dict[Unit, list[torch.Tensor]] = {}
-        self._lock = threading.Lock()
-
-    def take_bytes(self, unit: Unit, sizes: Sequence[int], pinned: bool) -> list[torch.Tensor]:
-        """Return 1-d uint8 buffers of these sizes, contents undefined."""
-        free = self._bytes.pop(unit, None)
-        if free is not None and [buffer.numel() for buffer in free] == list(sizes):
-            return free
-        return [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for size in sizes]
-
-    def give_bytes(self, unit: Unit, buffers: Sequence[torch.Tensor]) -> None:
-        self._bytes[unit] = list(buffers)
-
-    def reserve(self, unit: Unit, layout: UnitLayout) -> None:
-        """Allocate one set of buffers. :meth:`prepare` touches its pages."""
-        self._known.add(unit)
-        self._untouched[unit] = _allocate(layout)
-        self.give(unit, self._untouched[unit], layout)
-
-    def prepare(self, unit: Unit, layout: UnitLayout) -> None:
-        """Touch the pages of the first set of buffers, unless a save has taken it. Any thread."""
-        with self._lock:
-            if unit not in self._known:
-                self.reserve(unit, layout)
-            for buffer in self._untouched.pop(unit, ()):
-                buffer.zero_()
-
-    def take(self, unit: Unit, layout: UnitLayout) -> list[torch.Tensor]:
-        """Return buffers of the same dtypes and sizes, contents undefined."""
-        with self._lock:  # what is being touched is not being filled
-            self._known.add(unit)
-            self._untouched.pop(unit, None)
-        for index, (known, buffers) in enumerate(self._free.get(unit, [])):
-            if known is layout or _fits(buffers, layout):
-                del self._free[unit][index]
-                return buffers
-        self._free.pop(unit, None)  # they fit an earlier shape of the unit
-        return _allocate(layout)
-
-    def give(self, unit: Unit, buffers: Sequence[torch.Tensor], layout: UnitLayout | None = None) -> None:
-        """Take buffers back. layout: what they fit, if that is known."""
-        if buffers:
-            self._free.setdefault(unit, []).append((layout, list(buffers)))
 
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -179,6 +126,7 @@ class AsyncCopy:
         self._host: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._devices: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._encoded: list[EncodedCopy] = []
+        self._queued: dict[torch.device, Any] = {}  # events after the copies in the streams of training
         self._tracked: TrackedCopy | None = None
         self._lock = threading.Lock()
         self._done = False
@@ -195,6 +143,13 @@ class AsyncCopy:
         for pair in zip(sources, buffers, strict=True):
             pairs = self._devices.setdefault(pair[0].device, []) if pair[0].is_cuda else self._host
             pairs.append(pair)
+
+    def copy_now(self, sources: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
+        """Copy before what follows in training's own stream, such as a forward that changes buffers."""
+        for source, buffer in zip(sources, buffers, strict=True):
+            buffer.copy_(source, non_blocking=True)
+        for device in {source.device for source in sources if source.is_cuda}:
+            self._queued[device] = torch.cuda.current_stream(device).record_event()
 
     def add_encoded(self, copies: Sequence[EncodedCopy]) -> None:
         """Add fragments to be encoded on their device."""
@@ -243,6 +198,8 @@ class AsyncCopy:
             if self._done:
                 return
             self._done = self._torn = True  # torn until all succeed: after an error the save must not use the copies
+            for event in self._queued.values():
+                event.synchronize()
             self._add_units()
             if self._tracked is not None:
                 self._host, self._versions = [], []
@@ -354,19 +311,6 @@ class UnfinishedCopy:
                 self._waited(time.perf_counter() - began)
 
 
-@torch.inference_mode(False)
-def _allocate(layout: UnitLayout) -> list[torch.Tensor]:
-    pinned = any(device.type == "cuda" for device in layout.regions.devices)
-    numels = (fragment.numel for fragment in layout.fragments)
-    return [torch.empty(n, dtype=dtype, pin_memory=pinned) for n, dtype in zip(numels, layout.dtypes, strict=True)]
-
-
-def _fits(buffers: Sequence[torch.Tensor], layout: UnitLayout) -> bool:
-    if [buffer.dtype for buffer in buffers] != list(layout.dtypes):
-        return False
-    return [buffer.numel() for buffer in buffers] == [fragment.numel for fragment in layout.fragments]
-
-
 _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
@@ -424,8 +368,7 @@ class Stager:
         if encoded:
             copying.add_encoded(encoded)
         elif part.unit.slot in (BUFFER, FROZEN):  # a forward may change buffers, and scripts reach frozen weights
-            for source, copy in zip(part.tensors, copies, strict=True):
-                copy.copy_(source)
+            copying.copy_now(part.tensors, copies)
         else:
             copying.add_unit(part, addresses_of(copies), lambda: copies)
         return StagedUnit(
@@ -454,7 +397,7 @@ class Stager:
 
     def _encoded_copies(self, part: LocalUnit, encoding: str, copies: list[torch.Tensor]) -> tuple[EncodedCopy, ...]:
         sizes = [encoding_named(encoding).stored_bytes(tensor.numel(), "F32") for tensor in part.tensors]
-        buffers = self._pool.take_bytes(part.unit, sizes, pinned=any(tensor.is_cuda for tensor in part.tensors))
+        buffers = self._pool.take_bytes(part.unit, sizes, part.layout.regions.cuda)
         return tuple(
             EncodedCopy(tensor, encoding, buffer, copy)
             for tensor, buffer, copy in zip(part.tensors, buffers, copies, strict=True)

@@ -263,8 +263,7 @@ def _check_epoch(files: Files, epoch: int, token: str) -> Catalog:
         "Check the path (is there a time or a host name in it?) and the mount"
     )
     try:
-        catalog = open_catalog(files)
-        record = read_epoch(files, epoch)
+        catalog, record = open_catalog(files), read_epoch(files, epoch)
     except (NoStoreError, MissingError, DamagedError) as error:
         raise StorageError(f"this rank does not see rank 0's store at {root}: {error}. {advice}") from error
     if record.token != token:

@@ -9,8 +9,10 @@ the host, by multiplying with its rounded inverse. And each operation is a kerne
 addition are fused.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -33,7 +35,8 @@ from store.encoding import (
 from store.encoding.base import BLOCK, PIECE, Bytes, lanes_bytes
 from store.errors import DamagedError
 
-CUDA_PIECE = 1 << 20  # elements processed at a time on CUDA: a whole chunk, since a launch costs more than a cache miss
+MOST_CHUNKS = 64  # that are encoded at once on a device, where launching the kernels for each would take longer
+_WORK = 40  # bytes of a device's memory for each element that is encoded at once
 
 _INFINITE = 0x7F800000
 _LIMITS = (-3.3e38, 3.3e38)  # beyond them, values may round to infinity
@@ -84,13 +87,28 @@ def decode(data: torch.Tensor, name: str, out: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def encoded_chunks(numel: int, name: str) -> Iterator[tuple[slice, slice]]:
-    """Yield the elements and the encoded bytes of each chunk of a float32 fragment."""
+def encoded_chunks(numel: int, name: str, at_once: int = 1) -> Iterator[tuple[slice, slice]]:
+    """Yield the elements and the encoded bytes of each chunk of a float32 fragment, or of each run of whole ones."""
     encoding, start, at = encoding_named(name), 0, 0
-    for size in chunk_sizes(numel):
-        stop = at + lanes_bytes(encoding.lanes(size, "F32"))
-        yield slice(start, start + size), slice(at, stop)
-        start, at = start + size, stop
+    for _, run in groupby(enumerate(chunk_sizes(numel)), lambda chunk: (chunk[0] // at_once, chunk[1])):
+        sizes = [size for _, size in run]
+        stop = at + len(sizes) * lanes_bytes(encoding.lanes(sizes[0], "F32"))
+        yield slice(start, start + sum(sizes)), slice(at, stop)
+        start, at = start + sum(sizes), stop
+
+
+def chunks_at_once(values: torch.Tensor) -> int:
+    """Return how many chunks to encode at once: on a host one, for its cache; on a device as memory allows."""
+    if values.device.type == "cpu" or values.numel() <= CHUNK:
+        return 1
+    free = torch.cuda.mem_get_info(values.device)[0] if values.is_cuda else math.inf
+    return int(max(1, min(MOST_CHUNKS, free // (4 * _WORK * CHUNK))))
+
+
+def chunk_after_chunk(data: torch.Tensor, name: str, count: int) -> torch.Tensor:
+    """Return the bytes of ``count`` whole chunks that were encoded as if they were one, whose lanes are as long."""
+    lanes = torch.split(data, [count * lane.nbytes for lane in encoding_named(name).lanes(CHUNK, "F32")])
+    return torch.cat([lane.view(count, -1) for lane in lanes], 1).view(-1)
 
 
 def stored_bytes(values: torch.Tensor, name: str) -> int:
@@ -135,7 +153,7 @@ class Encoder(Protocol):
 
 def pieces(numel: int, device: torch.device) -> Iterator[slice]:
     """Yield the pieces of a chunk; any multiple of BLOCK gives the same bytes."""
-    step = CUDA_PIECE if device.type == "cuda" else PIECE
+    step = PIECE if device.type == "cpu" else max(1, numel)
     for start in range(0, numel, step):
         yield slice(start, min(start + step, numel))
 
@@ -156,8 +174,7 @@ class Scratch:
     """Buffers for intermediate results of one piece, allocated once for a chunk: new memory costs page faults."""
 
     def __init__(self, values: torch.Tensor, count: int) -> None:
-        step = CUDA_PIECE if values.device.type == "cuda" else PIECE
-        size = max(BLOCK, min(step, values.numel()))
+        size = max(BLOCK, min(PIECE, values.numel()) if values.device.type == "cpu" else values.numel())
         self._made = [torch.empty(size, dtype=torch.float32, device=values.device) for _ in range(count)]
         self._shape, self._like = torch.Size((size,)), self._made
 
@@ -335,8 +352,7 @@ class Bf16Int8Encoder:
         return good
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        scratch = Scratch(out, 1)
-        lows = data[2 * out.numel() :].view(torch.int8)
+        scratch, lows = Scratch(out, 1), data[2 * out.numel() :].view(torch.int8)
         for piece in pieces(out.numel(), out.device):
             out[piece] = aligned(data[2 * piece.start : 2 * piece.stop]).view(torch.bfloat16)
             low = scratch.like(out[piece])[0].view(torch.int32)
@@ -393,6 +409,7 @@ class EncodedCopy:
     encoded: torch.Tensor  # 1-d uint8 host memory of the encoded size, pinned if the source is on CUDA
     copy: torch.Tensor  # 1-d float32 host memory
     held: bool = False  # whether the encoding holds all values; set by :meth:`finish`
+    no_memory: bool = False  # whether there was no memory to encode them; set by :meth:`begin`
     lost: EncodingLoss = field(default_factory=EncodingLoss)  # set by :meth:`finish`
     _result: torch.Tensor | None = None
 
@@ -401,20 +418,22 @@ class EncodedCopy:
         try:
             self._encode()
         except (torch.OutOfMemoryError, MemoryError):  # memory for a plain copy is reserved
-            self._result = None
+            self.no_memory = True
 
     @torch.no_grad()
     def _encode(self) -> None:
-        encoder, device = encoder_named(self.encoding), self.source.device
+        encoder, device, at_once = encoder_named(self.encoding), self.source.device, chunks_at_once(self.source)
         sums, held = torch.zeros(2, dtype=torch.float64, device=device), true_on(device)
-        scratch = torch.empty(min(CHUNK, self.source.numel()), dtype=torch.float32, device=device)
-        for values_at, bytes_at in encoded_chunks(self.source.numel(), self.encoding):
+        scratch = torch.empty(min(at_once * CHUNK, self.source.numel()), dtype=torch.float32, device=device)
+        for values_at, bytes_at in encoded_chunks(self.source.numel(), self.encoding, at_once):
             values, out = self.source[values_at], torch.empty_like(self.encoded[bytes_at], device=device)
             decoded = scratch[: values.numel()]
             held &= encoder.encode(values, out) & in_range(values, encoder)
             encoder.decode(out, decoded)
             sums[1] += decoded.double().square().sum()
             sums[0] += decoded.sub_(values).double().square().sum()
+            if values.numel() > CHUNK:
+                out = chunk_after_chunk(out, self.encoding, values.numel() // CHUNK)
             self.encoded[bytes_at].copy_(out, non_blocking=True)
         result = torch.cat((held.double().view(1), sums))
         self._result = torch.empty(3, dtype=torch.float64, pin_memory=result.is_cuda).copy_(result, non_blocking=True)

@@ -86,16 +86,14 @@ class Exposed:
         middle = (begin + end) / 2
         first, inner, last = (self._movement.distance(step, held.since) ** 2 for step in (begin, middle, end))
         mean = _mean(first, inner, last, begin - held.since, end - held.since)
-        error_sq = held.errors**2
-        worst = np.maximum(first, last)
+        error_sq, worst = held.errors**2, np.maximum(first, last)
         scale, pace_sq = self._scales(end)
         self._add(scale, mean + error_sq, worst + error_sq, end - begin)
         self._add_ages(held, begin, end, pace_sq)
 
     def _scales(self, step: float) -> tuple[Vector, Vector]:
         """Return the damage of a squared drift of 1, by unit, and the squared pace of each unit's layer."""
-        own = self._movement.pace_squared(step)
-        paces = np.full(self._layers, np.nan)
+        own, paces = self._movement.pace_squared(step), np.full(self._layers, np.nan)
         paces[self._layer[self._weights]] = own[self._weights]
         known = np.isfinite(paces) & (paces > 0)
         usual = float(paces[known].mean()) if known.any() else 1.0
@@ -113,8 +111,7 @@ class Exposed:
             costs = float((scale * mean)[among].sum()), float((scale * worst)[among].sum())
             totals = [totals[0] + costs[0], totals[1] + costs[1]]
             self._sums.damage.setdefault(slot, Spread()).add(*costs, steps)
-            drift = np.sqrt(mean[among])
-            largest = float(np.sqrt(worst[among]).max())
+            drift, largest = np.sqrt(mean[among]), float(np.sqrt(worst[among]).max())
             self._sums.drift.setdefault(slot, Spread()).add(float(drift.mean()), largest, steps)
         self._sums.total.add(totals[0], totals[1], steps)
 

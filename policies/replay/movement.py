@@ -77,8 +77,7 @@ def movement_of(segment: RunSegment) -> Movement:
     laddered = {index for points in found.values() for index, _, _ in points}
     for decision in segment.decisions:
         here = found.setdefault(decision.line.step, [])
-        known = {index for index, _, _ in here}
-        points = _from_drift(segment, decision)
+        known, points = {index for index, _, _ in here}, _from_drift(segment, decision)
         here.extend(point for point in points if point[0] in known or point[0] not in laddered)
     still = [not unit.moving for unit in segment.units]
     return Movement(_filled({step: points for step, points in found.items() if points}, units), still)
@@ -126,8 +125,7 @@ def _table(columns: Mapping[int, Mapping[float, float]], units: int) -> _Table:
 
 def _read(table: _Table, age: Vector) -> Vector:
     ages, distances = table.ages, table.distances
-    every = np.arange(ages.shape[1])
-    count = np.isfinite(ages).sum(axis=0)
+    every, count = np.arange(ages.shape[1]), np.isfinite(ages).sum(axis=0)
     above = np.minimum((ages < age).sum(axis=0), np.maximum(count - 1, 0))
     below = np.maximum(above - 1, 0)
     above = np.where(above == below, np.minimum(above + 1, np.maximum(count - 1, 0)), above)

@@ -97,8 +97,7 @@ def run_of(trace: traces.Trace) -> Run:
     seconds: dict[float, float] = {}
     before: traces.JobLine | None = None
     for job, lines in traces.incarnations(trace):
-        again = before is not None and job.started == before.started
-        before = job
+        again, before = before is not None and job.started == before.started, job
         _require_one_job(job, lines)
         latest = max(
             (line.seconds for line in lines if isinstance(line, traces.DecisionLine | traces.CommitLine)), default=0.0

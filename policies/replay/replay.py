@@ -169,8 +169,7 @@ class _Replay:
         found = (state.versions.get(unit.unit) for unit in units)
         versions = [None if one is None or one.step > line.step else one for one in found]
         since = np.array([np.inf if one is None else one.since for one in versions])
-        moved = self._movement.distance(line.step, since)
-        sick = set(line.sick)
+        moved, sick = self._movement.distance(line.step, since), set(line.sick)
         if self._sees_all:
             sick |= self._found_nonfinite(point)
         shown = []

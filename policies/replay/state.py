@@ -154,8 +154,7 @@ class ReplayState:
         weights = [one for unit, one in self.versions.items() if unit.slot == WEIGHTS]
         if self.newest is None or not weights or not goes_back:
             return False
-        newest = self.newest
-        numel = sum(one.size[1] for one in weights)
+        newest, numel = self.newest, sum(one.size[1] for one in weights)
         effective = newest - sum((newest - one.step) * one.size[1] for one in weights) / max(1, numel)
         steps = {newest, *(one.step for one in self.versions.values() if one.step <= newest)}
         return min(steps, key=lambda step: (abs(step - effective), step)) < newest

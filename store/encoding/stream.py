@@ -132,8 +132,7 @@ class EncodedEntry:
         self._hash.reset()
         self.written, made = 0, pack_chunks(self._hashed(), self.encoding, self.numel, self.dtype, self.packing)
         while True:
-            began = time.perf_counter()
-            piece = next(made, None)
+            began, piece = time.perf_counter(), next(made, None)
             self.seconds += time.perf_counter() - began
             if piece is None:
                 return

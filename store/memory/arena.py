@@ -181,11 +181,12 @@ class Arena:
             with suppress(OSError):  # it may still hold files of other ranks
                 old.folder.rmdir()
 
-    def close(self, *, remove: bool) -> None:
+    def close(self, *, remove: bool, unmap: bool = True) -> None:
         """Unmap the memory and release the lock; with ``remove``, delete the files. A second call changes nothing.
 
-        Raises StorageError if the files cannot be deleted."""
-        for buffer in self._maps.values():
+        unmap: False where it may be written to; it stays mapped while tensors refer to it. Raises StorageError if the
+        files cannot be deleted."""
+        for buffer in self._maps.values() if unmap else ():
             with suppress(BufferError):  # a view still exists; the mapping ends with the process
                 buffer.close()
         self._maps.clear()

@@ -183,8 +183,7 @@ class LocalFiles:
             return bool(missing)
 
     def _at(self, path: str) -> str:
-        names = checked_names(path, self.root)
-        place = str(self.root)
+        names, place = checked_names(path, self.root), str(self.root)
         for name in names[:-1]:
             place = f"{place}/{name}"
             _require_no_link(place)
@@ -221,8 +220,7 @@ class _LocalNewFile:
         self._write_back_from = 0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        rest = as_bytes(data)
-        descriptor = self._opened("write")
+        rest, descriptor = as_bytes(data), self._opened("write")
         with _translate_errors("write", self._path):
             while len(rest):
                 done = os.write(descriptor, rest[: 1 << 24])

@@ -46,8 +46,7 @@ class Reader:
 
     def read_into(self, key: str, offset: int, target: memoryview) -> None:
         """Fill ``target`` from ``offset``. Raises DamagedError if the object ends early, MissingError."""
-        rest = as_bytes(target)
-        place = self._place(key, offset)
+        rest, place = as_bytes(target), self._place(key, offset)
         if offset + len(rest) > place.size:
             short = offset + len(rest) - place.size
             raise DamagedError(f"{self._bucket.where(key)} ends at byte {place.size}, {short} bytes too early")

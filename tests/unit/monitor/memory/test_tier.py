@@ -96,7 +96,7 @@ def test_a_version_that_is_not_finite_replaces_none(store: Path) -> None:
     two.ckpt.close()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: pinned shared memory, a side stream")
+@pytest.mark.cuda  # pinned shared memory, a side stream
 @pytest.mark.parametrize("staging", ["eager", "lazy"])
 def test_on_cuda_versions_are_copied_into_pinned_shared_memory(store: Path, staging: str) -> None:
     model = torch.nn.Linear(64, 64, device="cuda")

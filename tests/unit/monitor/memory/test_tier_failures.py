@@ -307,8 +307,8 @@ def test_the_arena_is_let_go_of_even_where_it_cannot_be_given_back(
     one = trained(store, 3)
     real = Arena.close
 
-    def close(arena: Arena, *, remove: bool) -> None:
-        real(arena, remove=False)
+    def close(arena: Arena, *, remove: bool, **more: bool) -> None:
+        real(arena, remove=False, **more)
         raise StorageError(f"cannot remove anything, remove={remove}")
 
     monkeypatch.setattr(Arena, "close", close)

@@ -88,7 +88,7 @@ def test_elements_with_odd_strides_that_count_as_contiguous() -> None:
             assert data.numel() == encoders.stored_bytes(values, name)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 @pytest.mark.parametrize("name", WRITABLE)
 def test_cuda_gives_the_same_bytes(name: str) -> None:
     rng = np.random.default_rng(0)

@@ -1,0 +1,147 @@
+"""A real model, killed three times with SIGKILL while it trains, under policies that do not save everything.
+
+    python benchmarks/gpu_kills.py --folder DIR [--device cuda] [--steps 160] [--policies budget compact] [--json FILE]
+
+A Llama of 110 million parameters (fewer on a CPU) learns the standard library's sources, byte by byte: once
+undisturbed, and once under each policy, where it is killed at a quarter, at the half and at three quarters of its steps
+and resumes in a fresh process. The losses of both are in the JSON. Exits 1 when the last ones differ by more than the
+goal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import monitor
+from benchmarks.figures import Figure, report
+from examples.stdlib_text import Batches, standard_library
+
+EVERY = 10
+LAST = 10  # steps whose mean loss is compared
+GOAL = 1.05
+POLICIES: dict[str, dict[str, Any]] = {
+    "budget": {
+        "policy": "budget",
+        "encoding": "compact",
+        "budget": {"storage_share": 0.5, "stall_share": 0.05},
+        "bounds": {"max_staleness": 1000},
+    },
+    "compact": {"encoding": "compact"},
+}
+
+
+def train(store: Path | None, policy: str, device: str, steps: int, log: Path) -> None:
+    """Train to the end from the newest commit, or without a store, and log a line for each step."""
+    torch.manual_seed(0)
+    cuda = device == "cuda"
+    hidden, layers, heads = (768, 12, 12) if cuda else (64, 2, 2)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=hidden,
+        intermediate_size=hidden * 4,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        max_position_embeddings=256,
+        use_cache=False,
+    )
+    model = LlamaForCausalLM(config).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=cuda)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
+    batches = Batches(standard_library(1 << 22), length=256 if cuda else 32, size=32 if cuda else 4, seed=0)
+    ckpt, first = None, 0
+    if store is not None:
+        settings = {"store": str(store), "every": EVERY, "metrics": {"enabled": False}, **POLICIES[policy]}
+        ckpt = monitor.attach((model, optimizer), settings, state=[schedule, batches])
+        first = ckpt.resume()
+    with log.open("a") as lines:
+        for step in range(first, steps):
+            tokens = next(batches).to(device)
+            with torch.autocast(device, dtype=torch.bfloat16):
+                loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            lines.write(json.dumps([step, float(loss.detach())]) + "\n")
+            lines.flush()
+            if ckpt is not None:
+                ckpt.step()
+    if ckpt is not None:
+        ckpt.close()
+
+
+def killed(command: list[str], log: Path, steps: int) -> list[int]:
+    """Run ``command`` to its end, killing it three times. Return the steps at which it resumed."""
+    resumed = []
+    for at in (steps // 4, steps // 2, 3 * steps // 4, None):
+        before = len(_lines(log))
+        process = subprocess.Popen(command, start_new_session=True)
+        while process.poll() is None:
+            found = _lines(log)[before:]
+            if at is not None and found and found[-1][0] >= at:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            time.sleep(0.02)
+        if at is None and process.returncode:
+            raise RuntimeError(f"training failed with {process.returncode}")
+        if at is not None and process.returncode != -signal.SIGKILL:
+            raise RuntimeError(f"training ended with {process.returncode} before it was killed at step {at}")
+        resumed.append(_lines(log)[before][0])
+    return resumed[1:]
+
+
+def _lines(log: Path) -> list[tuple[int, float]]:
+    """Return the steps and losses logged; a line that a kill cut off does not count."""
+    text = log.read_text() if log.exists() else ""
+    return [tuple(json.loads(line)) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--folder", type=Path, required=True, help="for stores and logs; empty")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--train", default=None, help="for the processes it starts: the policy, or none")
+    options = parser.parse_args()
+    if options.train is not None:
+        store = None if options.train == "none" else options.folder / options.train
+        log = options.folder / f"{options.train}.log"
+        train(store, options.train, options.device, options.steps, log)
+        return 0
+    command = [sys.executable, __file__, f"--folder={options.folder}", f"--device={options.device}"]
+    command.append(f"--steps={options.steps}")
+    subprocess.run([*command, "--train=none"], check=True)
+    undisturbed = dict(_lines(options.folder / "none.log"))
+    end = statistics.fmean(list(undisturbed.values())[-LAST:])
+    figures = [Figure("undisturbed, first loss", undisturbed[0], "nats"), Figure("undisturbed, last", end, "nats")]
+    losses = {"undisturbed": undisturbed}
+    for policy in options.policies:
+        log = options.folder / f"{policy}.log"
+        resumed = killed([*command, f"--train={policy}"], log, options.steps)
+        losses[policy] = dict(sorted(dict(_lines(log)).items()))
+        last = statistics.fmean(list(losses[policy].values())[-LAST:])
+        figures.append(Figure(f"{policy}, last loss", last / end, "x", f"undisturbed; resumed at {resumed}", GOAL))
+        figures.append(Figure(f"{policy}, resumes from nothing", resumed.count(0), "", "three kills", 0))
+    status = report(f"a model killed three times, on {options.device}", figures, options.json)
+    if options.json is not None:
+        options.json.write_text(json.dumps({**json.loads(options.json.read_text()), "losses": losses}, indent=1) + "\n")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

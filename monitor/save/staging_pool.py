@@ -1,0 +1,134 @@
+"""Keeps the host buffers that saves copy into, and pins host memory for CUDA.
+
+Pinned, copies from a device run beside training; otherwise the driver copies through a buffer of its own, and
+waits. If the runtime refuses, because of a limit on locked memory for example, copies are slower but equally correct.
+Torch's own pinned memory would be rounded up to a power of two for each fragment.
+"""
+
+import ctypes
+import logging
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from monitor.observe.units import UnitLayout
+from store.names import Unit
+
+_log = logging.getLogger("driftpoint")
+
+_ALIGN = 64  # bytes
+_blocks = weakref.WeakValueDictionary[int, "np.ndarray[Any, Any]"]()  # of pinned buffers, by address
+
+
+class StagingPool:
+    """Reuses host buffers, by unit. The caller owns a buffer from ``take`` to ``give``.
+
+    New memory costs a page fault every 4 KiB, which takes several times as long as the copy."""
+
+    def __init__(self) -> None:
+        self._free: dict[Unit, list[tuple[UnitLayout | None, list[torch.Tensor]]]] = {}  # layouts that they fit
+        self._bytes: dict[Unit, list[torch.Tensor]] = {}
+        self._known: set[Unit] = set()
+        self._untouched: dict[Unit, list[torch.Tensor]] = {}
+        self._lock = threading.Lock()
+
+    def take_bytes(self, unit: Unit, sizes: Sequence[int], cuda: torch.device | None) -> list[torch.Tensor]:
+        """Return 1-d uint8 buffers of these sizes, contents undefined; pinned for copies from ``cuda``, if given."""
+        free = self._bytes.pop(unit, None)
+        if free is not None and [buffer.numel() for buffer in free] == list(sizes):
+            return free
+        if cuda is not None:
+            return _pinned_buffers(sizes, cuda)
+        return [torch.empty(size, dtype=torch.uint8) for size in sizes]
+
+    def give_bytes(self, unit: Unit, buffers: Sequence[torch.Tensor]) -> None:
+        self._bytes[unit] = list(buffers)
+
+    def reserve(self, unit: Unit, layout: UnitLayout) -> None:
+        """Allocate one set of buffers. :meth:`prepare` touches its pages."""
+        self._known.add(unit)
+        self._untouched[unit] = _allocate(layout)
+        self.give(unit, self._untouched[unit], layout)
+
+    def prepare(self, unit: Unit, layout: UnitLayout) -> None:
+        """Touch the pages of the first set of buffers, unless a save has taken it. Any thread."""
+        with self._lock:
+            if unit not in self._known:
+                self.reserve(unit, layout)
+            for buffer in self._untouched.pop(unit, ()):
+                buffer.zero_()
+
+    def take(self, unit: Unit, layout: UnitLayout) -> list[torch.Tensor]:
+        """Return buffers of the same dtypes and sizes, contents undefined."""
+        with self._lock:  # what is being touched is not being filled
+            self._known.add(unit)
+            self._untouched.pop(unit, None)
+        for index, (known, buffers) in enumerate(self._free.get(unit, [])):
+            if known is layout or _fits(buffers, layout):
+                self._free[unit] = self._free[unit][index + 1 :]  # those before fit an earlier shape
+                return buffers
+        self._free.pop(unit, None)  # they fit an earlier shape of the unit
+        return _allocate(layout)
+
+    def give(self, unit: Unit, buffers: Sequence[torch.Tensor], layout: UnitLayout | None = None) -> None:
+        """Take buffers back. layout: what they fit, if that is known."""
+        if buffers:
+            self._free.setdefault(unit, []).append((layout, list(buffers)))
+
+
+@torch.inference_mode(False)
+def _allocate(layout: UnitLayout) -> list[torch.Tensor]:
+    numels, cuda = [fragment.numel for fragment in layout.fragments], layout.regions.cuda
+    if cuda is None:
+        return [torch.empty(n, dtype=dtype) for n, dtype in zip(numels, layout.dtypes, strict=True)]
+    sizes = [n * dtype.itemsize for n, dtype in zip(numels, layout.dtypes, strict=True)]
+    return [buffer.view(dtype) for buffer, dtype in zip(_pinned_buffers(sizes, cuda), layout.dtypes, strict=True)]
+
+
+def _fits(buffers: Sequence[torch.Tensor], layout: UnitLayout) -> bool:
+    if layout.regions.cuda and not all(one.untyped_storage().data_ptr() in _blocks for one in buffers):
+        return False  # a meter's own, for example, which are not pinned
+    if [buffer.dtype for buffer in buffers] != list(layout.dtypes):
+        return False
+    return [buffer.numel() for buffer in buffers] == [fragment.numel for fragment in layout.fragments]
+
+
+def _pinned_buffers(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
+    """Return 1-d uint8 buffers in one block, which is pinned once, and until the last of them is gone."""
+    ends = list(accumulate((-(-size // _ALIGN) * _ALIGN for size in sizes), initial=0))
+    block = np.frombuffer(mmap.mmap(-1, max(ends[-1], 1)), np.uint8)
+    address, whole = block.ctypes.data, torch.from_numpy(block)
+    _blocks[address] = block
+    with torch.cuda.device(device):  # that of a background thread would be the first one
+        if pin(address, block.nbytes):
+            weakref.finalize(block, unpin, address).atexit = False  # called before the memory is unmapped
+    return [whole[start : start + size] for start, size in zip(ends, sizes, strict=False)]
+
+
+def pin(address: int, nbytes: int) -> bool:
+    """Pin memory that stays mapped until it is unpinned. Return False, and log it, if CUDA refuses."""
+    code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))  # type: ignore[no-untyped-call]
+    if code:
+        _clear_error()
+        _log.warning("%d bytes of memory cannot be pinned (CUDA error %d): copies into them are slower", nbytes, code)
+    return not code
+
+
+def unpin(address: int) -> None:
+    """Unpin memory that no copy is under way into."""
+    if int(torch.cuda.cudart().cudaHostUnregister(address)):  # type: ignore[no-untyped-call]
+        _clear_error()
+
+
+def _clear_error() -> None:
+    """Clear this thread's last CUDA error, which the next kernel launch would raise, whatever it is of."""
+    with suppress(OSError):  # of the runtime that torch has loaded; another one has errors of its own
+        ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}", os.RTLD_NOLOAD).cudaGetLastError()
