@@ -166,7 +166,8 @@ import torch.distributed as dist
 import monitor.distributed
 from store.errors import SaveError
 from tests.support.jobs import Job, committed_steps
-timeouts = [timedelta(minutes=30), timedelta(seconds=2)]  # of decisions, and of the agreement on preemptions
+# Of decisions, of the agreement on preemptions, and of the sums for the trace.
+timeouts = [timedelta(minutes=30), timedelta(seconds=2), timedelta(minutes=30)]
 monitor.distributed._job_timeout = lambda: timeouts.pop(0)
 rank, path, late = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=3)
