@@ -304,3 +304,31 @@ def test_groups_have_the_timeout_of_the_job(hours: float, expected: float) -> No
         assert found == timedelta(hours=expected)
     finally:
         dist.destroy_process_group()
+
+
+_LOST = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from monitor.distributed import current_group
+rank, path = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+summing = current_group().async_sum()
+summing.start(torch.ones(1))
+while not summing.done:
+    time.sleep(0.01)
+assert summing.finish().item() == 2.0
+if rank == 1:
+    os._exit(0)  # before its part of the next one
+summing.start(torch.ones(1))
+until = time.monotonic() + 3.0
+while time.monotonic() < until:
+    assert not summing.done
+    time.sleep(0.05)
+assert summing._work.is_completed(), "it failed by then"
+os._exit(0)
+"""
+
+
+def test_a_sum_that_failed_is_not_done(tmp_path: Path) -> None:
+    run_ranks(_LOST, tmp_path)
