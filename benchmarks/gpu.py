@@ -7,8 +7,8 @@ which are installed in ``.gpu-site`` without a network; without them, or a GPU, 
 that fails, or runs out of time, does not keep others from running; those that no time is left for are told. ``--cpu``
 tries the steps themselves, small, on a machine without a GPU: it proves nothing of CUDA.
 
-Exits 0 when every step passed or could not be done here for a reason that is told, 1 when one did not, and 2 where
-there is no GPU: nothing was proven then.
+Exits with 0 if every step passed or was skipped with a reason, 1 if one failed or ran out of time, and 2 if there is
+no GPU, which proves nothing.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Group(Protocol):
         """Return the values of all ranks, in rank order."""
 
     def async_sum(self) -> "AsyncSum | None":
-        """Create an :class:`AsyncSum`; None for a single process, which waits for nobody. Collective."""
+        """Create an :class:`AsyncSum`. Return None in a job of one process. Collective."""
 
     def barrier(self, timeout: float) -> Callable[[], bool]:
         """Create a function that waits until all ranks are here, and returns False if any is not in time, or is gone.

@@ -1,7 +1,7 @@
 """Run the suite in stages, each over as many processes as there are cores, and sum up at the end.
 
 Without options: the fast tests and the core of the slow ones, in one stage, as ``make test`` does. All other arguments
-go to pytest. Every stage runs, whatever became of those before it; the exit code is 1 where one of them failed.
+go to pytest. Every stage runs, even if an earlier one fails. The exit code is 1 if any stage fails.
 """
 
 from __future__ import annotations

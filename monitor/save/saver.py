@@ -249,7 +249,7 @@ class Saver:
         self._job.rank_buffers.compare(self._buffers)
         self._checker.compare_ranks()
         staged, copying, failure = self._stage(decided, local)
-        self._copies.set(copying)  # first, so that the next change completes them whatever follows here
+        self._copies.set(copying)  # now: the next change of state completes them, even if an error follows
         commit_plan = None
         if self._group.rank == 0:
             commit_plan = self._commit_plan(save, decided)

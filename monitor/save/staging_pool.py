@@ -129,6 +129,6 @@ def unpin(address: int) -> None:
 
 
 def _clear_error() -> None:
-    """Clear this thread's last CUDA error, which the next kernel launch would raise, whatever it is of."""
+    """Clear this thread's last CUDA error. Otherwise the next kernel launch raises it."""
     with suppress(OSError):  # of the runtime that torch has loaded; another one has errors of its own
         ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}", os.RTLD_NOLOAD).cudaGetLastError()

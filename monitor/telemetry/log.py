@@ -161,7 +161,7 @@ class SaveLog(SaveListener):
     @override
     def on_preempted(self, event: events.PreemptedEvent) -> None:
         step, seconds = event.step, event.seconds
-        self._held = step  # what is lost is told here
+        self._held = step  # the messages below name what is lost
         if event.exact:
             _log.warning("preempted: full save of step %d committed %.1f s after the signal", step, seconds)
         elif event.outcome == "full":
