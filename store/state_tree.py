@@ -18,6 +18,7 @@ from store.encoding import itemsize
 from store.errors import DamagedError, UnsupportedError
 
 _TAG = "$"
+_LIKE = ("", "grad", "parameter", "parameter grad")
 _DEEPEST = 100  # largest nesting that is written; far below the recursion limit of reading
 _SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 _MAPPINGS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter, "defaultdict": defaultdict}
@@ -196,7 +197,10 @@ def _decode_tagged(
         return float(value)
     if tag in _BYTES:
         return _BYTES[tag](base64.b64decode(value, validate=True))
-    return _decode_leaf(replace(leaves[_index(value, len(leaves))], kind=tag, like=tree.get("like", "")), from_leaf)
+    like = tree.get("like", "")
+    if like not in _LIKE:
+        raise ValueError(f"unknown kind of tensor {like!r}")
+    return _decode_leaf(replace(leaves[_index(value, len(leaves))], kind=tag, like=like), from_leaf)
 
 
 def _decode_mapping(tree: dict[str, Any], items: dict[Any, Any], inner: Callable[[Any], Any]) -> Any:

@@ -230,3 +230,11 @@ def test_another_number_of_objects_is_refused() -> None:
 def test_what_would_need_pickle_is_refused_with_its_place(value: Any) -> None:
     with pytest.raises(UnsupportedError, match=r"state\['a'\]\[1\] is a .*cannot be stored without pickling"):
         to_tree({"a": [0, value]})
+
+
+@pytest.mark.parametrize("like", [5, None, ["grad"], {"grad": 1}, "module", "grad parameter"])
+def test_a_tensor_that_is_like_nothing_known_is_damage(like: Any) -> None:
+    tree, leaves = to_tree({"weight": torch.nn.Parameter(torch.ones(2))})
+    tree["weight"]["like"] = like
+    with pytest.raises(DamagedError):
+        from_tree(tree, leaves)
