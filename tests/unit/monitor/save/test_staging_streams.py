@@ -43,6 +43,17 @@ class Run:
         return {name: value.clone() for name, value in self.model.state_dict().items()}
 
 
+def saved_once(store: Path) -> Run:
+    """A run with one commit, and one update since."""
+    one = Run(store)
+    one.ckpt.resume()
+    one.update()
+    one.ckpt.step()
+    one.ckpt.flush()
+    one.update()
+    return one
+
+
 def steps(one: Run, _: dict[str, Any]) -> None:
     one.optimizer.step()
 
@@ -93,12 +104,7 @@ def test_what_changes_the_state_waits_for_copies_that_were_not_made_yet(
 
 
 def test_copies_come_after_what_training_has_queued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Run(tmp_path / "s")
-    one.ckpt.resume()
-    one.update()
-    one.ckpt.step()
-    one.ckpt.flush()
-    one.update()
+    one = saved_once(tmp_path / "s")
     with monkeypatch.context() as patch:
         streams, weight = LateStreams(patch), one.model[0].weight
         streams.main.queue.append(lambda: weight.data.add_(1.0))  # of the optimizer's last kernel
@@ -113,12 +119,7 @@ def test_copies_come_after_what_training_has_queued(tmp_path: Path, monkeypatch:
 def test_buffers_are_copied_in_training_s_stream_and_read_once_that_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = Run(tmp_path / "s")
-    one.ckpt.resume()
-    one.update()
-    one.ckpt.step()
-    one.ckpt.flush()
-    one.update()
+    one = saved_once(tmp_path / "s")
     decided, release = one.values(), threading.Event()
     hold_writer(one.ckpt, release)
     with monkeypatch.context() as patch:
