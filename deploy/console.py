@@ -1,8 +1,7 @@
 """Print results of commands: JSON or text on stdout, notes and errors on stderr; declare shared options.
 
 Only this module of the command line writes to stdout. The whole text is rendered before the first byte is written, so
-that a closed pipe (``| head``) is detected in one place.
-"""
+that a closed pipe (``| head``) is detected in one place."""
 
 import json
 import sys

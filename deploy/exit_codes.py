@@ -1,7 +1,6 @@
 """Exit codes of the command line and their text for ``--help``.
 
-The numbers are defined by the errors and the restart policy; this adds those without an error class.
-"""
+The numbers are defined by the errors and the restart policy; this adds those without an error class."""
 
 from deploy.supervisor import restart_policy
 from store import errors

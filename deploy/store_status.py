@@ -1,7 +1,6 @@
 """Open a store and summarise it: commits, owner, and the commit that a resume would take.
 
-Reads records only, no payload: fast on any store, but it does not detect changed payload bytes (``verify`` does).
-"""
+Reads records only, no payload: fast on any store, but it does not detect changed payload bytes (``verify`` does)."""
 
 import math
 import os
@@ -88,8 +87,7 @@ def lock_owner_text(root: Path, pid: int | None) -> str:
 def resume_step(catalog: Catalog, resolution: Resolution) -> int:
     """Return the step at which a job resumes by default (``resume: {at: effective}``).
 
-    Only the resume itself checks that the run state of that step is valid and fits the job.
-    """
+    Only the resume itself checks that the run state of that step is valid and fits the job."""
     for save, record in run_saves(resolution, certify(resolution).effective_step).items():
         if not catalog.group(save, record).problems:
             return save.step
@@ -175,8 +173,7 @@ class StoreStatus:
 def store_status(catalog: Catalog, root: Path, *, counted: bool = True) -> StoreStatus:
     """Summarise the store at ``root``; with ``counted``, add up the bytes of its files.
 
-    Reads again if a running job pruned commits meanwhile, so that these are not reported as damage.
-    """
+    Reads again if a running job pruned commits meanwhile, so that these are not reported as damage."""
     for _ in range(_TRIES):
         before, found = catalog.saves(), _read_status(catalog, root, counted=counted)
         if not found.problems or catalog.saves() == before:

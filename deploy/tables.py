@@ -1,7 +1,6 @@
 """Draw certificate tables: one row per layer, per (layer, slot) unit, or per slot.
 
-Uses certified units in layer order; does not access a store.
-"""
+Uses certified units in layer order; does not access a store."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,8 +36,7 @@ FALLBACK_LEGEND = "!: an older version, because the committed one is damaged."
 def print_layers(console: Console, units: Sequence[CertifiedUnit]) -> None:
     """Print one row per layer (and source, if several), with age and drift of each slot in columns.
 
-    Slots that do not fit side by side are printed in further tables, each with the layers that have them.
-    """
+    Slots that do not fit side by side are printed in further tables, each with the layers that have them."""
     by_row, widths = _by_row(units), _widths(units)
     name_width = max((len(name) for name, _, _ in by_row), default=0)
     source_width = _source_width(units)

@@ -2,8 +2,7 @@
 
 Parameters are named by fqn and their state by slot, so neither side knows the other's world size, ZeRO stage or file
 format. A :class:`Checkpoint` says where bytes lie; a :class:`PlannedTensor` says where they will go. No tensor is read
-or written here.
-"""
+or written here."""
 
 import math
 from collections import deque
@@ -177,8 +176,7 @@ class Placement:
 class PlannedTensor:
     """A contiguous tensor to be written, described by its content only. Elements without a source are zeros.
 
-    The same object at two places of a file is one tensor under two names, as tied weights are.
-    """
+    The same object at two places of a file is one tensor under two names, as tied weights are."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -260,8 +258,7 @@ def to_portable(value: Any) -> Any:
     """Return ``value`` with numpy arrays as torch tensors and numpy scalars as Python numbers.
 
     Any process can load the result, with ``weights_only=True``: containers of :mod:`collections` become plain ones.
-    Covers every type that a store can hold.
-    """
+    Covers every type that a store can hold."""
     if type(value) in (int, float, str, bool, type(None)):
         return value  # the most frequent case: a generator's state alone is hundreds of numbers
     if isinstance(value, np.ndarray):
@@ -292,8 +289,7 @@ def config_section(config: Any, *keys: str) -> Mapping[str, Any]:
 def gradient_clipping(config: Any) -> float:
     """Return the gradient clipping that an engine with this configuration uses; 0 is none.
 
-    ZeRO-1/2 files hold the value, and engines take it from them over their own configuration; ZeRO-3 files do not.
-    """
+    ZeRO-1/2 files hold the value, and engines take it from them over their own configuration; ZeRO-3 files do not."""
     value = config_section(config).get("gradient_clipping")
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else DEFAULT_CLIPPING
 
@@ -333,8 +329,7 @@ def with_steps(
     """Return the certificate with the steps that are written; not exact, or as found, if any layer's step changes.
 
     ``found``: (param group, step that is written, [(layer, step that it had)] of its parameters). Flat partitions of
-    one param group with the same step share one record.
-    """
+    one param group with the same step share one record."""
     had: dict[tuple[int, float], dict[float, dict[str, None]]] = {}
     for group, chosen, held in found:
         layers_of = had.setdefault((group, chosen), {})

@@ -2,8 +2,7 @@
 
 Uses the store's own protocol: claims an epoch, and commits when every byte of the source was checked and everything
 written is durable and was read back. An interrupted import leaves a store without a commit and can be repeated.
-Sources are never changed. Memory: a few chunks, and the run state.
-"""
+Sources are never changed. Memory: a few chunks, and the run state."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
@@ -73,8 +72,7 @@ class ImportPlan:
     ) -> list[StagedFragment]:
         """Return all tensors, in the order in which they must be written.
 
-        ``implausible`` gets the kinds of implausible values by (fqn, slot) while they are drawn.
-        """
+        ``implausible`` gets the kinds of implausible values by (fqn, slot) while they are drawn."""
         return [
             StagedFragment(
                 layer=self.checkpoint.record(stream.extent.fqn).layer,
@@ -233,8 +231,7 @@ def _write_segments(
 ) -> tuple[schema.ManifestRecord, list[str]]:
     """Write all segments and read them back. Returns the manifest, and a line for each unit with implausible values.
 
-    Removes the segments again on any error.
-    """
+    Removes the segments again on any error."""
     files, world_size = catalog.files, len(plan.run_states)
     units = [[extent.fqn, extent.slot] for extents in plan.checkpoint.index.names().values() for extent in extents[:1]]
     agreed = schema.digest(schema.seal([save.name, IMPORT, units]))

@@ -2,8 +2,7 @@
 
 The names are those that the module tree would give. Numbered children that are similar are one layer each; a module
 without such a stack inside is one layer; the tensors that a module with stacks owns itself are one layer, named after
-it. Numbered children are taken for a ``ModuleList``; a ``ModuleDict`` of blocks looks like any module.
-"""
+it. Numbered children are taken for a ``ModuleList``; a ``ModuleDict`` of blocks looks like any module."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -2,8 +2,7 @@
 
 Files are created, filled, sealed, created durable and read back in this order, under a temporary name. They are created
 one after another in the calling thread, because leaving tensors out of ``torch.save`` is a process-wide switch.
-Sources are never changed.
-"""
+Sources are never changed."""
 
 import os
 import threading
@@ -132,8 +131,7 @@ def produce(
 
     Returns (bytes written, damaged versions with their errors, kinds of implausible values by (fqn, slot)). If any
     version is damaged, the files are incomplete and must be discarded. On return everything is durable except the names
-    of files and directories. Raises MergeError, StorageError.
-    """
+    of files and directories. Raises MergeError, StorageError."""
     with storage_errors(folder):
         _require_paths(folder, files)
         require_space("the merge", folder, sum(file.container.nbytes for file in files))

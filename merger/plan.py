@@ -1,8 +1,7 @@
 """Plan a merge: what is read and written, before any tensor moves.
 
 Reads records, the structure of pickles, and run state. A plan holds as long as the bytes are intact; if a version in a
-store proves damaged, a new plan is made without that version.
-"""
+store proves damaged, a new plan is made without that version."""
 
 import json
 import math

@@ -68,8 +68,7 @@ def from_leaf(leaf: Leaf) -> torch.Tensor | torch.Size:
 def implausible_values(values: torch.Tensor, slot: str) -> set[Implausible]:
     """Return the kinds of values in a floating-point tensor that no healthy training state holds.
 
-    Negative values are implausible in second moments only. One pass over ``values``, unless some are found.
-    """
+    Negative values are implausible in second moments only. One pass over ``values``, unless some are found."""
     if not values.numel() or not values.is_floating_point():
         return set()
     values = values.float() if values.dtype.itemsize == 1 else values  # these have few operations of their own

@@ -4,8 +4,7 @@ Spending only what is in a bucket keeps the cost in any ``t`` seconds below ``ra
 empty, so that a job that restarts repeatedly does not get a full bucket each time; a debt ends with the process. A save
 is charged its expected cost when it begins and corrected when it is committed; a failed one stays charged. The first
 save of a store is full and free, since without it there is nothing to resume. The clock is an argument, so that a job
-and its replay keep the same account. One thread.
-"""
+and its replay keep the same account. One thread."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -14,8 +14,7 @@ below 1, as with a decaying learning rate, do not count towards the deviation. O
 reported. With fewer readings, from the third on, a drift is a spike if it is ``EXPLODED``, and as many times the median
 of all layers.
 
-Moments are not checked: one large gradient moves them as far. Their corruption shows in the weights.
-"""
+Moments are not checked: one large gradient moves them as far. Their corruption shows in the weights."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

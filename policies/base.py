@@ -1,8 +1,7 @@
 """Define the policy protocol: the statistics that a policy sees and the decision that it returns.
 
 A policy is a pure function of its arguments: no clock, no I/O, no randomness, no memory of its own. What it needs to
-know about the past is in :class:`History`, which survives a restart. docs/own-policies.md shows how to write one.
-"""
+know about the past is in :class:`History`, which survives a restart. docs/own-policies.md shows how to write one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -110,8 +109,7 @@ class Policy(Protocol):
     """Chooses which units a save stores. Any class with these members is a policy; subclassing is not needed.
 
     A policy that limits itself to ``budget.bytes`` also has an attribute ``spends = True``. Check an implementation
-    with ``driftpoint policy check``.
-    """
+    with ``driftpoint policy check``."""
 
     @property
     def name(self) -> str:

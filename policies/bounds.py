@@ -1,7 +1,6 @@
 """Enforce bounds on drift, staleness and precision around a policy; hold back layers with NaN or infinity.
 
-Pure, like all policies. A save that fails, or a commit that is late, is the caller's to report.
-"""
+Pure, like all policies. A save that fails, or a commit that is late, is the caller's to report."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -3,8 +3,7 @@
 Damage is the squared relative distance of a layer's weights to what a resume would load. Other slots are converted to
 that scale by the pace of their layer: fully outdated moments spoil the next few updates, so they count as weights that
 are some steps old, independent of the learning rate. docs/budget.md derives the formulas and lists the assumptions.
-Pure; the bytes available come from the caller's token bucket.
-"""
+Pure; the bytes available come from the caller's token bucket."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

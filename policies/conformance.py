@@ -2,8 +2,7 @@
 
 The suite runs the policy on seeded synthetic models and runs, so a finding can be reproduced. It cannot prove that a
 promise holds, and it does not detect a policy that never returns. The check before training runs on the units of the
-real job and finds failures that occur at once. Neither writes anything.
-"""
+real job and finds failures that occur at once. Neither writes anything."""
 
 import copy
 import hashlib

@@ -1,8 +1,7 @@
 """Choose what to save before a deadline: the units that remove the most damage per byte, among those that fit.
 
 A save that does not finish leaves nothing. So if not everything is expected to fit, the other units stay as they are in
-the previous commit. Pure; the caller supplies time and bandwidth.
-"""
+the previous commit. Pure; the caller supplies time and bandwidth."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence

@@ -1,8 +1,7 @@
 """List the encodings open to a unit, with the expected size and error of each.
 
 Sizes and errors are those of the unit's newest version if it has the same encoding, compression included. Otherwise the
-size follows from the format (uncompressed), and the error is that on ordinary values.
-"""
+size follows from the format (uncompressed), and the error is that on ordinary values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

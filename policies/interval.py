@@ -1,7 +1,6 @@
 """Compute the interval between decisions (Young/Daly, within limits, damped), and estimate the interruption rate.
 
-Pure. docs/interval.md derives the formulas and explains the prior.
-"""
+Pure. docs/interval.md derives the formulas and explains the prior."""
 
 import math
 from dataclasses import dataclass

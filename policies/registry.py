@@ -1,7 +1,6 @@
 """Build policies from settings: built-in names, classes in files or modules, and entry points; apply fixed encodings.
 
-User code runs only if settings name it; reading a store never runs code. A file is executed once per content.
-"""
+User code runs only if settings name it; reading a store never runs code. A file is executed once per content."""
 
 import hashlib
 import importlib

@@ -1,8 +1,7 @@
 """Generate synthetic unit statistics, and simulate runs without training, to try out policies.
 
 Seeded: equal on every machine and in every process. The cases include rare states: new, frozen, non-finite, changed and
-unmeasured units. In a simulated run units drift, decisions are made, and saves take effect at once.
-"""
+unmeasured units. In a simulated run units drift, decisions are made, and saves take effect at once."""
 
 import math
 import random

@@ -2,8 +2,7 @@
 
 Settings may have any type, since users type them. User code may raise any exception class, so even ``str(error)`` may
 fail. Messages name the setting or unit, the value seen, and the allowed values; ``where`` is a prefix such as
-``policy parity``.
-"""
+``policy parity``."""
 
 import dataclasses
 import inspect

@@ -5,8 +5,7 @@ readers answer damage with another version and not with an exception.
 
 A mark says that a commit is suspect: jobs which resumed from it (or from the in-memory version of that name) died
 before they committed. ``driftpoint run`` sets it, and withdraws it if falling back did not help. A marked commit stays
-resumable but comes after others, so a wrong mark costs a little training. Unreadable marks are ignored.
-"""
+resumable but comes after others, so a wrong mark costs a little training. Unreadable marks are ignored."""
 
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set

@@ -2,8 +2,7 @@
 
 The fsync of ``manifests/`` after the manifest has its name is the commit point: a save may be acknowledged only after
 :func:`commit` returned. One process, the committer, runs it; the others only write their segments. Processes exchange
-no messages: the committer watches the segment directory.
-"""
+no messages: the committer watches the segment directory."""
 
 import time
 from collections.abc import Callable, Mapping

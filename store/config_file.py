@@ -1,8 +1,7 @@
 """Read YAML files of settings and recipes with PyYAML's safe loader, and keep the line of every value.
 
 A duplicate key is an error, because YAML keeps its last value only. So is a number that YAML 1.1 reads as octal or
-sexagesimal: ``0100`` is 64 and ``10:00`` is 600. Objects of Python are never built.
-"""
+sexagesimal: ``0100`` is 64 and ``10:00`` is 600. Objects of Python are never built."""
 
 import re
 from collections.abc import Mapping, Sequence

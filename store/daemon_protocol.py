@@ -4,8 +4,7 @@ The client sends first: a trainer ``hello``, later ``note`` and ``bye``; the com
 Messages carry the protocol version, and the daemon refuses other versions than its own. Unknown keys are ignored, so
 that a later release can add some without a new version. The daemon detects a dead trainer by the end of its process.
 
-There is one socket for each user and base, in a folder of mode 0700, so that only this user can answer there.
-"""
+There is one socket for each user and base, in a folder of mode 0700, so that only this user can answer there."""
 
 import json
 import os

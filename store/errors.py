@@ -14,8 +14,7 @@
     └── SaveError
         └── NotFiniteError
 
-Every message says what is wrong, where, and what to do next.
-"""
+Every message says what is wrong, where, and what to do next."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, Final

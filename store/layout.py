@@ -9,8 +9,7 @@ manifests/00000120-000003.json            the commit
 proven/00000120-000003.json               resumed from, and a step succeeded
 suspect/00000120-000003.json              jobs that resumed from it died repeatedly
 LATEST                                    a hint, never trusted
-PROBE                                     in object stores: put once; a second put tests If-None-Match
-"""
+PROBE                                     in object stores: put once; a second put tests If-None-Match"""
 
 import re
 

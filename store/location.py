@@ -1,8 +1,7 @@
 """Parse the location of a store (a directory or ``s3://BUCKET/PREFIX``), open its files, and find its filesystem.
 
 An s3 location behaves like an absolute path, so that code which passes, shows or compares locations need not tell the
-two apart.
-"""
+two apart."""
 
 import os
 import re

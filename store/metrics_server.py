@@ -1,7 +1,6 @@
 """Serve a Prometheus registry over HTTP or HTTPS, with ``prometheus_client.start_http_server``.
 
-Addresses other than loopback need TLS or ``insecure: true``; a client CA makes client certificates mandatory.
-"""
+Addresses other than loopback need TLS or ``insecure: true``; a client CA makes client certificates mandatory."""
 
 import io
 import ipaddress

@@ -2,8 +2,7 @@
 
 A damaged unit falls back to its own previous version, found through older manifests, and not to the previous
 checkpoint. A version is damaged by its records (missing part, wrong size), or because a reader found bytes that do not
-match their hash and resolves again with that version in ``bad``. A base is never a difference itself.
-"""
+match their hash and resolves again with that version in ``bad``. A base is never a difference itself."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace

@@ -9,8 +9,7 @@ first, only as many as needed, and never the newest whole commit nor the newest 
 Manifests are removed first and their directory is synced before any segment is removed, so after a crash no manifest
 points to a deleted segment. Unrecognised files are reported and stay. Only the owner of the store (the lock, the
 newest epoch) may prune. Segments of its epoch that are newer than the newest commit belong to a save in progress and
-stay.
-"""
+stay."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress

@@ -4,8 +4,7 @@ A file is ``{"body":<JSON>,"xxh3_128":"<32 hex digits>"}``. The checksum covers 
 bytes around it are fixed, so any flipped, missing or added byte is detected before the JSON is parsed.
 
 Records are validated when read and when built. Unknown keys are ignored, so that a later release can add some without
-a new format; a change that old readers must not ignore raises ``reader`` in STORE.json.
-"""
+a new format; a change that old readers must not ignore raises ``reader`` in STORE.json."""
 
 import json
 from collections.abc import Iterable, Mapping

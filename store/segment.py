@@ -3,8 +3,7 @@
 The payload is synced and has its final name before its part is written, so a readable part proves that the payload was
 complete. Both are immutable. Their names are durable once their directory is synced, which a commit does. This module
 writes the safetensors container itself, because it must hash each tensor while it is written and fsync before the name
-appears. Offsets are relative to the end of the header.
-"""
+appears. Offsets are relative to the end of the header."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -9,8 +9,7 @@ incarnation without a commit does not count. Unreadable records are ignored.
 
 ``LOCK`` has a POSIX record lock, which the kernel drops when the process dies and forked children do not inherit. It
 helps only jobs of one machine; the epoch protects the data. A process that holds the lock must not open ``LOCK`` again:
-closing any descriptor of the file would drop it.
-"""
+closing any descriptor of the file would drop it."""
 
 import fcntl
 import hashlib

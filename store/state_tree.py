@@ -2,8 +2,7 @@
 
 JSON values stand for themselves, other values are tagged: ``{"$": "tuple", "v": [...]}``. Arrays and tensors become
 leaves, stored beside the tree as bytes; the caller converts its tensors to leaves. Every value comes back in its own
-type. Other types are refused, subclasses of plain types too: a reader imports nothing, so it could not rebuild them.
-"""
+type. Other types are refused, subclasses of plain types too: a reader imports nothing, so it could not rebuild them."""
 
 import base64
 import math

@@ -10,8 +10,7 @@ the next one begins with the job line that applies. Readers skip torn lines and 
     {"kind": "failed", ...}     a save did not
     {"kind": "resumed", ...}    the job resumed at a step
 
-Units are named once, in the job line; elsewhere by their index there. See docs/trace.md.
-"""
+Units are named once, in the job line; elsewhere by their index there. See docs/trace.md."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping

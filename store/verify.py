@@ -1,7 +1,6 @@
 """Verify a store: read every byte once, check every hash, unpack and decode. Changes nothing.
 
-A fragment is checked together with all differences to it, chunk by chunk, so memory is a few chunks.
-"""
+A fragment is checked together with all differences to it, chunk by chunk, so memory is a few chunks."""
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress

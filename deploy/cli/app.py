@@ -1,7 +1,6 @@
 """Register the commands of ``driftpoint`` and turn every exception into one line and an exit code.
 
-Slow imports (torch, the merger) are left to the commands that need them.
-"""
+Slow imports (torch, the merger) are left to the commands that need them."""
 
 import os
 import sys

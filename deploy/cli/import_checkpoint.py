@@ -1,7 +1,6 @@
 """``driftpoint import``: convert an existing checkpoint into a store that a job can resume from.
 
-The merger is imported when the command runs, because it imports torch.
-"""
+The merger is imported when the command runs, because it imports torch."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 

@@ -62,8 +62,7 @@ def schema(*, _json: JsonOption = True, _debug: DebugOption = False) -> None:
 def create(out: Path, values: Mapping[str, Any], *, schema: bool) -> list[Path]:
     """Write the configuration and its schema beside it; return the paths written.
 
-    Raises ConfigError, with nothing written, if the values are invalid or a file exists.
-    """
+    Raises ConfigError, with nothing written, if the values are invalid or a file exists."""
     from monitor.config.load import SCHEMA_FILE, TITLE, config_schema, load_config, written
 
     try:

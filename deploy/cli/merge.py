@@ -3,8 +3,7 @@
 ``DamagedError`` has the exit code of a store that is damaged but resumable. A merge or an import that can work around
 damage succeeds; one that fails because of damage has no result, so its error becomes a NothingToResumeError.
 
-The merger is imported when the command runs, because it imports torch.
-"""
+The merger is imported when the command runs, because it imports torch."""
 
 import re
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,7 @@
 """``driftpoint policy check``: test that a policy keeps the contract before it decides in a real job.
 
 ``python -m deploy.cli.policy`` computes the digest of a policy's answers in a fresh process. It reads the policy's
-settings as YAML from stdin and writes the digest as the last line, since the user's code may print too.
-"""
+settings as YAML from stdin and writes the digest as the last line, since the user's code may print too."""
 
 import json
 import os
@@ -85,8 +84,7 @@ class PolicyToCheck:
 def named(word: str, given: Sequence[str]) -> PolicyToCheck:
     """Find the policy of a name, ``module:Class``, ``file.py:Class`` or YAML file. Raises ConfigError, UsageError.
 
-    ``given``: ``--set`` arguments.
-    """
+    ``given``: ``--set`` arguments."""
     if word.endswith((".yaml", ".yml")):
         if given:
             raise UsageError(f"--set applies to a policy's name or class: edit the parameters in {word} itself")

@@ -1,7 +1,6 @@
 """``driftpoint prune``: delete commits that retention does not keep, and segments that no commit references.
 
-Holds the store's lock meanwhile, so that no job on this machine starts.
-"""
+Holds the store's lock meanwhile, so that no job on this machine starts."""
 
 import socket
 from collections.abc import Iterator

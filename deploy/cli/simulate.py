@@ -1,7 +1,6 @@
 """``driftpoint simulate`` and ``estimate``: compute bytes, stall and risk of configurations.
 
-``simulate`` replays a recorded run, ``estimate`` one that is built from stated assumptions.
-"""
+``simulate`` replays a recorded run, ``estimate`` one that is built from stated assumptions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,6 @@
 """Prometheus metrics of the node daemon, in a registry of their own.
 
-If the port is in use, only the endpoint is missing.
-"""
+If the port is in use, only the endpoint is missing."""
 
 import logging
 import os

@@ -4,8 +4,7 @@ A job is all processes with one epoch of a store. It is dead when all its proces
 are rescued unless all of them unregistered cleanly. Stopped processes count as alive. A newer epoch on the same store
 (at the same path; a copy is another store) replaces the older one, since it finds the snapshots by itself.
 
-Everything here runs in the event loop's thread; rescuer and verifier hand their results over to it.
-"""
+Everything here runs in the event loop's thread; rescuer and verifier hand their results over to it."""
 
 import asyncio
 import logging
@@ -124,8 +123,7 @@ class Jobs:
     def join(self, hello: Register, pid: int) -> tuple[NodeJob, RankConnection, list[NodeJob]]:
         """Register a process, again if its connection broke; return the job, the rank, and replaced older epochs.
 
-        Raises DaemonError if another living process has that rank, or a newer epoch is known.
-        """
+        Raises DaemonError if another living process has that rank, or a newer epoch is known."""
         here = [job for (*store, _), job in self._jobs.items() if store == [hello.store, hello.store_id]]
         newest = max((job.hello.epoch for job in here), default=hello.epoch)
         if newest > hello.epoch:
@@ -173,8 +171,7 @@ def _save(name: str | None) -> SaveId | None:
 class Options:
     """Options of ``driftpoint daemon run``.
 
-    ``host``, ``port`` and ``security``: of the metrics endpoint.
-    """
+    ``host``, ``port`` and ``security``: of the metrics endpoint."""
 
     base: Path  # shared-memory directory
     port: int = 9465
@@ -266,8 +263,7 @@ class Node:
     def join(self, hello: Register, pid: int, end: int | None) -> tuple[NodeJob, RankConnection]:
         """Register a trainer, or raise DaemonError.
 
-        ``end``: descriptor of :func:`deploy.daemon.server.process_end_fd`; ownership passes to this call.
-        """
+        ``end``: descriptor of :func:`deploy.daemon.server.process_end_fd`; ownership passes to this call."""
         try:
             if Path(hello.base) != self.options.base:
                 raise DaemonError(f"this daemon serves {self.options.base}, but the job's memory is in {hello.base}")

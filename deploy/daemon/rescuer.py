@@ -2,8 +2,7 @@
 
 A hanging store does not block others; a store and its copies share a lock and wait for each other. The thread owns the
 store while it writes (see :mod:`store.memory.rescue`). Threads never keep the process alive: an interrupted rescue is
-completed by the next one.
-"""
+completed by the next one."""
 
 import logging
 import threading
@@ -98,8 +97,7 @@ class Rescuer:
 
     def end(self, grace: float) -> bool:
         """Finish rescues of jobs that were seen to die and cancel all others; return whether that took less than
-        ``grace`` s.
-        """
+        ``grace`` s."""
         with self._changed:
             self._ending = True
             self._requests = deque(request for request in self._requests if request.epoch is not None)

@@ -2,8 +2,7 @@
 
 One daemon per user and base directory: the lock decides, and an existing socket without the lock is replaced. One
 asyncio thread. No message ends the daemon: an invalid one closes its connection and is counted. Forked children
-(data-loader workers) keep a dead trainer's connection open, so processes are watched by pidfd instead.
-"""
+(data-loader workers) keep a dead trainer's connection open, so processes are watched by pidfd instead."""
 
 import asyncio
 import errno
@@ -267,8 +266,7 @@ def ensure_daemon(base: Path, port: int, exit_idle: float, more: Sequence[str] =
     """Start a daemon at ``base`` unless one runs, with the same command as a trainer's :mod:`monitor.daemon_client`.
 
     Does not wait for it: a failure is in its log. ``more`` are further options of ``daemon run``. Returns a message
-    about the start or its failure, None if a daemon was running.
-    """
+    about the start or its failure, None if a daemon was running."""
     try:
         make_home(base)
         protocol.connect(base, _ANSWER_SECONDS).close()

@@ -1,8 +1,7 @@
 """Verify commits slowly in one thread, so that changed bytes are found before a resume needs them.
 
 Newest first; each commit and each segment group once, at a bounded rate and the lowest CPU and I/O priority. Changes
-nothing. Commits pruned meanwhile are not damage. Bytes in the page cache are read from there.
-"""
+nothing. Commits pruned meanwhile are not damage. Bytes in the page cache are read from there."""
 
 import logging
 import os

@@ -1,8 +1,7 @@
 """Findings of a check, temporary test files, and the resources that a job will need.
 
 Sizes are estimated for Adam in fp32 before packing, as in docs/encodings.md: frozen parameters and other optimizers
-need less. The number of commits comes from the retention rule itself, applied to a long run.
-"""
+need less. The number of commits comes from the retention rule itself, applied to a long run."""
 
 import re
 import secrets

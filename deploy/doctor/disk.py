@@ -1,8 +1,7 @@
 """Test a directory for the operations that a store relies on, with real files and a second process.
 
 The files have names of interrupted writes: a store ignores them, and pruning removes those of a killed doctor. No store
-file is opened, so a store in use is safe. Does not need root.
-"""
+file is opened, so a store in use is safe. Does not need root."""
 
 import errno
 import fcntl

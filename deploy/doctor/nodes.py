@@ -1,8 +1,7 @@
 """Check that all nodes see one directory: each rank creates a file there and waits for those of the others.
 
 Every rank runs it, under torchrun or srun, which set its rank. Ranks communicate through the directory only, so a
-directory that is not shared shows as missing ranks. Each rank removes its own files.
-"""
+directory that is not shared shows as missing ranks. Each rank removes its own files."""
 
 import hashlib
 import socket
@@ -38,8 +37,7 @@ class Ranks:
 def ranks_from_environment(environment: Mapping[str, str]) -> Ranks:
     """Read rank and world size from the variables of torchrun or srun; a single process without them.
 
-    A Slurm batch script has a rank too, but no step, and counts as a single process.
-    """
+    A Slurm batch script has a rank too, but no step, and counts as a single process."""
     for rank, count, names in (
         ("RANK", "WORLD_SIZE", ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")),
         ("SLURM_PROCID", "SLURM_NTASKS", ("SLURM_JOB_ID", "SLURM_STEP_ID")),

@@ -1,7 +1,6 @@
 """Check an existing store: whether it can be resumed, suspects, leftovers and permissions.
 
-Reads records only, takes no lock and writes nothing, so a store in use is safe.
-"""
+Reads records only, takes no lock and writes nothing, so a store in use is safe."""
 
 import os
 from collections.abc import Iterator

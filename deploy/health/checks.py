@@ -1,8 +1,7 @@
 """Judge every aspect of a run: its commits, its saves, its memory, and the cost of a failure. Pure.
 
 The cost is derived from the newest commit, the newest snapshot in memory and the job's position in the trace.
-Quantities that the trace does not give stay unknown.
-"""
+Quantities that the trace does not give stay unknown."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -163,8 +162,7 @@ def _lateness(facts: Facts, age: float | None, usual: float | None) -> Level:
 def usual_gap(facts: Facts) -> float | None:
     """Return the usual seconds between commits, at least the time to the next decision; None if unknown.
 
-    Taken from this run's trace, else from the store's records, else from the interval between decisions.
-    """
+    Taken from this run's trace, else from the store's records, else from the interval between decisions."""
     job_status = facts.current
     if job_status is None:
         return facts.commit_gap
@@ -206,8 +204,7 @@ def _verify(facts: Facts) -> str:
 class Loss:
     """Training lost by a failure.
 
-    ``steps`` and ``seconds`` are None if unknown.
-    """
+    ``steps`` and ``seconds`` are None if unknown."""
 
     back_to: int | None  # step of the resume, None if nothing can be resumed
     at: float | None = None  # current step of the job, as far as known

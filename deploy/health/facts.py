@@ -1,8 +1,7 @@
 """Gather facts about a run at one parse_time: store, disk, shared memory, daemon and trace.
 
 Facts are not judged here. An unreadable part never fails the whole: it is None, and ``trouble`` holds the reason.
-Reads records, no payload.
-"""
+Reads records, no payload."""
 
 import os
 import shlex
@@ -183,8 +182,7 @@ class Facts:
         """Return whether a job trains on this store now.
 
         On this machine the store's lock tells. A job on another machine, or on a bucket (which has no locks), counts as
-        running while it writes its trace or, without a trace, while it commits.
-        """
+        running while it writes its trace or, without a trace, while it commits."""
         status, job_status = self.status, self.current
         if status is not None and status.in_use_by is not None:
             return True

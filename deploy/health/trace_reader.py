@@ -2,8 +2,7 @@
 
 :class:`Tail` reads the end of the file first, then only appended lines. :class:`TraceValidator` drops implausible
 lines: a trace is a plain file, and wrong numbers must not stop its reader. :class:`TraceFollower` keeps the last few
-decisions and saves, never the whole trace. Each is owned by one thread.
-"""
+decisions and saves, never the whole trace. Each is owned by one thread."""
 
 import os
 from collections import deque
@@ -82,8 +81,7 @@ class JobStatus:
     @property
     def next_gap(self) -> float | None:
         """Return the announced seconds to the next decision. With ``every: auto`` intervals grow up to fourfold at a
-        time.
-        """
+        time."""
         if self.interval is None or self.step_seconds is None:
             return None
         return self.interval * self.step_seconds
@@ -274,8 +272,7 @@ class Tail:
     def _skip(self, file: BinaryIO, size: int) -> None:
         """Skip to the end of a long file, after reading the job line that applies there.
 
-        A short one may have begun when the file before it was full: the end of that one is read first.
-        """
+        A short one may have begun when the file before it was full: the end of that one is read first."""
         start = size - self._end
         if start <= 0:
             with suppress(OSError), rotated_path(self.path).open("rb") as before:

@@ -1,8 +1,7 @@
 """Compute heat maps and bar charts as SVG geometry: drift and saves of every layer, and the cost of saving.
 
 Colours are CSS classes of the page, and names are text for the page to escape. Cells of one colour form one path, so
-that 126 layers over any number of decisions take a few hundred kilobytes.
-"""
+that 126 layers over any number of decisions take a few hundred kilobytes."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -53,8 +52,7 @@ class Swatch:
 class Panel:
     """Heat map of one slot.
 
-    ``bar`` and ``levels``: colour bar and its labels, empty if the page explains the colours.
-    """
+    ``bar`` and ``levels``: colour bar and its labels, empty if the page explains the colours."""
 
     title: str
     x: float
@@ -104,8 +102,7 @@ def heat_map(
     """Lay out a strip of panels, one for each of ``grids``, with a row for each of ``layers``.
 
     ``strong``: rows to label first. ``ticks``: (column, text) below each panel. ``marks``: columns before which a line
-    is drawn.
-    """
+    is drawn."""
     cell = _cell(len(layers))
     body = len(layers) * cell
     width = (WIDTH - _NAMES - _GAP * (len(grids) - 1)) / max(1, len(grids))
@@ -230,8 +227,7 @@ def bars(
     """Lay out a bar chart with a column for each of ``values``; those of ``beside``, if any, are to compare with.
 
     ``text``: format of the scale, which is round in ``unit``. ``ticks``: (column, text) below the chart. ``marks``:
-    columns of restarts.
-    """
+    columns of restarts."""
     count = max(1, len(values))
     each = (WIDTH - _LEFT) / count
     top = nice_top(max((*values, *beside), default=0.0) / unit) * unit
@@ -280,8 +276,7 @@ def _bar_path(values: Sequence[float], each: float, scale: float) -> str:
 def scale_for(values: Iterable[float]) -> tuple[float, ...]:
     """Return rising thresholds that cover most of the finite positive values, the highest ones of too many.
 
-    Level i holds the values from threshold i - 1 on, level 0 those below all.
-    """
+    Level i holds the values from threshold i - 1 on, level 0 those below all."""
     found = sorted(value for value in values if value > 0 and math.isfinite(value))
     if not found:
         return 0.001, 0.01, 0.1

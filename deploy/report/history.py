@@ -1,8 +1,7 @@
 """Read a drift trace once, line by line, into time series of bounded size.
 
 When all columns are full, neighbours are merged: drift by maximum, marks by any, counts by sum. Lines of movement are
-skipped.
-"""
+skipped."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -54,8 +53,7 @@ class Column:
 class Bins:
     """Time series by unit and column; all arrays are (units, columns).
 
-    ``saved``: decisions that stored the unit; ``rounded``: those of them with loss.
-    """
+    ``saved``: decisions that stored the unit; ``rounded``: those of them with loss."""
 
     most: int = 120  # number of columns, even
     width: int = 1  # decisions per column
@@ -118,8 +116,7 @@ def _grown(old: npt.NDArray[_T], shape: tuple[int, int], empty: float) -> npt.ND
 class Totals:
     """Sums over the whole trace.
 
-    ``full_stall``: estimate if all saves were full, from the ``full_seen`` ones that were; None without any.
-    """
+    ``full_stall``: estimate if all saves were full, from the ``full_seen`` ones that were; None without any."""
 
     decisions: int = 0
     saves: int = 0

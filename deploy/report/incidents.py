@@ -1,7 +1,6 @@
 """Collect incidents of a run from its trace and store. Pure.
 
-A condition that lasts for several decisions is one incident. Names in the texts are untrusted.
-"""
+A condition that lasts for several decisions is one incident. Names in the texts are untrusted."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -28,8 +27,7 @@ _SKIPPED: dict[str, tuple[Severity, str]] = {
 class Incident:
     """An event in a run.
 
-    ``step`` and ``at``: step and Unix time of its begin, None if unknown.
-    """
+    ``step`` and ``at``: step and Unix time of its begin, None if unknown."""
 
     kind: str
     severity: Severity
@@ -60,8 +58,7 @@ class Incidents:
     def update(self, incidents: Sequence[Incident], step: int) -> None:
         """Update the conditions that hold at a decision: continue those that held before, begin new ones, end the rest.
 
-        Harmless ones (``plain``) may pause: they are merged over the whole incarnation.
-        """
+        Harmless ones (``plain``) may pause: they are merged over the whole incarnation."""
         still = {key: place for key, place in self._open.items() if self._found[place].severity == "plain"}
         for incident in incidents:
             place = self._open.get(incident.key)
@@ -103,8 +100,7 @@ def nonfinite_incident(kind: Literal["not finite", "withheld"], units: Sequence[
 def restart_incident(line: ResumedLine, epoch: int, at: float, gap: float, last_step: int | None) -> Incident:
     """Return the incident of a restart.
 
-    ``gap``: seconds since the last line of the job before. ``last_step``: step of its last decision, or None.
-    """
+    ``gap``: seconds since the last line of the job before. ``last_step``: step of its last decision, or None."""
     text = f"epoch {epoch} resumed at step {line.step}"
     if line.newest != line.step:
         text += f", from the commit of step {line.newest}"

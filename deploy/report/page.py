@@ -1,8 +1,7 @@
 """Read a store and its trace, judge them, and render the report as one HTML page.
 
 The page needs no script, font, image or network. Names come from untrusted stores and traces: the template escapes
-them, and control characters are spelled out.
-"""
+them, and control characters are spelled out."""
 
 import tempfile
 import time

@@ -1,7 +1,6 @@
 """Build a trace from stated assumptions, for machines that are not at hand.
 
-Every assumption is printed with its source. The results are estimates, not measurements.
-"""
+Every assumption is printed with its source. The results are estimates, not measurements."""
 
 import math
 from collections.abc import Mapping

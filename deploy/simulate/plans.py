@@ -1,8 +1,7 @@
 """Turn ``--policy`` values into configurations, and configurations into replay plans.
 
 A YAML file is a whole configuration. A name, ``{name: parity, k: 4}`` or ``{policy: full, every: 50}`` changes the
-recorded configuration.
-"""
+recorded configuration."""
 
 import itertools
 import statistics
@@ -41,8 +40,7 @@ def recorded_settings(run: Run) -> Mapping[str, Any]:
     """Return the recorded configuration, as far as set, without a custom policy.
 
     A trace is untrusted and reading it must not run code: a custom policy counts as ``full`` unless ``--policy``
-    names it.
-    """
+    names it."""
     settings = {**run.settings, **_recorded_preset(run)}
     if knows_policy(run):
         return settings
@@ -106,8 +104,7 @@ def changed(recorded: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[st
 
 def plan_of(one: SimulationRequest, run: Run, costs: Costs | None = None) -> ReplayPlan:
     """Return the replay plan of a configuration. Raises ConfigError if its bounds cannot hold at the recorded
-    decisions.
-    """
+    decisions."""
     config, every = one.config, _every(one.config, run)
     bounded = config
     if config.bounds.max_staleness and every is not None:
@@ -153,8 +150,7 @@ def recorded_interval(run: Run) -> int:
 
     With varying intervals, a job that decides at a fixed interval may need decisions that the trace lacks, and the
     replay would count too few saves. So the least multiple of the median with hardly any such gap
-    is taken.
-    """
+    is taken."""
     every, gaps = recorded_config(run).every, _gaps(run)
     if not gaps:
         return every if isinstance(every, int) else 1

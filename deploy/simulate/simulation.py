@@ -2,8 +2,7 @@
 
 The baseline saves everything raw at every decision. A recommendation replays four families, each in lossless and lossy
 encodings: full at longer intervals, parity, one threshold, and ``budget``. It takes from each the one that saves most
-within the limits, and then the one with the least expected damage (docs/budget.md).
-"""
+within the limits, and then the one with the least expected damage (docs/budget.md)."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -113,8 +112,7 @@ def recommend(
 ) -> Recommendation:
     """Return the configuration with the least expected damage within the limits.
 
-    ``beside`` are further replays to compare over the same steps. Raises UsageError if nothing keeps the limits.
-    """
+    ``beside`` are further replays to compare over the same steps. Raises UsageError if nothing keeps the limits."""
     if not limits.any:
         raise UsageError("--recommend needs a limit: --bytes-per-hour, --stall-share or --max-loss-minutes")
     trials = _Trials(run, terms, costs)
@@ -248,8 +246,7 @@ def simulated(
 ) -> tuple[Simulation, Recommendation | None]:
     """Replay ``trace`` under the given policies and, with ``limits``, recommend a configuration.
 
-    ``speeds``: ``storage_gbps`` and ``copy_gbps``, instead of the recorded speeds.
-    """
+    ``speeds``: ``storage_gbps`` and ``copy_gbps``, instead of the recorded speeds."""
     run = run_of(trace)
     costs, recorded = _costs(run, speeds or {}), plans.recorded_settings(run)
     wanted = [plans.requests_for(text, recorded) for text in policies] or ([] if limits else _by_default(run))

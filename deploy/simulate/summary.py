@@ -25,8 +25,7 @@ class Prices:
 class Terms:
     """Assumed failures.
 
-    ``mtbf_hours``: mean times between failures of the whole job, None for 3 h, 12 h and 2 days.
-    """
+    ``mtbf_hours``: mean times between failures of the whole job, None for 3 h, 12 h and 2 days."""
 
     mtbf_hours: tuple[float, ...] | None = None
     restart_seconds: float = 600.0  # from a failure to the next step, without repeated training
@@ -82,8 +81,7 @@ class Summary:
     @property
     def rewound(self) -> Spread:
         """Return the steps repeated after a resume: from the effective step, or the newest under `resume: {at:
-        newest}`.
-        """
+        newest}`."""
         return self.exposure.rewound if self.replayed.plan.goes_back else self.exposure.lost
 
     @property

@@ -1,8 +1,7 @@
 """Report the supervisor's events: lines on the terminal, an optional JSON file, and Prometheus metrics.
 
 Owned by the supervisor's thread. A closed terminal, a full disk or a used port never ends the supervision: the line or
-the endpoint is dropped, and the event file's failure is reported once.
-"""
+the endpoint is dropped, and the event file's failure is reported once."""
 
 import json
 import signal

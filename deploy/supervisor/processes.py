@@ -2,8 +2,7 @@
 
 A process that ends meanwhile is never an error. :class:`ProcessStopper` is owned by the supervisor's thread; it sends
 signals and does not wait. The trainer's own handler gets its preemption signal (SIGUSR1 by default) before anything
-gets SIGTERM, because launchers give their workers little time after SIGTERM.
-"""
+gets SIGTERM, because launchers give their workers little time after SIGTERM."""
 
 import ctypes
 import os
@@ -50,8 +49,7 @@ def processes_handling(top: int, number: signal.Signals) -> list[psutil.Process]
     """Return the processes in the tree of ``top`` that handle the signal, but none below such a process.
 
     Forked children (data-loader workers) inherit their parent's handler, and a launcher with a handler
-    forwards the signal.
-    """
+    forwards the signal."""
     with suppress(psutil.NoSuchProcess):
         return list(_walk_handling(psutil.Process(top), number))
     return []

@@ -2,8 +2,7 @@
 
 The store alone shows progress: an attempt made **progress** if it committed a step beyond all earlier ones. A new
 commit of an old step (after a fallback) does not count: otherwise a job that always dies at one step would restart
-forever.
-"""
+forever."""
 
 import signal
 from collections.abc import Callable
@@ -24,8 +23,7 @@ SUSPECT_AFTER = 2  # consecutive deaths without a commit after which the commit 
 class Limits:
     """Limits of restarts.
 
-    ``least`` and ``most``: back-off in seconds.
-    """
+    ``least`` and ``most``: back-off in seconds."""
 
     restarts: int = 3  # in a row without progress
     failures: int | None = None  # in total, None for no limit
@@ -38,8 +36,7 @@ class StoreSnapshot:
     """State of the store at one moment.
 
     ``instead``: the replacement if ``resumes`` were suspect; None if there is none, or if an earlier job resumed from
-    ``resumes`` and committed again, which clears it.
-    """
+    ``resumes`` and committed again, which clears it."""
 
     newest: SaveId | None = None  # newest commit, or snapshot in this node's memory
     step: int = -1  # furthest step of them

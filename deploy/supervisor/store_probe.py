@@ -1,8 +1,7 @@
 """Read the store's state between two attempts of a supervised job.
 
 Reads records only. A missing store counts as empty. A store that is unreadable or does not answer in time yields an
-unknown state with the reason; the hanging read is left in a daemon thread.
-"""
+unknown state with the reason; the hanging read is left in a daemon thread."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -28,8 +27,7 @@ class StoreProbe:
     """Access of the supervisor to a store.
 
     ``memory``: shared-memory directory of its job, None without in-memory snapshots. ``patience``: seconds to wait for
-    storage.
-    """
+    storage."""
 
     def __init__(
         self, root: Path, memory: Path | None = None, patience: float = 120.0, options: ObjectOptions | None = None
@@ -139,8 +137,7 @@ def _resumes(catalog: Catalog, skip: frozenset[SaveId]) -> SaveId | None:
 def _replacement(catalog: Catalog, order: list[SaveId], committed: SaveId | None) -> SaveId | None:
     """Return the replacement if the first of ``order`` were suspect; see :class:`StoreSnapshot`.
 
-    Other snapshots in memory do not count: a suspect mark covers them as well.
-    """
+    Other snapshots in memory do not count: a suspect mark covers them as well."""
     suspects = catalog.suspects().saves
     if not order or order[0] in suspects or _was_continued(catalog, order[0]):
         return None

@@ -1,8 +1,7 @@
 """Run a command until it is done: start it, forward signals, clean up, and restart it by the restart policy.
 
 One thread, which receives signals by ``sigtimedwait`` and never in a handler, so that none is lost. It writes nothing
-to the store except suspect marks. If this process is killed, the command continues by itself.
-"""
+to the store except suspect marks. If this process is killed, the command continues by itself."""
 
 import random
 import signal
@@ -105,8 +104,7 @@ class Supervisor:
     def _read_store(self) -> restart_policy.StoreSnapshot:
         """Read the store; report a store that disappeared (its disk is not mounted, say) as trouble.
 
-        No attempt starts then: a job that finds an empty path would train from scratch into it.
-        """
+        No attempt starts then: a job that finds an empty path would train from scratch into it."""
         snapshot = self._store.look()
         if not snapshot.trouble and self._known.newest is not None and snapshot.epoch < self._known.epoch:
             self._gone = restart_policy.StoreSnapshot(
@@ -188,8 +186,7 @@ class Supervisor:
     def _signals_blocked(self) -> Iterator[None]:
         """Block the signals, SIGCHLD included, so that they are received by waiting.
 
-        The handlers installed are never called; they show an outer supervisor that this process handles the signals.
-        """
+        The handlers installed are never called; they show an outer supervisor that this process handles the signals."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {*self._signals, signal.SIGCHLD})
         self._mask = {signal.Signals(number) for number in before}
         handlers = {number: signal.signal(number, _ignore_signal) for number in self._signals}

@@ -1,7 +1,6 @@
 """The live loop of ``driftpoint top``: a thread polls the store, the main thread draws.
 
-Storage that does not answer holds up only the polling thread.
-"""
+Storage that does not answer holds up only the polling thread."""
 
 import threading
 import time
@@ -29,8 +28,7 @@ class FactsReader:
     """Reads the facts about a store again and again, and only the changes. Owned by one thread.
 
     Records are read when the list of commits or marks changes, and all of them once a minute, so that later damage is
-    seen too. Payloads are never read.
-    """
+    seen too. Payloads are never read."""
 
     def __init__(self, root: Path, trace: Path, memory: Path) -> None:
         self._root, self._memory = root, MemoryFacts(memory)

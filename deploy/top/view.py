@@ -118,8 +118,7 @@ class Freshness:
 class Dashboard:
     """Renders the facts in the given width and height.
 
-    ``all_layers`` shows all layers in model order, at any height; otherwise the most drifted ones that fit.
-    """
+    ``all_layers`` shows all layers in model order, at any height; otherwise the most drifted ones that fit."""
 
     facts: Facts
     freshness: Freshness = Freshness()

@@ -2,8 +2,7 @@
 
 This is all that the rest of the merger sees of tensors in a source, be it a store or a framework's own files.
 Encoded, packed or delta fragments of a store are blocks that are decoded chunk by chunk while they are read, each
-stored byte once, so memory does not grow with a fragment.
-"""
+stored byte once, so memory does not grow with a fragment."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -95,8 +94,7 @@ class FragmentPass:
     def pieces(self) -> Iterator[memoryview]:
         """Yield the block's bytes in order, in pieces of whole elements; the caller owns each piece.
 
-        Raises DamagedError, perhaps after the last piece, if the stored bytes are wrong; StorageError.
-        """
+        Raises DamagedError, perhaps after the last piece, if the stored bytes are wrong; StorageError."""
         try:
             for values in self._reader.chunks():
                 yield values.view(np.uint8).data
@@ -132,8 +130,7 @@ class _CountingFiles:
 class Block:
     """``nbytes`` bytes from ``offset`` of a file, correct if ``checksum`` over all of them gives ``digest``.
 
-    ``coded``: decodes ``nbytes`` bytes from those stored at ``offset``; ``digest`` is of the stored bytes.
-    """
+    ``coded``: decodes ``nbytes`` bytes from those stored at ``offset``; ``digest`` is of the stored bytes."""
 
     files: Readable
     path: str
@@ -155,8 +152,7 @@ class Block:
 class Extent:
     """Elements [start, stop) of a flattened (fqn, slot), from byte ``offset`` of a block, little-endian.
 
-    ``dtype`` is a safetensors name. Implements :class:`store.fragments.Span`.
-    """
+    ``dtype`` is a safetensors name. Implements :class:`store.fragments.Span`."""
 
     fqn: str
     slot: str
@@ -183,8 +179,7 @@ class Extent:
 def read_chunks(block: Block, buffer: memoryview) -> Iterator[tuple[int, int]]:
     """Fill ``buffer`` with one chunk after another of a block that is stored as is, and yield its (begin, end).
 
-    Raises DamagedError at the end if the bytes do not match the checksum; StorageError.
-    """
+    Raises DamagedError at the end if the bytes do not match the checksum; StorageError."""
     running = block.checksum()
     for begin in range(0, block.nbytes, len(buffer) or 1):
         chunk = buffer[: min(len(buffer), block.nbytes - begin)]

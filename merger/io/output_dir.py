@@ -1,8 +1,7 @@
 """Create the output directory of a merge and give it its name when all of it is durable.
 
 An interrupted merge leaves only a directory with a temporary name, which the next merge to the same place removes. A
-lock on the directory tells interrupted merges from running ones: the kernel drops it with the process.
-"""
+lock on the directory tells interrupted merges from running ones: the kernel drops it with the process."""
 
 import fcntl
 import os
@@ -140,8 +139,7 @@ def early_writeback(paths: Sequence[Path]) -> Iterator[None]:
     """Sync large files from a thread while the block runs. Raises OSError at its end if a sync failed.
 
     Syncing alongside keeps the device busy: measured on a local disk, it takes a quarter off a merge. After an error no
-    file is synced again, since the merge has failed.
-    """
+    file is synced again, since the merge has failed."""
     files = [path for path in paths if path.stat().st_size >= EARLY_SYNC_BYTES]
     done = threading.Event()
     with ThreadPoolExecutor(1, "driftpoint-writeback") as pool:

@@ -1,7 +1,6 @@
 """Define output files: containers with holes for tensors, positioned writes, and the errors of both.
 
-A container creates its file with holes where tensors go; the holes are filled in parallel, then the file is sealed.
-"""
+A container creates its file with holes where tensors go; the holes are filled in parallel, then the file is sealed."""
 
 import errno
 import os
@@ -33,8 +32,7 @@ def write_remedy(error: OSError) -> str:
 def write_error(path: Path, nbytes: int, error: Exception) -> OSError:
     """Return why the system refuses to write a file, by writing to it again: libraries do not always pass it on.
 
-    The file is changed and must be discarded. ``nbytes``: its planned size. ``error``: the library's.
-    """
+    The file is changed and must be discarded. ``nbytes``: its planned size. ``error``: the library's."""
     try:
         with path.open("r+b", buffering=0) as file:
             for place in (path.stat().st_size, nbytes):

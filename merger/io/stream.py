@@ -2,8 +2,7 @@
 
 Fragments must be drawn in the given order, one after another, by one thread. Memory holds one chunk, and the decoder's
 chunks if a block is decoded. A block's bytes are known to be correct only when its last fragment is drawn to the end;
-nothing made of them is complete before.
-"""
+nothing made of them is complete before."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,8 +22,7 @@ FRAGMENT_BYTES = 1 << 25  # largest fragment: a rank that needs a part of a tens
 class FragmentStream:
     """An extent of at most ``FRAGMENT_BYTES`` as bytes read on demand. Implements :class:`store.segment.StreamedData`.
 
-    ``implausible``: gets the kinds of implausible values by (fqn, slot); complete when the reading is.
-    """
+    ``implausible``: gets the kinds of implausible values by (fqn, slot); complete when the reading is."""
 
     extent: Extent
     reading: "Reading"
@@ -117,8 +115,7 @@ def fragment_streams(
 ) -> list[FragmentStream]:
     """Cut all extents with elements into fragments, in the order in which they must be drawn.
 
-    ``implausible``: as in :class:`FragmentStream`. Raises DamagedError if an extent is not inside its block.
-    """
+    ``implausible``: as in :class:`FragmentStream`. Raises DamagedError if an extent is not inside its block."""
     implausible = {} if implausible is None else implausible
     by_block: dict[Block, list[Extent]] = {}
     for extent in extents:

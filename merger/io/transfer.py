@@ -2,8 +2,7 @@
 
 A block passes through memory chunk by chunk, decoded if necessary, so memory does not grow with a tensor, a rank or a
 model. A block is known to be correct only at its end; the output has no name until all blocks are. Blocks are spread
-over threads. A thread holds one chunk, one more if a dtype changes, and the decoder's chunks.
-"""
+over threads. A thread holds one chunk, one more if a dtype changes, and the decoder's chunks."""
 
 import threading
 from bisect import bisect_left
@@ -64,8 +63,7 @@ class TransferPlan:
 def plan_transfer(index: FragmentIndex[Extent], holes: Iterable[tuple[int, Hole]]) -> TransferPlan:
     """Plan the moves that fill (file number, hole) pairs.
 
-    Raises MergeError if no extent holds a needed element, DamagedError if an extent is not inside its block.
-    """
+    Raises MergeError if no extent holds a needed element, DamagedError if an extent is not inside its block."""
     moves: dict[Block, list[Move]] = {}
     for file, hole in holes:
         for placed in hole.stored.placed:
@@ -90,8 +88,7 @@ def plan_transfer(index: FragmentIndex[Extent], holes: Iterable[tuple[int, Hole]
 def is_checked(extent: Extent) -> bool:
     """Return whether values are checked: those of foreign files, as no saver has checked them.
 
-    Buffers are left out, since masks may hold infinities.
-    """
+    Buffers are left out, since masks may hold infinities."""
     return extent.block.flaw is None and extent.slot != BUFFER
 
 
@@ -108,8 +105,7 @@ class Piece:
 class TransferResult:
     """Result of a transfer.
 
-    ``implausible``: kinds of implausible values by (fqn, slot), of intact blocks.
-    """
+    ``implausible``: kinds of implausible values by (fqn, slot), of intact blocks."""
 
     pieces: dict[int, list[Piece]]  # written, by file
     flaws: dict[Damage, str]  # damaged versions with their errors
@@ -160,8 +156,7 @@ def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: 
 class _Chunk:
     """Bytes [begin, end) of a block, in ``buffer`` after ``front`` preceding bytes of the block.
 
-    Valid until the next chunk is drawn.
-    """
+    Valid until the next chunk is drawn."""
 
     buffer: torch.Tensor
     front: int
@@ -174,8 +169,7 @@ def _move_block(
 ) -> tuple[list[tuple[int, Piece]], dict[tuple[str, str], set[Implausible]]]:
     """Write all moves of a block. Returns (pieces by file, implausible values).
 
-    Errors that ``chunks`` raises at its end, after the last write, count as well.
-    """
+    Errors that ``chunks`` raises at its end, after the last write, count as well."""
     pieces, first, position = [], 0, 0
     with closing(OutFiles(paths)) as files:
         sink = _Sink(files)
@@ -346,8 +340,7 @@ def run_parallel(work: Callable[[T, threading.Event], None], items: Sequence[T],
     """Run ``work`` on every item in threads; the first error cancels the rest and is raised.
 
     Long work calls :func:`check_cancelled` with its event now and then, so that neither an error elsewhere nor Ctrl-C
-    waits for it. No thread is running on return.
-    """
+    waits for it. No thread is running on return."""
     stop = threading.Event()
 
     def one(item: T) -> None:

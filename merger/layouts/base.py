@@ -25,8 +25,7 @@ class Target:
     """Layout of the output. UsageError for invalid values.
 
     The layout ``native`` is the one of the source: a Trainer's folder of a Trainer's, else the training framework's
-    own, at its own stage and world size.
-    """
+    own, at its own stage and world size."""
 
     layout: str = "native"
     zero_stage: int | None = None  # of the DeepSpeed engine that will load it; None: the source's
@@ -56,8 +55,7 @@ class Target:
 class LayoutResult:
     """All files of an output, planned.
 
-    ``load``: lines of Python that load it, with ``{out}`` for the directory and ``{out:FILE}`` for a file in it.
-    """
+    ``load``: lines of Python that load it, with ``{out}`` for the directory and ``{out:FILE}`` for a file in it."""
 
     tag: str  # name of the checkpoint inside the directory
     files: tuple[OutFile, ...]  # relative to the output directory
@@ -91,8 +89,7 @@ def share_tied(names: Mapping[str, str], tensor: Callable[[str], T]) -> dict[str
 def model_names(checkpoint: Checkpoint) -> dict[str, str]:
     """Return :func:`canonical_names` with the names' wrappers removed.
 
-    Raises MergeError if two tensors would share a name.
-    """
+    Raises MergeError if two tensors would share a name."""
     names = canonical_names(checkpoint)
     out: dict[str, str] = {}
     for fqn, bare in zip(names.values(), strip_wrappers(names), strict=True):
@@ -108,8 +105,7 @@ def strip_wrappers(names: Iterable[str]) -> list[str]:
     """Return ``names`` without the prefixes of wrappers.
 
     ``torch.compile`` puts ``_orig_mod`` into names, DistributedDataParallel puts ``module.`` before them. ``module.``
-    is removed only if all names begin with it, since a model may have such a module itself.
-    """
+    is removed only if all names begin with it, since a model may have such a module itself."""
     found = [".".join(part for part in name.split(".") if part != _COMPILED) for name in names]
     while found and all(name.startswith(_PARALLEL) for name in found):
         found = [name.removeprefix(_PARALLEL) for name in found]

@@ -2,8 +2,7 @@
 
 Stock DeepSpeed loads it with ``engine.load_checkpoint``, without Driftpoint installed. State that DeepSpeed does not
 save (random-number states, the user's objects) is in the client state under ``driftpoint``. At ZeRO-1/2 each param
-group is one flat tensor, cut into equal partitions.
-"""
+group is one flat tensor, cut into equal partitions."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -172,8 +171,7 @@ def _mapped_layout(facts: EngineFacts, index: int) -> tuple[PlacedParameter, ...
     """Return the offsets that DeepSpeed writes into ``param_slice_mappings``, in the order of the param group.
 
     With ``round_robin_gradients`` and no paddings these are not the offsets of the data: DeepSpeed computes them as if
-    the data were in the group's order. Native loading does not use them.
-    """
+    the data were in the group's order. Native loading does not use them."""
     group = facts.param_groups[index]
     place = {placed.fqn: placed for placed in group.layout}
     paddings = facts.param_alignment_paddings[index] if facts.param_alignment_paddings else ()

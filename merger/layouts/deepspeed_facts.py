@@ -1,8 +1,7 @@
 """Validate the DeepSpeed adapter's facts about an engine, and fit its configuration to another stage and world size.
 
 The configuration in the files is a record: ``engine.load_checkpoint`` does not read it, and the loading engine has its
-own. It is still kept valid for the new stage and world size.
-"""
+own. It is still kept valid for the new stage and world size."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -40,8 +39,7 @@ class GroupFacts(_Facts):
     """A param group at ZeRO-1/2: one flat tensor of ``flat_numel`` elements, cut into equal partitions.
 
     ``params``: in the order of the param group. ``layout``: in the order of the data. ``group_paddings``: elements of
-    each rank's partition behind the last parameter.
-    """
+    each rank's partition behind the last parameter."""
 
     params: tuple[str, ...]
     layout: tuple[PlacedParameter, ...] = ()
@@ -131,8 +129,7 @@ class Batch:
 def batch_of(config: Any, world_size: int) -> Batch | None:
     """Return the batch as DeepSpeed computes it for a world size; None if the configuration does not determine it.
 
-    The rules are those of ``DeepSpeedConfig._set_batch_related_parameters``.
-    """
+    The rules are those of ``DeepSpeedConfig._set_batch_related_parameters``."""
     values = [config_section(config).get(key) for key in (TRAIN, MICRO, ACCUMULATION)]
     if any(value is not None and (not isinstance(value, int) or value < 1) for value in values):
         return None  # "auto", which the caller of DeepSpeed fills in
@@ -151,8 +148,7 @@ def config_for(config: Any, source: tuple[int, int], target: tuple[int, int]) ->
     """Return the configuration for another (ZeRO stage, world size); unchanged if both are the same.
 
     The samples per step stay the same if the configuration has them and the ranks divide them: by another number of
-    micro-steps, or else by another micro-batch. Otherwise they change.
-    """
+    micro-steps, or else by another micro-batch. Otherwise they change."""
     if not isinstance(config, Mapping) or source == target:
         return config
     out = dict(config)

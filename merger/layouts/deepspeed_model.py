@@ -73,8 +73,7 @@ def _working_copy(facts: EngineFacts, checkpoint: Checkpoint, fqn: str) -> Plann
 def client_state(checkpoint: Checkpoint, ranks: Iterable[int]) -> dict[str, Any]:
     """Return ``rng`` and ``user`` by saved rank, the save and step, whether it is exact, and the certificate if not.
 
-    A run may pass all of it on to its own later checkpoints, so readers compare the step.
-    """
+    A run may pass all of it on to its own later checkpoints, so readers compare the step."""
     certificate = checkpoint.certificate
     return {
         "save": certificate.save,
@@ -121,8 +120,7 @@ class FlatState:
 def flat_state(checkpoint: Checkpoint, fqns: Sequence[str]) -> FlatState:
     """Return the optimizer state that parameters of a flat partition share; :func:`with_common_steps` made it equal.
 
-    Raises MergeError if they differ in slots or dtypes, or if a slot of the optimizer is not stored.
-    """
+    Raises MergeError if they differ in slots or dtypes, or if a slot of the optimizer is not stored."""
     known = [fqn for fqn in fqns if has_state(checkpoint, fqn)]
     scalars = checkpoint.framework_state["scalars"].get(known[0], {}) if known else {}
     slots = checkpoint.slots(known[0]) if known else ()
@@ -160,8 +158,7 @@ def base_optimizer_state(
 ) -> dict[str, Any]:
     """Return ``state_dict()`` of the base optimizer.
 
-    ``states``: of each flat partition. ``members``: indices of its flat partitions, by param group.
-    """
+    ``states``: of each flat partition. ``members``: indices of its flat partitions, by param group."""
     groups = checkpoint.framework_state["param_groups"]
     if len(groups) != len(members):
         raise MergeError(

@@ -2,8 +2,7 @@
 
 The rules are those of ``zero/stage_1_and_2.py``, ``zero/stage3.py``, ``zero/partition_parameters.py``,
 ``bf16_optimizer.py`` and ``engine.py``. DeepSpeed keeps one step count for a whole flat partition; if the layers of a
-composite have different ones, the step of the run state's run is taken, and certificate and notes record it. Pure.
-"""
+composite have different ones, the step of the run state's run is taken, and certificate and notes record it. Pure."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,8 +45,7 @@ def retarget(facts: EngineFacts, checkpoint: Checkpoint, zero_stage: int, world_
     """Return the facts of an engine at ``zero_stage`` on ``world_size`` ranks that trains the checkpoint's model.
 
     Only the param groups and the configuration of ``facts`` are used, not the layout. Raises MergeError for a
-    parameter that the checkpoint lacks, UnsupportedError if DeepSpeed cannot build such an engine.
-    """
+    parameter that the checkpoint lacks, UnsupportedError if DeepSpeed cannot build such an engine."""
     _require_supported(facts, zero_stage)
     config = config_for(facts.ds_config, (facts.zero_stage, facts.world_size), (zero_stage, world_size))
     engine = {
@@ -251,8 +249,7 @@ def with_common_steps(
     The certificate records the steps (:class:`merger.checkpoint.StepsCertificate`). Parameters without optimizer state
     keep none. UnsupportedError if a scalar other than ``step`` differs.
 
-    ``shared``: flat partitions as of :func:`flat_partitions`.
-    """
+    ``shared``: flat partitions as of :func:`flat_partitions`."""
     scalars = dict(checkpoint.framework_state["scalars"])
     notes: dict[str, None] = {}
     chosen: list[tuple[int, float, list[tuple[str, float]]]] = []
@@ -286,8 +283,7 @@ def has_state(checkpoint: Checkpoint, fqn: str) -> bool:
 def common_step(checkpoint: Checkpoint, fqns: Iterable[str]) -> Any:
     """Return the step that parameters share, as the optimizer stores it; None if none has one.
 
-    If they differ, it is the newest that any of them has in the run state's run.
-    """
+    If they differ, it is the newest that any of them has in the run state's run."""
     fqns, scalars = list(fqns), checkpoint.framework_state["scalars"]
     own = [scalars[fqn][STEP] for fqn in fqns if STEP in scalars.get(fqn, {})]
     run = [checkpoint.run_steps[fqn] for fqn in fqns if fqn in checkpoint.run_steps]

@@ -3,8 +3,7 @@
 The directory is that of ``ds_to_universal``, with everything that the loaders of all stages read, so that an engine
 with ``"checkpoint": {"load_universal": true}`` loads it. Those loaders (DeepSpeed 0.19.8,
 ``runtime/base_optimizer.py`` and ``runtime/zero/stage3.py``) omit some state and load some wrongly. The lines that
-load the checkpoint repair what can be repaired after loading; notes name another way for the rest.
-"""
+load the checkpoint repair what can be repaired after loading; notes name another way for the rest."""
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -66,8 +65,7 @@ def universal_layout(checkpoint: Checkpoint, _: Target) -> LayoutResult:
     """Plan a universal checkpoint.
 
     Raises MergeError if the checkpoint's facts describe no engine, UnsupportedError for optimizer state or parameter
-    names that the format cannot hold.
-    """
+    names that the format cannot hold."""
     facts = facts_of(checkpoint)
     groups = tuple(optimized_params(checkpoint, group.params) for group in facts.param_groups)
     checkpoint, notes = with_common_steps(checkpoint, enumerate(groups))
@@ -144,8 +142,7 @@ def _optimizer(facts: EngineFacts, checkpoint: Checkpoint, groups: Groups, origi
 def _contents(checkpoint: Checkpoint) -> str:
     """Return a checksum over the checksums of all blocks that the tensors are read from, and the store's id.
 
-    Saves of two runs may have the same name and step. It is the same for every merge of one save.
-    """
+    Saves of two runs may have the same name and step. It is the same for every merge of one save."""
     running = xxh3()
     running.update(memoryview(checkpoint.certificate.store_id.encode()))
     for name, extents in sorted(checkpoint.index.names().items()):

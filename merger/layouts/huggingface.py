@@ -3,8 +3,7 @@
 ``from_pretrained`` takes the folder, without Driftpoint installed; it has no optimizer and no run state. The small
 files of the run's model folder are copied as they are, except that ``config.json`` names the dtype of the weights. A
 rounding cast makes weights less than exact, by an unknown amount; a cast to the trained dtype gives the working
-weights.
-"""
+weights."""
 
 import json
 from collections import Counter
@@ -61,8 +60,7 @@ def hf_weights(checkpoint: Checkpoint, target: Target) -> dict[str, PlannedTenso
     """Plan every tensor of the state dict by name, in ``target.dtype`` or in the trained dtype.
 
     Tied tensors have one name if transformers ties them again, else each of their names. An export fails if a finite
-    weight would become infinite; beside a training state the weights are as the run had them.
-    """
+    weight would become infinite; beside a training state the weights are as the run had them."""
     requested = None if target.dtype is None else torch_dtype(target.dtype)
     if requested is not None and not requested.is_floating_point:
         raise UsageError(f"weights cannot be written as {target.dtype}; name a floating-point dtype, such as BF16")
@@ -112,8 +110,7 @@ def _exported_names(checkpoint: Checkpoint) -> dict[str, str]:
 def _tied_vocabulary(config: Mapping[str, object]) -> object:
     """Return the vocabulary size if the configuration ties embeddings and head explicitly, else None.
 
-    The default differs between models. A head written twice costs space; a missing one is initialized randomly.
-    """
+    The default differs between models. A head written twice costs space; a missing one is initialized randomly."""
     text = config.get("text_config")
     inner: Mapping[str, object] = text if isinstance(text, dict) else {}
     values = {one["tie_word_embeddings"] for one in (config, inner) if "tie_word_embeddings" in one}
@@ -186,8 +183,7 @@ class WrittenDtype:
     """Weights held in one dtype and written in another that cannot hold all its values.
 
     ``working``: whether ``written`` is the trained dtype, so that the values are those that the run computes with, bit
-    for bit; otherwise they are rounded.
-    """
+    for bit; otherwise they are rounded."""
 
     held: str  # torch's name of the dtype in the training state
     written: str  # torch's name of the dtype in the output
@@ -262,8 +258,7 @@ def _is_exact(whole: Certificate, kept: tuple[CertifiedUnit, ...]) -> bool:
     """Return whether the weights are exact, even if optimizer state that is left out is old or rounded.
 
     This follows from the units only for a commit of a store. Other checkpoints, composites included, may be inexact for
-    reasons that no unit shows.
-    """
+    reasons that no unit shows."""
     told = whole.as_found or bool(whole.problems)  # what is told of the whole may concern the weights
     of_one_commit = bool(whole.store_id) and not told and len(kept) < len(whole.units)
     return whole.exact or (of_one_commit and bool(kept) and all(is_exact(unit, whole.save) for unit in kept))
@@ -283,8 +278,7 @@ def _text(dtype: torch.dtype) -> str:
 def model_files(files: Path, dtype: str | None) -> list[OutFile]:
     """Return configuration, tokenizer, templates, processors and custom code of a folder.
 
-    ``dtype``: torch's name of the weights' dtype, for ``config.json``; None leaves that file as it is.
-    """
+    ``dtype``: torch's name of the weights' dtype, for ``config.json``; None leaves that file as it is."""
     require_folder(files)
     found = [path for path in sorted(files.iterdir()) if _belongs(path)]
     for folder in _FOLDERS:

@@ -4,8 +4,7 @@ Keys are those of ``get_state_dict(model, optimizer)`` as ``{"model": ..., "opti
 ``optim.state.FQN.SLOT``, ``optim.param_groups.N.NAME``. Any number of ranks loads it. Weights are in the dtype of the
 master weights, which a load casts to the model's. Counters, random-number states and the user's objects, by rank, are
 in ``extra.pt``. Hyperparameters and step counts of DeepSpeed's Adam variants become those of torch's optimizers, which
-otherwise refuse or ignore them.
-"""
+otherwise refuse or ignore them."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -195,8 +194,7 @@ def with_torch_steps(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...
 
     Each parameter keeps its own step, unless FusedAdam counted for a whole param group in one parameter. Then all get
     the group's step; in a composite, where that parameter may be of another save, they get the run's, which the
-    certificate records (:class:`merger.checkpoint.StepsCertificate`).
-    """
+    certificate records (:class:`merger.checkpoint.StepsCertificate`)."""
     if not _uses_deepspeed_adam(checkpoint):
         return checkpoint, ()
     scalars = {fqn: dict(kept) for fqn, kept in checkpoint.framework_state["scalars"].items()}
@@ -238,8 +236,7 @@ def _uses_deepspeed_adam(checkpoint: Checkpoint) -> bool:
 def _counts_in_one(checkpoint: Checkpoint, hyper: Mapping[str, Any]) -> bool:
     """Return whether one parameter has the step count of the whole group, as FusedAdam does without ZeRO.
 
-    DeepSpeedCPUAdam, which alone has ``amsgrad``, counts for each parameter.
-    """
+    DeepSpeedCPUAdam, which alone has ``amsgrad``, counts for each parameter."""
     name = _name(checkpoint)
     fused = name == "FusedAdam" if name in _ADAMS else "amsgrad" not in hyper
     return fused and not checkpoint.facts.get("zero_stage")

@@ -1,8 +1,7 @@
 """Write state dicts of plain PyTorch: ``model.pt`` and ``optimizer.pt``.
 
 ``load_state_dict`` takes both, without Driftpoint installed. Random-number states and the user's objects, by rank, are
-in ``extra.pt``.
-"""
+in ``extra.pt``."""
 
 from collections import OrderedDict
 from typing import Any

@@ -3,8 +3,7 @@
 Stock transformers and DeepSpeed load it, without Driftpoint installed. The framework's own layout writes the state; the
 Trainer's other files come from a folder of the run and are brought to the step of the state: growing numbers are
 scaled, later entries dropped, and state that cannot be brought to another step is left out with a note. Nothing is
-unpickled, and a file that asks for code to run when it is unpickled is not copied.
-"""
+unpickled, and a file that asks for code to run when it is unpickled is not copied."""
 
 import io
 import json
@@ -49,8 +48,7 @@ _ADAPTER_CONFIG = "adapter_config.json"
 def trainer_layout(engine: Layout | None, checkpoint: Checkpoint, target: Target) -> LayoutResult:
     """Plan a Trainer's folder. UsageError without a Trainer's folder to start from.
 
-    ``engine``: the layout of DeepSpeed's files; None for a run without DeepSpeed.
-    """
+    ``engine``: the layout of DeepSpeed's files; None for a run without DeepSpeed."""
     if not checkpoint.framework_state.get("param_groups"):
         raise MergeError(
             f"{checkpoint.origin} has no optimizer state, so no Trainer can resume from it; write layout hf"
@@ -122,8 +120,7 @@ def _other_files(
 def _weights_beside(checkpoint: Checkpoint, target: Target, folder: Path) -> tuple[Sequence[OutFile], str | None]:
     """Return (``model.safetensors`` beside DeepSpeed's files, why there is none).
 
-    At stages 1 and 2 the Trainer writes it always, at stage 3 only if the engine gathers the weights.
-    """
+    At stages 1 and 2 the Trainer writes it always, at stage 3 only if the engine gathers the weights."""
     without = "is not written: the Trainer resumes from DeepSpeed's files without it"
     if (folder / _ADAPTER_CONFIG).exists():
         return (), f"adapter_model.safetensors {without}"
@@ -217,8 +214,7 @@ def rng_files(
     """Return (``rng_state*.pth`` of each rank, why there are none), of the run state or else of the folder.
 
     ``distributed``: whether a single rank counts as a distributed run, for which the Trainer keeps all devices'
-    generators. ``same_step``: whether the folder is of the checkpoint's step.
-    """
+    generators. ``same_step``: whether the folder is of the checkpoint's step."""
     names = ["rng_state.pth"] if world_size == 1 else [f"rng_state_{rank}.pth" for rank in range(world_size)]
     states = [checkpoint.run_states[rank].rng for rank in range(world_size) if rank in checkpoint.run_states]
     if len(checkpoint.run_states) == len(states) == world_size and all(_is_complete(state) for state in states):
@@ -259,8 +255,7 @@ def scheduler_file(folder: Path, rescaled: RescaledState, rates: Sequence[Any]) 
     Only schedulers whose rate is a function of the step can be brought to another one: torch's LambdaLR, as nearly all
     of transformers' schedulers are.
 
-    ``rates``: learning rate of each param group at the step.
-    """
+    ``rates``: learning rate of each param group at the step."""
     path = folder / SCHEDULER
     if not path.is_file():
         return None, None

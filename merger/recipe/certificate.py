@@ -3,8 +3,7 @@
 Strict: ``exact`` only if the composite equals the run state's own checkpoint, unit for unit, and that one is exact;
 likewise ``as_found``.
 Records cannot prove that equal steps of different sources are one run. Staleness counts from the run state's step and
-is negative for newer units. Drift is known only for units of the run state's own checkpoint. Pure.
-"""
+is negative for newer units. Drift is known only for units of the run state's own checkpoint. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +18,7 @@ from store.names import FROZEN, RAW
 class Part:
     """A checkpoint that a composite takes from.
 
-    ``lineage`` is equal for two parts only if a version of the same name is the same version in both.
-    """
+    ``lineage`` is equal for two parts only if a version of the same name is the same version in both."""
 
     checkpoint: Checkpoint
     lineage: str
@@ -50,8 +48,7 @@ def composite_certificate(
     ``save`` is not a save's name, and ``store_id`` is empty unless all is of one store.
 
     ``parts``: checkpoints by source name; ``run_state`` names the reference. ``source_of`` and ``taken``: source and
-    slots of each fqn.
-    """
+    slots of each fqn."""
     reference = parts[run_state].checkpoint
     rows = _rows(parts, source_of, taken, run_state)
     used = {name: parts[name].checkpoint.certificate for name in dict.fromkeys([run_state, *source_of.values()])}
@@ -116,8 +113,7 @@ def _rows(
 def _row(unit: CertifiedUnit, own: CertifiedUnit | None, layer: str, source: str, *, together: bool) -> _Row:
     """Build a row from a source's unit, and the run state's ``own`` if it is of the same lineage.
 
-    ``together``: whether both are one commit, and so have the same scalars (step counts) for moving units.
-    """
+    ``together``: whether both are one commit, and so have the same scalars (step counts) for moving units."""
     if own is None or _version(own) != _version(unit):
         # Equal names of frozen units in different versions do not make them equal.
         return _Row(replace(unit, source=source, drift=None, moving=True), layer, own=False)

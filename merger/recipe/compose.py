@@ -2,8 +2,7 @@
 
 Each parameter comes with its optimizer slots and scalars from one source. Counters, schedule, loss scaler,
 hyperparameters, random generators, client state and layout facts are all those of the run state's source. Reads no
-tensor.
-"""
+tensor."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace

@@ -3,8 +3,7 @@
 Layer-wise checkpoint tools (LLMTailor) write such files, which are accepted as they are. Everything that would change a
 number or a layer's place (other methods than passthrough, weights, scaling, reordered slices) is refused by name,
 because optimizer state belongs to the weights it was made with. Without ``pre_weights`` and ``post_weights`` embeddings
-come from the first slice, and norm and head from the last, as in MergeKit.
-"""
+come from the first slice, and norm and head from the last, as in MergeKit."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -236,8 +235,7 @@ class _Translation:
         """Raise ConfigError if slices without a block contradict the sources of the layers outside the blocks.
 
         LLMTailor writes such slices: number 0 stands for the norm, and those behind the blocks for head and embeddings,
-        whose names and sources follow in ``pre_weights`` and ``post_weights``.
-        """
+        whose names and sources follow in ``pre_weights`` and ``post_weights``."""
         meant = {0: ("norm",), blocks + 1: ("lm_head", "embed"), blocks + 2: ("embed",)}
         for index, number, source in self._empty:
             named = [

@@ -1,8 +1,7 @@
 """Define recipes: sources, rules, and selections of layers, blocks, parameters and auxiliary layers of a model.
 
 A model's parts are found from names, shapes and the order of layers, never by the name of an architecture. Every form
-of recipe (our own, the short forms, MergeKit's) becomes a :class:`Recipe`. Pure.
-"""
+of recipe (our own, the short forms, MergeKit's) becomes a :class:`Recipe`. Pure."""
 
 import fnmatch
 import re
@@ -106,8 +105,7 @@ class Model:
         """Role of each auxiliary layer.
 
         ``norm``: all its tensors have at most one dimension. Of the others, ``embeddings`` come before the first block,
-        ``head`` after it.
-        """
+        ``head`` after it."""
         first = next((i for i, layer in enumerate(self.layers) if layer.block), len(self.layers))
         return {
             layer.name: "norm" if self._flat(layer.name) else "embeddings" if i < first else "head"
@@ -172,8 +170,7 @@ class Selection(Protocol):
 class Layers:
     """Layers at module paths and inside them: ``model.norm``, ``model.layers.0-15`` (inclusive), ``model.layers.*``.
 
-    Globs match whole layer names.
-    """
+    Globs match whole layer names."""
 
     patterns: tuple[str, ...]
 
@@ -234,8 +231,7 @@ class Parameters:
 class Auxiliary:
     """Layers that are no block: all, those of a role, or one by its name or the end of it (``embed_tokens``).
 
-    ``required``: raise if there is none.
-    """
+    ``required``: raise if there is none."""
 
     name: str | None = None
     required: bool = True

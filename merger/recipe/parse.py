@@ -1,7 +1,6 @@
 """Parse a recipe file into a :class:`Recipe`: our own form with its short forms, or MergeKit's.
 
-Checks everything that does not need a model: names of sources, patterns, bounds.
-"""
+Checks everything that does not need a model: names of sources, patterns, bounds."""
 
 import re
 from collections.abc import Iterator

@@ -1,8 +1,7 @@
 """Open the sources of a recipe, each place once, and find the checkpoint meant in each.
 
 A step is one of the source's own, or the newest within a bound. Errors are collected, so that a plan can list all of
-them. Reads no tensor.
-"""
+them. Reads no tensor."""
 
 import operator
 import re
@@ -67,8 +66,7 @@ class OpenSource:
     def _candidates(self) -> Sequence[int | str | None]:
         """Return the steps to ask the source for, best first; only a bound has several.
 
-        A checkpoint given by its tag need not have a step in its name.
-        """
+        A checkpoint given by its tag need not have a step in its name."""
         bound = _bound(self.step) if isinstance(self.step, str) else None
         if bound is None and (self.step is None or self.source.kind != "store"):
             return [self.step]

@@ -1,7 +1,6 @@
 """Define sources of checkpoints, and read nested values and tensors of foreign files with every step checked.
 
-Names found in foreign files are only hints and never lead out of the directory. No tensor is read until asked for.
-"""
+Names found in foreign files are only hints and never lead out of the directory. No tensor is read until asked for."""
 
 import math
 from collections.abc import Iterator, Mapping, Set
@@ -44,8 +43,7 @@ class Source(Protocol):
 def read_name(folder: Path, file: str) -> str | None:
     """Return the directory entry that a small file such as ``latest`` names; None if there is no such file.
 
-    Raises MergeError if it is not a plain name; DamagedError for a link or a file that is not text.
-    """
+    Raises MergeError if it is not a plain name; DamagedError for a link or a file that is not text."""
     try:
         data = LocalFiles(folder).read(file, _NAME_LIMIT)
     except MissingError:
@@ -85,8 +83,7 @@ class FileTensor:
     def extent(self, fqn: str, slot: str, start: int, stop: int, at: int = 0) -> Extent:
         """Return elements [start, stop) of (fqn, slot), which are this tensor's from its element ``at``.
 
-        Raises UnsupportedError if the tensor is not contiguous or is lazy; DamagedError if it is too short.
-        """
+        Raises UnsupportedError if the tensor is not contiguous or is lazy; DamagedError if it is too short."""
         self._refuse_lazy(fqn)
         if not self.contiguous:
             raise UnsupportedError(
@@ -115,8 +112,7 @@ class FileTensor:
     def read(self) -> torch.Tensor:
         """Read a small tensor and check its whole record.
 
-        Raises DamagedError, UnsupportedError if it is not contiguous, not small or lazy.
-        """
+        Raises DamagedError, UnsupportedError if it is not contiguous, not small or lazy."""
         dtype = torch_dtype(self.dtype)
         self._refuse_lazy("a value")
         if self.numel and (not self.contiguous or self.block.nbytes > SMALL):
@@ -151,8 +147,7 @@ def read_values(nest: Any) -> Any:
 class Nest:
     """A value in a file. ``where``: the file and the path to the value, for messages.
 
-    Every method raises DamagedError, naming ``where``, for a value of another kind.
-    """
+    Every method raises DamagedError, naming ``where``, for a value of another kind."""
 
     value: Any
     where: str

@@ -3,8 +3,7 @@
 A merge leaves its certificate in the client state, which a run may pass on to its own checkpoints, and in a file beside
 the output, which may get lost. Each counts only for the very step that it names, and can only make a checkpoint less
 than exact. A source without a record of drift certifies everything at one step, as found: DeepSpeed's files hold no
-hashes, so nothing proves that all of them are of one save.
-"""
+hashes, so nothing proves that all of them are of one save."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -75,8 +74,7 @@ def apply_merge_certificates(checkpoint: Checkpoint, files: RankFiles) -> Checkp
     """Return the checkpoint with the certificates of earlier merges applied. Never raises for their contents.
 
     Random states and objects of another step are dropped; a composite is not exact and has the staleness and drift of
-    its rows. Each finding becomes a problem.
-    """
+    its rows. Each finding becomes a problem."""
     problems: list[str] = []
     rows: list[_Row] = []
     whole, unvouched = True, checkpoint.unvouched
@@ -228,8 +226,7 @@ def certificate(
     """Certify that every (layer, slot) is of ``step`` and stored as it was, unless there are problems.
 
     ``source``: path of the checkpoint. ``unvouched``: number of stored tensors for whose origin nothing vouches.
-    ``problems``: that leave this in doubt, and missing parts.
-    """
+    ``problems``: that leave this in doubt, and missing parts."""
     nbytes: dict[tuple[str, str], int] = {}
     numel: dict[tuple[str, str], int] = {}
     for (fqn, slot), extents in index.names().items():

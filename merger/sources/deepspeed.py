@@ -33,8 +33,7 @@ def build_checkpoint(
 
     ``shapes``: of the parameters that the optimizer holds. ``beside``: directory with the files beside the state.
 
-    Raises MergeError for incomplete or contradictory files, UnsupportedError.
-    """
+    Raises MergeError for incomplete or contradictory files, UnsupportedError."""
     refuse_parallelism(files)
     model = Model(files, {shape.fqn: shape for group in shapes for shape in group})
     named = model.tensors()
@@ -154,8 +153,7 @@ class TrainerSource:
     def checkpoint(self, step: int | str | None, _: Set[Damage] = frozenset()) -> Checkpoint:
         """Return the state of a folder, given by step or name; None: the newest complete one.
 
-        The Trainer itself chooses the highest number, complete or not.
-        """
+        The Trainer itself chooses the highest number, complete or not."""
         folders = trainer_folders(self._root)
         if step is not None:
             named = next((path for number, path in folders.items() if str(step) in (str(number), path.name)), None)

@@ -3,8 +3,7 @@
 An interrupted save under a fixed tag leaves files of two saves under one name, and no file names its save. So step
 counts are compared, and samples of the working weights with the masters' casts. A sample can miss another save if no
 sampled element differs in the working dtype: tiny updates, embeddings of unseen tokens, unused parameters. It covers
-the optimizer's slots only as far as they lie in the same file as the masters.
-"""
+the optimizer's slots only as far as they lie in the same file as the masters."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -251,8 +250,7 @@ def step_problems(model: Nest, optimizer: str, steps: Iterable[float | None]) ->
     ``optimizer``: file with the steps, for messages. ``steps``: of each flat partition, None if the optimizer keeps
     none; those that never stepped agree with anything.
 
-    Raises MergeError if the optimizer counts more steps than possible.
-    """
+    Raises MergeError if the optimizer counts more steps than possible."""
     taken = model.at("global_steps").natural() - model.at("skipped_steps").natural()
     found = sorted({step for step in steps if step})
     if not found:
@@ -362,8 +360,7 @@ def require_block(block: Block) -> None:
 class Tags:
     """A directory of checkpoints, or one checkpoint.
 
-    ``latest``: the file that names the newest. ``is_one``: whether a directory is a checkpoint.
-    """
+    ``latest``: the file that names the newest. ``is_one``: whether a directory is a checkpoint."""
 
     root: Path
     latest: str
@@ -383,8 +380,7 @@ class Tags:
     def folder(self, step: int | str | None) -> Path:
         """Return the directory of the checkpoint at a step or tag, or of the newest for None.
 
-        Raises MergeError, naming the existing ones, if it does not exist or leads elsewhere.
-        """
+        Raises MergeError, naming the existing ones, if it does not exist or leads elsewhere."""
         if self.is_one(self.root):
             if step is not None and not _means(step, self.root.name):
                 raise MergeError(f"{self.root} is one checkpoint, and not {step}; name its parent directory")
@@ -399,8 +395,7 @@ class Tags:
     def verified(self, checkpoint: Checkpoint, step: int | str | None) -> Checkpoint:
         """Return the checkpoint of ``step`` if its own step counter agrees with its directory's name.
 
-        Raises MergeError if not; adds a problem if the directory itself was named, so no step was requested.
-        """
+        Raises MergeError if not; adds a problem if the directory itself was named, so no step was requested."""
         tag = checkpoint.certificate.save
         step_in_name = step_of(tag)
         if step_in_name in (None, checkpoint.step):

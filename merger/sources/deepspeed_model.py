@@ -2,8 +2,7 @@
 
 At ZeRO-1/2 the trained weights in them are casts of the masters, bit for bit, and are not read here. Frozen parameters
 that ``exclude_frozen_parameters`` left out are detected by names alone: neither one that every block lacks nor one
-outside the blocks is found, and gaps in a list of single modules may be modules without parameters.
-"""
+outside the blocks is found, and gaps in a list of single modules may be modules without parameters."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -39,8 +38,7 @@ def missing_parameters(shapes: Mapping[str, Sequence[int]], dangling: Mapping[st
 
     Detects dangling ties, gaps in the numbers of the model's blocks, and the base model of adapters.
 
-    ``dangling``: names of missing parameters by the further names that they are tied under.
-    """
+    ``dangling``: names of missing parameters by the further names that they are tied under."""
     found = dict.fromkeys(dangling.values())
     found |= dict.fromkeys(_gaps(shapes))
     if shapes and all(_ADAPTER in name for name in shapes):
@@ -103,8 +101,7 @@ class Model:
     def tensors(self) -> dict[str, NamedTensor]:
         """Return every parameter and buffer, tied ones once: parameters first, both in the module's order.
 
-        Raises MergeError for a parameter that no file holds.
-        """
+        Raises MergeError for a parameter that no file holds."""
         others: dict[str, list[str]] = {}
         for alias, fqn in self._aliases.items():
             others.setdefault(fqn, []).append(alias)

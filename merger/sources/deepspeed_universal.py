@@ -4,8 +4,7 @@ Tensors are whole, with one directory per parameter; the model states say which 
 directory may be missing, left over from another save, or half copied. ZeRO-3 saves working weights nowhere, but the
 converter keeps rank 0's optimizer state in ``optimizer_state.pt``, which has the first elements of every parameter in
 every slot. Samples of these are compared; moments that are not zero change with every step. Another save's elements
-beyond rank 0's slice cannot be detected.
-"""
+beyond rank 0's slice cannot be detected."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -291,8 +290,7 @@ def require_whole_groups(
     """Check that all parameters of a param group have the same slots and step, and that no file is surplus.
 
     ``groups``: parameters that have elements. Returns why the files may not be of one save; MergeError names a
-    parameter whose files are not.
-    """
+    parameter whose files are not."""
     _refuse_surplus(files, found)
     if own is not None and own.at("step").value != files.model.at("global_steps").natural():
         raise MergeError(
@@ -309,8 +307,7 @@ def _refuse_surplus(files: RankFiles, found: OptimizerContents) -> None:
     """Raise MergeError for a directory of an unknown parameter.
 
     The converter gives everything else in the model (frozen parameters, buffers, other names of tied parameters) a
-    directory with only its value. Those are read from the model states, which have them in their own dtype.
-    """
+    directory with only its value. Those are read from the model states, which have them in their own dtype."""
     zero, local, module = files.folder / "zero", LocalFiles(files.folder), files.model.get("module")
     of_the_model = set(module.mapping()) if module is not None else set()
     for name in local.list_dir("zero"):

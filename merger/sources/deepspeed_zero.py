@@ -2,8 +2,7 @@
 
 At ZeRO-1/2 parameters lie in the order of ``param_shapes``. ``param_slice_mappings`` use the order of the param group,
 wrongly so with ``round_robin_gradients``: they are compared with what DeepSpeed would have written, and never used to
-find a parameter.
-"""
+find a parameter."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,8 +46,7 @@ class Shape:
 class OptimizerContents:
     """Contents of the optimizer files.
 
-    ``groups``: fqns and hyperparameters of each param group, in the optimizer's order.
-    """
+    ``groups``: fqns and hyperparameters of each param group, in the optimizer's order."""
 
     extents: list[Extent] = field(default_factory=list)
     groups: list[dict[str, Any]] = field(default_factory=list)
@@ -89,8 +87,7 @@ def flat_state(ranks: Sequence[Nest], masters: Sequence[FileTensor], numel: int)
 
     ``ranks`` and ``masters``: its state and its master weights on each rank.
 
-    Raises MergeError if ranks differ in slots or scalars; UnsupportedError for state of another shape.
-    """
+    Raises MergeError if ranks differ in slots or scalars; UnsupportedError for state of another shape."""
     first = _slots_and_scalars(ranks[0], numel)
     for nest in ranks[1:]:
         other = _slots_and_scalars(nest, numel)
@@ -243,8 +240,7 @@ def is_round_robin(model: Nest) -> bool:
 def in_group_order(dealt: Sequence[T], world_size: int) -> list[T]:
     """Return parameters in the order of the param group, before ``round_robin_gradients`` distributed them.
 
-    It takes every ``world_size``-th from the first, then those from the second, and so on.
-    """
+    It takes every ``world_size``-th from the first, then those from the second, and so on."""
     order = [i for first in range(world_size) for i in range(first, len(dealt), world_size)]
     return [dealt[at] for at in sorted(range(len(dealt)), key=order.__getitem__)]
 
@@ -295,8 +291,7 @@ def _in_group_order(
 ) -> tuple[tuple[Shape, int], ...]:
     """Return the parameters in the param group's order, with the offsets that DeepSpeed writes into its mappings.
 
-    Without gaps, DeepSpeed maps round-robin parameters as if they lay in the group's order.
-    """
+    Without gaps, DeepSpeed maps round-robin parameters as if they lay in the group's order."""
     if not round_robin:
         return layout
     placed = in_group_order(layout, world_size)
@@ -414,8 +409,7 @@ def _refuse_swapped(
     DeepSpeed pads gradients with zeros, so the moments of padding are zeros. Those of another rank's elements are not.
     If all parameters are divisible by the world size there is no padding, and nothing tells ranks apart.
 
-    ``placed``: (fqn, elements, elements of a slice) of the parameters, in the order of the data.
-    """
+    ``placed``: (fqn, elements, elements of a slice) of the parameters, in the order of the data."""
     held = [[piece.stop - piece.start for piece in slice_pieces(placed, rank)] for rank in range(len(ranks))]
     for rank in range(len(ranks)):
         parts = [part for _, _, part in placed]

@@ -3,8 +3,7 @@
 The structure is checked first. Classes outside an explicit list are refused by name before the pickle is loaded; a few
 classes of DeepSpeed are replaced by inert stand-ins under its names, so that none of its code runs and it need not be
 installed. Tensors become :class:`merger.sources.base.FileTensor`; each record is one block with its CRC-32. torch keeps
-its list of allowed classes per process, so only one thread may read at a time.
-"""
+its list of allowed classes per process, so only one thread may read at a time."""
 
 import io
 import pickle
@@ -153,8 +152,7 @@ def _load(path: str) -> Any:
 class _Converter:
     """Converts the nest of one file; tensors become places in it. Shared parts stay shared.
 
-    ``blocks``: the records of tensors, by the offset of their bytes.
-    """
+    ``blocks``: the records of tensors, by the offset of their bytes."""
 
     def __init__(self, path: str, blocks: Mapping[int, Block]) -> None:
         self._path, self._blocks = path, blocks

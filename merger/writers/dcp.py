@@ -2,8 +2,7 @@
 
 A ``.distcp`` file is a row of ``torch.save`` blobs. ``torch.save`` writes each without the tensor's bytes; the zip
 checksums inside are set once those bytes are there. ``.metadata`` is a pickle of torch's classes with the place of each
-blob, so it is made last. Peak memory: the plain values.
-"""
+blob, so it is made last. Peak memory: the plain values."""
 
 import io
 import os

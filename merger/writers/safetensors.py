@@ -21,8 +21,7 @@ class SafetensorsFile:
     """One safetensors file. ``metadata``: strings for the header.
 
     Tensors are sorted by element size, largest first, so that each is aligned to its element size, as readers that map
-    the file expect. UnsupportedError for a name or dtype that the format lacks.
-    """
+    the file expect. UnsupportedError for a name or dtype that the format lacks."""
 
     tensors_by_name: Mapping[str, PlannedTensor]
     metadata: Mapping[str, str]

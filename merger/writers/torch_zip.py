@@ -2,8 +2,7 @@
 
 ``torch.save`` itself writes the file without the tensors' bytes; the zip checksums are set once those are there, so the
 file is one that ``torch.save`` could have written. Peak memory: the plain values. Layout of the zip structures:
-PKWARE's APPNOTE 6.3, sections 4.3.7 (local header), 4.3.9 (data descriptor) and 4.3.12 (directory entry).
-"""
+PKWARE's APPNOTE 6.3, sections 4.3.7 (local header), 4.3.9 (data descriptor) and 4.3.12 (directory entry)."""
 
 import errno
 import pickle
@@ -34,8 +33,7 @@ _NESTS = (dict, OrderedDict, list, tuple)
 class PtFile:
     """One ``.pt`` file.
 
-    ``value``: dicts, lists, tuples, plain values, tensors and :class:`PlannedTensor`.
-    """
+    ``value``: dicts, lists, tuples, plain values, tensors and :class:`PlannedTensor`."""
 
     value: Any
     classes: Sequence[Any] = ()  # other classes in it, which a reader with ``weights_only=True`` must allow
@@ -207,8 +205,7 @@ class Record:
 def read_records(path: Path) -> list[Record]:
     """Return all records of a zip file, in the order of its directory.
 
-    Raises DamagedError unless it is a complete, uncompressed zip. OSError passes through.
-    """
+    Raises DamagedError unless it is a complete, uncompressed zip. OSError passes through."""
     with path.open("rb") as file:
         return read_records_from(file, path)
 

@@ -1,8 +1,7 @@
 """Convert an ``accelerate.Accelerator`` to the target and states of :func:`monitor.attach`.
 
 accelerate is not imported here. Its own ``save_state`` and ``load_state`` are left alone: hooks see what it writes, and
-cannot keep it from writing optimizers, or DeepSpeed's checkpoint. Training thread.
-"""
+cannot keep it from writing optimizers, or DeepSpeed's checkpoint. Training thread."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """Find the DeepSpeed engine behind a Trainer's model, and answer the engine's load of the Trainer's stub folder.
 
-Training thread.
-"""
+Training thread."""
 
 import gc
 from collections.abc import Callable

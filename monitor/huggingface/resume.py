@@ -4,8 +4,7 @@ The Trainer reads its step, its place in the data and its logs from ``trainer_st
 optimizer, so the resume step is predicted from the store's records (:mod:`monitor.resume.predict`). The callback
 resumes when training begins, compares the steps, and trains nothing if they differ. The folder holds no tensors:
 Driftpoint loads them, each byte once. Every process has its own folder in the temporary directory, so no disk need be
-shared. Training thread; collective.
-"""
+shared. Training thread; collective."""
 
 import json
 import logging

@@ -2,8 +2,7 @@
 
 It holds the Trainer's state (steps, epoch, log history, best metric, exported callbacks), its learning-rate schedule,
 its gradient scaler, and the random generators at the beginning of the epoch, on which the order of its data may depend.
-All but the generators are the same on every rank, so only rank 0 stores the Trainer's state. Training thread.
-"""
+All but the generators are the same on every rank, so only rank 0 stores the Trainer's state. Training thread."""
 
 import json
 from collections.abc import Callable, Mapping

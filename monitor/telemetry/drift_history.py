@@ -1,8 +1,7 @@
 """Compares a decision with earlier ones, about 1, 2, 4, 8... decisions ago, whether or not units were saved.
 
 The caller sums over ranks. The earlier decisions depend on the number of decisions only, so they are the same on all
-ranks. One thread at a time.
-"""
+ranks. One thread at a time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,7 @@
 The number of (layer, slot) units with time series of their own is limited. Series must not come and go, so a layer that
 is shown stays shown: whole layers spread evenly over the model, as many as fit into seven eighths of the limit. The
 last eighth is for units that stand out (non-finite values, a spike): first come, first served, and kept. Counts and
-maxima are over all units.
-"""
+maxima are over all units."""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping

@@ -1,7 +1,6 @@
 """Logs the outcome of decisions, saves and resumes to the logger ``driftpoint``.
 
-Storage problems never reach the training loop as an exception and never pass silently: they are logged here.
-"""
+Storage problems never reach the training loop as an exception and never pass silently: they are logged here."""
 
 import logging
 import sys

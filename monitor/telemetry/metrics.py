@@ -5,8 +5,7 @@ never listens with less protection than configured.
 
 The training thread updates the metrics, with three exceptions: series of layers are updated in a background thread,
 since there are many; free space on the store's disk is read in another, since a file server that hangs would block any
-other; and the time of a step is computed at each scrape. A reader of the registry sees all events so far.
-"""
+other; and the time of a step is computed at each scrape. A reader of the registry sees all events so far."""
 
 import errno
 import logging

@@ -7,8 +7,7 @@ is written at the next decision. Collectives depend on rank 0's settings at atta
 
 Each line is one write at the end of the file; a torn line left by a crash is closed off first. The file is not synced.
 A full file is renamed, and the next one begins with the last job line, so that it can be read alone. After an error the
-trace ends with one report, so it has no gaps.
-"""
+trace ends with one report, so it has no gaps."""
 
 import errno
 import fcntl

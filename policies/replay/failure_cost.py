@@ -2,8 +2,7 @@
 
 A failure is independent of saves, so the average over all steps is the expectation. Damage is defined in
 docs/budget.md. Configurations are compared from a common step on: steps before the first commit of the latest of them
-would count for some only. Pure.
-"""
+would count for some only. Pure."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

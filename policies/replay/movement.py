@@ -2,8 +2,7 @@
 
 A trace has distances over a few ages only (1, 2, 4, ... decisions), at the steps of decisions. Between recorded ages,
 log distance is linear in log age; beyond them it is extrapolated with the exponent there. docs/simulate.md discusses
-the accuracy.
-"""
+the accuracy."""
 
 import math
 from bisect import bisect_left

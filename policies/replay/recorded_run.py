@@ -1,7 +1,6 @@
 """Build a recorded run from a trace: decisions with the outcome of their saves, and segments of unbroken training.
 
-Also selects the recorded decisions at which another configuration would decide. Pure.
-"""
+Also selects the recorded decisions at which another configuration would decide. Pure."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,7 @@ Recorded values are used while the replay agrees with the recorded run: the drif
 recorded one, the bytes of a unit stored as recorded, stall and write time of an equal decision, and budget offers while
 all decisions were equal. So the recorded configuration reproduces the recorded run to the byte. Everything else is
 estimated: movement (:mod:`policies.replay.movement`), bytes (:mod:`policies.encodings`), seconds
-(:mod:`policies.accounting`). docs/simulate.md describes the method.
-"""
+(:mod:`policies.accounting`). docs/simulate.md describes the method."""
 
 import math
 from collections.abc import Mapping

@@ -1,8 +1,7 @@
 """Register the encodings of fragments, which are defined in numpy to the bit.
 
 An encoding has a size known in advance; packing (:mod:`store.encoding.compression`) makes it smaller without loss.
-Unknown names are refused at decisions and when a part is read. ``docs/encodings.md`` defines encodings and bounds.
-"""
+Unknown names are refused at decisions and when a part is read. ``docs/encodings.md`` defines encodings and bounds."""
 
 from store.encoding.base import BLOCK, CHUNK, Encoding, Lane, Raw, ValuesError, chunk_sizes, itemsize
 from store.encoding.bfloat16 import BF16, BF16_INT8, Bf16, Bf16Int8

@@ -1,8 +1,7 @@
 """Define the protocol of encodings, the sizes of dtypes (named as in safetensors), and the encoding ``raw``.
 
 A fragment's encoded form is the concatenation of its independent encoded chunks, so that encoding, packing, differences
-and decoding stream in bounded memory. Bytes are little-endian, and so must the machine be.
-"""
+and decoding stream in bounded memory. Bytes are little-endian, and so must the machine be."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence

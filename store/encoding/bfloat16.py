@@ -11,8 +11,7 @@ stored weights. Refused: NaN, infinities, and finite values above 3.3961e38, whi
     bits  = high * 2**16 + low * 2**8
 
 Rounding a decoded value to bfloat16 gives ``high`` again, because low adds at most 127 * 2**8, less than half a place,
-2**15. So the weights of a bfloat16 model stay exact, and the float32 master copy keeps about 16 significant bits.
-"""
+2**15. So the weights of a bfloat16 model stay exact, and the float32 master copy keeps about 16 significant bits."""
 
 from dataclasses import dataclass
 

@@ -13,8 +13,7 @@ the low bits of 8, 4 or 2 values share a byte, and the rest, mostly 0, takes lit
 
 Differences are taken lane by lane on little-endian integers of the lane's width: subtraction with wrap-around, then
 zigzag as in Protocol Buffers and Parquet, so that small differences of either sign have zeros in their high bytes.
-Widths other than 1, 2, 4 and 8 go byte by byte. When reading, every length is checked before memory is allocated.
-"""
+Widths other than 1, 2, 4 and 8 go byte by byte. When reading, every length is checked before memory is allocated."""
 
 import struct
 import threading

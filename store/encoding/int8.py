@@ -15,8 +15,7 @@ Block-wise Quantization" (arXiv:2110.02861); here with linear codes.
 
 ``int8-sqrt-block`` is only read: earlier releases stored second moments in it, now ``int8-log2`` takes its place.
 
-    value = (code * scale)**2, with unsigned codes
-"""
+    value = (code * scale)**2, with unsigned codes"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -12,8 +12,7 @@ zero. Values below 2**-95 become that level, which is far below the square of an
 zero.
 
 Refused: negative values (-0.0 counts as 0), NaN, infinities, and values from 1.1875 * 2**32 on. All operations are on
-integers, so results do not depend on the floating-point mode.
-"""
+integers, so results do not depend on the floating-point mode."""
 
 from dataclasses import dataclass
 

@@ -18,8 +18,7 @@ outliers, which would make all other values of a block zero. Both statistics are
 rounding does not reorder, so encoding a decoded value gives the same scale and the same codes.
 
 Refused: NaN, infinities, and values above 1.5 * 2**127 (2.55e38). A shared power of two is block floating point;
-OCP's Microscaling formats (MXINT8) share one among 32 values, with the largest at full scale.
-"""
+OCP's Microscaling formats (MXINT8) share one among 32 values, with the largest at full scale."""
 
 from dataclasses import dataclass
 

@@ -8,8 +8,7 @@ payloads. Memory of a living process, or of a job on a copy of the store, is nev
 
 A living process holds a POSIX record lock on its ``.owner`` file, as for a store; opening that file again in the same
 process would drop the lock. The file's mtime is the boot time of the last write, set without opening the file. If it
-holds wall-clock time (decades larger) or is of an earlier boot, the wall clock is used.
-"""
+holds wall-clock time (decades larger) or is of an earlier boot, the wall clock is used."""
 
 import mmap
 import os

@@ -4,8 +4,7 @@ Memory of living processes and files with other names are never touched. A dead 
 so it is removed only when a commit is newer, on request, or when it is old and the daemon could not rescue it.
 
 A rank's files are removed under its lock, which a job takes when it begins. So a job that begins meanwhile makes new
-files, and never writes to removed ones.
-"""
+files, and never writes to removed ones."""
 
 import threading
 from collections.abc import Callable, Iterator

@@ -5,8 +5,7 @@ assemble the same version, to the byte, from the shares of all nodes.
 
 A copy or a restored backup of a store has the same store id, and jobs on both may claim the same epochs. Each claim has
 a token, which the store and every version hold, and a version names the commit it continues: if that is gone, the store
-was restored to an older state. The memory of one incarnation is accepted as a whole or not at all.
-"""
+was restored to an older state. The memory of one incarnation is accepted as a whole or not at all."""
 
 import json
 import math

@@ -10,8 +10,7 @@
           rank-00003.0.new                 the record before it has its name
           rank-00003.1.*                   the other payload and its record
 
-A record is written last and renamed into place; it makes the payload a version. Shared memory is never synced.
-"""
+A record is written last and renamed into place; it makes the payload a version. Shared memory is never synced."""
 
 import os
 import re

@@ -2,8 +2,7 @@
 
 Missing memory kills: a page that the filesystem cannot back raises SIGBUS, and one beyond the control group's limit
 brings the out-of-memory killer. Memory is reserved in small steps with a check before each, because other ranks of the
-node reserve at the same time.
-"""
+node reserve at the same time."""
 
 import os
 from collections.abc import Iterator

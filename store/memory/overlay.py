@@ -1,8 +1,7 @@
 """Show an in-memory version as the newest commit of a store, read-only.
 
 Other files come from the store below, so that a layer whose bytes in memory are damaged falls back to its version on
-disk. Payloads of ranks on other nodes have a size but may not be readable from here.
-"""
+disk. Payloads of ranks on other nodes have a size but may not be readable from here."""
 
 from pathlib import Path
 from typing import NoReturn

@@ -3,8 +3,7 @@
 On :class:`store.storage.local.WholeFiles`, which shows files only when they are whole, all of that is one request.
 
 Invariants: a final name never shows a file that is not complete and synced; a final name is never replaced (except by
-:func:`replace_hint`, for untrusted hints); after an error the temporary file is abandoned, never synced again.
-"""
+:func:`replace_hint`, for untrusted hints); after an error the temporary file is abandoned, never synced again."""
 
 import re
 import secrets

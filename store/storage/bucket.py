@@ -2,8 +2,7 @@
 
 A missing answer does not tell whether a request was carried out. So a new object is put on the condition that it does
 not exist, and after a refusal or no answer it is read: an object with exactly our bytes is ours. Credentials come only
-from the environment. Any thread may use a bucket.
-"""
+from the environment. Any thread may use a bucket."""
 
 import os
 import re

@@ -2,8 +2,7 @@
 
 All storage access goes through :class:`Files`, so that tests can replace it by a simulated disk and enumerate the
 states after a crash. Paths are relative, with ``/`` between names; paths that leave the store (absolute, ``..``, by a
-symbolic link) are refused here. The order of operations is in :mod:`store.storage.atomic`.
-"""
+symbolic link) are refused here. The order of operations is in :mod:`store.storage.atomic`."""
 
 import errno
 import os

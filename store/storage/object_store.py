@@ -4,8 +4,7 @@ There are no temporary names, links, renames or syncs: an object appears when it
 durable. Directories are common prefixes of keys, so every directory exists and may be empty.
 
 Invariant: except for :meth:`ObjectFiles.replace` (hints) and large payloads, whose names belong to one writer, no put
-can replace an object.
-"""
+can replace an object."""
 
 import secrets
 import threading

@@ -3,8 +3,7 @@
 Records and small payloads are put in one conditional request that cannot replace an object. Large payloads are uploaded
 in parts: as they are written, or, if their beginning is written last, from an unnamed temporary file. obstore has no
 conditional upload in parts, but the name belongs to one writer (one rank of one save), and the object found there
-afterwards must carry the upload's token. One thread writes a file.
-"""
+afterwards must carry the upload's token. One thread writes a file."""
 
 import os
 import secrets
