@@ -28,42 +28,35 @@ _LOG_BYTES = 1 << 20
 
 _DEFAULT = Options(Path())
 
-PortOption = Annotated[
-    int, typer.Option(min=0, max=65535, metavar="N", help="Port of the metrics; 0 picks a free one.")
-]
-HostOption = Annotated[
-    str, typer.Option(metavar="ADDRESS", help="Address of the metrics; all but loopback need TLS or --insecure.")
-]
-CertOption = Annotated[Path | None, typer.Option(metavar="FILE", help="TLS certificate of the metrics.")]
-KeyOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Private key of the certificate.")]
-ClientsOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Require client certificates of this CA.")]
-InsecureOption = Annotated[bool, typer.Option("--insecure", help="Let other machines read the metrics without TLS.")]
-RateOption = Annotated[
-    int, typer.Option(min=0, metavar="BYTES/S", help="Rate at which commits are verified; 0: never.")
-]
-IdleOption = Annotated[
-    float | None, typer.Option(min=0.0, metavar="SECONDS", help="Exit after this time without a job.")
-]
-GraceOption = Annotated[
-    float, typer.Option(min=0.0, metavar="SECONDS", help="Time to finish a rescue in progress on exit.")
-]
-LogOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the log here instead of stderr.")]
-
 
 @app.command(epilog=EPILOG)
 def run(
     *,
     memory: MemoryOption = Path("/dev/shm"),
-    port: PortOption = _DEFAULT.port,
-    verify_rate: RateOption = _DEFAULT.verify_rate,
-    exit_idle: IdleOption = None,
-    grace: GraceOption = _DEFAULT.grace,
-    log: LogOption = None,
-    host: HostOption = _DEFAULT.host,
-    tls_cert: CertOption = None,
-    tls_key: KeyOption = None,
-    tls_client_ca: ClientsOption = None,
-    insecure: InsecureOption = False,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="N", help="Port of the metrics; 0 picks a free one.")
+    ] = _DEFAULT.port,
+    verify_rate: Annotated[
+        int, typer.Option(min=0, metavar="BYTES/S", help="Rate at which commits are verified; 0: never.")
+    ] = _DEFAULT.verify_rate,
+    exit_idle: Annotated[
+        float | None, typer.Option(min=0.0, metavar="SECONDS", help="Exit after this time without a job.")
+    ] = None,
+    grace: Annotated[
+        float, typer.Option(min=0.0, metavar="SECONDS", help="Time to finish a rescue in progress on exit.")
+    ] = _DEFAULT.grace,
+    log: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the log here instead of stderr.")] = None,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Address of the metrics; all but loopback need TLS or --insecure.")
+    ] = _DEFAULT.host,
+    tls_cert: Annotated[Path | None, typer.Option(metavar="FILE", help="TLS certificate of the metrics.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="Private key of the certificate.")] = None,
+    tls_client_ca: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Require client certificates of this CA.")
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Let other machines read the metrics without TLS.")
+    ] = False,
     _debug: DebugOption = False,
 ) -> None:
     """Watch the jobs of this node, and commit the in-memory snapshots that they leave when they die."""

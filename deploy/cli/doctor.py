@@ -30,33 +30,27 @@ CONFIG = Path("driftpoint.yaml")
 _PATIENCE = 15.0  # seconds to retry requests to a bucket; short, because a user waits
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
-StoreArgument = Annotated[
-    StorePath | None,
-    typer.Argument(
-        metavar="[STORE]", parser=place_of, help="Store directory (existing or planned), or s3://BUCKET/PREFIX."
-    ),
-]
-ConfigOption = Annotated[
-    Path | None, typer.Option("--config", "-c", metavar="FILE", help="The job's YAML (./driftpoint.yaml if it exists).")
-]
-ParametersOption = Annotated[str | None, typer.Option(metavar="N", help="Number of model parameters: 350M, 8b.")]
-NodesOption = Annotated[int, typer.Option(min=1, metavar="N", help="Number of nodes of the job.")]
-PatienceOption = Annotated[
-    float, typer.Option(min=0.1, metavar="SECONDS", help="Time to wait for other ranks under torchrun or srun.")
-]
-RepairOption = Annotated[
-    bool, typer.Option("--repair", help="Restore a lost STORE.json from the store's other records, then check.")
-]
-
 
 def doctor(
-    store: StoreArgument = None,
+    store: Annotated[
+        StorePath | None,
+        typer.Argument(
+            metavar="[STORE]", parser=place_of, help="Store directory (existing or planned), or s3://BUCKET/PREFIX."
+        ),
+    ] = None,
     *,
-    config: ConfigOption = None,
-    parameters: ParametersOption = None,
-    nodes: NodesOption = 1,
-    patience: PatienceOption = 30.0,
-    repair: RepairOption = False,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", metavar="FILE", help="The job's YAML (./driftpoint.yaml if it exists)."),
+    ] = None,
+    parameters: Annotated[str | None, typer.Option(metavar="N", help="Number of model parameters: 350M, 8b.")] = None,
+    nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Number of nodes of the job.")] = 1,
+    patience: Annotated[
+        float, typer.Option(min=0.1, metavar="SECONDS", help="Time to wait for other ranks under torchrun or srun.")
+    ] = 30.0,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Restore a lost STORE.json from the store's other records, then check.")
+    ] = False,
     json: JsonOption = False,
     _debug: DebugOption = False,
 ) -> None:

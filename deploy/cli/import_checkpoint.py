@@ -17,36 +17,32 @@ from store.location import place_of
 if TYPE_CHECKING:
     from merger.import_checkpoint import ImportPlan, ImportResult
 
-CheckpointArgument = Annotated[
-    StorePath,
-    typer.Argument(
-        parser=place_of,
-        metavar="CHECKPOINT",
-        help="A DeepSpeed, universal or Trainer checkpoint directory, or another store.",
-    ),
-]
-StoreOption = Annotated[
-    StorePath,
-    typer.Option(
-        metavar="STORE",
-        parser=place_of,
-        help="The store to write: a new or empty directory or s3:// prefix, or a store without commits.",
-    ),
-]
-StepOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="STEP",
-        help="A step, a tag or a save name. Default: `latest` of a DeepSpeed directory, otherwise the newest.",
-    ),
-]
-
 
 def import_(
-    checkpoint: CheckpointArgument,
+    checkpoint: Annotated[
+        StorePath,
+        typer.Argument(
+            parser=place_of,
+            metavar="CHECKPOINT",
+            help="A DeepSpeed, universal or Trainer checkpoint directory, or another store.",
+        ),
+    ],
     *,
-    store: StoreOption,
-    step: StepOption = None,
+    store: Annotated[
+        StorePath,
+        typer.Option(
+            metavar="STORE",
+            parser=place_of,
+            help="The store to write: a new or empty directory or s3:// prefix, or a store without commits.",
+        ),
+    ],
+    step: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STEP",
+            help="A step, a tag or a save name. Default: `latest` of a DeepSpeed directory, otherwise the newest.",
+        ),
+    ] = None,
     allow_nonfinite: NonfiniteOption = False,
     json: JsonOption = False,
     _debug: DebugOption = False,

@@ -16,29 +16,27 @@ from store.errors import ConfigError, StorageError, UsageError
 from store.layout import STORE
 from store.location import place_of
 
-OutOption = Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="File to write; it must not exist yet.")]
-StoreOption = Annotated[str | None, typer.Option(metavar="DIR", help="Store for the commits.")]
-PolicyOption = Annotated[
-    str | None, typer.Option(metavar="POLICY", help="Name of the policy, which decides what is saved.")
-]
-EveryOption = Annotated[str | None, typer.Option(metavar="STEPS", help="Steps between decisions, or auto.")]
-EncodingOption = Annotated[str | None, typer.Option(metavar="NAME", help="Encoding preset: raw, compact or careful.")]
-BytesOption = Annotated[float | None, typer.Option(metavar="N", help="Bytes that policy budget may write in an hour.")]
-SchemaOption = Annotated[
-    bool, typer.Option("--schema/--no-schema", help="Also write the JSON schema for editors and refer to it.")
-]
-
 
 def init(
     *,
-    out: OutOption = Path("driftpoint.yaml"),
-    store: StoreOption = None,
-    policy: PolicyOption = None,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", help="File to write; it must not exist yet.")
+    ] = Path("driftpoint.yaml"),
+    store: Annotated[str | None, typer.Option(metavar="DIR", help="Store for the commits.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(metavar="POLICY", help="Name of the policy, which decides what is saved.")
+    ] = None,
     set_: SetOption = None,
-    every: EveryOption = None,
-    encoding: EncodingOption = None,
-    bytes_per_hour: BytesOption = None,
-    schema: SchemaOption = True,
+    every: Annotated[str | None, typer.Option(metavar="STEPS", help="Steps between decisions, or auto.")] = None,
+    encoding: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Encoding preset: raw, compact or careful.")
+    ] = None,
+    bytes_per_hour: Annotated[
+        float | None, typer.Option(metavar="N", help="Bytes that policy budget may write in an hour.")
+    ] = None,
+    schema: Annotated[
+        bool, typer.Option("--schema/--no-schema", help="Also write the JSON schema for editors and refer to it.")
+    ] = True,
     json: JsonOption = False,
     _debug: DebugOption = False,
 ) -> None:

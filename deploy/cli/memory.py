@@ -28,10 +28,6 @@ app = typer.Typer(
     epilog=EPILOG, help="List or free the snapshots in this node's shared memory.", invoke_without_command=True
 )
 
-StoreOption = Annotated[str | None, typer.Argument(metavar="[STORE]", help="Directory or URL of the store, or its id.")]
-AllOption = Annotated[bool, typer.Option("--all", help="Free those of all stores.")]
-YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-
 
 @dataclass(frozen=True)
 class StoredSnapshot:
@@ -65,10 +61,12 @@ def memory(
 
 @app.command("clear", epilog=EPILOG)
 def clear_(
-    store: StoreOption = None,
+    store: Annotated[
+        str | None, typer.Argument(metavar="[STORE]", help="Directory or URL of the store, or its id.")
+    ] = None,
     *,
-    all_: AllOption = False,
-    yes: YesOption = False,
+    all_: Annotated[bool, typer.Option("--all", help="Free those of all stores.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     memory: MemoryOption = Path("/dev/shm"),
     json: JsonOption = False,
     _debug: DebugOption = False,

@@ -28,17 +28,6 @@ from store.text import listed
 
 _DEFAULT = Retention()
 
-DryRunOption = Annotated[bool, typer.Option("--dry-run", "-n", help="Only list what would be deleted.")]
-KeepLastOption = Annotated[int, typer.Option(min=1, metavar="N", help="Keep the newest N commits.")]
-KeepEveryOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="Also keep one commit in every N steps.")]
-LogSpacedOption = Annotated[
-    bool, typer.Option("--log-spaced/--no-log-spaced", help="Also keep older commits at increasing distances.")
-]
-MinimumOption = Annotated[
-    bool,
-    typer.Option("--minimum", help="Free all that can be freed: keep the newest commit and the last one resumed from."),
-]
-
 
 @dataclass(frozen=True)
 class Pruned:
@@ -60,11 +49,20 @@ class Pruned:
 def prune(
     store: StoreArgument,
     *,
-    dry_run: DryRunOption = False,
-    keep_last: KeepLastOption = _DEFAULT.keep_last,
-    keep_every: KeepEveryOption = _DEFAULT.keep_every,
-    log_spaced: LogSpacedOption = _DEFAULT.log_spaced,
-    minimum: MinimumOption = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only list what would be deleted.")] = False,
+    keep_last: Annotated[int, typer.Option(min=1, metavar="N", help="Keep the newest N commits.")] = _DEFAULT.keep_last,
+    keep_every: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Also keep one commit in every N steps.")
+    ] = _DEFAULT.keep_every,
+    log_spaced: Annotated[
+        bool, typer.Option("--log-spaced/--no-log-spaced", help="Also keep older commits at increasing distances.")
+    ] = _DEFAULT.log_spaced,
+    minimum: Annotated[
+        bool,
+        typer.Option(
+            "--minimum", help="Free all that can be freed: keep the newest commit and the last one resumed from."
+        ),
+    ] = False,
     json: JsonOption = False,
     _debug: DebugOption = False,
 ) -> None:

@@ -74,15 +74,13 @@ def _draw(console: Console, made: "ReportResult", path: Path) -> None:
         console.print(output.cell(f"No history: {made.missing}"))
 
 
-OnceOption = Annotated[bool, typer.Option("--once", help="Print one frame and exit (the default without a terminal).")]
-IntervalOption = Annotated[float, typer.Option(min=0.1, metavar="S", help="Seconds between updates.")]
-
-
 def top(
     store: StoreArgument,
     *,
-    once: OnceOption = False,
-    interval: IntervalOption = 2.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one frame and exit (the default without a terminal).")
+    ] = False,
+    interval: Annotated[float, typer.Option(min=0.1, metavar="S", help="Seconds between updates.")] = 2.0,
     trace: TraceOption = None,
     memory: MemoryOption = Path("/dev/shm"),
     json: JsonOption = False,

@@ -27,54 +27,42 @@ DEFAULT_DAEMON_PORT = 9465
 DEFAULT_EXIT_IDLE = 3600.0
 """Same as in :class:`monitor.config.load.Config`, whose import would load torch into this long-lived process."""
 
-CommandArgument = Annotated[
-    list[str], typer.Argument(metavar="-- COMMAND...", help="The training command and its arguments.")
-]
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option("--config", "-c", metavar="FILE", help=f"The job's YAML; {CONFIG} unless --store is given."),
-]
-StoreOption = Annotated[
-    StorePath | None,
-    typer.Option(metavar="STORE", parser=place_of, help="The job's store, instead of the YAML's `store:`."),
-]
-RestartsOption = Annotated[int, typer.Option(metavar="N", min=0, help="Restarts in a row without progress.")]
-FailuresOption = Annotated[int | None, typer.Option(metavar="N", min=1, help="Failures in total (no limit).")]
-BackoffOption = Annotated[
-    float, typer.Option(metavar="S", min=0, help="Seconds before the first restart, doubled each time.")
-]
-MostOption = Annotated[float, typer.Option(metavar="S", min=0, help="Longest delay before a restart.")]
-GraceOption = Annotated[
-    float, typer.Option(metavar="S", min=0, help="Seconds for the final save before SIGTERM is sent.")
-]
-WaitOption = Annotated[float, typer.Option(metavar="S", min=0, help="Seconds to wait for a store in use.")]
-MetricsOption = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        min=0,
-        max=65535,
-        help="Serve metrics on this port (0: a free one), with host and TLS of the YAML's `metrics:`.",
-    ),
-]
-EventsOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Append each event to this file as a JSON line.")
-]
-
 
 def run(
-    command: CommandArgument,
+    command: Annotated[
+        list[str], typer.Argument(metavar="-- COMMAND...", help="The training command and its arguments.")
+    ],
     *,
-    config: ConfigOption = None,
-    store: StoreOption = None,
-    max_restarts: RestartsOption = 3,
-    max_failures: FailuresOption = None,
-    backoff: BackoffOption = 2.0,
-    backoff_max: MostOption = 300.0,
-    grace: GraceOption = 30.0,
-    wait: WaitOption = 0.0,
-    events: EventsOption = None,
-    metrics_port: MetricsOption = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", metavar="FILE", help=f"The job's YAML; {CONFIG} unless --store is given."),
+    ] = None,
+    store: Annotated[
+        StorePath | None,
+        typer.Option(metavar="STORE", parser=place_of, help="The job's store, instead of the YAML's `store:`."),
+    ] = None,
+    max_restarts: Annotated[int, typer.Option(metavar="N", min=0, help="Restarts in a row without progress.")] = 3,
+    max_failures: Annotated[int | None, typer.Option(metavar="N", min=1, help="Failures in total (no limit).")] = None,
+    backoff: Annotated[
+        float, typer.Option(metavar="S", min=0, help="Seconds before the first restart, doubled each time.")
+    ] = 2.0,
+    backoff_max: Annotated[float, typer.Option(metavar="S", min=0, help="Longest delay before a restart.")] = 300.0,
+    grace: Annotated[
+        float, typer.Option(metavar="S", min=0, help="Seconds for the final save before SIGTERM is sent.")
+    ] = 30.0,
+    wait: Annotated[float, typer.Option(metavar="S", min=0, help="Seconds to wait for a store in use.")] = 0.0,
+    events: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Append each event to this file as a JSON line.")
+    ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            max=65535,
+            help="Serve metrics on this port (0: a free one), with host and TLS of the YAML's `metrics:`.",
+        ),
+    ] = None,
     _debug: DebugOption = False,
 ) -> None:
     """Start a training command and restart it after failures, as long as training progresses."""

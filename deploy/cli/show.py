@@ -21,18 +21,6 @@ from store.names import SaveId, Unit
 from store.resolve import Resolution, newest_resumable, resolve
 from store.schema import ManifestRecord
 
-StepArgument = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[STEP]",
-        help="A step (of the newest epoch that has it), or a save such as 00000120-000003. "
-        "Default: the commit that a resume would take.",
-    ),
-]
-LongOption = Annotated[
-    bool, typer.Option("--long", "-l", help="Show one row per layer and slot, with the reason of each save.")
-]
-
 
 @dataclass(frozen=True)
 class Shown:
@@ -59,8 +47,17 @@ class Shown:
 def show(
     store: StoreArgument,
     *,
-    step: StepArgument = None,
-    long: LongOption = False,
+    step: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[STEP]",
+            help="A step (of the newest epoch that has it), or a save such as 00000120-000003. "
+            "Default: the commit that a resume would take.",
+        ),
+    ] = None,
+    long: Annotated[
+        bool, typer.Option("--long", "-l", help="Show one row per layer and slot, with the reason of each save.")
+    ] = False,
     json: JsonOption = False,
     _debug: DebugOption = False,
 ) -> None:

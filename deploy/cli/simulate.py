@@ -23,15 +23,6 @@ if TYPE_CHECKING:
 
 
 TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE", help="Drift trace of a job, STORE.trace.jsonl.")]
-ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help="llama-8b, llama-70b or llama-405b.")]
-GpusOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="Number of GPUs (1024).")]
-StepOption = Annotated[float | None, typer.Option(min=0, metavar="S", help="Seconds per step.")]
-DriftOption = Annotated[float | None, typer.Option(min=0, metavar="D", help="Drift of the weights over 10 steps.")]
-RateOption = Annotated[
-    float | None, typer.Option(min=0, metavar="LR", help="Learning rate, instead of --drift (1e-4).")
-]
-EveryOption = Annotated[int | None, typer.Option(min=1, metavar="N", help="Steps between decisions (25).")]
-HoursOption = Annotated[float | None, typer.Option(min=0, metavar="H", help="Hours of training (24).")]
 PolicyOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -107,14 +98,16 @@ def simulate(
 
 
 def estimate(
-    model: ModelArgument,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="llama-8b, llama-70b or llama-405b.")],
     *,
-    gpus: GpusOption = None,
-    step_seconds: StepOption = None,
-    drift: DriftOption = None,
-    learning_rate: RateOption = None,
-    every: EveryOption = None,
-    hours: HoursOption = None,
+    gpus: Annotated[int | None, typer.Option(min=1, metavar="N", help="Number of GPUs (1024).")] = None,
+    step_seconds: Annotated[float | None, typer.Option(min=0, metavar="S", help="Seconds per step.")] = None,
+    drift: Annotated[float | None, typer.Option(min=0, metavar="D", help="Drift of the weights over 10 steps.")] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(min=0, metavar="LR", help="Learning rate, instead of --drift (1e-4).")
+    ] = None,
+    every: Annotated[int | None, typer.Option(min=1, metavar="N", help="Steps between decisions (25).")] = None,
+    hours: Annotated[float | None, typer.Option(min=0, metavar="H", help="Hours of training (24).")] = None,
     policy: PolicyOption = None,
     recommend: RecommendOption = False,
     bytes_per_hour: BytesOption = None,
