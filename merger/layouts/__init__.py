@@ -1,11 +1,23 @@
 """Select the layout for a target and the framework that was training."""
 
+import pkgutil
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 from merger.checkpoint import Checkpoint
 from merger.layouts.base import Layout, Target
 from store.errors import UnsupportedError, UsageError
+
+_PLACES = {
+    "deepspeed": "deepspeed:deepspeed_layout",
+    "universal": "deepspeed_universal:universal_layout",
+    "hf": "huggingface:hf_layout",
+    "dcp": "torch_dcp:dcp_layout",
+    "trainer": "trainer:trainer_layout",
+    "torch": "torch_state_dict:torch_layout",
+}
+"""Module and function of each layout, imported when it is used: some need DeepSpeed."""
 
 _LAYOUTS_OF: Mapping[str, tuple[str, ...]] = {
     "zero_stage": ("deepspeed", "trainer"),
@@ -27,23 +39,10 @@ def layout_for(checkpoint: Checkpoint, target: Target) -> Layout:
         of_trainer = target.files is None and beside is not None and (beside / "trainer_state.json").is_file()
         name = "trainer" if of_trainer else _native(checkpoint)
     _require_used(checkpoint, target, name)
-    if name == "torch":
-        from merger.layouts.torch_state_dict import torch_layout
-
-        return torch_layout
-    if name == "hf":
-        from merger.layouts.huggingface import hf_layout
-
-        return hf_layout
-    if name == "dcp":
-        from merger.layouts.torch_dcp import dcp_layout
-
-        return dcp_layout
     if name == "trainer":
-        from merger.layouts.trainer import trainer_layout
-
-        return partial(trainer_layout, _deepspeed_layout() if _native(checkpoint) == "deepspeed" else None)
-    return _deepspeed_layout(universal=name == "universal")
+        return partial(_imported(name), _imported("deepspeed") if _native(checkpoint) == "deepspeed" else None)
+    layout: Layout = _imported(name)
+    return layout
 
 
 def _require_used(checkpoint: Checkpoint, target: Target, name: str) -> None:
@@ -72,13 +71,12 @@ def _native(checkpoint: Checkpoint) -> str:
     return layout
 
 
-def _deepspeed_layout(*, universal: bool = False) -> Layout:
+def _imported(name: str) -> Any:
+    """Import a layout. UnsupportedError if DeepSpeed is missing; the others need torch alone."""
     try:
-        from merger.layouts.deepspeed import deepspeed_layout
-        from merger.layouts.deepspeed_universal import universal_layout
+        return pkgutil.resolve_name(f"merger.layouts.{_PLACES[name]}")
     except ModuleNotFoundError as error:
         raise UnsupportedError(
             f"{error.name} is not installed, and DeepSpeed's files need its classes: run "
             "`pip install 'driftpoint[deepspeed]'`"
         ) from error
-    return universal_layout if universal else deepspeed_layout

@@ -16,12 +16,16 @@ from store.names import FROZEN, RAW
 
 @dataclass(frozen=True)
 class Part:
-    """A checkpoint that a composite takes from.
+    """A checkpoint that a composite takes from. ``name``: of its source in the recipe.
 
     ``lineage`` is equal for two parts only if a version of the same name is the same version in both."""
 
     checkpoint: Checkpoint
     lineage: str
+    name: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name!r} ({self.checkpoint.origin})"
 
 
 @dataclass

@@ -255,25 +255,14 @@ def _newer(checkpoint: Checkpoint, run_state: str) -> Iterator[str]:
         )
 
 
-@dataclass(frozen=True)
-class NamedCheckpoint:
-    """A checkpoint and its source's name in the recipe."""
-
-    name: str
-    checkpoint: Checkpoint
-
-    def __str__(self) -> str:
-        return f"{self.name!r} ({self.checkpoint.origin})"
-
-
-def model_differences(reference: NamedCheckpoint, other: NamedCheckpoint) -> Iterator[MergeError]:
+def model_differences(reference: Part, other: Part) -> Iterator[MergeError]:
     """Yield the differences of two models. ``reference``: the source of the run state."""
     yield from _tensors(reference, other)
     yield from _groups(reference, other)
 
 
 def optimizer_differences(
-    reference: NamedCheckpoint, other: NamedCheckpoint, fqns: Iterable[str], *, weights_only: bool
+    reference: Part, other: Part, fqns: Iterable[str], *, weights_only: bool
 ) -> Iterator[MergeError]:
     """Yield why parameters ``fqns`` cannot be taken from ``other`` with the reference's run state."""
     found: dict[str, list[str]] = {}
@@ -284,7 +273,7 @@ def optimizer_differences(
         yield MergeError(f"{listed(affected)}: {problem}")
 
 
-def _problems(reference: NamedCheckpoint, other: NamedCheckpoint, fqn: str, *, weights_only: bool) -> Iterator[str]:
+def _problems(reference: Part, other: Part, fqn: str, *, weights_only: bool) -> Iterator[str]:
     ours, theirs = reference.checkpoint, other.checkpoint
     slots = (SLOT_OF_KIND[ours.tensors[fqn].kind], *(() if weights_only else _keys(ours, "slots", fqn)))
     # Nothing is stored of a tensor without elements.
@@ -301,7 +290,7 @@ def _problems(reference: NamedCheckpoint, other: NamedCheckpoint, fqn: str, *, w
         yield from _key_problems(reference, other, fqn)
 
 
-def _tensors(reference: NamedCheckpoint, other: NamedCheckpoint) -> Iterator[MergeError]:
+def _tensors(reference: Part, other: Part) -> Iterator[MergeError]:
     ours, theirs = reference.checkpoint.tensors, other.checkpoint.tensors
     for one, two, more in ((reference, other, ours.keys() - theirs.keys()), (other, reference, theirs.keys() - ours)):
         if more:
@@ -318,7 +307,7 @@ def _tensors(reference: NamedCheckpoint, other: NamedCheckpoint) -> Iterator[Mer
             )
 
 
-def _groups(reference: NamedCheckpoint, other: NamedCheckpoint) -> Iterator[MergeError]:
+def _groups(reference: Part, other: Part) -> Iterator[MergeError]:
     ours, theirs = (_group_of(one.checkpoint) for one in (reference, other))
     if not ours or not theirs:
         return  # weights only: checked for each parameter that is taken
@@ -352,7 +341,7 @@ def _keys(checkpoint: Checkpoint, kind: str, fqn: str) -> Iterable[str]:
     return found.get(fqn, ())
 
 
-def _key_problems(reference: NamedCheckpoint, other: NamedCheckpoint, fqn: str) -> Iterator[str]:
+def _key_problems(reference: Part, other: Part, fqn: str) -> Iterator[str]:
     """Yield differences in the names of a parameter's optimizer slots and scalars."""
     for aspect in ("slots", "scalars"):
         ours, theirs = (sorted(set(_keys(one.checkpoint, aspect, fqn))) for one in (reference, other))
@@ -368,7 +357,7 @@ def _key_problems(reference: NamedCheckpoint, other: NamedCheckpoint, fqn: str) 
             )
 
 
-def _missing(reference: NamedCheckpoint, other: NamedCheckpoint, slot: str) -> str:
+def _missing(reference: Part, other: Part, slot: str) -> str:
     if slot in SLOT_OF_KIND.values():
         return f"{other} holds no {slot} values of it; take it from a source that has them"
     return (
@@ -379,17 +368,14 @@ def _missing(reference: NamedCheckpoint, other: NamedCheckpoint, slot: str) -> s
 
 def model_errors(parts: Mapping[str, Part], run_state: str) -> list[MergeError]:
     """Return every difference between the sources' models and the run state's."""
-    reference = NamedCheckpoint(run_state, parts[run_state].checkpoint)
-    others = [NamedCheckpoint(name, part.checkpoint) for name, part in parts.items() if name != run_state]
-    return [error for other in others for error in model_differences(reference, other)]
+    others = [part for name, part in parts.items() if name != run_state]
+    return [error for other in others for error in model_differences(parts[run_state], other)]
 
 
 def state_errors(parts: Mapping[str, Part], wanted: CompositeSpec) -> list[MergeError]:
     """Return every parameter that cannot be taken, with its optimizer state, from its source."""
-    reference = NamedCheckpoint(wanted.run_state, parts[wanted.run_state].checkpoint)
     found: list[MergeError] = []
     for name, part in parts.items():
         fqns = [fqn for fqn, source in wanted.source_of.items() if source == name]
-        other = NamedCheckpoint(name, part.checkpoint)
-        found += optimizer_differences(reference, other, fqns, weights_only=wanted.weights_only)
+        found += optimizer_differences(parts[wanted.run_state], part, fqns, weights_only=wanted.weights_only)
     return found

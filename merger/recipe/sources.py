@@ -46,7 +46,7 @@ class OpenSource:
         """Return the checkpoint meant. UsageError for a step that does not exist; raises what the source raises."""
         checkpoint, place = self._checkpoint(flaws), str(self.path.resolve())
         # A save's name identifies a version within a store; a foreign checkpoint is comparable only to itself.
-        return Part(checkpoint, place if self.source.kind == "store" else f"{place}#{checkpoint.origin}")
+        return Part(checkpoint, place if self.source.kind == "store" else f"{place}#{checkpoint.origin}", self.name)
 
     def _checkpoint(self, flaws: Set[Damage]) -> Checkpoint:
         passed_over: list[str] = []

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from merger.recipe.compose import NamedCheckpoint, model_differences, optimizer_differences
+from merger.recipe.certificate import Part
+from merger.recipe.compose import model_differences, optimizer_differences
 from store.schema import TensorRecord
 from tests.support.recipe_checkpoints import checkpoint, record, small_model
 
-HERE = NamedCheckpoint("here", checkpoint("run A", small_model()))
+HERE = Part(name="here", lineage="", checkpoint=checkpoint("run A", small_model()))
 
 
 def told(tensors: dict[str, TensorRecord], **given: object) -> list[str]:
     return [
-        str(error) for error in model_differences(HERE, NamedCheckpoint("there", checkpoint("run B", tensors, **given)))
+        str(error)
+        for error in model_differences(
+            HERE, Part(name="there", lineage="", checkpoint=checkpoint("run B", tensors, **given))
+        )
     ]  # type: ignore[arg-type]
 
 
 def missing(weights_only: bool = False, **given: object) -> list[str]:
-    other = NamedCheckpoint("there", checkpoint("run B", small_model(), **given))  # type: ignore[arg-type]
+    other = Part(name="there", lineage="", checkpoint=checkpoint("run B", small_model(), **given))  # type: ignore[arg-type]
     return [str(error) for error in optimizer_differences(HERE, other, small_model(), weights_only=weights_only)]
 
 
@@ -63,10 +67,14 @@ def test_other_param_groups() -> None:
     assert line.startswith(
         f"{moving[0]} and {moving[2]}: in one param group in 'here' (run A), in two in 'there' (run B); take"
     )
-    split = NamedCheckpoint("split", checkpoint("run C", small_model(), groups=[moving[:2], moving[2:]]))
+    split = Part(
+        name="split", lineage="", checkpoint=checkpoint("run C", small_model(), groups=[moving[:2], moving[2:]])
+    )
     (error,) = model_differences(split, HERE)
     assert "in one param group in 'here' (run A), in two in 'split' (run C)" in str(error)
-    swapped = NamedCheckpoint("swapped", checkpoint("run D", small_model(), groups=[moving[2:], moving[:2]]))
+    swapped = Part(
+        name="swapped", lineage="", checkpoint=checkpoint("run D", small_model(), groups=[moving[2:], moving[:2]])
+    )
     assert list(model_differences(split, swapped)) == []  # numbers of groups do not matter, members do
     (line,) = told(small_model(), groups=[moving[:-1]])
     assert line.startswith(f"{moving[-1]}: in a param group of the optimizer in 'here' (run A), but in none in 'there'")
@@ -87,7 +95,7 @@ def test_another_optimizer() -> None:
     assert "the optimizer keeps the slots ['exp_avg', 'exp_avg_sq'] in 'here'" in line
     (line,) = missing(scalars=("step", "mu"))
     assert "the optimizer keeps the scalars ['step'] in 'here' (run A) and ['mu', 'step'] in 'there'" in line
-    bare = NamedCheckpoint("bare", checkpoint("weights", small_model(), slots=(), scalars=()))
+    bare = Part(name="bare", lineage="", checkpoint=checkpoint("weights", small_model(), slots=(), scalars=()))
     lines = [str(error) for error in optimizer_differences(bare, HERE, ["embed.weight"], weights_only=False)]
     assert any("but 'bare' (weights), the source of the run state, has none" in line for line in lines)
 
