@@ -115,23 +115,15 @@ def _nearby(root: Path) -> str:
 
 
 @dataclass(frozen=True)
-class Resume:
-    """The commit that a resume would take now."""
+class Resume(Certificate):
+    """The certificate of the commit that a resume would take now."""
 
-    save: str
-    step: int
-    effective_step: float
-    goes_on_at: int
-    exact: bool
-    max_staleness: int
-    max_drift: float | None
-    lossy: tuple[str, ...]
-    fallbacks: tuple[str, ...]
-    proven: bool
-    as_found: bool = False
+    goes_on_at: int = 0
+    fallbacks: tuple[str, ...] = ()
+    proven: bool = False
 
 
-def resume_kind(found: Resume | Certificate) -> str:
+def resume_kind(found: Certificate) -> str:
     """Describe what a resume gives: exact, as found, or its staleness, drift and lossy encodings."""
     if found.as_found:
         return AS_FOUND
@@ -163,7 +155,6 @@ class StoreStatus:
     resume: Resume | None
     problems: tuple[str, ...]
     resumed: ManifestRecord | None = None
-    certificate: Certificate | None = None
 
     @property
     def exit_code(self) -> int:
@@ -184,7 +175,7 @@ def store_status(catalog: Catalog, root: Path, *, counted: bool = True) -> Store
 
 def _read_status(catalog: Catalog, root: Path, *, counted: bool) -> StoreStatus:
     problems: list[str] = []
-    resume, resumed, certificate = _resume(catalog, problems)
+    resume, resumed = _resume(catalog, problems)
     newest, epoch = _newest_readable(catalog, problems), newest_epoch(catalog.files)
     suspects, saves = catalog.suspects().saves, tuple(catalog.saves())
     return StoreStatus(
@@ -201,7 +192,6 @@ def _read_status(catalog: Catalog, root: Path, *, counted: bool) -> StoreStatus:
         resume=resume,
         problems=tuple(dict.fromkeys(problems)),
         resumed=resumed,
-        certificate=certificate,
     )
 
 
@@ -211,32 +201,22 @@ def written(manifest: ManifestRecord) -> int:
     return 0 if own is None else own.payload_bytes
 
 
-def _resume(
-    catalog: Catalog, problems: list[str]
-) -> tuple[Resume, ManifestRecord, Certificate] | tuple[None, None, None]:
+def _resume(catalog: Catalog, problems: list[str]) -> tuple[Resume, ManifestRecord] | tuple[None, None]:
     try:
         resolution, passed_over = newest_resumable(catalog)
     except NothingToResumeError as error:
         if catalog.saves():
             problems.append(str(error))
-        return None, None, None
+        return None, None
     problems.extend(passed_over)
     problems.extend(resolution.problems)
-    certificate = certify_stored(resolution)
     resume = Resume(
-        save=certificate.save,
-        step=certificate.step,
-        effective_step=certificate.effective_step,
+        **vars(certify_stored(resolution)),
         goes_on_at=resume_step(catalog, resolution),
-        exact=certificate.exact,
-        max_staleness=certificate.max_staleness,
-        max_drift=certificate.max_drift,
-        lossy=certificate.lossy,
         fallbacks=tuple(str(version.record.unit) for version in resolution.fallbacks),
         proven=resolution.manifest.save in catalog.proven(),
-        as_found=certificate.as_found,
     )
-    return resume, resolution.manifest, certificate
+    return resume, resolution.manifest
 
 
 def _newest_readable(catalog: Catalog, problems: list[str]) -> ManifestRecord | None:

@@ -1,7 +1,6 @@
 """``driftpoint status``: show a store's commits, its user, and the resume point."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,11 @@ from deploy import store_status
 from deploy.console import DebugOption, JsonOption, StoreArgument
 from deploy.format import plural, resume_step_text, size_text
 from store.schema import ManifestRecord
+
+_RESUME = (
+    *("save", "step", "effective_step", "goes_on_at", "exact", "max_staleness", "max_drift", "lossy"),
+    *("fallbacks", "proven", "as_found"),
+)
 
 
 def status(store: StoreArgument, *, json: JsonOption = False, _debug: DebugOption = False) -> None:
@@ -41,7 +45,7 @@ def _as_json(found: store_status.StoreStatus) -> dict[str, Any]:
         "in_use": found.in_use_by is not None,
         "in_use_by": found.in_use_by or None,
         "size_bytes": found.size_bytes,
-        "resume": None if found.resume is None else asdict(found.resume),
+        "resume": None if found.resume is None else {name: getattr(found.resume, name) for name in _RESUME},
         "problems": list(found.problems),
     }
 

@@ -177,7 +177,7 @@ def full_bytes(facts: Facts) -> int:
     """Return the bytes of a full save: raw by the trace, else as stored; 0 if unknown."""
     if facts.current is not None and facts.current.full_bytes:
         return facts.current.full_bytes
-    certificate = None if facts.status is None else facts.status.certificate
+    certificate = None if facts.status is None else facts.status.resume
     return 0 if certificate is None else sum(unit.nbytes for unit in certificate.units)
 
 

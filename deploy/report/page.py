@@ -133,7 +133,7 @@ class ReportResult:
 def render(content: ReportResult) -> str:
     """Render the page."""
     facts, history = content.facts, content.history
-    certificate = None if facts.status is None else facts.status.certificate
+    certificate = None if facts.status is None else facts.status.resume
     table = None
     if certificate is not None and facts.status is not None and facts.status.resumed is not None:
         table = certificate_table(certificate, parameters(facts.status.resumed))

@@ -48,7 +48,7 @@ class LayerRow:
 
 def moving_slots(facts: Facts) -> list[str]:
     """Return the slots that training changes, weights first."""
-    certificate = None if facts.status is None else facts.status.certificate
+    certificate = None if facts.status is None else facts.status.resume
     if certificate is not None:
         return slots_of([unit for unit in certificate.units if unit.moving])
     if facts.current is not None:
@@ -58,7 +58,7 @@ def moving_slots(facts: Facts) -> list[str]:
 
 def layer_rows(facts: Facts, slots: Sequence[str]) -> list[LayerRow]:
     """Return the layers in the order of the model."""
-    certificate = None if facts.status is None else facts.status.certificate
+    certificate = None if facts.status is None else facts.status.resume
     units = {} if certificate is None else {Unit(one.layer, one.slot): one for one in certificate.units}
     job_status = facts.current
     layers = dict.fromkeys(unit.layer for unit in units if unit.slot not in (FROZEN, BUFFER))

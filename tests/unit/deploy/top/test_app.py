@@ -138,7 +138,7 @@ def test_a_reader_sees_what_is_new_and_reads_nothing_twice(run: SeenRun) -> None
     reader = FactsReader(run.root, run.trace, run.root.parent)
     first, again = reader.read(), reader.read()
     assert first.status is not None and again.status is not None
-    assert again.status.certificate is first.status.certificate
+    assert again.status.resume is first.status.resume
     save = run.save(600)
     found = reader.read()
     assert found.newest is not None and found.newest.save == save
