@@ -16,7 +16,8 @@
 
 Every message says what is wrong, where, and what to do next."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar, Final
 
 if TYPE_CHECKING:
@@ -141,3 +142,14 @@ class NotFiniteError(SaveError):
 
 class MergeError(DriftpointError):
     """A checkpoint could not be rebuilt."""
+
+
+@contextmanager
+def system_errors(
+    verb: str, what: object, advice: str = "", kind: type[DriftpointError] = StorageError
+) -> Iterator[None]:
+    """Turn an OSError of the block into ``kind``: ``cannot VERB WHAT: REASON``, and the advice."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"cannot {verb} {what}: {error.strerror or error}{advice}") from error

@@ -17,7 +17,7 @@ from deploy.daemon.node import Options
 from deploy.exit_codes import EPILOG
 from deploy.format import plural, size_text
 from store import daemon_protocol as protocol
-from store.errors import DaemonError, StorageError
+from store.errors import DaemonError, system_errors
 from store.memory.layout import make_home
 from store.metrics_server import EndpointSecurity, Tls
 
@@ -148,10 +148,8 @@ def _absolute(path: Path | None) -> str | None:
 
 
 def _log_to(path: Path | None) -> None:
-    try:
+    with system_errors("write", f"the log {path}"):
         handler = logging.StreamHandler() if path is None else RotatingFileHandler(path, "a", _LOG_BYTES, 1)
-    except OSError as error:
-        raise StorageError(f"cannot write the log {path}: {error.strerror}") from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logger = logging.getLogger("driftpoint")
     logger.addHandler(handler)

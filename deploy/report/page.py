@@ -25,7 +25,7 @@ from deploy.store_status import model_text, open_store, parameters, resume_kind
 from deploy.tables import max_drift, sizes, slots_of, span
 from store.catalog import Catalog
 from store.certificate import Certificate, CertifiedUnit, is_lossy, max_or_none
-from store.errors import DamagedError, NothingToResumeError, StorageError, UsageError
+from store.errors import DamagedError, NothingToResumeError, StorageError, UsageError, system_errors
 from store.location import beside, store_place
 from store.memory.rescue import REASON
 from store.verify import total_bytes
@@ -116,7 +116,7 @@ class ReportResult:
     def write(self, path: Path) -> None:
         """Write the page and rename it into place. Raises StorageError."""
         data = render(self).encode("utf-8", "backslashreplace")
-        try:
+        with system_errors("write", path, "; name another file with --out"):
             with tempfile.NamedTemporaryFile(dir=path.absolute().parent, prefix=path.name, delete=False) as file:
                 file.write(data)
             try:
@@ -126,8 +126,6 @@ class ReportResult:
                 with suppress(OSError):
                     Path(file.name).unlink()
                 raise
-        except OSError as error:
-            raise StorageError(f"cannot write {path}: {error.strerror}; name another file with --out") from error
 
 
 def render(content: ReportResult) -> str:

@@ -20,7 +20,7 @@ from policies.replay.failure_cost import Position, latest_first
 from policies.replay.recorded_run import Costs, Run, run_of
 from policies.replay.replay import replay
 from store.config_file import parse_yaml
-from store.errors import ConfigError, UsageError
+from store.errors import ConfigError, UsageError, system_errors
 from store.trace import Trace, opened, read_lines
 
 _MULTIPLES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -227,11 +227,11 @@ class Simulation:
 
 def read_trace(path: Path) -> Trace:
     """Read a trace file, after the full one before it. Raises UsageError if it is unreadable or not a trace."""
-    try:
-        with opened(path) as file:
-            trace = read_lines(file)
-    except OSError as error:
-        raise UsageError(f"cannot read the trace {path}: {error.strerror}; give the file STORE.trace.jsonl") from error
+    with (
+        system_errors("read", f"the trace {path}", "; give the file STORE.trace.jsonl", UsageError),
+        opened(path) as file,
+    ):
+        trace = read_lines(file)
     if not trace.lines:
         raise UsageError(f"{path} is not a drift trace: give the file that a job writes, STORE.trace.jsonl")
     return trace

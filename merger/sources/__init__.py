@@ -8,7 +8,7 @@ from merger.sources.deepspeed import STATE, DeepSpeedSource, TrainerSource, trai
 from merger.sources.deepspeed_files import is_checkpoint, is_universal
 from merger.sources.deepspeed_universal import UniversalSource
 from merger.sources.store import StoreSource
-from store.errors import NoStoreError, StorageError, UnsupportedError
+from store.errors import NoStoreError, UnsupportedError, system_errors
 from store.location import is_url
 
 _MODEL_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "adapter_model.safetensors")
@@ -16,10 +16,8 @@ _MODEL_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_mo
 
 def open_source(path: Path) -> Source:
     """Open the source at a path. NoStoreError if it holds none, UnsupportedError for unsupported checkpoints."""
-    try:
+    with system_errors("read", path):
         return _open(path)
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _open(path: Path) -> Source:

@@ -22,7 +22,7 @@ from merger.io.blocks import Block, Crc32
 from merger.sources.base import FileTensor
 from merger.tensors import dtype_name
 from merger.writers.torch_zip import Record, read_records
-from store.errors import DamagedError, StorageError, UnsupportedError
+from store.errors import DamagedError, StorageError, UnsupportedError, system_errors
 from store.storage.local import LocalFiles
 
 STRUCTURE_LIMIT = 1 << 28  # largest record that is not a tensor's, in bytes
@@ -65,10 +65,8 @@ def read_pt(files: LocalFiles, name: str) -> tuple[Any, str]:
     files, name = resolve_link(files, name)
     files.size(name)  # raises for directories and missing files
     path = files.root / name
-    try:
+    with system_errors("read", path):
         found = read_records(path)
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
     _refuse_classes(str(path), _check_structure(files, name, found))
     blocks = {record.offset: _block(files, name, record) for record in found if _is_data(record)}
     return _Converter(str(path), blocks).of(_load(str(path))), found[0].name.partition("/")[0]
@@ -131,10 +129,8 @@ def _is_known(argument: str) -> bool:
 def _load(path: str) -> Any:
     allowed: list[Any] = [(kind, name) for name, kind in STAND_INS.items()]
     try:
-        with torch.serialization.safe_globals(allowed), FakeTensorMode():
+        with system_errors("read", path), torch.serialization.safe_globals(allowed), FakeTensorMode():
             return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
     except (
         pickle.UnpicklingError,
         RuntimeError,
@@ -213,10 +209,8 @@ def require_safe(path: Path, others: str = "") -> None:
         DamagedError, StorageError: it is no complete file of torch.save, or cannot be read.
     """
     files, name = resolve_link(LocalFiles(path.parent), path.name)
-    try:
+    with system_errors("read", path):
         found = read_records(files.root / name)
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
     if any(record.name.rpartition("/")[2] == "constants.pkl" for record in found):
         raise UnsupportedError(f"{path} is a TorchScript archive, which is a program; nothing was executed")
     _refuse_classes(str(path), _check_structure(files, name, found), f"{_NUMPY}|{others}" if others else _NUMPY)

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from store.errors import MissingError, StorageError
+from store.errors import MissingError, StorageError, system_errors
 from store.memory.index import SnapshotKey, foreign_snapshots, scan_node, snapshot_key, version_in
 from store.memory.layout import BRANCHES, SLOTS, Generation, Tier, VersionRecord, write_private
 from store.memory.limits import reserve
@@ -222,15 +222,11 @@ class Arena:
         _remove([old.record(self._rank, slot), old.unsealed(self._rank, slot)])
         payload = old.payload(self._rank, slot)
         free = [one for one in self._slots if not self._place.payload(self._rank, one).exists()]
-        try:
+        with system_errors("take over", payload), suppress(FileNotFoundError):
             if free:
                 payload.rename(self._place.payload(self._rank, free[0]))
             else:
                 payload.unlink()
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            raise StorageError(f"cannot take over {payload}: {error.strerror}") from error
 
     def _clear(self, old: Generation, rank: int) -> None:
         if not self._may_take(old, rank):
@@ -242,15 +238,12 @@ class Arena:
     def _map(self, slot: int, nbytes: int) -> mmap.mmap:
         path = self._place.payload(self._rank, slot)
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        try:
+        with system_errors("open", path):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except OSError as error:
-            raise StorageError(f"cannot open {path}: {error.strerror}") from error
         try:
-            reserve(descriptor, size, path)
-            return mmap.mmap(descriptor, size)
-        except OSError as error:
-            raise StorageError(f"cannot map {path}: {error.strerror}") from error
+            with system_errors("map", path):
+                reserve(descriptor, size, path)
+                return mmap.mmap(descriptor, size)
         finally:
             os.close(descriptor)
 
@@ -289,7 +282,5 @@ def _acquire(place: Generation, rank: int) -> Owner:
 
 def _remove(paths: Iterable[Path]) -> None:
     for path in paths:
-        try:
+        with system_errors("remove", path):
             path.unlink(missing_ok=True)
-        except OSError as error:
-            raise StorageError(f"cannot remove {path}: {error.strerror}") from error

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from store.errors import DamagedError, MissingError, NewerFormatError, StorageError
+from store.errors import DamagedError, MissingError, NewerFormatError, StorageError, system_errors
 from store.names import SaveId
 from store.schema import READER, Digest, ManifestRecord, Natural, PartRecord, Record, from_bytes, unseal
 
@@ -76,10 +76,8 @@ class Generation:
     def make(self) -> None:
         """Create the folder, readable by this user only. Raises StorageError."""
         make_home(self.tier.base)
-        try:
+        with system_errors("make", f"{self.folder} for the memory tier"):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(f"cannot make {self.folder} for the memory tier: {error.strerror}") from error
 
     def owner(self, rank: int) -> Path:
         """Path of the file that a rank's process locks."""
@@ -121,12 +119,9 @@ class Generation:
 
 def _names(folder: Path) -> list[str]:
     """Return the sorted names in a folder, none if it does not exist."""
-    try:
+    with system_errors("look into", folder), suppress(FileNotFoundError):
         return sorted(place.name for place in folder.iterdir())
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise StorageError(f"cannot look into {folder}: {error.strerror}") from error
+    return []
 
 
 def home(base: Path) -> Path:
@@ -137,10 +132,8 @@ def home(base: Path) -> Path:
 def make_home(base: Path) -> Path:
     """Create this user's folder below ``base`` if needed. Raises StorageError if others may access it."""
     place = home(base)
-    try:
+    with system_errors("make", place):
         place.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise StorageError(f"cannot make {place}: {error.strerror}") from error
     require_own(place)
     return place
 
