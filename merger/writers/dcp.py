@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from merger.checkpoint import PlannedTensor
 from merger.io.output_file import Hole, VerbatimFile, read_back_error, write_error
-from merger.writers.torch_zip import Record, patch_checksum, read_records_from, rest_of
+from merger.writers.torch_zip import Record, hollow_tensor, patch_checksum, read_records_from, rest_of
 
 _BLOB_BYTES = 1300  # approximate overhead of `torch.save` per value
 
@@ -168,10 +167,8 @@ class DcpMetadata(VerbatimFile):
 def _write(file: BinaryIO, start: int, value: Any, path: Path) -> _Blob:
     window = cast("BinaryIO", Window(file, start))
     if isinstance(value, PlannedTensor):
-        with FakeTensorMode():
-            hollow = torch.empty(value.shape, dtype=value.dtype)  # takes no memory
         with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(hollow, window)
+            torch.save(hollow_tensor(value), window)
     else:
         torch.save(value.detach().clone() if isinstance(value, torch.Tensor) else value, window)
     found = read_records_from(window, path)

@@ -9,15 +9,16 @@ import pickle
 import struct
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from isal import isal_zlib
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_iter, tree_map
 
 from merger.checkpoint import PlannedTensor
 from merger.io.output_file import Hole, read_back_error, write_error
@@ -25,8 +26,6 @@ from merger.tensors import memory_of
 from store.errors import DamagedError, MergeError, UnsupportedError
 
 _LOCAL, _DESCRIPTOR, _ENTRY = b"PK\x03\x04", b"PK\x07\x08", b"PK\x01\x02"
-
-_NESTS = (dict, OrderedDict, list, tuple)
 
 
 @dataclass
@@ -55,13 +54,13 @@ class PtFile:
     @cached_property
     def _leaves(self) -> list[Any]:
         """All tensors, searched once: the random states of many ranks are millions of numbers."""
-        return list(_leaves(self.value))
+        return _tensors(self.value)
 
     def make(self, path: Path) -> tuple[Hole, ...]:
         if path.exists() or path.is_symlink():
             raise FileExistsError("the file exists")
         own: dict[int, Any] = {}
-        value = _hollow(self.value, FakeTensorMode(), own)
+        value = tree_map(partial(_hollow, own), self.value, is_leaf=_is_leaf)
         try:
             with torch.serialization.skip_data(materialize_fake_tensors=True):
                 torch.save(value, path)
@@ -106,24 +105,23 @@ class PtFile:
             raise read_back_error(path)
 
 
-def _hollow(value: Any, mode: FakeTensorMode, seen: dict[int, Any]) -> Any:
-    """Return ``value`` with tensors without memory in place of planned ones."""
-    if isinstance(value, PlannedTensor):
-        if id(value) not in seen:
-            with mode:
-                seen[id(value)] = torch.empty(value.shape, dtype=value.dtype)
-        return seen[id(value)]
-    if isinstance(value, torch.Tensor):
-        if id(value) not in seen:
-            seen[id(value)] = _own_copy(value)
-        return seen[id(value)]
-    if type(value) is OrderedDict:
-        return OrderedDict((key, _hollow(item, mode, seen)) for key, item in value.items())
-    if type(value) is dict:
-        return {key: _hollow(item, mode, seen) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_hollow(item, mode, seen) for item in value)
-    return value
+def _is_leaf(value: Any) -> bool:
+    return type(value) not in (dict, OrderedDict, list, tuple)
+
+
+def _hollow(seen: dict[int, Any], leaf: Any) -> Any:
+    """Return a tensor without memory in place of a planned one, and a copy of another tensor; once for each."""
+    if isinstance(leaf, PlannedTensor) and id(leaf) not in seen:
+        seen[id(leaf)] = hollow_tensor(leaf)
+    elif isinstance(leaf, torch.Tensor) and id(leaf) not in seen:
+        seen[id(leaf)] = _own_copy(leaf)
+    return seen.get(id(leaf), leaf)
+
+
+def hollow_tensor(planned: PlannedTensor) -> torch.Tensor:
+    """Return a tensor that takes no memory, for :func:`torch.serialization.skip_data`."""
+    with FakeTensorMode():
+        return torch.empty(planned.shape, dtype=planned.dtype)
 
 
 def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -136,14 +134,9 @@ def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """Yield planned and other tensors in the order in which :func:`_hollow` visits them."""
-    if isinstance(value, PlannedTensor | torch.Tensor):
-        yield value
-    elif type(value) in _NESTS:
-        for item in value.values() if hasattr(value, "values") else value:
-            if type(item) not in _PLAIN:
-                yield from _leaves(item)
+def _tensors(value: Any) -> list[Any]:
+    """Return planned and other tensors in their order."""
+    return [leaf for leaf in tree_iter(value, is_leaf=_is_leaf) if isinstance(leaf, PlannedTensor | torch.Tensor)]
 
 
 def _offsets(path: Path, classes: Sequence[Any], leaves: Sequence[Any]) -> list[int]:
@@ -154,7 +147,7 @@ def _offsets(path: Path, classes: Sequence[Any], leaves: Sequence[Any]) -> list[
             value = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise MergeError(f"{path} cannot be read back: {error}") from error
-    found = list(_leaves(value))
+    found = _tensors(value)
     if [(one.shape, one.dtype) for one in found] != [(one.shape, one.dtype) for one in leaves]:
         raise MergeError(f"{path} loads other tensors than were planned, or in another order")
     return [int(leaf.untyped_storage()._checkpoint_offset) for leaf in found]
@@ -246,9 +239,6 @@ def patch_checksum(file: BinaryIO, record: Record, crc: int) -> None:
     if file.read(4) != _DESCRIPTOR:
         raise DamagedError(f"record {record.name} has no data descriptor")
     file.write(value)
-
-
-_PLAIN = (int, float, str, bool, type(None), bytes)
 
 
 def _write(file: BinaryIO, offset: int, data: bytes) -> None:
