@@ -32,7 +32,6 @@ EXPLODED = 1000.0
 WINDOW = 32  # readings kept of each unit
 _EARLIEST = 2  # readings before, since a layer may begin at zero, and is first compared with next to nothing
 _MIN_LAYERS = 3  # layers read together for which a median is taken
-
 _QUANTILE, _NORMAL_QUANTILE = 0.9, 1.2816  # a high quantile, and its value for a standard normal distribution
 
 Floats = NDArray[np.float64]

@@ -57,13 +57,9 @@ def _format(choice: Choice) -> str:
 Outcome = Literal["holds", "broken", "not checked", "take note"]
 
 MODELS = 120  # synthetic models on which promises about single decisions are tried
-
 PATIENCE = 200  # decisions within which a unit that keeps drifting should be saved again
-
 LARGE = 10_000  # units of the large model: more than the largest models have
-
 LIMIT = 5.0  # seconds that a decision on the large model may take
-
 TIMED = "decides on 10 000 units in time"
 
 

@@ -15,9 +15,7 @@ from policies.encodings import Option, options
 from store.names import RAW, Unit
 
 SAFETY = 0.7  # share of the time left that a save is planned to take, since a save that is late is lost
-
 UNKNOWN = 50e6  # bytes per second over all ranks, assumed until a save was measured: less than current disks write
-
 _NOT_NEEDED = Choice(None, "preempted: its newest version is of this step, or it needs none")
 _NO_TIME = Choice(None, "preempted: no time was left for it")
 _ALL_FIT = Choice(RAW, "preempted: there is time for everything")

@@ -25,7 +25,6 @@ from store.names import RAW
 from store.text import suggestion
 
 GROUP = "driftpoint.policies"  # entry-point group in which packages register policies: name -> class
-
 _GUIDE = "docs/own-policies.md shows one"
 T = TypeVar("T")
 

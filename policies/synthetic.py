@@ -15,7 +15,6 @@ from store.encoding import BF16
 from store.names import FROZEN, RAW, WEIGHTS, Unit
 
 SLOTS = (WEIGHTS, "exp_avg", "exp_avg_sq")  # slots of AdamW
-
 _UNLIMITED, _LATER = Budget(), History(1000, 10)
 _ODD_DRIFTS = (None, 0.0, 0.05, 0.3, math.inf, math.nan)
 

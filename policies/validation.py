@@ -52,7 +52,6 @@ def described(value: object) -> str:
 Refusal = Callable[[str, str], str | None]  # (slot, encoding) -> why it is not allowed, or None
 
 _MAX_REASON = 1000  # characters of a reason: every manifest has one for each unit of its save
-
 _MAX_FAILURE = 200
 
 

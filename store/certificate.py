@@ -233,7 +233,6 @@ def certify(resolution: Resolution) -> Certificate:
 
 IMPORT = "import"  # policy name in the manifest of an imported commit
 AS_FOUND = "as found: imported, and no hash proves that all files were of one save"
-
 IMPORTED_AS_FOUND = "imported as found"  # reason of units of an inexact import. Early releases name its kind
 
 

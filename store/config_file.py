@@ -15,7 +15,6 @@ from yaml.constructor import SafeConstructor
 from store.errors import ConfigError
 
 _MAX_VALUES = 100_000  # values of one file, counted again for every alias that repeats them
-
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 _OCTAL_OR_SEXAGESIMAL = re.compile(r"[-+]?0[0-9_]+|.*:.*")
 

@@ -28,7 +28,6 @@ from store.storage.local import Files, NewFile, as_bytes, list_or_empty
 
 _CHUNK = 1 << 22
 _ALIGN = 64
-
 CHUNK_BYTES = 1 << 20  # bytes read and hashed at a time, so that they are in the core's cache when hashed
 
 

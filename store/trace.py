@@ -25,7 +25,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter
 from store.names import Unit
 
 VERSION = 1
-
 _SUCCESSOR = {"int8-sqrt-block": "int8-log2"}
 EncodingName = Annotated[str, AfterValidator(lambda name: _SUCCESSOR.get(name, name))]
 """Name of an encoding; of one that this release only reads, that of the one in its place, so that a replay under the

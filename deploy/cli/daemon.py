@@ -25,7 +25,6 @@ app = typer.Typer(epilog=EPILOG, no_args_is_help=False, help="Run, query and sto
 
 _PATIENCE = 10.0  # seconds to wait for the daemon's answer
 _LOG_BYTES = 1 << 20
-
 _DEFAULT = Options(Path())
 
 

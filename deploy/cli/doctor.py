@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from deploy.doctor.nodes import Ranks
 
 CONFIG = Path("driftpoint.yaml")
-
 _PATIENCE = 15.0  # seconds to retry requests to a bucket; short, because a user waits
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 

@@ -16,8 +16,6 @@ SLOTS = (WEIGHTS, "exp_avg", "exp_avg_sq")
 _BETAS = {"exp_avg": 0.9, "exp_avg_sq": 0.95}
 _MOST_DECISIONS = 100_000  # most decisions of an assumed run
 _DRIFTS = {1e-3: 5e-2, 1e-4: 7e-3, 1e-5: 7e-4}  # measured drift of the weights over ten steps, by learning rate
-
-
 GPU_HOURS_PER_FAILURE = 50_000.0  # GPU hours per failure on large clusters; for the source see :meth:`Assumptions.told`
 _STEP_SECONDS = {"llama-8b": 4.0, "llama-70b": 8.0, "llama-405b": 16.0}
 

@@ -15,7 +15,6 @@ OK = 0
 FAILED = 1
 NO_PROGRESS = 93
 INTERRUPTED = 130
-
 SUSPECT_AFTER = 2  # consecutive deaths without a commit after which the commit resumed from is suspect
 
 

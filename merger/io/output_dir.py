@@ -20,9 +20,7 @@ from store.errors import StorageError, UsageError
 from store.storage.local import sync_directory
 
 _PREFIX = ".driftpoint-merge-"
-
 CERTIFICATE = "driftpoint-certificate.json"
-
 PAUSE_SECONDS = 0.01  # seconds between two rounds of syncs, so that files that do not grow cost almost nothing
 EARLY_SYNC_BYTES = 1 << 24  # smallest file, in bytes, that is synced early: some layouts have many small ones
 

@@ -11,10 +11,8 @@ from store.certificate import Certificate
 from store.errors import MergeError, UsageError
 
 LAYOUTS = ("native", "deepspeed", "universal", "hf", "dcp", "trainer", "torch")
-
 SHARD_BYTES = 5 * 10**9  # default size of files in bytes, as in transformers
 MOST_RANKS = 1 << 14  # largest world size that is written for: each rank has a file of its own, planned in memory
-
 _COMPILED, _PARALLEL = "_orig_mod", "module."
 
 T = TypeVar("T")

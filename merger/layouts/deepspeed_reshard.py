@@ -33,11 +33,8 @@ PARAMETER_ALIGNMENT = 16
 
 SUB_GROUP_SIZE = 10**9  # default of `zero_optimization.sub_group_size`, in elements
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
 BF16_OPTIMIZER, ZERO_12, ZERO_3 = "BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"
-
 STEP = "step"
-
 _NAMED = 6  # most layers that a note names
 
 

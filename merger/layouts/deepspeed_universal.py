@@ -42,7 +42,6 @@ from store.text import counted, listed
 Groups = Sequence[tuple[str, ...]]
 
 MODEL_FILE = "mp_rank_00_model_states.pt"
-
 _ADAM = ("exp_avg", "exp_avg_sq")
 
 _LOAD_HYPER = (
@@ -55,7 +54,6 @@ _LOAD_HYPER = (
 
 _RANKS = 4096  # largest world size checked for param groups without elements on some rank
 _CLASSES = (ZeroStageEnum, LossScaler, DynamicLossScaler)
-
 _FOLDER = "zero"
 _OPTIMIZER = "optimizer_state.pt"
 _NAME_BYTES = 255

@@ -40,7 +40,6 @@ _TRAINING_FILES = frozenset({
 """Files of a training run, not of a model."""
 
 _METADATA = {"format": "pt"}
-
 _ADAPTER = "base_model.model."
 
 

@@ -22,7 +22,6 @@ from store.storage.local import LocalFiles
 from store.text import listed
 
 _FOLDER = re.compile(r"checkpoint-(\d{1,18})")
-
 STATE = "trainer_state.json"
 
 

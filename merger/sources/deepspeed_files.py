@@ -24,9 +24,7 @@ from store.storage.local import LocalFiles
 from store.text import counted, listed
 
 _OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-
 WHOLE_MODEL = "mp_rank_00_model_states.pt"
 
 _UNSUPPORTED = {

@@ -50,7 +50,6 @@ CONVERTED = ("exp_avg", "exp_avg_sq")
 
 _UNFINISHED = "tmp"  # working directory of the converter beside `zero`, removed when all of `zero` is written
 _STEP = "step"
-
 _FP32 = ("fp32", "float32", "float", "torch.float32")  # names of float32 in DeepSpeed's configuration
 
 

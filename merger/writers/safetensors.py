@@ -12,7 +12,6 @@ from merger.tensors import dtype_name
 from store.errors import UnsupportedError
 
 _ALIGN = 8
-
 _METADATA = "__metadata__"
 
 

@@ -33,7 +33,6 @@ from store.errors import UsageError
 _log = logging.getLogger("driftpoint")
 
 PLAN = "driftpoint"  # key in the Trainer's ``stateful_callbacks`` by which a callback recognizes a stub folder
-
 _EMPTY_FILE = "nothing.safetensors"
 
 

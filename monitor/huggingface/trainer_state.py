@@ -12,7 +12,6 @@ from typing import Any
 from store.errors import ModelMismatchError
 
 KIND = "transformers.Trainer"  # marks the state of this object among others
-
 _UNSETTLED = 64  # the newest entries are serialized again each time: callbacks add measurements to them
 
 

@@ -12,7 +12,6 @@ from torch.nn.utils.rnn import pad_sequence
 from monitor.observe.drift_meter import Signature
 
 _ROWS = 16  # units compared at a time: their differences in float64, half a MiB, fit the cache
-
 _EMPTY = torch.zeros(0)
 
 

@@ -41,11 +41,8 @@ from store.errors import StorageError
 from store.names import Unit
 
 _BACKLOG = 1000  # maximum number of lines that wait for the disk
-
 _COMPARING = 2  # maximum number of decisions whose signatures wait for the background thread
-
 _CLOSE_TIMEOUT = 10.0  # maximum seconds that closing waits for the last lines
-
 _DIGITS = 6  # significant digits of a distance between two decisions; sketches are less precise
 
 

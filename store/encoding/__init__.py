@@ -32,7 +32,6 @@ __all__ = [
 ]
 
 _ALL: tuple[Encoding, ...] = (Raw(), Bf16(), Bf16Int8(), Int8Block(), Int8Log2(), Int8SharedExponent(), Int8SqrtBlock())
-
 ENCODINGS: dict[str, Encoding] = {encoding.name: encoding for encoding in _ALL}
 
 WRITABLE: tuple[str, ...] = tuple(sorted(ENCODINGS.keys() - {INT8_SQRT_BLOCK}))

@@ -64,17 +64,14 @@ def _pieces(arrays: tuple[Bytes, Bytes, Bytes], lanes: Sequence[Lane]) -> Iterat
 
 
 FRAME_HEADER = 4  # bytes of the length at the start of a frame
-
 _LENGTH = struct.Struct("<I")
 _PLANE = struct.Struct("<BI")
 _STORED, _ZSTD, _SPLIT = 0, 1, 2
-
 _WORTH = 0.97  # a plane is stored compressed if its size is at most this share
 _PROMISING = 0.985  # a plane is compressed as a whole if its sample compresses to this share
 _SPLITTABLE = 0.6  # splitting is tried if the sample compresses to this share
 _BETTER = 0.95  # a plane is split if that makes its sample as much smaller: it takes time, and samples are not exact
 _WHOLE = 8  # bits of a plane that is not split
-
 _SAMPLE_RUN = 8192
 _SAMPLE_RUNS = 4
 

@@ -30,7 +30,6 @@ from store.encoding.int8 import Floats, block_count, rows
 from store.errors import DamagedError
 
 INT8_SHARED_EXPONENT = "int8-shared-exponent"
-
 GROUPS = 4  # of the elements of a block; a group has every fourth one
 
 ROUND_USUAL, ROUND_LARGE = 1 << 21, 1 << 16

@@ -95,7 +95,6 @@ def require_end(read: Read) -> None:
 
 
 PACKING = "split-planes"  # name of the packing that is written; see :mod:`store.encoding.compression`
-
 PACKINGS = ("planes", PACKING)  # those that are read. Earlier releases wrote `planes`, in which no plane is split
 
 

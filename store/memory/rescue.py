@@ -136,10 +136,8 @@ def _without_offsets(part: PartRecord) -> PartRecord:
 
 
 REASON = "written out of memory after the job died"
-
 _CHECKED = 0.5  # seconds between two checks of the newest epoch
 RESCUE_LOCK = "rescue-{}.lock"  # beside the stores' memory, named by store id, held during a rescue on this node
-
 WRITTEN = "written"
 NOTHING = "nothing"
 INCOMPLETE = "incomplete"

@@ -18,7 +18,6 @@ from store.errors import ExistsError, MissingError, NoSpaceError, StorageError, 
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
-
 _LOST = "Received redirect without LOCATION"  # obstore's message when the bucket is in another region
 _PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 
