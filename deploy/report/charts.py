@@ -6,6 +6,7 @@ that 126 layers over any number of decisions take a few hundred kilobytes."""
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -299,32 +300,20 @@ def threshold_text(value: float) -> str:
     return f"{value:g}" if value >= 0.001 else f"{value:.0e}".replace("e-0", "e-")
 
 
-@dataclass(frozen=True)
-class Maps:
-    """Heat maps of drift and saves. ``merged``: decisions per column."""
-
-    drift: Sequence[Map]
-    saved: Sequence[Map]
-    merged: int
-    rounding: bool
-    sick: bool
-    known: bool
-
-
-def maps_of(history: History) -> Maps:
-    """Build the maps of the units that training changes."""
+def maps_of(history: History) -> Mapping[str, Any]:
+    """Build the heat maps of the units that training changes. A column holds ``merged`` decisions."""
     bins = history.bins
     moving = [unit for unit in history.units if unit in history.moving]
     layers = list(dict.fromkeys(unit.layer for unit in moving))
     slots = sorted(dict.fromkeys(unit.slot for unit in moving), key=lambda slot: slot != WEIGHTS)
-    return Maps(
-        drift=_strips(history, [_drift_grid(history, layers, slot) for slot in slots], layers),
-        saved=_strips(history, [_saved_grid(history, layers, slot) for slot in slots], layers),
-        merged=bins.width,
-        rounding=bool(bins.rounded.any()),
-        sick=bool(bins.sick.any()),
-        known=bool(np.isfinite(bins.drift).any()),
-    )
+    return {
+        "drift": _strips(history, [_drift_grid(history, layers, slot) for slot in slots], layers),
+        "saved": _strips(history, [_saved_grid(history, layers, slot) for slot in slots], layers),
+        "merged": bins.width,
+        "rounding": bool(bins.rounded.any()),
+        "sick": bool(bins.sick.any()),
+        "known": bool(np.isfinite(bins.drift).any()),
+    }
 
 
 def ticks_of(history: History) -> list[tuple[float, str]]:
@@ -394,16 +383,7 @@ def _saved_grid(history: History, layers: Sequence[str], slot: str) -> Grid:
     return Grid(_title(slot), classes, SAVED_CLASSES, hover)
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A figure with a note below it."""
-
-    name: str
-    value: str
-    note: str
-
-
-def cost_of(history: History) -> Mapping[str, object]:
+def cost_of(history: History) -> Mapping[str, Any]:
     """Build the cost charts of a run with at least one save. A column holds ``merged`` decisions."""
     columns, ticks, marks = history.bins.columns, ticks_of(history), marks_of(history)
     largest = max(max(one.written, one.full) for one in columns)
@@ -419,7 +399,8 @@ def cost_of(history: History) -> Mapping[str, object]:
     }
 
 
-def _figures(history: History) -> list[Figure]:
+def _figures(history: History) -> list[tuple[str, str, str]]:
+    """Return the name, value and note of each figure."""
     totals = history.totals
     share = totals.written / totals.full if totals.full else 0.0
     stall = totals.stall / totals.seconds if totals.seconds else 0.0
@@ -431,9 +412,9 @@ def _figures(history: History) -> list[Figure]:
     verb = "would have been written" if totals.observing else "written"
     failed = f", {totals.failed} failed" if totals.failed else ""
     return [
-        Figure("Saves", f"{totals.saves:,}", f"of {totals.decisions:,} decisions{failed}"),
-        Figure("Bytes", size_text(totals.written), f"{verb}; full saves: {size_text(totals.full)}"),
-        Figure("Of full saves", share_text(share), f"{size_text(max(0, totals.full - totals.written))} avoided"),
-        Figure("Training stall", span_text(totals.stall), f"{stalled}; {beside}".rstrip("; ")),
-        Figure("Longest stall", span_text(totals.longest), "at one decision"),
+        ("Saves", f"{totals.saves:,}", f"of {totals.decisions:,} decisions{failed}"),
+        ("Bytes", size_text(totals.written), f"{verb}; full saves: {size_text(totals.full)}"),
+        ("Of full saves", share_text(share), f"{size_text(max(0, totals.full - totals.written))} avoided"),
+        ("Training stall", span_text(totals.stall), f"{stalled}; {beside}".rstrip("; ")),
+        ("Longest stall", span_text(totals.longest), "at one decision"),
     ]

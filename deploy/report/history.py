@@ -35,7 +35,7 @@ class Column:
     saves: int = 0
     written: int = 0
     full: int = 0  # bytes of full saves in place of the committed ones
-    stall: float = 0.0  # seconds; ``longest`` is that of one decision
+    stall: float = 0.0  # seconds that training waited; ``longest`` is that of one decision
     longest: float = 0.0
 
     def merge(self, other: "Column") -> None:
@@ -113,19 +113,13 @@ def _grown(old: npt.NDArray[_T], shape: tuple[int, int], empty: float) -> npt.ND
 
 
 @dataclass
-class Totals:
-    """Sums over the whole trace.
+class Totals(Column):
+    """All columns of the trace merged into one, and further sums.
 
     ``full_stall``: estimate if all saves were full, from the ``full_seen`` ones that were; None without any."""
 
-    decisions: int = 0
-    saves: int = 0
     failed: int = 0
-    written: int = 0
-    full: int = 0  # bytes of full saves at the same decisions
     seconds: float = 0.0  # of training
-    stall: float = 0.0  # seconds that training waited
-    longest: float = 0.0
     full_stall: float | None = None
     full_seen: int = 0
     incarnations: int = 0
@@ -171,7 +165,7 @@ def history_of(lines: Iterable[Line | None], most: int = 120) -> History:
 
 class _Reader:
     def __init__(self, most: int) -> None:
-        self._bins, self._totals, self._incidents = Bins(most), Totals(), Incidents()
+        self._bins, self._totals, self._incidents = Bins(most), Totals(0, 0, decisions=0), Incidents()
         self._follower = TraceFollower()
         self._rows: dict[Unit, int] = {}
         self._order: dict[Unit, tuple[int, int]] = {}
@@ -216,6 +210,8 @@ class _Reader:
         self._settle(0.0)
         self._close_incarnation()
         totals = self._totals
+        for column in self._bins.columns:
+            totals.merge(column)
         if self._full_waits:
             totals.full_stall, totals.full_seen = totals.saves * median(self._full_waits), len(self._full_waits)
         order = sorted(self._rows, key=self._order.__getitem__)
@@ -280,10 +276,6 @@ class _Reader:
         stall, held = line.stall + line.copy_wait, self._bins.columns[column]
         held.stall += stall
         held.longest = max(held.longest, stall)
-        totals = self._totals
-        totals.decisions += 1
-        totals.stall += stall
-        totals.longest = max(totals.longest, stall)
         copied = float(sum(self._nbytes[index] for index in line.saved if index < len(self._nbytes)))
         self._waits = (copied, line.stall)
         self._add_incidents(line, at)
@@ -311,9 +303,6 @@ class _Reader:
         full = sum(self._nbytes) + max(0, line.written - sum(size[0] for size in line.sizes.values()))
         held = bins.columns[column]
         held.saves, held.written, held.full = held.saves + 1, held.written + line.written, held.full + full
-        self._totals.saves += 1
-        self._totals.written += line.written
-        self._totals.full += full
         lost = sorted(self._saved - line.sizes.keys())
         if lost:
             names = [str(self._units[index]) for index in lost if index < len(self._units)]

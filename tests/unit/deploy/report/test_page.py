@@ -293,7 +293,7 @@ def test_a_long_run_of_many_layers_stays_small_and_loses_nothing(tmp_path: Path)
 
     found = maps_of(history)
     size = sum(
-        len(path) for strip in (*found.drift, *found.saved) for one in strip.panels for path in one.paths.values()
+        len(path) for strip in (*found["drift"], *found["saved"]) for one in strip.panels for path in one.paths.values()
     )
     assert size < 500_000
 
