@@ -33,12 +33,12 @@ from store.certificate import IMPORT, IMPORTED_AS_FOUND, Certificate, certify
 from store.commit import Expected, Group, commit, hint_latest, wait_for_group
 from store.errors import DamagedError, StorageError, UnsupportedError, UsageError
 from store.fragments import covered_numel
-from store.layout import part_path, payload_path, segment_dir
+from store.layout import payload_path, segment_dir
 from store.location import files_at
 from store.names import BUFFER, FROZEN, RAW, SaveId, Unit
 from store.resolve import resolve
 from store.retention import Retention, execute, plan_prune
-from store.segment import SegmentDraft, StagedFragment, check_header, read_leaves, write_segment
+from store.segment import SegmentDraft, StagedFragment, check_header, read_leaves, remove_segment, write_segment
 from store.session import StoreLock, claim_epoch
 from store.state_tree import Leaf, encode
 from store.storage.local import Files, LocalFiles
@@ -345,8 +345,7 @@ def _clean_up(catalog: Catalog, save: SaveId) -> list[str]:
 
 def _discard(files: Files, save: SaveId, world_size: int) -> None:
     for rank in range(world_size):
-        for path in (part_path(save, rank), payload_path(save, rank)):  # a part must not outlive its payload
-            with suppress(StorageError):
-                files.unlink(path)
+        with suppress(StorageError):
+            remove_segment(files, save, rank)
     with suppress(StorageError):
         files.remove_dir(segment_dir(save))
