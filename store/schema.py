@@ -74,11 +74,8 @@ Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 
 
-def _save_name(name: str) -> str:
-    return SaveId.parse(name).name
-
-
-SaveName = Annotated[str, AfterValidator(_save_name)]  # canonical name of a save, which :meth:`SaveId.parse` accepts
+SaveName = Annotated[str, AfterValidator(lambda name: SaveId.parse(name).name)]
+"""Canonical name of a save, which :meth:`SaveId.parse` accepts."""
 
 
 class Record(BaseModel):

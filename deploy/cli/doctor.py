@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -72,7 +72,7 @@ def doctor(
         look = _bucket_findings(root, options, plan, ranks) if is_url(root) else _findings(root, plan, ranks, patience)
         findings = list(look)
     if ranks.first:
-        body = _as_json(root, findings)
+        body = {"store": str(root.absolute()), "ok": healthy(findings), "findings": list(map(asdict, findings))}
         output.answer(body, lambda console: _draw(console, root, findings), as_json=json)
     elif is_url(root):
         for one in findings:
@@ -96,12 +96,6 @@ def _exit_on_signals() -> Iterator[None]:
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
-
-
-def _as_json(root: Path, findings: "list[Finding]") -> dict[str, Any]:
-    from deploy.doctor.base import healthy
-
-    return {"store": str(root.absolute()), "ok": healthy(findings), "findings": list(map(asdict, findings))}
 
 
 def _draw(console: Console, root: Path, findings: "list[Finding]") -> None:

@@ -54,9 +54,12 @@ def memory(
 ) -> None:
     """List the snapshots in this node's shared memory."""
     if context.invoked_subcommand is None:
-        paths = seen_stores(base_of(memory))
-        found = [_stored_snapshot(tier, paths.get(tier.store_id)) for tier in tiers(base_of(memory))]
-        output.answer(_as_json(base_of(memory), found), lambda console: _draw(console, found), as_json=json)
+        base = base_of(memory)
+        paths = seen_stores(base)
+        found = [_stored_snapshot(tier, paths.get(tier.store_id)) for tier in tiers(base)]
+        nbytes = sum(one.nbytes for one in found)
+        body = {"memory": str(base), "nbytes": nbytes, "stores": list(map(asdict, found))}
+        output.answer(body, lambda console: _draw(console, found), as_json=json)
 
 
 @app.command("clear", epilog=EPILOG)
@@ -82,10 +85,6 @@ def clear_(
     freed = sum(clear(tier) for tier in found)
     body = {"freed_bytes": freed, "stores": [tier.store_id for tier in found]}
     output.answer(body, lambda console: console.print(f"Freed {size_text(freed)}."), as_json=json)
-
-
-def _as_json(base: Path, found: list[StoredSnapshot]) -> dict[str, Any]:
-    return {"memory": str(base), "nbytes": sum(one.nbytes for one in found), "stores": list(map(asdict, found))}
 
 
 def _draw(console: Console, found: list[StoredSnapshot]) -> None:

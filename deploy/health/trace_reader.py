@@ -204,7 +204,8 @@ class TraceValidator:
 
 def _plausible(line: Line, units: int) -> bool:
     if isinstance(line, JobLine):
-        return _within((line.started, line.seconds), _LATEST) and _within(_sizes(line), _MOST)
+        numbers = (number for one in line.units for number in (one.nbytes, abs(one.position)))
+        return _within((line.started, line.seconds), _LATEST) and _within(numbers, _MOST)
     if isinstance(line, DecisionLine):
         named = (*line.saved, *line.sick, *line.changed)
         right = len(line.drift) in (0, units) and all(0 <= index < units for index in named)
@@ -216,12 +217,6 @@ def _plausible(line: Line, units: int) -> bool:
     if isinstance(line, FailedLine):
         return _within((line.step, line.seconds), _MOST)
     return not isinstance(line, ResumedLine) or _within((line.step, line.newest, line.seconds), _MOST)
-
-
-def _sizes(line: JobLine) -> Iterator[int]:
-    for unit in line.units:
-        yield unit.nbytes
-        yield abs(unit.position)
 
 
 def _within(numbers: Iterable[float], most: float) -> bool:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 
 from deploy.supervisor import processes, restart_policy
@@ -132,14 +133,12 @@ class Supervisor:
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = list(self._options.command)
+        # Nothing but this system call runs before the command does.
+        restore_mask = partial(signal.pthread_sigmask, signal.SIG_SETMASK, self._mask)
         try:
-            # Nothing but this system call runs before the command does.
-            return subprocess.Popen(command, start_new_session=True, preexec_fn=self._restore_mask)  # noqa: PLW1509
+            return subprocess.Popen(command, start_new_session=True, preexec_fn=restore_mask)  # noqa: PLW1509
         except (OSError, ValueError) as error:
             raise UsageError(f"cannot start {command[0]!r}: {error}; give the command after `--`") from error
-
-    def _restore_mask(self) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def _watch(self, child: subprocess.Popen[bytes], stopping: processes.ProcessStopper) -> int:
         while (code := child.poll()) is None:

@@ -217,9 +217,10 @@ def rng_files(
     generators. ``same_step``: whether the folder is of the checkpoint's step."""
     names = ["rng_state.pth"] if world_size == 1 else [f"rng_state_{rank}.pth" for rank in range(world_size)]
     states = [checkpoint.run_states[rank].rng for rank in range(world_size) if rank in checkpoint.run_states]
-    if len(checkpoint.run_states) == len(states) == world_size and all(_is_complete(state) for state in states):
+    known = [one for one in states if isinstance(one, Mapping) and {"torch", "numpy", "python"} <= one.keys()]
+    if len(checkpoint.run_states) == len(known) == world_size:
         every_device = distributed or world_size > 1
-        found = [_trainer_rng(state, every_device=every_device) for state in states]
+        found = [_trainer_rng(state, every_device=every_device) for state in known]
         return [_saved(name, state) for name, state in zip(names, found, strict=True)], None
     there = len(list(folder.glob("rng_state*.pth")))
     if same_step and there == world_size and all((folder / name).is_file() for name in names):
@@ -228,10 +229,6 @@ def rng_files(
         f"there are no random-number states of this step for {world_size} rank(s): dropout, and shuffling that is not "
         "seeded by itself, will draw other numbers than the run would have"
     )
-
-
-def _is_complete(state: Any) -> bool:
-    return isinstance(state, Mapping) and {"torch", "numpy", "python"} <= state.keys()
 
 
 def _trainer_rng(state: Mapping[str, Any], *, every_device: bool) -> dict[str, Any]:

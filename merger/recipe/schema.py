@@ -40,10 +40,6 @@ def _step(value: Any) -> int | str | None:
     raise ValueError(f"a step must be a number, a save's name, a tag or a bound such as '<= 120', not {value!r}")
 
 
-def _for_all(value: Any) -> Any:
-    return {EVERY: value} if isinstance(value, str) else value
-
-
 Texts = Annotated[tuple[Text, ...], BeforeValidator(_as_list), Field(min_length=1)]
 """One pattern or a list of patterns."""
 
@@ -121,7 +117,9 @@ class RecipeFile(Section):
     take: tuple[TakeSection, ...] = ()
     parity: Annotated[tuple[Text, ...], Field(min_length=2)] | None = None
     newest: NewestSection | None = None
-    auxiliary: Annotated[dict[Text, Text] | None, BeforeValidator(_for_all)] = None
+    auxiliary: Annotated[
+        dict[Text, Text] | None, BeforeValidator(lambda value: {EVERY: value} if isinstance(value, str) else value)
+    ] = None
     rest: Text | None = None
     run_state: Text | None = None
     files: Text | None = None

@@ -113,17 +113,16 @@ def _refuse_classes(path: str, structure: bytes, others: str = "") -> None:
                 raise UnsupportedError(
                     f"{path} names a class in a way that torch.save never does; nothing was executed"
                 )
-            if opcode.name == "GLOBAL" and not (_is_known(str(argument)) or re.fullmatch(others, str(argument))):
+            if opcode.name != "GLOBAL":
+                continue
+            text, name = str(argument), str(argument).replace(" ", ".")
+            if not (_PLAIN.fullmatch(text) or name in STAND_INS or re.fullmatch(others, text)):
                 raise UnsupportedError(
-                    f"{path} needs the class {str(argument).replace(' ', '.')}, which is not allowed in a checkpoint; "
-                    "nothing was executed. If it is yours, save again without it (it is often in the client state)"
+                    f"{path} needs the class {name}, which is not allowed in a checkpoint; nothing was executed. If it "
+                    "is yours, save again without it (it is often in the client state)"
                 )
     except (ValueError, UnicodeDecodeError, IndexError, MemoryError, OverflowError) as error:
         raise DamagedError(f"{path}: data.pkl is not a pickle: {error}") from error
-
-
-def _is_known(argument: str) -> bool:
-    return bool(_PLAIN.fullmatch(argument)) or argument.replace(" ", ".") in STAND_INS
 
 
 def _load(path: str) -> Any:

@@ -25,14 +25,9 @@ KEEP_SECONDS = 24 * 3600.0  # time that a dead job's memory is kept for a restar
 KEEP_UNREACHABLE_SECONDS = 7 * KEEP_SECONDS  # if its store cannot be reached, so that no rescue could be made
 
 
-def clear(tier: Tier, newest: SaveId | None = None) -> int:
-    """Remove memory of dead processes: all, or versions up to the commit ``newest``. Return the bytes freed."""
-
-    def worthless(place: Generation, rank: int) -> bool:
-        held = [version_in(place, rank, slot) for slot in SLOTS]
-        return newest is None or all(save is None or save <= newest for save in held)
-
-    return _removed(tier, worthless)
+def clear(tier: Tier) -> int:
+    """Remove all memory of dead processes. Return the bytes freed."""
+    return _removed(tier, lambda *_: True)
 
 
 Wanted = Callable[[Generation, int], bool]  # whether to remove a dead rank's memory

@@ -19,7 +19,7 @@ from store.memory.layout import Tier, home, tiers
 from store.names import SaveId
 from store.schema import EpochRecord, to_bytes
 from store.storage.local import LocalFiles
-from tests.support.made_versions import CLAIM, STORE, abandon, head_of, keep, tier_at, values, wanted, whole
+from tests.support.made_versions import CLAIM, STORE, abandon, head_of, keep, tier_at, values, wanted
 from tests.support.processes import living
 
 
@@ -48,17 +48,6 @@ def test_all_that_is_dead_goes_when_asked(tier: Tier) -> None:
     assert used_bytes(tier) == 0 and not tier.folder.exists()
 
 
-def test_what_a_commit_outranks_goes_and_what_is_newer_stays(tier: Tier) -> None:
-    dead(tier, 1, 4, 5)
-    dead(tier, 2, 3, 6)
-    clear(tier, SaveId(9, 1))
-    assert set(whole(tier)) == {SaveId(3, 2), SaveId(6, 2)}
-    clear(tier, SaveId(5, 2))
-    assert values(tier, SaveId(6, 2)) == wanted(SaveId(6, 2))
-    clear(tier, SaveId(6, 2))
-    assert not tier.folder.exists()
-
-
 def test_what_is_newer_than_a_layer_of_a_composite_commit_is_not_covered(tier: Tier, tmp_path: Path) -> None:
     dead(tier, 1, 4, 6)
     files = LocalFiles(tmp_path / "store")
@@ -83,7 +72,6 @@ def test_what_lives_or_sleeps_is_never_removed(tier: Tier, stopped: bool) -> Non
         if stopped:
             process.send_signal(signal.SIGSTOP)
         assert clear(tier) == 0
-        assert clear(tier, SaveId(9, 9)) == 0
         assert clear_old(tier.base, clock=at(10 * KEEP_SECONDS)) == 0
         assert values(tier, SaveId(5, 1)) == wanted(SaveId(5, 1))
         process.kill()
