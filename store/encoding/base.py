@@ -1,4 +1,4 @@
-"""Define the protocol of encodings, the sizes of dtypes (named as in safetensors), and the encoding ``raw``.
+"""Define what an encoding is, the sizes of dtypes (named as in safetensors), and the encoding ``raw``.
 
 A fragment's encoded form is the concatenation of its independent encoded chunks, so that encoding, packing, differences
 and decoding stream in bounded memory. Bytes are little-endian, and so must the machine be."""
@@ -6,7 +6,7 @@ and decoding stream in bounded memory. Bytes are little-endian, and so must the 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,33 +43,33 @@ class Lane:
         return self.count * self.width
 
 
-class Encoding(Protocol):
-    """One way to store a slot."""
+@dataclass(frozen=True)
+class Encoding(ABC):
+    """One way to store a slot.
 
-    @property
-    def name(self) -> str:
-        """Name in parts, manifests and the configuration."""
+    ``relative_bound``: upper bound of ‖decoded - value‖ / ‖decoded‖ over many values that are not all below 1e-28."""
 
-    @property
-    def lossless(self) -> bool:
-        """Whether decoding restores every bit."""
+    name: str  # in parts, manifests and the configuration
+    relative_bound: float
+    lossless: bool = False  # whether decoding restores every bit
 
-    @property
-    def relative_bound(self) -> float:
-        """Upper bound of ‖decoded - value‖ / ‖decoded‖ over many values that are not all below 1e-28."""
-
+    @abstractmethod
     def applies(self, dtype: str) -> bool:
         """Return whether it can hold values of this dtype."""
 
+    @abstractmethod
     def stored_bytes(self, numel: int, dtype: str) -> int:
         """Return the exact size of a whole fragment before packing. Raises DamagedError for other dtypes."""
 
+    @abstractmethod
     def lanes(self, numel: int, dtype: str) -> tuple[Lane, ...]:
         """Return the lanes of one chunk of ``numel <= CHUNK`` elements, in byte order."""
 
+    @abstractmethod
     def encode(self, values: Values) -> Bytes:
         """Encode one chunk. Raises ValuesError for values that it cannot hold within its bound."""
 
+    @abstractmethod
     def decode(self, data: Bytes, numel: int, dtype: str) -> Values:
         """Decode one chunk. Raises DamagedError unless ``encode`` can have written ``data``."""
 
@@ -125,12 +125,12 @@ def itemsize(dtype: str) -> int:
 
 
 @dataclass(frozen=True)
-class Raw:
+class Raw(Encoding):
     """Stores the little-endian bytes unchanged, in one lane as wide as the dtype."""
 
     name: str = RAW
-    lossless: bool = True
     relative_bound: float = 0.0
+    lossless: bool = True
 
     def applies(self, dtype: str) -> bool:
         return dtype in _ITEMSIZE
@@ -152,12 +152,8 @@ class Raw:
 
 
 @dataclass(frozen=True)
-class Float32Encoding(ABC):
+class Float32Encoding(Encoding):
     """Base of the lossy encodings, which hold float32 values only."""
-
-    name: str
-    relative_bound: float
-    lossless: bool = False
 
     def applies(self, dtype: str) -> bool:
         return dtype == "F32"
