@@ -7,7 +7,7 @@ blob, so it is made last. Peak memory: the plain values."""
 import io
 import os
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -24,18 +24,14 @@ _BLOB_BYTES = 1300  # approximate overhead of `torch.save` per value
 
 
 class Window(io.RawIOBase):
-    """``nbytes`` bytes from ``start`` of an open file as a file; None: as many as are written. One thread."""
+    """``nbytes`` bytes from ``start`` of an open file as a file. One thread."""
 
-    def __init__(self, file: BinaryIO, start: int, nbytes: int | None = None) -> None:
-        self._file, self._start = file, start
-        self.nbytes = nbytes or 0
+    def __init__(self, file: BinaryIO, start: int, nbytes: int) -> None:
+        self._file, self._start, self._nbytes = file, start, nbytes
         self._position = 0
 
     def readable(self) -> bool:
         return True
-
-    def writable(self) -> bool:
-        return self._file.writable()
 
     def seekable(self) -> bool:
         return True
@@ -44,26 +40,17 @@ class Window(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        self._position = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.nbytes}[whence] + offset
+        self._position = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}[whence] + offset
         return self._position
 
     def readinto(self, target: object, /) -> int:
         view = memoryview(target).cast("B")  # type: ignore[arg-type]
-        count = max(0, min(len(view), self.nbytes - self._position))
+        count = max(0, min(len(view), self._nbytes - self._position))
         self._file.seek(self._start + self._position)
         data = self._file.read(count)
         view[: len(data)] = data
         self._position += len(data)
         return len(data)
-
-    def write(self, data: object, /) -> int:
-        """Write at the position; skipped bytes are zeros."""
-        view = memoryview(data).cast("B")  # type: ignore[arg-type]
-        self._file.seek(self._start + self._position)
-        self._file.write(view)
-        self._position += len(view)
-        self.nbytes = max(self.nbytes, self._position)
-        return len(view)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,12 +68,11 @@ class Item:
 
 @dataclass(frozen=True)
 class _Blob:
-    """``nbytes`` bytes from ``start`` of the file, its zip records, and the offset of planned bytes, if any."""
+    """``nbytes`` bytes from ``start`` of the file, and the zip record of planned bytes, if any, by its place there."""
 
     start: int
     nbytes: int
-    records: Sequence[Record]
-    data: int | None
+    planned: Record | None
 
 
 @dataclass
@@ -105,39 +91,32 @@ class DcpFile:
         return sum(item.nbytes for item in self.items)
 
     def make(self, path: Path) -> tuple[Hole, ...]:
-        holes, start = [], 0
         try:
             with path.open("x+b") as file:
-                for item in self.items:
-                    blob = _write(file, start, item.value, path)
-                    self.blobs.append(blob)
-                    if blob.data is not None:
-                        holes.append(Hole(blob.data, item.value))
-                    start += blob.nbytes
+                self.blobs += [_write(file, item.value, path) for item in self.items]
         except RuntimeError as error:  # torch's error when the system refuses to write
             raise write_error(path, self.nbytes, error) from error
-        return tuple(holes)
+        return tuple(Hole(record.offset, stored) for record, stored in self._planned())
 
     def seal(self, path: Path, checksums: Mapping[int, int]) -> None:
         with path.open("r+b") as file:
-            for blob in self.blobs:
-                window = cast("BinaryIO", Window(file, blob.start, blob.nbytes))
-                for record in blob.records:
-                    if blob.start + record.offset == blob.data:
-                        patch_checksum(window, record, checksums[blob.data])
-            self._rest = rest_of(file, self._planned())
+            for record, _ in self._planned():
+                patch_checksum(file, record, checksums[record.offset])
+            self._rest = rest_of(file, self._data())
 
     def check(self, path: Path) -> None:
         with path.open("rb") as file:
-            sound = rest_of(file, self._planned()) == self._rest
+            sound = rest_of(file, self._data()) == self._rest
         if not sound:
             raise read_back_error(path)
 
-    def _planned(self) -> Iterator[tuple[int, int]]:
-        """Yield (offset, bytes) of the planned tensors."""
-        for blob, item in zip(self.blobs, self.items, strict=True):
-            if blob.data is not None:
-                yield blob.data, item.value.nbytes
+    def _planned(self) -> list[tuple[Record, PlannedTensor]]:
+        """Return the planned tensors, with their records."""
+        pairs = zip(self.blobs, self.items, strict=True)
+        return [(blob.planned, item.value) for blob, item in pairs if blob.planned is not None]
+
+    def _data(self) -> list[tuple[int, int]]:
+        return [(record.offset, record.nbytes) for record, _ in self._planned()]
 
 
 @dataclass
@@ -164,15 +143,18 @@ class DcpMetadata(VerbatimFile):
         return super().make(path)
 
 
-def _write(file: BinaryIO, start: int, value: Any, path: Path) -> _Blob:
-    window = cast("BinaryIO", Window(file, start))
+def _write(file: BinaryIO, value: Any, path: Path) -> _Blob:
+    """Append a blob."""
+    start = file.seek(0, os.SEEK_END)
     if isinstance(value, PlannedTensor):
         with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(hollow_tensor(value), window)
+            torch.save(hollow_tensor(value), file)
     else:
-        torch.save(value.detach().clone() if isinstance(value, torch.Tensor) else value, window)
-    found = read_records_from(window, path)
-    data = None
-    if isinstance(value, PlannedTensor) and value.nbytes:
-        (data,) = (start + record.offset for record in found if "/data/" in record.name)
-    return _Blob(start, window.seek(0, os.SEEK_END), found, data)
+        torch.save(value.detach().clone() if isinstance(value, torch.Tensor) else value, file)
+    nbytes = file.seek(0, os.SEEK_END) - start
+    if not isinstance(value, PlannedTensor) or not value.nbytes:
+        return _Blob(start, nbytes, None)
+    found = read_records_from(cast("BinaryIO", Window(file, start, nbytes)), path)
+    (own,) = (record for record in found if "/data/" in record.name)
+    shifted = replace(own, offset=start + own.offset, header=start + own.header, entry=start + own.entry)
+    return _Blob(start, nbytes, shifted)
