@@ -114,3 +114,16 @@ def require_folder(files: Path) -> None:
     """Raise UsageError unless it is a directory."""
     if not files.is_dir():
         raise UsageError(f"{files} is not a directory: name the one that holds config.json and the tokenizer (--files)")
+
+
+def grouped(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> list[list[T]]:
+    """Group items, in order, into files of about ``most`` bytes; at least one file."""
+    files: list[list[T]] = [[]]
+    size = 0
+    for item in items:
+        if files[-1] and size + nbytes(item) > most:
+            files.append([])
+            size = 0
+        files[-1].append(item)
+        size += nbytes(item)
+    return files

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from merger.checkpoint import SLOT_OF_KIND, Checkpoint, PlannedTensor, plan_parameter
 from merger.io.output_file import OutFile, VerbatimFile
-from merger.layouts.base import LayoutResult, Target, model_names, require_folder
+from merger.layouts.base import LayoutResult, Target, grouped, model_names, require_folder
 from merger.tensors import torch_dtype
 from merger.writers.safetensors import SafetensorsFile
 from store.certificate import Certificate, CertifiedUnit, is_exact, is_lossy
@@ -118,14 +119,7 @@ def _tied_vocabulary(config: Mapping[str, object]) -> object:
 
 def weight_files(weights: Mapping[str, PlannedTensor], shard_bytes: int) -> list[OutFile]:
     """Return ``model.safetensors``, or numbered files of about ``shard_bytes`` each with an index."""
-    shards: list[dict[str, PlannedTensor]] = [{}]
-    size = 0
-    for name, stored in weights.items():
-        if shards[-1] and size + stored.nbytes > shard_bytes:
-            shards.append({})
-            size = 0
-        shards[-1][name] = stored
-        size += stored.nbytes
+    shards = [dict(part) for part in grouped(weights.items(), lambda item: item[1].nbytes, shard_bytes)]
     if len(shards) == 1:
         return [OutFile("model.safetensors", SafetensorsFile(shards[0], _METADATA))]
     names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
@@ -314,19 +308,13 @@ def weight_names(files: Path | None) -> frozenset[str]:
     if index.is_file():
         table = read_json(index).get("weight_map")
         return frozenset(table) if isinstance(table, dict) else frozenset()
-    return _header_names(single) if single.is_file() else frozenset()
-
-
-def _header_names(path: Path) -> frozenset[str]:
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if not 2 <= size <= path.stat().st_size - 8:
-            return frozenset()
-        try:
-            table = json.loads(file.read(size))
-        except ValueError:
-            return frozenset()
-    return frozenset(table) - {"__metadata__"} if isinstance(table, dict) else frozenset()
+    if not single.is_file():
+        return frozenset()
+    try:
+        with safe_open(single, framework="numpy") as found:
+            return frozenset(found.keys())
+    except SafetensorError:
+        return frozenset()
 
 
 def _belongs(path: Path) -> bool:

@@ -36,7 +36,7 @@ from merger.checkpoint import (
     with_steps,
 )
 from merger.io.output_file import OutFile
-from merger.layouts.base import LayoutResult, Target, model_names, share_tied, strip_wrappers
+from merger.layouts.base import LayoutResult, Target, grouped, model_names, share_tied, strip_wrappers
 from merger.layouts.torch_state_dict import parameter_state
 from merger.writers.dcp import DcpFile, DcpMetadata, Item
 from merger.writers.torch_zip import PtFile
@@ -114,7 +114,9 @@ def _plan_files(state: dict[str, Any], file_bytes: int) -> tuple[dict[str, DcpFi
         else:
             described[name] = BytesStorageMetadata()
             items.append(Item(MetadataIndex(name), value))
-    files = {f"__{number}_0.distcp": DcpFile(part) for number, part in enumerate(_group_items(items, file_bytes))}
+    items.sort(key=lambda one: isinstance(one.value, PlannedTensor))  # plain values are in the first file
+    parts = grouped(items, lambda item: item.nbytes, file_bytes)
+    files = {f"__{number}_0.distcp": DcpFile(part) for number, part in enumerate(parts)}
     metadata = Metadata(described, planner_data=mapping, storage_meta=StorageMeta())
     version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
     if version is not None:  # older releases have no version
@@ -136,19 +138,6 @@ def _chunks(value: PlannedTensor | torch.Tensor) -> Iterator[tuple[ChunkStorageM
         fragment = value.placed[0].fragment._replace(start=first * row, numel=math.prod(sizes))
         part = PlannedTensor(tuple(sizes), value.dtype, (Placement(fragment, 0),))
         yield ChunkStorageMetadata(offsets, sizes), part
-
-
-def _group_items(items: list[Item], file_bytes: int) -> list[list[Item]]:
-    """Group items into files of about ``file_bytes``, at least one, plain values in the first."""
-    parts: list[list[Item]] = [[]]
-    size = 0
-    for item in sorted(items, key=lambda one: isinstance(one.value, PlannedTensor)):
-        if parts[-1] and size + item.nbytes > file_bytes:
-            parts.append([])
-            size = 0
-        parts[-1].append(item)
-        size += item.nbytes
-    return parts
 
 
 def _extra(checkpoint: Checkpoint) -> Mapping[str, Any]:
