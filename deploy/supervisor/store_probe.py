@@ -5,6 +5,7 @@ unknown state with the reason; the hanging read is left in a daemon thread."""
 
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TypeVar
 
@@ -67,23 +68,18 @@ class StoreProbe:
         return ""
 
     def _with_timeout(self, ask: Callable[[], _T]) -> _T:
-        answers: list[_T] = []
-        errors: list[BaseException] = []
+        found: Future[_T] = Future()
 
         def run() -> None:
             try:
-                answers.append(ask())
+                found.set_result(ask())
             except BaseException as error:  # noqa: BLE001 - a thread's edge: raised again by who asked
-                errors.append(error)
+                found.set_exception(error)
 
-        thread = threading.Thread(target=run, name="driftpoint-look", daemon=True)
-        thread.start()
-        thread.join(self._patience)
-        if errors:
-            raise errors[0]
-        if not answers:
+        threading.Thread(target=run, name="driftpoint-look", daemon=True).start()
+        if not wait([found], self._patience).done:
             raise StorageError(f"the storage of {self.root} did not answer within {self._patience:g} s")
-        return answers[0]
+        return found.result()
 
 
 def _look(root: Path, memory: Path | None, options: ObjectOptions | None) -> StoreSnapshot:
