@@ -30,10 +30,7 @@ _TRIES = 4  # attempts to read a store that changes meanwhile
 def open_store(root: Path) -> Catalog:
     """Open the catalog of the store at ``root``.
 
-    Raises:
-        NoStoreError: there is no store.
-        NothingToResumeError: its head record is damaged.
-    """
+    Raises NoStoreError if there is no store, NothingToResumeError if its head record is damaged."""
     if not root.is_dir() and not is_url(root):
         found = "is a file" if root.exists() else "does not exist"
         raise NoStoreError(f"{root.absolute()} {found}: give the directory of a store (`store:` in the job's YAML)")
@@ -50,10 +47,7 @@ def open_store(root: Path) -> Catalog:
 def find_save(catalog: Catalog, wanted: str) -> SaveId:
     """Find a commit by step number (in the newest epoch that has it) or by save name.
 
-    Raises:
-        UsageError: there is no such commit.
-        NothingToResumeError: the store has no commit yet.
-    """
+    Raises UsageError if there is no such commit, NothingToResumeError if the store has no commit yet."""
     saves = catalog.saves()
     if not saves:
         raise NothingToResumeError("the store holds no commit yet")

@@ -96,11 +96,8 @@ def plan_import(source: Path, step: str | None = None) -> ImportPlan:
 
     ``source``: any that a merge can read. ``step``: a step, a save's name or a tag.
 
-    Raises:
-        UsageError: the checkpoint is neither exact nor as found.
-        UnsupportedError: a store cannot hold the run state.
-        DriftpointError: as the source raises it.
-    """
+    Raises UsageError if the checkpoint is neither exact nor as found, UnsupportedError if a store cannot hold the run
+    state, and what the source raises."""
     opened = open_source(source)
     checkpoint = opened.checkpoint(step, frozenset())
     _require_exact(checkpoint)

@@ -130,11 +130,8 @@ def plan_merge(
     """Return the plan.
 
     ``flaws``: damaged versions, which are not used. ``implausible``: kinds of implausible values by (fqn, slot), which
-    become problems.
-
-    Raises:
-        NothingToResumeError, ConfigError, MergeError, UnsupportedError: as sources, recipes and layouts raise them.
-    """
+    become problems. Raises NothingToResumeError, ConfigError, MergeError, UnsupportedError as sources, recipes and
+    layouts do."""
     draft = _draft(sources, request, flaws, implausible)
     raise_all(draft.errors)
     assert draft.plan is not None  # there is one where there are no errors

@@ -96,12 +96,7 @@ def places(config: Path | None, store: Path | None) -> tuple[StoreProbe, WantedD
     """Return the job's store (relative to the working directory), the daemon to start, and the preemption signal.
 
     Reads only ``store:``, ``s3:``, ``memory:``, ``daemon:``, ``preemption:`` and ``metrics:``; the trainer checks the
-    rest.
-
-    Raises:
-        ConfigError: one of these sections is invalid.
-        UsageError: no store was named.
-    """
+    rest. Raises ConfigError if one of these sections is invalid, UsageError if no store was named."""
     if config is None and store is None and not CONFIG.exists():
         raise UsageError(
             f"no store given, and there is no {CONFIG} here: give `-c FILE` (the job's YAML) or `--store STORE`"

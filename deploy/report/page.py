@@ -165,12 +165,8 @@ def build_report(
 ) -> ReportResult:
     """Build the report of the store at ``root``.
 
-    ``trace``: its path, None for the default. ``verify``: whether to verify every byte first.
-
-    Raises:
-        NoStoreError: there is no store.
-        UsageError: ``trace`` was given and is unreadable.
-    """
+    ``trace``: its path, None for the default. ``verify``: whether to verify every byte first. Raises NoStoreError if
+    there is no store, UsageError if ``trace`` was given and is unreadable."""
     path = trace_path(root, trace)
     try:
         return _build(open_store(root), root, path, memory, named=trace is not None, verify=verify, clock=clock)

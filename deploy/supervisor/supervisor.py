@@ -58,10 +58,7 @@ class Supervisor:
     def run(self) -> int:
         """Run until the job is done and return the exit code.
 
-        Raises:
-            StoreInUseError: another job uses the store.
-            UsageError: the command cannot be started.
-        """
+        Raises StoreInUseError if another job uses the store, UsageError if the command cannot be started."""
         if not processes.adopt_orphans():
             self._log.message("the system cannot reassign orphaned processes: those of a dead command are not ended")
         with self._signals_blocked():

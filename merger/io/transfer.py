@@ -115,11 +115,8 @@ class TransferResult:
 def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: Progress) -> TransferResult:
     """Execute a plan. Continues after a damaged version of a store, so that all damage is found in one pass.
 
-    Raises:
-        DamagedError, StorageError: for a block without an older version to use.
-        OutputError: the system refused to write.
-        UsageError: a value that must stay finite does not.
-    """
+    Raises DamagedError or StorageError for a block without an older version to use, OutputError if the system refused
+    to write, UsageError if a value that must stay finite does not."""
     result, lock = TransferResult({}, {}), threading.Lock()
 
     def move(block: Block, stop: threading.Event) -> None:

@@ -29,12 +29,8 @@ class Source(Protocol):
     def checkpoint(self, step: int | str | None, flaws: Set[Damage], /) -> Checkpoint:
         """Return the state at a step (or save's name, or tag), or the newest one for None.
 
-        ``flaws``: damaged versions in stores, for which older ones are used.
-
-        Raises:
-            MergeError: the checkpoint does not exist; the message names those that do.
-            DamagedError, NothingToResumeError: it cannot be read; there is none.
-        """
+        ``flaws``: damaged versions in stores, for which older ones are used. Raises MergeError, naming those that
+        exist, if the checkpoint does not; DamagedError if it cannot be read; NothingToResumeError if there is none."""
 
     def steps(self) -> tuple[int, ...]:
         """Return the steps of all checkpoints, newest first."""

@@ -72,10 +72,8 @@ def _has_models(folder: Path) -> bool:
 def read_files(folder: Path) -> RankFiles:
     """Read the files of a checkpoint.
 
-    Raises:
-        MergeError: a file is missing, surplus or of another save.
-        UnsupportedError, DamagedError, StorageError: it cannot be read.
-    """
+    Raises MergeError if a file is missing, surplus or of another save; UnsupportedError, DamagedError or StorageError
+    if it cannot be read."""
     files = LocalFiles(folder)
     names = files.list_dir("")
     _require_supported(folder, names)
@@ -287,13 +285,8 @@ def stored_step(scalars: Mapping[str, Any], hyper: Mapping[str, Any]) -> float |
 def weight_problems(module: Mapping[str, Any], extents: Iterable[Extent]) -> list[str]:
     """Compare samples of the working weights with the cast masters. Returns what could not be compared.
 
-    ``module``: working weights as saved, by fqn. ``extents``: of the masters, among others.
-
-    Raises:
-        MergeError: they differ; the message names the parameter.
-        DamagedError: they differ because a record is damaged.
-        StorageError: reading failed.
-    """
+    ``module``: working weights as saved, by fqn. ``extents``: of the masters, among others. Raises MergeError, naming
+    the parameter, if they differ; DamagedError if a damaged record is the reason; StorageError if reading failed."""
     skipped = {}
     for extent in extents:
         weights = module.get(extent.fqn)

@@ -191,13 +191,8 @@ def require_one_save(found: Nest, own: Nest | None) -> None:
 def slice_problems(files: RankFiles, shapes: Sequence[Sequence[Shape]], extents: Sequence[Extent]) -> list[str]:
     """Compare the parameters' files with rank 0's slices. Returns what could not be verified.
 
-    ``extents``: the parameters' files, each whole.
-
-    Raises:
-        MergeError: they differ; the message names the parameter.
-        DamagedError: they differ because a record is damaged.
-        StorageError: reading failed.
-    """
+    ``extents``: the parameters' files, each whole. Raises MergeError, naming the parameter, if they differ;
+    DamagedError if a damaged record is the reason; StorageError if reading failed."""
     found: dict[str, list[Extent]] = {}
     for extent in extents:
         found.setdefault(extent.fqn, []).append(extent)

@@ -55,13 +55,8 @@ def resolve_link(files: LocalFiles, name: str) -> tuple[LocalFiles, str]:
 def read_pt(files: LocalFiles, name: str) -> tuple[Any, str]:
     """Return (what ``torch.load`` would, name of the archive: the file's own when it was saved, if any).
 
-    Tensors are :class:`FileTensor`. A link to a file is followed.
-
-    Raises:
-        DamagedError: the structure is incomplete.
-        UnsupportedError: the file needs a class that is not allowed; the message names it.
-        StorageError: reading failed.
-    """
+    Tensors are :class:`FileTensor`. A link to a file is followed. Raises DamagedError if the structure is incomplete,
+    UnsupportedError, naming it, for a class that is not allowed, StorageError if reading failed."""
     files, name = resolve_link(files, name)
     files.size(name)  # raises for directories and missing files
     path = files.root / name
@@ -203,10 +198,8 @@ def require_safe(path: Path, others: str = "") -> None:
 
     ``others``: pattern of classes (``module name``) that may be in it besides plain values, tensors and numpy arrays.
 
-    Raises:
-        UnsupportedError: it asks for another class or function; the message names it.
-        DamagedError, StorageError: it is no complete file of torch.save, or cannot be read.
-    """
+    Raises UnsupportedError, naming it, for another class or function; DamagedError or StorageError if it is no complete
+    file of torch.save, or cannot be read."""
     files, name = resolve_link(LocalFiles(path.parent), path.name)
     with system_errors("read", path):
         found = read_records(files.root / name)
