@@ -17,22 +17,11 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from merger.checkpoint import Checkpoint, PlannedTensor, config_section, plan_whole, to_portable
 from merger.io.blocks import xxh3
 from merger.io.output_file import OutFile, VerbatimFile
+from merger.layouts import deepspeed_reshard as reshard
 from merger.layouts.base import LayoutResult, Target
 from merger.layouts.deepspeed import loss_scaler
 from merger.layouts.deepspeed_facts import EngineFacts, GroupFacts, PlacedParameter, SubGroupFacts, config_for, facts_of
 from merger.layouts.deepspeed_model import CLIENT_KEY, client_state, model_states
-from merger.layouts.deepspeed_reshard import (
-    ALIGNMENT,
-    STEP,
-    clip_grad,
-    common_step,
-    data_order,
-    has_state,
-    layers_named,
-    optimized_params,
-    same_value,
-    with_common_steps,
-)
 from merger.tensors import torch_dtype
 from merger.writers.torch_zip import PtFile
 from store.errors import UnsupportedError
@@ -65,8 +54,8 @@ def universal_layout(checkpoint: Checkpoint, _: Target) -> LayoutResult:
     Raises MergeError if the checkpoint's facts describe no engine, UnsupportedError for optimizer state or parameter
     names that the format cannot hold."""
     facts = facts_of(checkpoint)
-    groups = tuple(optimized_params(checkpoint, group.params) for group in facts.param_groups)
-    checkpoint, notes = with_common_steps(checkpoint, enumerate(groups))
+    groups = tuple(reshard.optimized_params(checkpoint, group.params) for group in facts.param_groups)
+    checkpoint, notes = reshard.with_common_steps(checkpoint, enumerate(groups))
     step = checkpoint.framework_state["counters"]["global_steps"]
     tag = f"global_step{step}_universal"
     # Every file below ``zero`` names its save, so a reader can tell these files from converted ones and from other
@@ -96,15 +85,15 @@ def _parameter_files(checkpoint: Checkpoint, groups: Groups, folder: str, origin
             if known is not None:
                 scalars = checkpoint.framework_state["scalars"].get(known, {})
                 _require_only_step(known, scalars)
-                if STEP in scalars:
-                    yield OutFile(f"{folder}/{fqn}/{STEP}.pt", PtFile(to_portable(scalars[STEP])))
+                if reshard.STEP in scalars:
+                    yield OutFile(f"{folder}/{fqn}/{reshard.STEP}.pt", PtFile(to_portable(scalars[reshard.STEP])))
 
 
 def _slots(checkpoint: Checkpoint, fqn: str, known: str | None) -> dict[str, PlannedTensor]:
     """Return a parameter's optimizer state; zeros if it has none but others of its param group do."""
     if known is None:
         return {}
-    if has_state(checkpoint, fqn):
+    if reshard.has_state(checkpoint, fqn):
         return {slot: plan_whole(checkpoint, fqn, slot) for slot in checkpoint.slots(fqn)}
     shape = tuple(checkpoint.record(fqn).shape)
     return {
@@ -118,19 +107,19 @@ def _optimizer(facts: EngineFacts, checkpoint: Checkpoint, groups: Groups, origi
         {**to_portable(group["hyper"]), "params": [index]}
         for index, group in enumerate(checkpoint.framework_state["param_groups"])
     ]
-    step = common_step(checkpoint, (fqn for params in groups for fqn in params))
+    step = reshard.common_step(checkpoint, (fqn for params in groups for fqn in params))
     known = [_first_with_state(checkpoint, params) for params in groups]
     return {
         constants.LOSS_SCALER: loss_scaler(checkpoint.framework_state, facts.dtype),
         "dynamic_loss_scale": facts.dynamic_loss_scale,
         "overflow": False,
-        constants.CLIP_GRAD: clip_grad(facts),
+        constants.CLIP_GRAD: reshard.clip_grad(facts),
         constants.ZERO_STAGE: ZeroStageEnum(_stage_12(facts)),
         constants.PARTITION_COUNT: facts.world_size,
         constants.DS_VERSION: facts.ds_version,
         constants.PARAM_GROUPS: hyper,
         constants.OPTIMIZER_STATE_DICT: {
-            "state": {} if step is None else {0: {STEP: to_portable(step)}},
+            "state": {} if step is None else {0: {reshard.STEP: to_portable(step)}},
             "param_groups": hyper,
         },
         CLIENT_KEY: {**origin, "slots": [sorted(checkpoint.slots(one)) if one else [] for one in known]},
@@ -152,7 +141,7 @@ def _contents(checkpoint: Checkpoint) -> str:
 
 def _first_with_state(checkpoint: Checkpoint, params: Sequence[str]) -> str | None:
     """Return a parameter that has the slots which every parameter of its param group has in the files."""
-    return next((fqn for fqn in params if has_state(checkpoint, fqn)), None)
+    return next((fqn for fqn in params if reshard.has_state(checkpoint, fqn)), None)
 
 
 def _model_files(facts: EngineFacts, checkpoint: Checkpoint, groups: Groups, tag: str) -> Iterator[OutFile]:
@@ -177,7 +166,7 @@ def _without_places(facts: EngineFacts, groups: Groups, stage: int) -> EngineFac
     """Return facts of an engine at ``stage`` that name each group's parameters in data order, without offsets."""
     here = (facts.zero_stage, facts.world_size)
     config = config_for(facts.ds_config, here, (stage, facts.world_size))
-    ordered = [data_order(params, stage, facts.world_size, facts.dtype, config) for params in groups]
+    ordered = [reshard.data_order(params, stage, facts.world_size, facts.dtype, config) for params in groups]
     named = tuple(
         GroupFacts(params=params, layout=tuple(PlacedParameter(fqn=fqn, offset=0, numel=0) for fqn in order))
         for params, order in zip(groups, ordered, strict=True)
@@ -201,7 +190,7 @@ def _require_valid_name(fqn: str) -> None:
 
 
 def _require_only_step(fqn: str, scalars: dict[str, Any]) -> None:
-    others = sorted(scalars.keys() - {STEP})
+    others = sorted(scalars.keys() - {reshard.STEP})
     if others:
         raise UnsupportedError(
             f"the optimizer keeps {', '.join(map(repr, others))} for {fqn}, but a universal checkpoint holds only "
@@ -220,7 +209,7 @@ def _load_lines(checkpoint: Checkpoint, groups: Groups, tag: str) -> tuple[str, 
         lines.extend(_LOAD_HYPER)
         lines.append("for group, own in zip(engine.optimizer.optimizer.param_groups, kept, strict=True):")
         lines.append("    group.update({{key: value for key, value in own.items() if key != 'params'}})")
-    if isinstance(common_step(checkpoint, chain.from_iterable(groups)), torch.Tensor):
+    if isinstance(reshard.common_step(checkpoint, chain.from_iterable(groups)), torch.Tensor):
         lines.append("for state in engine.optimizer.optimizer.state.values():")
         lines.append("    state['step'] = state['step'].clone()")
     return tuple(lines)
@@ -233,8 +222,8 @@ def _notes_on_loading(checkpoint: Checkpoint, facts: EngineFacts, groups: Groups
         yield (
             "a universal load restores what the optimizer trains and nothing else: "
             f"{counted(len(left), 'frozen parameter or buffer', 'frozen parameters and buffers')} (in "
-            f"{layers_named(checkpoint, left)}) {'stays' if len(left) == 1 else 'stay'} as the model was built. Before "
-            f"deepspeed.initialize run model.load_state_dict(torch.load('.../{tag}/{MODEL_FILE}', "
+            f"{reshard.layers_named(checkpoint, left)}) {'stays' if len(left) == 1 else 'stay'} as the model was "
+            f"built. Before deepspeed.initialize run model.load_state_dict(torch.load('.../{tag}/{MODEL_FILE}', "
             "weights_only=True)['module'])"
         )
     zero = config_section(facts.ds_config, "zero_optimization")
@@ -265,7 +254,7 @@ def _not_loaded(checkpoint: Checkpoint, groups: Groups) -> list[str]:
 def _ranks_that_hold(numel: int) -> int | None:
     """Return the largest world size at which every rank holds a part of a flat group; None: over the limit."""
     for ranks in range(1, _RANKS):
-        size = -(-numel // (ALIGNMENT * (ranks + 1))) * ALIGNMENT
+        size = -(-numel // (reshard.ALIGNMENT * (ranks + 1))) * reshard.ALIGNMENT
         if size * ranks >= numel:
             return ranks
     return None
@@ -280,14 +269,14 @@ def _notes_on_zero3(checkpoint: Checkpoint, groups: Groups) -> Iterator[str]:
             "first when it loads a universal checkpoint. Set them afterwards from zero/optimizer_state.pt, as the "
             "lines that load it do, or write layout 'deepspeed' at the stage and world size you need"
         )
-    common = common_step(checkpoint, chain.from_iterable(groups))
+    common = reshard.common_step(checkpoint, chain.from_iterable(groups))
     if isinstance(common, torch.Tensor):
         yield (
             "DeepSpeed's ZeRO-3 puts one and the same step tensor into every sub-group when it loads a universal "
             "checkpoint, and with several param groups or sub-groups each of them then counts it up. Give each its own "
             "afterwards, as the lines that load it do, or write layout 'deepspeed'"
         )
-    steps = [common_step(checkpoint, params) for params in groups]
+    steps = [reshard.common_step(checkpoint, params) for params in groups]
     if len({float(step) for step in steps if step is not None}) > 1:
         step_list = listed(("none" if step is None else f"{float(step):g}" for step in steps), 6)
         yield (
@@ -295,12 +284,12 @@ def _notes_on_zero3(checkpoint: Checkpoint, groups: Groups) -> Iterator[str]:
             f"{float(common):g} for all when it loads a universal checkpoint; write layout 'deepspeed' to keep them"
         )
     kept = {slot for params in groups for fqn in params for slot in checkpoint.slots(fqn)}
-    kept |= set() if common is None else {STEP}
-    if kept != {*_ADAM, STEP}:
+    kept |= set() if common is None else {reshard.STEP}
+    if kept != {*_ADAM, reshard.STEP}:
         yield (
             f"the optimizer keeps {', '.join(sorted(kept)) or 'nothing'}, and DeepSpeed's ZeRO-3 loads universal "
-            f"checkpoints of Adam's kind only ({', '.join(_ADAM)}, {STEP}); load it at stage 1 or 2, or write layout "
-            "'deepspeed'"
+            f"checkpoints of Adam's kind only ({', '.join(_ADAM)}, {reshard.STEP}); load it at stage 1 or 2, or write "
+            "layout 'deepspeed'"
         )
 
 
@@ -314,4 +303,4 @@ def _hyper_differs(checkpoint: Checkpoint) -> list[str]:
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_same, one, other))
-    return one is other or (one is not None and other is not None and same_value(one, other))
+    return one is other or (one is not None and other is not None and reshard.same_value(one, other))

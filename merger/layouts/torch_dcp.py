@@ -13,16 +13,8 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from merger.checkpoint import (
     Checkpoint,
@@ -94,41 +86,43 @@ def _optimizer(checkpoint: Checkpoint, hyper: list[dict[str, Any]]) -> dict[str,
 def _plan_files(state: dict[str, Any], file_bytes: int) -> tuple[dict[str, DcpFile], DcpMetadata]:
     """Plan all files of a nested state dict, with ``.metadata``; tied tensors are written once."""
     flat, mapping = flatten_state_dict(state)
-    described: dict[str, BytesStorageMetadata | TensorStorageMetadata] = {}
+    described: dict[str, dcp.BytesStorageMetadata | dcp.TensorStorageMetadata] = {}
     items: list[Item] = []
-    aliases: dict[MetadataIndex, MetadataIndex] = {}
+    aliases: dict[dcp.MetadataIndex, dcp.MetadataIndex] = {}
     names: dict[int, str] = {}
     for name, value in flat.items():
         if isinstance(value, PlannedTensor | torch.Tensor):
             chunks = list(_chunks(value))
-            described[name] = TensorStorageMetadata(
-                TensorProperties(dtype=value.dtype), torch.Size(value.shape), [chunk for chunk, _ in chunks]
+            described[name] = dcp.TensorStorageMetadata(
+                dcp.TensorProperties(dtype=value.dtype), torch.Size(value.shape), [chunk for chunk, _ in chunks]
             )
             first = names.setdefault(id(value), name)
             for number, (chunk, part) in enumerate(chunks):
-                index = MetadataIndex(name, chunk.offsets, number)
+                index = dcp.MetadataIndex(name, chunk.offsets, number)
                 if first == name:
                     items.append(Item(index, part))
                 else:
-                    aliases[index] = MetadataIndex(first, chunk.offsets, number)
+                    aliases[index] = dcp.MetadataIndex(first, chunk.offsets, number)
         else:
-            described[name] = BytesStorageMetadata()
-            items.append(Item(MetadataIndex(name), value))
+            described[name] = dcp.BytesStorageMetadata()
+            items.append(Item(dcp.MetadataIndex(name), value))
     items.sort(key=lambda one: isinstance(one.value, PlannedTensor))  # plain values are in the first file
     parts = grouped(items, lambda item: item.nbytes, file_bytes)
     files = {f"__{number}_0.distcp": DcpFile(part) for number, part in enumerate(parts)}
-    metadata = Metadata(described, planner_data=mapping, storage_meta=StorageMeta())
+    metadata = dcp.Metadata(described, planner_data=mapping, storage_meta=dcp.StorageMeta())
     version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
     if version is not None:  # older releases have no version
         metadata.version = version
     return files, DcpMetadata(metadata, files, aliases)
 
 
-def _chunks(value: PlannedTensor | torch.Tensor) -> Iterator[tuple[ChunkStorageMetadata, PlannedTensor | torch.Tensor]]:
+def _chunks(
+    value: PlannedTensor | torch.Tensor,
+) -> Iterator[tuple[dcp.ChunkStorageMetadata, PlannedTensor | torch.Tensor]]:
     """Cut a tensor into runs of rows, one blob each. Tensors with values stay whole."""
     shape = torch.Size(value.shape)
     if not isinstance(value, PlannedTensor) or value.nbytes <= CHUNK_BYTES:
-        yield ChunkStorageMetadata(torch.Size([0] * len(shape)), shape), value
+        yield dcp.ChunkStorageMetadata(torch.Size([0] * len(shape)), shape), value
         return
     row = math.prod(shape[1:])
     rows = max(1, CHUNK_BYTES // (row * value.dtype.itemsize))
@@ -137,7 +131,7 @@ def _chunks(value: PlannedTensor | torch.Tensor) -> Iterator[tuple[ChunkStorageM
         offsets = torch.Size((first, *([0] * (len(shape) - 1))))
         fragment = value.placed[0].fragment._replace(start=first * row, numel=math.prod(sizes))
         part = PlannedTensor(tuple(sizes), value.dtype, (Placement(fragment, 0),))
-        yield ChunkStorageMetadata(offsets, sizes), part
+        yield dcp.ChunkStorageMetadata(offsets, sizes), part
 
 
 def _extra(checkpoint: Checkpoint) -> Mapping[str, Any]:

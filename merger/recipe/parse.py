@@ -6,19 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from merger.recipe import model
 from merger.recipe.mergekit import from_mergekit
-from merger.recipe.model import (
-    Auxiliary,
-    Blocks,
-    EveryKth,
-    Layers,
-    Parameters,
-    Recipe,
-    Rule,
-    Selection,
-    SourceRef,
-    parse_dtype,
-)
 from merger.recipe.schema import EVERY, RecipeFile, TakeSection, mistakes_at, recipe_path, validate_recipe
 from merger.recipe.sources import check_step
 from store.config_file import YamlFile, read_yaml
@@ -29,29 +18,29 @@ _MERGEKIT = ("slices", "models", "modules", "merge_method")  # keys of MergeKit'
 _NEWEST = "newest"
 
 
-def read_recipe(path: Path) -> Recipe:
+def read_recipe(path: Path) -> model.Recipe:
     """Read a YAML recipe in our form or MergeKit's. ConfigError names the line of a mistake."""
     return recipe_from(read_yaml(path, "recipe"))
 
 
-def recipe_from(file: YamlFile) -> Recipe:
+def recipe_from(file: YamlFile) -> model.Recipe:
     """Build the recipe of a parsed YAML file."""
     if not file.values:
         raise ConfigError(f"{file.name} must be a YAML mapping with `sources:`, or with `slices:` in MergeKit's form")
     return from_mergekit(file) if any(key in file.values for key in _MERGEKIT) else _own(file)
 
 
-def _own(file: YamlFile) -> Recipe:
+def _own(file: YamlFile) -> model.Recipe:
     values = validate_recipe(file)
     if values.newest is not None:
         return _newest(file, values)
     if not values.sources:
         raise ConfigError(f"{file.name}: `sources` is missing; give each a name, a `path` and optionally a `step`")
     sources = {
-        name: SourceRef(recipe_path(one.path), _checked(file, ("sources", name), one.tag or one.step))
+        name: model.SourceRef(recipe_path(one.path), _checked(file, ("sources", name), one.tag or one.step))
         for name, one in values.sources.items()
     }
-    recipe = Recipe(
+    recipe = model.Recipe(
         sources,
         rules=tuple(_rules(file, values)),
         rest=values.rest,
@@ -69,14 +58,14 @@ def _own(file: YamlFile) -> Recipe:
     return recipe
 
 
-def _newest(file: YamlFile, values: RecipeFile) -> Recipe:
+def _newest(file: YamlFile, values: RecipeFile) -> model.Recipe:
     assert values.newest is not None
     others = [key for key in ("sources", "take", "parity", "auxiliary", "rest", "run_state") if getattr(values, key)]
     if others:
         raise ConfigError(f"{file.at(('newest',))}: `newest` takes everything from one source; leave out {others[0]!r}")
     step = _checked(file, (_NEWEST,), values.newest.step)
-    return Recipe(
-        {_NEWEST: SourceRef(recipe_path(values.newest.source), step)},
+    return model.Recipe(
+        {_NEWEST: model.SourceRef(recipe_path(values.newest.source), step)},
         rest=_NEWEST,
         run_state=_NEWEST,
         files=recipe_path(values.files),
@@ -85,23 +74,23 @@ def _newest(file: YamlFile, values: RecipeFile) -> Recipe:
     )
 
 
-def _rules(file: YamlFile, values: RecipeFile) -> Iterator[Rule]:
+def _rules(file: YamlFile, values: RecipeFile) -> Iterator[model.Rule]:
     for index, entry in enumerate(values.take):
         where = f"take[{index}] ({file.at(('take', index))})"
         for selection in _selections(file, index, entry):
-            yield Rule(entry.source, selection, where, entry.but or ())
+            yield model.Rule(entry.source, selection, where, entry.but or ())
     for turn, source in enumerate(values.parity or ()):
-        yield Rule(source, EveryKth(len(values.parity or ()), turn), f"parity ({file.at(('parity',))})")
+        yield model.Rule(source, model.EveryKth(len(values.parity or ()), turn), f"parity ({file.at(('parity',))})")
     for name, source in (values.auxiliary or {}).items():
         loc = _auxiliary_loc(name)
-        yield Rule(source, Auxiliary(None if name == EVERY else name), f"{'.'.join(loc)} ({file.at(loc)})")
+        yield model.Rule(source, model.Auxiliary(None if name == EVERY else name), f"{'.'.join(loc)} ({file.at(loc)})")
 
 
-def _selections(file: YamlFile, index: int, entry: TakeSection) -> list[Selection]:
+def _selections(file: YamlFile, index: int, entry: TakeSection) -> list[model.Selection]:
     if entry.layers is not None:
-        return [Layers(entry.layers)]
+        return [model.Layers(entry.layers)]
     if entry.parameters is not None:
-        return [Parameters(entry.parameters)]
+        return [model.Parameters(entry.parameters)]
     if entry.regex is not None:
         for pattern in entry.regex:
             try:
@@ -109,13 +98,13 @@ def _selections(file: YamlFile, index: int, entry: TakeSection) -> list[Selectio
             except re.error as error:
                 where = file.at(("take", index, "regex"))
                 raise ConfigError(f"{where}: {pattern!r} is not a regular expression: {error}") from error
-        return [Parameters(entry.regex, regex=True)]
-    found: list[Selection] = []
+        return [model.Parameters(entry.regex, regex=True)]
+    found: list[model.Selection] = []
     for text in entry.blocks or ():
         first, _, last = text.partition("-")
         if last and int(last) < int(first):
             raise ConfigError(f"{file.at(('take', index, 'blocks'))}: blocks {text} end before they begin")
-        found.append(Blocks(int(first), int(last or first)))
+        found.append(model.Blocks(int(first), int(last or first)))
     return found
 
 
@@ -127,10 +116,10 @@ def _checked(file: YamlFile, loc: tuple[str, ...], step: int | str | None) -> in
 
 def _dtype(file: YamlFile, text: str | None) -> str | None:
     with mistakes_at(file.at(("dtype",))):
-        return None if text is None else parse_dtype(text)
+        return None if text is None else model.parse_dtype(text)
 
 
-def _require_known(file: YamlFile, values: RecipeFile, sources: dict[str, SourceRef]) -> None:
+def _require_known(file: YamlFile, values: RecipeFile, sources: dict[str, model.SourceRef]) -> None:
     named: list[tuple[tuple[str | int, ...], str | None]] = [
         (("rest",), values.rest),
         (("run_state",), values.run_state),
