@@ -476,9 +476,8 @@ class Checkpointer:
         refusal = self._saver.claim_name(self._step)
         if refusal is not None:
             return self._report(refusal, began, decided)
-        if self._memory is not None:
-            self._memory.begin_once_claimed(local)
-        staged = self._saver.begin(self._step, decided, local)
+        lent = {} if self._memory is None else self._memory.lend(self._step, decided, local)
+        staged = self._saver.begin(self._step, decided, local, lent)
         if self._memory is not None:
             self._memory.on_decision(self._step, decided.saved)
         return self._report("observe" if self._opened is None else None, began, decided, staged)

@@ -146,6 +146,11 @@ class Config(sections.Settings):
                 )
         return encodings
 
+    def shares_memory(self) -> bool:
+        """Return whether saves may be staged in the memory of snapshots. Else they need buffers of their own."""
+        memory, raw = self.memory, not any((self.encodings(), self.memory_encodings()))
+        return memory.enabled and memory.versions > 1 and not memory.peers and raw and self.drift.method == "sketch"
+
     def trace_path(self) -> Path | None:
         """Return the absolute path of the drift trace, None if it is off. Raise ConfigError if it is in the store."""
         if not self.trace.enabled:

@@ -23,11 +23,12 @@ from monitor.adapters.module_tensors import as_bytes, dtype_name
 from monitor.context import JobContext
 from monitor.ledger import CommitDraft, manifest_of, new_version
 from monitor.observe.units import LocalUnit, UnitLayout
-from monitor.save.save_task import Finish, begin_run_state, empty_segment
+from monitor.save.save_task import Finish, SaveTask, begin_run_state, empty_segment
 from monitor.save.saver import Saver
 from monitor.save.staging import AsyncCopy, CopyTiming
 from monitor.save.store_session import StoreSession
 from monitor.save.torch_codecs import EncodedCopy, EncodingLoss
+from policies.base import Choice
 from store.encoding import encoding_named
 from store.errors import SaveError
 from store.memory.arena import Arena
@@ -147,6 +148,11 @@ class SnapshotManifest:
         unchanged = self._frozen_versions == self._current_versions()
         return not frozen or (unchanged and all(self._committed(unit) for unit in frozen))
 
+    def covered(self, saved: Mapping[Unit, Choice]) -> bool:
+        """Return whether a save of these units stores all that a snapshot holds, as it is, and no frozen unit."""
+        kept = {unit for unit in self._job.table.sizes if unit.slot != FROZEN}
+        return saved.keys() == kept and all(choice.encoding == RAW for choice in saved.values())
+
     def plan(self, save: SaveId) -> str:
         """Return a digest that is equal on ranks that keep the same units of the same save."""
         units = [[unit.layer, unit.slot] for unit in self._job.table.sizes if unit.slot != FROZEN]
@@ -207,6 +213,17 @@ class SnapshotStager:
         """Return the bytes to reserve for a payload."""
         return self._placed(_moving(local)).end + _MARGIN
 
+    def lend(self, local: Mapping[Unit, LocalUnit], allocate: Callable[[int], Any]) -> "Loan":
+        """Return buffers in ``allocate(nbytes)`` for all units of a snapshot. Raises StorageError."""
+        placed, room = self._placed(_moving(local)), self._room.nbytes or 0
+        return Loan(placed, allocate(placed.end + room + max(room // 8, _MARGIN)))
+
+    def adopt(self, loan: "Loan", task: SaveTask, arena: Arena, slot: int) -> Version:
+        """Return the snapshot of what a save staged in lent memory."""
+        save, placed = task.segment.save, loan.placed
+        segment = replace(task.segment, plan=self._manifest.plan(save))
+        return self._version(arena, slot, segment, task.finish, placed, loan.memory, {}, task.copying)
+
     def stage(
         self, save: SaveId, local: Mapping[Unit, LocalUnit], arena: Arena, slot: int, allocate: Callable[[int], Any]
     ) -> Version:
@@ -219,9 +236,8 @@ class SnapshotStager:
         if self._room.nbytes is None:
             segment, finish = finish(segment), lambda finished: finished
             self._room.nbytes = sum(len(leaf.data) for leaf in cast("Sequence[Leaf]", segment.run_leaves))
-        placed = self._placed(moving)
-        memory = allocate(placed.end + self._room.nbytes + max(self._room.nbytes // 8, _MARGIN))
-        head = self._manifest.manifest(save, store_id) if segment.rank == 0 else None
+        loan = self.lend(local, allocate)
+        placed, memory = loan.placed, loan.memory
         encoded = {
             one.fragment: EncodedCopy(source, one.encoding, one.copy(memory), _NO_COPY)
             for unit, places in placed.by_unit.items()
@@ -230,6 +246,20 @@ class SnapshotStager:
             if one.encoding != RAW
         }
         copying = self._start_copies(moving, placed, memory, encoded)  # last: an error would leave them unfinished
+        return self._version(arena, slot, segment, finish, placed, memory, encoded, copying)
+
+    def _version(
+        self,
+        arena: Arena,
+        slot: int,
+        segment: SegmentDraft,
+        finish: Finish,
+        placed: "_Placed",
+        memory: Any,
+        encoded: Mapping[Fragment, EncodedCopy],
+        copying: AsyncCopy,
+    ) -> Version:
+        head = self._manifest.manifest(segment.save, segment.store_id) if segment.rank == 0 else None
         token, room = self._session.token, self._room
         places, end = placed.placements, placed.end
         return Version(arena, slot, segment, finish, room, token, memory, places, encoded, end, head, copying)
@@ -285,6 +315,18 @@ class _Placed:
     @cached_property
     def placements(self) -> tuple[Placement, ...]:
         return tuple(chain.from_iterable(self.by_unit.values()))
+
+
+@dataclass(frozen=True)
+class Loan:
+    """The memory of a payload, for the copies of a save."""
+
+    placed: _Placed
+    memory: Any
+
+    def buffers(self) -> dict[Unit, list[torch.Tensor]]:
+        """Return the buffers of each unit."""
+        return {unit: _copies(places, self.memory) for unit, places in self.placed.by_unit.items()}
 
 
 def _copies(places: Sequence[Placement], memory: Any) -> list[torch.Tensor]:

@@ -16,6 +16,8 @@ from dataclasses import astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from monitor.background import BackgroundWorker, TaskResult
 from monitor.context import JobContext
 from monitor.decide.schedule import SnapshotSchedule
@@ -24,14 +26,15 @@ from monitor.events import BackgroundFailureEvent, MemoryEvent
 from monitor.memory.buffers import SharedMemoryBuffers, log_errors
 from monitor.memory.recovery import MemoryCandidate, find_newest_snapshot, rolled_back_to
 from monitor.memory.replication import Replication, ReplicationStatus
-from monitor.memory.snapshot import SnapshotManifest, SnapshotStager, Version, seal_snapshot
+from monitor.memory.snapshot import Loan, SnapshotManifest, SnapshotStager, Version, seal_snapshot
 from monitor.observe.units import LocalUnit, Survey
+from monitor.save.save_task import SaveTask
 from monitor.save.saver import Saver
 from monitor.save.staging import UnfinishedCopy
 from monitor.save.store_session import StoreSession
-from monitor.types import SaveStatus
+from monitor.types import DecisionResult, SaveStatus
 from store.catalog import Catalog
-from store.errors import StorageError, StoreError
+from store.errors import SaveError, StorageError, StoreError
 from store.memory.cleanup import describe_left, renew
 from store.memory.index import belonging_to, scan_node
 from store.memory.layout import Tier
@@ -51,6 +54,16 @@ class _Pending:
     abandoned: bool = False
 
 
+@dataclass(frozen=True)
+class _Lent:
+    """A payload that a save is written from, while it is a snapshot too."""
+
+    slot: int
+    save: SaveId
+    loan: Loan | None  # None where this rank has no memory
+    whole: bool = False  # whether all ranks are known to have the snapshot
+
+
 class MemoryTier:
     """The in-memory snapshots of one rank."""
 
@@ -68,6 +81,8 @@ class MemoryTier:
         self._writer: BackgroundWorker[float] = BackgroundWorker(f"driftpoint-memory-{job.group.rank}")
         self._pending: _Pending | None = None
         self._outcome: TaskResult[float] | None = None
+        self._lends = False  # whether it may lend memory to saves: once the size of a snapshot is known
+        self._lent: _Lent | None = None
         self._newest: tuple[int, SaveId] | None = None
         self._replication = Replication(job)
         self._old_left = False  # memory of earlier incarnations is to be reused once a snapshot is replicated
@@ -103,11 +118,7 @@ class MemoryTier:
             self._reserve(local, kept)
         self._manifest.begin()
         self._schedule.restart()
-
-    def begin_once_claimed(self, local: Mapping[Unit, LocalUnit]) -> None:
-        """Reserve memory if :meth:`begin` could not, because the store was not claimed yet. Collective."""
-        if self._unclaimed is not None:
-            self.begin(local, *self._unclaimed)
+        self._lent = None if self._lent is None else replace(self._lent, whole=False)
 
     def _reserve(self, local: Mapping[Unit, LocalUnit], kept: SaveId | None) -> None:
         if self._buffers.arena is not None:
@@ -133,8 +144,55 @@ class MemoryTier:
                 self._begin_replication(local, kept)
             self._job.listeners.on_memory(MemoryEvent(not any(problems), self._tier.base))
 
+    def lend(
+        self, step: int, decided: DecisionResult, local: Mapping[Unit, LocalUnit]
+    ) -> Mapping[Unit, list[torch.Tensor]]:
+        """Return buffers for a save of ``step`` that stores all that a snapshot would; else none. Collective.
+
+        What is copied into them becomes a snapshot of the step. They are not overwritten before the save is settled;
+        until then snapshots replace each other in the other payload, and the lent one is there meanwhile."""
+        if self._unclaimed is not None:
+            self.begin(local, *self._unclaimed)
+        if not self._lends or self._disabled or decided.preempted or not self._manifest.covered(decided.saved):
+            return {}
+        slot = None if self._settle(step, False, False).skip is not None else self._free_slot()
+        if slot is None:
+            self._schedule.put_off(step)
+            return {}
+        save, loan = SaveId(step, self._session.epoch), None
+        try:
+            loan = self._stager.lend(local, partial(self._buffers.at, slot))
+        except (StoreError, OSError) as error:
+            self._pending = _Pending(self._writer.submit(partial(_fail, error)), save, slot)
+        self._lent, self._outcome = _Lent(slot, save, loan), None
+        return {} if loan is None else loan.buffers()
+
+    def _adopt(self, lent: _Lent, task: SaveTask) -> None:
+        """Begin the snapshot of what a save staged in lent memory."""
+        arena, work = self._buffers.arena, partial(_fail, task.failure or SaveError("nothing was staged"))
+        if lent.loan is not None and arena is not None:
+            if task.failure is None:
+                work = partial(self._seal, self._stager.adopt(lent.loan, task, arena, lent.slot), None)
+            self._pending = _Pending(self._writer.submit(work), lent.save, lent.slot)
+        self._saver.note_snapshot(lent.save.step)
+
+    def _free_slot(self) -> int | None:
+        """Return the payload for the next snapshot, if there is one. The same on all ranks.
+
+        Neither the newest snapshot nor what a save is written from; but the newest may go where the latter is one."""
+        lent = self._lent if self._lent and (task := self._saver.task) and task.segment.save == self._lent.save else None
+        newest = None if self._newest is None or self._buffers.single else self._newest[0]
+        free = [one for one in self._buffers.slots if lent is None or one != lent.slot]
+        unused = [one for one in free if one != newest]
+        if not unused and lent is not None and lent.whole:
+            self._newest, unused = (lent.slot, lent.save), free
+        return unused[0] if unused else None
+
     def on_decision(self, step: int, saved: Collection[Unit]) -> None:
         """Note that a save of these units, if any, began at ``step``. The same on all ranks."""
+        lent, task = self._lent, self._saver.task
+        if saved and lent is not None and task is not None and lent.save == task.segment.save:
+            self._adopt(lent, task)
         self._manifest.on_decision(step, saved)
         if saved and not self._disabled and self._schedule.due(step):
             self._schedule.put_off(step)  # a snapshot must not have the name of a save with another state
@@ -194,12 +252,12 @@ class MemoryTier:
 
     def _take(self, step: int, local: Mapping[Unit, LocalUnit], began: float) -> None:
         """Stage a snapshot of this step. ``began``: ``perf_counter()`` when training began to wait. Collective."""
-        if self._saver.claim_name(step, snapshot=True) is not None:
-            return  # fenced, or the store is unreachable: reported at the next decision
+        slot = self._free_slot()
+        if slot is None or self._saver.claim_name(step, snapshot=True) is not None:
+            return  # a save is written from it, or fenced, or the store is unreachable: reported at the next decision
         self._saver.note_snapshot(step)
         self._job.rank_buffers.compare()
         save = SaveId(step, self._session.epoch)
-        slot = next((one for one in self._buffers.slots if self._newest is None or one != self._newest[0]), 0)
         keep = self._replication.keep_at_peers(self.newest if self._newest and self._newest[0] != slot else None)
         self._outcome = None
         try:
@@ -231,7 +289,7 @@ class MemoryTier:
             self._pending = None
             if remove:  # memory of earlier incarnations may not be reused yet
                 self._buffers.take_rest(self._group.world_size)
-            self._buffers.close(remove=remove, copying=not finished)
+            self._buffers.close(remove=remove, copying=not finished or self._saver.in_progress)
         return not superseded
 
     def _begin_replication(self, local: Mapping[Unit, LocalUnit], kept: SaveId | None) -> None:
@@ -285,6 +343,9 @@ class MemoryTier:
         elif arena is not None:
             first = self._newest is None
             self._newest = (pending.slot, pending.save)
+            self._lends = self._job.config.shares_memory()
+            if self._lent is not None and self._lent.save == pending.save:
+                self._lent = replace(self._lent, loan=None, whole=True)
             seconds = (outcome.result if outcome else None) or 0.0
             self._job.listeners.on_memory(MemoryEvent(True, self._tier.base, pending.save, seconds))
             if first and self._replication.on:
@@ -309,6 +370,7 @@ class MemoryTier:
 
     def _disable(self, why: str) -> None:
         self._disabled = True
+        self._saver.keep_buffers()
         self._job.listeners.on_memory(MemoryEvent(False, self._tier.base))
         if self._group.rank == 0:
             message = f"the memory tier is off, and saves go to the store only: {why}"

@@ -52,8 +52,9 @@ class DryRunSaver:
         skip = "disagree" if newest != -oldest else "unsupported" if unsupported else None
         return SaveStatus(skip, bool(any_changed))
 
-    def begin(self, step: int, decided: DecisionResult, local: Mapping[Unit, LocalUnit]) -> int:
+    def begin(self, step: int, decided: DecisionResult, local: Mapping[Unit, LocalUnit], lent: Any) -> int:
         """Move references and versions as the commit would. Return the bytes that would be staged on this rank."""
+        del lent  # there are no snapshots without saves
         first = self._ledger.commits == 0
         stats = {one.unit: one for one in decided.stats}
         for unit, choice in decided.saved.items():

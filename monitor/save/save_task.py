@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from monitor.background import Once
 from monitor.context import JobContext
 from monitor.distributed import run_on_all_ranks
 from monitor.ledger import CommitDraft, PreparedCommit, build_manifest
@@ -129,12 +130,12 @@ def require_storable(job: JobContext, store_id: str, survey: Survey) -> None:
 def begin_run_state(
     segment: SegmentDraft, job: JobContext, captured: Callable[[CapturedState], None] = lambda _: None
 ) -> tuple[SegmentDraft, Finish]:
-    """Capture what :func:`with_run_state` adds. Return what adds the encoded run state later, once, in any thread.
+    """Capture what :func:`with_run_state` adds. Return what adds the encoded run state later, in any thread.
 
     captured: called with the run state."""
     state = capture_run_state(job.adapter, job.user, segment.rank, job.rank_buffers)
     captured(state)
-    encode = begin_tree(state)
+    encode = Once(begin_tree(state))
     facts = job.adapter.layout_facts() if segment.rank == 0 else {}
 
     def finish(draft: SegmentDraft) -> SegmentDraft:

@@ -7,10 +7,12 @@ The background thread owns staged copies from :meth:`Saver.begin` until the save
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple
+
+import torch
 
 from monitor.background import BackgroundWorker, Once, TaskResult
 from monitor.context import JobContext
@@ -35,7 +37,7 @@ from monitor.save.save_task import (
     run_save,
 )
 from monitor.save.self_check import SelfChecker
-from monitor.save.staging import AsyncCopy, CopyTiming, StagedUnit, Stager, UnfinishedCopy, encoded_bytes
+from monitor.save.staging import CopyTiming, StagedUnit, Stager, UnfinishedCopy, encoded_bytes
 from monitor.save.store_session import StoreSession
 from monitor.types import Chosen, DecisionResult, SaveStatus, newest_text
 from store import errors
@@ -97,7 +99,7 @@ class Saver:
         self._meter = job.meter
         self._listeners = job.listeners
         self._session = session
-        self._stager = Stager(job.meter, job.config.encode)
+        self._stager = Stager(job.meter, job.config.encode, keeps=not job.config.shares_memory())
         self._packer = Packer(job.config.packing, job.config.differences)
         self._began: float | None = None
         self._writer: BackgroundWorker[SaveResult | None] = BackgroundWorker(f"driftpoint-writer-{job.group.rank}")
@@ -125,6 +127,15 @@ class Saver:
     def in_progress(self) -> bool:
         """Whether a save began and is not settled. The same on all ranks."""
         return self._pending is not None
+
+    @property
+    def task(self) -> SaveTask | None:
+        """The save that began and is not settled. One on each rank, or none on any."""
+        return None if self._pending is None else self._pending.task
+
+    def keep_buffers(self) -> None:
+        """Keep buffers from now on: no memory is lent any more."""
+        self._stager.keeps = True
 
     @property
     def differs(self) -> tuple[str, ...]:
@@ -240,15 +251,21 @@ class Saver:
         """Return why the last save failed, with the rank that says so. Collective."""
         return collect_messages(self._group, self._failure)
 
-    def begin(self, step: int, decided: DecisionResult, local: Mapping[Unit, LocalUnit]) -> int:
+    def begin(
+        self,
+        step: int,
+        decided: DecisionResult,
+        local: Mapping[Unit, LocalUnit],
+        lent: Mapping[Unit, list[torch.Tensor]] = MappingProxyType({}),
+    ) -> int:
         """Stage the decided units and hand them to the background thread. Collective.
 
-        Returns the bytes staged on this rank."""
+        ``lent``: buffers of units, until the save is settled. Returns the bytes staged on this rank."""
         self._highest_step = max(step, self._highest_step)
         save = SaveId(step, self._session.epoch)
         self._job.rank_buffers.compare(self._buffers)
         self._checker.compare_ranks()
-        staged, copying, failure = self._stage(decided, local)
+        staged, copying, failure = self._stager.stage_all(decided, local, lent, self.copy_timing)
         self._copies.set(copying)  # now: the next change of state completes them, even if an error follows
         commit_plan = None
         if self._group.rank == 0:
@@ -417,28 +434,6 @@ class Saver:
             self.upkeep(lambda: make_room(task, self._session.epoch), "making room for the next save")
         self._pending = self._outcome = None
         return {**early, **progress.signatures}
-
-    def _stage(
-        self, decided: DecisionResult, local: Mapping[Unit, LocalUnit]
-    ) -> tuple[tuple[StagedUnit, ...], AsyncCopy, Exception | None]:
-        """Stage the decided units and start their copies. Return also the error, if any, and then nothing staged.
-
-        Out of memory, for example, on one rank: raised here, it would leave the others waiting in a collective. The
-        save fails instead, as it does where a rank cannot write."""
-        staged, copying = list[StagedUnit](), AsyncCopy()
-        try:
-            for unit, choice in decided.saved.items():
-                if unit in local:
-                    mine = decided.mine.get(unit)
-                    staged.append(self._stager.stage(local[unit], choice.encoding or "", mine, copying))
-            self.copy_timing.start(copying)
-        except Exception as error:  # noqa: BLE001 - this rank's edge: kept as the save's failure
-            with suppress(Exception):
-                copying.finish()  # a device may be writing into the buffers
-            for one in staged:
-                self._stager.unstage(one, one.copies)
-            return (), AsyncCopy(), errors.SaveError(f"the state could not be copied: {error!r}")
-        return tuple(staged), copying, None
 
     def _packing(self, save: SaveId, staged: Sequence[StagedUnit], decided: DecisionResult) -> SavePacking:
         now, before = time.monotonic(), self._began

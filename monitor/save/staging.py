@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import chain
 from operator import is_
 from typing import Any, Literal, NamedTuple
@@ -28,8 +28,9 @@ from monitor.observe.units import LocalUnit, UnitLayout
 from monitor.save.staging_pool import StagingPool
 from monitor.save.torch_codecs import EncodedCopy
 from monitor.save.write_tracker import TrackedCopy, WriteTracker, write_tracker
+from monitor.types import DecisionResult
 from store.encoding import encoding_named
-from store.errors import StateChangedError
+from store.errors import SaveError, StateChangedError
 from store.names import BUFFER, FROZEN, Fragment, Unit
 from store.schema import MeasureRecord
 
@@ -333,6 +334,7 @@ class StagedUnit(NamedTuple):
     encoded: tuple[EncodedCopy, ...] = ()
     """If the unit is encoded while it is staged: one for each fragment, writing to ``copies``. Implies ``measure``."""
     signature: Signature | None = None  # if the live tensors were measured
+    lent: bool = False  # whether the copies are in memory of a snapshot
 
     @property
     def fragments(self) -> tuple[Fragment, ...]:
@@ -342,25 +344,63 @@ class StagedUnit(NamedTuple):
 class Stager:
     """Chooses the buffers of each unit, and whether it is encoded while it is copied. Training thread only."""
 
-    def __init__(self, meter: DriftMeter, encode: Literal["staging", "saving"]) -> None:
+    def __init__(self, meter: DriftMeter, encode: Literal["staging", "saving"], *, keeps: bool) -> None:
         self._meter = meter
         self._encode = encode
         self._pool = StagingPool()
+        self.keeps = keeps
+        """Whether buffers stay for the next save. Else most saves are lent memory, and own buffers are let go."""
 
     def reserve(self, local: Mapping[Unit, LocalUnit]) -> None:
         """Allocate buffers for a full save."""
-        for unit, part in local.items():
+        for unit, part in local.items() if self.keeps else ():
             self._pool.reserve(unit, part.layout)
 
     def prepare(self, local: Mapping[Unit, LocalUnit], stop: Callable[[], bool]) -> None:
         """Touch the memory of a full save's buffers, so that the first save does not do it. Background thread."""
-        for unit, part in local.items():
+        for unit, part in local.items() if self.keeps else ():
             if not stop():
                 self._pool.prepare(unit, part.layout)
 
-    def stage(self, part: LocalUnit, encoding: str, measure: Measure | None, copying: AsyncCopy) -> StagedUnit:
-        """Add the copies of a unit, in ``encoding``, to ``copying``. ``measure`` is of the live tensors, if any."""
-        copies, encoded = self._pool.take(part.unit, part.layout), tuple[EncodedCopy, ...]()
+    def stage_all(
+        self,
+        decided: DecisionResult,
+        local: Mapping[Unit, LocalUnit],
+        lent: Mapping[Unit, list[torch.Tensor]],
+        timing: CopyTiming,
+    ) -> tuple[tuple[StagedUnit, ...], AsyncCopy, Exception | None]:
+        """Stage the decided units and start their copies. Return also the error, if any, and then nothing staged.
+
+        Out of memory, for example, on one rank: raised here, it would leave the others waiting in a collective. The
+        save fails instead, as it does where a rank cannot write."""
+        staged, copying = list[StagedUnit](), AsyncCopy()
+        try:
+            for unit, choice in decided.saved.items():
+                if unit in local:
+                    mine, encoding = decided.mine.get(unit), choice.encoding or ""
+                    staged.append(self.stage(local[unit], encoding, mine, copying, lent.get(unit)))
+            timing.start(copying)
+        except Exception as error:  # noqa: BLE001 - this rank's edge: kept as the save's failure
+            with suppress(Exception):
+                copying.finish()  # a device may be writing into the buffers
+            for one in staged:
+                self.unstage(one, one.copies)
+            return (), AsyncCopy(), SaveError(f"the state could not be copied: {error!r}")
+        return tuple(staged), copying, None
+
+    def stage(
+        self,
+        part: LocalUnit,
+        encoding: str,
+        measure: Measure | None,
+        copying: AsyncCopy,
+        lent: list[torch.Tensor] | None = None,
+    ) -> StagedUnit:
+        """Add the copies of a unit, in ``encoding``, to ``copying``. ``measure`` is of the live tensors, if any.
+
+        lent: buffers for a raw unit that the caller gets back when the save is settled."""
+        copies = self._pool.take(part.unit, part.layout) if lent is None else lent
+        encoded = tuple[EncodedCopy, ...]()
         if self._encodes_now(part, encoding):
             # The original values do not reach host memory, so they are measured on the device.
             measure = measure or self._meter.measure(part.unit, part.tensors)
@@ -379,10 +419,13 @@ class Stager:
             None if measure is None else measure_record(part.unit, measure),
             encoded,
             None if measure is None else measure.signature,
+            lent is not None,
         )
 
     def unstage(self, unit: StagedUnit, copies: Sequence[torch.Tensor]) -> None:
         """Return buffers to the pool after a save. ``copies`` are those that the meter does not keep."""
+        if unit.lent or not self.keeps:
+            return
         if unit.encoded:
             self._pool.give_bytes(unit.unit, [copy.encoded for copy in unit.encoded])
         same = len(copies) == len(unit.copies) and all(map(is_, copies, unit.copies))

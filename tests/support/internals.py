@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
+
 import monitor
 from monitor.context import JobContext
 from monitor.events import SaveListener
@@ -14,7 +16,7 @@ from monitor.save.encode import Packer
 from monitor.save.saver import Saver
 from monitor.save.store_session import StoreSession
 from monitor.telemetry.trace import TraceRecorder
-from store.names import SaveId
+from store.names import Fragment, SaveId, Unit
 from store.storage.local import Files
 from tests.support.hooked import HookedFiles
 
@@ -79,6 +81,22 @@ def hold_writer(ckpt: monitor.Checkpointer, release: threading.Event) -> None:
         assert release.wait(180)
 
     saver_of(ckpt).upkeep(hold, "holding the writer")
+
+
+def staging_buffers(ckpt: monitor.Checkpointer) -> list[Unit]:
+    """Units that a save has buffers for, of its own, and that are not in use."""
+    return [unit for unit, free in saver_of(ckpt)._stager._pool._free.items() if free]
+
+
+def staged_copies(ckpt: monitor.Checkpointer) -> dict[Fragment, torch.Tensor]:
+    """What the save under way is written from."""
+    task = saver_of(ckpt).task
+    assert task is not None
+    return {
+        fragment: copy.clone()
+        for unit in task.staged
+        for fragment, copy in zip(unit.fragments, unit.copies, strict=True)
+    }
 
 
 def settle_save(ckpt: monitor.Checkpointer, step: int) -> None:

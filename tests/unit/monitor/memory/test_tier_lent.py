@@ -1,0 +1,175 @@
+"""A save staged in the memory of a snapshot: one copy for both, and neither is worse for it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import monitor.memory.tier
+from monitor.memory.snapshot import Version, seal_snapshot
+from monitor.save.staging import CopyTiming
+from store.names import SaveId
+from store.verify import verify
+from tests.support.internals import hold_writer, staged_copies, staging_buffers
+from tests.support.jobs import Job, committed_steps, same
+from tests.support.kept import abandoned, catalog_of, memory, settled
+from tests.support.memory_jobs import kept_steps, run, sources, state_in, trained
+
+SAVED = SaveId(4, 1)
+
+
+def held(store: Path, **settings: Any) -> tuple[Job, threading.Event, dict[str, Any]]:
+    """A job whose save of step 4 is staged and not written before the event, and the state of that step."""
+    one, release = trained(store, 3, **settings), threading.Event()
+    hold_writer(one.ckpt, release)
+    steps_without_writing(one, 1)
+    return one, release, one.weights()
+
+
+def steps_without_writing(one: Job, count: int) -> None:
+    for _ in range(count):
+        one.step(flush=False)
+        settled(one)
+
+
+def resumed_from_the_store(store: Path, step: int) -> Job:
+    two = Job(store, every=100)
+    assert two.ckpt.resume(memory=False) == step
+    assert two.ckpt.certificate is not None and two.ckpt.certificate.exact
+    return two
+
+
+def test_a_save_is_written_from_the_snapshot_of_its_step_however_late(store: Path) -> None:
+    one, release, saved = held(store)
+    assert not staging_buffers(one.ckpt), "the save has no copy of its own"
+    assert kept_steps(store) == [3, 4]
+    for step in (5, 6, 7):
+        steps_without_writing(one, 1)
+        assert kept_steps(store) == [4, step], "the others replace each other"
+    assert same(state_in(store, SAVED), saved)
+    assert not committed_steps(store)
+    release.set()
+    one.ckpt.flush()
+    abandoned(one)
+    assert committed_steps(store) == [4] and verify(catalog_of(store)).resumable
+    two = resumed_from_the_store(store, 4)
+    assert same(two.weights(), saved)
+    two.ckpt.close(save=False)
+
+
+def test_the_lent_snapshot_is_whole_while_the_other_one_is_replaced(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[int]] = []
+
+    def watched(version: Version) -> float:
+        seen.append(kept_steps(store))
+        return seal_snapshot(version)
+
+    one, release, _ = held(store)
+    monkeypatch.setattr(monitor.memory.tier, "seal_snapshot", watched)
+    steps_without_writing(one, 3)
+    assert seen == [[4], [4], [4]]
+    release.set()
+    run(one, 3)  # the save of step 8 is settled at none of them
+    assert seen[3:] == [[4], [8], [8]]
+    one.ckpt.close()
+
+
+def test_a_killed_job_goes_on_from_the_lent_snapshot(store: Path) -> None:
+    one, release, saved = held(store)
+    release.set()
+    abandoned(one)
+    for record in (store / "commits").iterdir():
+        record.unlink()  # killed before the commit
+    two = Job(store, every=100, memory=memory(store))
+    assert two.ckpt.resume() == 4 and sources(two) == {"memory"}
+    assert two.ckpt.certificate is not None and two.ckpt.certificate.exact
+    assert same(two.weights(), saved)
+    two.ckpt.close(save=False)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"policy": {"name": "parity", "k": 2}},
+        {"encoding": "compact"},
+        {"drift": {"method": "exact"}},
+        {"versions": 1},
+        {"memory_encoding": "compact"},
+    ],
+    ids=str,
+)
+def test_other_saves_have_copies_of_their_own(store: Path, settings: dict[str, Any]) -> None:
+    more = {"encoding": settings.pop("memory_encoding", "raw"), "versions": settings.pop("versions", 2)}
+    one = trained(store, 3, memory=memory(store, **more), **settings)
+    for _ in range(5):
+        one.step()
+    assert 4 not in kept_steps(store)
+    one.ckpt.flush()
+    saved = one.weights()
+    one.ckpt.save(wait=True)
+    abandoned(one)
+    two = Job(store, every=100, **{key: settings[key] for key in settings if key == "drift"})
+    assert two.ckpt.resume(memory=False) == 8
+    assert same(two.weights(), saved) == ("encoding" not in settings)
+    two.ckpt.close(save=False)
+
+
+def test_the_first_save_has_a_copy_of_its_own_and_lets_it_go(store: Path) -> None:
+    one = Job(store, every=1, memory=memory(store))
+    one.ckpt.resume()
+    assert not staging_buffers(one.ckpt)
+    one.step()
+    assert committed_steps(store) == [1]
+    one.step()
+    assert not staging_buffers(one.ckpt)
+    one.ckpt.close(save=False)
+
+
+def test_a_save_that_cannot_be_copied_is_no_snapshot_either(
+    store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = trained(store, 3)
+    start = CopyTiming.start
+
+    def refuse(self: CopyTiming, copying: object) -> None:
+        raise RuntimeError("no copies today")
+
+    monkeypatch.setattr(CopyTiming, "start", refuse)
+    run(one, 1)
+    monkeypatch.setattr(CopyTiming, "start", start)
+    assert kept_steps(store) == [3] and not committed_steps(store)
+    run(one, 4)
+    assert "no version of step 4 in memory" in caplog.text and "could not be copied" in caplog.text
+    assert committed_steps(store) == [8] and kept_steps(store)[-1] == 8
+    one.ckpt.close()
+
+
+def test_values_that_are_not_finite_are_in_neither(store: Path) -> None:
+    one = trained(store, 3)
+    one.model.head.bias.data[0] = float("nan")
+    run(one, 1)
+    assert kept_steps(store) == [3]
+    run(one, 1)
+    assert kept_steps(store) == [3]
+    one.ckpt.close(save=False)
+
+
+def test_after_going_back_the_memory_under_a_save_is_left_alone(store: Path) -> None:
+    one, release, saved = held(store, timeouts={"close": 0.2})
+    steps_without_writing(one, 1)
+    assert one.ckpt.resume() == 5, "the save of step 4 is abandoned, and still being written"
+    steps_without_writing(one, 2)
+    assert kept_steps(store) == [5], "no payload is free"
+    for fragment, copy in staged_copies(one.ckpt).items():
+        assert torch.equal(copy, saved[f"{fragment.fqn}/{fragment.slot}"].view(-1))
+    release.set()
+    one.ckpt.flush()
+    steps_without_writing(one, 3)
+    assert kept_steps(store)[-1] == 10
+    one.ckpt.close(save=False)
