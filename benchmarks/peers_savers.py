@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
@@ -142,9 +143,11 @@ class Driftpoint(Saver):
         return any((self.folder / "manifests").glob(f"{self.step:08d}-*.json"))
 
     def wait(self) -> None:
-        self.ckpt.flush()
-        if not self.done():
-            raise RuntimeError(f"step {self.step} was not committed")
+        until = time.monotonic() + 600
+        while not self.done():  # flush() would wait for the removal of older commits as well
+            if time.monotonic() > until:
+                raise RuntimeError(f"step {self.step} was not committed")
+            time.sleep(0.001)
 
     def load(self, step: int) -> int:
         del step  # it finds the newest that is whole by itself
@@ -161,7 +164,9 @@ class Driftpoint(Saver):
         return next((self.folder / "segments").glob(f"{step:08d}-*"))
 
     def drop(self, step: int) -> None:
-        """Nothing: retention removes it."""
+        """Retention removes it. Wait for that."""
+        del step
+        self.ckpt.flush()
 
     def close(self) -> None:
         self.ckpt.close(save=False)

@@ -225,7 +225,9 @@ class Training:
             began = time.perf_counter()
             try:
                 found = self.saver.load(step)
-            except Exception as error:  # noqa: BLE001
+            except BaseException as error:  # DCP's own error is no Exception
+                if isinstance(error, KeyboardInterrupt | SystemExit):
+                    raise
                 told.append({"refused": f"{type(error).__name__}: {error}"[:200]})
                 continue
             seconds = time.perf_counter() - began

@@ -6,7 +6,9 @@ kept in its :class:`TaskResult`; none is swallowed.
 """
 
 import gc
+import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +19,10 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 _STOP_TIMEOUT = 2.0  # seconds that an idle thread gets to exit
+
+_NICENESS = 10
+"""Of background threads: where training keeps all cores busy, they get a tenth of one. The slowest step beside a save
+takes half as long then, as beside a process that writes."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +153,8 @@ class BackgroundWorker(Generic[T]):
             self._thread.join(_STOP_TIMEOUT)
 
     def _work(self) -> None:
+        if sys.platform == "linux":  # where niceness belongs to a thread
+            os.nice(_NICENESS)
         while (item := self._tasks.get()) is not None:
             number, task = item
             try:

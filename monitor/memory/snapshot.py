@@ -213,16 +213,15 @@ class SnapshotStager:
         """Return the bytes to reserve for a payload."""
         return self._placed(_moving(local)).end + _MARGIN
 
-    def lend(self, local: Mapping[Unit, LocalUnit], allocate: Callable[[int], Any]) -> "Loan":
-        """Return buffers in ``allocate(nbytes)`` for all units of a snapshot. Raises StorageError."""
+    def lend(self, local: Mapping[Unit, LocalUnit], arena: Arena, slot: int, allocate: Callable[[int], Any]) -> "Loan":
+        """Return buffers in ``allocate(nbytes)``, the payload ``slot``, for all units. Raises StorageError."""
         placed, room = self._placed(_moving(local)), self._room.nbytes or 0
-        return Loan(placed, allocate(placed.end + room + max(room // 8, _MARGIN)))
+        return Loan(arena, slot, placed, allocate(placed.end + room + max(room // 8, _MARGIN)))
 
-    def adopt(self, loan: "Loan", task: SaveTask, arena: Arena, slot: int) -> Version:
+    def adopt(self, loan: "Loan", task: SaveTask) -> Version:
         """Return the snapshot of what a save staged in lent memory."""
-        save, placed = task.segment.save, loan.placed
-        segment = replace(task.segment, plan=self._manifest.plan(save))
-        return self._version(arena, slot, segment, task.finish, placed, loan.memory, {}, task.copying)
+        segment = replace(task.segment, plan=self._manifest.plan(task.segment.save))
+        return self._version(loan, segment, task.finish, task.copying, {})
 
     def stage(
         self, save: SaveId, local: Mapping[Unit, LocalUnit], arena: Arena, slot: int, allocate: Callable[[int], Any]
@@ -236,7 +235,7 @@ class SnapshotStager:
         if self._room.nbytes is None:
             segment, finish = finish(segment), lambda finished: finished
             self._room.nbytes = sum(len(leaf.data) for leaf in cast("Sequence[Leaf]", segment.run_leaves))
-        loan = self.lend(local, allocate)
+        loan = self.lend(local, arena, slot, allocate)
         placed, memory = loan.placed, loan.memory
         encoded = {
             one.fragment: EncodedCopy(source, one.encoding, one.copy(memory), _NO_COPY)
@@ -246,23 +245,30 @@ class SnapshotStager:
             if one.encoding != RAW
         }
         copying = self._start_copies(moving, placed, memory, encoded)  # last: an error would leave them unfinished
-        return self._version(arena, slot, segment, finish, placed, memory, encoded, copying)
+        return self._version(loan, segment, finish, copying, encoded)
 
     def _version(
         self,
-        arena: Arena,
-        slot: int,
+        loan: "Loan",
         segment: SegmentDraft,
         finish: Finish,
-        placed: "_Placed",
-        memory: Any,
-        encoded: Mapping[Fragment, EncodedCopy],
         copying: AsyncCopy,
+        encoded: Mapping[Fragment, EncodedCopy],
     ) -> Version:
-        head = self._manifest.manifest(segment.save, segment.store_id) if segment.rank == 0 else None
-        token, room = self._session.token, self._room
-        places, end = placed.placements, placed.end
-        return Version(arena, slot, segment, finish, room, token, memory, places, encoded, end, head, copying)
+        return Version(
+            loan.arena,
+            loan.slot,
+            segment,
+            finish,
+            self._room,
+            self._session.token,
+            loan.memory,
+            loan.placed.placements,
+            encoded,
+            loan.placed.end,
+            self._manifest.manifest(segment.save, segment.store_id) if segment.rank == 0 else None,
+            copying,
+        )
 
     def _start_copies(
         self, local: Mapping[Unit, LocalUnit], placed: "_Placed", memory: Any, encoded: Mapping[Fragment, EncodedCopy]
@@ -321,6 +327,8 @@ class _Placed:
 class Loan:
     """The memory of a payload, for the copies of a save."""
 
+    arena: Arena
+    slot: int
     placed: _Placed
     memory: Any
 

@@ -58,8 +58,8 @@ class _Pending:
 class _Lent:
     """A payload that a save is written from, while it is a snapshot too."""
 
-    slot: int
     save: SaveId
+    slot: int
     loan: Loan | None  # None where this rank has no memory
     whole: bool = False  # whether all ranks are known to have the snapshot
 
@@ -156,31 +156,37 @@ class MemoryTier:
         if not self._lends or self._disabled or decided.preempted or not self._manifest.covered(decided.saved):
             return {}
         slot = None if self._settle(step, False, False).skip is not None else self._free_slot()
-        if slot is None:
+        arena = self._buffers.arena
+        if slot is None or arena is None:
             self._schedule.put_off(step)
             return {}
         save, loan = SaveId(step, self._session.epoch), None
         try:
-            loan = self._stager.lend(local, partial(self._buffers.at, slot))
+            loan = self._stager.lend(local, arena, slot, partial(self._buffers.at, slot))
         except (StoreError, OSError) as error:
             self._pending = _Pending(self._writer.submit(partial(_fail, error)), save, slot)
-        self._lent, self._outcome = _Lent(slot, save, loan), None
+        self._lent, self._outcome = _Lent(save, slot, loan), None
         return {} if loan is None else loan.buffers()
 
     def _adopt(self, lent: _Lent, task: SaveTask) -> None:
         """Begin the snapshot of what a save staged in lent memory."""
-        arena, work = self._buffers.arena, partial(_fail, task.failure or SaveError("nothing was staged"))
-        if lent.loan is not None and arena is not None:
+        if lent.loan is not None:
+            work = partial(_fail, task.failure or SaveError("nothing was staged"))
             if task.failure is None:
-                work = partial(self._seal, self._stager.adopt(lent.loan, task, arena, lent.slot), None)
+                work = partial(self._seal, self._stager.adopt(lent.loan, task), None)
             self._pending = _Pending(self._writer.submit(work), lent.save, lent.slot)
         self._saver.note_snapshot(lent.save.step)
+
+    def _lent_now(self) -> _Lent | None:
+        """Return what is lent to the save under way. The same on all ranks."""
+        task = self._saver.task
+        return self._lent if self._lent and task and task.segment.save == self._lent.save else None
 
     def _free_slot(self) -> int | None:
         """Return the payload for the next snapshot, if there is one. The same on all ranks.
 
         Neither the newest snapshot nor what a save is written from; but the newest may go where the latter is one."""
-        lent = self._lent if self._lent and (task := self._saver.task) and task.segment.save == self._lent.save else None
+        lent = self._lent_now()
         newest = None if self._newest is None or self._buffers.single else self._newest[0]
         free = [one for one in self._buffers.slots if lent is None or one != lent.slot]
         unused = [one for one in free if one != newest]
@@ -190,8 +196,8 @@ class MemoryTier:
 
     def on_decision(self, step: int, saved: Collection[Unit]) -> None:
         """Note that a save of these units, if any, began at ``step``. The same on all ranks."""
-        lent, task = self._lent, self._saver.task
-        if saved and lent is not None and task is not None and lent.save == task.segment.save:
+        lent, task = self._lent_now(), self._saver.task
+        if saved and lent is not None and task is not None:
             self._adopt(lent, task)
         self._manifest.on_decision(step, saved)
         if saved and not self._disabled and self._schedule.due(step):
@@ -225,10 +231,15 @@ class MemoryTier:
         sending, durations = self._replication.sending(latest)
         for seconds in durations:
             self._schedule.sent(seconds)
-        values = [step, -step, busy, failed, changed, trouble, unready, off, *astuple(sending), self._schedule.wanted()]
+        lent = self._lent_now()
+        writing = lent is not None and not self._saver.wait(0.0)
+        values = [step, -step, busy, failed, changed, trouble, unready, off, writing, *astuple(sending)]
+        values.append(self._schedule.wanted())
         newest, oldest, *flags, interval = self._group.all_reduce_max(values)
-        any_busy, any_failed, any_changed, any_trouble, any_unready, any_off, *sent = (bool(flag) for flag in flags)
+        any_busy, any_failed, any_changed, any_trouble, any_unready, any_off, any_writing, *sent = map(bool, flags)
         self._schedule.agreed(step, interval)
+        if lent is not None and lent.whole and not any_writing:
+            self._saver.settle(step, False)  # nothing reads the lent memory any more
         if any_busy or (any_changed and self._saver.in_progress):
             # The table of a pending save must not change until it is settled.
             self._replication.agreed(ReplicationStatus(*sent), None)

@@ -75,8 +75,9 @@ def test_the_lent_snapshot_is_whole_while_the_other_one_is_replaced(
     steps_without_writing(one, 3)
     assert seen == [[4], [4], [4]]
     release.set()
-    run(one, 3)  # the save of step 8 is settled at none of them
-    assert seen[3:] == [[4], [8], [8]]
+    one.ckpt.flush()
+    run(one, 3)
+    assert seen[3:] == [[7], [8], [9]], "a save that is written lends nothing"
     one.ckpt.close()
 
 
@@ -84,7 +85,7 @@ def test_a_killed_job_goes_on_from_the_lent_snapshot(store: Path) -> None:
     one, release, saved = held(store)
     release.set()
     abandoned(one)
-    for record in (store / "commits").iterdir():
+    for record in (store / "manifests").iterdir():
         record.unlink()  # killed before the commit
     two = Job(store, every=100, memory=memory(store))
     assert two.ckpt.resume() == 4 and sources(two) == {"memory"}
@@ -106,17 +107,15 @@ def test_a_killed_job_goes_on_from_the_lent_snapshot(store: Path) -> None:
 )
 def test_other_saves_have_copies_of_their_own(store: Path, settings: dict[str, Any]) -> None:
     more = {"encoding": settings.pop("memory_encoding", "raw"), "versions": settings.pop("versions", 2)}
-    one = trained(store, 3, memory=memory(store, **more), **settings)
-    for _ in range(5):
-        one.step()
-    assert 4 not in kept_steps(store)
-    one.ckpt.flush()
+    one = trained(store, 8, memory=memory(store, **more), **settings)
+    assert 8 not in kept_steps(store) and committed_steps(store) == [4, 8]
+    assert one.ckpt.save(wait=True).skipped is None
     saved = one.weights()
-    one.ckpt.save(wait=True)
-    abandoned(one)
-    two = Job(store, every=100, **{key: settings[key] for key in settings if key == "drift"})
+    one.ckpt.close(save=False)
+    two = Job(store, every=100)
     assert two.ckpt.resume(memory=False) == 8
-    assert same(two.weights(), saved) == ("encoding" not in settings)
+    assert two.ckpt.certificate is not None
+    assert same(two.weights(), saved) or not two.ckpt.certificate.exact
     two.ckpt.close(save=False)
 
 
