@@ -34,6 +34,8 @@ _MAX_SEND_SHARE = 0.5  # share of the time that a snapshot may be in transit to 
 
 _MAX_INTERVAL = 100_000
 
+_MOST_SPARED = 100
+
 
 class StepTiming:
     """Measures the time of steps, decisions and commits. Times are monotonic seconds.
@@ -315,6 +317,11 @@ class SnapshotSchedule:
         needed = max(median(self._stalls) / self._share, median(self._works) / _MAX_BUSY_SHARE)
         needed = max(needed, median(self._sends) / _MAX_SEND_SHARE if self._sends else 0.0)
         return max(1, min(_MAX_INTERVAL, math.ceil(needed / max(median(self._steps), 1e-6))))
+
+    @property
+    def spare(self) -> int:
+        """Steps before a save in which a snapshot may be left out, since the save makes one. The same on all ranks."""
+        return 0 if isinstance(self._every, int) else min(self._interval, _MOST_SPARED) - 1
 
     def agreed(self, step: int, interval: int) -> None:
         """Record a snapshot at ``step``; the next one is ``interval`` steps later. Alike on all ranks."""

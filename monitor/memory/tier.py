@@ -81,7 +81,8 @@ class MemoryTier:
         self._writer: BackgroundWorker[float] = BackgroundWorker(f"driftpoint-memory-{job.group.rank}")
         self._pending: _Pending | None = None
         self._outcome: TaskResult[float] | None = None
-        self._lends = False  # whether it may lend memory to saves: once the size of a snapshot is known
+        self._lends = job.config.shares_memory()
+        self._shared = self._lends  # whether it lent memory to the last save
         self._lent: _Lent | None = None
         self._newest: tuple[int, SaveId] | None = None
         self._replication = Replication(job)
@@ -153,7 +154,8 @@ class MemoryTier:
         until then snapshots replace each other in the other payload, and the lent one is there meanwhile."""
         if self._unclaimed is not None:
             self.begin(local, *self._unclaimed)
-        if not self._lends or self._disabled or decided.preempted or not self._manifest.covered(decided.saved):
+        self._shared = self._lends and not self._disabled and self._manifest.covered(decided.saved)
+        if not self._shared:
             return {}
         slot = None if self._settle(step, False, False).skip is not None else self._free_slot()
         arena = self._buffers.arena
@@ -205,7 +207,10 @@ class MemoryTier:
 
     def due(self, step: int) -> bool:
         """Return whether to take a snapshot of this step. The same on all ranks."""
-        return self._buffers.arena is not None and not self._disabled and self._schedule.due(step)
+        if self._buffers.arena is None or self._disabled or not self._schedule.due(step):
+            return False
+        soon = range(step + 1, step + 1 + (self._schedule.spare if self._shared else 0))
+        return not any(map(self._job.pace.due, soon))  # else that save would find no memory free to be lent
 
     def snapshot(self, step: int, survey: Callable[[], Survey]) -> None:
         """Take a snapshot of this step, unless one is pending. survey: reads the job's tensors. Collective."""
@@ -238,8 +243,6 @@ class MemoryTier:
         newest, oldest, *flags, interval = self._group.all_reduce_max(values)
         any_busy, any_failed, any_changed, any_trouble, any_unready, any_off, any_writing, *sent = map(bool, flags)
         self._schedule.agreed(step, interval)
-        if lent is not None and lent.whole and not any_writing:
-            self._saver.settle(step, False)  # nothing reads the lent memory any more
         if any_busy or (any_changed and self._saver.in_progress):
             # The table of a pending save must not change until it is settled.
             self._replication.agreed(ReplicationStatus(*sent), None)
@@ -248,6 +251,8 @@ class MemoryTier:
             self._pending = self._outcome = None
         elif pending is not None:
             self._finish(pending, outcome, any_failed)
+        if lent is not None and not any_writing:
+            self._saver.settle(step, False)  # nothing reads the lent memory any more
         self._replication.agreed(ReplicationStatus(*sent), latest if latest == self.newest else None)
         if sent[0]:
             return SaveStatus("busy", any_changed)
@@ -354,7 +359,6 @@ class MemoryTier:
         elif arena is not None:
             first = self._newest is None
             self._newest = (pending.slot, pending.save)
-            self._lends = self._job.config.shares_memory()
             if self._lent is not None and self._lent.save == pending.save:
                 self._lent = replace(self._lent, loan=None, whole=True)
             seconds = (outcome.result if outcome else None) or 0.0

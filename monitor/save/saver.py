@@ -169,7 +169,7 @@ class Saver:
 
         No delta is taken to an earlier save: those of this process may be abandoned or damaged."""
         self._packer.reset()
-        self.changed_at = None
+        self.changed_at, self.dropped = None, ()
         self._notes = () if exact else (AS_RESUMED,)
 
     def _updated(self) -> None:
@@ -214,7 +214,7 @@ class Saver:
             if pending is not None and pending.task.commit_plan is not None and any(one.failed for one in ranks):
                 pending.task.commit_plan.give_up.set()  # one rank's part failed: rank 0 need not wait for it
             return SaveStatus("unsupported" if unsupported else "busy", changed)
-        self.dropped, outcome, full = (), ranks[0].outcome, any(one.full for one in ranks)
+        outcome, full = ranks[0].outcome, any(one.full for one in ranks)
         self._listeners.on_settled(self._finish(pending, done, outcome, full) if pending and done and outcome else {})
         if len({one.step for one in ranks}) > 1:
             return SaveStatus("disagree", changed)

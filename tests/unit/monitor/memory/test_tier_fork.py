@@ -43,7 +43,7 @@ def test_the_end_of_a_forked_child_takes_nothing_away(tmp_path: Path, how: str) 
     """The newest commit is as new as memory, so that an end of the job would give the memory back."""
     torch.manual_seed(0)
     store = tmp_path / "store"
-    one = Job(store, every=4, memory=memory(store), timeouts={"close": 5.0})
+    one = Job(store, every=4, memory=memory(store), drift={"method": "exact"}, timeouts={"close": 5.0})
     one.ckpt.resume()
     for _ in range(6):
         one.step()

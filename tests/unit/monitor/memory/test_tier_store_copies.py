@@ -87,7 +87,7 @@ def test_what_was_kept_while_the_next_commit_was_under_way_is_believed_though_th
     go.set()
     kept = one.weights()
     abandoned(one)
-    assert kept_steps(store) == [7, 9] and [save.step for save in catalog_of(store).saves()] == [8]
+    assert kept_steps(store) == [8, 9] and [save.step for save in catalog_of(store).saves()] == [8]
     again = begun(store)
     assert again.ckpt.resume() == 9 and same(again.weights(), kept) and sources(again) == {"memory"}
     again.ckpt.close()
