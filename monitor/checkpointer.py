@@ -270,6 +270,8 @@ class Checkpointer:
             )
         self._step = self._job.completed_steps() or self._step
         self.flush()
+        if wait and self._memory is not None:  # so that there is memory to write the save from
+            self._memory.wait(self.config.timeouts.close)
         with self._job.adapter.cache_lookups(), without_gc():
             report = self._decide(SaveRequest("asked for by save()"))
         if not wait or not isinstance(self._saver, Saver):
@@ -374,8 +376,7 @@ class Checkpointer:
 
     def _close_at_exit(self) -> None:
         # last_value: set by an uncaught exception, but not by sys.exit(1)
-        timeout = min(_PATIENCE, self.config.timeouts.close)
-        self._close(timeout, clean=not hasattr(sys, "last_value"), ended=False)
+        self._close(min(_PATIENCE, self.config.timeouts.close), clean=not hasattr(sys, "last_value"), ended=False)
 
     def _leave(self) -> StepReport:
         """Save what time allows. If the process is to exit, it exits by the deadline in any case."""

@@ -119,13 +119,21 @@ def test_other_saves_have_copies_of_their_own(store: Path, settings: dict[str, A
     two.ckpt.close(save=False)
 
 
-def test_the_first_save_has_a_copy_of_its_own_and_lets_it_go(store: Path) -> None:
+def test_the_first_save_is_lent_memory_too(store: Path) -> None:
     one = Job(store, every=1, memory=memory(store))
     one.ckpt.resume()
-    assert not staging_buffers(one.ckpt)
-    one.step()
-    assert committed_steps(store) == [1]
-    one.step()
+    for step in (1, 2, 3):
+        one.step()
+        settled(one)
+        assert kept_steps(store)[-1] == step
+        assert not staging_buffers(one.ckpt)
+    assert committed_steps(store) == [1, 2, 3]
+    one.ckpt.close(save=False)
+
+
+def test_a_save_that_is_lent_nothing_lets_its_copy_go(store: Path) -> None:
+    one = trained(store, 9, policy={"name": "parity", "k": 2})
+    assert committed_steps(store) == [4, 8] and kept_steps(store) == [7, 9]
     assert not staging_buffers(one.ckpt)
     one.ckpt.close(save=False)
 
