@@ -156,6 +156,8 @@ class Driftpoint(Saver):
             found = int(ckpt.resume())
             if not found:
                 raise RuntimeError("nothing to resume")
+            if not ckpt.certificate.exact:  # a layer of an older save, which the log and the certificate tell
+                raise RuntimeError("what was resumed is not exact")
             return found
         finally:
             ckpt.close(save=False)

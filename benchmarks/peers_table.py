@@ -75,9 +75,9 @@ def outcome_of_load(told: Mapping[str, Any], digests: Mapping[str, str]) -> str:
 
     Args:
         told: ``refused``, or the ``step`` and the ``digest`` that came back.
-        digests: Of the steps that were saved.
+        digests: Of the steps that were saved. Another step that comes back tells that this one is damaged.
     """
-    if "refused" in told:
+    if "refused" in told or str(told["step"]) not in digests:
         return "found"
     if digests.get(str(told["step"])) == told["digest"]:
         return "harmless"
