@@ -42,7 +42,7 @@ for _early in (init.init, doctor.doctor, init.schema):  # commands that need no 
     app.command(epilog=EPILOG)(_early)
 for _command in (status.status, show.show, verify.verify, merge.merge, prune.prune, memory.rescue, simulate.simulate):
     app.command(epilog=EPILOG)(_command)
-for _late in (simulate.estimate, report.report, report.top):
+for _late in (simulate.estimate, report.report):
     app.command(epilog=EPILOG)(_late)
 app.command("import", epilog=EPILOG)(import_checkpoint.import_)
 # Everything after the first word that is not an option belongs to the training command.

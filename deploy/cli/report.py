@@ -1,6 +1,5 @@
-"""``driftpoint report`` and ``top``: show the safety of a run as an HTML page or live in the terminal."""
+"""``driftpoint report``: show the safety of a run as an HTML page."""
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,11 +10,9 @@ from rich.console import Console
 from deploy import console as output
 from deploy.cli.daemon import base_of
 from deploy.console import DebugOption, JsonOption, MemoryOption, StoreArgument
-from store.errors import NothingToResumeError, UsageError
 from store.location import beside
 
 if TYPE_CHECKING:
-    from deploy.health.facts import Facts
     from deploy.report.page import ReportResult
 
 
@@ -72,47 +69,3 @@ def _draw(console: Console, made: "ReportResult", path: Path) -> None:
     console.print(output.cell(f"Written to {path}"))
     if made.missing:
         console.print(output.cell(f"No history: {made.missing}"))
-
-
-def top(
-    store: StoreArgument,
-    *,
-    once: Annotated[
-        bool, typer.Option("--once", help="Print one frame and exit (the default without a terminal).")
-    ] = False,
-    interval: Annotated[float, typer.Option(min=0.1, metavar="S", help="Seconds between updates.")] = 2.0,
-    trace: TraceOption = None,
-    memory: MemoryOption = Path("/dev/shm"),
-    json: JsonOption = False,
-    _debug: DebugOption = False,
-) -> None:
-    """Show the safety of a run and the age and drift of its layers, live. Ctrl-C ends it."""
-    from deploy.report.page import trace_path
-    from deploy.top.app import FactsReader, run
-    from deploy.top.view import Dashboard
-
-    if trace is not None and not trace.is_file():
-        raise UsageError(f"there is no trace at {trace}: omit --trace, or name the job's trace file")
-    reader = FactsReader(store, trace_path(store, trace), base_of(memory))
-    facts = reader.read()
-    if json or once or not (sys.stdin.isatty() and sys.stdout.isatty() and not Console().is_dumb_terminal):
-        output.answer(_top_json(facts), lambda console: console.print(Dashboard(facts, all_layers=True)), as_json=json)
-    else:
-        facts = run(Console(highlight=False, markup=False, emoji=False), reader, interval) or facts
-    raise typer.Exit(NothingToResumeError.exit_code if facts.status is None else facts.status.exit_code)
-
-
-def _top_json(facts: "Facts") -> dict[str, Any]:
-    from deploy.health.checks import judge
-    from deploy.top.view import layer_rows, moving_slots
-
-    verdict, rows = judge(facts), layer_rows(facts, moving_slots(facts))
-    return {
-        "level": verdict.level,
-        "verdict": verdict.sentence,
-        "running": facts.running,
-        "checks": [asdict(check) for check in verdict.checks],
-        "layers": [
-            {"layer": row.layer, "slots": {name: asdict(slot) for name, slot in row.slots.items()}} for row in rows
-        ],
-    }

@@ -6,7 +6,7 @@ Reads records, no payload."""
 import os
 import shlex
 import socket
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -87,35 +87,14 @@ class InMemory:
     problems: tuple[str, ...] = ()
 
 
-class MemoryFacts:
-    """Reads the snapshots repeatedly, and records only after a change. Owned by one thread."""
-
-    def __init__(self, base: Path) -> None:
-        self._base = base
-        self._key: Hashable = None
-        self._seen = InMemory(None)
-
-    def look(self, catalog: Catalog) -> InMemory:
-        """Return the snapshots of the store. Errors go to ``problems``; suspect ones are left out."""
-        tier = Tier(self._base, catalog.store_id)
-        try:
-            key = (tuple(_stamps(tier)), tuple(catalog.saves()), frozenset(catalog.suspects().saves))
-            if key != self._key:
-                self._seen, self._key = _held(tier, catalog), key
-            alive = any(is_owned(place.owner(rank)) for place in tier.generations() for rank in place.ranks())
-        except (StoreError, OSError) as error:
-            self._key = None
-            return InMemory(None, problems=(str(error),))
-        return replace(self._seen, alive=alive)
-
-
-def _stamps(tier: Tier) -> Iterator[Hashable]:
-    """Yield inode, time and size of each file, which change with its content."""
-    for place in tier.generations():
-        for path, _, _ in place.files():
-            with suppress(FileNotFoundError):
-                found = path.stat()
-                yield str(path), found.st_ino, found.st_mtime_ns, found.st_size
+def in_memory(base: Path, catalog: Catalog) -> InMemory:
+    """Return the snapshots of the store below ``base``. Errors go to ``problems``; suspect ones are left out."""
+    tier = Tier(base, catalog.store_id)
+    try:
+        alive = any(is_owned(place.owner(rank)) for place in tier.generations() for rank in place.ranks())
+        return replace(_held(tier, catalog), alive=alive)
+    except (StoreError, OSError) as error:
+        return InMemory(None, problems=(str(error),))
 
 
 def _held(tier: Tier, catalog: Catalog) -> InMemory:
@@ -225,10 +204,9 @@ def gather(
     *,
     trace: Path | None = None,
     checked: VerifiedCommits | None = None,
-    status: StoreStatus | None = None,
 ) -> Facts:
-    """Gather the facts of the store at ``root``. Pass ``status`` to reuse an earlier read."""
-    status = store_status(catalog, root) if status is None else status
+    """Gather the facts of the store at ``root``."""
+    status = store_status(catalog, root)
     return Facts(
         now=now,
         root=root.absolute(),

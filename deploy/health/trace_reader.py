@@ -1,29 +1,21 @@
-"""Read the newest state of a job from its drift trace, incrementally.
+"""Read the newest state of a job from its drift trace, line by line.
 
-:class:`Tail` reads the end of the file first, then only appended lines. :class:`TraceValidator` drops implausible
-lines: a trace is a plain file, and wrong numbers must not stop its reader. :class:`TraceFollower` keeps the last few
-decisions and saves, never the whole trace. Each is owned by one thread."""
+:class:`TraceValidator` drops implausible lines: a trace is a plain file, and wrong numbers must not stop its reader.
+:class:`TraceFollower` keeps the last few decisions and saves, never the whole trace. Each is owned by one thread."""
 
-import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
-from typing import BinaryIO
 
 from store.names import Unit
-from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, ResumedLine, iter_lines, rotated_path
+from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, ResumedLine
 
 _DECISIONS = 64  # decisions kept
 _FEW = 32  # saves and intervals from which rates are computed
 _LATEST = 253_000_000_000.0  # largest Unix time that a calendar can represent
 _MOST = float(1 << 60)  # largest plausible number of steps, bytes or seconds
-_END = 4 << 20  # bytes read from the end of the file at first
-_BLOCK = 1 << 20
-_JOB = b'\n{"kind":"job"'
 
 
 @dataclass(frozen=True)
@@ -222,90 +214,3 @@ def _plausible(line: Line, units: int) -> bool:
 def _within(numbers: Iterable[float], most: float) -> bool:
     """Return whether all numbers are in range; false for NaN."""
     return all(0 <= number <= most for number in numbers)
-
-
-class Tail:
-    """Follows the trace at ``path``, which need not exist yet. Starts again if the file is replaced or truncated."""
-
-    def __init__(self, path: Path, end: int = _END) -> None:
-        self.path = path
-        self.trouble = ""
-        self._end = end
-        self._begin()
-
-    def look(self) -> JobStatus | None:
-        """Return the current state; None without a readable trace, with the reason in ``trouble``."""
-        try:
-            with self.path.open("rb") as file:
-                self._read(file)
-        except OSError as error:
-            self._begin()
-            self.trouble = error.strerror or str(error)
-            return None
-        self.trouble = ""
-        return self._follower.job_status()
-
-    def _begin(self) -> None:
-        self._follower, self._validator = TraceFollower(), TraceValidator()
-        self._offset = 0
-        self._torn = b""
-        self._inode = -1
-
-    def _read(self, file: BinaryIO) -> None:
-        size, inode = file.seek(0, os.SEEK_END), os.fstat(file.fileno()).st_ino
-        if inode != self._inode or size < self._offset:
-            self._begin()
-            self._inode = inode
-            self._skip(file, size)
-        file.seek(self._offset)
-        data = self._torn + file.read()
-        self._offset = file.tell()
-        whole, newline, self._torn = data.rpartition(b"\n")
-        if newline:
-            self._feed(whole.split(b"\n"))
-
-    def _skip(self, file: BinaryIO, size: int) -> None:
-        """Skip to the end of a long file, after reading the job line that applies there.
-
-        A short one may have begun when the file before it was full: the end of that one is read first."""
-        start = size - self._end
-        if start <= 0:
-            with suppress(OSError), rotated_path(self.path).open("rb") as before:
-                self._feed(_last_lines(before, -start))
-            return
-        file.seek(start)
-        start += len(file.readline())
-        self._feed([_job_before(file, start)])
-        self._offset = start
-
-    def _feed(self, raw: Iterable[bytes]) -> None:
-        for line in self._validator.validate(iter_lines(raw)):
-            if line is not None:
-                self._follower.feed(line)
-
-
-def _last_lines(file: BinaryIO, most: int) -> list[bytes]:
-    """Return the lines in the last ``most`` bytes of a file, after the job line that applies to them."""
-    start = max(0, file.seek(0, os.SEEK_END) - most)
-    file.seek(start)
-    if start:
-        start += len(file.readline())
-    before = _job_before(file, start)
-    file.seek(start)
-    return [before, *file.read(most).split(b"\n")]
-
-
-def _job_before(file: BinaryIO, end: int) -> bytes:
-    """Return the last job line that begins before ``end``; empty if there is none."""
-    stop = end
-    while stop > 0:
-        start = max(0, stop - _BLOCK)
-        file.seek(start)
-        block = file.read(min(end, stop + len(_JOB)) - start)
-        block = b"\n" + block if start == 0 else block
-        found = block.rfind(_JOB)
-        if found >= 0:
-            file.seek(start + found + (0 if start == 0 else 1))
-            return file.readline()
-        stop = start
-    return b""

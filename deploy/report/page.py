@@ -191,7 +191,7 @@ def _build(
     history, missing = _history(path, named=named)
     job_status = None if history is None else history.job_status
     catalog.forget()
-    snapshots = health.MemoryFacts(memory).look(catalog)
+    snapshots = health.in_memory(memory, catalog)
     facts = health.gather(catalog, root, snapshots, job_status, clock(), trace=path, checked=checked)
     if facts.foreign_trace:
         history = None

@@ -45,9 +45,8 @@ COMMANDS = {
     "import": ("--store", "/nowhere/store"),
     "prune": ("--dry-run",),
     "report": ("--out", "/nowhere/page.html"),
-    "top": ("--once",),
 }
-WITHOUT_TORCH = ("status", "show", "verify", "prune", "report", "top")
+WITHOUT_TORCH = ("status", "show", "verify", "prune", "report")
 
 BLOCKED = """
 import sys

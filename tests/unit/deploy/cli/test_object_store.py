@@ -71,7 +71,6 @@ def test_the_page_is_written_where_one_stands(
     assert answer.code == 0, answer.err
     assert answer.json["out"] == str(tmp_path / "one.report.html")
     assert URL in (tmp_path / "one.report.html").read_text()
-    assert here("top", URL, "--once").out.startswith(URL)
 
 
 def test_prune(here: Here, builder: StoreBuilder, server: Server) -> None:

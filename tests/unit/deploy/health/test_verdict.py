@@ -11,7 +11,7 @@ import pytest
 
 from deploy.format import ago_text, span_text
 from deploy.health.checks import Verdict, judge, loss_of_node
-from deploy.health.facts import Check, Facts, MemoryFacts, VerifiedCommits, gather
+from deploy.health.facts import Check, Facts, VerifiedCommits, gather, in_memory
 from deploy.report.history import read_history
 from store.catalog import mark_suspect, open_catalog
 from store.memory.arena import Arena
@@ -36,7 +36,7 @@ def facts(run: SeenRun, step: float, *, checked: VerifiedCommits | None = None) 
     memory = run.root.parent / "memory"
     memory.mkdir(exist_ok=True)
     catalog = open_catalog(LocalFiles(run.root))
-    return gather(catalog, run.root, MemoryFacts(memory).look(catalog), job_status, run.at(step), checked=checked)
+    return gather(catalog, run.root, in_memory(memory, catalog), job_status, run.at(step), checked=checked)
 
 
 def verdict(run: SeenRun, step: float, **more: VerifiedCommits) -> Verdict:
@@ -218,13 +218,13 @@ def test_memory_that_no_commit_needs_any_more(run: SeenRun) -> None:
 
 def test_memory_that_is_looked_at_again_and_again(run: SeenRun) -> None:
     run.save(600)
-    catalog, sight = open_catalog(LocalFiles(run.root)), MemoryFacts(run.root.parent / "memory")
-    assert sight.look(catalog).newest is None
+    catalog, memory = open_catalog(LocalFiles(run.root)), run.root.parent / "memory"
+    assert in_memory(memory, catalog).newest is None
     arena = remember(run, SaveId(603, 1))
-    first = sight.look(catalog)
-    assert (first.newest, first.alive, sight.look(catalog)) == (SaveId(603, 1), False, first)
+    first = in_memory(memory, catalog)
+    assert (first.newest, first.alive, in_memory(memory, catalog)) == (SaveId(603, 1), False, first)
     Path(arena.folder, "rank-00000.0.json").unlink()
-    assert sight.look(catalog).newest is None
+    assert in_memory(memory, catalog).newest is None
 
 
 def test_memory_of_another_claim_is_not_believed(run: SeenRun) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from deploy.health.checks import Verdict, judge
-from deploy.health.facts import Check, Facts, MemoryFacts, VerifiedCommits, gather
-from deploy.health.trace_reader import Tail
+from deploy.health.facts import Check, Facts, VerifiedCommits, gather, in_memory
+from deploy.report.history import read_history
 from deploy.report.page import build_report
 from deploy.store_status import store_status
 from store.catalog import open_catalog
@@ -51,8 +51,8 @@ def facts(run: SeenRun, step: float, *, traced: bool = True, checked: VerifiedCo
     catalog = open_catalog(LocalFiles(run.root))
     memory = run.root.parent / "memory"
     memory.mkdir(exist_ok=True)
-    job_status = Tail(run.trace).look() if traced else None
-    return gather(catalog, run.root, MemoryFacts(memory).look(catalog), job_status, run.at(step), checked=checked)
+    job_status = read_history(run.trace).job_status if traced and run.trace.exists() else None
+    return gather(catalog, run.root, in_memory(memory, catalog), job_status, run.at(step), checked=checked)
 
 
 def verdict(run: SeenRun, step: float, *, traced: bool = True, checked: VerifiedCommits | None = None) -> Verdict:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from deploy.health.trace_reader import Tail
 from deploy.report.history import read_history
 from deploy.simulate.simulation import read_trace
 from monitor.telemetry.trace import TraceFile
@@ -25,10 +24,8 @@ def test_two_files_of_a_job_hold_its_newest_decisions(tmp_path: Path) -> None:
         writer = tracer_of(one.ckpt)._writer
         assert writer is not None
         writer._file._most = 20_000
-        follower = Tail(path)
         for _ in range(30):
             one.step()
-            follower.look()
     full = rotated_path(path)
     assert full.stat().st_size <= 20_000 and path.stat().st_size <= 20_000
     assert sorted(file.name for file in tmp_path.glob("*.jsonl*")) == [path.name, full.name]
@@ -39,12 +36,10 @@ def test_two_files_of_a_job_hold_its_newest_decisions(tmp_path: Path) -> None:
     assert found == list(range(found[0], 32)) and len(found) > 5
     (replayed,) = run_of(read_trace(path)).segments
     assert [decision.line.step for decision in replayed.decisions] == found, "one incarnation, through both files"
-    history, begun_now, followed = read_history(path), Tail(path).look(), follower.look()
+    history = read_history(path)
     assert history.totals.incarnations == 1 and history.skipped == 0 and not history.restarts
-    assert begun_now is not None and followed is not None and history.job_status is not None
-    assert begun_now.newest is not None and begun_now.newest.step == 31
-    assert begun_now.saves == history.job_status.saves == followed.saves and len(begun_now.saves) > 1
-    assert begun_now.last_seen == history.job_status.last_seen == followed.last_seen
+    assert history.job_status is not None and history.job_status.newest is not None
+    assert history.job_status.newest.step == 31 and len(history.job_status.saves) > 1
 
 
 def test_a_full_file_of_an_earlier_job_is_renamed_by_the_next_one(tmp_path: Path) -> None:

@@ -1,1 +1,0 @@
-"""Live terminal view of a run's safety and the drift of its layers."""
