@@ -15,7 +15,7 @@ _PLACES = {
     "hf": "huggingface:hf_layout",
     "dcp": "torch_dcp:dcp_layout",
     "trainer": "trainer:trainer_layout",
-    "torch": "torch_state_dict:torch_layout",
+    "torch": "torch_dcp:torch_layout",
 }
 """Module and function of each layout, imported when it is used: some need DeepSpeed."""
 

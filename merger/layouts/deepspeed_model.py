@@ -13,7 +13,7 @@ from merger.checkpoint import Checkpoint, Placement, PlannedTensor, plan_paramet
 from merger.layouts.base import canonical_names, share_tied
 from merger.layouts.deepspeed_facts import EngineFacts, Piece, slice_numel, slice_pieces
 from merger.layouts.deepspeed_reshard import flat_partitions, has_state
-from merger.layouts.torch_state_dict import optimizer_state
+from merger.layouts.torch_dcp import optimizer_state
 from merger.tensors import torch_dtype
 from store.errors import MergeError
 from store.names import FROZEN, WEIGHTS, Fragment

@@ -1,12 +1,15 @@
-"""Write ``torch.distributed.checkpoint``, as stock PyTorch with FSDP2 (``fully_shard``) saves and loads it.
+"""Write state dicts of stock PyTorch: ``torch.distributed.checkpoint``, and ``model.pt`` with ``optimizer.pt``.
 
-Keys are those of ``get_state_dict(model, optimizer)`` as ``{"model": ..., "optim": ...}``: ``model.FQN``,
-``optim.state.FQN.SLOT``, ``optim.param_groups.N.NAME``. Any number of ranks loads it. Weights are in the dtype of the
-master weights, which a load casts to the model's. Counters, random-number states and the user's objects, by rank, are
-in ``extra.pt``. Hyperparameters and step counts of DeepSpeed's Adam variants become those of torch's optimizers, which
-otherwise refuse or ignore them."""
+DCP is as FSDP2 (``fully_shard``) and torchtitan load it. Keys are those of ``get_state_dict(model, optimizer)`` as
+``{"model": ..., "optim": ...}``: ``model.FQN``, ``optim.state.FQN.SLOT``, ``optim.param_groups.N.NAME``. torchtitan's
+keys are further names of the same bytes: ``FQN``, ``optimizer.state.FQN.SLOT``, ``optimizer.param_groups.FQN.NAME``.
+Any number of ranks loads it. Weights are in the dtype of the master weights, which a load casts to the model's.
+Counters, random-number states and the user's objects, by rank, are in ``extra.pt``. Hyperparameters and step counts of
+DeepSpeed's Adam variants become those of torch's optimizers, which otherwise refuse or ignore them. The other two files
+are for ``load_state_dict``, where every rank holds everything. Neither needs Driftpoint installed."""
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -23,13 +26,13 @@ from merger.checkpoint import (
     changed_steps,
     config_section,
     plan_parameter,
+    plan_whole,
     portable_run_states,
     to_portable,
     with_steps,
 )
 from merger.io.output_file import OutFile
-from merger.layouts.base import LayoutResult, Target, grouped, model_names, share_tied, strip_wrappers
-from merger.layouts.torch_state_dict import parameter_state
+from merger.layouts.base import LayoutResult, Target, canonical_names, grouped, model_names, share_tied, strip_wrappers
 from merger.writers.dcp import DcpFile, DcpMetadata, Item
 from merger.writers.torch_zip import PtFile
 from store.errors import UnsupportedError
@@ -45,6 +48,10 @@ STEP = "step"
 CHUNK_BYTES = 1 << 26
 """Approximate size of the blobs that tensors are cut into along their first dimension; ranks read whole blobs."""
 
+_TORCHTITAN = (
+    "torchtitan loads it under the name step-N in its checkpoint folder, with exclude_from_loading=[dataloader]; the "
+    "schedule goes on at the step, and ntokens_seen is counted anew"
+)
 _LOAD = (
     "from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict",
     "state = dict(zip(('model', 'optim'), get_state_dict(model, optimizer)))",
@@ -63,6 +70,8 @@ def dcp_layout(checkpoint: Checkpoint, target: Target) -> LayoutResult:
         checkpoint, more = with_torch_steps(checkpoint)
         notes = (*notes, *more)
         state["optim"] = _optimizer(checkpoint, hyper)
+        state |= _of_torchtitan(checkpoint, model, state["optim"])
+        notes = (*notes, _TORCHTITAN)
     files, metadata = _plan_files(state, target.file_bytes)
     out = [OutFile(name, file) for name, file in files.items()]
     out += [OutFile(".metadata", metadata), OutFile("extra.pt", PtFile(_extra(checkpoint)))]
@@ -83,8 +92,21 @@ def _optimizer(checkpoint: Checkpoint, hyper: list[dict[str, Any]]) -> dict[str,
     return {"state": state, "param_groups": groups}
 
 
+def _of_torchtitan(checkpoint: Checkpoint, model: Mapping[str, Any], optim: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the same values as torchtitan names them; nothing if a parameter has one of its names."""
+    flat = {f"state.{fqn}.{key}": value for fqn, kept in optim["state"].items() for key, value in kept.items()}
+    for group in optim["param_groups"]:
+        hyper = {"initial_lr": group.get("lr"), **group}  # which torchtitan's schedules always have
+        del hyper["params"]
+        flat |= {f"param_groups.{fqn}.{key}": value for fqn in group["params"] for key, value in hyper.items()}
+    trained = {"step": checkpoint.step, "ntokens_seen": 0}
+    named = {"optimizer": flat, "lr_scheduler": {"last_epoch": checkpoint.step}, "train_state": trained}
+    taken = {"model", "optim", *named, *(f"model.{fqn}" for fqn in model)}
+    return {} if taken & model.keys() else {**model, **named}
+
+
 def _plan_files(state: dict[str, Any], file_bytes: int) -> tuple[dict[str, DcpFile], DcpMetadata]:
-    """Plan all files of a nested state dict, with ``.metadata``; tied tensors are written once."""
+    """Plan all files of a nested state dict, with ``.metadata``; a value under several names is written once."""
     flat, mapping = flatten_state_dict(state)
     described: dict[str, dcp.BytesStorageMetadata | dcp.TensorStorageMetadata] = {}
     items: list[Item] = []
@@ -105,7 +127,10 @@ def _plan_files(state: dict[str, Any], file_bytes: int) -> tuple[dict[str, DcpFi
                     aliases[index] = dcp.MetadataIndex(first, chunk.offsets, number)
         else:
             described[name] = dcp.BytesStorageMetadata()
-            items.append(Item(dcp.MetadataIndex(name), value))
+            if names.setdefault(id(value), name) == name:
+                items.append(Item(dcp.MetadataIndex(name), value))
+            else:
+                aliases[dcp.MetadataIndex(name)] = dcp.MetadataIndex(names[id(value)])
     items.sort(key=lambda one: isinstance(one.value, PlannedTensor))  # plain values are in the first file
     parts = grouped(items, lambda item: item.nbytes, file_bytes)
     files = {f"__{number}_0.distcp": DcpFile(part) for number, part in enumerate(parts)}
@@ -234,3 +259,42 @@ def _decoupled(optimizer: Mapping[str, Any]) -> bool:
     """Return whether weight decay was decoupled: DeepSpeed's default for both ``Adam`` and ``AdamW``."""
     named = str(optimizer.get("type", "")).lower() == "adamw"
     return named or bool(config_section(optimizer, "params").get("adam_w_mode", True))
+
+
+def torch_layout(checkpoint: Checkpoint, _: Target) -> LayoutResult:
+    """Plan the files of a model and an optimizer that every rank holds whole."""
+    # As in ``model.state_dict()``, tied tensors are under each of their names.
+    model = OrderedDict(share_tied(canonical_names(checkpoint), lambda fqn: plan_parameter(checkpoint, fqn)))
+    ranks = portable_run_states(checkpoint, checkpoint.run_states)
+    extra = {"save": checkpoint.certificate.save, "step": checkpoint.step, "ranks": ranks}
+    files = (
+        OutFile("model.pt", PtFile(model)),
+        OutFile("optimizer.pt", PtFile(optimizer_state(checkpoint))),
+        OutFile("extra.pt", PtFile(extra)),
+    )
+    load = tuple(f"{name}.load_state_dict(torch.load({{out:{name}.pt}}))" for name in ("model", "optimizer"))
+    return LayoutResult(f"step{checkpoint.step}", files, load)
+
+
+def optimizer_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return ``optimizer.state_dict()``: parameters numbered in the order of the param groups."""
+    state: dict[int, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    number = 0
+    for group in checkpoint.framework_state["param_groups"]:
+        members = range(number, number + len(group["params"]))
+        number = members.stop
+        for index, fqn in zip(members, group["params"], strict=True):
+            found = parameter_state(checkpoint, fqn)
+            if found:
+                state[index] = found
+        groups.append({**to_portable(group["hyper"]), "params": list(members)})
+    return {"state": state, "param_groups": groups}
+
+
+def parameter_state(checkpoint: Checkpoint, fqn: str) -> dict[str, Any]:
+    """Return the optimizer's state of a parameter: its scalars, then its slots."""
+    out = dict(to_portable(checkpoint.framework_state["scalars"].get(fqn, {})))
+    for slot in checkpoint.slots(fqn):
+        out[slot] = plan_whole(checkpoint, fqn, slot)
+    return out

@@ -21,7 +21,7 @@ from merger.checkpoint import Checkpoint
 from merger.io.output_file import OutFile, VerbatimFile
 from merger.layouts.base import Layout, LayoutResult, Target, require_folder
 from merger.layouts.huggingface import hf_weights, model_files, read_json, weight_files, weight_names
-from merger.layouts.torch_state_dict import optimizer_state
+from merger.layouts.torch_dcp import optimizer_state
 from merger.sources.torch_file import require_safe
 from merger.writers.torch_zip import PtFile
 from store.errors import DamagedError, MergeError, UnsupportedError, UsageError

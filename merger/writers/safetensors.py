@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from merger.checkpoint import PlannedTensor
 from merger.io.output_file import Hole, read_back_error
@@ -13,6 +14,7 @@ from store.errors import UnsupportedError
 
 _ALIGN = 8
 _METADATA = "__metadata__"
+_LONGEST = 1 << 28  # header that is read, in bytes
 
 
 @dataclass(frozen=True)
@@ -68,3 +70,15 @@ class SafetensorsFile:
             header = file.read(len(self.header))
         if header != self.header or path.stat().st_size != self.nbytes:
             raise read_back_error(path)
+
+
+def read_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Return (offset of the first tensor, description of each tensor) of a file. ValueError if it is none."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        if not 2 <= size <= min(path.stat().st_size - 8, _LONGEST):
+            raise ValueError(f"{path} has no header of safetensors")
+        table = json.loads(file.read(size))
+    if not isinstance(table, dict):
+        raise ValueError(f"{path} has a header that is not an object")
+    return 8 + size, {name: one for name, one in table.items() if name != _METADATA}
