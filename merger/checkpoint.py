@@ -43,6 +43,7 @@ class RankState:
     user: Any
     own: tuple[str, ...] = ()
     """State that no output holds: the extra state of modules, and buffers in which ranks differ."""
+    objects: Any = None  # [name, class] of each of the user's objects, where known
 
 
 @dataclass(frozen=True)
@@ -234,7 +235,10 @@ def read_run_states(
             f"the run state of save {parts[0].save} has no framework state, so no checkpoint can be written from it. "
             "Another program wrote it; merge a save that Driftpoint wrote"
         )
-    ranks = {rank: RankState(tree.get("rng"), tree.get("user"), _own_state(tree)) for rank, tree in trees.items()}
+    ranks = {
+        rank: RankState(tree.get("rng"), tree.get("user"), _own_state(tree), tree.get("objects"))
+        for rank, tree in trees.items()
+    }
     return RunStates(framework, ranks, trees[0].get("client_state") or {}), None
 
 

@@ -43,7 +43,7 @@ from store.session import StoreLock, claim_epoch
 from store.state_tree import Leaf, encode
 from store.storage.local import Files, LocalFiles
 from store.storage.object_store import ObjectFiles
-from store.text import counted
+from store.text import counted, listed
 
 
 @dataclass(frozen=True)
@@ -107,13 +107,16 @@ def plan_import(source: Path, step: str | None = None) -> ImportPlan:
     for rank in range(max(checkpoint.run_states, default=0) + 1):  # at least one; empty for ranks that are missing
         state = checkpoint.run_states.get(rank, RankState(None, None))
         tree: dict[str, Any] = {"framework": checkpoint.framework_state, "rng": state.rng, "user": state.user}
+        if state.objects is not None:
+            tree["objects"] = state.objects
         if rank == 0 and client_state:
             tree["client_state"] = client_state
         states.append(encode(tree, to_leaf))
     if all(state.rng is None for state in checkpoint.run_states.values()):
+        named = [name or kind for state in checkpoint.run_states.values() for name, kind in state.objects or ()]
         notes.append(
             "the checkpoint holds no random states: a job that resumes from it starts dropout, shuffling and the "
-            "objects of state=[...] afresh"
+            "objects of state=[...] afresh" + (f", except {listed(named)}" if named else "")
         )
     if checkpoint.files is not None:
         notes.append(f"a store keeps no files beside the state: configuration and tokenizer stay in {checkpoint.files}")

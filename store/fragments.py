@@ -17,7 +17,7 @@ from store.encoding.base import Values, chunk_sizes
 from store.encoding.stream import BaseEntry, encoded_chunks
 from store.errors import DamagedError, StorageError
 from store.layout import payload_path
-from store.names import FROZEN, WEIGHTS, Fragment, SaveId
+from store.names import BUFFER, FROZEN, WEIGHTS, Fragment, SaveId
 from store.schema import Entry, PartRecord
 from store.storage.local import Files
 
@@ -151,8 +151,10 @@ class Readable(Protocol):
 def stored_slot(index: FragmentIndex[Source], fragment: Fragment) -> str | None:
     """Return the slot that holds the values of a live fragment, or None.
 
-    Frozen parameters have a slot of their own, and a parameter may have been frozen or unfrozen since it was saved."""
-    options = (WEIGHTS, FROZEN) if fragment.slot in (WEIGHTS, FROZEN) else (fragment.slot,)
+    Frozen parameters have a slot of their own, and a parameter may have been frozen or unfrozen since it was saved. An
+    imported state dict does not tell frozen parameters from buffers."""
+    tensor = (WEIGHTS, FROZEN, BUFFER)
+    options = tensor if fragment.slot in tensor else (fragment.slot,)
     stored = [slot for slot in options if (fragment.fqn, slot) in index.names()]
     if len(stored) == 1:
         return stored[0]

@@ -24,7 +24,7 @@ def import_(
         typer.Argument(
             parser=place_of,
             metavar="CHECKPOINT",
-            help="A DeepSpeed, universal or Trainer checkpoint directory, or another store.",
+            help="A checkpoint of DeepSpeed, DCP, the Trainer or torch.save, or another store.",
         ),
     ],
     *,

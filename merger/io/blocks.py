@@ -46,6 +46,15 @@ class Crc32:
         return f"{self.value:08x}"
 
 
+class Unchecked:
+    """The checksum of files that have none, such as safetensors; its digest is empty."""
+
+    def update(self, data: memoryview) -> None: ...
+
+    def hexdigest(self) -> str:
+        return ""
+
+
 xxh3: Callable[[], RunningHash] = xxhash.xxh3_128
 """The checksum of stores."""
 

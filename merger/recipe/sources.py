@@ -138,9 +138,8 @@ def raise_all(errors: tuple[DriftpointError, ...] | list[DriftpointError]) -> No
 
 
 def _open(path: Path) -> Source:
-    if not path.is_dir() and not is_url(path):
-        problem = "is a file" if path.exists() else "does not exist"
-        raise NoStoreError(f"{path.absolute()} {problem}: name the directory of a store or of a checkpoint")
+    if not path.exists() and not is_url(path):
+        raise NoStoreError(f"{path.absolute()} does not exist: name the directory of a store or of a checkpoint")
     try:
         return open_source(path)
     except DamagedError as error:

@@ -2,8 +2,9 @@
 
 Names found in foreign files are only hints and never lead out of the directory. No tensor is read until asked for."""
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -94,6 +95,10 @@ class FileTensor:
         offset = self.offset + at * torch_dtype(self.dtype).itemsize
         return Extent(fqn, slot, start, stop, self.dtype, self.block, offset)
 
+    def extents(self, fqn: str, slot: str) -> list[Extent]:
+        """Return where all of (fqn, slot) lies, whose elements are this tensor's. Raises as :meth:`extent`."""
+        return [self.extent(fqn, slot, 0, self.numel)]
+
     def place(self) -> tuple[object, ...]:
         """Return a key that is equal for tensors of the same elements of the same record."""
         return self.block, self.offset, self.dtype, self.shape, self.contiguous, self.lazy
@@ -123,6 +128,50 @@ class FileTensor:
         return out
 
 
+@dataclass(frozen=True, eq=False)
+class ChunkedTensor:
+    """A tensor in boxes, as DCP stores it. ``chunks``: (offsets in the whole tensor, elements) of each."""
+
+    dtype: str  # safetensors name
+    shape: tuple[int, ...]
+    chunks: tuple[tuple[tuple[int, ...], FileTensor], ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def extents(self, fqn: str, slot: str) -> list[Extent]:
+        """Return where all of (fqn, slot) lies. Raises as :meth:`FileTensor.extent`."""
+        out = []
+        for offsets, chunk in self.chunks:
+            at = 0
+            for start, stop in box_runs(self.shape, offsets, chunk.shape):
+                out.append(chunk.extent(fqn, slot, start, stop, at))
+                at += stop - start
+        return out
+
+    def place(self) -> tuple[object, ...]:
+        return tuple(chunk.place() for _, chunk in self.chunks)
+
+    def read(self) -> torch.Tensor:
+        raise UnsupportedError(
+            f"{self.chunks[0][1].where} is of a sharded tensor unlike its parameter, which is not read"
+        )
+
+
+StoredTensor = FileTensor | ChunkedTensor
+
+
+def box_runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield (start, stop) in a flattened tensor of each contiguous run of a box, in the order of the box's elements."""
+    strides = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
+    outer = max((dimension for dimension, size in enumerate(sizes) if size != shape[dimension]), default=0)
+    numel, first = math.prod(sizes[outer:]), sum(map(math.prod, zip(offsets, strides, strict=True)))
+    for index in itertools.product(*map(range, sizes[:outer])):
+        start = first + sum(map(math.prod, zip(index, strides[:outer], strict=True)))
+        yield start, start + numel
+
+
 def read_block(block: Block) -> bytearray:
     """Read a small block. DamagedError unless it matches its checksum."""
     data = bytearray(block.nbytes)
@@ -132,7 +181,7 @@ def read_block(block: Block) -> bytearray:
 
 def read_values(nest: Any) -> Any:
     """Return a nest with every tensor of a file replaced by its values. Raises as :meth:`FileTensor.read`."""
-    if isinstance(nest, FileTensor):
+    if isinstance(nest, StoredTensor):
         return nest.read()
     if isinstance(nest, Mapping):
         return {key: read_values(item) for key, item in nest.items()}

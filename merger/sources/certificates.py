@@ -142,7 +142,7 @@ def _in_client_state(checkpoint: Checkpoint, files: RankFiles, problems: list[st
 
 
 def _in_files(checkpoint: Checkpoint, folder: Path, problems: list[str]) -> Iterator[_Claim | None]:
-    places = [(folder.parent, folder.name)]
+    places: list[tuple[Path, str | None]] = [(folder.parent, folder.name), (folder, None)]
     if _TRAINER.fullmatch(folder.parent.name):
         places.append((folder.parent.parent, folder.parent.name))
     for place, tag in places:
@@ -157,7 +157,7 @@ def _in_files(checkpoint: Checkpoint, folder: Path, problems: list[str]) -> Iter
             )
             yield None
             continue
-        if found.tag != tag:
+        if tag not in (found.tag, None):
             continue
         if found.step != checkpoint.step:
             problems.append(

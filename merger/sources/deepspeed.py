@@ -1,28 +1,307 @@
-"""Read DeepSpeed checkpoints at any ZeRO stage and world size, and Trainer folders that hold them.
+"""Read DeepSpeed checkpoints at any ZeRO stage and world size, their model states first.
 
 Files are read as ``engine.save_checkpoint`` wrote them; no DeepSpeed code runs, see :mod:`merger.sources.torch_file`.
 The other files of a Trainer's ``checkpoint-N`` folder (configuration, tokenizer, trainer state) stay beside the state.
-"""
+At ZeRO-1/2 the trained weights in the model states are casts of the masters, bit for bit, and are not read here. Frozen
+parameters that ``exclude_frozen_parameters`` left out are detected by names alone: neither one that every block lacks
+nor one outside the blocks is found, and gaps in a list of single modules may be modules without parameters."""
 
-import re
-from collections.abc import Sequence, Set
-from dataclasses import replace
+import math
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from merger.checkpoint import Checkpoint, gradient_clipping, require_whole
-from merger.io.blocks import Damage
-from merger.sources.certificates import apply_merge_certificates, certificate, describe_tensors
+from merger.checkpoint import Checkpoint, RankState, gradient_clipping, require_whole
+from merger.io.blocks import Damage, Extent
+from merger.layers import group_layers
+from merger.layouts.deepspeed_facts import slice_numel, slice_pieces
+from merger.sources.base import FileTensor, Nest, read_values
+from merger.sources.certificates import NamedTensor, apply_merge_certificates, certificate, describe_tensors
 from merger.sources.deepspeed_files import RankFiles, Tags, is_checkpoint, read_files
-from merger.sources.deepspeed_model import Model, client_state, engine_state, loss_scaler, run_states
 from merger.sources.deepspeed_zero import OptimizerContents, Shape, param_shapes, read_zero3, read_zero12
-from store.errors import DamagedError, MergeError, StorageError, UnsupportedError
+from merger.sources.torch_file import StandIn, attributes
+from store.errors import DamagedError, MergeError, UnsupportedError
 from store.fragments import FragmentIndex
-from store.storage.local import LocalFiles
-from store.text import listed
+from store.names import BUFFER, FROZEN
+from store.text import counted, listed
 
-_FOLDER = re.compile(r"checkpoint-(\d{1,18})")
-STATE = "trainer_state.json"
+_ADAPTER = "lora_"
+
+OWN_KEYS = frozenset({
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "skipped_steps", "global_steps", "global_samples", "dp_world_size",
+    "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version", "driftpoint",
+})  # fmt: skip
+"""Top-level keys outside the client state, which includes ``data_sampler`` and ``random_ltd`` if they are used."""
+
+_EXTRA = "_extra_state"  # last part of the name of a module's `get_extra_state` value
+
+
+def missing_parameters(shapes: Mapping[str, Sequence[int]], dangling: Mapping[str, str]) -> tuple[str, ...]:
+    """Return parameters that are missing, or patterns of them, for messages.
+
+    Detects dangling ties, gaps in the numbers of the model's blocks, and the base model of adapters.
+
+    ``dangling``: names of missing parameters by the further names that they are tied under."""
+    found = dict.fromkeys(dangling.values())
+    found |= dict.fromkeys(_gaps(shapes))
+    if shapes and all(_ADAPTER in name for name in shapes):
+        found["all but the adapters"] = None
+    return tuple(found)
+
+
+def _gaps(shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """Return blocks whose number is missing. Single modules count as blocks only if nothing larger does."""
+    numbers: dict[bool, dict[str, set[int]]] = {True: {}, False: {}}
+    for layer in group_layers(shapes):
+        parent, _, number = layer.name.rpartition(".")
+        if layer.block and number.isdecimal():
+            large = any("." in fqn[len(layer.name) + 1 :] for fqn in layer.fqns)
+            numbers[large].setdefault(parent, set()).add(int(number))
+    return [
+        f"{parent}.{number}.*"
+        for parent, there in (numbers[True] or numbers[False]).items()
+        for number in range(max(there))
+        if number not in there
+    ]
+
+
+class Model:
+    """The contents of the model states, except the parameters that the optimizer holds (``trained``)."""
+
+    def __init__(self, files: RankFiles, trained: Mapping[str, Shape]) -> None:
+        self._files, self._trained = files, trained
+        self._module = dict(files.model.at("module").items())
+        shared = files.model.get("shared_params")
+        ties = {} if shared is None else {alias: name.text() for alias, name in shared.items()}
+        # A checkpoint without its frozen parameters still names the parameters tied to them.
+        self._aliases = {alias: fqn for alias, fqn in ties.items() if fqn in self._module or fqn in trained}
+        self._buffers = [name.text() for name in files.model.at("buffer_names").entries()]
+        frozen = files.model.get("frozen_param_shapes")
+        self._frozen = {} if frozen is None else {fqn: shape.naturals() for fqn, shape in frozen.items()}
+        self.problems: list[str] = []
+        self._unsaved = files.stage > 1 and frozen is None
+        if self._unsaved and files.stage == 3:
+            for alias in ties.keys() - self._aliases.keys():
+                self._module.pop(alias, None)
+        self._require_supported()
+        both = [fqn for fqn in self._frozen if fqn in trained]
+        if both:
+            self.problems.append(
+                f"{files.model.where} lists {listed(both, 6)} in param_shapes and in frozen_param_shapes, so both as "
+                "trained and as frozen; the optimizer's values are taken"
+            )
+        self._tie_buffers()
+        self._tie_parameters()
+        self._left_out = self._missing({alias: fqn for alias, fqn in ties.items() if alias not in self._aliases})
+        if self._left_out:
+            seems = "was" if self._unsaved else "seems to have been (stage 1 does not say)"
+            self.problems.insert(
+                0,
+                f"{files.folder} {seems} saved without its frozen parameters ({listed(self._left_out, 6)}); "
+                "neither has this",
+            )
+
+    def tensors(self) -> dict[str, NamedTensor]:
+        """Return every parameter and buffer, tied ones once: parameters first, both in the module's order.
+
+        Raises MergeError for a parameter that no file holds."""
+        others: dict[str, list[str]] = {}
+        for alias, fqn in self._aliases.items():
+            others.setdefault(fqn, []).append(alias)
+        parameters: dict[str, NamedTensor] = {}
+        buffers: dict[str, NamedTensor] = {}
+        for fqn, nest in self._module.items():
+            if fqn in self._aliases:
+                continue
+            kind = "buffer" if fqn in self._buffers else "trainable" if fqn in self._trained else "frozen"
+            found = NamedTensor(self._shape(fqn, kind), nest.tensor().dtype, kind, tuple(others.get(fqn, ())))
+            (buffers if kind == "buffer" else parameters)[fqn] = found
+        for fqn in (*self._trained, *self._aliases.values(), *self._frozen):
+            if fqn not in parameters and fqn not in buffers:
+                raise UnsupportedError(
+                    f"{self._files.model.where} names the parameter {fqn}, which its module lacks: a state dict that "
+                    "renames parameters is not supported"
+                )
+        return {**parameters, **buffers}
+
+    def extents(self, tensors: Mapping[str, NamedTensor]) -> list[Extent]:
+        """Return where buffers and frozen parameters lie."""
+        out = []
+        for fqn, tensor in tensors.items():
+            if tensor.kind == "buffer" or (tensor.kind == "frozen" and self._files.stage != 3):
+                slot = BUFFER if tensor.kind == "buffer" else FROZEN
+                saved = self._module[fqn].tensor()
+                out.append(saved.extent(fqn, slot, 0, saved.numel))
+            elif tensor.kind == "frozen":
+                out += self._slices(fqn, tensor.shape)
+        return out
+
+    def facts(self, tensors: Mapping[str, NamedTensor]) -> dict[str, Any]:
+        """Return the facts about the model that writers of these files need."""
+        return {
+            "state_dict_names": list(self._module),
+            "buffer_names": list(self._buffers),
+            "frozen_left_out": list(self._left_out),
+            "frozen": [fqn for fqn, tensor in tensors.items() if tensor.kind == "frozen"],
+            "shared_params": {alias: fqn for alias, fqn in self._aliases.items() if tensors[fqn].kind != "buffer"},
+        }
+
+    def _shape(self, fqn: str, kind: str) -> tuple[int, ...]:
+        saved = self._module[fqn].tensor()
+        known = self._trained[fqn].shape if kind == "trainable" else self._frozen.get(fqn)
+        if kind == "buffer" or (known is None and self._files.stage != 3):
+            return saved.shape
+        if known is None:
+            raise MergeError(
+                f"{self._module[fqn].where} requires gradients but is in no param group, and ZeRO-3 does not save such "
+                "a parameter. Freeze it, or add it to the optimizer, and save again"
+            )
+        if self._files.stage != 3 and saved.shape != known:
+            raise MergeError(
+                f"{self._module[fqn].where} has the shape {saved.shape} in the module, but {known} elsewhere in the "
+                "file"
+            )
+        return known
+
+    def _slices(self, fqn: str, shape: tuple[int, ...]) -> list[Extent]:
+        numel, world_size, out = math.prod(shape), self._files.world_size, []
+        part = slice_numel(numel, world_size)
+        for rank, model in enumerate(self._files.models):
+            nest = model.at("frozen_param_fragments").at(fqn)
+            if nest.tensor().shape != (part,):
+                raise UnsupportedError(
+                    f"{nest.where} has {counted(nest.tensor().numel, 'element')}, which is not a slice of {numel} over "
+                    f"{counted(world_size, 'rank')}: quantized parameters are not supported"
+                )
+            pieces = slice_pieces([(fqn, numel, part)], rank)
+            out += [nest.tensor().extent(fqn, FROZEN, one.start, one.stop) for one in pieces if one.start < one.stop]
+        return out
+
+    def _require_supported(self) -> None:
+        for nest in self._module.values():
+            if not isinstance(nest.value, FileTensor):
+                raise UnsupportedError(f"{nest.where} is not a tensor: extra state of a module is not supported")
+        for fqn, nest in self._module.items():
+            if fqn.rpartition(".")[2] == _EXTRA:
+                raise UnsupportedError(
+                    f"{nest.where} is extra state of a module, which is not supported. Override get_extra_state to "
+                    "leave it out, and save it in the client state"
+                )
+        for fqn in self._buffers:
+            if fqn not in self._module:
+                raise DamagedError(f"{self._files.model.where} names a buffer {fqn}, which its module lacks")
+
+    def _tie_buffers(self) -> None:
+        kept: list[str] = []
+        for fqn in self._buffers:
+            tensor = self._module[fqn].tensor()
+            same = [other for other in kept if tensor.numel and tensor.place() == self._module[other].tensor().place()]
+            if same:
+                self._aliases[fqn] = same[0]
+            else:
+                kept.append(fqn)
+        for model in self._files.models[1:]:
+            for fqn in kept:
+                own, theirs = self._module[fqn].tensor().block, model.at("module").at(fqn).tensor().block
+                if own.digest != theirs.digest:
+                    self.problems.append(f"the buffer {fqn} differs between ranks; rank 0's is taken")
+
+    def _missing(self, dangling: Mapping[str, str]) -> tuple[str, ...]:
+        """Return frozen parameters that were left out, for messages; none if all are known to be there."""
+        others = [fqn for fqn in self._parameters() if fqn not in self._trained and fqn not in self._aliases]
+        kept = any(self._module[fqn].tensor().numel for fqn in others)
+        if (self._files.stage > 1 and not self._unsaved) or (self._files.stage <= 1 and kept):
+            return ()
+        shapes = {fqn: nest.tensor().shape for fqn, nest in self._module.items()}
+        known = {fqn: shape.shape for fqn, shape in self._trained.items()}
+        return missing_parameters({**shapes, **known}, dangling) or (("whichever there are",) if self._unsaved else ())
+
+    def _parameters(self) -> list[str]:
+        buffers = set(self._buffers)
+        return [fqn for fqn in self._module if fqn not in buffers]
+
+    def _tie_parameters(self) -> None:
+        """Find modules used under two names, which DeepSpeed does not list as tied parameters."""
+        held = self._trained.keys() | self._frozen.keys()
+        names = [fqn for fqn in self._parameters() if fqn not in self._aliases]
+        homes: dict[tuple[object, ...], list[str]] = {}
+        for fqn in sorted(names, key=lambda fqn: fqn not in held):  # known names come first
+            tensor = self._module[fqn].tensor()
+            # At ZeRO-3 only empty tensors are left, but each parameter has its own record.
+            if tensor.numel or self._files.stage == 3:
+                homes.setdefault(tensor.place(), []).append(fqn)
+        for first, *others in homes.values():
+            orphans = [fqn for fqn in others if fqn not in held]
+            # If several known parameters share a place, the orphan's owner is ambiguous.
+            if len(others) == len(orphans) and (first in held or self._files.stage != 3):
+                self._aliases |= dict.fromkeys(orphans, first)
+        if self._files.stage == 2 and not self._unsaved:
+            for fqn in names:
+                if fqn not in held and fqn not in self._aliases and self._module[fqn].tensor().numel:
+                    self.problems.append(
+                        f"{fqn} is neither trained, frozen nor a buffer; it is taken for a parameter that is in no "
+                        "param group"
+                    )
+
+
+def engine_state(files: RankFiles) -> dict[str, Any]:
+    """Return ``counters``, ``loss_scaler`` and ``lr_scheduler`` of the engine, in the adapter's form."""
+    model, config = files.model, files.model.at("ds_config")
+    steps, accumulation = model.at("global_steps").natural(), _accumulation(config, files.world_size)
+    scheduler = model.get("lr_scheduler")
+    return {
+        "counters": {
+            "global_steps": steps,
+            "global_samples": model.at("global_samples").natural(),
+            "micro_steps": steps * accumulation,  # not saved: whole windows, as DeepSpeed itself assumes
+            "skipped_steps": model.at("skipped_steps").natural(),
+            "gradient_accumulation_steps": accumulation,
+        },
+        "loss_scaler": loss_scaler(files),
+        "lr_scheduler": None if scheduler is None else read_values(scheduler.mapping()),
+    }
+
+
+def loss_scaler(files: RankFiles) -> dict[str, Any] | None:
+    """Return the attributes of the loss scaler, and its class."""
+    found = files.optims[0].get("loss_scaler")
+    if found is None:
+        return None
+    if not isinstance(found.value, StandIn):
+        raise DamagedError(f"{found.where} is a {type(found.value).__name__}, but must be a loss scaler")
+    plain = {key: value for key, value in attributes(found.value).items() if isinstance(value, bool | int | float)}
+    return {"class": type(found.value).__name__, **plain}
+
+
+def _accumulation(config: Nest, world_size: int) -> int:
+    found = config.mapping()
+    steps, batch = found.get("gradient_accumulation_steps"), found.get("train_batch_size")
+    micro = found.get("train_micro_batch_size_per_gpu")
+    if isinstance(steps, int) and steps > 0:
+        return steps
+    if isinstance(batch, int) and isinstance(micro, int) and batch > 0 and micro > 0:
+        return max(1, batch // (micro * world_size))
+    return 1
+
+
+def client_state(files: RankFiles) -> dict[str, Any]:
+    """Return the user's client state, rank 0's."""
+    own = OWN_KEYS | {key for key in ("data_sampler", "random_ltd") if files.model.get(key) is None}
+    return {key: read_values(value) for key, value in files.model.mapping().items() if key not in own}
+
+
+def run_states(files: RankFiles) -> dict[int, RankState]:
+    """Return the run state that a merge put into the client state of every rank; else empty."""
+    out = {}
+    for model in files.models:
+        ours = model.get("driftpoint")
+        if ours is None:
+            continue
+        for rank, state in ours.at("ranks").mapping().items():
+            nest = Nest(state, f"{ours.where}, {rank}")
+            out[int(rank)] = RankState(read_values(nest.at("rng").value), read_values(nest.at("user").value))
+    return dict(sorted(out.items()))
 
 
 def build_checkpoint(
@@ -126,59 +405,3 @@ class DeepSpeedSource:
     def _read(self, folder: Path) -> tuple[RankFiles, OptimizerContents]:
         files = read_files(folder)
         return files, read_zero3(files) if files.stage == 3 else read_zero12(files)
-
-
-def trainer_folders(root: Path) -> dict[int, Path]:
-    """Return the ``checkpoint-N`` folders by step, newest first, without links."""
-    found = {}
-    for path in (root / name for name in LocalFiles(root).list_dir("")):
-        name = _FOLDER.fullmatch(path.name)
-        if name and path.is_dir() and not path.is_symlink():
-            found[int(name[1])] = path
-    return dict(sorted(found.items(), reverse=True))
-
-
-class TrainerSource:
-    """An output directory of the Trainer with ``checkpoint-N`` folders."""
-
-    kind = "trainer"
-
-    def __init__(self, root: Path) -> None:
-        self._root = root.absolute()
-
-    def steps(self) -> tuple[int, ...]:
-        return tuple(trainer_folders(self._root))
-
-    def checkpoint(self, step: int | str | None, _: Set[Damage] = frozenset()) -> Checkpoint:
-        """Return the state of a folder, given by step or name; None: the newest complete one.
-
-        The Trainer itself chooses the highest number, complete or not."""
-        folders = trainer_folders(self._root)
-        if step is not None:
-            named = next((path for number, path in folders.items() if str(step) in (str(number), path.name)), None)
-            if named is None:
-                raise MergeError(
-                    f"{self._root} has no checkpoint {step}; there are: "
-                    f"{listed((path.name for path in folders.values()), 6) or 'none'}"
-                )
-            return _checkpoint_in(named)
-        passed_over: list[str] = []
-        for path in folders.values():
-            try:
-                found = _checkpoint_in(path)
-            except (MergeError, DamagedError, StorageError) as error:
-                passed_over.append(f"{path.name} is not complete: {error}")
-                continue
-            return replace(found, problems=(*passed_over, *found.problems))
-        raise MergeError(f"{self._root} has no complete checkpoint: {listed(passed_over, 3, '; ')}")
-
-
-def _checkpoint_in(path: Path) -> Checkpoint:
-    """Return the checkpoint in a folder ``checkpoint-N``. MergeError unless it is of step N."""
-    found = DeepSpeedSource(path, path).checkpoint(None)
-    if path.name != f"checkpoint-{found.step}":
-        raise MergeError(
-            f"{path} holds {found.origin} of step {found.step}, another than in its name: restore its name, or name "
-            "that inner directory to merge it as it is"
-        )
-    return found

@@ -11,8 +11,9 @@ import pickletools
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import torch
 from isal import isal_zlib
@@ -21,11 +22,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from merger.io.blocks import Block, Crc32
 from merger.sources.base import FileTensor
 from merger.tensors import dtype_name
-from merger.writers.torch_zip import Record, read_records
+from merger.writers.dcp import Window
+from merger.writers.torch_zip import Record, read_records, read_records_from
 from store.errors import DamagedError, StorageError, UnsupportedError, system_errors
 from store.storage.local import LocalFiles
 
 STRUCTURE_LIMIT = 1 << 28  # largest record that is not a tensor's, in bytes
+UNPICKLING_ERRORS = (
+    pickle.UnpicklingError, RuntimeError, EOFError, LookupError, TypeError, ValueError, AttributeError, AssertionError,
+    OverflowError, MemoryError,
+)  # fmt: skip
 _PLAIN = re.compile(
     r"collections OrderedDict|torch Size|torch Tensor|torch device|_codecs encode|torch\.nn\.parameter Parameter|"
     r"(__builtin__|builtins) (set|bytearray|complex)|torch \w+Storage|torch\.storage UntypedStorage|"
@@ -52,19 +58,38 @@ def resolve_link(files: LocalFiles, name: str) -> tuple[LocalFiles, str]:
     return LocalFiles(target.parent), target.name
 
 
-def read_pt(files: LocalFiles, name: str) -> tuple[Any, str]:
+def read_pt(
+    files: LocalFiles, name: str, blob: tuple[int, int] | None = None, tensors: dict[bytes, FileTensor] | None = None
+) -> tuple[Any, str]:
     """Return (what ``torch.load`` would, name of the archive: the file's own when it was saved, if any).
 
     Tensors are :class:`FileTensor`. A link to a file is followed. Raises DamagedError if the structure is incomplete,
-    UnsupportedError, naming it, for a class that is not allowed, StorageError if reading failed."""
+    UnsupportedError, naming it, for a class that is not allowed, StorageError if reading failed.
+
+    blob: (offset, bytes) of the archive in a larger file, as DCP's are. tensors: those read so far, by their pickles:
+    most of DCP's are alike, and loading is slow."""
     files, name = resolve_link(files, name)
-    files.size(name)  # raises for directories and missing files
+    size = files.size(name)  # raises for directories and missing files
+    start, nbytes = blob or (0, size)
     path = files.root / name
-    with system_errors("read", path):
-        found = read_records(path)
-    _refuse_classes(str(path), _check_structure(files, name, found))
-    blocks = {record.offset: _block(files, name, record) for record in found if _is_data(record)}
-    return _Converter(str(path), blocks).of(_load(str(path))), found[0].name.partition("/")[0]
+    if start + nbytes > size:
+        raise DamagedError(f"{path} has {size} bytes, but {nbytes} from byte {start} are needed: it was cut off")
+    with system_errors("read", path), path.open("rb") as file:
+        window = Window(file, start, nbytes)
+        records = read_records_from(cast("BinaryIO", window), path)
+        found = [replace(one, offset=start + one.offset) for one in records]
+        structure = _check_structure(files, name, found)
+        blocks = {one.offset - start: _block(files, name, one) for one in found if _is_data(one)}
+        alike = None if tensors is None else tensors.get(structure)
+        if alike is not None and [one.nbytes for one in blocks.values()] == [alike.block.nbytes]:
+            block = next(iter(blocks.values()))
+            return replace(alike, block=block, where=block.name), ""
+        _refuse_classes(str(path), structure)
+        window.seek(0)
+        value = _Converter(str(path), blocks).of(_load(window, path))
+    if tensors is not None and isinstance(value, FileTensor):
+        tensors[structure] = value
+    return value, found[0].name.partition("/")[0]
 
 
 def _is_data(record: Record) -> bool:
@@ -120,22 +145,12 @@ def _refuse_classes(path: str, structure: bytes, others: str = "") -> None:
         raise DamagedError(f"{path}: data.pkl is not a pickle: {error}") from error
 
 
-def _load(path: str) -> Any:
+def _load(file: Any, path: Path) -> Any:
     allowed: list[Any] = [(kind, name) for name, kind in STAND_INS.items()]
     try:
-        with system_errors("read", path), torch.serialization.safe_globals(allowed), FakeTensorMode():
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except (
-        pickle.UnpicklingError,
-        RuntimeError,
-        EOFError,
-        LookupError,
-        TypeError,
-        ValueError,
-        AttributeError,
-        AssertionError,
-        OverflowError,
-    ) as error:
+        with torch.serialization.safe_globals(allowed), FakeTensorMode():
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except UNPICKLING_ERRORS as error:
         raise DamagedError(f"{path} does not hold what torch.save writes: {error}") from error
 
 

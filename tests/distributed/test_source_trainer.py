@@ -101,7 +101,7 @@ def test_folders_without_deepspeed(copy: Path, tmp_path: Path) -> None:
     (folder / "latest").unlink()
     if not (folder / "model.safetensors").exists():
         (folder / "model.safetensors").write_bytes(b"x")
-    with pytest.raises(UnsupportedError, match="a model without a DeepSpeed training state"):
+    with pytest.raises(UnsupportedError, match="a model without an optimizer's state"):
         open_source(folder)
     empty = tmp_path / "empty"
     empty.mkdir()
