@@ -283,6 +283,7 @@ def _build_job(
     with adapter.cache_lookups():
         state = capture_run_state(adapter, user, rank=0).whole()
         to_tree(state)  # raises now if something cannot be stored
+        user.note_constructed(state)
         if any(group["hyper"].get("capturable") for group in state["framework"]["param_groups"]):
             if settings.staging == "lazy":
                 raise UnsupportedError(

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import nn
 
 from monitor.adapters.base import Adapter
+from monitor.adapters.hyperparameters import Constructed
 from monitor.adapters.module_tensors import RankBuffers, dtype_name, extra_states, torch_dtype
 from store.errors import ConfigError, DamagedError, ModelMismatchError, UsageError
 from store.state_tree import Encoder, Leaf, decode, encode
@@ -58,9 +59,15 @@ class UserState:
         self.objects = [item for item in items.values() if item is not None]
         self._names = [str(key) for key, item in items.items() if item is not None] if named else None
         self._dropped = frozenset(str(key) for key, item in items.items() if item is None)
+        self.script = self.recorded = Constructed({}, [None] * (len(self.objects) + 1))
+        """What the script constructed, and what saves record: after a resume, of the run that this one continues."""
 
     def __len__(self) -> int:
         return len(self.objects)
+
+    def note_constructed(self, state: Mapping[str, Any]) -> None:
+        """Note hyperparameters and schedules as they are before training. state: a whole run state of now."""
+        self.script = self.recorded = Constructed.of(state["framework"], self.objects, state["user"])
 
     def capture(self) -> list[Any]:
         return [state_of(item) for item in self.objects]
@@ -246,8 +253,10 @@ def capture_run_state(
     framework, rng = adapter.capture_run_state() if rank == 0 else None, capture_rng()
     modules = {name: part.state_dict() for name, part in extra_states(adapter.module).items()}
     live = {"user": user.capture(), "objects": user.described(), **({"modules": modules} if modules else {})}
-    own = {} if buffers is None else buffers.captured()
-    return CapturedState({**live, **own}, lambda: {"framework": framework and framework(), "rng": rng})
+    own, constructed = {} if buffers is None else buffers.captured(), user.recorded
+    return CapturedState(
+        {**live, **own}, lambda: {"framework": framework and constructed.joined(framework()), "rng": rng}
+    )
 
 
 class _Model(BaseModel):
@@ -267,6 +276,7 @@ class _Scalars(_Model):
 class _ParamGroup(_Model):
     params: _Names
     hyper: dict[str, Any]
+    constructed: dict[str, Any] | None = None
 
 
 class _LossScaler(_Model):
@@ -282,6 +292,7 @@ class _Framework(_Model):
     counters: dict[str, int] | None = None
     loss_scaler: _LossScaler | None = None
     on_mesh: dict[str, _Names] = {}
+    constructed_schedules: list[Any] = []
 
 
 class _Generators(_Model):
@@ -320,11 +331,8 @@ def parse_run_state(tree: Any) -> RunState:
         _RunState.model_validate(tree)
         user, described = tree["user"], tree.get("objects")
         known = [(None, None)] * len(user or ()) if described is None else described
-        objects = (
-            None
-            if user is None
-            else tuple(SavedObject(name, kind, state) for (name, kind), state in zip(known, user, strict=True))
-        )
+        pairs = zip(known, user or (), strict=True)
+        objects = None if user is None else tuple(SavedObject(*one, state) for one, state in pairs)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(step) for step in first["loc"])

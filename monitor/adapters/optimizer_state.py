@@ -17,8 +17,10 @@ from monitor.adapters.module_tensors import special_kind, torch_dtype
 from store.errors import ModelMismatchError, UnstorableError, UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS
 
-_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Hyperparameters that choose an implementation and do not change the result: a load keeps them as configured."""
+IMPLEMENTATION: Final = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Hyperparameters that choose an implementation of the same step: a load keeps them as configured."""
+
+_LIVE = IMPLEMENTATION | {"param_names"}  # what a load keeps; names belong to the live grouping
 
 NOT_STATE: Final = frozenset({WEIGHTS, FROZEN, BUFFER})  # slots that are not optimizer state
 
@@ -117,7 +119,7 @@ def match_groups(saved: Sequence[Mapping[str, Any]], live: LiveGroups) -> list[M
     matched = [_hyper_for(index, fqns, hyper_of) for index, (fqns, _) in enumerate(live)]
     for index, ((_, group), hyper) in enumerate(zip(live, matched, strict=True)):
         for key, value in hyper.items():
-            if key not in _IMPLEMENTATION:
+            if key not in _LIVE:
                 _check_same_shape(index, key, group.get(key), value)
     return matched
 
@@ -126,7 +128,7 @@ def restore_groups(saved: Sequence[Mapping[str, Any]], live: LiveGroups) -> None
     """Restore saved hyperparameters of live groups. Raises the errors of :func:`match_groups` before any change."""
     for (_, group), hyper in zip(live, match_groups(saved, live), strict=True):
         for key, value in hyper.items():
-            if key not in _IMPLEMENTATION:
+            if key not in _LIVE:
                 group[key] = _like(group.get(key), value)
 
 
@@ -160,7 +162,7 @@ def _hyper_for(index: int, fqns: Sequence[str], hyper_of: Mapping[str, Mapping[s
     first = hyper_of[known[0]]
     for fqn in known[1:]:
         same = hyper_of[fqn] is first  # as of one saved group
-        differing = [] if same else [key for key in first if not equal(first[key], hyper_of[fqn].get(key))]
+        differing = [] if same else [k for k in first if k not in _LIVE and not equal(first[k], hyper_of[fqn].get(k))]
         if differing:
             raise ModelMismatchError(
                 f"param group {index} joins {known[0]} and {fqn}, which were saved with different "

@@ -168,6 +168,8 @@ class ResumeSettings(Settings):
     """back: repeat the batches since that step. on: keep the newest random states and objects"""
     unused_state: Literal["refuse", "drop"] = "refuse"
     """optimizer state of parameters that the optimizer does not hold. drop: resume without it, not exact"""
+    hyperparameters: Literal["store", "script"] = "store"
+    """which to use where the script's differ from the store's; each difference is logged. script: then not exact"""
 
 
 class TraceSettings(Settings):

@@ -20,9 +20,16 @@ from transformers.trainer_callback import CallbackHandler, ExportableState
 from monitor.api import attach_counted
 from monitor.checkpointer import Checkpointer
 from monitor.config.load import Config, load_config
-from monitor.huggingface.resume import PLAN, ResumePlan, plan_resume, training_length
+from monitor.huggingface.resume import (
+    PLAN,
+    PredictionOverride,
+    ResumePlan,
+    plan_resume,
+    remove_override,
+    training_length,
+    write_override,
+)
 from monitor.huggingface.trainer_state import TRAINER, TrainerProgress
-from monitor.resume.predict import PredictionOverride, remove_override, write_override
 from monitor.run_state import Objects, capture_rng, joined, restore_rng
 from monitor.types import StepReport
 from store.errors import ConfigError, SaveError, StoreError, UnsupportedError, UsageError

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from monitor.adapters.base import Adapter, FragmentPlace
+from monitor.adapters.hyperparameters import Constructed, SavedSchedule, reconcile
 from monitor.adapters.optimizer_state import NOT_STATE
 from monitor.config.schema import ResumeSettings
 from monitor.context import JobContext
@@ -84,6 +85,7 @@ class _Checked:
     point: ResumePoint
     read: ReadResult
     lost: tuple[str, ...]
+    constructed: Constructed  # hyperparameters and schedules, which later saves record
 
 
 def resume(
@@ -121,6 +123,7 @@ def resume(
             notes += [*passed_over, *plan.resolution.problems, *found.point.notes, *found.read.notes, *found.lost]
             notes += run_on_all_ranks(group, partial(_object_notes, found.point.state, user))
             shared = _over_ranks(group, _load(plan, found, adapter, user=user, group=group, live=live))
+            user.recorded = found.constructed
         notes, lost = list(dict.fromkeys([*notes, *shared])), (*found.lost, *shared)
         return ResumeResult(plan.resolution, found.point, tuple(notes), lost, passed_over=newer)
 
@@ -153,8 +156,29 @@ def _check(
     unrestored = _over_ranks(group, run_on_all_ranks(group, partial(_unrestored, point, adapter, group)))
     saved = point.state.user
     objects = _over_ranks(group, run_on_all_ranks(group, lambda: [] if saved is None else user.notes(saved)))
+    lost = (*dropped, *rounded, *unrestored, *objects)
     run_on_all_ranks(group, lambda: _check_run_state(point.state, plan, adapter))
-    return _Checked(point, read, (*dropped, *rounded, *unrestored, *objects))
+    point, notes, constructed = run_on_all_ranks(group, partial(_reconciled, point, plan, user, settings))
+    if settings.hyperparameters == "store":
+        return _Checked(replace(point, notes=(*point.notes, *notes)), read, lost, constructed)
+    return _Checked(point, read, (*lost, *_over_ranks(group, notes)), constructed)
+
+
+def _reconciled(
+    point: ResumePoint, plan: _Plan, user: UserState, settings: ResumeSettings
+) -> tuple[ResumePoint, Sequence[str], Constructed]:
+    """Return the resume point with the hyperparameters and schedules to go on with, and their differences."""
+    framework, saved = point.state.framework, point.state.user or ()
+    constructed = dict(zip(map(id, saved), framework.get("constructed_schedules", ()), strict=False))
+    found = [None] * len(user) if point.state.user is None else user.match(saved)
+    schedules = [
+        SavedSchedule(user.label(index), one and one.state, constructed.get(id(one))) for index, one in enumerate(found)
+    ]
+    chosen = reconcile(framework, schedules, plan.before["param_groups"], user.script, settings.hyperparameters)
+    states = dict(zip(map(id, found), chosen.schedules, strict=True))
+    objects = point.state.user and tuple(replace(one, state=states.get(id(one), one.state)) for one in saved)
+    state = replace(point.state, framework=chosen.framework, user=objects)
+    return replace(point, state=state), chosen.notes, chosen.constructed
 
 
 def _dropped_state(point: ResumePoint, plan: _Plan, adapter: Adapter, settings: ResumeSettings) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from monitor.adapters.base import Adapter
+from monitor.adapters.hyperparameters import is_schedule
 from monitor.config.schema import ResumeSettings
 from monitor.distributed import Group, run_on_all_ranks
 from monitor.resume.read import OpenPayloads, Slots, read_with_retries
@@ -83,15 +84,6 @@ def select_run_state(
         combine = partial(_keep_newest_data_position, point, latest.state, latest.generators, user)
         return run_on_all_ranks(group, combine)
     return RejectedVersion(own)
-
-
-def is_schedule(item: Any) -> bool:
-    """Return whether a user object is a learning-rate schedule, which counts steps and not data."""
-    if isinstance(item, torch.optim.lr_scheduler.LRScheduler) or getattr(item, "counts_steps", False):
-        return True
-    if hasattr(item, "step_with_optimizer"):  # Accelerate's wrapper
-        return is_schedule(item.scheduler)
-    return any(base.__module__ == "deepspeed.runtime.lr_schedules" for base in type(item).__mro__)
 
 
 def _keep_newest_data_position(point: ResumePoint, latest: RunState, generators: bool, user: UserState) -> ResumePoint:

@@ -18,8 +18,7 @@ from transformers.trainer_utils import compare_trainer_and_checkpoint_args
 
 import monitor
 from monitor.distributed import current_group
-from monitor.huggingface.resume import trainer_state
-from monitor.resume.predict import ResumePrediction
+from monitor.huggingface.resume import ResumePrediction, trainer_state
 from store.catalog import open_catalog
 from store.errors import ModelMismatchError, StoreError, UsageError
 from store.names import SaveId

@@ -1,0 +1,234 @@
+"""Hyperparameters that a changed script constructs otherwise than the saved run: one line each, never silence."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adagrad, AdamW, RMSprop, lr_scheduler
+
+import monitor
+from monitor.adapters.hyperparameters import Constructed, reconcile
+from store.errors import ModelMismatchError
+
+Make = Callable[[Any], Any]
+SCRIPT = {"resume": {"hyperparameters": "script"}}
+
+
+class Script:
+    """A model, an optimizer of ``kind`` with ``hyper``, and a schedule; trained by ``steps``."""
+
+    def __init__(
+        self, store: Path, kind: Any = AdamW, schedule: Make | None = None, settings: Any = None, **hyper: Any
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(4, 4)
+        self.optimizer = kind(self.model.parameters(), **{"lr": 0.1, **hyper})
+        self.schedule = schedule(self.optimizer) if schedule else None
+        config = {"store": str(store), "every": 1, "metrics": {"enabled": False}, **(settings or {})}
+        self.ckpt = monitor.attach(
+            (self.model, self.optimizer), config, state=[self.schedule] if self.schedule is not None else []
+        )
+        self.start = self.ckpt.resume()
+
+    def steps(self, count: int) -> list[float]:
+        """The learning rate of each step."""
+        rates = []
+        for _ in range(count):
+            self.optimizer.zero_grad()
+            self.model(torch.ones(2, 4)).square().mean().backward()
+            rates.append(float(self.group["lr"]))
+            self.optimizer.step()
+            if self.schedule is not None:
+                self.schedule.step()
+            self.ckpt.step()
+            self.ckpt.flush()
+        return rates
+
+    @property
+    def group(self) -> dict[str, Any]:
+        group: dict[str, Any] = self.optimizer.param_groups[0]
+        return group
+
+    @property
+    def notes(self) -> list[str]:
+        assert self.ckpt.resumed is not None
+        return list(self.ckpt.resumed.notes)
+
+    @property
+    def exact(self) -> bool:
+        assert self.ckpt.certificate is not None
+        return self.ckpt.certificate.exact
+
+    def __enter__(self) -> Script:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ckpt.close()
+
+
+def ramp(peak: float) -> Callable[[int], float]:
+    return lambda step: peak * min(1.0, step / 4)
+
+
+SCHEDULES: dict[str, Make] = {
+    "none": lambda _: None,
+    "lambda": partial(lr_scheduler.LambdaLR, lr_lambda=ramp(1.0)),
+    "one cycle": partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=40),
+    "cosine": partial(lr_scheduler.CosineAnnealingLR, T_max=20),
+    "exponential": partial(lr_scheduler.ExponentialLR, gamma=0.5),
+    "plateau": partial(lr_scheduler.CosineAnnealingWarmRestarts, T_0=3),
+    "sequential": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2), lr_scheduler.ExponentialLR(optimizer, 0.5)],
+        milestones=[2],
+    ),
+}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Path]:
+    return tmp_path / "store"  # type: ignore[return-value]
+
+
+CHANGES = [
+    (AdamW, "lr", 0.1, 0.05),
+    (AdamW, "betas", (0.9, 0.999), (0.9, 0.95)),
+    (AdamW, "weight_decay", 0.01, 0.1),
+    (AdamW, "amsgrad", False, True),
+    (AdamW, "maximize", False, True),
+    (SGD, "momentum", 0.0, 0.9),
+    (Adagrad, "lr_decay", 0.0, 0.1),
+]
+
+
+@pytest.mark.parametrize(("kind", "key", "saved", "script"), CHANGES)
+def test_the_store_wins_and_says_so(
+    store: Path, caplog: pytest.LogCaptureFixture, kind: Any, key: str, saved: Any, script: Any
+) -> None:
+    with Script(store, kind, **{key: saved}) as one:
+        one.steps(2)
+    for _ in range(2):  # at each restart, not only at the first one
+        with caplog.at_level(logging.WARNING), Script(store, kind, **{key: script}) as two:
+            found = f"{saved!r} in the store and {script!r} in this script: the store's is used"
+            line = f"{key} of param group 0 is {found}"
+            assert [note.split(";")[0] for note in two.notes] == [line]
+            assert line in caplog.text
+            assert two.exact and two.group[key] == saved
+            two.steps(1)
+        caplog.clear()
+
+
+@pytest.mark.parametrize("key", ["fused", "foreach"])
+def test_how_a_step_is_computed_is_the_scripts(store: Path, key: str) -> None:
+    with Script(store) as one:
+        one.steps(1)
+    with Script(store, **{key: True}) as two:
+        found = "None in the store and True in this script: the script's is used"
+        assert two.notes == [f"{key} of param group 0 is {found}"]
+        assert two.group[key] is True
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("settings", [{}, SCRIPT])
+def test_what_a_schedule_moved_is_no_difference(store: Path, name: str, settings: Any) -> None:
+    with Script(store, schedule=SCHEDULES[name]) as one:
+        one.steps(3)
+        rest = one.steps(0)
+    with Script(store, schedule=SCHEDULES[name], settings=settings) as two:
+        assert two.start == 3 and not two.notes and two.exact
+        rest = two.steps(4)
+    with Script(store.with_name("whole"), schedule=SCHEDULES[name]) as whole:
+        assert whole.steps(7)[3:] == rest
+
+
+def test_what_a_loop_moved_by_hand_is_no_difference(store: Path) -> None:
+    with Script(store) as one:
+        one.group["lr"] = 0.03
+        one.steps(1)
+    with Script(store, settings=SCRIPT) as two:
+        assert not two.notes and two.group["lr"] == 0.03
+
+
+@pytest.mark.parametrize("name", ["none", "lambda", "cosine", "exponential", "sequential"])
+def test_the_scripts_learning_rate_goes_through_the_schedule(store: Path, name: str) -> None:
+    with Script(store, schedule=SCHEDULES[name]) as one:
+        one.steps(3)
+    with Script(store, schedule=SCHEDULES[name], settings=SCRIPT, lr=0.05) as two:
+        assert len(two.notes) == 1 and two.notes[0].startswith("lr of param group 0 is 0.1 in the store and 0.05")
+        assert not two.exact
+        rates = two.steps(4)
+    with Script(store.with_name("whole"), schedule=SCHEDULES[name], lr=0.05) as whole:
+        assert rates == pytest.approx(whole.steps(7)[3:])
+    with Script(store, schedule=SCHEDULES[name], lr=0.05) as three:
+        assert three.start == 7 and not three.notes
+
+
+def test_one_cycle_takes_the_scripts_peak(store: Path) -> None:
+    def cycle(peak: float) -> Make:
+        return partial(lr_scheduler.OneCycleLR, max_lr=peak, total_steps=40)
+
+    with Script(store, schedule=cycle(0.1)) as one:
+        one.steps(3)
+    with Script(store, schedule=cycle(0.2)) as two:
+        assert {note.split(" ")[0] for note in two.notes} == {"lr", "max_lr", "min_lr"}
+        assert two.group["max_lr"] == 0.1 and two.exact
+    with Script(store, schedule=cycle(0.2), settings=SCRIPT) as three:
+        rates = three.steps(3)
+    with Script(store.with_name("whole"), schedule=cycle(0.2)) as whole:
+        assert rates == pytest.approx(whole.steps(6)[3:])
+
+
+@pytest.mark.parametrize("prefer", ["store", "script"])
+def test_the_settings_of_a_schedule_are_told(store: Path, prefer: str) -> None:
+    with Script(store, schedule=partial(lr_scheduler.CosineAnnealingLR, T_max=20)) as one:
+        one.steps(3)
+    longer, settings = partial(lr_scheduler.CosineAnnealingLR, T_max=40), {"resume": {"hyperparameters": prefer}}
+    with Script(store, schedule=longer, settings=settings) as two:
+        (note,) = two.notes
+        assert note.startswith("T_max of state[0] (a CosineAnnealingLR) is 20 in the store and 40 in this script")
+        assert two.schedule is not None and two.schedule.T_max == (20 if prefer == "store" else 40)
+        assert two.schedule.last_epoch == 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "saved", "script"),
+    [(AdamW, "amsgrad", False, True), (RMSprop, "centered", True, False), (RMSprop, "momentum", 0.0, 0.9)],
+)
+def test_the_scripts_value_is_refused_where_it_needs_other_state(
+    store: Path, kind: Any, key: str, saved: Any, script: Any
+) -> None:
+    with Script(store, kind, **{key: saved}) as one:
+        one.steps(1)
+    with pytest.raises(ModelMismatchError, match=f"{key} is {saved} in the store and {script}"):
+        Script(store, kind, settings=SCRIPT, **{key: script})
+
+
+def test_groups_with_the_same_difference_share_a_line_and_names_stay(store: Path) -> None:
+    def named(lr: float, count: int) -> Make:
+        def make(parameters: Any, **_: Any) -> AdamW:
+            named = [("weight", next(parameters)), ("bias", next(parameters))]
+            groups = [{"params": named}] if count == 1 else [{"params": [one]} for one in named]
+            return AdamW(groups, lr=lr)
+
+        return make
+
+    with Script(store, named(0.1, 1)) as one:
+        one.steps(1)
+    with Script(store, named(0.2, 2)) as two:
+        assert len(two.notes) == 1 and two.notes[0].startswith("lr of param group 0, 1 is 0.1")
+        assert [group["param_names"] for group in two.optimizer.param_groups] == [["weight"], ["bias"]]
+
+
+def test_a_store_of_an_older_release_is_compared_where_nothing_can_have_moved() -> None:
+    hyper = {"lr": 0.03, "initial_lr": 0.1, "max_momentum": 0.9, "betas": (0.85, 0.99), "eps": 1e-8}
+    saved = {"optimizer": "AdamW", "param_groups": [{"params": ["w"], "hyper": hyper}]}
+    live = [{"params": ["w"], "hyper": {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-6}}]
+    script = Constructed({"w": live[0]["hyper"]}, [None])
+    assert [note.split(" ")[0] for note in reconcile(saved, [], live, script, "store").notes] == ["eps"]
