@@ -19,20 +19,17 @@ import torch.distributed as dist
 from torch import nn
 
 from monitor.adapters.base import FragmentPlace, LiveValue, Piece, StateVersions, TensorInfo, wrap_methods
+from monitor.adapters.hyperparameters import describe_group, group_values, match_groups, restore_groups
 from monitor.adapters.identity import Identity, IdentityReader, T
 from monitor.adapters.module_tensors import ModuleTensors, whole_piece
 from monitor.adapters.optimizer_state import (
     common_scalars,
     complete_state,
-    describe_group,
     fit_slots,
-    group_values,
-    match_groups,
     planned_slots,
     require_by_parameter,
     require_storable,
     require_storable_groups,
-    restore_groups,
     restored_scalars,
     slots_of,
     to_host,

@@ -5,30 +5,22 @@ shape, and *scalars*, which are everything else (``step``, factored moments). Hy
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
 import torch
 
-from monitor.adapters.base import LiveValue
 from monitor.adapters.module_tensors import special_kind, torch_dtype
 from store.errors import ModelMismatchError, UnstorableError, UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS
-
-IMPLEMENTATION: Final = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Hyperparameters that choose an implementation of the same step: a load keeps them as configured."""
-
-_LIVE = IMPLEMENTATION | {"param_names"}  # what a load keeps; names belong to the live grouping
 
 NOT_STATE: Final = frozenset({WEIGHTS, FROZEN, BUFFER})  # slots that are not optimizer state
 
 _INT_STEP = frozenset({"SparseAdam", "LBFGS"})  # optimizers of torch whose step count is not a tensor
 
 _STACKED = 64  # elements of the largest scalars that are copied together
-
-LiveGroups = Sequence[tuple[Sequence[str], dict[str, Any]]]  # (fqns, param group) of each group of a live optimizer
 
 
 def to_host(value: Any, where: str) -> Any:
@@ -91,86 +83,6 @@ def _stacked(values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     return torch.stack(list(values)).cpu().unbind()
 
 
-def describe_group(fqns: Iterable[str], group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a param group as ``{"params": [fqn, ...], "hyper": {lr, betas, ...}}``."""
-    hyper = {
-        key: to_host(value, f"hyperparameter {key!r} of an optimizer param group")
-        for key, value in group.items()
-        if key != "params"
-    }
-    return {"params": list(fqns), "hyper": hyper}
-
-
-def group_values(groups: Iterable[Mapping[str, Any]], name: str) -> Iterator[LiveValue]:
-    """Return the hyperparameters of live param groups, and where :func:`describe_group` puts them in the run state."""
-    for index, group in enumerate(groups):
-        for key, value in group.items():
-            if key != "params":
-                stored = ("framework", "param_groups", index, "hyper", key)
-                yield LiveValue(f"{name}[{index}][{key!r}]", value, stored=stored)
-
-
-def match_groups(saved: Sequence[Mapping[str, Any]], live: LiveGroups) -> list[Mapping[str, Any]]:
-    """Return the saved hyperparameters of each live group, matched by the parameters in it, not by position.
-
-    Changes nothing. Raises ModelMismatchError if a group has no parameter in the saved state, parameters that were
-    saved with different values, or a tensor that the saved value does not fit."""
-    hyper_of = {fqn: group["hyper"] for group in saved for fqn in group["params"]}
-    matched = [_hyper_for(index, fqns, hyper_of) for index, (fqns, _) in enumerate(live)]
-    for index, ((_, group), hyper) in enumerate(zip(live, matched, strict=True)):
-        for key, value in hyper.items():
-            if key not in _LIVE:
-                _check_same_shape(index, key, group.get(key), value)
-    return matched
-
-
-def restore_groups(saved: Sequence[Mapping[str, Any]], live: LiveGroups) -> None:
-    """Restore saved hyperparameters of live groups. Raises the errors of :func:`match_groups` before any change."""
-    for (_, group), hyper in zip(live, match_groups(saved, live), strict=True):
-        for key, value in hyper.items():
-            if key not in _LIVE:
-                group[key] = _like(group.get(key), value)
-
-
-def _check_same_shape(index: int, key: str, live: Any, value: Any) -> None:
-    if not isinstance(live, torch.Tensor):
-        return
-    number = isinstance(value, bool | int | float)
-    shape = value.shape if isinstance(value, torch.Tensor) else torch.Size() if number else None
-    if shape is None or not _can_broadcast(shape, live.shape):
-        raise ModelMismatchError(
-            f"{key!r} of param group {index} is a tensor of shape {tuple(live.shape)} here and was saved as "
-            f"{value if shape is None or number else f'one of shape {tuple(shape)}'}; configure the optimizer as "
-            "in the run that was saved"
-        )
-
-
-def _can_broadcast(shape: torch.Size, live: torch.Size) -> bool:
-    """Return whether ``copy_`` would broadcast ``shape`` to ``live``, as it does for a number."""
-    return len(shape) <= len(live) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(live), strict=False))
-
-
-def _hyper_for(index: int, fqns: Sequence[str], hyper_of: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-    known = [fqn for fqn in fqns if fqn in hyper_of]
-    if not known:
-        if not fqns:
-            return {}
-        raise ModelMismatchError(
-            f"param group {index} (with {fqns[0]}) has no parameter in the saved state; resume with the model and "
-            "the optimizer that wrote it"
-        )
-    first = hyper_of[known[0]]
-    for fqn in known[1:]:
-        same = hyper_of[fqn] is first  # as of one saved group
-        differing = [] if same else [k for k in first if k not in _LIVE and not equal(first[k], hyper_of[fqn].get(k))]
-        if differing:
-            raise ModelMismatchError(
-                f"param group {index} joins {known[0]} and {fqn}, which were saved with different "
-                f"{', '.join(differing)}; split the param group as in the run that was saved"
-            )
-    return first
-
-
 def equal(one: Any, other: Any) -> bool:
     """Return whether two plain values or tensors are equal, whatever containers or number types hold them."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
@@ -180,16 +92,6 @@ def equal(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(equal, one, other))
     return bool(one == other)
-
-
-def _like(live: Any, value: Any) -> Any:
-    """Return the saved value with the type of the live one: a list becomes a tuple again (JSON has no tuples)."""
-    if isinstance(live, torch.Tensor):
-        with torch.no_grad():
-            return live.copy_(torch.as_tensor(value))
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    return tuple(value) if isinstance(live, tuple) and isinstance(value, list) else copy.deepcopy(value)
 
 
 def slots_of(state: Mapping[str, Any], parameter: torch.Tensor) -> list[str]:

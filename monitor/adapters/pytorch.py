@@ -18,22 +18,18 @@ import torch.distributed as dist
 from torch import nn
 
 from monitor.adapters.base import FragmentPlace, LiveValue, Piece, StateVersions, TensorInfo
+from monitor.adapters.hyperparameters import LiveGroups, describe_group, group_values, match_groups, restore_groups
 from monitor.adapters.identity import Identity, IdentityReader, T, versions_of
 from monitor.adapters.module_tensors import ModuleTensors, slice_piece, whole_piece, without_wrappers
 from monitor.adapters.optimizer_state import (
-    LiveGroups,
     StackedScalars,
     can_take_over,
     complete_state,
-    describe_group,
     fit_slots,
-    group_values,
-    match_groups,
     planned_slots,
     require_by_parameter,
     require_storable,
     require_storable_groups,
-    restore_groups,
     restored_scalars,
     slots_of,
     to_host,
