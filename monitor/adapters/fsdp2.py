@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement, Shard
 from monitor.adapters.base import Piece
 from monitor.adapters.identity import Identity
 from monitor.adapters.module_tensors import ModuleTensors, require_materialized, whole_piece, without_wrappers
-from monitor.adapters.optimizer_state import slots_of
+from monitor.adapters.optimizer_state import AnyOptimizer, kind_of, slots_of
 from monitor.adapters.pytorch import PyTorchAdapter, Replica, even_slice
 from store.errors import UnstorableError, UnsupportedError
 from store.names import Fragment
@@ -158,7 +158,9 @@ class Fsdp2Adapter(PyTorchAdapter):
     framework = "fsdp2"
     _known_tensors = frozenset({DTensor})  # their local parts are checked by local_of()
 
-    def __init__(self, module: nn.Module, optimizer: torch.optim.Optimizer, wrappers: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, module: nn.Module, optimizer: AnyOptimizer, wrappers: Sequence[tuple[Any, torch.optim.Optimizer]] = ()
+    ) -> None:
         if not dist.is_initialized():
             raise UnsupportedError(
                 "the model is sharded, but there is no process group: call monitor.attach before "
@@ -243,7 +245,7 @@ class Fsdp2Adapter(PyTorchAdapter):
                 problem = self._sharding_problem(f"{fqn} ({key})", value, slot=key in slots)
                 if problem is not None:
                     raise UnsupportedError(
-                        f"{type(self.optimizer).__name__} keeps {key!r} of {fqn}, of shape {tuple(value.shape)}, "
+                        f"{kind_of(self.optimizer)} keeps {key!r} of {fqn}, of shape {tuple(value.shape)}, "
                         f"{problem}, so its part of the whole is unknown; use an optimizer with state per element, "
                         "such as AdamW"
                     )
@@ -268,12 +270,12 @@ def _replicated(value: Any, parameter: DTensor) -> Any:
     return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def _require_sharded_first(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _require_sharded_first(module: nn.Module, optimizer: AnyOptimizer) -> None:
     """Refuse an optimizer that was created before ``fully_shard`` replaced the parameters."""
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     live = {id(parameter) for parameter in ShardedModuleTensors(module).parameters().values()}
     if held and not any(id(parameter) in live for parameter in held):
         raise UnsupportedError(
-            f"no parameter of {type(optimizer).__name__} is in the model: create the optimizer after fully_shard, "
+            f"no parameter of {kind_of(optimizer)} is in the model: create the optimizer after fully_shard, "
             "which replaces the parameters"
         )

@@ -253,12 +253,14 @@ def describe_group(fqns: Iterable[str], group: Mapping[str, Any]) -> dict[str, A
     return {"params": list(fqns), "hyper": hyper}
 
 
-def group_values(groups: Iterable[Mapping[str, Any]], name: str) -> Iterator[LiveValue]:
-    """Return the hyperparameters of live param groups, and where :func:`describe_group` puts them in the run state."""
+def group_values(groups: Iterable[Mapping[str, Any]], name: str, first: int = 0) -> Iterator[LiveValue]:
+    """Return the hyperparameters of live param groups, and where :func:`describe_group` puts them in the run state.
+
+    first: the index there of the first one."""
     for index, group in enumerate(groups):
         for key, value in group.items():
             if key != "params":
-                stored = ("framework", "param_groups", index, "hyper", key)
+                stored = ("framework", "param_groups", first + index, "hyper", key)
                 yield LiveValue(f"{name}[{index}][{key!r}]", value, stored=stored)
 
 

@@ -81,9 +81,7 @@ class IdentityReader:
         self._memory_of = memory_of
         self._last: Sequence[Any] = ()
 
-    def read(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer, others: Sequence[torch.Tensor] = ()
-    ) -> Identity | None:
+    def read(self, module: nn.Module, optimizer: Any, others: Sequence[torch.Tensor] = ()) -> Identity | None:
         """Return the identity, or None if the optimizer keeps state in a form that is not known.
 
         others: Further tensors that pieces may lie in."""

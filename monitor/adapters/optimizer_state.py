@@ -5,8 +5,9 @@ shape, and *scalars*, which are everything else (``step``, factored moments). Hy
 """
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -21,6 +22,69 @@ NOT_STATE: Final = frozenset({WEIGHTS, FROZEN, BUFFER})  # slots that are not op
 _INT_STEP = frozenset({"SparseAdam", "LBFGS"})  # optimizers of torch whose step count is not a tensor
 
 _STACKED = 64  # elements of the largest scalars that are copied together
+
+
+class JointOptimizer:
+    """Several optimizers of one job, seen as one: all their param groups, in order, and all their state."""
+
+    def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
+        self.members = tuple(members)
+        self.state = _JointState(self)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for member in self.members for group in member.param_groups]
+
+
+class _JointState(MutableMapping[torch.Tensor, Any]):
+    """The state of several optimizers by parameter. New state goes to the optimizer that holds the parameter."""
+
+    def __init__(self, joint: JointOptimizer) -> None:
+        self._joint = joint
+        self._holders: dict[int, torch.optim.Optimizer] = {}
+
+    def _of(self, parameter: torch.Tensor) -> MutableMapping[torch.Tensor, Any]:
+        for member in self._joint.members:
+            if parameter in member.state:
+                return member.state
+        if id(parameter) not in self._holders:  # groups may be added
+            groups = ((member, group) for member in self._joint.members for group in member.param_groups)
+            self._holders = {id(one): member for member, group in groups for one in group["params"]}
+        return self._holders[id(parameter)].state
+
+    def __getitem__(self, parameter: torch.Tensor) -> Any:
+        return self._of(parameter)[parameter]
+
+    def __setitem__(self, parameter: torch.Tensor, state: Any) -> None:
+        self._of(parameter)[parameter] = state
+
+    def __delitem__(self, parameter: torch.Tensor) -> None:
+        del self._of(parameter)[parameter]
+
+    def __contains__(self, parameter: object) -> bool:
+        return any(parameter in member.state for member in self._joint.members)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return chain.from_iterable(member.state for member in self._joint.members)
+
+    def __len__(self) -> int:
+        return sum(len(member.state) for member in self._joint.members)
+
+    def get(self, parameter: torch.Tensor, default: Any = None) -> Any:
+        return next((member.state[parameter] for member in self._joint.members if parameter in member.state), default)
+
+
+AnyOptimizer = torch.optim.Optimizer | JointOptimizer
+
+
+def members_of(optimizer: AnyOptimizer) -> tuple[torch.optim.Optimizer, ...]:
+    """Return the optimizers that are seen as one."""
+    return optimizer.members if isinstance(optimizer, JointOptimizer) else (optimizer,)
+
+
+def kind_of(optimizer: AnyOptimizer) -> str:
+    """Return the class name of an optimizer, or those of several: ``Muon + AdamW``."""
+    return " + ".join(type(member).__name__ for member in members_of(optimizer))
 
 
 def to_host(value: Any, where: str) -> Any:
@@ -124,13 +188,13 @@ def planned_slots(
     }
 
 
-def require_by_parameter(optimizer: torch.optim.Optimizer) -> None:
+def require_by_parameter(optimizer: AnyOptimizer) -> None:
     """Raise UnsupportedError if an optimizer has state under a key that is not a tensor."""
     states: Mapping[Any, Any] = optimizer.state
     for key, value in states.items():
         if not isinstance(key, torch.Tensor) and value:
             raise UnsupportedError(
-                f"{type(optimizer).__name__} keeps state under {key!r}, which is not a parameter, so it would not be "
+                f"{kind_of(optimizer)} keeps state under {key!r}, which is not a parameter, so it would not be "
                 "saved; keep it in its param groups, or use an optimizer with state per parameter, such as AdamW"
             )
 
@@ -139,7 +203,7 @@ _STORABLE = frozenset({torch.Tensor, torch.nn.Parameter, bool, int, float, str, 
 
 
 def require_storable(
-    optimizer: torch.optim.Optimizer, name_of: Callable[[torch.Tensor], str], known: frozenset[type] = frozenset()
+    optimizer: AnyOptimizer, name_of: Callable[[torch.Tensor], str], known: frozenset[type] = frozenset()
 ) -> None:
     """Raise UnstorableError if state of an optimizer has a type that no save can hold.
 
@@ -151,7 +215,7 @@ def require_storable(
                 raise _unstorable(optimizer, key, name_of(parameter), kind)
 
 
-def require_storable_groups(optimizer: torch.optim.Optimizer, known: frozenset[type] = frozenset()) -> None:
+def require_storable_groups(optimizer: AnyOptimizer, known: frozenset[type] = frozenset()) -> None:
     """Raise UnstorableError if hyperparameters have a type that no save can hold; see :func:`require_storable`."""
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
@@ -172,9 +236,9 @@ def _unstorable_kind(value: Any, known: frozenset[type]) -> str | None:
     return f"a {type(value).__module__}.{type(value).__qualname__}"
 
 
-def _unstorable(optimizer: torch.optim.Optimizer, key: Any, holder: str, kind: str) -> UnstorableError:
+def _unstorable(optimizer: AnyOptimizer, key: Any, holder: str, kind: str) -> UnstorableError:
     return UnstorableError(
-        f"{type(optimizer).__name__} keeps {key!r} of {holder} as {kind}, which a save would not bring back as it is: "
+        f"{kind_of(optimizer)} keeps {key!r} of {holder} as {kind}, which a save would not bring back as it is: "
         "a store holds the elements of plain tensors, numbers, strings, lists and dicts. Use an optimizer that keeps "
         "those, such as torch.optim.AdamW"
     )
@@ -199,7 +263,7 @@ def can_take_over(parameter: torch.Tensor) -> bool:
 
 
 def fit_slots(
-    optimizer: torch.optim.Optimizer,
+    optimizer: AnyOptimizer,
     parameter: torch.Tensor,
     wanted: Mapping[str, str],
     values: Mapping[str, Any] = MappingProxyType({}),
@@ -215,9 +279,7 @@ def fit_slots(
             optimizer.state[parameter][slot] = new_slot(parameter, dtype, values.get(slot))
 
 
-def complete_state(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, slots: Collection[str], scalars: bool
-) -> bool:
+def complete_state(optimizer: AnyOptimizer, parameter: torch.Tensor, slots: Collection[str], scalars: bool) -> bool:
     """Make the loaded state of ``parameter`` complete, or drop it. Partial state would break the optimizer's next step.
 
     If some of the saved ``slots`` were loaded, the others become zeros. If none was loaded, or there was no state,

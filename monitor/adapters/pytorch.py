@@ -5,6 +5,7 @@ scalers are the user's own objects.
 """
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -22,10 +23,13 @@ from monitor.adapters.hyperparameters import LiveGroups, describe_group, group_v
 from monitor.adapters.identity import Identity, IdentityReader, T, versions_of
 from monitor.adapters.module_tensors import ModuleTensors, slice_piece, whole_piece, without_wrappers
 from monitor.adapters.optimizer_state import (
+    AnyOptimizer,
     StackedScalars,
     can_take_over,
     complete_state,
     fit_slots,
+    kind_of,
+    members_of,
     planned_slots,
     require_by_parameter,
     require_storable,
@@ -89,7 +93,7 @@ class PyTorchAdapter:
     """Adapter of a module and its optimizer. Raises UnsupportedError for unsupported tensors or optimizers.
 
     The module is unwrapped; its parameter names are the fqns. ``group`` has the ranks that hold replicas; None for all
-    ranks, and for one process. ``wrappers`` are those around the optimizer, outermost first."""
+    ranks, and for one process. ``wrappers`` are those around an optimizer, each with that."""
 
     framework = "torch"
     state_is_private = False
@@ -98,22 +102,23 @@ class PyTorchAdapter:
     def __init__(
         self,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: AnyOptimizer,
         group: dist.ProcessGroup | None = None,
-        wrappers: Sequence[Any] = (),
+        wrappers: Sequence[tuple[Any, torch.optim.Optimizer]] = (),
         *,
         buffers_follow_rank0: bool = False,
     ) -> None:
         self.module = module
         self.optimizer = optimizer
         self.buffers_follow_rank0 = buffers_follow_rank0
+        self._optimizers = members_of(optimizer)
         self._wrappers = tuple(wrappers)
         self._inventory = self._collect_tensors(module)
         self._reader = IdentityReader(self._local_memory)
         distributed = dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank(group) if distributed else 0
         self._world_size = dist.get_world_size(group) if distributed else 1
-        if type(optimizer).__name__ == "ZeroRedundancyOptimizer":
+        if any(type(one).__name__ == "ZeroRedundancyOptimizer" for one in self._optimizers):
             raise UnsupportedError(
                 "ZeroRedundancyOptimizer shards its state in its own way; use a plain optimizer or DeepSpeed ZeRO"
             )
@@ -133,11 +138,11 @@ class PyTorchAdapter:
         """Raise UnsupportedError if an optimized parameter is not in the model, or state belongs to no parameter."""
         self._keep("attached", self._check_names)
         require_storable_groups(self.optimizer, self._known_tensors)
-        for wrapper in self._wrappers:
-            _require_no_state(wrapper, self.optimizer)
+        for wrapper, inner in self._wrappers:
+            _require_no_state(wrapper, inner)
 
     def state_versions(self) -> StateVersions | None:
-        identity, kind = self.identity(), type(self.optimizer).__name__
+        identity, kind = self.identity(), kind_of(self.optimizer)
         if identity is not None:
             return StateVersions(kind, versions_of(identity.trained), versions_of(identity.entries))
         trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -145,11 +150,13 @@ class PyTorchAdapter:
         return StateVersions(kind, versions_of(trained), versions_of(state))
 
     def before_update(self, hook: Callable[[], None]) -> None:
-        self.optimizer.register_step_pre_hook(lambda *_: hook())
+        for optimizer in self._optimizers:
+            optimizer.register_step_pre_hook(lambda *_: hook())
 
     def before_change(self, hook: Callable[[], None]) -> None:
         self.before_update(hook)
-        self.optimizer.register_load_state_dict_pre_hook(lambda *_: hook())
+        for optimizer in self._optimizers:
+            optimizer.register_load_state_dict_pre_hook(lambda *_: hook())
         for part in self.module.modules():  # a script may load a part of the model
             part.register_load_state_dict_pre_hook(_LoadHook(hook))  # type: ignore[no-untyped-call]
 
@@ -194,9 +201,12 @@ class PyTorchAdapter:
         return self.capture_run_state()()
 
     def capture_run_state(self) -> Callable[[], dict[str, Any]]:
-        groups = [describe_group(fqns, group) for fqns, group in self._groups()]
+        groups = [
+            {**describe_group(fqns, group), "optimizer": type(member).__name__, "member": number}
+            for (fqns, group), (number, member) in zip(self._groups(), self._members(), strict=True)
+        ]
         scalars = self._capture_scalars()
-        slots, kind = self._keep("slots", self._slots), type(self.optimizer).__name__
+        slots, kind = self._keep("slots", self._slots), kind_of(self.optimizer)
         return lambda: {
             "optimizer": kind,
             "param_groups": groups,
@@ -225,17 +235,21 @@ class PyTorchAdapter:
 
     def live_values(self) -> Iterator[LiveValue]:
         yield from self._inventory.live_values()
-        whole, place = self.optimizer.state_dict(), "optimizer.state_dict()"
-        optimized = [(fqn, parameter) for fqn, parameter, _ in self._optimized()]
-        for index, state in whole.get("state", {}).items():
-            fqn, parameter = optimized[index]
-            slots = slots_of(self.optimizer.state.get(parameter, {}), parameter)
-            for key, value in state.items():
-                stored = None if key in slots else ("framework", "scalars", fqn, key)
-                yield LiveValue(f"{place}['state'][{index}][{key!r}]", value, stored=stored)
-        yield from group_values(whole.get("param_groups", ()), f"{place}['param_groups']")
-        for key in whole.keys() - {"state", "param_groups"}:
-            yield LiveValue(f"{place}[{key!r}]", whole[key])
+        groups = self._groups()
+        for number, optimizer in enumerate(self._optimizers):
+            place = f"optimizer{f's[{number}]' if len(self._optimizers) > 1 else ''}.state_dict()"
+            first, whole = sum(member < number for member, _ in self._members()), optimizer.state_dict()
+            own = groups[first : first + len(optimizer.param_groups)]
+            optimized = [pair for fqns, group in own for pair in zip(fqns, group["params"], strict=True)]
+            for index, state in whole.get("state", {}).items():
+                fqn, parameter = optimized[index]
+                slots = slots_of(optimizer.state.get(parameter, {}), parameter)
+                for key, value in state.items():
+                    stored = None if key in slots else ("framework", "scalars", fqn, key)
+                    yield LiveValue(f"{place}['state'][{index}][{key!r}]", value, stored=stored)
+            yield from group_values(whole.get("param_groups", ()), f"{place}['param_groups']", first)
+            for key in whole.keys() - {"state", "param_groups"}:
+                yield LiveValue(f"{place}[{key!r}]", whole[key])
 
     def layout_facts(self) -> dict[str, Any]:
         return self._keep("facts", self._facts)
@@ -243,7 +257,7 @@ class PyTorchAdapter:
     def _facts(self) -> dict[str, Any]:
         return {
             "framework": self.framework,
-            "optimizer": type(self.optimizer).__name__,
+            "optimizer": kind_of(self.optimizer),
             "world_size": self._world_size,
             "param_groups": [{"params": fqns} for fqns, _ in self._groups()],
             "state_dict_names": self._inventory.state_dict_names(),
@@ -279,10 +293,14 @@ class PyTorchAdapter:
         return self._inventory.cache.keep(self.identity(), key, compute)
 
     def _check_names(self) -> None:
-        self._groups()
+        counted = Counter(fqn for fqns, _ in self._groups() for fqn in fqns)
+        if twice := [fqn for fqn, count in counted.items() if count > 1]:
+            raise UnsupportedError(
+                f"several of {kind_of(self.optimizer)} hold {listed(twice)}: give each parameter to one optimizer"
+            )
         require_by_parameter(self.optimizer)
         names = self._inventory.names()
-        require_storable(self.optimizer, lambda key: names.of(key, type(self.optimizer).__name__), self._known_tensors)
+        require_storable(self.optimizer, lambda key: names.of(key, kind_of(self.optimizer)), self._known_tensors)
 
     def _slots(self) -> dict[str, list[str]]:
         states = self.optimizer.state
@@ -333,11 +351,16 @@ class PyTorchAdapter:
         return list(zip(fqns, self.optimizer.param_groups, strict=True))
 
     def _named_groups(self) -> list[list[str]]:
-        names, kind = self._inventory.names(), type(self.optimizer).__name__
+        names = self._inventory.names()
         return [
-            [names.of(parameter, f"param group {index} of {kind}") for parameter in group["params"]]
-            for index, group in enumerate(self.optimizer.param_groups)
+            [names.of(one, f"param group {index} of {type(member).__name__}") for one in group["params"]]
+            for member in self._optimizers
+            for index, group in enumerate(member.param_groups)
         ]
+
+    def _members(self) -> list[tuple[int, torch.optim.Optimizer]]:
+        """Return the optimizer of each param group, and its number."""
+        return [(number, one) for number, one in enumerate(self._optimizers) for _ in one.param_groups]
 
     def _optimized(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
         for fqns, group in self._groups():
@@ -356,8 +379,12 @@ class PyTorchAdapter:
     def _restored_scalars(
         self, fqn: str, parameter: nn.Parameter, group: Mapping[str, Any], saved: Mapping[str, Any]
     ) -> dict[str, Any]:
-        scalars = saved["scalars"].get(fqn, {})
-        return restored_scalars(self.optimizer, parameter, group, scalars, saved.get("optimizer"))
+        scalars, kind = saved["scalars"].get(fqn, {}), saved.get("optimizer")
+        if len(self._optimizers) == 1 and " + " not in str(kind):
+            return restored_scalars(self._optimizers[0], parameter, group, scalars, kind)
+        # Where there are several, require_optimizer() has found the same class for each parameter.
+        owner = next(one for one in self._optimizers if any(group is own for own in one.param_groups))
+        return restored_scalars(owner, parameter, group, scalars, type(owner).__name__)
 
 
 class _LoadHook:

@@ -236,6 +236,7 @@ def require_optimizer(saved: Mapping[str, Any], live: Mapping[str, Any]) -> None
     """Raise ModelMismatchError unless both are the same kind of optimizer, with hyperparameters of the same kinds.
 
     saved, live: results of :meth:`monitor.adapters.base.Adapter.run_state`."""
+    _require_same_split(saved, live)
     if _markers(saved) != _markers(live):
         raise ModelMismatchError(
             f"the store has the state of optimizer {saved['optimizer']}, this job has {live['optimizer']}: "
@@ -249,6 +250,25 @@ def require_optimizer(saved: Mapping[str, Any], live: Mapping[str, Any]) -> None
                 f"the store has the hyperparameter {key} = {value!r}, which is a number in this optimizer: resume with "
                 "the optimizer of the run that saved it"
             )
+
+
+def _require_same_split(saved: Mapping[str, Any], live: Mapping[str, Any]) -> None:
+    """Raise ModelMismatchError if, of several optimizers, one of another class holds a parameter than when saved."""
+    if all(" + " not in str(framework.get("optimizer")) for framework in (saved, live)):
+        return
+    before, now = map(_kinds, (saved, live))
+    moved = [fqn for fqn in now if before.get(fqn, now[fqn]) != now[fqn]]
+    if moved:
+        raise ModelMismatchError(
+            f"{listed(moved)}: updated by {before[moved[0]]} in the run that was saved, and by {now[moved[0]]} in this "
+            "job: give each optimizer the parameters that it had, or set another `store:`"
+        )
+
+
+def _kinds(framework: Mapping[str, Any]) -> dict[str, str]:
+    """Return the class of the optimizer of each parameter."""
+    groups = framework["param_groups"]
+    return {fqn: str(one.get("optimizer") or framework.get("optimizer")) for one in groups for fqn in one["params"]}
 
 
 def _hyper(framework: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
