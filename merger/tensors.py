@@ -48,7 +48,10 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def to_leaf(value: object) -> Leaf | None:
-    """Return a tensor as a run-state leaf with its own memory; None for any other value."""
+    """Return a tensor, shape or dtype as a run-state leaf with its own memory; None for any other value."""
+    if type(value) is torch.dtype:
+        name = dtype_name(value).encode()
+        return Leaf("U8", (len(name),), name, "dtype")
     if type(value) is torch.Size:
         return Leaf("I64", (len(value),), np.array(value, dtype="<i8").tobytes(), "size")
     if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
@@ -57,8 +60,10 @@ def to_leaf(value: object) -> Leaf | None:
     return Leaf(dtype_name(host.dtype), tuple(host.shape), bytes(memory_of(host)))
 
 
-def from_leaf(leaf: Leaf) -> torch.Tensor | torch.Size:
-    """Return the tensor or shape of a run-state leaf, with its own memory."""
+def from_leaf(leaf: Leaf) -> torch.Tensor | torch.Size | torch.dtype:
+    """Return the tensor, shape or dtype of a run-state leaf, with its own memory."""
+    if leaf.kind == "dtype":
+        return torch_dtype(bytes(leaf.data).decode())
     out = torch.empty(leaf.shape, dtype=torch_dtype(leaf.dtype))
     if out.numel():
         memory_of(out)[:] = memoryview(leaf.data).cast("B")

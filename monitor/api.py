@@ -184,8 +184,9 @@ def attach(
     :meth:`~monitor.Checkpointer.resume` to load saved state. Collective.
 
     Args:
-        target: A DeepSpeed engine; a tuple ``(model, optimizer)`` of plain PyTorch, DistributedDataParallel or FSDP2;
-            or an ``accelerate.Accelerator`` that has prepared one model and one optimizer.
+        target: A DeepSpeed engine; a tuple ``(model, optimizer)`` of plain PyTorch, DistributedDataParallel or FSDP2,
+            with a list for several optimizers; a mapping of names to such tuples, for several models; or an
+            ``accelerate.Accelerator`` that has prepared one model and one optimizer.
         config: Path of a YAML file, a mapping, a :class:`monitor.Config`, or None for the defaults. See
             docs/configuration.md.
         state: Further objects to save and resume, such as schedulers, samplers and loss scalers. Each has

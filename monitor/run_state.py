@@ -22,7 +22,7 @@ from torch import nn
 
 from monitor.adapters.base import Adapter
 from monitor.adapters.hyperparameters import Constructed
-from monitor.adapters.module_tensors import RankBuffers, dtype_name, extra_states, torch_dtype
+from monitor.adapters.module_tensors import RankBuffers, dtype_name, extra_states, memory_order, torch_dtype
 from store.errors import ConfigError, DamagedError, ModelMismatchError, UsageError
 from store.state_tree import Encoder, Leaf, decode, encode
 from store.text import listed
@@ -332,7 +332,7 @@ def parse_run_state(tree: Any) -> RunState:
         user, described = tree["user"], tree.get("objects")
         known = [(None, None)] * len(user or ()) if described is None else described
         pairs = zip(known, user or (), strict=True)
-        objects = None if user is None else tuple(SavedObject(*one, state) for one, state in pairs)
+        objects = None if user is None else tuple(SavedObject(name, kind, state) for (name, kind), state in pairs)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(step) for step in first["loc"])
@@ -373,11 +373,15 @@ def _has_state(item: Any) -> bool:
 def _tensor_leaf(value: Any) -> Leaf | None:
     if type(value) is torch.Size:
         return Leaf("I64", (len(value),), np.array(value, dtype="<i8").tobytes(), "size")
+    if type(value) is torch.dtype:
+        name = dtype_name(value).encode()
+        return Leaf("U8", (len(name),), name, "dtype")
     # Other subclasses (DTensor, quantized tensors) would come back as plain tensors.
     if type(value) not in (torch.Tensor, nn.Parameter) or value.layout != torch.strided:
         return None
     like = " ".join(["parameter"] * (type(value) is nn.Parameter) + ["grad"] * value.requires_grad)
-    return Leaf(dtype_name(value.dtype), tuple(value.shape), bits_of(value).tobytes(), like=like)
+    order = () if value.is_contiguous() else memory_order(value) or ()
+    return Leaf(dtype_name(value.dtype), tuple(value.shape), bits_of(value).tobytes(), like=like, order=order)
 
 
 def bits_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
@@ -386,11 +390,15 @@ def bits_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return host.as_strided((host.numel(),), (1,)).view(torch.uint8).numpy()  # one element may have any stride
 
 
-def _leaf_tensor(leaf: Leaf) -> torch.Tensor | torch.Size:
+def _leaf_tensor(leaf: Leaf) -> torch.Tensor | torch.Size | torch.dtype:
+    if leaf.kind == "dtype":
+        return torch_dtype(bytes(leaf.data).decode())
     dtype, data = torch_dtype(leaf.dtype), bytearray(leaf.data)
     tensor = torch.frombuffer(data, dtype=dtype).reshape(leaf.shape) if data else torch.empty(leaf.shape, dtype=dtype)
     if leaf.kind == "size":
         return torch.Size(tensor.tolist())
+    if leaf.order:
+        tensor = tensor.permute(leaf.order).contiguous().permute([leaf.order.index(i) for i in range(tensor.ndim)])
     grad = "grad" in leaf.like
     return nn.Parameter(tensor, grad) if "parameter" in leaf.like else tensor.requires_grad_(grad)
 

@@ -9,7 +9,7 @@ import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -23,6 +23,10 @@ _SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozense
 _MAPPINGS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter, "defaultdict": defaultdict}
 _BYTES: dict[str, type] = {"bytes": bytes, "bytearray": bytearray}
 _TAG_OF: dict[type, str] = {list: "list", **{kind: tag for tag, kind in (_SEQUENCES | _MAPPINGS | _BYTES).items()}}
+CONTAINERS = frozenset(_TAG_OF)
+"""Types that hold others, and bytes. Their subclasses are not encoded."""
+PACKED: Final = "tensor of"
+"""Key of (module, class) in the mapping that stands for a tensor made of others in an optimizer's state."""
 _FACTORIES = {kind.__name__: kind for kind in (int, float, bool, str, bytes, list, dict, set, tuple)}
 """Values of a defaultdict's ``default_factory``; others, functions above all, cannot be stored."""
 _METADATA = "_metadata"  # set by `torch.nn.Module.state_dict()` on its OrderedDict: the versions of the modules
@@ -35,8 +39,9 @@ class Leaf:
     dtype: str
     shape: tuple[int, ...]
     data: bytes | bytearray | memoryview
-    kind: str = "tensor"  # ``tensor``, ``size`` (a shape, as its numbers), ``ndarray`` or ``numpy``
+    kind: str = "tensor"  # ``tensor``, ``size`` (a shape, as its numbers), ``dtype`` (a name), ``ndarray`` or ``numpy``
     like: str = ""  # of a tensor: ``grad`` if it requires gradients, ``parameter`` if it is one, or both
+    order: tuple[int, ...] = ()  # of a tensor: its dimensions as they lie in memory, outermost first; (): as they are
 
 
 _Path = tuple["_Path | None", Any]  # the path to the container, and the key or index there. Formatted only for messages
@@ -138,7 +143,8 @@ class Encoder:
         known = self.seen.get(id(value))
         if known is not None:
             leaf = self.leaves[known[1]]
-            return {_TAG: leaf.kind, "v": known[1], **({"like": leaf.like} if leaf.like else {})}
+            more = {"like": leaf.like, "order": list(leaf.order)}
+            return {_TAG: leaf.kind, "v": known[1], **{key: item for key, item in more.items() if item}}
         numpy = type(value) is np.ndarray or isinstance(value, np.generic)
         made = _numpy_leaf(value) if numpy else self.to_leaf(value)
         if made is None:
@@ -199,7 +205,10 @@ def _decode_tagged(
     like = tree.get("like", "")
     if like not in _LIKE:
         raise ValueError(f"unknown kind of tensor {like!r}")
-    return _decode_leaf(replace(leaves[_index(value, len(leaves))], kind=tag, like=like), from_leaf)
+    leaf = replace(leaves[_index(value, len(leaves))], kind=tag, like=like, order=tuple(tree.get("order", ())))
+    if leaf.order and sorted(leaf.order) != list(range(len(leaf.shape))):
+        raise ValueError(f"the order {leaf.order} of {len(leaf.shape)} dimensions")
+    return _decode_leaf(leaf, from_leaf)
 
 
 def _decode_mapping(tree: dict[str, Any], items: dict[Any, Any], inner: Callable[[Any], Any]) -> Any:
@@ -215,7 +224,7 @@ def _decode_mapping(tree: dict[str, Any], items: dict[Any, Any], inner: Callable
 
 
 def _decode_leaf(leaf: Leaf, from_leaf: FromLeaf) -> Any:
-    if leaf.kind in ("tensor", "size"):
+    if leaf.kind in ("tensor", "size", "dtype"):
         return from_leaf(leaf)
     array = np.frombuffer(leaf.data, dtype=_NUMPY_TYPES[leaf.dtype]).reshape(leaf.shape).copy()
     if leaf.kind == "ndarray":

@@ -36,6 +36,7 @@ from merger.layouts.base import LayoutResult, Target, canonical_names, grouped, 
 from merger.writers.dcp import DcpFile, DcpMetadata, Item
 from merger.writers.torch_zip import PtFile
 from store.errors import UnsupportedError
+from store.state_tree import PACKED
 
 _ADAMS = frozenset({"FusedAdam", "DeepSpeedCPUAdam"})
 """Optimizers that compute what torch's AdamW or Adam does, by their ``adam_w_mode``."""
@@ -267,21 +268,26 @@ def torch_layout(checkpoint: Checkpoint, _: Target) -> LayoutResult:
     model = OrderedDict(share_tied(canonical_names(checkpoint), lambda fqn: plan_parameter(checkpoint, fqn)))
     ranks = portable_run_states(checkpoint, checkpoint.run_states)
     extra = {"save": checkpoint.certificate.save, "step": checkpoint.step, "ranks": ranks}
+    members = sorted({group.get("member", 0) for group in checkpoint.framework_state["param_groups"]})
+    names = {member: f"optimizer.{member}" if len(members) > 1 else "optimizer" for member in members}
     files = (
         OutFile("model.pt", PtFile(model)),
-        OutFile("optimizer.pt", PtFile(optimizer_state(checkpoint))),
+        *(OutFile(f"{name}.pt", PtFile(optimizer_state(checkpoint, member))) for member, name in names.items()),
         OutFile("extra.pt", PtFile(extra)),
     )
-    load = tuple(f"{name}.load_state_dict(torch.load({{out:{name}.pt}}))" for name in ("model", "optimizer"))
+    objects = {"model": "model", **{name: name.replace(".", "[") + "]" * ("." in name) for name in names.values()}}
+    load = tuple(f"{item}.load_state_dict(torch.load({{out:{name}.pt}}))" for name, item in objects.items())
     return LayoutResult(f"step{checkpoint.step}", files, load)
 
 
-def optimizer_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return ``optimizer.state_dict()``: parameters numbered in the order of the param groups."""
+def optimizer_state(checkpoint: Checkpoint, member: int = 0) -> dict[str, Any]:
+    """Return ``state_dict()`` of an optimizer: parameters numbered in the order of its param groups."""
     state: dict[int, dict[str, Any]] = {}
     groups: list[dict[str, Any]] = []
     number = 0
     for group in checkpoint.framework_state["param_groups"]:
+        if group.get("member", 0) != member:
+            continue
         members = range(number, number + len(group["params"]))
         number = members.stop
         for index, fqn in zip(members, group["params"], strict=True):
@@ -294,7 +300,14 @@ def optimizer_state(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def parameter_state(checkpoint: Checkpoint, fqn: str) -> dict[str, Any]:
     """Return the optimizer's state of a parameter: its scalars, then its slots."""
-    out = dict(to_portable(checkpoint.framework_state["scalars"].get(fqn, {})))
+    scalars = checkpoint.framework_state["scalars"].get(fqn, {})
+    for key, value in scalars.items():
+        if isinstance(value, Mapping) and PACKED in value:
+            raise UnsupportedError(
+                f"optimizer state {key!r} of {fqn} is a {'.'.join(value[PACKED])}, which only a resume makes again: "
+                "write layout hf"
+            )
+    out = dict(to_portable(scalars))
     for slot in checkpoint.slots(fqn):
         out[slot] = plan_whole(checkpoint, fqn, slot)
     return out

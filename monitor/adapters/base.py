@@ -25,6 +25,9 @@ class Piece(NamedTuple):
     tensor: torch.Tensor
     """1-d, contiguous, ``fragment.numel`` elements, a view on the framework's own storage: copying from it saves,
     copying into it loads."""
+    target: torch.Tensor | None = None
+    """The framework's tensor if ``tensor`` is a copy of it, because its memory is in another order (channels-last): a
+    load copies into it, too."""
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,12 @@ def unstorable(name: str, kind: str, advice: str = "train with plain tensors") -
     )
 
 
+def memory_order(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the dimensions as they lie in memory, outermost first; None where elements overlap or have gaps."""
+    order = sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True)
+    return tuple(order) if tensor.permute(order).is_contiguous() else None
+
+
 class ParameterNames:
     """The fqn of each parameter of a module at one time."""
 
@@ -227,8 +233,8 @@ def require_materialized(tensor: torch.Tensor, what: str) -> None:
         )
 
 
-def whole_piece(fqn: str, slot: str, tensor: torch.Tensor) -> Piece:
-    """Return a piece that is a view of ``tensor``.
+def whole_piece(fqn: str, slot: str, tensor: torch.Tensor, *, strided: bool = False) -> Piece:
+    """Return a piece that is a view of ``tensor``; if that is dense, but not contiguous, and ``strided``, a copy.
 
     Raises UnsupportedError if it is on the meta device or not contiguous, UnstorableError if it is of a
     :func:`special_kind`. Of a frozen parameter, which ``frozen: skip`` may leave out, only the elements have to be
@@ -243,6 +249,9 @@ def whole_piece(fqn: str, slot: str, tensor: torch.Tensor) -> Piece:
             f"{fqn} ({slot}) is a lazily conjugated or negated view, whose memory holds other values: call "
             "resolve_conj() and resolve_neg() on it before training"
         )
+    if strided and not tensor.is_contiguous() and memory_order(tensor) is not None:
+        copied = tensor.detach().contiguous().view(-1)
+        return Piece(Fragment(fqn, slot, 0, copied.numel()), copied, tensor)
     if not tensor.is_contiguous():
         raise UnsupportedError(
             f"{fqn} ({slot}) is not contiguous in memory (shape {tuple(tensor.shape)}, stride {tensor.stride()}); "

@@ -5,17 +5,23 @@ shape, and *scalars*, which are everything else (``step``, factored moments). Hy
 """
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+import sys
+from collections import ChainMap, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, Final
 
+import numpy as np
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from monitor.adapters.identity import version_of
 from monitor.adapters.module_tensors import special_kind, torch_dtype
 from store.errors import ModelMismatchError, UnstorableError, UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS
+from store.state_tree import CONTAINERS, PACKED
 
 NOT_STATE: Final = frozenset({WEIGHTS, FROZEN, BUFFER})  # slots that are not optimizer state
 
@@ -29,49 +35,37 @@ class JointOptimizer:
 
     def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
         self.members = tuple(members)
-        self.state = _JointState(self)
+        self._holders: dict[int, torch.optim.Optimizer] = {}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return [group for member in self.members for group in member.param_groups]
 
+    @property
+    def state(self) -> "_JointState":
+        return _JointState(self)
 
-class _JointState(MutableMapping[torch.Tensor, Any]):
+    def holder(self, parameter: torch.Tensor) -> torch.optim.Optimizer:
+        """Return the optimizer that holds a parameter."""
+        if id(parameter) not in self._holders:  # groups may be added
+            groups = ((member, group) for member in self.members for group in member.param_groups)
+            self._holders = {id(one): member for member, group in groups for one in group["params"]}
+        return self._holders[id(parameter)]
+
+
+class _JointState(ChainMap[torch.Tensor, Any]):
     """The state of several optimizers by parameter. New state goes to the optimizer that holds the parameter."""
 
     def __init__(self, joint: JointOptimizer) -> None:
+        super().__init__(*(member.state for member in joint.members))
         self._joint = joint
-        self._holders: dict[int, torch.optim.Optimizer] = {}
-
-    def _of(self, parameter: torch.Tensor) -> MutableMapping[torch.Tensor, Any]:
-        for member in self._joint.members:
-            if parameter in member.state:
-                return member.state
-        if id(parameter) not in self._holders:  # groups may be added
-            groups = ((member, group) for member in self._joint.members for group in member.param_groups)
-            self._holders = {id(one): member for member, group in groups for one in group["params"]}
-        return self._holders[id(parameter)].state
 
     def __getitem__(self, parameter: torch.Tensor) -> Any:
-        return self._of(parameter)[parameter]
+        found = next((state for state in self.maps if parameter in state), None)
+        return (self._joint.holder(parameter).state if found is None else found)[parameter]
 
-    def __setitem__(self, parameter: torch.Tensor, state: Any) -> None:
-        self._of(parameter)[parameter] = state
-
-    def __delitem__(self, parameter: torch.Tensor) -> None:
-        del self._of(parameter)[parameter]
-
-    def __contains__(self, parameter: object) -> bool:
-        return any(parameter in member.state for member in self._joint.members)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return chain.from_iterable(member.state for member in self._joint.members)
-
-    def __len__(self) -> int:
-        return sum(len(member.state) for member in self._joint.members)
-
-    def get(self, parameter: torch.Tensor, default: Any = None) -> Any:
-        return next((member.state[parameter] for member in self._joint.members if parameter in member.state), default)
+    def pop(self, parameter: torch.Tensor, *default: Any) -> Any:
+        return self._joint.holder(parameter).state.pop(parameter, *default)
 
 
 AnyOptimizer = torch.optim.Optimizer | JointOptimizer
@@ -88,18 +82,63 @@ def kind_of(optimizer: AnyOptimizer) -> str:
 
 
 def to_host(value: Any, where: str) -> Any:
-    """Return a host copy of plain values and tensors, nested or not. Raise UnsupportedError for others."""
+    """Return a host copy of plain data and tensors, nested or not. Raise UnsupportedError for others.
+
+    A tensor made of others (:func:`is_packed`) becomes a mapping, which :func:`to_device` turns back."""
+    if is_packed(value):
+        names, context = value.__tensor_flatten__()
+        inner = {name: to_host(getattr(value, name), where) for name in names}
+        size, made = (tuple(value.shape), value.stride()), type(value)
+        return {PACKED: (made.__module__, made.__qualname__), "inner": inner, "context": context, "size": size}
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
+    if (kind := _unstorable_kind(value, frozenset())) is not None:
+        raise UnsupportedError(
+            f"{where} holds {kind}, which cannot be saved: use numbers, strings, tensors, lists or dicts"
+        )
+    return _mapped(value, lambda item: to_host(item, where))
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Return a copy of what :func:`to_host` returned, with its tensors on ``device``."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, copy=True)
+    if type(value) is dict and PACKED in value:
+        inner = {name: to_device(item, device) for name, item in value["inner"].items()}
+        context, (size, stride) = copy.deepcopy(value["context"]), value["size"]
+        kind: Any = _packed_type(*value[PACKED])
+        return kind.__tensor_unflatten__(inner, context, torch.Size(size), stride)
+    return _mapped(value, lambda item: to_device(item, device))
+
+
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a copy of plain data with the items of its containers changed."""
     if isinstance(value, Mapping):
-        return {key: to_host(item, where) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)([to_host(item, where) for item in value])
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise UnsupportedError(
-        f"{where} holds a {type(value).__name__}, which cannot be saved: use numbers, strings, tensors, lists or dicts"
+        made = copy.copy(value)
+        for key, item in value.items():
+            made[key] = change(item)  # type: ignore[index]
+        return made
+    if isinstance(value, deque):
+        return deque(map(change, value), value.maxlen)
+    return type(value)(map(change, value)) if type(value) in (list, tuple) else copy.deepcopy(value)
+
+
+def is_packed(value: Any) -> bool:
+    """Return whether a value is a tensor made of plain ones, such as torchao's 8-bit states, that can be made again."""
+    kind = type(value)
+    if kind in _STORABLE or kind.__name__ == "DTensor" or not is_traceable_wrapper_subclass(value):
+        return False
+    names, context = value.__tensor_flatten__()
+    parts = [*(getattr(value, name) for name in names), context]
+    return _packed_type(kind.__module__, kind.__qualname__) is kind and all(
+        _unstorable_kind(part, frozenset()) is None for part in parts
     )
+
+
+def _packed_type(module: str, name: str) -> type | None:
+    """Return a class of tensors by name, if it is imported: a store never imports anything."""
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind if isinstance(kind, type) and issubclass(kind, torch.Tensor) else None
 
 
 @dataclass(frozen=True)
@@ -118,7 +157,7 @@ class StackedScalars:
         for index in (index for keys in places.values() for index in keys.values()):
             value = entries[index]
             if type(value) is torch.Tensor:
-                stacks.setdefault((value.dtype, value.shape, value.device), []).append(index)
+                stacks.setdefault((value.dtype, value.shape, value.stride(), value.device), []).append(index)
             elif isinstance(value, torch.Tensor):
                 return None
             else:
@@ -141,8 +180,8 @@ class StackedScalars:
 
 
 def _stacked(values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return host copies. Large ones are not stacked, which would take memory of their device."""
-    if values[0].numel() > _STACKED:
+    """Return host copies. Large ones are not stacked, which would take memory of their device, nor strided ones."""
+    if values[0].numel() > _STACKED or not values[0].is_contiguous():
         return [value.to("cpu", copy=True) for value in values]
     return torch.stack(list(values)).cpu().unbind()
 
@@ -152,10 +191,11 @@ def equal(one: Any, other: Any) -> bool:
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
+        numbers = all(isinstance(value, bool | int | float | torch.Tensor) for value in (one, other))
+        return numbers and torch.equal(torch.as_tensor(one), torch.as_tensor(other))
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other)
+    return bool(np.array_equal(one, other) if np.ndarray in (type(one), type(other)) else one == other)
 
 
 def slots_of(state: Mapping[str, Any], parameter: torch.Tensor) -> list[str]:
@@ -169,7 +209,7 @@ def slots_of(state: Mapping[str, Any], parameter: torch.Tensor) -> list[str]:
         [
             key
             for key, value in state.items()
-            if key != "step" and isinstance(value, torch.Tensor) and value.shape == shape
+            if key != "step" and isinstance(value, torch.Tensor) and value.shape == shape and not is_packed(value)
         ]
     )
 
@@ -189,11 +229,11 @@ def planned_slots(
 
 
 def require_by_parameter(optimizer: AnyOptimizer) -> None:
-    """Raise UnsupportedError if an optimizer has state under a key that is not a tensor."""
+    """Raise UnstorableError if an optimizer has state under a key that is not a tensor."""
     states: Mapping[Any, Any] = optimizer.state
     for key, value in states.items():
         if not isinstance(key, torch.Tensor) and value:
-            raise UnsupportedError(
+            raise UnstorableError(
                 f"{kind_of(optimizer)} keeps state under {key!r}, which is not a parameter, so it would not be "
                 "saved; keep it in its param groups, or use an optimizer with state per parameter, such as AdamW"
             )
@@ -227,11 +267,12 @@ def _unstorable_kind(value: Any, known: frozenset[type]) -> str | None:
     if type(value) in _STORABLE or type(value) in known:
         return None
     if isinstance(value, torch.Tensor):
-        return special_kind(value)
-    if isinstance(value, Mapping | list | tuple):
-        items = value.values() if isinstance(value, Mapping) else value
+        return None if is_packed(value) else special_kind(value)
+    if type(value) in CONTAINERS:
+        items = chain(value, value.values()) if isinstance(value, Mapping) else value
         return next((kind for item in items if (kind := _unstorable_kind(item, known)) is not None), None)
-    if isinstance(value, bool | int | float | str):
+    plain_numpy = isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf"
+    if plain_numpy or type(value) in (torch.Size, torch.dtype):
         return None
     return f"a {type(value).__module__}.{type(value).__qualname__}"
 
@@ -239,9 +280,76 @@ def _unstorable_kind(value: Any, known: frozenset[type]) -> str | None:
 def _unstorable(optimizer: AnyOptimizer, key: Any, holder: str, kind: str) -> UnstorableError:
     return UnstorableError(
         f"{kind_of(optimizer)} keeps {key!r} of {holder} as {kind}, which a save would not bring back as it is: "
-        "a store holds the elements of plain tensors, numbers, strings, lists and dicts. Use an optimizer that keeps "
+        "a store holds plain tensors, numbers, strings, lists, dicts and the like. Use an optimizer that keeps "
         "those, such as torch.optim.AdamW"
     )
+
+
+class HiddenState:
+    """Finds state that an optimizer, or a wrapper around it, keeps in attributes of its own, which no save holds.
+
+    That is a number or a tensor, also in containers, which appears or changes after the first look, or another
+    optimizer with state. The attributes of other objects are not looked into."""
+
+    def __init__(self, holder: Any, optimizer: torch.optim.Optimizer) -> None:
+        self._holder, self._optimizer = holder, optimizer
+        self._seen: Mapping[str, Any] | None = None
+
+    def check(self) -> None:
+        """Raise UnstorableError if there is some. Call it before training, and at every decision."""
+        attributes = getattr(self._holder, "__dict__", {})
+        found = dict(_attributes({key: item for key, item in attributes.items() if key not in _NOT_HIDDEN}))
+        if any(isinstance(value, torch.Tensor) for value in found.values()):
+            own = {id(one) for group in self._optimizer.param_groups for one in group["params"]}
+            own |= {id(value) for state in self._optimizer.state.values() for value in state.values()}
+            found = {name: v for name, v in found.items() if not isinstance(v, torch.Tensor) or id(v) not in own}
+        now = {name: _change_mark(value) for name, value in found.items()}
+        before = now if self._seen is None else self._seen
+        for name, mark in now.items():
+            if mark is _INNER or mark != before.get(name):
+                what = _INNER if mark is _INNER else "a value that changes"
+                raise UnstorableError(
+                    f"{type(self._holder).__name__} keeps {what}, in its attribute {name}, which a save does not hold, "
+                    "so it would not come back: keep it in optimizer.state or the param groups, or attach inner "
+                    "optimizers, attach((model, [first, second]))"
+                )
+        self._seen = before  # what is new stays new
+
+
+_HELD, _OTHERS = ("state", "param_groups", "defaults", "optimizer"), ("_step_count", "grad_scale", "found_inf")
+_NOT_HIDDEN = frozenset({*_HELD, *_OTHERS, "_numel_cache", "name2qmap"})
+"""What a save holds, what schedulers and gradient scalers set, and constants of LBFGS and bitsandbytes."""
+_INNER = "another optimizer, with state"
+
+
+def _attributes(values: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield the numbers, tensors and optimizers among attributes, also in containers, by name."""
+    for index, (key, value) in enumerate(values.items()):
+        name = f"{prefix}[{index if isinstance(key, torch.Tensor) else key!r}]" if prefix else str(key)
+        if isinstance(value, int | float | torch.Tensor | torch.optim.Optimizer) and not isinstance(value, bool):
+            yield name, value
+        elif isinstance(value, Mapping | list | tuple) and depth < 3:
+            yield from _attributes(value if isinstance(value, Mapping) else dict(enumerate(value)), name, depth + 1)
+
+
+def _change_mark(value: Any) -> Any:
+    """Return what differs once a value has changed."""
+    if isinstance(value, torch.optim.Optimizer):
+        return _INNER if any(value.state.values()) else None
+    return (id(value), version_of(value)) if isinstance(value, torch.Tensor) else repr(value)
+
+
+def unusual_strides(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, list[int]]:
+    """Return the strides of the slots whose memory is in another order than a new one's would be."""
+    usual = (parameter if parameter.is_contiguous() else torch.empty_like(parameter, device="meta")).stride()
+    return {slot: list(state[slot].stride()) for slot in slots_of(state, parameter) if state[slot].stride() != usual}
+
+
+def with_stride(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """Return ``tensor``, or a copy, whose memory has these strides."""
+    if tensor.stride() == tuple(stride):
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def new_slot(parameter: torch.Tensor, dtype: torch.dtype, value: Any = None) -> torch.Tensor:
@@ -259,7 +367,7 @@ def new_slot(parameter: torch.Tensor, dtype: torch.dtype, value: Any = None) -> 
 
 def can_take_over(parameter: torch.Tensor) -> bool:
     """Return whether a new slot of ``parameter`` may be host memory that a resume has read."""
-    return special_kind(parameter) is None and parameter.device.type == "cpu"
+    return special_kind(parameter) is None and parameter.device.type == "cpu" and parameter.is_contiguous()
 
 
 def fit_slots(
@@ -315,12 +423,11 @@ def restored_scalars(
             continue
         # torch keeps step counts on the host, unless the step is fused or captured; tensors with dimensions are beside
         # their parameter.
-        has_shape = isinstance(value, torch.Tensor) and value.ndim
-        on_device = has_shape or group.get("fused") or group.get("capturable")
-        converts = key == "step" and (old is not None or saved_by != type(optimizer).__name__)
-        new = _step_like(value, old, optimizer) if converts else value
-        device = parameter.device if on_device else torch.device("cpu")
-        out[key] = new.to(device, copy=True) if isinstance(new, torch.Tensor) else copy.deepcopy(new)
+        on_host = isinstance(value, torch.Tensor) and not value.ndim
+        on_device = not on_host or group.get("fused") or group.get("capturable")
+        foreign = saved_by != type(optimizer).__name__ or type(old) not in (type(None), type(value))
+        new = _step_like(value, old, optimizer) if key == "step" and foreign else value
+        out[key] = to_device(new, parameter.device if on_device else torch.device("cpu"))
     return out
 
 

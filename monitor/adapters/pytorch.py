@@ -5,7 +5,7 @@ scalers are the user's own objects.
 """
 
 import zlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -24,10 +24,13 @@ from monitor.adapters.identity import Identity, IdentityReader, T, versions_of
 from monitor.adapters.module_tensors import ModuleTensors, slice_piece, whole_piece, without_wrappers
 from monitor.adapters.optimizer_state import (
     AnyOptimizer,
+    HiddenState,
     StackedScalars,
     can_take_over,
     complete_state,
+    equal,
     fit_slots,
+    is_packed,
     kind_of,
     members_of,
     planned_slots,
@@ -37,6 +40,8 @@ from monitor.adapters.optimizer_state import (
     restored_scalars,
     slots_of,
     to_host,
+    unusual_strides,
+    with_stride,
 )
 from store.errors import UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS, Fragment
@@ -113,6 +118,8 @@ class PyTorchAdapter:
         self.buffers_follow_rank0 = buffers_follow_rank0
         self._optimizers = members_of(optimizer)
         self._wrappers = tuple(wrappers)
+        holders = [*((one, one) for one in self._optimizers), *self._wrappers]
+        self._hidden = [HiddenState(holder, one) for holder, one in holders]
         self._inventory = self._collect_tensors(module)
         self._reader = IdentityReader(self._local_memory)
         distributed = dist.is_available() and dist.is_initialized()
@@ -140,6 +147,8 @@ class PyTorchAdapter:
         require_storable_groups(self.optimizer, self._known_tensors)
         for wrapper, inner in self._wrappers:
             _require_no_state(wrapper, inner)
+        for hidden in self._hidden:
+            hidden.check()
 
     def state_versions(self) -> StateVersions | None:
         identity, kind = self.identity(), kind_of(self.optimizer)
@@ -207,11 +216,14 @@ class PyTorchAdapter:
         ]
         scalars = self._capture_scalars()
         slots, kind = self._keep("slots", self._slots), kind_of(self.optimizer)
+        shared, strides = self._keep("shared", self._shared), self._keep("strides", self._strides)
         return lambda: {
             "optimizer": kind,
             "param_groups": groups,
             "scalars": scalars(),
             "slots": slots,
+            "shared": shared,
+            "strides": strides,
             "counters": {},
             "loss_scaler": None,
             "lr_scheduler": None,
@@ -231,7 +243,17 @@ class PyTorchAdapter:
         for fqn, parameter, group in self._optimized():
             scalars = self._restored_scalars(fqn, parameter, group, state)
             if complete_state(self.optimizer, parameter, state.get("slots", {}).get(fqn, ()), bool(scalars)):
-                self.optimizer.state[parameter].update(scalars)
+                strides = state.get("strides", {}).get(fqn, {}).items()
+                live = self.optimizer.state[parameter]
+                live.update(scalars)
+                live.update({slot: with_stride(live[slot], stride) for slot, stride in strides if slot in live})
+        states = {fqn: self.optimizer.state.get(parameter, {}) for fqn, parameter, _ in self._optimized()}
+        for (first, own), *others in state.get("shared", ()):
+            tensor = states.get(first, {}).get(own)
+            for fqn, key in others:
+                other = states.get(fqn, {}).get(key)
+                if tensor is not None and other is not None and equal(tensor, other):  # a composite's may differ
+                    states[fqn][key] = tensor
 
     def live_values(self) -> Iterator[LiveValue]:
         yield from self._inventory.live_values()
@@ -243,10 +265,15 @@ class PyTorchAdapter:
             optimized = [pair for fqns, group in own for pair in zip(fqns, group["params"], strict=True)]
             for index, state in whole.get("state", {}).items():
                 fqn, parameter = optimized[index]
-                slots = slots_of(optimizer.state.get(parameter, {}), parameter)
+                live = optimizer.state.get(parameter, {})
+                for wrapped in [key for key in state if key not in live and isinstance(state[key], Mapping)]:
+                    state = {**state, **state[wrapped]}  # noqa: PLW2901 - as of bitsandbytes, for FSDP1
+                    del state[wrapped]
+                slots = slots_of(live, parameter)
                 for key, value in state.items():
                     stored = None if key in slots else ("framework", "scalars", fqn, key)
-                    yield LiveValue(f"{place}['state'][{index}][{key!r}]", value, stored=stored)
+                    shown = to_host(value, key) if is_packed(value) else value
+                    yield LiveValue(f"{place}['state'][{index}][{key!r}]", shown, stored=stored)
             yield from group_values(whole.get("param_groups", ()), f"{place}['param_groups']", first)
             for key in whole.keys() - {"state", "param_groups"}:
                 yield LiveValue(f"{place}[{key!r}]", whole[key])
@@ -271,7 +298,7 @@ class PyTorchAdapter:
 
     def _replica(self, fqn: str, slot: str, tensor: torch.Tensor) -> Replica:
         """Return this rank's piece of a tensor and its place among the ranks that hold the same piece."""
-        return Replica(whole_piece(fqn, slot, tensor), self._rank, self._world_size)
+        return Replica(whole_piece(fqn, slot, tensor, strided=True), self._rank, self._world_size)
 
     _local_memory: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Returns this rank's memory of a tensor; None if that is the tensor itself."""
@@ -305,6 +332,20 @@ class PyTorchAdapter:
     def _slots(self) -> dict[str, list[str]]:
         states = self.optimizer.state
         return {fqn: slots_of(states.get(parameter, {}), parameter) for fqn, parameter, _ in self._optimized()}
+
+    def _shared(self) -> list[list[tuple[str, str]]]:
+        """Return the (fqn, key) of each tensor that is in several places of the optimizer's state."""
+        places = defaultdict[int, list[tuple[str, str]]](list)
+        for fqn, parameter, _ in self._optimized():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    places[id(value)].append((fqn, key))
+        return [found for found in places.values() if len(found) > 1]
+
+    def _strides(self) -> dict[str, dict[str, list[int]]]:
+        states = self.optimizer.state
+        found = {fqn: unusual_strides(states.get(parameter, {}), parameter) for fqn, parameter, _ in self._optimized()}
+        return {fqn: strides for fqn, strides in found.items() if strides}
 
     def _capture_scalars(self) -> Callable[[], dict[str, dict[str, Any]]]:
         """Copy the entries of optimizer state that are no slots. Return what puts them together, by fqn."""

@@ -198,6 +198,10 @@ class ReadResult:
             torch.cuda.current_stream(device).synchronize()  # threads have other streams than the caller
         sharing = _sharing_memory(found)
         _in_threads(self._load, self._batches(found), threads=1 if sharing else _THREADS)
+        with torch.no_grad():
+            for _, tensor, target in found:
+                if target is not None:
+                    target.copy_(tensor.view(target.shape))
         return [
             f"{piece.fragment.fqn}/{piece.fragment.slot} shares memory with another tensor, whose values it now has"
             for piece in sharing

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from monitor.adapters.base import Adapter, FragmentPlace
-from monitor.adapters.hyperparameters import Constructed, SavedSchedule, reconcile
+from monitor.adapters.hyperparameters import Constructed, reconcile
 from monitor.adapters.optimizer_state import NOT_STATE
 from monitor.config.schema import ResumeSettings
 from monitor.context import JobContext
@@ -158,10 +158,10 @@ def _check(
     objects = _over_ranks(group, run_on_all_ranks(group, lambda: [] if saved is None else user.notes(saved)))
     lost = (*dropped, *rounded, *unrestored, *objects)
     run_on_all_ranks(group, lambda: _check_run_state(point.state, plan, adapter))
-    point, notes, constructed = run_on_all_ranks(group, partial(_reconciled, point, plan, user, settings))
+    chosen, notes, constructed = run_on_all_ranks(group, partial(_reconciled, point, plan, user, settings))
     if settings.hyperparameters == "store":
-        return _Checked(replace(point, notes=(*point.notes, *notes)), read, lost, constructed)
-    return _Checked(point, read, (*lost, *_over_ranks(group, notes)), constructed)
+        return _Checked(replace(chosen, notes=(*chosen.notes, *notes)), read, lost, constructed)
+    return _Checked(chosen, read, (*lost, *_over_ranks(group, notes)), constructed)
 
 
 def _reconciled(
@@ -169,16 +169,14 @@ def _reconciled(
 ) -> tuple[ResumePoint, Sequence[str], Constructed]:
     """Return the resume point with the hyperparameters and schedules to go on with, and their differences."""
     framework, saved = point.state.framework, point.state.user or ()
-    constructed = dict(zip(map(id, saved), framework.get("constructed_schedules", ()), strict=False))
+    constructed = dict(zip(map(id, saved), framework.get("constructed_schedules", ())[1:], strict=False))
     found = [None] * len(user) if point.state.user is None else user.match(saved)
-    schedules = [
-        SavedSchedule(user.label(index), one and one.state, constructed.get(id(one))) for index, one in enumerate(found)
-    ]
-    chosen = reconcile(framework, schedules, plan.before["param_groups"], user.script, settings.hyperparameters)
-    states = dict(zip(map(id, found), chosen.schedules, strict=True))
+    schedules = [(user.label(i), one and one.state, constructed.get(id(one))) for i, one in enumerate(found)]
+    groups = plan.before["param_groups"]
+    framework, chosen, own, notes = reconcile(framework, schedules, groups, user.script, settings.hyperparameters)
+    states = dict(zip(map(id, found), chosen, strict=False))
     objects = point.state.user and tuple(replace(one, state=states.get(id(one), one.state)) for one in saved)
-    state = replace(point.state, framework=chosen.framework, user=objects)
-    return replace(point, state=state), chosen.notes, chosen.constructed
+    return replace(point, state=replace(point.state, framework=framework, user=objects)), notes, own
 
 
 def _dropped_state(point: ResumePoint, plan: _Plan, adapter: Adapter, settings: ResumeSettings) -> list[str]:

@@ -114,7 +114,7 @@ def unsaved(adapter: Adapter, state: Mapping[str, Any]) -> list[str]:
     pieces, tensors = adapter.held(), list[LiveValue]()
     found = [text for one in adapter.live_values() for text in _unsaved(one, state, tensors)]
     memory, reached = {_memory_of(piece.tensor) for piece in pieces}, {_memory_of(one.value) for one in tensors}
-    named = {name.fqn: tensor for name, tensor in pieces if name.slot in (WEIGHTS, FROZEN, BUFFER)}
+    named = {name.fqn: tensor for name, tensor, _ in pieces if name.slot in (WEIGHTS, FROZEN, BUFFER)}
     others: list[tuple[LiveValue, Sample]] = []
     for one in [one for one in tensors if one.value.numel() and _memory_of(one.value) not in memory]:
         own, sample = named.get(one.fqn or ""), Sample.of(one.value)
@@ -358,7 +358,7 @@ class SelfChecker:
             return
         self._sizes, self._changed, self._unequal = job.table.sizes, True, []
         try:
-            for fragment, tensor in whole_pieces(job.adapter, buffers=False) if job.group.world_size > 1 else ():
+            for fragment, tensor, _ in whole_pieces(job.adapter, buffers=False) if job.group.world_size > 1 else ():
                 hashes[f"{fragment.fqn}/{fragment.slot}"] = int(digest(Sample.of(tensor).data)[:15], 16)
         except Exception as error:  # noqa: BLE001 - of one rank, while the others are in the collective: a difference
             self._unequal = [f"the tensors of this rank cannot be compared with those of others: {error!r}"]

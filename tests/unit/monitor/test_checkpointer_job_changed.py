@@ -68,7 +68,7 @@ def a_module_in_place_of_one(one: Job) -> Callable[[], None]:
 
 def a_strided_weight(one: Job) -> Callable[[], None]:
     weight = one.model.blocks[0][0].weight
-    weight.data = weight.data.t().contiguous().t()
+    weight.data = weight.data.repeat(1, 2)[:, : weight.shape[1]]
 
     def undo() -> None:
         weight.data = weight.data.contiguous()

@@ -83,6 +83,7 @@ def test_a_snapshot_does_not_follow_what_is_live() -> None:
     "tensor",
     [
         torch.randn(3, 4).t(),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
         torch.randn(2, 3).to(torch.bfloat16),
         torch.tensor(2.5),
         torch.zeros(0, 4),
@@ -95,9 +96,11 @@ def test_a_snapshot_does_not_follow_what_is_live() -> None:
     ],
     ids=lambda tensor: f"{tensor.dtype}-{tuple(tensor.shape)}-{tensor.stride()}",
 )
-def test_tensors_keep_dtype_shape_and_bits(tensor: torch.Tensor) -> None:
+def test_tensors_keep_dtype_shape_layout_and_bits(tensor: torch.Tensor) -> None:
     back = through_json(tensor)
     assert back.dtype == tensor.dtype and back.shape == tensor.shape
+    dense = not tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    assert back.stride() == tensor.stride() if dense else back.is_contiguous()
     flat = [
         t.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8) for t in (tensor, back)
     ]
@@ -120,6 +123,13 @@ def test_tensors_keep_being_parameters_and_requiring_gradients(tensor: torch.Ten
     for back in (through_json(tensor), *through_json([tensor, tensor])):
         assert type(back) is type(tensor) and back.requires_grad is tensor.requires_grad and back.is_leaf
         assert torch.equal(back, tensor)
+
+
+@pytest.mark.parametrize("order", [[0], [0, 0], [1, 2], ["a", 0], 5])
+def test_an_order_that_is_none_of_the_dimensions_is_damage(order: Any) -> None:
+    tree, leaves = to_tree(torch.ones(2, 3))
+    with pytest.raises(DamagedError):
+        from_tree({**tree, "order": order}, leaves)
 
 
 @pytest.mark.parametrize("like", [5, "grad"])
@@ -155,12 +165,13 @@ def test_plain_data_keeps_its_kinds() -> None:
         "nested": [{"a": (1, 2.5, None)}, {3: "three", (4, 5): b"\x00\xff"}],
         "floats": [float("inf"), -float("inf"), -0.0, 1e-310],
         "sets": {1, 2}, "big": 1 << 80, "yes": True, "$": "a key of ours",
-        "numpy": [np.float32(1.5), np.int64(-3), np.arange(6).reshape(2, 3)],
+        "numpy": [np.float32(1.5), np.int64(-3), np.arange(6).reshape(2, 3)], "dtype": torch.bfloat16,
     }  # fmt: skip
     back = through_json(state)
     assert back["nested"] == state["nested"] and type(back["nested"][0]["a"]) is tuple
     assert [str(value) for value in back["floats"]] == ["inf", "-inf", "-0.0", "1e-310"]
     assert (back["sets"], back["big"], back["yes"], back["$"]) == ({1, 2}, 1 << 80, True, "a key of ours")
+    assert back["dtype"] is torch.bfloat16
     assert type(back["numpy"][0]) is np.float32 and type(back["numpy"][1]) is np.int64
     assert (back["numpy"][2] == state["numpy"][2]).all()  # type: ignore[index]
 

@@ -257,9 +257,9 @@ def test_steps_of_another_optimizer_keep_counting() -> None:
     assert other.state[fresh.out.weight]["step"] == 3
 
 
-def test_a_strided_parameter_is_refused_by_name() -> None:
+def test_a_parameter_with_gaps_in_memory_is_refused_by_name() -> None:
     net = Net()
-    net.out.weight.data = net.out.weight.data.t().contiguous().t()
+    net.out.weight.data = torch.zeros(4, 24)[:, ::2]
     with pytest.raises(UnsupportedError, match=r"out\.weight .*contiguous"):
         adapter_for((net, adamw(list(net.parameters()))))
 
