@@ -241,9 +241,10 @@ def capture_run_state(
 ) -> CapturedState:
     """Capture the run state of this rank.
 
-    The framework's state is the same on all ranks and names every parameter, so only rank 0 stores it: copies of
-    thousands of ranks would add up to gigabytes. buffers: after :meth:`RankBuffers.compare`."""
-    framework, rng = adapter.capture_run_state() if rank == 0 else None, capture_rng()
+    The framework's state is the same on all ranks and names every parameter, so only rank 0 stores it, or the first
+    rank of each pipeline stage: copies of thousands of ranks would add up to gigabytes. buffers: after
+    :meth:`RankBuffers.compare`."""
+    framework, rng = adapter.capture_run_state() if rank in adapter.leaders else None, capture_rng()
     modules = {name: part.state_dict() for name, part in extra_states(adapter.module).items()}
     live = {"user": user.capture(), "objects": user.described(), **({"modules": modules} if modules else {})}
     own = {} if buffers is None else buffers.captured()
@@ -282,6 +283,7 @@ class _Framework(_Model):
     counters: dict[str, int] | None = None
     loss_scaler: _LossScaler | None = None
     on_mesh: dict[str, _Names] = {}
+    stages: list[int] = []
 
 
 class _Generators(_Model):

@@ -1,4 +1,4 @@
-"""Choose the adapter for a training framework. DeepSpeed and FSDP2 are imported only when they are used."""
+"""Choose the adapter for a training framework. DeepSpeed and DTensor are imported only when they are used."""
 
 from typing import Any
 
@@ -11,7 +11,8 @@ from store.errors import UnsupportedError
 
 _ACCEPTED = (
     "pass a DeepSpeed engine (ZeRO stage 1, 2, 3, or stage 0 in fp32), or one tuple, attach((model, optimizer)), of a "
-    "torch module, possibly in DistributedDataParallel or sharded by fully_shard (FSDP2), and a torch optimizer"
+    "torch module, possibly in DistributedDataParallel or made of DTensors (fully_shard, parallelize_module), and a "
+    "torch optimizer"
 )
 
 
@@ -51,9 +52,9 @@ def _module_adapter(model: Any, optimizer: Any) -> Adapter:
             f"Accelerate and the Trainer fsdp_version: 2); {_ACCEPTED}"
         )
     if inner.group is None and _is_sharded(module):
-        from monitor.adapters.fsdp2 import Fsdp2Adapter
+        from monitor.adapters.dtensor import DTensorAdapter
 
-        return Fsdp2Adapter(module, optimizer, wrappers)
+        return DTensorAdapter(module, optimizer, wrappers)
     return PyTorchAdapter(module, optimizer, inner.group, wrappers, buffers_follow_rank0=inner.buffers_follow_rank0)
 
 
