@@ -6,6 +6,9 @@ A model of 126 layers (the shapes of a 405-billion-parameter Llama), its state c
 tensor, equal partitions, so that a rank holds pieces of one or two parameters. What is timed is all that comes
 before the first byte moves: the catalogue, every part read and checked, holes looked for, where each byte goes.
 
+Then boxes: a matrix a layer, cut by a square mesh of all ranks (FSDP2 over tensor parallelism). Timed are the index of
+all of them, looking for overlaps, and what a rank of a mesh of another form would read of it.
+
 ZeRO-3 and FSDP2 cut every parameter over all ranks, which gives ranks x parameters x slots fragments. That is
 generated at smaller numbers of ranks and told as time a fragment.
 """
@@ -29,8 +32,9 @@ from benchmarks.figures import Figure, report  # noqa: E402
 from merger.plan import Request, open_request, plan_merge  # noqa: E402
 from store.catalog import open_or_create  # noqa: E402
 from store.commit import commit  # noqa: E402
+from store.fragments import FragmentIndex, Source  # noqa: E402
 from store.layout import manifest_path, part_path, payload_path, segment_dir  # noqa: E402
-from store.names import RAW, SaveId  # noqa: E402
+from store.names import RAW, Box, Fragment, SaveId  # noqa: E402
 from store.schema import Entry, GroupRecord, LayerRecord, ManifestRecord, PartRecord, TensorRecord, UnitRecord, to_bytes  # noqa: E402
 from store.segment import parts_digest  # noqa: E402
 from store.session import claim_epoch  # noqa: E402
@@ -84,6 +88,8 @@ def planning(ranks: Sequence[int], folder: Path) -> list[Figure]:
         figures.append(Figure("time a rank, largest against smallest", per_rank[-1] / per_rank[0], "x", "linear", 1.5))
         manifest = folder / f"even-{max(ranks)}" / manifest_path(SAVE)
         figures.append(Figure("manifest", manifest.stat().st_size / 1e6, "MB", f"{max(ranks)} ranks", 1.0))
+    if ranks:
+        figures += boxes(max(ranks))
     rates = []
     for count in SMALL if ranks else ():
         root = folder / f"sliced-{count}"
@@ -95,6 +101,41 @@ def planning(ranks: Sequence[int], folder: Path) -> list[Figure]:
         figures.append(Figure("time a fragment, every parameter cut", statistics.median(rates), "us"))
         figures.append(Figure("the same, most ranks against fewest", rates[-1] / rates[0], "x", "linear", 1.5))
     return figures
+
+
+def boxes(ranks: int) -> list[Figure]:
+    """Seconds to index boxes of so many ranks, and to cover those of another mesh: of one rank, and of all ranks."""
+    side = int(ranks**0.5)
+    part = PartRecord(
+        store_id=DIGEST, step=1, epoch=1, rank=0, world_size=ranks, plan=DIGEST, payload_bytes=0, header_bytes=0,
+        header_xxh3_128=DIGEST, entries=(), run_state=None, run_tensors=(),
+    )  # fmt: skip
+    stored = [
+        Source(part, _entry(Parameter("l", one.fqn, (HIDDEN, HIDDEN)), "fp32", one.start, one.numel, 0, one.box))
+        for one in _mesh(side, side)
+    ]
+    began = time.perf_counter()
+    index = FragmentIndex(stored)
+    indexed = time.perf_counter() - began
+    wanted = _mesh(side // 4, side * 4)[::64]
+    began = time.perf_counter()
+    copies = sum(len(index.cover(one)) for one in wanted)
+    read = (time.perf_counter() - began) * 64 / ranks
+    return [
+        Figure(f"boxes of {ranks} ranks x {LAYERS} layers: index", indexed, "s", f"{len(stored)} boxes"),
+        Figure("boxes: index, and what one rank reads", indexed + read, "s", "another mesh", 15.0),
+        Figure("boxes: a copy", 1e6 * read * ranks / 64 / copies, "us", f"mean of {copies}"),
+    ]
+
+
+def _mesh(rows: int, columns: int) -> list[Fragment]:
+    sizes = HIDDEN // rows, HIDDEN // columns
+    return [
+        Fragment.of_box(f"layers.{layer}", "fp32", Box((i * sizes[0], j * sizes[1]), sizes, (HIDDEN, HIDDEN)))
+        for layer in range(LAYERS)
+        for i in range(rows)
+        for j in range(columns)
+    ]
 
 
 def plan(root: Path) -> tuple[float, int]:
@@ -190,13 +231,14 @@ def _sliced(parameters: Sequence[Parameter], ranks: int) -> Iterator[list[tuple[
         yield own
 
 
-def _entry(parameter: Parameter, slot: str, start: int, numel: int, offset: int) -> Entry:
+def _entry(parameter: Parameter, slot: str, start: int, numel: int, offset: int, box: Box | None = None) -> Entry:
     return Entry(
         layer=parameter.layer,
         slot=slot,
         fqn=parameter.fqn,
         start=start,
         numel=numel,
+        box=box,
         dtype="F32",
         encoding=RAW,
         offset=offset,

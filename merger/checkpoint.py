@@ -22,7 +22,7 @@ from store.fragments import FragmentIndex
 from store.names import BUFFER, FROZEN, WEIGHTS, Fragment
 from store.schema import LayerRecord, PartRecord, TensorRecord
 from store.segment import read_leaves
-from store.state_tree import decode
+from store.state_tree import decode, join_stages
 from store.storage.local import Files
 from store.text import listed
 
@@ -72,7 +72,7 @@ class Checkpoint:
     """
 
     origin: str  # name of the checkpoint in messages
-    framework: str  # training framework: ``deepspeed``, ``torch`` or ``fsdp2``
+    framework: str  # training framework: ``deepspeed``, ``torch``, ``fsdp2`` or ``dtensor``
     step: int
     tensors: Mapping[str, TensorRecord]  # every parameter and buffer, tied ones once, in model order
     layers: tuple[LayerRecord, ...]
@@ -222,14 +222,19 @@ def read_run_states(
     for rank, part in sorted(parts.items()):
         try:
             tree = part.run_state if isinstance(part.run_state, dict) else {}
-            # The framework's state is large and the same on all ranks: rank 0's is enough.
-            own = {key: value for key, value in tree.items() if rank == 0 or key != "framework"}
+            # The framework's state is large and the same on all ranks of a pipeline stage: its first rank's is enough.
+            framework = tree.get("framework")
+            leads = rank == 0 or (isinstance(framework, dict) and "stages" in framework)
+            own = {key: value for key, value in tree.items() if leads or key != "framework"}
             trees[rank] = decode(own, read_leaves(files, part), from_leaf)
         except UnreachableError:
             raise
         except (DamagedError, StorageError) as error:
             return None, error
-    framework = trees[0].get("framework")
+    try:
+        framework = join_stages(trees[0].get("framework"), lambda leader: trees[leader]["framework"])
+    except DamagedError as error:
+        return None, error
     if not isinstance(framework, dict):
         raise MergeError(
             f"the run state of save {parts[0].save} has no framework state, so no checkpoint can be written from it. "

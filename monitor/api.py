@@ -6,12 +6,14 @@ Collective; training thread.
 import math
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from monitor.adapters import adapter_for
 from monitor.adapters.base import Adapter
 from monitor.adapters.frozen import SkipFrozenAdapter
+from monitor.adapters.pytorch import PyTorchAdapter
 from monitor.background import without_gc
 from monitor.checkpointer import Checkpointer
 from monitor.config.load import Config, bytes_each, load_config
@@ -26,7 +28,7 @@ from monitor.huggingface.accelerator import is_accelerator, prepared_objects
 from monitor.ledger import Ledger
 from monitor.observe import meter_for
 from monitor.observe.drift_meter import BySlotMeter
-from monitor.observe.layers import find_layers
+from monitor.observe.layers import Layer, find_layers, join_layers
 from monitor.observe.units import LocalUnit, UnitTable
 from monitor.run_state import Objects, UserState, capture_run_state, joined, to_tree
 from monitor.save.store_session import open_existing_store, open_store
@@ -235,7 +237,14 @@ def attach_counted(
     steps: returns the optimizer steps taken so far, for frameworks that do not count them. None: every ``ckpt.step()``
     counts as one."""
     group = current_group()
-    job, metrics, budget_tracker = run_on_all_ranks(group, lambda: _build_job(target, config, state, group, steps))
+    settings, adapter = run_on_all_ranks(group, lambda: (load_config(config), adapter_for(target)))
+    if isinstance(adapter, PyTorchAdapter):
+        adapter.agree(group)
+    adapter, layers = run_on_all_ranks(group, lambda: _find_layers(adapter, settings))
+    if len(adapter.leaders) > 1:
+        layers = join_layers(group.all_gather(layers if group.rank in adapter.leaders else ()))
+    build = partial(_build_job, adapter, settings, layers, state, group, steps=steps)
+    job, metrics, budget_tracker = run_on_all_ranks(group, build)
     check_same_config(job)
     if isinstance(job.adapter, SkipFrozenAdapter):
         job.adapter.agree(group)
@@ -270,19 +279,28 @@ def _open(
     return ckpt
 
 
-def _build_job(
-    target: Any,
-    config: str | os.PathLike[str] | Mapping[str, Any] | Config | None,
-    state: Objects,
-    group: Group,
-    steps: Callable[[], int] | None,
-) -> tuple[JobContext, Metrics, BudgetTracker]:
-    settings, adapter = load_config(config), adapter_for(target)
+def _find_layers(adapter: Adapter, settings: Config) -> tuple[Adapter, tuple[Layer, ...]]:
+    """Return the adapter, without frozen parameters if they are left out, and the layers on this rank."""
     if settings.frozen == "skip":
         adapter = cast("Adapter", SkipFrozenAdapter(adapter))
+    experts, patterns = settings.layers.experts, settings.layers.patterns
+    with adapter.cache_lookups():
+        fqns = list(adapter.tensors())
+        return adapter, find_layers(adapter.module, fqns, experts=experts, patterns=patterns, local=adapter.local)
+
+
+def _build_job(
+    adapter: Adapter,
+    settings: Config,
+    layers: tuple[Layer, ...],
+    state: Objects,
+    group: Group,
+    *,
+    steps: Callable[[], int] | None,
+) -> tuple[JobContext, Metrics, BudgetTracker]:
     user = UserState(state)
     with adapter.cache_lookups():
-        state = capture_run_state(adapter, user, rank=0).whole()
+        state = capture_run_state(adapter, user, adapter.leaders[0]).whole()
         to_tree(state)  # raises now if something cannot be stored
         user.note_constructed(state)
         if any(group["hyper"].get("capturable") for group in state["framework"]["param_groups"]):
@@ -292,9 +310,6 @@ def _build_job(
                     "the copies of `staging: lazy`. Set `staging: auto`, or capturable=False"
                 )
             settings = settings.model_copy(update={"staging": "eager"})
-        layers = find_layers(
-            adapter.module, list(adapter.tensors()), experts=settings.layers.experts, patterns=settings.layers.patterns
-        )
         table = UnitTable(adapter, layers, group)
     meter = BySlotMeter(meter_for(settings.drift.method, settings.drift.width, settings.drift.seed))
     policy = settings.bounded_policy()

@@ -232,6 +232,7 @@ def new_version(
         error=error,
         reason=reason,
         members=size.members,
+        boxes=size.boxes,
     )
 
 
@@ -281,7 +282,8 @@ def _stored_units(group: Group) -> dict[Unit, _StoredUnit]:
     stored = {}
     for unit, found in entries.items():
         members = schema.members_digest(schema.members_of(found))
-        size = UnitSize(covered_numel(found), sum(one.nbytes for one in found), members)
+        boxes = any(one.box is not None for one in found)
+        size = UnitSize(covered_numel(found), sum(one.nbytes for one in found), members, boxes)
         bases = tuple(sorted({entry.base for entry in found if entry.base is not None}))
         stored[unit] = _StoredUnit(size, _encoding_of(found), bases)
     return stored

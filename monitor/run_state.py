@@ -248,9 +248,10 @@ def capture_run_state(
 ) -> CapturedState:
     """Capture the run state of this rank.
 
-    The framework's state is the same on all ranks and names every parameter, so only rank 0 stores it: copies of
-    thousands of ranks would add up to gigabytes. buffers: after :meth:`RankBuffers.compare`."""
-    framework, rng = adapter.capture_run_state() if rank == 0 else None, capture_rng()
+    The framework's state is the same on all ranks and names every parameter, so only rank 0 stores it, or the first
+    rank of each pipeline stage: copies of thousands of ranks would add up to gigabytes. buffers: after
+    :meth:`RankBuffers.compare`."""
+    framework, rng = adapter.capture_run_state() if rank in adapter.leaders else None, capture_rng()
     modules = {name: part.state_dict() for name, part in extra_states(adapter.module).items()}
     live = {"user": user.capture(), "objects": user.described(), **({"modules": modules} if modules else {})}
     own, constructed = {} if buffers is None else buffers.captured(), user.recorded
@@ -293,6 +294,7 @@ class _Framework(_Model):
     loss_scaler: _LossScaler | None = None
     on_mesh: dict[str, _Names] = {}
     constructed_schedules: list[Any] = []
+    stages: list[int] = []
 
 
 class _Generators(_Model):

@@ -1,29 +1,39 @@
 """Map wanted fragments to stored ones, and read stored fragments chunk by chunk.
 
-Every change of world size, ZeRO stage or framework is interval arithmetic on fragments. Reading checks hashes, unpacks
-and decodes in the memory of a few chunks; values must not be used before the last hash was checked.
+Every change of world size, mesh, ZeRO stage or framework is arithmetic on fragments: flat ranges, or boxes. A flat
+range is a few boxes, so one algebra does for both. Boxes of a tensor are in a tree that separates them dimension by
+dimension, as every mesh does: building it sorts, and what meets a box is found by a bisection at each level.
+
+Reading checks hashes, unpacks and decodes in the memory of a few chunks; values must not be used before the last hash
+was checked.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
+from operator import add, mul, sub
 from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
+from numpy.lib.stride_tricks import as_strided
 
 from store.encoding import encoding_named
-from store.encoding.base import Values, chunk_sizes
+from store.encoding.base import Bytes, Values, chunk_sizes
 from store.encoding.stream import BaseEntry, encoded_chunks
 from store.errors import DamagedError, StorageError
 from store.layout import payload_path
-from store.names import BUFFER, FROZEN, WEIGHTS, Fragment, SaveId
+from store.names import BUFFER, FROZEN, WEIGHTS, Box, Fragment, Part, SaveId, cut_range, strides_of
 from store.schema import Entry, PartRecord
 from store.storage.local import Files
 
 
 class Span(Protocol):
-    """Elements [start, stop) of a flattened (fqn, slot), stored anywhere; ``dtype`` as named in safetensors."""
+    """Elements [start, stop) of a flattened (fqn, slot), or a box, stored anywhere; ``dtype`` as in safetensors."""
 
     @property
     def fqn(self) -> str: ...
@@ -36,6 +46,9 @@ class Span(Protocol):
 
     @property
     def stop(self) -> int: ...
+
+    @property
+    def box(self) -> Box | None: ...
 
     @property
     def dtype(self) -> str: ...
@@ -68,18 +81,39 @@ class Source(NamedTuple):
         return self.entry.stop
 
     @property
+    def box(self) -> Box | None:
+        return self.entry.box
+
+    @property
     def dtype(self) -> str:
         """Of the values, before encoding."""
         return self.entry.dtype
 
 
+class Steps(NamedTuple):
+    """Elements that do not follow each other: ``sizes`` of them, so many apart in the source and in the target."""
+
+    sizes: tuple[int, ...]
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+
+
 class Copy(NamedTuple, Generic[S]):
-    """``numel`` elements from ``source_start`` of the stored fragment go to ``target_start`` of the wanted one."""
+    """``numel`` elements from ``source_start`` of the stored fragment go to ``target_start`` of the wanted one.
+
+    Without ``steps`` they follow each other in both."""
 
     source: S
     source_start: int
     target_start: int
     numel: int
+    steps: Steps | None = None
+
+    def place(self, source: Bytes, target: Bytes, size: int) -> None:
+        """Copy between the bytes of all of the stored fragment and of the wanted one. ``size``: bytes of an element."""
+        sizes, apart, into = self.steps or ((self.numel,), (1,), (1,))
+        found = as_strided(source[self.source_start * size :], (*sizes, size), (*(size * one for one in apart), 1))
+        as_strided(target[self.target_start * size :], found.shape, (*(size * one for one in into), 1))[...] = found
 
 
 class FragmentIndex(Generic[S]):
@@ -87,6 +121,7 @@ class FragmentIndex(Generic[S]):
 
     def __init__(self, sources: Iterable[S]) -> None:
         self._by_name: dict[tuple[str, str], list[S]] = {}
+        self._regions: dict[tuple[str, str], _Regions[S]] = {}
         for source in sources:
             self._by_name.setdefault((source.fqn, source.slot), []).append(source)
         for name, spans in self._by_name.items():
@@ -95,7 +130,11 @@ class FragmentIndex(Generic[S]):
             # Empty fragments fill nothing and overlap nothing; one is kept if a tensor has no other.
             spans[:] = [source for source in spans if source.stop > source.start] or spans[:1]
             spans.sort(key=lambda source: source.start)
-            _refuse_overlap(name, spans)
+            box = next((source.box for source in spans if source.box is not None), None)
+            if box is None:
+                _refuse_overlap(name, spans)
+            else:
+                self._regions[name] = _Regions(name, spans, box.shape)
 
     def names(self) -> Mapping[tuple[str, str], Sequence[S]]:
         """Return all (fqn, slot) with their sources in order."""
@@ -109,7 +148,13 @@ class FragmentIndex(Generic[S]):
     def cover(self, wanted: Fragment) -> list[Copy[S]]:
         """Return copies that fill ``wanted`` completely. Raises DamagedError, naming the hole, if there is one."""
         copies, position = [], wanted.start
-        spans = self._by_name.get((wanted.fqn, wanted.slot), [])
+        name = wanted.fqn, wanted.slot
+        spans = self._by_name.get(name, [])
+        if wanted.box is not None or name in self._regions or (len(spans) == 1 and spans[0].box is not None):
+            if name not in self._regions:
+                box = wanted.box or next(source.box for source in spans if source.box is not None)
+                self._regions[name] = _Regions(name, spans, box.shape)
+            return self._regions[name].cover(wanted)
         if len(spans) == 1 and spans[0].start <= position and wanted.stop <= spans[0].stop and wanted.numel:
             return [Copy(spans[0], position - spans[0].start, 0, wanted.numel)]
         first = max(0, bisect_right(spans, wanted.start, key=lambda source: source.start) - 1)
@@ -126,6 +171,131 @@ class FragmentIndex(Generic[S]):
                 f"{wanted.fqn}/{wanted.slot}: elements {position} to {wanted.stop} are in no stored fragment"
             )
         return copies
+
+
+class Place(NamedTuple):
+    """Where a region is in its own memory: element c of the tensor at the sum of c * strides, less origin."""
+
+    strides: tuple[int, ...]
+    origin: int
+
+    @classmethod
+    def of(cls, box: Box | None, start: int, shape: Sequence[int]) -> "Place":
+        """Return that of a box, or of a flat range from ``start`` of a tensor of ``shape``."""
+        strides = strides_of(shape if box is None else box.sizes)
+        return cls(strides, start if box is None else sum(map(mul, box.offsets, strides)))
+
+    def at(self, offsets: Sequence[int]) -> int:
+        return sum(a * b for a, b in zip(offsets, self.strides, strict=True)) - self.origin
+
+
+def steps_between(sizes: Sequence[int], source: Place, target: Place) -> Steps | None:
+    """Return how a box of ``sizes`` lies in two memories; None if its elements follow each other in both."""
+    found: list[tuple[int, int, int]] = []
+    for size, step, other in zip(sizes, source.strides, target.strides, strict=True):
+        if size > 1:
+            joins = bool(found) and found[-1][1:] == (step * size, other * size)  # one dimension with the one before
+            found.append((size * (found.pop()[0] if joins else 1), step, other))
+    if not found or (len(found) == 1 and found[0][1:] == (1, 1)):
+        return None
+    return Steps(*(tuple(column) for column in zip(*found, strict=True)))
+
+
+_DEPTH = 64  # levels of a tree: far more than any mesh makes, so only records that lie reach it
+
+
+@dataclass(frozen=True)
+class _Slabs:
+    """Children that are apart in dimension ``dim``, in order: boxes by index, or further slabs."""
+
+    dim: int
+    starts: list[int]
+    stops: list[int]
+    children: "list[_Slabs | int]"
+
+
+class BoxTree:
+    """Boxes of one tensor that do not overlap. Raises DamagedError, naming the tensor, if two do.
+
+    boxes: With elements."""
+
+    def __init__(self, name: str, boxes: Sequence[Part]) -> None:
+        self.boxes = boxes
+        first = np.array([offsets for offsets, _ in boxes], np.int64)
+        after = first + np.array([sizes for _, sizes in boxes], np.int64)
+        self._root = [_grow(name, first, after, np.arange(len(boxes)), 0)] if boxes else []
+
+    def meet(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, Part]]:
+        """Yield the index of each box that has elements in common with this one, and those elements."""
+        stops = tuple(map(add, offsets, sizes))
+        pending = self._root[:]
+        while pending:
+            node = pending.pop()
+            if isinstance(node, _Slabs):
+                low = bisect_right(node.stops, offsets[node.dim])
+                pending += node.children[low : bisect_left(node.starts, stops[node.dim])]
+                continue
+            own, lengths = self.boxes[node]
+            begin = tuple(map(max, own, offsets))
+            common = tuple(map(sub, map(min, map(add, own, lengths), stops), begin))
+            if min(common, default=1) > 0:
+                yield node, (begin, common)
+
+
+_Array = npt.NDArray[np.int64]
+
+
+def _grow(name: str, first: _Array, after: _Array, members: _Array, depth: int) -> "_Slabs | int":
+    if len(members) == 1:
+        return int(members[0])
+    for dim in range(first.shape[1]):
+        begin = first[members, dim]
+        order = np.argsort(begin, kind="stable")
+        begin, end = begin[order], np.maximum.accumulate(after[members[order], dim])
+        cuts = np.flatnonzero(begin[1:] >= end[:-1]) + 1
+        if len(cuts) and depth < _DEPTH:
+            edges = [0, *cuts.tolist(), len(members)]
+            starts, stops = begin[edges[:-1]].tolist(), end[np.array(edges[1:]) - 1].tolist()
+            children: list[_Slabs | int] = members[order].tolist()
+            if len(starts) < len(children):  # not each alone
+                parts = (members[order[low:high]] for low, high in pairwise(edges))
+                children = [_grow(name, first, after, part, depth + 1) for part in parts]
+            return _Slabs(dim, starts, stops, children)
+    pair = [(first[index].tolist(), after[index].tolist()) for index in members[:2].tolist()]
+    raise DamagedError(f"{name}: {len(members)} stored fragments overlap, or are of no mesh, such as {pair}")
+
+
+class _Regions(Generic[S]):
+    """The stored fragments of one (fqn, slot) as boxes of a tensor of ``shape``."""
+
+    def __init__(self, name: tuple[str, str], spans: Sequence[S], shape: tuple[int, ...]) -> None:
+        self._name, self._shape, boxes = "/".join(name), shape, list[Part]()
+        self._owners: list[S] = []
+        for source in spans:
+            boxes += self._parts(source, "a stored fragment does not lie")
+            self._owners += [source] * (len(boxes) - len(self._owners))
+        self._tree = BoxTree(self._name, boxes)
+
+    def _parts(self, region: S | Fragment, problem: str) -> Iterable[Part]:
+        box = region.box
+        if (region.stop > prod(self._shape)) if box is None else (box.shape != self._shape):
+            raise DamagedError(f"{self._name}: {problem} in a tensor of shape {self._shape}")
+        return cut_range(self._shape, region.start, region.stop) if box is None else [box[:2]]
+
+    def cover(self, wanted: Fragment) -> list[Copy[S]]:
+        """Return copies that fill ``wanted``, in the order of their sources. Raises DamagedError for a hole."""
+        target, copies = Place.of(wanted.box, wanted.start, self._shape), list[tuple[int, Copy[S]]]()
+        for part in self._parts(wanted, f"{wanted} is in no stored fragment"):
+            for number, (offsets, sizes) in self._tree.meet(*part):
+                source = self._owners[number]
+                place = Place.of(source.box, source.start, self._shape)
+                steps = steps_between(sizes, place, target)
+                copies.append((number, Copy(source, place.at(offsets), target.at(offsets), prod(sizes), steps)))
+        missing = wanted.numel - sum(copy.numel for _, copy in copies)
+        if missing:
+            region = f"[{wanted.start}, {wanted.stop})" if wanted.box is None else wanted.box
+            raise DamagedError(f"{self._name}: {missing} of the elements {region} are in no stored fragment")
+        return [copy for _, copy in sorted(copies, key=lambda one: one[0])]
 
 
 def covered_numel(entries: Iterable[Entry]) -> int:

@@ -1,8 +1,11 @@
 """Define units, fragments and save ids, and the names of slots. Pure values."""
 
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, total_ordering
+from math import prod
+from operator import add, mul
 from typing import NamedTuple
 
 WEIGHTS = "fp32"
@@ -28,26 +31,97 @@ class Unit(NamedTuple):
         return f"{self.layer}/{self.slot}"
 
 
+Part = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes in each dimension
+
+
+class Box(NamedTuple):
+    """A region of a tensor: ``sizes`` elements from ``offsets`` in each dimension of its global ``shape``."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+    @property
+    def start(self) -> int:
+        """Place of the first element in the flattened tensor."""
+        return sum(map(mul, self.offsets, strides_of(self.shape)))
+
+    @property
+    def is_range(self) -> bool:
+        """Whether its elements follow each other in the flattened tensor."""
+        first = next((dim for dim, size in enumerate(self.sizes) if size != 1), len(self.sizes))
+        return not self.numel or self.sizes[first + 1 :] == self.shape[first + 1 :]
+
+    def check(self) -> None:
+        """Raise ValueError unless it has elements and lies in its shape."""
+        inside = zip(self.offsets, self.sizes, self.shape, strict=True)  # raises for different lengths
+        if not all(0 <= offset < offset + size <= whole for offset, size, whole in inside):
+            raise ValueError(f"{self.sizes} elements from {self.offsets} do not lie in a tensor of shape {self.shape}")
+
+
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the elements between neighbours in each dimension of a contiguous tensor."""
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def cut_range(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Part]:
+    """Yield the boxes, in order, that elements [start, stop) of a flattened tensor are: at most two a dimension."""
+    if start >= stop:
+        return
+    if len(shape) < 2:
+        yield ((start,), (stop - start,)) if shape else ((), ())
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    ends = [(first - 1, start, min(stop, first * row)), (last, max(start, last * row), stop)]
+    for index, begin, end in ends[: 1 if first > last else 2]:  # one, if all are in one row
+        if index == last > first:
+            yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
+        for offsets, sizes in cut_range(shape[1:], begin - index * row, end - index * row):
+            yield (index, *offsets), (1, *sizes)
+
+
 class _Fragment(NamedTuple):
     fqn: str
     slot: str
     start: int
     numel: int
+    box: Box | None
 
 
 class Fragment(_Fragment):
-    """A contiguous piece of a flattened (row-major) parameter: elements [start, start + numel)."""
+    """A region of a parameter: elements [start, start + numel) of it flattened (row-major), or a box of ``numel``
+    elements, the first of which is ``start``."""
 
     __slots__ = ()
 
-    def __new__(cls, fqn: str, slot: str, start: int, numel: int) -> "Fragment":
+    def __new__(cls, fqn: str, slot: str, start: int, numel: int, box: Box | None = None) -> "Fragment":
         if start < 0 or numel < 0:
             raise ValueError(f"fragment of {fqn}: start {start} and numel {numel} must be >= 0")
-        return super().__new__(cls, fqn, slot, start, numel)
+        return super().__new__(cls, fqn, slot, start, numel, box)
+
+    @classmethod
+    def of_box(cls, fqn: str, slot: str, box: Box) -> "Fragment":
+        """Return the fragment of a box: a flat range where its elements follow each other."""
+        return cls(fqn, slot, box.start, box.numel, None if box.is_range else box)
 
     @property
     def stop(self) -> int:
+        """End of a flat range."""
         return self.start + self.numel
+
+    def part(self, start: int, numel: int) -> "list[Fragment]":
+        """Return its own elements [start, start + numel), in order: one fragment, or a few of a box."""
+        if self.box is None:
+            return [self._replace(start=self.start + start, numel=numel)]
+        offsets, shape = self.box.offsets, self.box.shape
+        cut = cut_range(self.box.sizes, start, start + numel)
+        boxes = (Box(tuple(map(add, offsets, inside)), sizes, shape) for inside, sizes in cut)
+        return [Fragment.of_box(self.fqn, self.slot, box) for box in boxes]
 
 
 @total_ordering

@@ -13,11 +13,12 @@ from store.encoding import encoding_named
 from store.errors import DamagedError, MissingError, NothingToResumeError, StorageError
 from store.fragments import FragmentIndex, Source, covered_numel
 from store.layout import segment_dir
-from store.names import Fragment, SaveId, Unit
+from store.names import Box, Fragment, SaveId, Unit
 from store.schema import Entry, GroupRecord, ManifestRecord, PartRecord, UnitRecord
 from store.text import listed
 
-Key = tuple[str, str, str, int, int, str, str]  # a save name, and the fields a fragment has in common with its base
+Key = tuple[str, str, str, int, int, Box | None, str, str]
+"""A save name, and the fields a fragment has in common with its base."""
 
 
 def with_bases(stored: Sequence[tuple[PartRecord, Entry]], groups: Iterable[LoadedGroup]) -> tuple[Source, ...]:
@@ -55,7 +56,7 @@ def _base_of(part: PartRecord, entry: Entry, bases: Mapping[Key, Source]) -> Sou
 
 
 def _key(save: str, entry: Entry) -> Key:
-    return save, entry.fqn, entry.slot, entry.start, entry.numel, entry.dtype, entry.encoding
+    return save, entry.fqn, entry.slot, entry.start, entry.numel, entry.box, entry.dtype, entry.encoding
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,10 @@ def _load_version(
         covered = covered_numel(source.entry for source in sources)
         if covered != record.numel:
             raise DamagedError(f"{record.unit}: version {record.save} has {covered} of its {record.numel} elements")
+        for source in sources:
+            tensor = manifest.tensors.get(source.fqn)
+            if source.box is not None and (tensor is None or tensor.shape != source.box.shape):
+                raise DamagedError(f"{record.unit}: version {record.save} has {source.fqn} in another shape")
         _require_undamaged(catalog, record, sources, bad)
     except DamagedError as error:
         problems += [problem for one in (group, *bases) for problem in one.problems]

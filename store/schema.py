@@ -12,10 +12,10 @@ from functools import cached_property
 from typing import Annotated, Any, TypeVar
 
 import xxhash
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, ValidationInfo
 
 from store.errors import DamagedError
-from store.names import Fragment, SaveId, Unit
+from store.names import Box, Fragment, SaveId, Unit
 
 _HEAD = b'{"body":'
 _MIDDLE = b',"xxh3_128":"'
@@ -62,9 +62,9 @@ def unseal(data: bytes, what: str) -> Any:
 
 
 FORMAT = 1
-READER = 3
+READER = 4
 """Newest reader version. 2 knows ``differs`` of manifests, which version 1 would ignore and call exact; 3 knows the
-encodings in :data:`READER_OF_ENCODING`."""
+encodings in :data:`READER_OF_ENCODING`; 4 knows fragments that are boxes, which others would take for flat ranges."""
 
 READER_OF_ENCODING = {"int8-log2": 3, "int8-shared-exponent": 3}  # lowest reader version that knows it, if above 1
 
@@ -145,8 +145,16 @@ class SavePiece(Record):
         return SaveId(self.step, self.epoch)
 
 
+def _check_box(box: Box | None, entry: ValidationInfo) -> Box | None:
+    if box is not None:
+        box.check()
+        if (box.start, box.numel) != (entry.data.get("start"), entry.data.get("numel")) or box.is_range:
+            raise ValueError(f"{box} has other elements than its fragment, or is a flat range")
+    return box
+
+
 class Entry(UnitPiece):
-    """One stored fragment: elements [start, start + numel) of the flattened (fqn, slot), and the place of its bytes.
+    """One stored fragment: a region of a (fqn, slot) as in :class:`store.names.Fragment`, and the place of its bytes.
 
     The values of ``dtype`` were encoded. If ``packing`` is set, the encoded bytes were packed: alone, or as the
     difference to those of the same fragment in the save ``base``."""
@@ -154,6 +162,7 @@ class Entry(UnitPiece):
     fqn: Name
     start: Natural
     numel: Natural
+    box: Annotated[Box | None, AfterValidator(_check_box)] = Field(None, exclude_if=lambda box: box is None)
     dtype: Name
     encoding: Name
     packing: Name | None = None
@@ -166,7 +175,7 @@ class Entry(UnitPiece):
 
     @property
     def fragment(self) -> Fragment:
-        return Fragment(self.fqn, self.slot, self.start, self.numel)
+        return Fragment(self.fqn, self.slot, self.start, self.numel, self.box)
 
     @property
     def stop(self) -> int:
@@ -252,6 +261,7 @@ class UnitRecord(UnitPiece):
     bases: tuple[SaveName, ...] = ()  # saves that its fragments are stored as differences to
     reason: str = ""
     members: str = ""  # `members_digest` of the unit's tensors
+    boxes: bool = Field(default=False, exclude_if=lambda boxes: not boxes)  # whether any of its fragments is a box
 
     @property
     def version(self) -> SaveId:
@@ -284,7 +294,8 @@ class ManifestRecord(SavePiece):
     @property
     def reader(self) -> int:
         """Lowest reader version that does not misread it."""
-        return max(1, 2 * bool(self.differs), *(READER_OF_ENCODING.get(unit.encoding, 1) for unit in self.units))
+        known = (max(READER_OF_ENCODING.get(unit.encoding, 1), 4 * unit.boxes) for unit in self.units)
+        return max(1, 2 * bool(self.differs), *known)
 
     @property
     def oldest(self) -> SaveId:

@@ -7,7 +7,7 @@ type. Other types are refused, subclasses of plain types too: a reader imports n
 import base64
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -65,6 +65,35 @@ def encode(value: Any, to_leaf: ToLeaf) -> tuple[Any, list[Leaf]]:
     """Return (JSON tree, leaves). Raises UnsupportedError, naming the path, for values that are not plain data."""
     encoder = Encoder(to_leaf)
     return encoder.encode(value), encoder.leaves
+
+
+def join_stages(framework: Any, stage_of: Callable[[int], Any]) -> Any:
+    """Return the run state of the optimizers of all pipeline stages as that of one, or ``framework`` if it has none.
+
+    stage_of: returns that of a stage by its leading rank. Raises DamagedError if one is missing."""
+    leaders = framework.get("stages") if isinstance(framework, dict) else None
+    if not leaders:
+        return framework
+    try:
+        stages = [stage_of(leader) for leader in leaders]
+        whole = {key: value for key, value in stages[0].items() if key != "stages"}
+        for key in ("scalars", "slots", "on_mesh"):
+            if key in whole:
+                whole[key] = {fqn: value for stage in stages for fqn, value in stage[key].items()}
+        groups: list[Any] = []
+        for stage in stages:
+            for index, group in enumerate(stage["param_groups"]):
+                if index < len(groups) and _plain(groups[index]["hyper"]) == _plain(group["hyper"]):
+                    groups[index] = {**group, "params": [*groups[index]["params"], *group["params"]]}
+                else:
+                    groups.append(group)
+        return {**whole, "param_groups": groups}
+    except (AttributeError, LookupError, TypeError) as error:
+        raise DamagedError(f"the run state of a pipeline stage is missing or has a wrong form: {error!r}") from error
+
+
+def _plain(hyper: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.tolist() if hasattr(value, "tolist") else value for key, value in hyper.items()}
 
 
 def decode(tree: Any, leaves: Sequence[Leaf], from_leaf: FromLeaf) -> Any:

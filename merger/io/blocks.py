@@ -4,10 +4,11 @@ This is all that the rest of the merger sees of tensors in a source, be it a sto
 Encoded, packed or delta fragments of a store are blocks that are decoded chunk by chunk while they are read, each
 stored byte once, so memory does not grow with a fragment."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import xxhash
@@ -15,7 +16,7 @@ from isal import isal_zlib
 
 from store.encoding import CHUNK, itemsize
 from store.errors import DamagedError, MissingError, StorageError, UnreachableError
-from store.fragments import FragmentReader, Readable, Source
+from store.fragments import Copy, FragmentReader, Readable, Source
 from store.resolve import RejectedVersion
 
 Progress = Callable[[int], None]
@@ -69,41 +70,61 @@ class Damage:
 
 @dataclass(frozen=True)
 class StoredFragment:
-    """An encoded fragment of the store at ``root``: stored bytes that decode to a block."""
+    """An encoded fragment of the store at ``root``: stored bytes that decode to a block.
+
+    Or, with ``copies``, all fragments of a tensor, ``source`` among them, which a pass puts together in memory."""
 
     files: Readable
     source: Source
     root: Path
+    copies: Sequence[Copy[Source]] = ()
 
     @property
     def nbytes(self) -> int:
         """Stored bytes that a pass reads: its own and those of its base, which each difference to it reads again."""
-        base = self.source.base
-        return self.source.entry.nbytes + (0 if base is None else base.entry.nbytes)
+        sources = {id(copy.source): copy.source for copy in self.copies}.values() or (self.source,)
+        return sum(one.entry.nbytes for source in sources for one in (source, source.base) if one is not None)
 
     @property
     def memory(self) -> int:
         """Most bytes of memory that one pass takes."""
-        entry = self.source.entry
-        return _CHUNKS_PER_PASS * min(CHUNK, entry.numel) * itemsize(entry.dtype)
+        entry, whole = self.source.entry, sum(copy.numel for copy in self.copies)
+        return (_CHUNKS_PER_PASS * min(CHUNK, entry.numel) + 3 * whole) * itemsize(entry.dtype)
 
 
 class FragmentPass:
     """One pass over a block whose bytes are decoded. Belongs to one thread."""
 
     def __init__(self, fragment: StoredFragment, progress: Progress) -> None:
-        self._fragment = fragment
-        self._reader = FragmentReader(_CountingFiles(fragment.files, progress), fragment.source)
+        self._fragment, self._source = fragment, fragment.source
+        self._files = _CountingFiles(fragment.files, progress)
+        self._reader = FragmentReader(self._files, fragment.source)
 
     @property
     def flaw(self) -> Damage:
         """After an error: the fragment's version, or its base's version if the base's bytes are wrong."""
-        return Damage(self._fragment.root, RejectedVersion(self._reader.at_fault, self._fragment.source.entry.unit))
+        return Damage(self._fragment.root, RejectedVersion(self._reader.at_fault, self._source.entry.unit))
 
     def pieces(self) -> Iterator[memoryview]:
         """Yield the block's bytes in order, in pieces of whole elements; the caller owns each piece.
 
         Raises DamagedError, perhaps after the last piece, if the stored bytes are wrong; StorageError."""
+        if not self._fragment.copies:
+            yield from self._decoded()
+            return
+        size, copies = itemsize(self._source.dtype), self._fragment.copies
+        whole = np.empty(sum(copy.numel for copy in copies) * size, np.uint8)
+        for _, group in groupby(copies, lambda copy: id(copy.source)):
+            own = list(group)
+            self._source = own[0].source
+            self._reader = FragmentReader(self._files, self._source)
+            values = np.frombuffer(b"".join(self._decoded()), np.uint8)
+            for copy in own:
+                copy.place(values, whole, size)
+        for start in range(0, len(whole), CHUNK * size):
+            yield whole[start : start + CHUNK * size].data
+
+    def _decoded(self) -> Iterator[memoryview]:
         try:
             for values in self._reader.chunks():
                 yield values.view(np.uint8).data
@@ -118,7 +139,7 @@ class FragmentPass:
 
     def _subject(self, fate: str) -> str:
         """Return which fragment failed, and the save of its base if the base's bytes are at fault."""
-        source, fault = self._fragment.source, self._reader.at_fault
+        source, fault = self._source, self._reader.at_fault
         entry = source.entry
         where = f"{entry.unit} of save {source.part.save}, elements {entry.start} to {entry.stop} of {entry.fqn}"
         return where if fault == source.part.save else f"{where}, the difference to save {fault}, {fate}"
@@ -170,6 +191,7 @@ class Extent:
     dtype: str
     block: Block
     offset: int
+    box: ClassVar[None] = None  # all of a tensor that is stored in boxes is one extent
 
     @property
     def nbytes(self) -> int:

@@ -28,7 +28,7 @@ _LAYOUTS_OF: Mapping[str, tuple[str, ...]] = {
 }
 """Layouts that use a setting of a target."""
 
-_NATIVE = {"deepspeed": "deepspeed", "torch": "torch", "fsdp2": "dcp"}  # layout that each framework loads natively
+_NATIVE = {"deepspeed": "deepspeed", "torch": "torch", "fsdp2": "dcp", "dtensor": "dcp"}  # what each loads natively
 _OPTIONS = {"shard_bytes": "--shard-size"}  # command-line option of a setting, if it is not the setting's name
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from store.errors import DamagedError, MergeError, StorageError
 from store.fragments import FragmentIndex, Source
 from store.layout import payload_path
 from store.location import files_at
-from store.names import BUFFER, FROZEN, LEFT_OUT, RAW, WEIGHTS, SaveId
+from store.names import BUFFER, FROZEN, LEFT_OUT, RAW, WEIGHTS, Fragment, SaveId
 from store.resolve import RejectedVersion, Resolution, newest_resumable, resolve
-from store.schema import TensorRecord
+from store.schema import TensorRecord, digest
 from store.text import listed
 
 
@@ -56,7 +57,9 @@ class StoreSource:
         _require_frozen(manifest.save, resolution.run_parts[0].facts.get(LEFT_OUT))
         certificate = certify(resolution)
         units = tuple(replace(unit, source=str(self.root)) for unit in certificate.units)
-        index = FragmentIndex(self._extent(source) for source in resolution.sources())
+        index = FragmentIndex(
+            extent for name in resolution.index.names() for extent in self._extents(resolution.index, *name)
+        )
         unvouched = frozenset(index.names()) if imported_as_found(resolution.manifest) else frozenset()
         certificate = replace(
             certificate,
@@ -83,6 +86,20 @@ class StoreSource:
         )
         require_whole(checkpoint)
         return with_problems(checkpoint, _imported_implausible(resolution))
+
+    def _extents(self, index: FragmentIndex[Source], fqn: str, slot: str) -> Iterable[Extent]:
+        """Return the stored fragments of a (fqn, slot), or, if one is a box, all of them put together."""
+        sources = index.names()[fqn, slot]
+        numel = next((prod(source.box.shape) for source in sources if source.box is not None), None)
+        if numel is None:
+            return map(self._extent, sources)
+        if len({source.dtype for source in sources}) > 1:
+            raise DamagedError(f"{fqn}/{slot} is stored in two dtypes at once")
+        copies, first = index.cover(Fragment(fqn, slot, 0, numel)), self._extent(sources[0])
+        coded = StoredFragment(self.catalog.files, copies[0].source, self.root, copies)
+        known = digest("".join(source.entry.xxh3_128 for source in sources).encode())
+        block = replace(first.block, nbytes=numel * itemsize(first.dtype), digest=known, coded=coded)
+        return [replace(first, start=0, stop=numel, block=block)]
 
     def _extent(self, source: Source) -> Extent:
         part, entry = source.part, source.entry

@@ -1,4 +1,4 @@
-"""Choose the adapter for a training framework. DeepSpeed and FSDP2 are imported only when they are used."""
+"""Choose the adapter for a training framework. DeepSpeed and DTensor are imported only when they are used."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,8 +14,8 @@ from store.errors import UnsupportedError
 
 _ACCEPTED = (
     "pass a DeepSpeed engine (ZeRO stage 1, 2, 3, or stage 0 in fp32), or one tuple, attach((model, optimizer)), of a "
-    "torch module, possibly in DistributedDataParallel or sharded by fully_shard (FSDP2), and a torch optimizer or a "
-    'list of them; of several models a mapping, attach({"generator": (model, optimizer), ...})'
+    "torch module, possibly in DistributedDataParallel or made of DTensors (fully_shard, parallelize_module), and a "
+    'torch optimizer or a list of them; of several models a mapping, attach({"generator": (model, optimizer), ...})'
 )
 
 
@@ -75,9 +75,9 @@ def _module_adapter(targets: Mapping[str, Any]) -> Adapter:
     optimizer = optimizers[0] if len(optimizers) == 1 else JointOptimizer(optimizers)
     group = _common_group(parts)
     if group is None and _is_sharded(module):
-        from monitor.adapters.fsdp2 import Fsdp2Adapter
+        from monitor.adapters.dtensor import DTensorAdapter
 
-        return Fsdp2Adapter(module, optimizer, wrappers)
+        return DTensorAdapter(module, optimizer, wrappers)
     follow = all(part.buffers_follow_rank0 for part in parts)
     return PyTorchAdapter(module, optimizer, group, wrappers, buffers_follow_rank0=follow)
 

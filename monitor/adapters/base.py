@@ -5,9 +5,10 @@ It leaves the user's param groups as they are.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -15,7 +16,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from monitor.adapters.identity import Identity
+from monitor.distributed import Group, run_on_all_ranks
+from store.errors import UnsupportedError
 from store.names import Fragment
+from store.schema import digest
 
 
 class Piece(NamedTuple):
@@ -49,6 +53,10 @@ class TensorInfo:
     kind: str  # ``trainable``, ``frozen`` or ``buffer``
     aliases: tuple[str, ...] = ()  # other names of the same tensor (tied weights) in the module tree
     special: str | None = None  # its subclass or layout, if it is not a plain tensor that the adapter can save
+
+    def matches(self, other: "TensorInfo | None") -> bool:
+        """Return whether both can be one tensor, which has other names on other ranks."""
+        return other is not None and replace(other, aliases=self.aliases) == self
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,8 @@ class Adapter(Protocol):
     state_is_private: bool
     """Whether weights, as saved, and optimizer state are copies that only the optimizer touches (ZeRO's master
     weights), so that nothing a training script does between two optimizer steps can change them."""
+    leaders: tuple[int, ...]  # lowest rank of each pipeline stage, which stores its run state; (0,) without stages
+    local: Collection[str] | None  # of :meth:`tensors`, those that this rank's module has; None: all
     buffers_follow_rank0: bool  # every forward overwrites the persistent buffers of all ranks with those of rank 0
 
     def completed_steps(self) -> int | None:
@@ -169,6 +179,71 @@ class Adapter(Protocol):
 
     def layout_facts(self) -> dict[str, Any]:
         """Return JSON values from which the merger rebuilds the framework's own checkpoint layout."""
+
+
+class Home(NamedTuple):
+    """How a rank holds a tensor: as one of ``ranks``, which together hold all of it, or whole on its own (None)."""
+
+    kind: str
+    ranks: tuple[int, ...] | None = None
+
+
+Listing = Mapping[str, tuple[TensorInfo, Home]]  # what one rank holds, in its model's order
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Where the tensors of the whole model are. The same on all ranks, except ``places``."""
+
+    tensors: Mapping[str, TensorInfo]  # in the order of the stages
+    leaders: tuple[int, ...]  # lowest rank of each stage
+    places: Mapping[str, tuple[int, int]]  # of this rank's tensors: number of its home, and how many homes there are
+
+
+def agree_on_stages(group: Group, listing: Listing, hash_of: Callable[[str], int]) -> Stages | None:
+    """Return where the tensors are; None if all ranks hold the same in the same way. Collective.
+
+    hash_of: of this rank's values of a parameter. Raises UnsupportedError, on all ranks alike, where one name has
+    different tensors, or values that differ although nothing but the script keeps them equal: between stages, or
+    meshes. (Replicas within a stage are compared at the first save.)"""
+    hashes = group.all_gather(digest(repr(listing).encode()))
+    if len(set(hashes)) == 1:
+        return None
+    found = group.all_gather(listing if hashes.index(hashes[group.rank]) == group.rank else None)
+    tensors: dict[str, TensorInfo] = {}
+    homes: dict[str, dict[Home, list[int]]] = {}  # of a tensor, with the ranks that are at home there
+    stages: dict[str, set[int]] = {}  # of a tensor: their leaders
+    leaders: dict[tuple[str, ...], int] = {}
+    for alike in dict.fromkeys(hashes):
+        ranks = [rank for rank, one in enumerate(hashes) if one == alike]
+        leader = leaders.setdefault(tuple(found[ranks[0]]), ranks[0])
+        for fqn, (info, home) in found[ranks[0]].items():
+            known, own = tensors.get(fqn, info), homes.setdefault(fqn, {})
+            own.setdefault(home, []).extend(ranks)
+            stages.setdefault(fqn, set()).add(leader)
+            if not info.matches(known) or len({one.kind for one in own}) > 1:
+                raise UnsupportedError(
+                    f"{fqn} is {known} on rank {min(map(min, own.values()))}, and on rank {ranks[0]} {info}, held as "
+                    f"{home.kind}: name the tensors of all stages as in the whole model, and hold each in one way"
+                )
+            tensors[fqn] = replace(known, aliases=tuple(dict.fromkeys((*known.aliases, *info.aliases))))
+    shared = {fqn for fqn in tensors if tensors[fqn].kind != "buffer" and (len(homes[fqn]) > 1 or len(stages[fqn]) > 1)}
+    own_hashes = run_on_all_ranks(group, lambda: {fqn: hash_of(fqn) for fqn in listing if fqn in shared})
+    values = group.all_gather(own_hashes)
+    for fqn in (fqn for fqn in tensors if fqn in shared):
+        everywhere = [home.ranks or (rank,) for home, ranks in homes[fqn].items() for rank in ranks]
+        if len({tuple(values[rank].get(fqn) for rank in one) for one in everywhere}) > 1:
+            raise UnsupportedError(
+                f"{fqn} has different values on the ranks {list(dict.fromkeys(everywhere))}, and a store holds one: "
+                "name the tensors of all pipeline stages as in the whole model, and begin with equal replicas"
+            )
+    places = {fqn: _place(homes[fqn], home, group.rank) for fqn, (_, home) in listing.items()}
+    return Stages(tensors, tuple(leaders.values()), places)
+
+
+def _place(homes: Mapping[Home, list[int]], home: Home, rank: int) -> tuple[int, int]:
+    holders = sorted(homes[home])
+    return (bisect_left(holders, rank), len(holders)) if home.ranks is None else (list(homes).index(home), len(homes))
 
 
 def wrap_methods(

@@ -31,7 +31,10 @@ def engine_adapter(engine: Any) -> Adapter:
     """Return the adapter for an engine's ZeRO stage. Raise UnsupportedError for unsupported engines."""
     for base in type(engine).__mro__:
         if base.__name__ in {"PipelineEngine", "DeepSpeedHybridEngine"}:
-            raise UnsupportedError(f"{base.__name__} is not supported; use deepspeed.initialize on a plain module")
+            raise UnsupportedError(
+                f"{base.__name__} is not supported, since its parameters do not have the names of the whole model; use "
+                "deepspeed.initialize on a plain module, or torch.distributed.pipelining"
+            )
     if engine.optimizer is None or type(engine.optimizer).__name__ == "DummyOptim":
         raise UnsupportedError("the DeepSpeed engine has no optimizer; pass one to deepspeed.initialize")
     _check_parallelism(engine)
@@ -55,7 +58,8 @@ def _check_parallelism(engine: Any) -> None:
     if size != world_size or int(engine.mp_world_size) != 1:
         raise UnsupportedError(
             f"DeepSpeed is data parallel over {size} of {world_size} ranks: tensor, pipeline or other model "
-            "parallelism is not supported; use data parallelism over all ranks"
+            "parallelism is not supported, since its parameters do not tell which part of the whole a rank has; use "
+            "data parallelism over all ranks, or DTensors (parallelize_module, fully_shard)"
         )
     if getattr(engine.optimizer, "zenflow", False):
         raise UnsupportedError("ZenFlow is not supported; remove zero_optimization.zenflow")
@@ -270,7 +274,7 @@ class Zero3Adapter(ZeroAdapter):
             start, numel = _local_slice(parameter)
             if id(parameter) not in inside and numel:
                 slot = WEIGHTS if parameter.requires_grad else FROZEN
-                piece = slice_piece(whole_piece(fqn, slot, parameter.ds_tensor), 0, numel)
+                (piece,) = slice_piece(whole_piece(fqn, slot, parameter.ds_tensor), 0, numel)
                 sliced.append(Piece(Fragment(fqn, slot, start, numel), piece.tensor))
         return [], sliced
 

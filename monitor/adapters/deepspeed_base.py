@@ -7,7 +7,7 @@ from the training thread, between optimizer steps. Tensor, pipeline and expert p
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -79,6 +79,8 @@ class EngineAdapter:
     """What the adapters of all engines have in common."""
 
     framework = "deepspeed"
+    leaders: tuple[int, ...] = (0,)
+    local: Collection[str] | None = None
     engine: Any
 
     def completed_steps(self) -> int | None:

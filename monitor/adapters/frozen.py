@@ -14,7 +14,7 @@ from monitor.adapters.base import Adapter, FragmentPlace, LiveValue, Piece, Tens
 from monitor.adapters.identity import version_of
 from monitor.distributed import Group
 from store.errors import ModelMismatchError, UnsupportedError
-from store.names import FROZEN, LEFT_OUT, Fragment
+from store.names import FROZEN, LEFT_OUT, Box, Fragment, strides_of
 from store.text import listed
 
 _CHUNK = 1 << 22
@@ -33,7 +33,7 @@ class SkipFrozenAdapter:
         self._seen: dict[Fragment, tuple[int, tuple[int, int]]] = {}  # fingerprint, and where it was taken
         for piece in inner.owned():
             if not self._is_saved(piece):
-                found = fingerprint(piece.tensor, piece.fragment.start)
+                found = fingerprint(piece.tensor, piece.fragment.start, piece.fragment.box)
                 self._seen[piece.fragment] = found, _place(piece)
                 self._skipped[piece.fragment.fqn] += found
 
@@ -103,7 +103,7 @@ class SkipFrozenAdapter:
         found, place = self._seen.get(piece.fragment, (None, None))
         if found is None or place == _place(piece):
             return
-        if fingerprint(piece.tensor, piece.fragment.start) != found:
+        if fingerprint(piece.tensor, piece.fragment.start, piece.fragment.box) != found:
             raise UnsupportedError(
                 f"{piece.fragment.fqn} is frozen, left out (`frozen: skip`) and was changed since monitor.attach, so a "
                 "resume would not restore it: set `frozen: save`, or change it before monitor.attach"
@@ -122,8 +122,8 @@ def _place(piece: Piece) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def fingerprint(values: torch.Tensor, start: int) -> int:
-    """Return a 64-bit sum over a 1-d contiguous tensor that begins at element ``start`` of its parameter.
+def fingerprint(values: torch.Tensor, start: int, box: Box | None = None) -> int:
+    """Return a 64-bit sum over a 1-d contiguous tensor that begins at element ``start`` of its parameter, or is a box.
 
     Every element is mixed with its index, and the results are added modulo 2**64, so the fingerprints of pieces add up
     to that of the parameter at any world size. Different values have equal fingerprints once in 2**64. Bits count: 0.0
@@ -131,11 +131,22 @@ def fingerprint(values: torch.Tensor, start: int) -> int:
     words = values.view(_WORDS[values.element_size()]) if values.element_size() in _WORDS else values.view(torch.int64)
     per_element = words.numel() // max(1, values.numel())
     total = torch.zeros((), dtype=torch.int64, device=values.device)  # a device is waited for once
+    base = start * per_element if box is None else 0
     for at in range(0, words.numel(), _CHUNK):
-        chunk, first = words[at : at + _CHUNK].to(torch.int64), start * per_element + at
+        chunk, first = words[at : at + _CHUNK].to(torch.int64), base + at
         index = torch.arange(first, first + chunk.numel(), dtype=torch.int64, device=chunk.device)
+        if box is not None:
+            index = _places(index // per_element, box) * per_element + index % per_element
         total += _mix(chunk + _mix(index * _FACTORS[0])).sum()
     return int(total) % (1 << 64)
+
+
+def _places(index: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return the places of a box's elements in the flattened tensor. ``index``: their places in the box."""
+    places = torch.full_like(index, box.start)
+    for size, own, step in zip(box.sizes, strides_of(box.sizes), strides_of(box.shape), strict=True):
+        places += index // own % size * step
+    return places
 
 
 def _mix(words: torch.Tensor) -> torch.Tensor:

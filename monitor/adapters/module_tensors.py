@@ -9,6 +9,7 @@ other memory behind a name.
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -266,14 +267,13 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
     return tensor.view(torch.uint8).numpy().data.cast("B")
 
 
-def slice_piece(piece: Piece, start: int, numel: int) -> Piece:
-    """Return elements [start, start + numel) of a piece, counted from its own beginning."""
-    fragment = piece.fragment
-    if numel == fragment.numel:
-        return piece
-    return Piece(
-        Fragment(fragment.fqn, fragment.slot, fragment.start + start, numel), piece.tensor.narrow(0, start, numel)
-    )
+def slice_piece(piece: Piece, start: int, numel: int) -> list[Piece]:
+    """Return elements [start, start + numel) of a piece, from its own beginning: one piece, or a few of a box."""
+    if numel == piece.fragment.numel:
+        return [piece]
+    fragments = piece.fragment.part(start, numel)
+    starts = accumulate((fragment.numel for fragment in fragments), initial=start)
+    return [Piece(one, piece.tensor.narrow(0, at, one.numel)) for one, at in zip(fragments, starts, strict=False)]
 
 
 @dataclass(frozen=True)
@@ -355,15 +355,19 @@ def _hash_of(hashes: Mapping[str, int]) -> int:
 
 
 def compare_hashes(group: Group, hashes: Mapping[str, int], noted: Collection[int] = ()) -> tuple[list[str], list[str]]:
-    """Return the names of which this rank's hash differs from rank 0's, and those of which any rank's does. Collective.
+    """Return the names of which this rank's hash differs from the first rank's, and those of which any rank's does.
 
-    Ranks without a name do not count. noted: a hash of the ``hashes`` of each rank, if known."""
+    Collective. Ranks without a name do not count. noted: a hash of the ``hashes`` of each rank, if known."""
     if not noted:
         high, low = group.all_reduce_max([_hash_of(hashes), -_hash_of(hashes)])
         noted = (high, -low)
     if len(set(noted)) == 1:
         return [], []
-    first: dict[str, int] = group.broadcast(hashes)
+    names = _hash_of(dict.fromkeys(hashes, 0))
+    high, low = group.all_reduce_max([names, -names])
+    first: dict[str, int] = {}
+    for one in [group.broadcast(hashes)] if high == -low else reversed(group.all_gather(hashes)):  # of pipeline stages
+        first |= one
     differs = [name for name in first if hashes.get(name, first[name]) != first[name]]
     anywhere = group.all_reduce_max([name in differs for name in first])
     return differs, [name for name, found in zip(first, anywhere, strict=True) if found]

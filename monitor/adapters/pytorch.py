@@ -6,7 +6,7 @@ scalers are the user's own objects.
 
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +18,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from monitor.adapters.base import FragmentPlace, LiveValue, Piece, StateVersions, TensorInfo
+from monitor.adapters.base import (
+    FragmentPlace,
+    Home,
+    Listing,
+    LiveValue,
+    Piece,
+    StateVersions,
+    TensorInfo,
+    agree_on_stages,
+)
+from monitor.adapters.frozen import fingerprint
 from monitor.adapters.hyperparameters import LiveGroups, describe_group, group_values, match_groups, restore_groups
 from monitor.adapters.identity import Identity, IdentityReader, T, versions_of
 from monitor.adapters.module_tensors import ModuleTensors, slice_piece, whole_piece, without_wrappers
@@ -43,6 +53,7 @@ from monitor.adapters.optimizer_state import (
     unusual_strides,
     with_stride,
 )
+from monitor.distributed import Group, run_on_all_ranks
 from store.errors import UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS, Fragment
 from store.text import listed
@@ -58,11 +69,11 @@ class Replica(NamedTuple):
     copies: int
 
 
-def even_slice(numel: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return (start, numel) of a rank's part of ``numel`` elements in slices of ceil(numel / world size).
+def even_slice(numel: int, rank: int, world_size: int, row: int = 1) -> tuple[int, int]:
+    """Return (start, numel) of a rank's part of ``numel`` elements, in slices of ceil(rows / world size) rows each.
 
     The last ranks may get fewer elements or none."""
-    part = -(-numel // world_size)
+    part = -(-numel // (world_size * row)) * row
     start = min(rank * part, numel)
     return start, min(part, numel - start)
 
@@ -88,10 +99,16 @@ def partition_replicas(replicas: Iterable[Replica]) -> list[Piece]:
             writer = zlib.crc32(f"{fragment.fqn}/{fragment.slot}".encode()) % replica.copies
             start, numel = (0, fragment.numel) if replica.number == writer else (0, 0)
         else:
-            start, numel = even_slice(fragment.numel, replica.number, replica.copies)
+            start, numel = even_slice(fragment.numel, replica.number, replica.copies, _row(fragment, replica.copies))
         if numel:
-            out.append(slice_piece(replica.piece, start, numel))
+            out += slice_piece(replica.piece, start, numel)
     return out
+
+
+def _row(fragment: Fragment, copies: int) -> int:
+    """Return the elements of a row of a box, if its rows suffice for all: a slice of whole rows is one fragment."""
+    rows = 1 if fragment.box is None else fragment.box.sizes[0]
+    return fragment.numel // rows if rows >= copies else 1
 
 
 class PyTorchAdapter:
@@ -102,6 +119,8 @@ class PyTorchAdapter:
 
     framework = "torch"
     state_is_private = False
+    leaders: tuple[int, ...] = (0,)
+    local: Collection[str] | None = None
     _known_tensors: frozenset[type] = frozenset()  # subclasses of tensors that the adapter can save
 
     def __init__(
@@ -125,12 +144,27 @@ class PyTorchAdapter:
         distributed = dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank(group) if distributed else 0
         self._world_size = dist.get_world_size(group) if distributed else 1
+        self._home_here = Home("replicas" if group is None else f"replicas of {dist.get_process_group_ranks(group)}")
+        self._whole: Mapping[str, TensorInfo] | None = None  # tensors of the whole model, if this is a pipeline stage
+        self._places: Mapping[str, tuple[int, int]] = {}
         if any(type(one).__name__ == "ZeroRedundancyOptimizer" for one in self._optimizers):
             raise UnsupportedError(
                 "ZeroRedundancyOptimizer shards its state in its own way; use a plain optimizer or DeepSpeed ZeRO"
             )
         self.check_attached()
         self.held()
+
+    def agree(self, group: Group) -> None:
+        """Learn which ranks hold what, if not all hold the same: of pipeline stages, and meshes of some of the ranks.
+
+        Collective. Raises UnsupportedError, on all ranks, if ranks hold different tensors of one name."""
+        with self.cache_lookups():
+            listing = run_on_all_ranks(group, self._listing)
+            found = agree_on_stages(group, listing, self._hash_of)
+        if found is not None:
+            self._places = found.places
+            if len(found.leaders) > 1:
+                self._whole, self.leaders, self.local = found.tensors, found.leaders, found.places.keys()
 
     def completed_steps(self) -> int | None:
         return None  # torch does not count them
@@ -144,6 +178,12 @@ class PyTorchAdapter:
     def check_attached(self) -> None:
         """Raise UnsupportedError if an optimized parameter is not in the model, or state belongs to no parameter."""
         self._keep("attached", self._check_names)
+        whole, own = self._whole, {} if self._whole is None else self._own_tensors()
+        if whole is not None and not all(info.matches(whole.get(fqn)) for fqn, info in own.items()):
+            raise UnsupportedError(
+                "tensors of this stage changed since monitor.attach (name, shape, dtype, or whether they are trained), "
+                "and other stages cannot know: close() and attach again"
+            )
         require_storable_groups(self.optimizer, self._known_tensors)
         for wrapper, inner in self._wrappers:
             _require_no_state(wrapper, inner)
@@ -170,7 +210,7 @@ class PyTorchAdapter:
             part.register_load_state_dict_pre_hook(_LoadHook(hook))  # type: ignore[no-untyped-call]
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._keep("infos", lambda: self._inventory.infos(trainable=frozenset()))
+        return self._own_tensors() if self._whole is None else self._whole
 
     def owned(self) -> list[Piece]:
         """Return this rank's part of :meth:`held`. Optimizer state is included once it exists, after the first step."""
@@ -227,6 +267,7 @@ class PyTorchAdapter:
             "counters": {},
             "loss_scaler": None,
             "lr_scheduler": None,
+            **({"stages": list(self.leaders)} if len(self.leaders) > 1 else {}),
         }
 
     def objects(self) -> Mapping[str, Any]:
@@ -282,13 +323,14 @@ class PyTorchAdapter:
         return self._keep("facts", self._facts)
 
     def _facts(self) -> dict[str, Any]:
+        alone = {} if len(self.leaders) > 1 else {"state_dict_names": self._inventory.state_dict_names()}
         return {
             "framework": self.framework,
             "optimizer": kind_of(self.optimizer),
             "world_size": self._world_size,
             "param_groups": [{"params": fqns} for fqns, _ in self._groups()],
-            "state_dict_names": self._inventory.state_dict_names(),
-            "shared_params": {alias: fqn for fqn, names in self._inventory.aliases().items() for alias in names},
+            **alone,  # without it, the names of all stages are those of the tensors
+            "shared_params": {alias: fqn for fqn, info in self.tensors().items() for alias in info.aliases},
         }
 
     # ---- overridden by adapters of sharded models
@@ -298,7 +340,13 @@ class PyTorchAdapter:
 
     def _replica(self, fqn: str, slot: str, tensor: torch.Tensor) -> Replica:
         """Return this rank's piece of a tensor and its place among the ranks that hold the same piece."""
-        return Replica(whole_piece(fqn, slot, tensor, strided=True), self._rank, self._world_size)
+        return Replica(
+            whole_piece(fqn, slot, tensor, strided=True), *self._places.get(fqn, (self._rank, self._world_size))
+        )
+
+    def _home(self, tensor: torch.Tensor) -> Home:  # noqa: ARG002 - for adapters of sharded models
+        """Return how this rank holds a tensor."""
+        return self._home_here
 
     _local_memory: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Returns this rank's memory of a tensor; None if that is the tensor itself."""
@@ -314,6 +362,16 @@ class PyTorchAdapter:
             return None
 
     # ---- shared by all
+
+    def _listing(self) -> Listing:
+        held = {**self._inventory.parameters(), **self._inventory.buffers()}
+        return {fqn: (info, self._home(held[fqn])) for fqn, info in self._own_tensors().items()}
+
+    def _hash_of(self, fqn: str) -> int:
+        return fingerprint(self._replica(fqn, WEIGHTS, self._inventory.parameters()[fqn]).piece.tensor, 0)
+
+    def _own_tensors(self) -> Mapping[str, TensorInfo]:
+        return self._keep("infos", lambda: self._inventory.infos(trainable=frozenset()))
 
     def _keep(self, key: str, compute: Callable[[], T]) -> T:
         """Return ``compute()``, called once for as long as the job has the same tensors."""

@@ -32,7 +32,7 @@ from store.memory.index import (
 )
 from store.memory.layout import Tier
 from store.memory.overlay import Overlay
-from store.names import Fragment, SaveId
+from store.names import SaveId
 from store.resolve import Resolution, newest_resumable, resolve
 from store.schema import ManifestRecord
 
@@ -334,8 +334,7 @@ def _needed_entries(resolution: Resolution, save: SaveId, adapter: Adapter) -> s
         slot = stored_slot(index, place.fragment)
         if slot is None:
             continue
-        wanted = Fragment(place.fragment.fqn, slot, place.fragment.start, place.fragment.numel)
-        for copy in index.cover(wanted):
+        for copy in index.cover(place.fragment._replace(slot=slot)):
             part, entry = copy.source.part, copy.source.entry
             if part.save == save:
                 found.add((part.rank, entry.offset, entry.nbytes))

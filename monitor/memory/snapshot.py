@@ -382,6 +382,7 @@ def _entry(one: Placement, copy: torch.Tensor) -> Entry:
         fqn=one.fragment.fqn,
         start=one.fragment.start,
         numel=one.fragment.numel,
+        box=one.fragment.box,
         dtype=dtype_name(one.dtype),
         encoding=one.encoding,
         offset=one.offset,

@@ -19,9 +19,9 @@ The rules, outermost first:
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import combinations
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, combinations
 
 import torch
 from torch import nn
@@ -82,7 +82,12 @@ class _Group:
 
 
 def find_layers(
-    module: nn.Module, fqns: Sequence[str], *, experts: bool = False, patterns: Mapping[str, str] | None = None
+    module: nn.Module,
+    fqns: Sequence[str],
+    *,
+    experts: bool = False,
+    patterns: Mapping[str, str] | None = None,
+    local: Collection[str] | None = None,
 ) -> tuple[Layer, ...]:
     """Group tensors into layers. Every name is in exactly one layer; layers are ordered by their first name.
 
@@ -96,21 +101,33 @@ def find_layers(
             module that itself owns two or more 3-d parameters with an equal first dimension.
         patterns: layer name -> regular expression. Names that match entirely go to that layer, whatever the structure
             is; a detected layer of the same name keeps its other tensors.
+        local: those of ``fqns`` that ``module``, a pipeline stage, has; only they are grouped. None: all.
 
     Raises:
         ConfigError: if a pattern is not a regular expression, matches nothing, or matches a name that another pattern
             matches, or if a name is given twice or is not in ``module``.
     """
-    top = _tree(module, fqns)
+    here = fqns if local is None else [fqn for fqn in fqns if fqn in local]
+    top = _tree(module, here)
     while not top.own and len(top.children) == 1 and not _stacked(top):  # skip modules that only wrap the model
         (top,) = top.children.values()
     groups, claimed = list(_trunk(top, experts)), _claims(fqns, patterns or {})
     members: dict[str, list[str]] = {}
     blocks = {group.name for group in groups if group.block}
     home = {fqn: group.name for group in groups for fqn in group.fqns}
-    for fqn in fqns:
+    for fqn in here:
         members.setdefault(claimed.get(fqn, home[fqn]), []).append(fqn)
     return tuple(Layer(name, at, name in blocks, tuple(names)) for at, (name, names) in enumerate(members.items()))
+
+
+def join_layers(stages: Iterable[Sequence[Layer]]) -> tuple[Layer, ...]:
+    """Return the layers of all pipeline stages. Those of one name are one layer."""
+    joined: dict[str, Layer] = {}
+    for layer in chain.from_iterable(stages):
+        before = joined.get(layer.name, replace(layer, position=len(joined), fqns=()))
+        fqns = tuple(dict.fromkeys((*before.fqns, *layer.fqns)))
+        joined[layer.name] = replace(before, block=before.block and layer.block, fqns=fqns)
+    return tuple(joined.values())
 
 
 def _tree(module: nn.Module, fqns: Sequence[str]) -> _Node:

@@ -36,6 +36,7 @@ class UnitSize:
     numel: int
     nbytes: int  # raw bytes
     members: str = ""  # :func:`store.schema.members_digest` of its tensors
+    boxes: bool = False  # whether any of its fragments is a box
 
 
 @dataclass(frozen=True)
@@ -202,14 +203,16 @@ class UnitTable:
         own = {unit: part.layout.members for unit, part in local.items()}
         before, now = self._shape, {unit: part.layout for unit, part in local.items()}
         changed_here = set() if before is None else {u for u in before | now if before.get(u) != now.get(u)}
+        boxed_here = {unit for unit, layout in now.items() if any(one.box is not None for one in layout.fragments)}
         totals: dict[Unit, _Members] = {}
-        reshaped: set[Unit] = set()
-        for members_by_unit, changed in self._group.all_gather((own, changed_here)):
+        reshaped, boxed = set[Unit](), set[Unit]()
+        for members_by_unit, changed, boxed_there in self._group.all_gather((own, changed_here, boxed_here)):
             reshaped |= changed
+            boxed |= boxed_there
             for unit, members in members_by_unit.items():
                 _add(totals.setdefault(unit, {}), members)
         order = sorted(totals, key=lambda unit: (self.layer(unit).position, unit.slot))
-        self.sizes = {unit: _size(totals[unit]) for unit in order}
+        self.sizes = {unit: _size(totals[unit], unit in boxed) for unit in order}
         self.rows = [(unit, self.layer(unit), size, is_moving(unit)) for unit, size in self.sizes.items()]
         self._shape = now
         self.lost = (self.lost | reshaped) & set(self.sizes)
@@ -250,11 +253,12 @@ def _add(total: _Members, more: _Members) -> None:
         total[fqn] = (before[0] + numel, dtype if dtype == before[1] else "mixed", before[2] + nbytes)
 
 
-def _size(members: _Members) -> UnitSize:
+def _size(members: _Members, boxes: bool) -> UnitSize:
     return UnitSize(
         sum(numel for numel, _, _ in members.values()),
         sum(nbytes for _, _, nbytes in members.values()),
         members_digest({fqn: (numel, dtype) for fqn, (numel, dtype, _) in members.items()}),
+        boxes,
     )
 
 

@@ -353,7 +353,7 @@ def _halves(wanted: Sequence[_Wanted]) -> list[Sequence[_Wanted]]:
 def _is_plain(copy: Copy[Source]) -> bool:
     """Return whether the values are a whole stored fragment, byte by byte."""
     entry = copy.source.entry
-    return entry.encoding == RAW and entry.packing is None and copy.numel == entry.numel
+    return entry.encoding == RAW and entry.packing is None and copy.numel == entry.numel and copy.steps is None
 
 
 def _is_repeatable(payloads: OpenPayloads, copy: Copy[Source]) -> bool:
@@ -368,7 +368,7 @@ def _stored_fragment(index: FragmentIndex[Source], fragment: Fragment, notes: li
     if slot is None:
         notes.append(f"{fragment.fqn}/{fragment.slot} is not in the store and keeps its initial value")
         return None
-    return Fragment(fragment.fqn, slot, fragment.start, fragment.numel)
+    return fragment._replace(slot=slot)
 
 
 class _Reader:
@@ -431,10 +431,15 @@ class _Reader:
         if torch_dtype(copy.source.dtype) is not dtype:
             self.bad.add(RejectedVersion(copy.source.part.save, copy.source.entry.unit, why="stored in two dtypes"))
             return False
+        fault, whole = _Fault(copy.source.part.save), copy
         target = None if host is None else host[copy.target_start : copy.target_start + copy.numel]
-        fault = _Fault(copy.source.part.save)
+        if copy.steps is not None:  # elements that are apart: first all of the fragment, in memory of its own
+            whole = Copy(copy.source, 0, 0, copy.source.entry.numel)
+            target = torch.empty(whole.numel, dtype=dtype)
         try:
-            read_with_retries(lambda: _fetch(self._payloads, copy, target, fault, scratch))
+            read_with_retries(lambda: _fetch(self._payloads, whole, target, fault, scratch))
+            if whole is not copy and host is not None and target is not None:
+                copy.place(target.view(torch.uint8).numpy(), host.view(torch.uint8).numpy(), dtype.itemsize)
         except UnreachableError:
             raise
         except (DamagedError, StorageError):

@@ -7,7 +7,7 @@ reset, so that later saves extend the resumed commit. Training thread, before tr
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -141,12 +141,14 @@ def _check(
     """Read and check all that the plan loads. Return the versions that cannot be used, if there are any. Collective."""
     _require_same_versions(plan.resolution, group)
     local = sorted({place.fragment.slot for place in plan.places})
-    live: set[str] = set().union(*group.all_gather(local))
+    own = [fqn for params in plan.before["param_groups"] for fqn in params["params"]]
+    seen = group.all_gather((local, own if group.rank in adapter.leaders else []))
+    live, held = (set[str]().union(*found) for found in zip(*seen, strict=True))
     require_slots({slot for slots in plan.slots.values() for slot in slots}, live)
     point = select_run_state(catalog, plan.resolution, plan.slots, group, user=user, settings=settings)
     if isinstance(point, RejectedVersion):
         return frozenset({point})
-    dropped = run_on_all_ranks(group, partial(_dropped_state, point, plan, adapter, settings))
+    dropped = run_on_all_ranks(group, partial(_dropped_state, point, plan, adapter, settings, held))
     read = run_on_all_ranks(group, partial(read_fragments, payloads, plan.resolution, plan.places))
     bad: frozenset[RejectedVersion] = frozenset().union(*group.all_gather(read.bad))
     if bad:
@@ -179,19 +181,21 @@ def _reconciled(
     return replace(point, state=replace(point.state, framework=framework, user=objects)), notes, own
 
 
-def _dropped_state(point: ResumePoint, plan: _Plan, adapter: Adapter, settings: ResumeSettings) -> list[str]:
+def _dropped_state(
+    point: ResumePoint, plan: _Plan, adapter: Adapter, settings: ResumeSettings, held: Set[str]
+) -> list[str]:
     """Return a note on optimizer state without a parameter to go to. Raise ModelMismatchError if it is not allowed."""
-    unused = _unused_state(point.state.framework, plan, adapter)
+    unused = _unused_state(point.state.framework, plan, adapter, held)
     if settings.unused_state == "refuse":
         _require_state_used(unused)
     return [f"the optimizer state of {listed(unused)} was dropped (`unused_state: drop`)"] if unused else []
 
 
-def _unused_state(saved: Mapping[str, Any], plan: _Plan, adapter: Adapter) -> list[str]:
-    """Return the parameters with stored optimizer state that the live optimizer does not hold. The same on all ranks.
+def _unused_state(saved: Mapping[str, Any], plan: _Plan, adapter: Adapter, held: Set[str]) -> list[str]:
+    """Return the parameters with stored optimizer state that no live optimizer holds. The same on all ranks.
 
-    saved: the framework's run state in the store. Parameters without elements have nothing to lose."""
-    held = {fqn for group in plan.before["param_groups"] for fqn in group["params"]}
+    saved: the framework's run state in the store. held: parameters in the optimizers of all pipeline stages. Those
+    without elements have nothing to lose."""
     stored = {fqn for fqn, by_slot in plan.slots.items() if by_slot.keys() - NOT_STATE}
     stored |= {fqn for fqn, scalars in (saved.get("scalars") or {}).items() if scalars}
     unused = stored - held

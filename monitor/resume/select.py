@@ -28,6 +28,7 @@ from store.names import BUFFER, FROZEN, WEIGHTS, SaveId
 from store.resolve import RejectedVersion, Resolution, newest_resumable, resolve
 from store.schema import GroupRecord, ManifestRecord, PartRecord
 from store.segment import read_leaves
+from store.state_tree import join_stages
 from store.text import listed
 
 _OPTIMIZER_MARKERS = frozenset({"betas", "momentum", "alpha", "rho", "lr_decay", "etas", "lambd", "nesterov"})
@@ -117,6 +118,9 @@ def _read(catalog: Catalog, save: SaveId, record: GroupRecord, rank: int) -> Run
         tree = _tree(catalog, parts.parts.get(rank, first))
         if tree.get("framework") is None:  # only rank 0 stores it, except in older stores
             tree["framework"] = _tree(catalog, first).get("framework")
+        tree["framework"] = join_stages(
+            tree["framework"], lambda leader: _tree(catalog, parts.parts[leader])["framework"]
+        )
         state = parse_run_state(tree)
     except UnreachableError:
         raise

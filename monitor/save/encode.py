@@ -266,6 +266,7 @@ def encode_unit(
                 fqn=fragment.fqn,
                 start=fragment.start,
                 numel=fragment.numel,
+                box=fragment.box,
                 dtype=dtype_name(copy.dtype),
                 encoding=chosen,
                 data=data,

@@ -221,6 +221,7 @@ def _as_held(unit: UnitRecord, parts: Collection[PartRecord]) -> UnitRecord:
     error = math.sqrt(lost / decoded) if decoded else float(lost > 0)
     names = sorted({entry.encoding for entry in entries if not encoding_named(entry.encoding).lossless})
     update = {"nbytes": sum(entry.nbytes for entry in entries), "error": error, "drift": error}
+    update["boxes"] = any(entry.box is not None for entry in entries)
     return unit.model_copy(update={**update, "encoding": names[0] if names else RAW})
 
 

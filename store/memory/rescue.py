@@ -92,7 +92,9 @@ def write_share(files: Files, version: MemoryVersion, rank: int, checked: Callab
         world_size=part.world_size,
         plan=part.plan,
         fragments=[
-            segment.StagedFragment(**entry.model_dump(include=_STAGED), data=_Bytes(payload, entry, checked))
+            segment.StagedFragment(
+                **{name: getattr(entry, name) for name in _STAGED}, data=_Bytes(payload, entry, checked)
+            )
             for entry in part.entries
         ],
         run_state=part.run_state,

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from monitor.adapters import adapter_for
 from monitor.adapters.base import Adapter, FragmentPlace
-from monitor.adapters.fsdp2 import ShardedModuleTensors
+from monitor.adapters.dtensor import ShardedModuleTensors
 from monitor.adapters.module_tensors import dtype_name
 from monitor.run_state import UserState, begin_tree, capture_run_state, from_tree, to_tree
 from monitor.save.self_check import outline

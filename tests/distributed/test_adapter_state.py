@@ -42,11 +42,6 @@ FSDP2 = (
     "factored",
 )
 NOT_FSDP2 = (
-    "columns",
-    "tensor parallel",
-    "both",
-    "a part of the ranks",
-    "ranks in another order",
     "partial",
     "cut otherwise",
     "on meta",
@@ -55,6 +50,9 @@ NOT_FSDP2 = (
     "fsdp1",
     "local state",
     "cut state",
+    "renumbered stages",
+    "stages of other shapes",
+    "two groups of replicas",
 )
 Results = dict[tuple[str, str], list[str]]
 

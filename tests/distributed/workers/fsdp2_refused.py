@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from adapter_state import report
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from monitor.adapters import adapter_for
+from monitor.distributed import current_group
 from store.errors import UnsupportedError
 
 Target = tuple[nn.Module, torch.optim.Optimizer]
@@ -27,32 +27,6 @@ def net() -> nn.Sequential:
 
 def with_adamw(module: nn.Module) -> Target:
     return module, torch.optim.AdamW(module.parameters(), lr=1e-2)
-
-
-def columns() -> Target:
-    placement: Any = lambda parameter: Shard(1) if parameter.ndim > 1 else Shard(0)  # noqa: E731
-    return with_adamw(fully_shard(net(), shard_placement_fn=placement))
-
-
-def tensor_parallel() -> Target:
-    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
-    return with_adamw(parallelize_module(net(), init_device_mesh("cpu", (4,)), plan))
-
-
-def both() -> Target:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    module = parallelize_module(net(), mesh["tensor"], {"0": ColwiseParallel()})
-    return with_adamw(fully_shard(module, mesh=mesh["data"]))
-
-
-def a_part_of_the_ranks() -> Target:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
-    return with_adamw(fully_shard(net(), mesh=mesh["data"]))
-
-
-def ranks_in_another_order() -> Target:
-    """fully_shard cuts by the order of ranks in the process group, which is ascending, and not by the mesh's."""
-    return with_adamw(fully_shard(net(), mesh=DeviceMesh("cpu", [2, 0, 3, 1])))
 
 
 def partial() -> Target:
@@ -107,15 +81,23 @@ def cut_state() -> Target:
     return module, optimizer
 
 
+def renumbered_stages() -> Target:
+    """Each stage counts its layers from 0: one name, two tensors."""
+    torch.manual_seed(dist.get_rank() // 2)
+    return with_adamw(net()[: 1 + dist.get_rank() // 2])
+
+
+def stages_of_other_shapes() -> Target:
+    return with_adamw(nn.Sequential(nn.Linear(8, 16 - dist.get_rank() // 2)))
+
+
+def two_groups_of_replicas() -> Target:
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = nn.parallel.DistributedDataParallel(net(), process_group=groups[dist.get_rank() // 2])
+    return model, torch.optim.AdamW(model.parameters())
+
+
 REFUSED: dict[str, tuple[Callable[[], Target], str]] = {
-    "columns": (columns, r"0\.weight \(fp32\) is placed as Shard\(dim=1\).*leave shard_placement_fn out"),
-    "tensor parallel": (tensor_parallel, r"1\.weight \(fp32\) is placed as Shard\(dim=1\).*no tensor parallelism"),
-    "both": (both, r"0\.weight \(fp32\) is placed as _StridedShard.*over a tensor-parallel model"),
-    "a part of the ranks": (a_part_of_the_ranks, r"0\.weight \(fp32\) is on 2 of 4 ranks"),
-    "ranks in another order": (
-        ranks_in_another_order,
-        r"0\.weight \(fp32\) is on a mesh whose ranks do not ascend, \[2, 0, 3, 1\]",
-    ),
     "partial": (partial, r"0\.weight \(fp32\) is placed as Partial"),
     "cut otherwise": (cut_otherwise, r"0\.weight \(fp32\) has \d+ elements on this rank.*makes \d+"),
     "on meta": (on_meta, r"0\.weight \(fp32\) is on the meta device.*to_empty"),
@@ -124,6 +106,15 @@ REFUSED: dict[str, tuple[Callable[[], Target], str]] = {
     "fsdp1": (fsdp1, r"FSDP1\) is not supported: use fully_shard"),
     "local state": (local_state, r"AdamW keeps 'mine' of 0\.weight, .* as a plain tensor beside a sharded parameter"),
     "cut state": (cut_state, r"AdamW keeps 'rows' of 0\.weight, of shape \(16,\), sharded over the ranks"),
+    "renumbered stages": (renumbered_stages, r"0\.weight has different values on the ranks .* as in the whole model"),
+    "stages of other shapes": (
+        stages_of_other_shapes,
+        r"0\.weight is .*\(16, 8\).* on rank 0, and on rank 2 .*\(15, 8\)",
+    ),
+    "two groups of replicas": (
+        two_groups_of_replicas,
+        r"0\.weight is .* and on rank 2 .*, held as replicas of \[2, 3\]",
+    ),
 }
 
 
@@ -135,7 +126,9 @@ def refused() -> None:
 def _problem(build: Callable[[], Target], message: str) -> str:
     target = build()
     try:
-        adapter_for(target).owned()
+        adapter: Any = adapter_for(target)
+        adapter.agree(current_group())
+        adapter.owned()
     except UnsupportedError as error:
         return "" if re.search(message, str(error), re.DOTALL) else f"refused with {error}"
     return "not refused"

@@ -1,103 +1,118 @@
-"""Adapt FSDP2 (``fully_shard``) and other models of DTensors: each rank holds a range of rows of every parameter.
+"""Adapt models of DTensors: FSDP2 (``fully_shard``), hybrid sharding, tensor and expert parallelism, mixed or not.
 
-With hybrid sharding several ranks hold each range, and all ranks hold plain tensors; those ranks partition the writing.
+Each rank holds a box of every parameter, plain tensors are on all ranks. What several ranks hold they write in parts.
 The parameters are the sharded ones, which the optimizer updates and which are the masters under mixed precision; if the
 last forward left gathered ones registered, they are resharded first, as ``state_dict()`` does. Training thread only, on
-all ranks; nothing is a collective. Tensor parallelism is not supported.
+all ranks; nothing but :meth:`PyTorchAdapter.agree` is a collective.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import Placement, Shard
+from torch.distributed.tensor.placement_types import Placement
 
-from monitor.adapters.base import Piece
+from monitor.adapters.base import Home, Piece
 from monitor.adapters.identity import Identity
 from monitor.adapters.module_tensors import ModuleTensors, require_materialized, whole_piece, without_wrappers
 from monitor.adapters.optimizer_state import AnyOptimizer, kind_of, slots_of
 from monitor.adapters.pytorch import PyTorchAdapter, Replica, even_slice
 from store.errors import UnstorableError, UnsupportedError
-from store.names import Fragment
+from store.names import Box, Fragment
 
 
 @dataclass(frozen=True)
-class RowRange:
-    """Elements [start, start + numel) of a flattened tensor, held by ``count`` ranks; this is number ``number``."""
+class Share:
+    """What one rank holds of a tensor; ``count`` ranks of its mesh hold the same, this is number ``number``."""
 
-    start: int
-    numel: int
+    box: Box
     number: int = 0
     count: int = 1
 
 
-class RowRanges:
-    """Finds this rank's ranges of DTensors, and caches them by mesh, shape and placements."""
+def share_of(
+    shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
+) -> Share:
+    """Return the share of the rank at ``coordinate`` of a mesh of shape ``mesh``, of a tensor with a global ``shape``.
+
+    Each mesh dimension in turn splits a dimension of the tensor as ``torch.chunk`` does: ceil(rows / ranks) each, and
+    the last ranks get fewer or none. ``_StridedShard`` (``fully_shard`` over tensor parallelism) comes after the later
+    mesh dimensions that split the same: it splits each of their ``split_factor`` chunks. Raises ValueError if they make
+    another number of chunks."""
+    offsets, sizes, number, count = [0] * len(shape), list(shape), 0, 1
+    split: dict[int, list[int]] = {}  # tensor dimension to the mesh dimensions that split it
+    for index, placement in enumerate(placements):
+        if placement.is_replicate():
+            number, count = number * mesh[index] + coordinate[index], count * mesh[index]
+        elif mesh[index] > 1:
+            split.setdefault(placement.dim, []).append(index)  # type: ignore[attr-defined]
+    for dim, indices in split.items():
+        strided = [index for index in indices if hasattr(placements[index], "split_factor")]
+        order = [index for index in indices if index not in strided]
+        for index in reversed(strided):
+            order.append(index)
+            if placements[index].split_factor != prod(mesh[one] for one in order if one > index):  # type: ignore[attr-defined]
+                raise ValueError("its rows do not follow each other")
+        for index in order:
+            start, sizes[dim] = even_slice(sizes[dim], coordinate[index], mesh[index])
+            offsets[dim] += start
+    offsets = offsets if all(sizes) else [0] * len(shape)
+    return Share(Box(tuple(offsets), tuple(sizes), tuple(shape)), number, count)
+
+
+class Shares:
+    """Finds this rank's shares of DTensors, and caches them by mesh, shape and placements."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[DeviceMesh, torch.Size, tuple[Placement, ...]], RowRange] = {}
+        self._known: dict[Any, Share] = {}
 
-    def of(self, tensor: DTensor, name: str) -> tuple[RowRange, torch.Tensor]:
-        """Return the range of a tensor and the local memory behind it.
+    def of(self, tensor: DTensor, name: str) -> tuple[Share, torch.Tensor]:
+        """Return the share of a tensor and the local memory behind it.
 
-        Raises UnsupportedError for placements other than ``Replicate`` and ``Shard(0)``, for a mesh without some of the
-        job's ranks or with ranks that do not ascend, and for a local tensor whose size does not fit."""
+        Raises UnsupportedError for placements other than ``Replicate``, ``Shard`` and ``_StridedShard``, and for a
+        local tensor whose shape does not fit."""
         key = (tensor.device_mesh, tensor.shape, tensor.placements)
-        rows = self._known.get(key)
-        if rows is None:
-            rows = self._known[key] = _row_range_of(tensor, name)
+        share = self._known.get(key)
+        if share is None:
+            share = self._known[key] = _share(tensor, name)
         local = local_of(tensor, name)
-        if local.numel() != rows.numel:
+        if local.numel() != share.box.numel or (local.numel() and tuple(local.shape) != share.box.sizes):
             raise UnsupportedError(
                 f"{name} has {local.numel()} elements on this rank, and {list(tensor.placements)} of shape "
-                f"{tuple(tensor.shape)} makes {rows.numel}; build it with fully_shard or distribute_tensor"
+                f"{tuple(tensor.shape)} makes {share.box.numel}; build it with fully_shard or distribute_tensor"
             )
-        return rows, local
+        return share, local
 
 
-def _row_range_of(tensor: DTensor, name: str) -> RowRange:
-    mesh = tensor.device_mesh
-    world_size, coordinate = dist.get_world_size(), mesh.get_coordinate()
-    if coordinate is None or mesh.size() != world_size:
-        raise UnsupportedError(
-            f"{name} is on {mesh.size()} of {world_size} ranks (pipeline, expert or tensor parallelism), which is "
-            "not supported; give fully_shard a mesh of all ranks, (replicate, shard) for hybrid sharding"
-        )
-    ranks = mesh.mesh
-    # Process groups sort their ranks, whatever the mesh's order is: torch shards by one and gathers by the other.
-    if any(not bool((ranks.diff(dim=dimension) > 0).all()) for dimension in range(ranks.ndim)):
-        raise UnsupportedError(
-            f"{name} is on a mesh whose ranks do not ascend, {ranks.tolist()}, so the place of its rows is unknown; "
-            "give fully_shard a mesh of init_device_mesh"
-        )
+def _share(tensor: DTensor, name: str) -> Share:
+    mesh, shape = tensor.device_mesh, tuple(tensor.shape)
     for dimension, placement in enumerate(tensor.placements):
-        _check_placement(placement, mesh.size(dimension), name)
-    return row_range(tuple(tensor.shape), tuple(mesh.shape), coordinate, tensor.placements)
+        if mesh.size(dimension) > 1 and not (placement.is_replicate() or type(placement).__name__ in _SHARDS):
+            raise UnsupportedError(
+                f"{name} is placed as {placement!r}, which is neither Shard nor Replicate: its values are not yet "
+                "reduced over the ranks, or of a form that is not known; redistribute it first"
+            )
+    order = getattr(tensor._spec, "shard_order", None) or ()
+    if any(list(one.mesh_dims) != sorted(one.mesh_dims) for one in order):
+        raise UnsupportedError(f"{name} is sharded by {order}, not from the first mesh dimension on: redistribute it")
+    if mesh.get_coordinate() is None:  # on other ranks only
+        return Share(Box((0,) * len(shape), (0,) * len(shape), shape))
+    # By the order of the ranks in each dimension's process group: fully_shard splits by it, and full_tensor() gathers
+    # by it. It is the mesh's order unless that descends.
+    coordinate = [dist.get_rank(mesh.get_group(dim)) if size > 1 else 0 for dim, size in enumerate(mesh.shape)]
+    try:
+        return share_of(shape, tuple(mesh.shape), coordinate, tensor.placements)
+    except ValueError as error:
+        raise UnsupportedError(f"{name} is placed as {list(tensor.placements)}: {error}") from error
 
 
-def row_range(
-    shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
-) -> RowRange:
-    """Return the range of the rank at ``coordinate`` of a mesh of shape ``mesh``, of a tensor with a global ``shape``.
-
-    Placements are ``Replicate`` or ``Shard(0)``; any in a mesh dimension of one rank. Rows are split as by
-    ``torch.chunk``, one mesh dimension after another: ceil(rows / ranks) each, and the last ranks get fewer or none."""
-    first, rows, number, count = 0, shape[0] if shape else 1, 0, 1
-    for size, place, placement in zip(mesh, coordinate, placements, strict=True):
-        if placement.is_replicate():
-            number, count = number * size + place, count * size
-        elif size > 1:
-            start, rows = even_slice(rows, place, size)
-            first += start
-    row = math.prod(shape[1:])
-    return RowRange(first * row, rows * row, number, count)
+_SHARDS = frozenset({"Shard", "_StridedShard"})
 
 
 def local_of(tensor: DTensor, name: str) -> torch.Tensor:
@@ -111,19 +126,6 @@ def local_of(tensor: DTensor, name: str) -> torch.Tensor:
         )
     require_materialized(local, name)
     return local
-
-
-def _check_placement(placement: Placement, size: int, name: str) -> None:
-    known = type(placement) in (Replicate, Shard)
-    if known and (placement.is_replicate() or placement.is_shard(0) or size == 1):
-        return
-    advice = {
-        "Shard": "leave shard_placement_fn out of fully_shard, and use no tensor parallelism",
-        "_StridedShard": "this is fully_shard over a tensor-parallel model; use fully_shard alone",
-        "Partial": "its values are not yet reduced over the ranks; redistribute it first",
-        "_MaskPartial": "its values are not yet reduced over the ranks; redistribute it first",
-    }.get(type(placement).__name__, "use fully_shard alone")
-    raise UnsupportedError(f"{name} is placed as {placement!r}; only Shard(0) and Replicate() are supported: {advice}")
 
 
 class ShardedModuleTensors(ModuleTensors):
@@ -149,13 +151,12 @@ class ShardedModuleTensors(ModuleTensors):
         return None if type(tensor) is DTensor else super()._special_kind(tensor)
 
     def _check_sharding(self) -> None:
-        pass  # RowRanges refuses unsupported placements
+        pass  # Shares refuses unsupported placements
 
 
-class Fsdp2Adapter(PyTorchAdapter):
-    """Adapter of a sharded module and its optimizer, over all ranks of the job."""
+class DTensorAdapter(PyTorchAdapter):
+    """Adapter of a module with DTensors and its optimizer, over all ranks of the job."""
 
-    framework = "fsdp2"
     _known_tensors = frozenset({DTensor})  # their local parts are checked by local_of()
 
     def __init__(
@@ -167,7 +168,8 @@ class Fsdp2Adapter(PyTorchAdapter):
                 "destroy_process_group()"
             )
         _require_sharded_first(module, optimizer)
-        self._ranges = RowRanges()
+        self.framework = "fsdp2" if any(isinstance(part, FSDPModule) for part in module.modules()) else "dtensor"
+        self._shares = Shares()
         super().__init__(module, optimizer, wrappers=wrappers)
 
     def owned(self) -> list[Piece]:
@@ -214,9 +216,17 @@ class Fsdp2Adapter(PyTorchAdapter):
     def _replica(self, fqn: str, slot: str, tensor: torch.Tensor) -> Replica:
         if not isinstance(tensor, DTensor):
             return super()._replica(fqn, slot, tensor)
-        rows, memory = self._ranges.of(tensor, f"{fqn} ({slot})")
-        local = whole_piece(fqn, slot, memory)
-        return Replica(Piece(Fragment(fqn, slot, rows.start, rows.numel), local.tensor), rows.number, rows.count)
+        share, memory = self._shares.of(tensor, f"{fqn} ({slot})")
+        place, homes = self._places.get(fqn, (0, 1))
+        fragment = Fragment.of_box(fqn, slot, share.box)
+        piece = Piece(fragment, whole_piece(fqn, slot, memory).tensor)
+        return Replica(piece, place * share.count + share.number, homes * share.count)
+
+    def _home(self, tensor: torch.Tensor) -> Home:
+        if not isinstance(tensor, DTensor):
+            return super()._home(tensor)
+        mesh = tensor.device_mesh
+        return Home(f"{tuple(mesh.shape)} {tensor.placements}", tuple(mesh.mesh.flatten().tolist()))
 
     def _scalar(self, key: str, value: Any, fqn: str) -> Any:
         return local_of(value, f"{fqn} ({key})") if isinstance(value, DTensor) else value
@@ -255,8 +265,8 @@ class Fsdp2Adapter(PyTorchAdapter):
             return "as a plain tensor beside a sharded parameter" if _is_shaped_tensor(value) else None
         if slot:
             return None  # checked as a piece
-        rows, _ = self._ranges.of(value, name)
-        return None if rows.numel == value.numel() else "sharded over the ranks"
+        share, _ = self._shares.of(value, name)
+        return None if share.box.numel == value.numel() else "sharded over the ranks"
 
 
 def _is_shaped_tensor(value: Any) -> bool:

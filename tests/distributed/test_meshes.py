@@ -1,0 +1,102 @@
+"""What one mesh saved, every other resumes to the last bit, and a merge writes for stock code: real torchrun, gloo."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from merger.layouts.base import Target
+from merger.merge import merge
+from store.catalog import open_catalog
+from store.errors import NothingToResumeError
+from store.layout import payload_path
+from store.resolve import resolve
+from store.storage.local import LocalFiles
+from store.verify import verify
+from tests.support.launch import Launched, torchrun
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+LLAMAS = ("ddp", "fsdp", "fsdp-columns", "descending", "hsdp", "tp", "fsdp-tp", "hsdp-tp", "pp", "zero2", "zero3")
+MIXTURES = ("moe-ddp", "ep")
+PAIRS = [
+    *((case, case) for case in (*LLAMAS, *MIXTURES)),
+    *((case, LLAMAS[(number + shift) % len(LLAMAS)]) for number, case in enumerate(LLAMAS) for shift in (4,)),
+    *(pair for pair in (("fsdp-tp", "pp"), ("pp", "fsdp-tp"), ("moe-ddp", "ep"), ("ep", "moe-ddp"))),
+]
+"""(saved by, resumed by): each on itself, and on some of the others; all pairs take minutes."""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("meshes")
+
+
+@pytest.fixture(scope="module")
+def saved(directory: Path) -> Launched:
+    pytest.importorskip("deepspeed")
+    done = torchrun("meshes.py", 4, {"pairs": []}, directory)
+    assert done.code == 0, done.output[-6000:]
+    return done
+
+
+@pytest.fixture(scope="module")
+def resumed(directory: Path, saved: Launched) -> Launched:
+    done = torchrun("meshes.py", 4, {"pairs": list(dict.fromkeys(PAIRS))}, directory)
+    assert done.code == 0, done.output[-6000:]
+    return done
+
+
+@pytest.mark.parametrize(("source", "target"), dict.fromkeys(PAIRS))
+def test_every_mesh_resumes_what_another_saved(source: str, target: str, saved: Launched, resumed: Launched) -> None:
+    ranks = resumed.of("resumed", source=source, target=target)
+    assert [(one["step"], one["exact"], one["wrong"]) for one in ranks] == [(2, True, [])] * 4
+    if source == target:
+        losses = {one["rank"]: one["losses"] for one in saved.of("trained", case=source)}
+        assert {one["rank"]: one["losses"] for one in ranks} == losses
+
+
+def test_a_damaged_box_is_found_and_never_loaded(directory: Path, saved: Launched, tmp_path: Path) -> None:
+    del saved
+    store = Path(shutil.copytree(directory / "tp", tmp_path / "tp"))
+    catalog = open_catalog(LocalFiles(store))
+    (version,) = {version.save for version in resolve(catalog, catalog.saves()[0]).versions.values()}
+    parts = catalog.group(version, catalog.manifest(version).groups[version.name]).parts
+    part, entry = next((part, entry) for part in parts.values() for entry in part.entries if entry.box is not None)
+    with (store / payload_path(version, part.rank)).open("r+b") as file:
+        file.seek(part.header_bytes + entry.offset + entry.nbytes // 2)
+        (byte,) = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+    assert not verify(open_catalog(LocalFiles(store))).ok
+    with pytest.raises(NothingToResumeError, match=entry.layer):
+        merge(store, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_share_is_the_part_of_the_full_tensor_that_a_rank_has(saved: Launched) -> None:
+    assert [one["misplaced"] for one in saved.of("shares")] == [[]] * 4
+
+
+@pytest.mark.parametrize("case", ["fsdp-columns", "tp", "fsdp-tp", "pp", "ep"])
+def test_a_merge_writes_what_stock_code_loads(case: str, directory: Path, saved: Launched, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    del saved
+    whole: dict[str, list[torch.Tensor]] = torch.load(directory / f"{case}.pt", weights_only=True)
+    for layout in ("hf", "dcp"):
+        merge(directory / case, tmp_path / layout, target=Target(layout=layout))
+    weights = dict(chain.from_iterable(load_file(file).items() for file in (tmp_path / "hf").glob("*.safetensors")))
+    assert {name: torch.equal(weights[name], found[0]) for name, found in whole.items()} == dict.fromkeys(whole, True)
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "dcp.pt")
+    loaded: Any = torch.load(tmp_path / "dcp.pt", weights_only=True)
+    for name, (weight, *moments) in whole.items():
+        state = loaded["optim"]["state"][name]
+        assert torch.equal(loaded["model"][name], weight)
+        assert all(torch.equal(state[slot], one) for slot, one in zip(("exp_avg", "exp_avg_sq"), moments, strict=True))

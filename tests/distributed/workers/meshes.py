@@ -1,0 +1,386 @@
+"""One model on every mesh, 4 ranks: save on each and train on, or, in another launch, resume what each saved on each.
+
+Models: a Llama of transformers with tied embeddings, and a mixture of experts. Usage: meshes.py SPEC.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from resume_jobs import Results, leave, rank, start_group
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import monitor
+from monitor.adapters import adapter_for
+from monitor.adapters.dtensor import Shares
+
+STEPS, MORE = 2, 5
+VOCABULARY, WIDTH, INNER, EXPERTS = 201, 96, 384, 4
+SLOTS = ("exp_avg", "exp_avg_sq")
+Whole = dict[str, list[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Job:
+    target: Any
+    step: Callable[[int], float]
+    whole: Callable[[], Whole]
+    """Weight, and moments if there are any, of each parameter on this rank, gathered by torch."""
+
+
+def llama(seed: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    settings = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=INNER,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(settings)
+
+
+class Experts(nn.Module):
+    """Every token goes to its best expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * WIDTH) / WIDTH)
+        self.down = nn.Parameter(torch.randn(EXPERTS, 2 * WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, best = self.router(x).softmax(-1).max(-1)
+        chosen = F.one_hot(best, EXPERTS).to(x.dtype) * weight[..., None]
+        inner = torch.einsum("bte,btd,edf->btef", chosen, x, full(self.up)).relu()
+        return x + torch.einsum("btef,efd->btd", inner, full(self.down))
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList([Experts(), Experts()])
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return predicted(self.head(x), tokens)
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def predicted(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits[:, :-1].reshape(-1, VOCABULARY), tokens[:, 1:].reshape(-1))
+
+
+def batch(step: int, data_rank: int) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(100 * step + data_rank))
+
+
+def average(model: nn.Module, group: Any) -> None:
+    """What DistributedDataParallel does, also for DTensors."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+            dist.all_reduce(grad, group=group)
+            grad /= dist.get_world_size(group)
+
+
+def job(model: Any, data_rank: int, group: Any = None, loss_of: Callable[..., Any] | None = None) -> Job:
+    """group: ranks over which gradients are averaged by hand."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+    def step(number: int) -> float:
+        tokens = batch(number, data_rank)
+        loss = model(input_ids=tokens, labels=tokens).loss if loss_of is None else loss_of(tokens)
+        loss.backward()
+        if group is not None:
+            average(model, group)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss)
+
+    return Job((model, optimizer), step, lambda: torch_state(model, optimizer))
+
+
+def torch_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Whole:
+    bare = model.module if isinstance(model, DistributedDataParallel) else model
+    return {
+        name: [
+            full(one).detach().clone() for one in (p, *(optimizer.state[p][slot] for slot in SLOTS if optimizer.state))
+        ]
+        for name, p in bare.named_parameters()
+    }
+
+
+def mesh_of(**sizes: int) -> DeviceMesh:
+    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+PLAN: dict[str, Any] = {
+    "self_attn.q_proj": ColwiseParallel(), "self_attn.k_proj": ColwiseParallel(), "self_attn.v_proj": ColwiseParallel(),
+    "self_attn.o_proj": RowwiseParallel(), "mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel(),
+    "mlp.down_proj": RowwiseParallel(),
+}  # fmt: skip
+
+
+def tensor_parallel(model: Any, mesh: DeviceMesh) -> Any:
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, PLAN)
+    return model
+
+
+def sharded(model: Any, mesh: DeviceMesh, **options: Any) -> Any:
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def replicated(model: nn.Module) -> nn.Module:
+    """Otherwise its buckets are made anew after the first step, and sums of four ranks get another order."""
+    return DistributedDataParallel(model, find_unused_parameters=True)
+
+
+def columns(parameter: torch.Tensor) -> Shard:
+    return Shard(parameter.ndim - 1)
+
+
+def ddp(seed: int) -> Job:
+    return job(replicated(llama(seed)), rank())
+
+
+def fsdp(seed: int) -> Job:
+    return job(sharded(llama(seed), mesh_of(data=4)), rank())
+
+
+def fsdp_columns(seed: int) -> Job:
+    return job(sharded(llama(seed), mesh_of(data=4), shard_placement_fn=columns), rank())
+
+
+def descending(seed: int) -> Job:
+    return job(sharded(llama(seed), DeviceMesh("cpu", [2, 0, 3, 1])), rank())
+
+
+def hsdp(seed: int) -> Job:
+    return job(sharded(llama(seed), mesh_of(replicate=2, shard=2)), rank())
+
+
+def tp(seed: int) -> Job:
+    mesh = mesh_of(data=2, tensor=2)
+    return job(tensor_parallel(llama(seed), mesh["tensor"]), mesh.get_local_rank("data"), mesh.get_group("data"))
+
+
+def fsdp_tp(seed: int) -> Job:
+    mesh = mesh_of(data=2, tensor=2)
+    return job(sharded(tensor_parallel(llama(seed), mesh["tensor"]), mesh["data"]), mesh.get_local_rank("data"))
+
+
+def hsdp_tp(seed: int) -> Job:
+    mesh = mesh_of(replicate=2, shard=1, tensor=2)
+    model = sharded(tensor_parallel(llama(seed), mesh["tensor"]), mesh["replicate", "shard"])
+    return job(model, mesh.get_local_rank("replicate"))
+
+
+def pp(seed: int) -> Job:
+    """2 stages x 2; the embeddings are in both, tied, and their gradients are added."""
+    mesh = mesh_of(stage=2, data=2)
+    number, model, data, stages = (
+        mesh.get_local_rank("stage"),
+        llama(seed),
+        mesh["data"].get_group(),
+        mesh.get_group("stage"),
+    )
+    own = [*model.model.layers.named_children()][number : number + 1]
+    model.model.layers = nn.ModuleDict(dict(own))
+    if number == 0:
+        model.model.norm = model.lm_head = None
+    model.forward = MethodType(_stage, model)
+    stage = PipelineStage(model, number, 2, torch.device("cpu"), group=stages)
+    schedule = ScheduleGPipe(stage, 2, loss_fn=predicted)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+    def step(index: int) -> float:
+        tokens, losses = batch(index, mesh.get_local_rank("data")), list[torch.Tensor]()
+        if number == 0:
+            schedule.step(tokens)
+        else:
+            schedule.step(target=tokens, losses=losses)
+        average(model, data)
+        dist.all_reduce(model.model.embed_tokens.weight.grad, group=stages)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(sum(losses))
+
+    return Job((model, optimizer), step, lambda: torch_state(model, optimizer))
+
+
+def _stage(self: Any, x: torch.Tensor) -> torch.Tensor:
+    if self.model.norm is None:
+        x = self.model.embed_tokens(x)
+    places = torch.arange(x.shape[1])[None]
+    turns = self.model.rotary_emb(x, position_ids=places)
+    for layer in self.model.layers.values():
+        x = layer(x, attention_mask=None, position_ids=places, position_embeddings=turns)
+    return x if self.model.norm is None else self.lm_head(self.model.norm(x))
+
+
+def moe_ddp(seed: int) -> Job:
+    torch.manual_seed(seed)
+    model = replicated(Mixture())
+    return job(model, rank(), loss_of=model)
+
+
+def ep(seed: int) -> Job:
+    mesh = mesh_of(data=2, expert=2)
+    torch.manual_seed(seed)
+    model = Mixture()
+    for layer in model.layers:
+        for name in ("up", "down"):
+            whole = getattr(layer, name).detach()
+            setattr(layer, name, nn.Parameter(distribute_tensor(whole, mesh["expert"], [Shard(0)])))
+    return job(model, mesh.get_local_rank("data"), mesh.get_group("data"), model)
+
+
+def zero(stage: int, seed: int) -> Job:
+    import deepspeed
+
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1 << 14, "memory_efficient_linear": False},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+    }
+    engine, *_ = deepspeed.initialize(model=llama(seed), config=settings)
+
+    def step(number: int) -> float:
+        tokens = batch(number, rank())
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        return float(loss)
+
+    def whole() -> Whole:
+        adapter, every = adapter_for(engine), list[Any]([None] * dist.get_world_size())
+        dist.all_gather_object(every, [(one.fragment, one.tensor.clone()) for one in adapter.owned()])
+        out: Whole = {}
+        for fqn, info in adapter.tensors().items():
+            own = sorted((f.slot, f.start, t) for found in every for f, t in found if f.fqn == fqn)
+            slots = dict.fromkeys(("fp32", *SLOTS))
+            found = [[t for slot, _, t in own if slot == wanted] for wanted in slots]
+            out[fqn] = [torch.cat(parts).view(info.shape) for parts in found if parts]
+        return out
+
+    return Job(engine, step, whole)
+
+
+LLAMAS: dict[str, Callable[[int], Job]] = {
+    "ddp": ddp, "fsdp": fsdp, "fsdp-columns": fsdp_columns, "descending": descending, "hsdp": hsdp, "tp": tp,
+    "fsdp-tp": fsdp_tp, "hsdp-tp": hsdp_tp, "pp": pp, "zero2": lambda seed: zero(2, seed),
+    "zero3": lambda seed: zero(3, seed),
+}  # fmt: skip
+MIXTURES: dict[str, Callable[[int], Job]] = {"moe-ddp": moe_ddp, "ep": ep}
+FAMILIES = (LLAMAS, MIXTURES)
+
+
+def attached(case: str, made: Job, directory: Path) -> monitor.Checkpointer:
+    settings = {"store": str(directory / case), "every": STEPS, "metrics": {"enabled": False}}
+    return monitor.attach(made.target, settings)
+
+
+def joined(made: Job) -> Whole:
+    """The whole state, of all stages."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, made.whole())
+    return {name: found for one in every for name, found in one.items()}
+
+
+def misplaced() -> list[str]:
+    """DTensors whose share is not the part of ``full_tensor()`` that this rank has: uneven, and over odd meshes."""
+    made: dict[str, tuple[nn.Module, Callable[[nn.Module], Any]]] = {}
+    mesh, cube = mesh_of(data=2, tensor=2), mesh_of(a=2, b=1, c=2)
+    for rows in (8, 5, 3):
+        for name, plan in (("rows", ColwiseParallel()), ("columns", RowwiseParallel())):
+            model = parallelize_module(nn.Sequential(nn.Linear(7, rows)), mesh["tensor"], {"0": plan})
+            made[f"{rows} {name}"] = model, partial(fully_shard, mesh=mesh["data"])
+        made[f"{rows} descending"] = nn.Linear(7, rows), partial(fully_shard, mesh=DeviceMesh("cpu", [2, 0, 3, 1]))
+    tensors = {}
+    for name, (model, shard) in made.items():
+        shard(model)
+        tensors |= {f"{name} {number}": one for number, one in enumerate(model.parameters())}
+    cuts = [[Shard(0), Replicate(), Shard(0)], [Shard(1), Shard(0), Shard(2)], [Replicate(), Shard(1), Shard(1)]]
+    tensors |= {str(cut): distribute_tensor(torch.randn(5, 7, 3), cube, cut) for cut in cuts}
+    wrong = []
+    for name, tensor in tensors.items():
+        share, local = Shares().of(tensor, name)
+        whole, inside = tensor.full_tensor(), zip(share.box.offsets, share.box.sizes, strict=True)
+        if not torch.equal(whole[tuple(slice(offset, offset + size) for offset, size in inside)], local):
+            wrong.append(name)
+    return wrong
+
+
+def save(results: Results, directory: Path) -> None:
+    results.tell("shares", misplaced=misplaced())
+    for case, build in [item for family in FAMILIES for item in family.items()]:
+        made = build(0)
+        with attached(case, made, directory) as ckpt:
+            for step in range(STEPS):
+                made.step(step)
+                ckpt.step()
+        state = joined(made)
+        if rank() == 0:
+            torch.save(state, directory / f"{case}.pt")
+        results.tell("trained", case=case, losses=[made.step(step) for step in range(STEPS, STEPS + MORE)])
+
+
+def resume(results: Results, directory: Path, pairs: list[list[str]]) -> None:
+    builds = {**LLAMAS, **MIXTURES}
+    for source, target in pairs:
+        made = builds[target](1)
+        with attached(source, made, directory) as ckpt:
+            step, exact = ckpt.resume(), ckpt.certificate is not None and ckpt.certificate.exact
+        was, now = torch.load(directory / f"{source}.pt", weights_only=True), joined(made)
+        wrong = sorted(was.keys() ^ now.keys())
+        wrong += [name for name in was.keys() & now.keys() if not all(map(torch.equal, was[name], now[name]))]
+        losses = [made.step(one) for one in range(step, step + MORE)] if source == target else []
+        results.tell("resumed", source=source, target=target, step=step, exact=exact, wrong=wrong, losses=losses)
+
+
+def main(spec: Mapping[str, Any]) -> None:
+    start_group(zero=True)
+    torch.set_num_threads(1)
+    results, directory = Results(spec["results"]), Path(spec["directory"])
+    if spec["pairs"]:
+        resume(results, directory, spec["pairs"])
+    else:
+        save(results, directory)
+    leave()
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))
