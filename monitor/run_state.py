@@ -341,14 +341,8 @@ def parse_run_state(tree: Any) -> RunState:
         raise DamagedError(f"the run state has a wrong value: {where}: {first['msg']}") from error
     except ValueError as error:
         raise DamagedError(f"the run state names {len(known)} objects and has the state of {len(user)}") from error
-    return RunState(
-        tree["framework"],
-        tree["rng"],
-        objects,
-        tree.get("modules") or {},
-        tuple(tree.get("rank_buffers", ())),
-        tree.get("buffers", {}),
-    )
+    modules, differing = tree.get("modules") or {}, tuple(tree.get("rank_buffers", ()))
+    return RunState(tree["framework"], tree["rng"], objects, modules, differing, tree.get("buffers", {}))
 
 
 def to_tree(state: Any) -> tuple[Any, list[Leaf]]:

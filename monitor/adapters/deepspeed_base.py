@@ -34,7 +34,7 @@ from monitor.adapters.optimizer_state import (
     slots_of,
     to_host,
 )
-from monitor.adapters.pytorch import partition_replicated
+from monitor.adapters.replicas import partition_replicated
 from store.errors import ModelMismatchError, UnsupportedError
 from store.names import BUFFER, WEIGHTS, Fragment
 from store.schema import as_json

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from monitor.adapters.base import Piece
 from monitor.adapters.module_tensors import whole_piece
-from monitor.adapters.pytorch import SMALL, even_slice, partition_replicated
+from monitor.adapters.replicas import SMALL, even_slice, partition_replicated
 from store.names import BUFFER, WEIGHTS, Fragment
 
 
