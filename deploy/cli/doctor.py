@@ -1,8 +1,6 @@
 """``driftpoint doctor``: check the machine, the disk and the store before a job uses them."""
 
-import os
 import signal
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -23,7 +21,6 @@ from store.storage.bucket import ObjectOptions
 
 if TYPE_CHECKING:
     from deploy.doctor.base import Finding, Plan
-    from deploy.doctor.nodes import Ranks
 
 CONFIG = Path("driftpoint.yaml")
 _PATIENCE = 15.0  # seconds to retry requests to a bucket; short, because a user waits
@@ -44,9 +41,6 @@ def doctor(
     ] = None,
     parameters: Annotated[str | None, typer.Option(metavar="N", help="Number of model parameters: 350M, 8b.")] = None,
     nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Number of nodes of the job.")] = 1,
-    patience: Annotated[
-        float, typer.Option(min=0.1, metavar="SECONDS", help="Time to wait for other ranks under torchrun or srun.")
-    ] = 30.0,
     repair: Annotated[
         bool, typer.Option("--repair", help="Restore a lost STORE.json from the store's other records, then check.")
     ] = False,
@@ -55,12 +49,10 @@ def doctor(
 ) -> None:
     """Check this machine, the disk or bucket, and the store, and suggest fixes. All test files are removed."""
     from deploy.doctor.base import Plan, healthy, parse_count
-    from deploy.doctor.nodes import ranks_from_environment
     from deploy.doctor.store import known_parameters
     from monitor.config.load import load_config
 
     settings = load_config(CONFIG if config is None and CONFIG.exists() else config)
-    ranks = ranks_from_environment(os.environ)
     root = store or place_of(settings.store_path).expanduser()
     options = settings.s3.options()
     options = replace(options, retry_seconds=min(options.retry_seconds, _PATIENCE))
@@ -69,15 +61,9 @@ def doctor(
     count = known_parameters(root, options) if parameters is None else parse_count(parameters)
     plan = Plan(settings, count, nodes)
     with _exit_on_signals():
-        look = _bucket_findings(root, options, plan, ranks) if is_url(root) else _findings(root, plan, ranks, patience)
-        findings = list(look)
-    if ranks.first:
-        body = {"store": str(root.absolute()), "ok": healthy(findings), "findings": list(map(asdict, findings))}
-        output.answer(body, lambda console: _draw(console, root, findings), as_json=json)
-    elif is_url(root):
-        for one in findings:
-            if one.state == "fail":
-                output.note(f"rank {ranks.rank} on {socket.gethostname()}: {one.check}: {one.seen}")
+        findings = list(_bucket_findings(root, options, plan) if is_url(root) else _findings(root, plan))
+    body = {"store": str(root.absolute()), "ok": healthy(findings), "findings": list(map(asdict, findings))}
+    output.answer(body, lambda console: _draw(console, root, findings), as_json=json)
     raise typer.Exit(OK if healthy(findings) else DriftpointError.exit_code)
 
 
@@ -112,23 +98,17 @@ def _draw(console: Console, root: Path, findings: "list[Finding]") -> None:
     console.print(output.cell(f"{root.absolute()}: {verdict}" + (f", {plural(warned, 'warning')}" if warned else "")))
 
 
-def _findings(root: Path, plan: "Plan", ranks: "Ranks", patience: float) -> "Iterator[Finding]":
+def _findings(root: Path, plan: "Plan") -> "Iterator[Finding]":
     from deploy.doctor.disk import check_disk
     from deploy.doctor.machine import check_machine
-    from deploy.doctor.nodes import check_nodes
     from deploy.doctor.store import check_store
 
-    met = check_nodes(root, ranks, patience)
-    if ranks.first:
-        yield from check_machine(plan)
-        yield from check_disk(root, plan)
-        yield from check_store(root, plan.config.retention_rule())
-    if met is not None:
-        yield met
+    yield from check_machine(plan)
+    yield from check_disk(root, plan)
+    yield from check_store(root, plan.config.retention_rule())
 
 
-def _bucket_findings(root: Path, options: ObjectOptions, plan: "Plan", ranks: "Ranks") -> "Iterator[Finding]":
-    """Check the bucket from every rank, because each node must be able to reach it."""
+def _bucket_findings(root: Path, options: ObjectOptions, plan: "Plan") -> "Iterator[Finding]":
     from deploy.doctor.bucket import check_bucket
     from deploy.doctor.machine import check_machine
     from deploy.doctor.store import check_store
@@ -137,9 +117,8 @@ def _bucket_findings(root: Path, options: ObjectOptions, plan: "Plan", ranks: "R
     url = place_of(root)
     assert isinstance(url, ObjectUrl)
     files = ObjectFiles(url, url.bucket, url.prefix, options)
-    if ranks.first:
-        yield from check_machine(plan)
-    tried = list(check_bucket(files, plan, speed=ranks.first))
+    yield from check_machine(plan)
+    tried = list(check_bucket(files, plan))
     yield from tried
-    if ranks.first and tried[0].state == "ok":
+    if tried[0].state == "ok":
         yield from check_store(root, plan.config.retention_rule(), options)

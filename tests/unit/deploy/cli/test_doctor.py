@@ -12,8 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,7 +21,6 @@ import pytest
 from deploy.doctor import disk, machine
 from deploy.doctor.base import Finding, Plan, parse_count
 from deploy.doctor.disk import check_disk
-from deploy.doctor.nodes import Ranks, check_nodes, ranks_from_environment
 from deploy.doctor.store import check_store
 from monitor.config.load import Config, bytes_each
 from store.errors import StorageError, UsageError
@@ -370,70 +368,3 @@ class TestPlan:
     def test_what_is_no_count(self, text: str) -> None:
         with pytest.raises(UsageError, match="--parameters takes a number"):
             parse_count(text)
-
-
-class TestNodes:
-    @pytest.mark.parametrize(
-        ("environment", "ranks"),
-        [
-            ({}, Ranks(0, 1, "")),
-            (
-                {"RANK": "3", "WORLD_SIZE": "8", "TORCHELASTIC_RUN_ID": "a", "MASTER_ADDR": "h", "MASTER_PORT": "1"},
-                Ranks(3, 8, "a/h/1"),
-            ),
-            ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "9", "SLURM_STEP_ID": "0"}, Ranks(1, 2, "9/0")),
-            ({"RANK": "x", "WORLD_SIZE": "8"}, Ranks(0, 1, "")),
-            ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "9"}, Ranks(0, 1, "")),  # the batch script
-        ],
-    )
-    def test_which_rank_this_is(self, environment: Mapping[str, str], ranks: Ranks) -> None:
-        assert ranks_from_environment(environment) == ranks
-
-    def test_all_meet_where_a_disk_is_shared(self, tmp_path: Path) -> None:
-        with ThreadPoolExecutor(3) as pool:
-            found = list(pool.map(lambda rank: check_nodes(tmp_path / "store", Ranks(rank, 3, "run"), 60), range(3)))
-        assert [one and one.state for one in found] == ["ok"] * 3
-        assert list(tmp_path.iterdir()) == []
-
-    def test_two_disks_do_not_see_each_other(self, tmp_path: Path) -> None:
-        for name in ("a", "b"):
-            (tmp_path / name).mkdir()
-        with ThreadPoolExecutor(2) as pool:
-            found = list(
-                pool.map(
-                    lambda rank: check_nodes(tmp_path / "ab"[rank] / "store", Ranks(rank, 2, "run"), 0.3), range(2)
-                )
-            )
-        assert [one and one.state for one in found] == ["fail"] * 2
-        assert found[0] is not None and "has no file of ranks 1" in found[0].seen
-        assert [path.name for path in tmp_path.rglob("*")] == ["a", "b"] or not list(tmp_path.rglob(".tmp-*"))
-
-    def test_notes_of_a_doctor_that_was_killed_do_not_count(self, tmp_path: Path) -> None:
-        from deploy.doctor.nodes import _note
-
-        old = _note(tmp_path, Ranks(0, 2, "run"), 1, "here")
-        old.write_text("somewhere")
-        os.utime(old, (1, 1))
-        found = check_nodes(tmp_path, Ranks(0, 2, "run"), 0.2)
-        assert found is not None and found.state == "fail"
-
-    def test_one_rank_alone_needs_nobody(self, tmp_path: Path) -> None:
-        assert check_nodes(tmp_path, Ranks(0, 1, ""), 60) is None
-
-
-@pytest.mark.distributed
-def test_under_torchrun_one_answers_for_all(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "deploy.cli"]
-    done = subprocess.run(
-        [*command, "doctor", str(tmp_path / "store"), "--json"],
-        env=environment(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    findings = {one["check"]: one for one in json.loads(done.stdout)["findings"]}
-    assert findings["nodes"]["state"] == "ok" and "all 2 ranks, on 1 machine" in findings["nodes"]["seen"]
-    assert list(tmp_path.iterdir()) == []
