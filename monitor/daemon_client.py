@@ -2,8 +2,7 @@
 
 The training thread only records updates; a background thread connects, starts a daemon if there is none, and sends. If
 the daemon is lost, training continues and saves by itself; the failure is logged once and counted. In a forked child
-(a data-loader worker) the client does nothing.
-"""
+(a data-loader worker) the client does nothing."""
 
 import logging
 import os

@@ -2,8 +2,7 @@
 
 A meter keeps a reference per unit: enough of the newest committed version to compute the distance to it. References
 change only when a save that holds the unit is committed. Two threads use a meter: the training thread measures live
-tensors, the background thread the copies of the save in progress; calls are serialized inside.
-"""
+tensors, the background thread the copies of the save in progress; calls are serialized inside."""
 
 import math
 import threading
@@ -14,6 +13,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 import xxhash
+from typing_extensions import override
 
 from monitor.adapters.frozen import fingerprint
 from store.names import BUFFER, FROZEN, Unit
@@ -169,6 +169,7 @@ class BufferMeter(StagingMeter[bytes]):
             return Measure(0.0, 0.0, finite)
         return Measure(float(_hash(pieces) != reference), 1.0, finite)
 
+    @override
     def _reference_of(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> bytes:
         return _hash(pieces)
 
@@ -330,6 +331,7 @@ class ExactMeter(StagingMeter[list[torch.Tensor]]):
             return Measure(moved_sq, reference_sq, True)
         return Measure(math.inf, reference_sq if math.isfinite(reference_sq) else 0.0, all_finite(pieces))
 
+    @override
     def _reference_of(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [piece.detach().to("cpu", copy=True) for piece in pieces]
 

@@ -22,14 +22,14 @@ Precision
 
 The board is float32 and is added to a float64 total every 64 chunks. The rounding noise of a measured
 relative distance is then about 2e-7, added in squares: 1e-5 is measured within the statistical error, 1e-6
-within some percent more, below that the noise shows.
-"""
+within some percent more, below that the noise shows."""
 
 import math
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, groupby
 
 import torch
@@ -83,7 +83,7 @@ class Projection:
         pieces: 1-d, any real dtype and device. key: selects the sequence of signs and offsets; signatures are
         comparable only with the same key."""
         total = torch.zeros(self.width, dtype=torch.float64)
-        draws = _draws(self.seed, key)
+        draws = map(partial(_mix, _mix(self.seed, key)), count())  # 64 random bits per chunk
         with torch.inference_mode():
             for device, group in groupby(filter(torch.numel, pieces), key=lambda piece: piece.device):
                 if (device, chunk_length) not in self._boards:
@@ -149,12 +149,6 @@ class _Board:
             self.total += self.sorted.view(-1, self.width).sum(0)
             self.slots.zero_()
             self.unflushed = 0
-
-
-def _draws(seed: int, key: int) -> Iterator[int]:
-    """Yield 64 random bits per chunk."""
-    start = _mix(seed, key)
-    return (_mix(start, index) for index in count())
 
 
 def _mix(a: int, b: int) -> int:
