@@ -33,7 +33,7 @@ _KEPT_EPOCHS = 64  # newest epoch records that stay, needed or not: interruption
 
 @dataclass(frozen=True)
 class Retention:
-    """Rules for the commits to retain.
+    """Rules for the commits to retain, besides the newest, the newest that is not suspect and the newest proven one.
 
     The store may take ``max_share`` of the disk space without what others use of it, with the next full save."""
 
@@ -48,8 +48,6 @@ class Retention:
         if self.keep_every is not None and self.keep_every < 1:
             raise ConfigError(f"retention.keep_every is {self.keep_every}: give a number of steps, or leave it out")
 
-
-"""What stays in any case: the newest commit, the newest that is not suspect, and the newest proven one."""
 
 _RECORDS = 1 << 16  # bytes for the records of a save, besides 2 % of its payload
 EVERYTHING = 1 << 62  # more bytes than any store has
