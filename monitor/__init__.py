@@ -10,8 +10,7 @@ Example::
         engine.step()
         ckpt.step()
 
-Public names are imported on first use, so ``import monitor`` is cheap and does not import torch.
-"""
+Public names are imported on first use, so ``import monitor`` is cheap and does not import torch."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -2,8 +2,7 @@
 
 The training thread only records updates; a background thread connects, starts a daemon if there is none, and sends. If
 the daemon is lost, training continues and saves by itself; the failure is logged once and counted. In a forked child
-(a data-loader worker) the client does nothing.
-"""
+(a data-loader worker) the client does nothing."""
 
 import logging
 import os
@@ -67,6 +66,7 @@ class DaemonClient(SaveListener):
         self._register: protocol.Register | None = None
         self._starter = _DaemonStarter(self._base, settings, security or EndpointSecurity())
         self._may_start = settings.start
+        self._received = b""  # an incomplete line of the daemon's
         self._last_warning = ""
 
     @override
@@ -131,13 +131,13 @@ class DaemonClient(SaveListener):
         """Connect and send updates until the connection ends; then wait until another attempt is due."""
         try:
             with self._connect() as connection:
-                lines = _LineBuffer()
+                self._received = b""
                 try:
-                    self._handshake(connection, lines)
+                    self._handshake(connection)
                 except _ConnectionLostError:  # a daemon that was about to exit
                     time.sleep(_POLL_INTERVAL)
                     return
-                self._serve(connection, lines)
+                self._serve(connection)
             return
         except _ConnectionLostError as error:
             self._warn(str(error))
@@ -155,33 +155,33 @@ class DaemonClient(SaveListener):
                 raise
         return self._starter.start(self._closing)
 
-    def _handshake(self, connection: socket.socket, lines: "_LineBuffer") -> None:
+    def _handshake(self, connection: socket.socket) -> None:
         assert self._register is not None
         connection.settimeout(_MESSAGE_TIMEOUT)
-        self._send(connection, self._register, lines)
-        self._receive(connection, lines)
+        self._send(connection, self._register)
+        self._receive(connection)
         self._last_warning = ""
         with self._lock:
             self._unsent = True
 
-    def _serve(self, connection: socket.socket, lines: "_LineBuffer") -> None:
+    def _serve(self, connection: socket.socket) -> None:
         """Send updates and read messages until the job ends or the connection is lost."""
         while True:
             with self._lock:
                 unsent, self._unsent = self._unsent, False
                 status, last = self._status, self._unregister
             if unsent or last is not None:
-                self._send(connection, status, lines)
+                self._send(connection, status)
             if last is not None:
-                self._send(connection, last, lines)
+                self._send(connection, last)
                 return
             ready, _, _ = select.select([connection.fileno(), self._wake], [], [])
             if self._wake in ready:
                 self._clear_wake()
             if connection.fileno() in ready:
-                self._receive(connection, lines)
+                self._receive(connection)
 
-    def _receive(self, connection: socket.socket, lines: "_LineBuffer") -> None:
+    def _receive(self, connection: socket.socket) -> None:
         try:
             data = connection.recv(protocol.LINE_LIMIT)
         except OSError as error:
@@ -190,7 +190,10 @@ class DaemonClient(SaveListener):
             raise _ConnectionLostError(
                 "the node daemon is gone: saves continue, but in-memory snapshots are not rescued if this job dies now"
             )
-        for line in lines.feed(data):
+        *lines, self._received = (self._received + data).split(b"\n")
+        if len(self._received) > protocol.LINE_LIMIT:
+            raise DaemonError(f"the daemon sent a line longer than {protocol.LINE_LIMIT} bytes")
+        for line in lines:
             message = protocol.parse_daemon_message(line)
             if isinstance(message, protocol.Refused):
                 self._may_start = False
@@ -201,11 +204,11 @@ class DaemonClient(SaveListener):
                     f"the node daemon (process {message.pid}) was asked to stop; this job does not start another"
                 )
 
-    def _send(self, connection: socket.socket, message: protocol.Message, lines: "_LineBuffer") -> None:
+    def _send(self, connection: socket.socket, message: protocol.Message) -> None:
         try:
             connection.sendall(protocol.to_line(message))
         except OSError as error:
-            self._receive(connection, lines)  # its last message may give the reason
+            self._receive(connection)  # its last message may give the reason
             raise _ConnectionLostError(f"the node daemon is gone: {error}") from error
 
     def _closing(self) -> bool:
@@ -231,18 +234,6 @@ class DaemonClient(SaveListener):
             self._metrics.counter("failures").labels("daemon").inc()
             _log.warning("%s", text)
         self._last_warning = text
-
-
-class _LineBuffer:
-    def __init__(self) -> None:
-        self._rest = b""
-
-    def feed(self, data: bytes) -> list[bytes]:
-        """Return the complete lines. Raises DaemonError if an incomplete line exceeds the limit."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > protocol.LINE_LIMIT:
-            raise DaemonError(f"the daemon sent a line longer than {protocol.LINE_LIMIT} bytes")
-        return lines
 
 
 class _DaemonStarter:

@@ -2,8 +2,7 @@
 
 Collectives use a gloo group of their own, so they never interleave with the framework's collectives on the
 accelerator. They wait for a late rank as long as the job's own collectives do. Training thread only; background threads
-never call into this module.
-"""
+never call into this module."""
 
 import pickle
 import socket
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,91 +22,52 @@ from store.errors import CollectiveError, DriftpointError
 from store.memory.layout import Tier
 
 
-class Group(Protocol):
-    """Collectives that every rank calls in the same order. Values are plain data.
+class Group:
+    """Collectives that every rank calls in the same order; here those of a job of one process. Values are plain data.
 
     They raise CollectiveError where a rank is gone, or later than the timeout of the job. None works after that:
     call :meth:`leave`, so that ranks for which it worked do not wait for this one."""
-
-    rank: int
-    world_size: int
-
-    def all_reduce_max(self, values: Sequence[int]) -> list[int]:
-        """Return the element-wise maximum over ranks."""
-
-    def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the element-wise sum over ranks of a float64 tensor."""
-
-    def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value."""
-
-    def all_gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order."""
-
-    def async_sum(self) -> "AsyncSum | None":
-        """Create an :class:`AsyncSum`. Return None in a job of one process. Collective."""
-
-    def barrier(self, timeout: float) -> Callable[[], bool]:
-        """Create a function that waits until all ranks are here, and returns False if any is not in time, or is gone.
-
-        It has its own process group, which one failure breaks for good. Collective."""
-
-    def leave(self) -> None:
-        """Make the collectives fail from now on, here and on the ranks that wait in one. Not collective."""
-
-
-class AsyncSum(Protocol):
-    """Sums over ranks without waiting. All ranks must call :meth:`start` and :meth:`finish` equally often.
-
-    done: whether :meth:`finish` returns a sum at once. False where it would raise."""
-
-    @property
-    def done(self) -> bool: ...
-
-    def start(self, values: torch.Tensor) -> None:
-        """Begin to sum ``values``, a tensor of its own. Raises CollectiveError."""
-
-    def finish(self) -> torch.Tensor | None:
-        """Return the sum begun last; None if it was returned, or none was begun.
-
-        It waits only for ranks that have not begun it yet. Raises CollectiveError if another rank is late or gone."""
-
-
-class SingleProcessGroup:
-    """A job of one process."""
 
     rank = 0
     world_size = 1
 
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:
+        """Return the element-wise maximum over ranks."""
         return list(values)
 
     def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the element-wise sum over ranks of a float64 tensor."""
         return values
 
     def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value."""
         return value
 
     def all_gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in rank order."""
         return [value]
 
-    def async_sum(self) -> None:
+    def async_sum(self) -> "AsyncSum | None":
+        """Create an :class:`AsyncSum`. Return None in a job of one process. Collective."""
         return None
 
     def barrier(self, timeout: float) -> Callable[[], bool]:
+        """Create a function that waits until all ranks are here, and returns False if any is not in time, or is gone.
+
+        It has its own process group, which one failure breaks for good. Collective."""
         del timeout
         return lambda: True
 
     def leave(self) -> None:
-        """Do nothing: there is nobody to wait."""
+        """Make the collectives fail from now on, here and on the ranks that wait in one. Not collective."""
 
 
-class GlooGroup:
+class GlooGroup(Group):
     """All ranks of the default process group, over gloo. Making one is collective."""
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = _new_group()
-        self._sums: list[_GlooSum] = []
+        self._sums: list[AsyncSum] = []
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 
@@ -144,9 +104,9 @@ class GlooGroup:
             received = _exchange(pickle.dumps(value), _GATHER, send)
         return [pickle.loads(one) for one in received]
 
-    def async_sum(self) -> AsyncSum:
+    def async_sum(self) -> "AsyncSum":
         """Create a sum with its own process group, since its reductions outlast calls."""
-        self._sums.append(_GlooSum())
+        self._sums.append(AsyncSum())
         return self._sums[-1]
 
     def barrier(self, timeout: float) -> Callable[[], bool]:
@@ -173,8 +133,10 @@ class GlooGroup:
             one.leave()
 
 
-class _GlooSum:
-    """Keeps one asynchronous all-reduce in flight."""
+class AsyncSum:
+    """Sums over ranks without waiting. All ranks must call :meth:`start` and :meth:`finish` equally often.
+
+    It has a process group of its own. Making one is collective."""
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = _new_group()
@@ -183,14 +145,19 @@ class _GlooSum:
 
     @property
     def done(self) -> bool:
+        """Whether :meth:`finish` returns a sum at once. False where it would raise."""
         return self._work is not None and self._work.is_completed() and self._work.exception() is None
 
     def start(self, values: torch.Tensor) -> None:
+        """Begin to sum ``values``, a tensor of its own. Raises CollectiveError."""
         self._values = values
         with _collective(self._group, self.leave):
             self._work = dist.all_reduce(values, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
 
     def finish(self) -> torch.Tensor | None:
+        """Return the sum begun last; None if it was returned, or none was begun.
+
+        It waits only for ranks that have not begun it yet. Raises CollectiveError if another rank is late or gone."""
         if self._work is None:
             return None
         with _collective(self._group, self.leave):
@@ -283,7 +250,7 @@ def current_group() -> Group:
     """Return the group of this job: all ranks of the default process group, or this process alone."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return GlooGroup()
-    return SingleProcessGroup()
+    return Group()
 
 
 T = TypeVar("T")
@@ -294,14 +261,9 @@ def run_on_all_ranks(group: Group, action: Callable[[], T]) -> T:
 
     The failing rank raises its own exception; the others raise the same error type if it is a DriftpointError, else
     DriftpointError. Without this, the other ranks would block in their next collective. Collective."""
-    result: T | None = None
-    local_error: Exception | None = None
+    result, local_error = _attempt(action)
     try:
-        result = action()
-    except Exception as error:  # noqa: BLE001 - this rank's edge: raised again once the others know
-        local_error = error
-    try:
-        errors_by_rank = group.all_gather(None if local_error is None else _pack_error(local_error))
+        errors_by_rank = group.all_gather(_pack_error(local_error))
     except CollectiveError as error:
         raise error from (local_error or error.__cause__)
     if local_error is not None:
@@ -317,15 +279,8 @@ def run_on_rank0(group: Group, action: Callable[[], T]) -> T:
     """Run ``action`` on rank 0 and return its result, or raise its error, on all ranks. Collective.
 
     The result must be plain data."""
-    packed: tuple[T | None, tuple[str, str] | None] = (None, None)
-    local_error: Exception | None = None
-    if group.rank == 0:
-        try:
-            packed = (action(), None)
-        except Exception as error:  # noqa: BLE001 - this rank's edge: raised again once the others know
-            local_error = error
-            packed = (None, _pack_error(error))
-    result, failed = group.broadcast(packed)
+    result, local_error = _attempt(action) if group.rank == 0 else (None, None)
+    result, failed = group.broadcast((result, _pack_error(local_error)))
     if local_error is not None:
         raise local_error
     if failed is not None:
@@ -342,7 +297,16 @@ def collect_messages(group: Group, message: str | None) -> str:
     return "; ".join(f"rank {rank}: {text}" if group.world_size > 1 else text for text, rank in first_rank.items())
 
 
-def _pack_error(error: Exception) -> tuple[str, str]:
+def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return action(), None
+    except Exception as error:  # noqa: BLE001 - this rank's edge: raised again once the others know
+        return None, error
+
+
+def _pack_error(error: Exception | None) -> tuple[str, str] | None:
+    if error is None:
+        return None
     own = isinstance(error, DriftpointError)  # others need their class: str(KeyError('n')) is just 'n'
     return type(error).__name__, str(error) if own else repr(error)
 

@@ -1,8 +1,7 @@
 """Events of a job, and the listeners that follow them: budget, schedule, metrics, log, trace and daemon client.
 
 The training thread sends all events except :meth:`SaveListener.on_store_check`. An exception of a listener reaches the
-training loop, so listeners handle errors of disks, ports and daemons themselves.
-"""
+training loop, so listeners handle errors of disks, ports and daemons themselves."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass

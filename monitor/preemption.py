@@ -9,8 +9,7 @@ At each step boundary every rank contributes to an asynchronous reduction that i
 waits. A signal known to any rank at boundary n is known to all at boundary n + 1. No rank can be two boundaries ahead
 of another, and a rank that exits waits until the others reach its last boundary.
 
-Training thread and collective, except :meth:`Preemption.preempt`.
-"""
+Training thread and collective, except :meth:`Preemption.preempt`."""
 
 import logging
 import os

@@ -227,13 +227,11 @@ class Catalog:
                 data = self.files.read(layout.part_path(save, rank), PART_LIMIT)
                 part = parse_part(data, self.store_id, save, rank)
                 check_payload_size(self.files, part)
-            except (errors.DamagedError, errors.MissingError) as error:
-                problems.append(str(error))
             except errors.UnreachableError:
                 raise
-            except errors.StorageError as error:
+            except (errors.DamagedError, errors.StorageError) as error:
                 problems.append(str(error))
-                refused = True
+                refused |= not isinstance(error, errors.DamagedError | errors.MissingError)
             else:
                 raw.append(data)
                 parts[rank] = part
@@ -295,9 +293,9 @@ def open_or_create(files: Files) -> Catalog:
         return _reopen(files)
     for folder in (layout.EPOCHS, layout.SEGMENTS, layout.MANIFESTS, layout.PROVEN):
         ensure_dir(files, folder)
-    data = to_bytes(StoreRecord(format=FORMAT, reader=FORMAT, store_id=secrets.token_hex(16)))
+    record = StoreRecord(format=FORMAT, reader=FORMAT, store_id=secrets.token_hex(16))
     with suppress(errors.ExistsError):  # another process created the store at the same moment
-        write_new(files, layout.STORE, lambda file: file.write(data))
+        write_new(files, layout.STORE, to_bytes(record))
     return open_catalog(files)
 
 
@@ -323,8 +321,7 @@ def restore_store_record(files: Files) -> Catalog:
             f"the records in {_root(files)} carry {len(ids)} store ids, so its {layout.STORE} cannot be restored: copy "
             "that file from a backup"
         )
-    data = to_bytes(StoreRecord(format=FORMAT, reader=reader, store_id=ids.pop()))
-    write_new(files, layout.STORE, lambda file: file.write(data))
+    write_new(files, layout.STORE, to_bytes(StoreRecord(format=FORMAT, reader=reader, store_id=ids.pop())))
     return open_catalog(files)
 
 
@@ -362,9 +359,8 @@ class Suspects:
 def mark_suspect(files: Files, store_id: str, save: SaveId, why: str) -> None:
     """Record that jobs which resumed from the commit died. Durable on return. A second mark changes nothing."""
     ensure_dir(files, layout.SUSPECT)
-    data = to_bytes(SuspectRecord(store_id=store_id, save=save.name, why=why))
     with suppress(errors.ExistsError):
-        write_new(files, layout.suspect_path(save), lambda file: file.write(data))
+        write_new(files, layout.suspect_path(save), to_bytes(SuspectRecord(store_id=store_id, save=save.name, why=why)))
 
 
 def withdraw_suspect(files: Files, save: SaveId) -> None:

@@ -54,7 +54,7 @@ def by_pace(weights: Sequence[LayerAge]) -> float:
     Weighting by drift would ignore fresh layers, which have none, so that one stale layer of a hundred would take the
     schedule all the way back. Pace is drift divided by staleness. Where it is unknown (fresh layers, versions found by
     a fallback) the mean of the other layers is used. A stale layer that did not move lost nothing and has no weight."""
-    paces = [_pace(layer) for layer in weights]
+    paces = [None if one.moved is None or one.staleness <= 0 else one.moved / one.staleness for one in weights]
     top = max((pace for pace in paces if pace is not None), default=0.0)
     if top == 0.0:
         return _mean(weights, [1.0 if pace is None else 0.0 for pace in paces])
@@ -89,10 +89,6 @@ def run_saves(resolution: Resolution, effective: float) -> dict[SaveId, GroupRec
     usable = [save for save in groups if save.step <= own.step]
     ordered = sorted(usable, key=lambda save: (abs(save.step - effective), save.step, -save.epoch))
     return {save: groups[save] for save in ordered[: ordered.index(own) + 1]}
-
-
-def _pace(layer: LayerAge) -> float | None:
-    return None if layer.moved is None or layer.staleness <= 0 else layer.moved / layer.staleness
 
 
 def _mean(weights: Sequence[LayerAge], shares: Sequence[float]) -> float:

@@ -98,7 +98,7 @@ def commit(files: Files, manifest: ManifestRecord) -> None:
         )
     if manifest.reader > FORMAT:
         require_reader(files, manifest.reader)
-    write_new(files, manifest_path(manifest.save), lambda file: file.write(data))
+    write_new(files, manifest_path(manifest.save), data)
     require_newest(files, manifest.epoch)
 
 
@@ -121,9 +121,9 @@ def hint_latest(files: Files, save: SaveId) -> None:
 def mark_proven(files: Files, store_id: str, save: SaveId, by_epoch: int) -> None:
     """Record that a job resumed from the commit and took a step. A second mark changes nothing."""
     ensure_dir(files, PROVEN)
-    data = to_bytes(ProvenRecord(store_id=store_id, save=save.name, by_epoch=by_epoch))
+    proven = ProvenRecord(store_id=store_id, save=save.name, by_epoch=by_epoch)
     with suppress(ExistsError):
-        write_new(files, proven_path(save), lambda file: file.write(data))
+        write_new(files, proven_path(save), to_bytes(proven))
 
 
 def _read_matching_part(files: Files, expected: Expected, rank: int) -> tuple[bytes, PartRecord]:

@@ -14,6 +14,7 @@ stay."""
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import islice
 
 from store import layout
@@ -32,7 +33,7 @@ _KEPT_EPOCHS = 64  # newest epoch records that stay, needed or not: interruption
 
 @dataclass(frozen=True)
 class Retention:
-    """Rules for the commits to retain.
+    """Rules for the commits to retain, besides the newest, the newest that is not suspect and the newest proven one.
 
     The store may take ``max_share`` of the disk space without what others use of it, with the next full save."""
 
@@ -47,8 +48,6 @@ class Retention:
         if self.keep_every is not None and self.keep_every < 1:
             raise ConfigError(f"retention.keep_every is {self.keep_every}: give a number of steps, or leave it out")
 
-
-"""What stays in any case: the newest commit, the newest that is not suspect, and the newest proven one."""
 
 _RECORDS = 1 << 16  # bytes for the records of a save, besides 2 % of its payload
 EVERYTHING = 1 << 62  # more bytes than any store has
@@ -231,28 +230,22 @@ class _Garbage:
         self._files = files
         self._commits = commits
         self.older = older  # than the newest commit, or of a save that cannot be committed any more
-        self._names: dict[SaveId, list[str]] = {}
-        self._sizes: dict[SaveId, int] = {}
+        self.names = cache(lambda group: list_or_empty(files, layout.segment_dir(group)))
+        self.size = cache(self._size)
 
     def reachable(self, keep: Set[SaveId]) -> set[SaveId]:
         return set().union(*(self._commits[save].groups for save in keep))
-
-    def names(self, group: SaveId) -> list[str]:
-        if group not in self._names:
-            self._names[group] = list_or_empty(self._files, layout.segment_dir(group))
-        return self._names[group]
 
     def nbytes(self, keep: Set[SaveId]) -> int:
         reachable = self.reachable(keep)
         return sum(self.size(group) for group in self.older if group not in reachable)
 
-    def size(self, group: SaveId) -> int:
-        if group not in self._sizes:
-            self._sizes[group] = 0
-            for name in filter(_is_segment_file, self.names(group)):
-                with suppress(MissingError):
-                    self._sizes[group] += self._files.size(f"{layout.segment_dir(group)}/{name}")
-        return self._sizes[group]
+    def _size(self, group: SaveId) -> int:
+        size = 0
+        for name in filter(_is_segment_file, self.names(group)):
+            with suppress(MissingError):
+                size += self._files.size(f"{layout.segment_dir(group)}/{name}")
+        return size
 
 
 def _give_up(garbage: _Garbage, keep: Set[SaveId], spare: Sequence[SaveId], wanted: int) -> set[SaveId]:

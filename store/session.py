@@ -88,8 +88,7 @@ def _write_epoch(
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         incarnation=incarnation,
     )
-    data = to_bytes(record)
-    write_new(files, layout.epoch_path(epoch), lambda file: file.write(data))
+    write_new(files, layout.epoch_path(epoch), to_bytes(record))
     return record
 
 
@@ -190,9 +189,9 @@ def count_incarnations(catalog: Catalog) -> IncarnationCount:
 
 def mark_closed(files: Files, store_id: str, epoch: int, seconds: float) -> None:
     """Record that the owner of an epoch ended cleanly. A second mark changes nothing."""
-    data = to_bytes(ClosedRecord(store_id=store_id, epoch=epoch, seconds=max(0.0, seconds)))
+    record = ClosedRecord(store_id=store_id, epoch=epoch, seconds=max(0.0, seconds))
     with suppress(ExistsError):
-        write_new(files, layout.closed_path(epoch), lambda file: file.write(data))
+        write_new(files, layout.closed_path(epoch), to_bytes(record))
 
 
 def is_closed(catalog: Catalog, epoch: int) -> bool:

@@ -70,7 +70,7 @@ def _check(probe: Probe[ObjectFiles]) -> Iterator[Finding]:
 
 
 def _put(probe: Probe[ObjectFiles], name: str, data: bytes) -> None:
-    write_new(probe.files, name, lambda file: file.write(data))
+    write_new(probe.files, name, data)
 
 
 def _keeps(probe: Probe[ObjectFiles], first: str) -> str | None:

@@ -181,7 +181,6 @@ class _Reader:
         self._full_waits: list[float] = []
         self._waits: tuple[float, float] | None = None
         self._restarts: list[int] = []
-        self._epochs: set[float] = set()
         self._first_at: float | None = None
         self._skipped = 0
 

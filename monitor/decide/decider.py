@@ -1,8 +1,7 @@
 """Decide what to save: measure the units, ask the policy on rank 0, and broadcast its choices.
 
 A policy that needs no drift decides first; what it saves is then measured on the staged copies by the background
-thread. So the training thread reads each byte once: it either copies or measures it. Training thread; collective.
-"""
+thread. So the training thread reads each byte once: it either copies or measures it. Training thread; collective."""
 
 import logging
 import math
@@ -166,18 +165,12 @@ class Decider:
     """Makes the decisions of a job."""
 
     def __init__(self, job: JobContext, budget_tracker: BudgetTracker) -> None:
+        self._job, self._group, self._table, self._ledger = job, job.group, job.table, job.ledger
         self._policy = SafePolicy(job.policy, job.config, job.listeners)
         self.sees_all = job.policy.needs_drift or job.observing  # whether drift is measured before the choice
-        self._meter = job.meter
-        self._group = job.group
-        self._table = job.table
-        self._ledger = job.ledger
         self._budget_tracker = budget_tracker
-        self._pace = job.pace
-        self._limited = job.config.budget.limited
         self._made: tuple[tuple[UnitStats, ...], Decision, Budget] | None = None  # on rank 0
         self._ahead: tuple[int, Chosen] | None = None  # step and result of the last :meth:`propose`, likewise
-        self._ends = job.config.bounds.nonfinite == "raise"
         self._deadline_policy = DeadlinePolicy(job.config.in_bounds(Nothing()), job.config.encodings())
 
     def propose(self, step: int, request: SaveRequest | None) -> Chosen | None:
@@ -185,7 +178,13 @@ class Decider:
 
         Return None if the choice depends on what all ranks measure or on a request, or is long."""
         units, alone = self._table.sizes, self._group.world_size == 1
-        if alone or request is not None or self.sees_all or self._limited or not all(map(is_moving, units)):
+        if (
+            alone
+            or request is not None
+            or self.sees_all
+            or self._job.config.budget.limited
+            or not all(map(is_moving, units))
+        ):
             return None
         try:
             chosen = self._choose_on_rank0(unit_stats(self._table, self._ledger, step, {}), self._policy.ask, step)
@@ -224,7 +223,7 @@ class Decider:
         shown = len(measured)
         self._measure([unit for unit in units if unit not in saved], local, measured, mine)
         sick = {unit.layer: unit for unit in (*dropped, *(unit for unit, one in measured.items() if not one.finite))}
-        if sick and self._ends and request is None:
+        if sick and self._job.config.bounds.nonfinite == "raise" and request is None:
             raise NotFiniteError(
                 f"NaN or Inf at step {step} in {listed(sick)}, which is not saved; the job ends (`bounds: {{nonfinite: "
                 f"raise}}`). The next start resumes from the newest commit",
@@ -261,7 +260,9 @@ class Decider:
         mine: dict[Unit, Measure],
     ) -> None:
         """Measure the units that are not measured yet, and add the results to ``measured`` and ``mine``. Collective."""
-        more, mine_more = measure_all(self._meter, self._group, [one for one in units if one not in measured], local)
+        more, mine_more = measure_all(
+            self._job.meter, self._group, [one for one in units if one not in measured], local
+        )
         measured.update(
             (unit, replace(one, drift=None) if unit in self._table.lost else one) for unit, one in more.items()
         )
@@ -279,7 +280,7 @@ class Decider:
         select: Callable[[Sequence[UnitStats], Budget, History], Decision],
         step: int,
     ) -> Chosen:
-        interval, budget = self._pace.choose(), self._budget_tracker.offer(stats)
+        interval, budget = self._job.pace.choose(), self._budget_tracker.offer(stats)
         decision = select(stats, budget, History(step, self._ledger.commits, interval))
         self._made = stats, decision, budget
         alike: dict[tuple[str, str], list[int]] = {}

@@ -2,8 +2,7 @@
 
 One version is sent at a time, in a background thread. The memory tier begins no version while one is being sent, so the
 payload does not change meanwhile. A failure costs the replica and is logged once, until the error changes. After a
-failure the next attempt waits, longer each time, so that a peer that hangs does not hold up new versions.
-"""
+failure the next attempt waits, longer each time, so that a peer that hangs does not hold up new versions."""
 
 import logging
 import threading
@@ -157,34 +156,31 @@ class RemoteNode:
 
     def read(self, save: SaveId, rank: int, offset: int, target: memoryview) -> None:
         """Fill ``target`` from a payload. Raises MissingError if that fails."""
+        request = Get(rank=rank, save=save.name, offset=offset, nbytes=target.nbytes)
         with self._lock:
-            self._read(save, rank, offset, target)
+            for last in (False, True):
+                if self._failure is not None:
+                    break
+                try:
+                    self._fetch(request, target)
+                    self.nbytes += target.nbytes
+                    return
+                except PeerError as error:
+                    self.close()
+                    if last:
+                        self._failure = str(error)
+                        _log.warning("version %s of rank %d cannot be read from its peer: %s", save, rank, error)
+            raise MissingError(f"version {save} of rank {rank} cannot be read from another node: {self._failure}")
 
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
-    def _read(self, save: SaveId, rank: int, offset: int, target: memoryview) -> None:
-        for last in (False, True):
-            if self._failure is not None:
-                break
-            try:
-                self._fetch(Get(rank=rank, save=save.name, offset=offset, nbytes=target.nbytes), target)
-                self.nbytes += target.nbytes
-                return
-            except PeerError as error:
-                self.close()
-                if last:
-                    self._failure = str(error)
-                    _log.warning("version %s of rank %d cannot be read from its peer: %s", save, rank, error)
-        raise MissingError(f"version {save} of rank {rank} cannot be read from another node: {self._failure}")
-
     def _fetch(self, request: Get, target: memoryview) -> None:
         if self._connection is None:
-            connection = new_connection(self._endpoint, self._silence)
-            connection.connect(self._endpoint, self._key)
-            self._connection = connection
+            self._connection = new_connection(self._endpoint, self._silence)
+            self._connection.connect(self._endpoint, self._key)
         self._connection.send(Request(request=request))
         self._connection.require_ok()
         self._connection.receive_into(target.cast("B") if target.nbytes else target)

@@ -4,8 +4,7 @@ A replica is written over a payload that its owner does not count on. Every byte
 record, and only then is the record written. So if this process or the connection ends in between, the replica before
 is intact.
 
-A lock for each owner separates the server's threads from the training thread, which waits for it a moment at most.
-"""
+A lock for each owner separates the server's threads from the training thread, which waits for it a moment at most."""
 
 import logging
 import socket

@@ -3,8 +3,7 @@
 A replica is another rank's share of a snapshot, stored on this node as if that rank were here: same names, same record,
 marked as a replica. So code that reads snapshots reads replicas too. Placement is agreed once, and snapshots are sent
 beside training: no collective and no wait of the training thread depends on these connections, and their errors cost
-replicas only, and are reported. Training thread, except :meth:`Replication.offer`.
-"""
+replicas only, and are reported. Training thread, except :meth:`Replication.offer`."""
 
 import secrets
 from collections.abc import Mapping, Sequence

@@ -2,8 +2,7 @@
 
 Messages are JSON with their length in front; records and payloads follow as raw bytes. Nothing is unpickled. The job's
 key is never sent: each side proves that it has it by an HMAC over the nonce of the other one. Bytes are not encrypted,
-as the process group's own traffic is not; receivers compare them with hashes. Every wait is bounded.
-"""
+as the process group's own traffic is not; receivers compare them with hashes. Every wait is bounded."""
 
 import hmac
 import os

@@ -2,17 +2,18 @@
 
 A meter keeps a reference per unit: enough of the newest committed version to compute the distance to it. References
 change only when a save that holds the unit is committed. Two threads use a meter: the training thread measures live
-tensors, the background thread the copies of the save in progress; calls are serialized inside.
-"""
+tensors, the background thread the copies of the save in progress; calls are serialized inside."""
 
 import math
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import xxhash
+from typing_extensions import override
 
 from monitor.adapters.frozen import fingerprint
 from store.names import BUFFER, FROZEN, Unit
@@ -107,22 +108,58 @@ class DriftMeter(Protocol):
         """Bytes held for references."""
 
 
-class BufferMeter:
+R = TypeVar("R")
+
+
+class StagingMeter(ABC, Generic[R]):
+    """Base of meters: keeps a reference of type R and the staged copies of each unit. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._references: dict[Unit, R] = {}
+        self._staged: dict[Unit, list[torch.Tensor]] = {}
+        self._lock = threading.RLock()
+
+    def has_reference(self, unit: Unit) -> bool:
+        return unit in self._references
+
+    def reset(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> None:
+        with self._lock:
+            self._references[unit] = self._reference_of(unit, pieces)
+
+    def stage(self, unit: Unit, copies: Sequence[torch.Tensor]) -> None:
+        """Keep a save's copies until it is settled. Raises ValueError if an earlier save of the unit is unsettled."""
+        with self._lock:
+            if unit in self._staged:
+                raise ValueError(f"{unit} is already staged; settle that save before staging another one")
+            self._staged[unit] = list(copies)
+
+    def settle(self, unit: Unit, committed: bool) -> list[torch.Tensor]:
+        """Update the reference if committed. Raises ValueError if the unit is not staged."""
+        with self._lock:
+            if unit not in self._staged:
+                raise ValueError(f"{unit} is not staged; call stage() before settle()")
+            copies = self._staged.pop(unit)
+            return self._refer(unit, copies) if committed else copies
+
+    def _refer(self, unit: Unit, copies: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Make committed copies the reference, and return the tensors that are free now."""
+        self._references[unit] = self._reference_of(unit, copies)
+        return copies
+
+    @abstractmethod
+    def _reference_of(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> R:
+        """Return what is kept of a version, which must not change with the pieces."""
+
+
+class BufferMeter(StagingMeter[bytes]):
     """Compares buffers by their bytes: moved (1) or not (0). Keeps 16 bytes per unit.
 
     Distances mean little for buffers (masks, counters, running statistics), and a sketch would not see one counter
     change beside a large mask. Only NaN makes a buffer not finite; a mask's infinities do not."""
 
-    def __init__(self) -> None:
-        self._references: dict[Unit, bytes] = {}
-        self._staged: dict[Unit, list[torch.Tensor]] = {}
-
     @property
     def memory_bytes(self) -> int:
         return 16 * len(self._references)
-
-    def has_reference(self, unit: Unit) -> bool:
-        return unit in self._references
 
     def measure(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Measure:
         floats = (piece for piece in pieces if piece.is_floating_point() or piece.is_complex())
@@ -132,21 +169,9 @@ class BufferMeter:
             return Measure(0.0, 0.0, finite)
         return Measure(float(_hash(pieces) != reference), 1.0, finite)
 
-    def reset(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> None:
-        self._references[unit] = _hash(pieces)
-
-    def stage(self, unit: Unit, copies: Sequence[torch.Tensor]) -> None:
-        if unit in self._staged:
-            raise ValueError(f"{unit} is already staged; settle that save before staging another one")
-        self._staged[unit] = list(copies)
-
-    def settle(self, unit: Unit, committed: bool) -> list[torch.Tensor]:
-        if unit not in self._staged:
-            raise ValueError(f"{unit} is not staged; call stage() before settle()")
-        copies = self._staged.pop(unit)
-        if committed:
-            self._references[unit] = _hash(copies)
-        return copies
+    @override
+    def _reference_of(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> bytes:
+        return _hash(pieces)
 
 
 _LEAST = 2.0**-48
@@ -264,7 +289,7 @@ def _hash(pieces: Sequence[torch.Tensor]) -> bytes:
 _CHUNK = 1 << 17  # elements compared at a time: two float64 buffers of 1 MiB fit in the cache
 
 
-class ExactMeter:
+class ExactMeter(StagingMeter[list[torch.Tensor]]):
     """Computes distances in float64 against a full copy, with a relative error below 1e-6.
 
     Pieces may have any real dtype and device; an accelerator's are copied to the host, which is slow: use the sketch
@@ -273,9 +298,7 @@ class ExactMeter:
     save or a later one, so staging memory does not grow. Thread-safe."""
 
     def __init__(self) -> None:
-        self._references: dict[Unit, list[torch.Tensor]] = {}
-        self._staged: dict[Unit, list[torch.Tensor]] = {}
-        self._lock = threading.RLock()
+        super().__init__()
         self._present = torch.empty(_CHUNK, dtype=torch.float64)
         self._past = torch.empty(_CHUNK, dtype=torch.float64)
 
@@ -287,9 +310,6 @@ class ExactMeter:
     def scratch_bytes(self) -> int:
         """Bytes of working memory, independent of the number of units."""
         return 2 * _CHUNK * 8
-
-    def has_reference(self, unit: Unit) -> bool:
-        return unit in self._references
 
     def measure(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Measure:
         """Return the distance to the reference.
@@ -311,31 +331,13 @@ class ExactMeter:
             return Measure(moved_sq, reference_sq, True)
         return Measure(math.inf, reference_sq if math.isfinite(reference_sq) else 0.0, all_finite(pieces))
 
-    def reset(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> None:
-        copies = [piece.detach().to("cpu", copy=True) for piece in pieces]
-        with self._lock:
-            self._references[unit] = copies
+    @override
+    def _reference_of(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [piece.detach().to("cpu", copy=True) for piece in pieces]
 
-    def stage(self, unit: Unit, copies: Sequence[torch.Tensor]) -> None:
-        """Keep a save's copies until it is settled. Raises ValueError if an earlier save of the unit is unsettled."""
-        with self._lock:
-            if unit in self._staged:
-                raise ValueError(f"{unit} is already staged; settle that save before staging another one")
-            self._staged[unit] = list(copies)
-
-    def settle(self, unit: Unit, committed: bool) -> list[torch.Tensor]:
-        """Make the staged copies the reference if committed, and return the tensors that are free now.
-
-        Raises ValueError if the unit is not staged."""
-        with self._lock:
-            if unit not in self._staged:
-                raise ValueError(f"{unit} is not staged; call stage() before settle()")
-            copies = self._staged.pop(unit)
-            if not committed:
-                return copies
-            freed = self._references.get(unit, [])
-            self._references[unit] = copies
-            return freed
+    def _refer(self, unit: Unit, copies: list[torch.Tensor]) -> list[torch.Tensor]:
+        freed, self._references[unit] = self._references.get(unit, []), copies
+        return freed
 
     def _compare(self, pieces: Sequence[torch.Tensor], references: Sequence[torch.Tensor]) -> tuple[float, float]:
         """Return the squared distance and the squared norm of the reference."""

@@ -22,19 +22,19 @@ Precision
 
 The board is float32 and is added to a float64 total every 64 chunks. The rounding noise of a measured
 relative distance is then about 2e-7, added in squares: 1e-5 is measured within the statistical error, 1e-6
-within some percent more, below that the noise shows.
-"""
+within some percent more, below that the noise shows."""
 
 import math
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count, groupby
 
 import torch
 
-from monitor.observe.drift_meter import Measure, Signature, all_finite
+from monitor.observe.drift_meter import Measure, Signature, StagingMeter, all_finite
 from store.errors import ConfigError
 from store.names import Unit
 
@@ -83,7 +83,7 @@ class Projection:
         pieces: 1-d, any real dtype and device. key: selects the sequence of signs and offsets; signatures are
         comparable only with the same key."""
         total = torch.zeros(self.width, dtype=torch.float64)
-        draws = _draws(self.seed, key)
+        draws = map(partial(_mix, _mix(self.seed, key)), count())  # 64 random bits per chunk
         with torch.inference_mode():
             for device, group in groupby(filter(torch.numel, pieces), key=lambda piece: piece.device):
                 if (device, chunk_length) not in self._boards:
@@ -151,12 +151,6 @@ class _Board:
             self.unflushed = 0
 
 
-def _draws(seed: int, key: int) -> Iterator[int]:
-    """Yield 64 random bits per chunk."""
-    start = _mix(seed, key)
-    return (_mix(start, index) for index in count())
-
-
 def _mix(a: int, b: int) -> int:
     """Return splitmix64 of the b-th state after a (Steele, Lea, Flood: Fast splittable pseudorandom generators)."""
     z = (a + (b + 1) * 0x9E3779B97F4A7C15) & _MASK
@@ -178,16 +172,7 @@ class _Measured:
         return self.signature.nbytes + self.sample.numel() * self.sample.element_size()
 
 
-@dataclass(frozen=True)
-class _Pending:
-    """A save in progress."""
-
-    copies: list[torch.Tensor]
-    measured: _Measured | None  # the last measurement, None if there was none to use
-    of_copies: bool  # it is of the copies themselves
-
-
-class SketchMeter:
+class SketchMeter(StagingMeter[Signature]):
     """Estimates distances within about 1.2 % (one standard deviation, width 4099), for any kind of change.
 
     A unit of at most ``width`` values is kept as it is and measured exactly. Float64 and integer values count
@@ -206,28 +191,23 @@ class SketchMeter:
     copies; neither uses the other's measurement."""
 
     def __init__(self, width: int = 4099, seed: int = 0) -> None:
+        super().__init__()
         self._projection = Projection(width, seed)
         self._chunk_lengths: dict[Unit, int] = {}
-        self._references: dict[Unit, Signature] = {}
         self._measured: dict[tuple[int, Unit], _Measured] = {}  # by thread id and unit
-        self._pending: dict[Unit, _Pending] = {}
-        self._lock = threading.RLock()
+        self._staged_as: dict[Unit, _Measured] = {}  # the last measurement of staged units, if there was one to use
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of all signatures held: references, last measurements, saves in progress."""
         with self._lock:
-            measured = [*self._measured.values(), *(pending.measured for pending in self._pending.values())]
             references = sum(signature.nbytes for signature in self._references.values())
-            return references + sum(one.nbytes for one in measured if one is not None)
+            return references + sum(one.nbytes for one in (*self._measured.values(), *self._staged_as.values()))
 
     @property
     def scratch_bytes(self) -> int:
         """Bytes of working memory, independent of the number of units."""
         return self._projection.scratch_bytes
-
-    def has_reference(self, unit: Unit) -> bool:
-        return unit in self._references
 
     def measure(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Measure:
         """Return the estimated distance to the reference.
@@ -236,7 +216,7 @@ class SketchMeter:
         those of the reference are, ``reference_sq`` is 0.0 as well. Raises ValueError if the sizes of the pieces
         changed."""
         with self._lock:
-            signature = self._signature(unit, pieces)
+            signature = self._reference_of(unit, pieces)
             self._measured[threading.get_ident(), unit] = _Measured(signature, _sample(pieces), _places(pieces))
             reference = self._references.get(unit)
         if reference is None:
@@ -258,34 +238,32 @@ class SketchMeter:
     def reset(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> None:
         with self._lock:
             self._measured.pop((threading.get_ident(), unit), None)
-            self._references[unit] = self._signature(unit, pieces)
+            super().reset(unit, pieces)
 
     def stage(self, unit: Unit, copies: Sequence[torch.Tensor]) -> None:
-        """Note a save's copies and their signature. Raises ValueError if an earlier save of the unit is unsettled."""
         with self._lock:
-            if unit in self._pending:
-                raise ValueError(f"{unit} is already staged; settle that save before staging another one")
+            super().stage(unit, copies)
             measured = self._measured.pop((threading.get_ident(), unit), None)
-            of_copies = measured is not None and measured.places == _places(copies)
-            self._pending[unit] = _Pending(list(copies), measured, of_copies)
+            if measured is not None:
+                self._staged_as[unit] = measured
 
     def settle(self, unit: Unit, committed: bool) -> list[torch.Tensor]:
-        """Update the reference if committed. Returns the staged copies: the meter keeps none.
-
-        Raises ValueError if the unit is not staged."""
         with self._lock:
-            pending = self._pending.pop(unit, None)
-            if pending is None:
-                raise ValueError(f"{unit} is not staged; call stage() before settle()")
-            copies, measured = pending.copies, pending.measured
-            if committed:
-                if measured is not None and (pending.of_copies or torch.equal(measured.sample, _sample(copies))):
-                    self._references[unit] = measured.signature
-                else:
-                    self._references[unit] = self._signature(unit, copies)
-            return copies
+            try:
+                return super().settle(unit, committed)
+            finally:
+                self._staged_as.pop(unit, None)
 
-    def _signature(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Signature:
+    def _refer(self, unit: Unit, copies: list[torch.Tensor]) -> list[torch.Tensor]:
+        measured = self._staged_as.get(unit)
+        if measured is None or (
+            measured.places != _places(copies) and not torch.equal(measured.sample, _sample(copies))
+        ):
+            return super()._refer(unit, copies)
+        self._references[unit] = measured.signature
+        return copies
+
+    def _reference_of(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Signature:
         numels = tuple(piece.numel() for piece in pieces)
         if sum(numels) <= self._projection.width:
             values = _all_values(pieces)

@@ -1,7 +1,6 @@
 """Make the last save of a job: by the deadline of a preemption, or of the last step when the training is complete.
 
-Training thread; collective.
-"""
+Training thread; collective."""
 
 import atexit
 import logging

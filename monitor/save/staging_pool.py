@@ -2,8 +2,7 @@
 
 Pinned, copies from a device run beside training; otherwise the driver copies through a buffer of its own, and
 waits. If the runtime refuses, because of a limit on locked memory for example, copies are slower but equally correct.
-Torch's own pinned memory would be rounded up to a power of two for each fragment.
-"""
+Torch's own pinned memory would be rounded up to a power of two for each fragment."""
 
 import ctypes
 import logging

@@ -1,8 +1,7 @@
 """Opens or creates a job's store on rank 0, locks it, claims an epoch, and checks that every rank sees it.
 
 Collective; before training. Every rank must read rank 0's epoch record with its token at its own path. This detects
-a disk that is local to each node, and a path that differs between ranks.
-"""
+a disk that is local to each node, and a path that differs between ranks."""
 
 import logging
 import secrets
@@ -48,12 +47,16 @@ class StoreSession:
     catalog: Catalog
     epoch: int
     token: str  # of the claim of ``epoch``; a job on a copy of the store may claim the same epoch with another token
-    has_commits: bool  # when it was opened
     lock: StoreLock | None  # rank 0 only
     incarnation: IncarnationRecord | None = None  # stored with each claimed epoch; rank 0, if interruptions are counted
     claimed: bool = True  # False: the disk had no room for the claim; until the next one, `epoch` is the last job's
-    newest: SaveId | None = None  # the newest commit when it was opened; rank 0
+    newest: SaveId | None = None  # the newest commit when it was opened
     began: float = field(default_factory=time.monotonic)
+
+    @property
+    def has_commits(self) -> bool:
+        """Whether the store had any when it was opened."""
+        return self.newest is not None
 
     def require_unchanged(self) -> None:
         """Raise FencedError if another job committed since this one opened the store without a claim. Rank 0.
@@ -102,7 +105,7 @@ class _Claim:
     token: str
     seen: str
     claimed: bool = True
-    has_commits: bool = False
+    newest: SaveId | None = None
 
 
 def open_store(
@@ -124,18 +127,15 @@ def open_store(
         counting: Whether interruptions of this job are counted.
         create: Whether to make a store if there is none.
 
-    Raises:
-        StoreInUseError, StorageError, DamagedError: The same on all ranks.
-        NoStoreError: There is no store, and none may be created.
-        UnsupportedError: The object store has no conditional puts, so two jobs could overwrite each other's commits.
-    """
+    Raises StoreInUseError, StorageError or DamagedError, the same on all ranks; NoStoreError if there is no store, and
+    none may be created; UnsupportedError if the object store has no conditional puts, so that two jobs could overwrite
+    each other's commits."""
     files = run_on_all_ranks(group, lambda: files_at(place_of(path).expanduser(), options))
     lock: StoreLock | None = None
     incarnation: IncarnationRecord | None = None
-    newest: SaveId | None = None
 
     def claim() -> _Claim:
-        nonlocal lock, incarnation, newest
+        nonlocal lock, incarnation
         catalog = open_or_create(files) if create else _open_existing(files, path)
         if isinstance(files, LocalFiles):
             lock = StoreLock(files.root, lock_seconds)
@@ -144,8 +144,7 @@ def open_store(
         if counting:
             incarnation = _begin_incarnation(catalog, group.world_size)
         found = _claim(catalog, incarnation, locked=lock is not None)
-        newest = max(catalog.saves(), default=None)
-        return replace(found, has_commits=newest is not None)
+        return replace(found, newest=max(catalog.saves(), default=None))
 
     try:
         found = run_on_rank0(group, claim)
@@ -154,17 +153,7 @@ def open_store(
         if lock is not None:
             lock.release()
         raise
-    return StoreSession(
-        files,
-        catalog,
-        found.epoch,
-        found.token,
-        found.has_commits,
-        lock,
-        incarnation,
-        claimed=found.claimed,
-        newest=newest,
-    )
+    return StoreSession(files, catalog, found.epoch, found.token, lock, incarnation, found.claimed, found.newest)
 
 
 def _open_existing(files: Files, path: str) -> Catalog:

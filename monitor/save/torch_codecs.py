@@ -6,14 +6,13 @@ They do not raise if values cannot be held, since that would wait for the device
 Three rules keep the bytes equal on every device. Comparisons are made on integers, so threads and devices that flush
 subnormals agree. Divisors are tensors on the device, since torch divides CUDA tensors by a number, or by a scalar on
 the host, by multiplying with its rounded inverse. And each operation is a kernel of its own, so no multiplication and
-addition are fused.
-"""
+addition are fused."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Protocol
 
 import torch
 
@@ -39,7 +38,6 @@ MOST_CHUNKS = 64  # that are encoded at once on a device, where launching the ke
 _WORK = 40  # bytes of a device's memory for each element that is encoded at once
 
 _INFINITE = 0x7F800000
-_LIMITS = (-3.3e38, 3.3e38)  # beyond them, values may round to infinity
 _INT_MIN = -(1 << 31)
 
 
@@ -134,19 +132,20 @@ def _check(values: torch.Tensor, data: torch.Tensor, nbytes: int) -> None:
         raise ValueError(f"values on {values.device} and bytes on {data.device}: both must be on one device")
 
 
-class Encoder(Protocol):
+class Encoder(ABC):
     """Encodes and decodes chunks of one lossy encoding."""
 
-    @property
-    def limits(self) -> tuple[float, float]:
-        """Least value that it can hold, and the least above it that it cannot; for 0, -0.0 counts as 0."""
+    limits = -3.3e38, 3.3e38  # beyond them, values may round to infinity
+    """Least value that it can hold, and the least above it that it cannot; for 0, -0.0 counts as 0."""
 
+    @abstractmethod
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Fill ``out`` (1-d uint8) with one encoded chunk of ``values`` (1-d float32, contiguous).
 
         Return whether all values can be held, as a 0-d bool tensor; if not, ``out`` is undefined. Both tensors are on
         one device, which is not waited for."""
 
+    @abstractmethod
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
         """Fill ``out`` (1-d float32) with the values of one chunk that ``encode`` wrote."""
 
@@ -196,12 +195,10 @@ def aligned(data: torch.Tensor) -> torch.Tensor:
     return data if data.storage_offset() % 4 == 0 else data.clone()
 
 
-class Int8BlockEncoder:
+class Int8BlockEncoder(Encoder):
     """``int8-block``, defined in :mod:`store.encoding.int8`.
 
     Two passes over a chunk: the largest value of each block, from which all scales come at once, then the codes."""
-
-    limits = _LIMITS
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         if not values.numel():
@@ -234,7 +231,7 @@ class Int8BlockEncoder:
             torch.mul(codes[whole:], scales[-1], out=out[whole:])
 
 
-class Int8Log2Encoder:
+class Int8Log2Encoder(Encoder):
     """``int8-log2``, defined in :mod:`store.encoding.log2`, in integer operations."""
 
     limits = 0.0, 1.1875 * 2.0**32
@@ -261,7 +258,7 @@ class Int8Log2Encoder:
             bits.bitwise_right_shift_(1).bitwise_left_shift_(23).add_(odd, alpha=log2.ROOT_2).mul_(some)
 
 
-class Int8SharedExponentEncoder:
+class Int8SharedExponentEncoder(Encoder):
     """``int8-shared-exponent``, defined in :mod:`store.encoding.shared_exponent`.
 
     Scales come from minima and maxima of integers; multiplying by a power of two is exact."""
@@ -313,10 +310,8 @@ def _shared_exponents(usual: torch.Tensor, large: torch.Tensor) -> torch.Tensor:
     return exponents.clamp_(min=least).mul_(large > (least - 1) << shared_exponent.FRACTION)
 
 
-class Bf16Encoder:
+class Bf16Encoder(Encoder):
     """``bf16``, defined in :mod:`store.encoding.bfloat16`: torch's conversion, with a check."""
-
-    limits = _LIMITS
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         good, scratch = true_on(values.device), Scratch(values, 1)
@@ -332,10 +327,8 @@ class Bf16Encoder:
             out[piece] = aligned(data[2 * piece.start : 2 * piece.stop]).view(torch.bfloat16)
 
 
-class Bf16Int8Encoder:
+class Bf16Int8Encoder(Encoder):
     """``bf16+int8``, defined in :mod:`store.encoding.bfloat16`; the residual is a difference of bit patterns."""
-
-    limits = _LIMITS
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         good, scratch = true_on(values.device), Scratch(values, 2)

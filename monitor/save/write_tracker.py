@@ -5,8 +5,7 @@ sees all, from 6.7 on: a page that is write-protected by userfaultfd(2) in its a
 when it is written, without a signal or a wait, and PAGEMAP_SCAN tells which pages have it (admin-guide/mm/pagemap).
 
 It does not see writes by a device into pinned memory, nor by another process into shared memory. Such memory is
-copied at once, and so is what shares a page with other data.
-"""
+copied at once, and so is what shares a page with other data."""
 
 import ctypes
 import fcntl

@@ -30,11 +30,7 @@ class LayerMetrics:
         self.staleness = gauge("layer_staleness_steps")
         self.jump = gauge("layer_drift_jump_ratio")
         self.layer_nonfinite = gauge("layer_nonfinite")
-        self.most_drift = gauge("drift_max_ratio")
-        self.most_staleness = gauge("staleness_max_steps")
-        self.nonfinite = gauge("nonfinite_layers")
-        self.spikes = counter("drift_spikes")
-        self.units = gauge("units")
+        self._gauge, self._spikes = gauge, counter("drift_spikes")
         self.hidden = gauge("units_hidden")
         self._drift_of = cache(lambda unit: self.drift.labels(*unit))
         self._staleness_of = cache(lambda unit: self.staleness.labels(*unit))
@@ -64,7 +60,7 @@ class LayerMetrics:
             self.layer_nonfinite.remove(layer)
         for layer in self._named:
             self.layer_nonfinite.labels(layer).set(layer in nonfinite)
-        self.units.set(len(units))
+        self._gauge("units").set(len(units))
         self.hidden.set(self._shown.hidden)
         if self._shown.hidden and not hidden:
             _log.warning(
@@ -83,8 +79,8 @@ class LayerMetrics:
                     series(unit).set(value)
         for newest, values in ((self._drift, drift), (self._staleness, staleness)):
             newest.update((unit, value) for unit, value in values.items() if is_moving(unit))
-        self.most_drift.set(max(self._drift.values(), default=0.0))
-        self.most_staleness.set(max(self._staleness.values(), default=0))
+        self._gauge("drift_max_ratio").set(max(self._drift.values(), default=0.0))
+        self._gauge("staleness_max_steps").set(max(self._staleness.values(), default=0))
 
     def detect_spikes(self, step: int, readings: Mapping[Unit, DriftReading]) -> None:
         """Look for drift spikes of weights at ``step``; each unit once a step."""
@@ -110,11 +106,11 @@ class LayerMetrics:
             _log.error(
                 "NaN or Inf in %s: not saved; the versions before are kept", listed(sorted(layers - before), _NAMED)
             )
-        self.nonfinite.set(len(layers))
+        self._gauge("nonfinite_layers").set(len(layers))
         self.hidden.set(self._shown.hidden)
 
     def _report_spike(self, step: int, spike: DriftAnomaly) -> None:
-        self.spikes.inc()
+        self._spikes.inc()
         self._shown.add(spike.unit)
         self.hidden.set(self._shown.hidden)
         _log.error(

@@ -86,6 +86,14 @@ def pieces(numel: int) -> Iterator[slice]:
         yield slice(start, min(start + PIECE, numel))
 
 
+def lane_slices(lanes: Sequence[Lane]) -> Iterator[tuple[Lane, slice]]:
+    """Yield each lane of an encoded chunk with its bytes."""
+    start = 0
+    for lane in lanes:
+        yield lane, slice(start, start + lane.nbytes)
+        start += lane.nbytes
+
+
 def lanes_bytes(lanes: Sequence[Lane]) -> int:
     """Return the bytes of one encoded chunk."""
     return sum(lane.nbytes for lane in lanes)

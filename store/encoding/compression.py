@@ -24,7 +24,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from store.encoding.base import CHUNK, PIECE, Bytes, Encoding, Lane, lanes_bytes
+from store.encoding.base import CHUNK, PIECE, Bytes, Encoding, Lane, lane_slices, lanes_bytes
 from store.errors import DamagedError
 
 _SIGNED = {1: "<i1", 2: "<i2", 4: "<i4", 8: "<i8"}
@@ -54,13 +54,10 @@ def _pieces(arrays: tuple[Bytes, Bytes, Bytes], lanes: Sequence[Lane]) -> Iterat
     """Yield the arrays' lanes as integers, a piece at a time."""
     if any(array.size != lanes_bytes(lanes) for array in arrays):
         raise ValueError(f"chunks of {[array.size for array in arrays]} bytes for lanes of {lanes_bytes(lanes)}")
-    start = 0
-    for lane in lanes:
-        stop = start + lane.nbytes
-        typed = [array[start:stop].view(_SIGNED.get(lane.width, "<i1")) for array in arrays]
+    for lane, place in lane_slices(lanes):
+        typed = [array[place].view(_SIGNED.get(lane.width, "<i1")) for array in arrays]
         for first in range(0, typed[0].size, PIECE):
             yield [one[first : first + PIECE] for one in typed]
-        start = stop
 
 
 FRAME_HEADER = 4  # bytes of the length at the start of a frame
@@ -116,14 +113,11 @@ def packed_bound(encoding: Encoding, numel: int, dtype: str) -> int:
 
 def unpack_body(body: memoryview, lanes: Sequence[Lane], base: Bytes | None = None) -> Bytes:
     """Return the encoded chunk in a frame without its first four bytes. Raises DamagedError unless it is valid."""
-    content = np.empty(lanes_bytes(lanes), np.uint8)
-    start = at = 0
-    for lane in lanes:
-        target = content[start : start + lane.nbytes].reshape(lane.count, lane.width)
+    content, at = np.empty(lanes_bytes(lanes), np.uint8), 0
+    for lane, place in lane_slices(lanes):
+        target = content[place].reshape(lane.count, lane.width)
         for k in range(lane.width):
-            plane, at = _read_plane(body, at, lane.count)
-            target[:, k] = plane
-        start += lane.nbytes
+            target[:, k], at = _read_plane(body, at, lane.count)
     if at != len(body):
         raise DamagedError(f"a packed chunk has {len(body) - at} bytes more than its planes")
     return content if base is None else apply_difference(content, base, lanes)
@@ -133,12 +127,10 @@ def _split(content: Bytes, lanes: Sequence[Lane]) -> Iterator[Bytes]:
     """Yield the contiguous byte planes, lane by lane, lowest byte first."""
     if content.size != lanes_bytes(lanes):
         raise ValueError(f"a chunk of {content.size} bytes for lanes of {lanes_bytes(lanes)}")
-    start = 0
-    for lane in lanes:
-        elements = content[start : start + lane.nbytes].reshape(lane.count, lane.width)
+    for lane, place in lane_slices(lanes):
+        elements = content[place].reshape(lane.count, lane.width)
         for k in range(lane.width):
             yield np.ascontiguousarray(elements[:, k])
-        start += lane.nbytes
 
 
 def _pack_plane(plane: Bytes, level: int) -> list[bytes | memoryview]:

@@ -41,7 +41,7 @@ def ensure_dir(files: Files, path: str) -> None:
 def write_new(
     files: Files,
     path: str,
-    fill: Callable[[NewFile], None],
+    content: bytes | Callable[[NewFile], None],
     *,
     patched: bool = False,
     most: int = 0,
@@ -49,9 +49,10 @@ def write_new(
 ) -> None:
     """Write a file under a free name; it is durable on return. Raises ExistsError if the name is taken.
 
-    ``patched``: whether ``fill``, which writes the content, may call ``write_at``. ``most``: largest size of a payload
-    in bytes; 0 for a record. ``sync_name``: whether the name is durable on return, too. If not, the directory must be
-    synced before anything refers to the file."""
+    ``content``: all bytes, or a function that writes them. ``patched``: whether it may call ``write_at``. ``most``:
+    largest size of a payload in bytes; 0 for a record. ``sync_name``: whether the name is durable on return, too. If
+    not, the directory must be synced before anything refers to the file."""
+    fill = (lambda file: file.write(content)) if isinstance(content, bytes) else content
     if isinstance(files, WholeFiles):
         files.put_new(path, fill, patched=patched, most=most)
         return

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from monitor.distributed import Group, SingleProcessGroup, run_on_all_ranks, run_on_rank0
+from monitor.distributed import Group, run_on_all_ranks, run_on_rank0
 from store.errors import ConfigError, DriftpointError, StorageError
 
 
@@ -113,5 +113,5 @@ def test_alone_keeps_the_error_itself() -> None:
     error = StorageError("gone")
     for run in (run_on_all_ranks, run_on_rank0):
         with pytest.raises(StorageError) as caught:
-            run(SingleProcessGroup(), lambda: fail_on(0, error, SingleProcessGroup()))
+            run(Group(), lambda: fail_on(0, error, Group()))
         assert caught.value is error

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from monitor.adapters import adapter_for
-from monitor.distributed import SingleProcessGroup
+from monitor.distributed import Group
 from monitor.observe.layers import find_layers
 from monitor.observe.units import UnitSize, UnitTable, is_moving
 from store.errors import UnsupportedError
@@ -22,7 +22,7 @@ def made() -> tuple[Model, torch.optim.Optimizer, UnitTable]:
     optimizer = torch.optim.AdamW(model.parameters())
     adapter = adapter_for((model, optimizer))
     layers = find_layers(adapter.module, list(adapter.tensors()))
-    return model, optimizer, UnitTable(adapter, layers, SingleProcessGroup())
+    return model, optimizer, UnitTable(adapter, layers, Group())
 
 
 def step(model: Model, optimizer: torch.optim.Optimizer) -> None:

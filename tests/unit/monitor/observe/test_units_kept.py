@@ -14,7 +14,7 @@ from torch import nn
 
 from monitor.adapters import adapter_for
 from monitor.adapters.base import Adapter
-from monitor.distributed import SingleProcessGroup
+from monitor.distributed import Group
 from monitor.observe.layers import find_layers
 from monitor.observe.units import UnitTable
 from store.errors import UnstorableError, UnsupportedError
@@ -47,7 +47,7 @@ class Job:
 
 
 def table_of(adapter: Adapter) -> UnitTable:
-    return UnitTable(adapter, find_layers(adapter.module, list(adapter.tensors())), SingleProcessGroup())
+    return UnitTable(adapter, find_layers(adapter.module, list(adapter.tensors())), Group())
 
 
 def places(table: UnitTable) -> Places:

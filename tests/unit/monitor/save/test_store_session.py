@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from monitor.distributed import SingleProcessGroup
+from monitor.distributed import Group
 from monitor.save.store_session import open_existing_store, open_store
 from store.errors import StorageError, StoreInUseError
 from store.session import lock_holder, newest_epoch
@@ -17,14 +17,14 @@ from tests.support.processes import holding_lock
 def test_each_hold_claims_the_next_epoch(tmp_path: Path) -> None:
     path = str(tmp_path / "deep" / "store")
     for epoch in (1, 2, 3):
-        opened = open_store(path, SingleProcessGroup(), 0)
+        opened = open_store(path, Group(), 0)
         assert opened.epoch == epoch == newest_epoch(opened.files)
         assert not opened.has_commits
         opened.release()
 
 
 def test_a_hold_is_let_go_once(tmp_path: Path) -> None:
-    opened = open_store(str(tmp_path / "store"), SingleProcessGroup(), 0)
+    opened = open_store(str(tmp_path / "store"), Group(), 0)
     assert lock_holder(tmp_path / "store") is not None
     opened.release()
     opened.release()
@@ -34,16 +34,16 @@ def test_a_hold_is_let_go_once(tmp_path: Path) -> None:
 def test_a_store_with_commits_says_so(tmp_path: Path) -> None:
     with job(tmp_path / "store") as one:
         one.step()
-    opened = open_store(str(tmp_path / "store"), SingleProcessGroup(), 0)
+    opened = open_store(str(tmp_path / "store"), Group(), 0)
     assert opened.has_commits
     opened.release()
 
 
 def test_a_home_directory_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    open_store("~/store", SingleProcessGroup(), 0).release()
+    open_store("~/store", Group(), 0).release()
     assert (tmp_path / "store" / "STORE.json").exists()
-    assert open_existing_store("~/store", SingleProcessGroup()) is not None
+    assert open_existing_store("~/store", Group()) is not None
 
 
 def test_another_process_that_holds_the_store_is_named(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_another_process_that_holds_the_store_is_named(tmp_path: Path) -> None:
 
 
 def test_no_store_is_none_to_read(tmp_path: Path) -> None:
-    assert open_existing_store(str(tmp_path / "nothing"), SingleProcessGroup()) is None
+    assert open_existing_store(str(tmp_path / "nothing"), Group()) is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -64,5 +64,5 @@ def test_what_cannot_be_a_store_lets_go_of_nothing_it_holds(tmp_path: Path) -> N
     (tmp_path / "file").write_text("x")
     for path in ("file", "file/below"):
         with pytest.raises(StorageError):
-            open_store(str(tmp_path / path), SingleProcessGroup(), 0)
+            open_store(str(tmp_path / path), Group(), 0)
     assert (tmp_path / "file").read_text() == "x"
