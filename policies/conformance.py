@@ -1,11 +1,10 @@
-"""Check that a policy keeps its contract: the suite behind ``driftpoint policy check``, and a check before training.
+"""Check that a policy keeps its contract: :func:`check_policy` in its tests, and a check before training.
 
 The suite runs the policy on seeded synthetic models and runs, so a finding can be reproduced. It cannot prove that a
 promise holds, and it does not detect a policy that never returns. The check before training runs on the units of the
 real job and finds failures that occur at once. Neither writes anything."""
 
 import copy
-import hashlib
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -84,14 +83,11 @@ def examine(policy: Policy, bounds: Bounds = ANY) -> tuple[Finding, ...]:
     return tuple(_try(promise, trial, inner, bounds) for promise, trial in TRIALS.items())
 
 
-def digest(policy: Policy) -> str:
-    """Return a digest of the policy's decisions, equal in every process. Raises BrokenError."""
-    inner = policy.inner if isinstance(policy, Observe) else policy
-    hasher = hashlib.sha256()
-    for case in _cases():
-        for unit, choice in query_policy(inner, case).choices.items():
-            hasher.update(repr((unit.layer, unit.slot, choice.encoding, choice.reason)).encode())
-    return hasher.hexdigest()
+def check_policy(policy: Policy, bounds: Bounds = ANY) -> None:
+    """Try every promise on a policy, as a test of it. Raises BrokenError with all that it breaks."""
+    broken = [f"{one.promise}: {one.detail}" for one in examine(policy, bounds) if one.outcome == "broken"]
+    if broken:
+        raise BrokenError("; ".join(broken))
 
 
 def _try(promise: str, trial: Callable[[Policy, Bounds], str], policy: Policy, bounds: Bounds) -> Finding:
@@ -273,7 +269,7 @@ def check_before_training(policy: Policy, stats: Sequence[UnitStats], *, measure
     except BrokenError as error:
         raise ConfigError(
             f"policy {policy.name} failed the check on the layers of this job before training: {error}; fix it, and "
-            "run `driftpoint policy check` for all checks"
+            "try `policies.conformance.check_policy` on it for all checks"
         ) from error
 
 

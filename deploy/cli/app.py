@@ -17,7 +17,6 @@ from deploy.cli import (
     init,
     memory,
     merge,
-    policy,
     prune,
     report,
     show,
@@ -47,7 +46,6 @@ for _late in (simulate.estimate, report.report):
 app.command("import", epilog=EPILOG)(import_checkpoint.import_)
 # Everything after the first word that is not an option belongs to the training command.
 app.command(epilog=EPILOG, context_settings={"allow_interspersed_args": False})(run_.run)
-app.add_typer(policy.app, name="policy")
 app.add_typer(daemon.app, name="daemon")
 app.add_typer(memory.app, name="memory")
 

@@ -9,9 +9,9 @@ import typer
 from rich.console import Console
 
 from deploy import console as output
-from deploy.cli.policy import SetOption, parameters
 from deploy.cli.run import DEFAULT_STORE
 from deploy.console import DebugOption, JsonOption
+from store.config_file import parse_value
 from store.errors import ConfigError, StorageError, UsageError
 from store.layout import STORE
 from store.location import place_of
@@ -26,7 +26,9 @@ def init(
     policy: Annotated[
         str | None, typer.Option(metavar="POLICY", help="Name of the policy, which decides what is saved.")
     ] = None,
-    set_: SetOption = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a parameter of the policy; repeatable.")
+    ] = None,
     every: Annotated[str | None, typer.Option(metavar="STEPS", help="Steps between decisions, or auto.")] = None,
     encoding: Annotated[
         str | None, typer.Option(metavar="NAME", help="Encoding preset: raw, compact or careful.")
@@ -91,7 +93,13 @@ def _policy(name: str | None, given: Sequence[str]) -> str | dict[str, Any] | No
         return name
     if name is None:
         raise UsageError("--set sets a parameter of a policy: name the policy with --policy")
-    return {"name": name, **parameters(given)}
+    values: dict[str, Any] = {"name": name}
+    for one in given:
+        key, equals, value = one.partition("=")
+        if not equals or not key or key in values:
+            raise UsageError(f"--set takes each parameter once, as key=value, such as --set k=4, not {one!r}")
+        values[key] = parse_value(value, f"--set {key}")
+    return values
 
 
 def _values(

@@ -12,18 +12,13 @@ from contextlib import suppress
 from functools import partial
 
 from deploy.doctor.base import Finding, Plan, Probe, clock, semantics
-from deploy.doctor.disk import save_duration_text
 from deploy.format import plural, size_text
 from store.errors import ExistsError, MissingError, StorageError
 from store.storage.atomic import replace_hint, write_new
-from store.storage.local import NewFile
 from store.storage.object_store import ObjectFiles
 
 _SLOW = 0.5  # seconds from which a request counts as slow
 _WRITERS = 4
-_MOST_BYTES = 1 << 28
-_MOST_SECONDS = 5.0
-_PIECE = 1 << 22
 _LIMIT = 1 << 10
 _FIRST = b"driftpoint doctor"
 _SYNCHRONISE = (
@@ -31,8 +26,8 @@ _SYNCHRONISE = (
 )
 
 
-def check_bucket(files: ObjectFiles, plan: Plan, *, speed: bool = True) -> Iterator[Finding]:
-    """Run all checks of the bucket; ``speed`` also measures the throughput with a large object."""
+def check_bucket(files: ObjectFiles, plan: Plan) -> Iterator[Finding]:
+    """Run all checks of the bucket."""
     try:
         held = len(files.list_dir(""))
     except StorageError as error:
@@ -43,8 +38,6 @@ def check_bucket(files: ObjectFiles, plan: Plan, *, speed: bool = True) -> Itera
     try:
         with Probe(files, partial(_remove, files)) as probe:
             yield from _check(probe)
-            if speed:
-                yield _speed(probe, plan)
     except StorageError as error:
         todo = "allow put, get, list, delete and abort of uploads below the prefix"
         yield Finding("writing", "fail", str(error), f"{todo}: docs/object-stores.md")
@@ -136,18 +129,3 @@ def _latency(probe: Probe[ObjectFiles], first: str) -> Finding:
     if found < _SLOW:
         return Finding("latency", "ok", seen)
     return Finding("latency", "warn", seen, "use a bucket in the job's region")
-
-
-def _speed(probe: Probe[ObjectFiles], plan: Plan) -> Finding:
-    data, done, began = secrets.token_bytes(_PIECE), 0, time.perf_counter()
-    least = probe.files.part_bytes + 1  # so that it goes in parts
-
-    def fill(file: NewFile) -> None:
-        nonlocal done
-        while done < least or (done < _MOST_BYTES and time.perf_counter() - began < _MOST_SECONDS):
-            file.write(data)
-            done += len(data)
-
-    write_new(probe.files, probe.name(), fill, most=least)
-    rate = done / (time.perf_counter() - began)
-    return Finding("speed", "ok", f"{rate / 1e6:.0f} MB/s from this process, in parts{save_duration_text(plan, rate)}")

@@ -6,7 +6,6 @@ file is opened, so a store in use is safe. Does not need root."""
 import errno
 import fcntl
 import os
-import secrets
 import subprocess
 import sys
 import time
@@ -21,9 +20,6 @@ from store.errors import StorageError
 from store.location import mount_of
 from store.storage.local import LocalFiles
 
-_PIECE = 1 << 24
-_MOST_BYTES = 1 << 28
-_MOST_SECONDS = 5.0
 _SYNCHRONISE = (
     "synchronise both by NTP (chronyd, systemd-timesyncd); commits are ordered by step, only shown ages are wrong"
 )
@@ -48,13 +44,12 @@ def check_disk(root: Path, plan: Plan) -> Iterator[Finding]:
     yield _filesystem(place)
     try:
         with probe_in(place) as probe:
-            yield from _writes(probe, place, plan)
+            yield from _writes(probe, place)
     except (OSError, StorageError) as error:
         reason = (error.strerror or error) if isinstance(error, OSError) else error
         todo = "check the owner and mode of the directory, free space, quota, and that it is not mounted read-only"
         yield Finding("writing", "fail", f"cannot write a file in {place}: {reason}", todo)
     yield _space(place, plan, bytes_below(root, OSError))  # what the store has already is part of the plan
-    yield _inodes(place)
 
 
 def probe_in(place: Path) -> Probe[LocalFiles]:
@@ -68,7 +63,7 @@ def probe_in(place: Path) -> Probe[LocalFiles]:
     return Probe(LocalFiles(place), remove)
 
 
-def _writes(probe: Probe[LocalFiles], place: Path, plan: Plan) -> Iterator[Finding]:
+def _writes(probe: Probe[LocalFiles], place: Path) -> Iterator[Finding]:
     first, began = probe.name(), time.time()
     _written(probe, first)
     yield clock("the filesystem's", began, (place / first).stat().st_mtime, _SYNCHRONISE)
@@ -76,7 +71,6 @@ def _writes(probe: Probe[LocalFiles], place: Path, plan: Plan) -> Iterator[Findi
     works = "fsync, exclusive creation, atomic renames and hard links work"
     yield semantics(broken, works, "put the store on a filesystem that supports this")
     yield _locking(place / first)
-    yield _speed(probe, plan)
 
 
 def _written(probe: Probe[LocalFiles], name: str) -> None:
@@ -188,31 +182,6 @@ def _lockable(path: Path) -> bool:
     return True
 
 
-def _speed(probe: Probe[LocalFiles], plan: Plan) -> Finding:
-    status = os.statvfs(probe.files.root)
-    most = min(_MOST_BYTES, status.f_bavail * status.f_frsize // 10)
-    data = secrets.token_bytes(_PIECE)  # incompressible: some filesystems compress
-    name, done, began = probe.name(), 0, time.perf_counter()
-    with closing(probe.files.create(name)) as file:
-        (probe.files.root / name).unlink()  # it is large: not even a doctor that is killed leaves it behind
-        while done + _PIECE <= most and time.perf_counter() - began < _MOST_SECONDS:
-            file.write(data)
-            done += _PIECE
-        file.sync()
-    seconds = time.perf_counter() - began
-    if not done:
-        return Finding("speed", "warn", "not enough space to measure it", "see space")
-    rate = done / seconds
-    return Finding("speed", "ok", f"{rate / 1e6:.0f} MB/s from this process, synced{save_duration_text(plan, rate)}")
-
-
-def save_duration_text(plan: Plan, rate: float) -> str:
-    """Describe the duration of a save at this rate in bytes per second."""
-    if plan.commit_bytes is None:
-        return f": a save of 1 G parameters takes {12e9 / rate:.0f} s, in the background"
-    return f": a full save of {size_text(plan.commit_bytes)} takes {plan.commit_bytes / rate:.0f} s, in the background"
-
-
 def _filesystem(place: Path) -> Finding:
     mount = mount_of(place)
     if mount is None:
@@ -240,13 +209,3 @@ def _space(place: Path, plan: Plan, held: int) -> Finding:
     )
     enough = 2 * plan.commit_bytes <= free + held
     return Finding("space", "warn" if enough else "fail", f"{seen}{size_text(need)}", todo)
-
-
-def _inodes(place: Path) -> Finding:
-    status = os.statvfs(place)
-    if not status.f_files:
-        return Finding("inodes", "ok", "this filesystem has no limit")
-    seen = f"{status.f_favail} files can be created"
-    if status.f_favail < 10_000:
-        return Finding("inodes", "warn", seen, "a commit needs two per rank: free some")
-    return Finding("inodes", "ok", seen)

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
@@ -24,10 +23,6 @@ devices = [torch.cuda.get_device_name(one) for one in range(torch.cuda.device_co
 print(json.dumps({"version": torch.__version__, "devices": devices}))
 """
 _PATIENCE = 120.0  # seconds allowed for importing torch, possibly from a slow disk
-_EXTRAS = {"deepspeed": ("deepspeed",), "hf": ("transformers", "accelerate"), "s3": ("obstore",)}
-"""Packages of each extra."""
-
-_DEEPSPEED = "0.19."  # tested release
 _NO_LIMIT = 1 << 60  # control group limit, in bytes, that means no limit: version 1 reports a large number
 _FILES = 1024  # recommended number of open files per process
 
@@ -36,7 +31,6 @@ def check_machine(plan: Plan) -> Iterator[Finding]:
     """Run all checks of the machine."""
     yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield _torch()
-    yield _extras()
     yield from _limits(plan)
     yield _shared_memory(plan)
     yield from _ports(plan)
@@ -59,29 +53,6 @@ def _torch() -> Finding:
     devices = found["devices"]
     cuda = f"{plural(len(devices), 'CUDA device')} ({devices[0]})" if devices else "no CUDA"
     return Finding("torch", "ok", f"{found['version']}, {cuda}")
-
-
-def _extras() -> Finding:
-    seen = [f"{extra}: {_versions(extra)}" for extra in _EXTRAS]
-    deepspeed = _version("deepspeed")
-    if deepspeed is None or deepspeed.startswith(_DEEPSPEED):
-        return Finding("extras", "ok", "; ".join(seen))
-    todo = "DeepSpeed 0.19 is the tested release: pip install 'driftpoint[deepspeed]'"
-    return Finding("extras", "warn", "; ".join(seen), todo)
-
-
-def _versions(extra: str) -> str:
-    found = {name: _version(name) for name in _EXTRAS[extra]}
-    if None in found.values():
-        return f"not installed (pip install 'driftpoint[{extra}]')"
-    return ", ".join(f"{name} {one}" for name, one in found.items())
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _limits(plan: Plan) -> Iterator[Finding]:

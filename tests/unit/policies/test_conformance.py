@@ -13,7 +13,7 @@ import pytest
 
 from policies import conformance as contract
 from policies.bounds import Bounds
-from policies.conformance import Finding, digest, examine
+from policies.conformance import BrokenError, Finding, check_policy, examine
 from policies.registry import policy_from
 from policies.synthetic import any_case, edge_cases, usual_units
 from store.encoding import ENCODINGS
@@ -234,6 +234,8 @@ def test_made_up_models_are_the_same_everywhere_and_of_every_kind() -> None:
     assert len(usual_units(7)) == 21
 
 
-def test_a_digest_tells_decisions_apart() -> None:
-    told = [digest(policy_from(one)) for one in ("full", "parity", {"name": "parity", "k": 3}, "parity", "budget")]
-    assert told[1] == told[3] and len(set(told)) == 4
+def test_a_test_of_a_users_policy_is_told_all_that_is_broken(tmp_path: Path) -> None:
+    check_policy(policy_from("parity"))
+    body, promise, _ = BROKEN["forgets"]
+    with pytest.raises(BrokenError, match=promise):
+        check_policy(policy_from(policy_file(tmp_path, body)))

@@ -34,7 +34,7 @@ BESIDE = ("daemon run", "daemon status", "daemon stop", "memory", "memory clear"
 BEFORE = ("init", "schema", "doctor")
 """What comes before there is a store."""
 
-OTHERS = ("policy check", "run", "simulate", "estimate")
+OTHERS = ("run", "simulate", "estimate")
 
 COMMANDS = {
     "status": (),
@@ -242,8 +242,6 @@ def test_exit_codes_are_those_of_the_errors() -> None:
         (),
         *((command,) for command in (*COMMANDS, *BEFORE, "run")),
         *(tuple(words.split()) for words in BESIDE),
-        ("policy",),
-        ("policy", "check"),
         ("simulate",),
         ("estimate",),
         ("daemon",),

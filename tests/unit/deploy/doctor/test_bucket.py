@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from deploy.doctor import bucket
 from deploy.doctor.base import Finding, Plan, clock
 from deploy.doctor.bucket import check_bucket
 from monitor.config.load import Config
@@ -33,7 +32,6 @@ def server() -> Iterator[Server]:
 @pytest.fixture
 def proxy(server: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """Before an empty prefix."""
-    monkeypatch.setattr(bucket, "_MOST_BYTES", 1)
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
     server.put("doctor", {})
@@ -63,7 +61,7 @@ def test_the_whole_command_leaves_a_store_as_it_was(
     assert answer.code == 0, answer.out
     findings = {one["check"]: one for one in answer.json["findings"]}
     assert answer.json["store"] == URL
-    for check in ("torch", "bucket", "clock", "semantics", "speed", "space", "store", "resume", "leftovers"):
+    for check in ("torch", "bucket", "clock", "semantics", "space", "store", "resume", "leftovers"):
         assert findings[check]["state"] == "ok", findings[check]
     assert findings["resume"]["seen"].startswith("from step 10, exact")
     assert server.objects("doctor") == before
