@@ -10,7 +10,7 @@ import typer
 from pydantic import ValidationError
 
 from deploy.console import DebugOption, StorePath, note
-from deploy.supervisor.events import EventLog, SupervisorMetrics
+from deploy.supervisor.events import EventLog
 from deploy.supervisor.restart_policy import Limits
 from deploy.supervisor.store_probe import StoreProbe
 from deploy.supervisor.supervisor import RunOptions, Supervisor
@@ -54,31 +54,18 @@ def run(
     events: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Append each event to this file as a JSON line.")
     ] = None,
-    metrics_port: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=0,
-            max=65535,
-            help="Serve metrics on this port (0: a free one), with host and TLS of the YAML's `metrics:`.",
-        ),
-    ] = None,
     _debug: DebugOption = False,
 ) -> None:
     """Start a training command and restart it after failures, as long as training progresses."""
     seen, wanted, notice = places(config, store)
     limits = Limits(max_restarts, max_failures, backoff, max(backoff, backoff_max))
-    metrics = None if metrics_port is None else SupervisorMetrics(max_restarts)
-    options, log = RunOptions(command, limits, grace, wait, notice), EventLog(note, events, seen.root, metrics)
+    options, log = RunOptions(command, limits, grace, wait, notice), EventLog(note, events, seen.root)
     if wanted is not None:
         from deploy.daemon.server import ensure_daemon
 
         message = ensure_daemon(wanted.base, wanted.port, wanted.exit_idle, wanted.words)
         if message is not None:
             log.message(message)
-    if metrics is not None and metrics_port is not None:
-        host, security = metrics_settings(config, store)
-        metrics.serve(host, metrics_port, security, log.message)
     raise typer.Exit(Supervisor(options, seen, log).run())
 
 
@@ -118,16 +105,8 @@ def places(config: Path | None, store: Path | None) -> tuple[StoreProbe, WantedD
     return seen, _wanted(path, content, base), _notice(path, content.get("preemption", {}))
 
 
-def metrics_settings(config: Path | None, store: Path | None) -> tuple[str, EndpointSecurity]:
-    """Return host and TLS settings from ``metrics:`` in the YAML. Raises ConfigError."""
-    if config is None and store is not None:
-        return LOOPBACK, EndpointSecurity()
-    path = config or CONFIG
-    return _endpoint(path, read_yaml(path).values.get("metrics", {}))
-
-
-def _endpoint(path: Path, section: object) -> tuple[str, EndpointSecurity]:
-    """Check host, ``tls`` and ``insecure`` only; the trainer checks the other keys."""
+def _security(path: Path, section: object) -> EndpointSecurity:
+    """Return the TLS settings of ``metrics:``, for the daemon; the trainer checks the keys that are not read here."""
     if not isinstance(section, dict) or not isinstance(section.get("host", ""), str):
         raise ConfigError(f"{path}: metrics: must be a section such as `metrics: {{port: 9464}}`, not {section!r}")
     if "basic_auth" in section:
@@ -139,9 +118,8 @@ def _endpoint(path: Path, section: object) -> tuple[str, EndpointSecurity]:
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"{path}: metrics.{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}") from error
-    host = section.get("host", LOOPBACK)
-    security.check(host if section.get("enabled", True) else LOOPBACK, "metrics.host")
-    return host, security
+    security.check(section.get("host", LOOPBACK) if section.get("enabled", True) else LOOPBACK, "metrics.host")
+    return security
 
 
 def _notice(path: Path, section: object) -> signal.Signals:
@@ -162,7 +140,7 @@ def _options(path: Path, section: object) -> ObjectOptions:
 
 
 def _wanted(path: Path, content: Mapping[str, Any], base: Path) -> WantedDaemon | None:
-    section, (_, security) = content.get("daemon", {}), _endpoint(path, content.get("metrics", {}))
+    section, security = content.get("daemon", {}), _security(path, content.get("metrics", {}))
     if not isinstance(section, dict):
         raise ConfigError(f"{path}: daemon: must be a section such as `daemon: {{enabled: true}}`, not {section!r}")
     if not (section.get("enabled") and section.get("start", True)):

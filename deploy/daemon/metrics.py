@@ -11,32 +11,44 @@ from pathlib import Path
 from deploy.daemon.rescuer import OUTCOMES
 from store.daemon_protocol import Report
 from store.errors import ConfigError
-from store.metrics_server import EndpointSecurity, ProcessMetrics
+from store.metrics_server import EndpointSecurity, MetricsServer
 
 _log = logging.getLogger("driftpoint")
 
 
-class DaemonMetrics(ProcessMetrics):
-    """Metrics of the node daemon."""
+class DaemonMetrics:
+    """Metrics of the node daemon. Without :meth:`serve` they are only counted."""
 
     def __init__(self) -> None:
-        super().__init__("driftpoint_daemon")
-        self.up = self.gauge("up", "1 while the daemon runs")
-        self.jobs = self.gauge("jobs", "Jobs on this node")
-        self.trainers = self.gauge("trainers", "Living processes of a job on this node", "store")
-        self.committed = self.gauge("last_commit_step", "Step of the newest commit that the job reported", "store")
-        self.committed_at = self.gauge("last_commit_timestamp_seconds", "Time of that report", "store")
-        self.memory = self.gauge(
+        from prometheus_client import CollectorRegistry, Counter, Gauge
+
+        self.registry = CollectorRegistry()
+        self._server: MetricsServer | None = None
+        self.port: int | None = None
+        self.url: str | None = None
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"driftpoint_daemon_{name}", text, labels, registry=self.registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"driftpoint_daemon_{name}", text, labels, registry=self.registry)
+
+        self.up = gauge("up", "1 while the daemon runs")
+        self.jobs = gauge("jobs", "Jobs on this node")
+        self.trainers = gauge("trainers", "Living processes of a job on this node", "store")
+        self.committed = gauge("last_commit_step", "Step of the newest commit that the job reported", "store")
+        self.committed_at = gauge("last_commit_timestamp_seconds", "Time of that report", "store")
+        self.memory = gauge(
             "memory_step", "Step of the newest snapshot in memory of all ranks that the job reported", "store"
         )
-        self.rescues = self.counter("rescues", "Rescues of snapshots of dead jobs, by outcome", "outcome")
-        self.rescued_at = self.gauge("last_rescue_timestamp_seconds", "Time of the last rescued commit")
-        self.verified_bytes = self.counter("verified_bytes", "Bytes verified")
-        self.verified = self.counter("verified_commits", "Commits verified")
-        self.damaged = self.gauge("damaged_commits", "Commits found damaged", "store")
-        self.verify_failures = self.counter("verify_failures", "Failed attempts to read a store")
-        self.refused = self.counter("refused", "Refused connections, by reason", "reason")
-        self.memory_room = self.gauge("memory_free_bytes", "Free bytes of shared memory")
+        self.rescues = counter("rescues", "Rescues of snapshots of dead jobs, by outcome", "outcome")
+        self.rescued_at = gauge("last_rescue_timestamp_seconds", "Time of the last rescued commit")
+        self.verified_bytes = counter("verified_bytes", "Bytes verified")
+        self.verified = counter("verified_commits", "Commits verified")
+        self.damaged = gauge("damaged_commits", "Commits found damaged", "store")
+        self.verify_failures = counter("verify_failures", "Failed attempts to read a store")
+        self.refused = counter("refused", "Refused connections, by reason", "reason")
+        self.memory_room = gauge("memory_free_bytes", "Free bytes of shared memory")
         # Prometheus sees no increase from nothing to one.
         for outcome in OUTCOMES:
             self.rescues.labels(outcome)
@@ -48,7 +60,8 @@ class DaemonMetrics(ProcessMetrics):
     def serve(self, host: str, port: int, security: EndpointSecurity) -> None:
         """Serve the metrics; port 0 takes a free one."""
         try:
-            self.listen(host, port, security)
+            self._server = MetricsServer(self.registry, host, port, security)
+            self.port, self.url = self._server.port, self._server.url
         except OSError as error:
             _log.warning(
                 "no metrics of the daemon: cannot listen on %s port %d (%s); choose another with --port",
@@ -58,6 +71,10 @@ class DaemonMetrics(ProcessMetrics):
             )
         except ConfigError as error:
             _log.error("no metrics of the daemon: %s", error)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
 
     def show(self, report: Report, base: Path) -> None:
         """Update the gauges. ``base`` is the shared-memory directory."""

@@ -76,7 +76,6 @@ class Supervisor:
             number += 1
             attempt = self._attempt(number, again.seconds)
             history, verdict = restart_policy.decide_restart(history, attempt, self._options.limits, random.random)
-            self._log.on_decision(history)
             if isinstance(verdict, restart_policy.GiveUp):
                 for save in verdict.withdrawn:
                     self._log.on_suspect_withdrawn(save, self._store.withdraw(save))

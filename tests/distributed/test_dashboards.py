@@ -34,14 +34,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 BOARD = json.loads(DASHBOARD.read_text())
 QUERIES = sorted({target["expr"] for panel in BOARD["panels"] for target in panel.get("targets", [])})
-VARIABLES = {
-    "$job": "driftpoint.*",
-    "$instance": ".*",
-    "$slot": "fp32",
-    "$daemon": ".*",
-    "$supervisor": ".*",
-    "$__rate_interval": "10s",
-}
+VARIABLES = {"$job": "driftpoint.*", "$instance": ".*", "$slot": "fp32", "$daemon": ".*", "$__rate_interval": "10s"}
 
 
 @dataclass(frozen=True)
@@ -49,7 +42,6 @@ class Ports:
     ranks: int
     here: int
     daemon: int
-    supervisor: int
     guarded: int
 
 
@@ -64,11 +56,10 @@ def seen(tmp_path_factory: pytest.TempPathFactory, scrapes: dict[str, str]) -> I
     """Everything went wrong, and Prometheus has seen it."""
     folder = tmp_path_factory.mktemp("d")
     with guarded(folder) as (port, more):
-        ports = Ports(*(free_port() for _ in range(4)), port)
+        ports = Ports(*(free_port() for _ in range(3)), port)
         targets = {
             "driftpoint": [ports.ranks, ports.here],
             "driftpoint-daemon": [ports.daemon],
-            "driftpoint-supervisor": [ports.supervisor],
             "guarded": [ports.guarded],
         }
         with prometheus(folder / "prometheus", targets, impatient(), {"guarded": more}) as running:
@@ -91,7 +82,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory, scrapes: dict[str, str]) -> I
             yield running
 
 
-SERVING = ("ranks", "here", "daemon", "supervisor")
+SERVING = ("ranks", "here", "daemon")
 """Endpoints without a guard."""
 
 
@@ -160,7 +151,7 @@ def ranks(folder: Path, ports: Ports) -> Iterator[Supervised]:
     path = folder / "driftpoint.yaml"
     path.write_text(yaml.safe_dump(config))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    options = ["-c", path, "--metrics-port", ports.supervisor, "--backoff", 12]
+    options = ["-c", path, "--backoff", 12]
     command = [*torchrun, WORKERS / "metrics_train.py", path, folder / "stop"]
     try:
         with supervised(folder, command, *options) as run:
@@ -252,7 +243,6 @@ def test_every_query_of_the_dashboard_has_data(seen: Prometheus, query: str) -> 
         "driftpoint_memory_step",
         "driftpoint_daemon_rescues_total{outcome='written'}",
         "driftpoint_daemon_verified_commits_total",
-        "driftpoint_supervisor_attempts_ended_total{end=~'failed|killed'}",
         "driftpoint_store_free_bytes",
         "up{job='guarded'}",
     ],
@@ -280,7 +270,7 @@ def test_alerts_fire_and_say_what_they_mean(seen: Prometheus) -> None:
 
 @pytest.mark.parametrize("name", SERVING)
 def test_scrapes_are_what_promtool_wants(seen: Prometheus, scrapes: dict[str, str], name: str) -> None:
-    """Of a real run, and of the daemon and ``driftpoint run`` beside it."""
+    """Of a real run, and of the daemon beside it."""
     text = scrapes[name]
     assert text.count("# TYPE driftpoint_") > 10
     assert promtool("check", "metrics", stdin=text) == ""

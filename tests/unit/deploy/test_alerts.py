@@ -14,7 +14,6 @@ import yaml
 
 from deploy.cli.app import app
 from deploy.daemon.metrics import DaemonMetrics
-from deploy.supervisor.events import SupervisorMetrics
 from monitor.telemetry.metrics import Metrics
 from tests.support.prometheus import DASHBOARD, PROMETHEUS, promtool
 
@@ -31,7 +30,7 @@ QUERIES = [target["expr"] for panel in PANELS for target in panel["targets"]]
 def served() -> set[str]:
     """Every sample that can be scraped."""
     found = set()
-    for metrics in (Metrics(), DaemonMetrics(), SupervisorMetrics(3)):
+    for metrics in (Metrics(), DaemonMetrics()):
         for family in metrics.registry.collect():
             kinds = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}.get(family.type, ("",))
             found |= {f"{family.name}{kind}" for kind in kinds}

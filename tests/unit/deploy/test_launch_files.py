@@ -194,7 +194,7 @@ def test_what_is_scraped_has_the_names_that_the_alerts_go_by() -> None:
     monitored = [one for name, one in objects() if name == "podmonitor.yaml"]
     named = {relabelled["replacement"] for one in monitored for relabelled in next(within(one, "relabelings"))}
     assert named == {one["job_name"] for one in scraped}
-    serves = {"metrics": Config().metrics.port, "daemon": Config().daemon.port, "supervisor": 9466}
+    serves = {"metrics": Config().metrics.port, "daemon": Config().daemon.port}
     ports = [port for _, made in objects() for found in within(made, "ports") for port in found]
     assert {port["name"] for port in ports} == {next(within(one, "port")) for one in monitored} == set(serves)
     assert all(port["containerPort"] == serves[port["name"]] for port in ports)

@@ -1,11 +1,8 @@
-"""Endpoints of daemon and supervisor as users start them: what they serve, to whom, and what is refused."""
+"""Endpoints of the daemon as users start it: what they serve, to whom, and what is refused."""
 
 from __future__ import annotations
 
-import re
 import ssl
-import sys
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -13,45 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.cli.run import metrics_settings, places
+from deploy.cli.run import places
 from monitor.config.load import load_config
 from store.errors import ConfigError
 from tests.support.cli import driftpoint
 from tests.support.daemons import daemon, report
-from tests.support.supervised import supervised
 from tests.support.tls import certificate
-
-
-def scrape(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=180) as answer:
-        text: str = answer.read().decode()
-        return text
-
-
-def test_a_supervisor_serves_how_its_attempts_went(tmp_path: Path) -> None:
-    options = ["--metrics-port", 0, "--max-restarts", 1, "--backoff", 0.0]
-    script = tmp_path / "attempt.py"
-    script.write_text(
-        "import pathlib, sys, time\n"
-        "folder = pathlib.Path(sys.argv[1])\n"
-        "number = len(list(folder.glob('began-*'))) + 1\n"
-        "(folder / f'began-{number}').touch()\n"
-        "while number > 1 and not (folder / 'stop').exists():\n"
-        "    time.sleep(0.02)\n"
-        "sys.exit(3)\n"
-    )
-    with supervised(tmp_path, [sys.executable, script, tmp_path], *options) as run:
-        run.until((tmp_path / "began-2").exists)
-        (url,) = re.findall(r"driftpoint run: metrics at (http://127\.0\.0\.1:\d+/metrics)", run.said)
-        text = scrape(url)
-        (tmp_path / "stop").touch()
-        assert run.ends() == 93, run.said
-    assert "driftpoint_supervisor_attempts_total 2.0" in text
-    assert 'driftpoint_supervisor_attempts_ended_total{end="failed"} 1.0' in text
-    assert "driftpoint_supervisor_attempts_without_progress 1.0" in text
-    assert "driftpoint_supervisor_running 1.0" in text and "driftpoint_supervisor_step -1.0" in text
-    with pytest.raises(urllib.error.URLError):
-        scrape(url)
 
 
 def test_a_daemon_asks_for_client_certificates(tmp_path: Path) -> None:
@@ -110,7 +74,6 @@ def test_what_the_supervisor_hands_to_the_daemon_is_what_the_trainer_would(tmp_p
     _, wanted, _ = places(path, None)
     security = load_config(settings).metrics.security()
     assert wanted is not None and list(wanted.words) == ["--host", "0.0.0.0", *security.cli_options()]
-    assert metrics_settings(path, None) == ("0.0.0.0", security)
     assert security.cli_options() == [
         *("--tls-cert", "/tls/crt", "--tls-key", "/tls/key", "--tls-client-ca", "/tls/ca")
     ]
@@ -125,4 +88,4 @@ def test_driftpoint_run_refuses_the_login_of_earlier_versions(tmp_path: Path) ->
     config = tmp_path / "d.yaml"
     config.write_text("store: s\nmetrics: {host: 0.0.0.0, insecure: true, basic_auth: {user: a, password_file: b}}\n")
     with pytest.raises(ConfigError, match="client_ca"):
-        metrics_settings(config, None)
+        places(config, None)
