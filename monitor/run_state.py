@@ -12,7 +12,7 @@ import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import nn
 
 from monitor.adapters.base import Adapter
-from monitor.adapters.hyperparameters import Hyperparameters, is_schedule, with_base_rates, with_constructed
+from monitor.adapters.hyperparameters import Hyperparameters, with_constructed
 from monitor.adapters.module_tensors import RankBuffers, dtype_name, extra_states, memory_order, torch_dtype
 from store.errors import ConfigError, DamagedError, ModelMismatchError, UsageError
 from store.state_tree import Encoder, Leaf, decode, encode
@@ -124,13 +124,6 @@ class UserState:
             if one is not None and not _is_kind(self.objects[index], one.kind)
         ]
         return notes + [f"the stored state of {name!r} is dropped, since state= has None for it" for name in dropped]
-
-    def with_base_rates(self, saved: Sequence[SavedObject]) -> tuple[SavedObject, ...]:
-        """Return the saved states, those of schedules with the ``base_lrs`` that the script constructed."""
-        found = [(item, one) for item, one in zip(self.objects, self.match(saved), strict=True) if one is not None]
-        schedules = [pair for pair in found if is_schedule(pair[0]) or hasattr(pair[0], "schedules")]
-        states = {id(one): with_base_rates(one.state, state_of(item)) for item, one in schedules}
-        return tuple(replace(one, state=states.get(id(one), one.state)) for one in saved)
 
     def _match_list(self, saved: Sequence[SavedObject]) -> list[SavedObject | None]:
         names = [one.name for one in saved if one.name is not None]

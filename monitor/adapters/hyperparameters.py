@@ -119,11 +119,12 @@ def _choose(
 
 
 def with_base_rates(saved: Any, live: Any) -> Any:
-    """Return the saved state of a schedule with the ``base_lrs`` of the live one, before anything is loaded into it."""
-    if isinstance(saved, Mapping) and isinstance(live, Mapping):
-        found = {key: with_base_rates(item, live.get(key)) for key, item in saved.items()}
-        return {**found, **{key: live[key] for key in ("base_lrs",) if key in saved and key in live}}
-    if isinstance(saved, list) and isinstance(live, list) and len(saved) == len(live):
+    """Return the saved state of a schedule with the ``base_lrs`` of the live one, which nothing was loaded into yet."""
+    if type(saved) is dict and type(live) is dict:
+        both = saved.keys() & live.keys()
+        taken = {key: live[key] if key == "base_lrs" else with_base_rates(saved[key], live[key]) for key in both}
+        return {key: taken.get(key, value) for key, value in saved.items()}
+    if type(saved) is list and type(live) is list and len(saved) == len(live):
         return list(map(with_base_rates, saved, live))
     return saved
 

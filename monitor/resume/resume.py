@@ -173,10 +173,11 @@ def _reconciled(
     state, live, prefer = point.state, plan.before, settings.hyperparameters
     framework, own, notes = reconcile(state.framework, live["param_groups"], user.script, prefer)
     if prefer == "script" and any(note.startswith("lr ") for note in notes):
-        engine = with_base_rates(framework.get("lr_scheduler"), live.get("lr_scheduler"))
-        objects = state.user and user.with_base_rates(state.user)
-        state = replace(state, user=objects)
-        framework = {**framework, "lr_scheduler": engine}
+        saved, key = state.user or (), "lr_scheduler"
+        now = dict(zip(map(id, user.match(saved)), user.capture(), strict=True)) if saved else {}
+        objects = tuple(replace(one, state=with_base_rates(one.state, now.get(id(one)))) for one in saved)
+        state = replace(state, user=state.user and objects)
+        framework = {**framework, key: with_base_rates(framework.get(key), live.get(key))}
     return replace(point, state=replace(state, framework=framework)), notes, own
 
 
