@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import nn
 
 from monitor.adapters.base import Adapter
-from monitor.adapters.hyperparameters import Constructed
+from monitor.adapters.hyperparameters import Hyperparameters, with_constructed
 from monitor.adapters.module_tensors import RankBuffers, dtype_name, extra_states, memory_order, torch_dtype
 from store.errors import ConfigError, DamagedError, ModelMismatchError, UsageError
 from store.state_tree import Encoder, Leaf, decode, encode
@@ -59,15 +59,12 @@ class UserState:
         self.objects = [item for item in items.values() if item is not None]
         self._names = [str(key) for key, item in items.items() if item is not None] if named else None
         self._dropped = frozenset(str(key) for key, item in items.items() if item is None)
-        self.script = self.recorded = Constructed({}, [None] * (len(self.objects) + 1))
+        self.script: Hyperparameters = {}
+        self.recorded = self.script
         """What the script constructed, and what saves record: after a resume, of the run that this one continues."""
 
     def __len__(self) -> int:
         return len(self.objects)
-
-    def note_constructed(self, state: Mapping[str, Any]) -> None:
-        """Note hyperparameters and schedules as they are before training. state: a whole run state of now."""
-        self.script = self.recorded = Constructed.of(state["framework"], self.objects, state["user"])
 
     def capture(self) -> list[Any]:
         return [state_of(item) for item in self.objects]
@@ -254,9 +251,9 @@ def capture_run_state(
     framework, rng = adapter.capture_run_state() if rank in adapter.leaders else None, capture_rng()
     modules = {name: part.state_dict() for name, part in extra_states(adapter.module).items()}
     live = {"user": user.capture(), "objects": user.described(), **({"modules": modules} if modules else {})}
-    own, constructed = {} if buffers is None else buffers.captured(), user.recorded
+    own, made = {} if buffers is None else buffers.captured(), user.recorded
     return CapturedState(
-        {**live, **own}, lambda: {"framework": framework and constructed.joined(framework()), "rng": rng}
+        {**live, **own}, lambda: {"framework": framework and with_constructed(framework(), made), "rng": rng}
     )
 
 
@@ -293,7 +290,6 @@ class _Framework(_Model):
     counters: dict[str, int] | None = None
     loss_scaler: _LossScaler | None = None
     on_mesh: dict[str, _Names] = {}
-    constructed_schedules: list[Any] = []
     stages: list[int] = []
 
 

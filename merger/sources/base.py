@@ -2,9 +2,8 @@
 
 Names found in foreign files are only hints and never lead out of the directory. No tensor is read until asked for."""
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +14,7 @@ from merger.checkpoint import Checkpoint
 from merger.io.blocks import Block, Damage, Extent, read_chunks
 from merger.tensors import memory_of, torch_dtype
 from store.errors import DamagedError, MergeError, MissingError, UnsupportedError
+from store.names import Box, Fragment
 from store.storage.local import LocalFiles
 from store.text import counted
 
@@ -144,10 +144,11 @@ class ChunkedTensor:
         """Return where all of (fqn, slot) lies. Raises as :meth:`FileTensor.extent`."""
         out = []
         for offsets, chunk in self.chunks:
-            at = 0
-            for start, stop in box_runs(self.shape, offsets, chunk.shape):
-                out.append(chunk.extent(fqn, slot, start, stop, at))
-                at += stop - start
+            cut = [dim for dim, size in enumerate(chunk.shape) if size != self.shape[dim]]
+            run, own = math.prod(chunk.shape[max(cut, default=0) :]), Box(offsets, chunk.shape, self.shape)
+            for at in range(0, chunk.numel or 1, run or 1):
+                (part,) = Fragment.of_box(fqn, slot, own).part(at, run)
+                out.append(chunk.extent(fqn, slot, part.start, part.stop, at))
         return out
 
     def place(self) -> tuple[object, ...]:
@@ -160,16 +161,6 @@ class ChunkedTensor:
 
 
 StoredTensor = FileTensor | ChunkedTensor
-
-
-def box_runs(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) in a flattened tensor of each contiguous run of a box, in the order of the box's elements."""
-    strides = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
-    outer = max((dimension for dimension, size in enumerate(sizes) if size != shape[dimension]), default=0)
-    numel, first = math.prod(sizes[outer:]), sum(map(math.prod, zip(offsets, strides, strict=True)))
-    for index in itertools.product(*map(range, sizes[:outer])):
-        start = first + sum(map(math.prod, zip(index, strides[:outer], strict=True)))
-        yield start, start + numel
 
 
 def read_block(block: Block) -> bytearray:

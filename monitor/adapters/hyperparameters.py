@@ -5,8 +5,6 @@ its step, those that the script had constructed before training, and a resume co
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, Literal
 
 import torch
@@ -25,6 +23,7 @@ _NOT_COMPARED = frozenset({"initial_lr", "param_names"})  # the first is compare
 _LONGEST = 80  # characters of a value in a message
 
 Prefer = Literal["store", "script"]
+Hyperparameters = Mapping[str, Mapping[str, Any]]  # by fqn
 LiveGroups = Sequence[tuple[Sequence[str], dict[str, Any]]]  # (fqns, param group) of each group of a live optimizer
 
 
@@ -37,39 +36,19 @@ def is_schedule(item: Any) -> bool:
     return any(base.__module__ == "deepspeed.runtime.lr_schedules" for base in type(item).__mro__)
 
 
-@dataclass(frozen=True)
-class Constructed:
-    """Values as a script constructed them, before training.
-
-    groups: hyperparameters by fqn, ``lr`` without what a scheduler made of it. schedules: the state of the engine's
-    schedule, and of those among the objects in ``state=``; None for others."""
-
-    groups: Mapping[str, Mapping[str, Any]]
-    schedules: Sequence[Any]
-
-    @classmethod
-    def of(cls, framework: Mapping[str, Any], objects: Sequence[Any], states: Sequence[Any]) -> "Constructed":
-        """Take them from the framework's run state and the states of the objects, before training."""
-        groups = {fqn: _unmoved(group["hyper"]) for group in framework["param_groups"] for fqn in group["params"]}
-        schedules = [_schedule(*pair) for pair in zip(objects, states, strict=True)]
-        return cls(groups, copy.deepcopy([framework.get("lr_scheduler"), *schedules]))
-
-    def of_group(self, group: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Return the values of a param group in a run state; None if it was added later."""
-        return next((self.groups[fqn] for fqn in group["params"] if fqn in self.groups), None)
-
-    def joined(self, framework: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the framework's run state with these values in it; those of a group that was added later are None."""
-        groups = [{**group, "constructed": self.of_group(group)} for group in framework["param_groups"]]
-        return {**framework, "param_groups": groups, "constructed_schedules": self.schedules}
+def constructed(framework: Mapping[str, Any]) -> Hyperparameters:
+    """Return the hyperparameters in a framework's run state of before training; ``lr`` as no scheduler had moved it."""
+    return {fqn: _unmoved(group["hyper"]) for group in framework["param_groups"] for fqn in group["params"]}
 
 
-def _schedule(item: Any, state: Any) -> Any:
-    """Return the part of an object's state that is a schedule's; None if it is none."""
-    keys = getattr(item, "schedules", ())
-    if not keys and not is_schedule(item):
-        return None
-    return {key: state[key] for key in keys or state} if isinstance(state, Mapping) else None
+def _of_group(values: Hyperparameters, group: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    return next((values[fqn] for fqn in group["params"] if fqn in values), None)
+
+
+def with_constructed(framework: Mapping[str, Any], values: Hyperparameters) -> dict[str, Any]:
+    """Return the framework's run state with constructed values in it: None for a group that was added later."""
+    groups = [{**group, "constructed": _of_group(values, group)} for group in framework["param_groups"]]
+    return {**framework, "param_groups": groups}
 
 
 def _unmoved(hyper: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -80,67 +59,74 @@ def _unmoved(hyper: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def reconcile(
-    framework: Mapping[str, Any],
-    schedules: Sequence[tuple[str, Any, Any]],
-    live: Sequence[Mapping[str, Any]],
-    script: Constructed,
-    prefer: Prefer,
-) -> tuple[Mapping[str, Any], Sequence[Any], Constructed, tuple[str, ...]]:
-    """Choose between the store's hyperparameters and schedules, and those of the script. Changes nothing.
+    framework: Mapping[str, Any], live: Sequence[Mapping[str, Any]], script: Hyperparameters, prefer: Prefer
+) -> tuple[Mapping[str, Any], Hyperparameters, tuple[str, ...]]:
+    """Choose between the store's hyperparameters and those of the script. Changes nothing.
 
     Of the script's are taken those that it changed and training had not moved; ``lr`` is moved in proportion. Returns
-    the framework's run state and the states of the schedules to go on with, what later saves record as constructed, and
-    a line for each difference.
+    the framework's run state to go on with, what later saves record as constructed, and a line for each difference.
 
     Args:
         framework: the framework's run state in the store.
-        schedules: label, state, and state when constructed, of each object in ``state=``, as the store has them.
         live: the param groups of the job, as in a run state.
         script: what the script constructed.
 
     Raises:
         ModelMismatchError: A value of the script needs other optimizer state than the store holds."""
     lines: dict[str, list[str]] = {}
-    choose = partial(_choose, prefer=prefer, lines=lines)
-    groups, kept = list[Mapping[str, Any]](), dict(script.groups)
+    groups, kept = list[Mapping[str, Any]](), dict(script)
     saved = {fqn: group for group in framework["param_groups"] for fqn in group["params"]}
     for index, group in enumerate(live):
-        found = next((saved[fqn] for fqn in group["params"] if fqn in saved), None)
+        found = _of_group(saved, group)
         if found is not None:
-            before, now = found.get("constructed"), script.of_group(group)
-            before, now = before or _unmoved(found["hyper"]), now or _unmoved(group["hyper"])
+            before = found.get("constructed") or _unmoved(found["hyper"])
+            now = _of_group(script, group) or _unmoved(group["hyper"])
             if prefer == "script":
                 _require_same_state(before, now, str(found.get("optimizer") or framework.get("optimizer")))
-            hyper, own = choose(f"param group {index}", found["hyper"], before, now)
+            hyper, own = _choose(f"param group {index}", found["hyper"], before, now, prefer=prefer, lines=lines)
             groups.append({**group, "hyper": hyper})
             kept |= dict.fromkeys(group["params"], own)
-    first = [*framework.get("constructed_schedules", ()), None][0]
-    pairs = zip((("the engine", framework.get("lr_scheduler"), first), *schedules), script.schedules, strict=False)
-    chosen = [choose(*one, now) for one, now in pairs]
     if prefer == "script":
-        framework = {**framework, "param_groups": groups, "lr_scheduler": chosen[0][0]}
-    rates = any(line.startswith("lr ") for line in lines)  # which base_lrs repeats
-    notes = [line.replace("{}", listed(labels, 8), 1) for line, labels in lines.items()]
-    notes = [note for note in notes if not (rates and "base_lrs of " in note)]
-    return framework, [state for state, _ in chosen[1:]], Constructed(kept, [own for _, own in chosen]), tuple(notes)
+        framework = {**framework, "param_groups": groups}
+    return framework, kept, tuple(line.replace("{}", listed(labels, 8), 1) for line, labels in lines.items())
 
 
 def _choose(
-    label: str, saved: Any, before: Any, now: Any, *, prefer: Prefer, lines: dict[str, list[str]]
-) -> tuple[Any, Any]:
+    label: str,
+    saved: Mapping[str, Any],
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    prefer: Prefer,
+    lines: dict[str, list[str]],
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return the values to go on with, and those to record as constructed. Each difference is added to ``lines``."""
-    if saved is None or before is None or now is None:
-        return saved, now
-    used = {**_merged(saved, before, now), **_moved_lr(saved, before, now)} if prefer == "script" else saved
     computed = {key: now[key] for key in IMPLEMENTATION & now.keys()}
-    for path, old, new, taken in _differences(before, now, {**used, **computed}):
+    changed = {key for key in before.keys() & now.keys() if not equal(before[key], now[key])}
+    used = saved
+    if prefer == "script":
+        taken = {key: now[key] for key in changed & saved.keys() if equal(saved[key], before[key])}
+        used = {**saved, **taken, **_moved_lr(saved, before, now)}
+    after = {**used, **computed}
+    for key in (key for key in before if key in changed and key in after and key not in _NOT_COMPARED):
         end = "the store's is used; `resume: {hyperparameters: script}` takes the script's"
-        if prefer == "script" or path in computed:
-            end = f"{_shown(taken)} is used, since training had moved it"
-            end = "the script's is used" if equal(taken, new) else end
-        line = f"{path} of {{}} is {_shown(old)} in the store and {_shown(new)} in this script: {end}"
+        if prefer == "script" or key in computed:
+            end = f"{_shown(after[key])} is used, since training had moved it"
+            end = "the script's is used" if equal(after[key], now[key]) else end
+        line = f"{key} of {{}} is {_shown(before[key])} in the store and {_shown(now[key])} in this script: {end}"
         lines.setdefault(line, []).append(label)
     return used, now if prefer == "script" else {**now, **before, **computed}
+
+
+def with_base_rates(saved: Any, live: Any) -> Any:
+    """Return the saved state of a schedule with the ``base_lrs`` of the live one, which nothing was loaded into yet."""
+    if type(saved) is dict and type(live) is dict:
+        both = saved.keys() & live.keys()
+        taken = {key: live[key] if key == "base_lrs" else with_base_rates(saved[key], live[key]) for key in both}
+        return {key: taken.get(key, value) for key, value in saved.items()}
+    if type(saved) is list and type(live) is list and len(saved) == len(live):
+        return list(map(with_base_rates, saved, live))
+    return saved
 
 
 def _require_same_state(before: Mapping[str, Any], now: Mapping[str, Any], optimizer: str) -> None:
@@ -161,32 +147,6 @@ def _moved_lr(saved: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[
     moved = not equal(saved["lr"], before["lr"]) and bool(before["lr"])
     rate = now["lr"] * (saved["lr"] / before["lr"]) if moved else now["lr"]
     return {"lr": rate, **({"initial_lr": now["lr"]} if "initial_lr" in saved else {})}
-
-
-def _merged(saved: Any, before: Any, now: Any) -> Any:
-    """Return ``saved`` with what the script changed from ``before`` to ``now`` and training had not moved."""
-    parts = (saved, before, now)
-    if equal(before, now):
-        return saved
-    if all(isinstance(part, Mapping) for part in parts):
-        both = before.keys() & now.keys()
-        return {key: _merged(item, before[key], now[key]) if key in both else item for key, item in saved.items()}
-    if all(isinstance(part, list | tuple) and len(part) == len(saved) for part in parts):
-        return type(saved)(map(_merged, saved, before, now))
-    return now if equal(saved, before) else saved
-
-
-def _differences(before: Any, now: Any, used: Any, path: str = "") -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield (path, before, now, used) of what differs. A key that begins with ``_`` is a schedule's position."""
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
-        for key in (key for key in before if key in now and key in used and key not in _NOT_COMPARED):
-            if key == "_schedulers" or not str(key).startswith("_"):
-                yield from _differences(before[key], now[key], used[key], f"{path}.{key}" if path else str(key))
-    elif isinstance(before, list) and before and isinstance(before[0], Mapping):
-        for index, parts in enumerate(zip(before, now, used, strict=False)):
-            yield from _differences(*parts, f"{path}[{index}]")
-    elif not equal(before, now):
-        yield path, before, now, used
 
 
 def _shown(value: Any) -> str:

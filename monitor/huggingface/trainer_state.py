@@ -39,8 +39,6 @@ TRAINER = "trainer"  # name of the Trainer's progress among the objects in ``sta
 class TrainerProgress:
     """The progress of one ``train()``: its live ``TrainerState``, and its scheduler and gradient scaler, if any."""
 
-    schedules = ("lr_scheduler",)  # keys of schedules in its state
-
     def __init__(self, state: Any, scheduler: Any, scaler: Any, length: TrainingLength, rank: int) -> None:
         self.state = state
         self.length = length

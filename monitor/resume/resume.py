@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from monitor.adapters.base import Adapter, FragmentPlace
-from monitor.adapters.hyperparameters import Constructed, reconcile
+from monitor.adapters.hyperparameters import Hyperparameters, reconcile, with_base_rates
 from monitor.adapters.optimizer_state import NOT_STATE
 from monitor.config.schema import ResumeSettings
 from monitor.context import JobContext
@@ -85,7 +85,7 @@ class _Checked:
     point: ResumePoint
     read: ReadResult
     lost: tuple[str, ...]
-    constructed: Constructed  # hyperparameters and schedules, which later saves record
+    constructed: Hyperparameters  # which later saves record
 
 
 def resume(
@@ -168,17 +168,17 @@ def _check(
 
 def _reconciled(
     point: ResumePoint, plan: _Plan, user: UserState, settings: ResumeSettings
-) -> tuple[ResumePoint, Sequence[str], Constructed]:
-    """Return the resume point with the hyperparameters and schedules to go on with, and their differences."""
-    framework, saved = point.state.framework, point.state.user or ()
-    constructed = dict(zip(map(id, saved), framework.get("constructed_schedules", ())[1:], strict=False))
-    found = [None] * len(user) if point.state.user is None else user.match(saved)
-    schedules = [(user.label(i), one and one.state, constructed.get(id(one))) for i, one in enumerate(found)]
-    groups = plan.before["param_groups"]
-    framework, chosen, own, notes = reconcile(framework, schedules, groups, user.script, settings.hyperparameters)
-    states = dict(zip(map(id, found), chosen, strict=False))
-    objects = point.state.user and tuple(replace(one, state=states.get(id(one), one.state)) for one in saved)
-    return replace(point, state=replace(point.state, framework=framework, user=objects)), notes, own
+) -> tuple[ResumePoint, Sequence[str], Hyperparameters]:
+    """Return the resume point with the hyperparameters to go on with, and their differences."""
+    state, live, prefer = point.state, plan.before, settings.hyperparameters
+    framework, own, notes = reconcile(state.framework, live["param_groups"], user.script, prefer)
+    if prefer == "script" and any(note.startswith("lr ") for note in notes):
+        saved, key = state.user or (), "lr_scheduler"
+        now = dict(zip(map(id, user.match(saved)), user.capture(), strict=True)) if saved else {}
+        objects = tuple(replace(one, state=with_base_rates(one.state, now.get(id(one)))) for one in saved)
+        state = replace(state, user=state.user and objects)
+        framework = {**framework, key: with_base_rates(framework.get(key), live.get(key))}
+    return replace(point, state=replace(state, framework=framework)), notes, own
 
 
 def _dropped_state(

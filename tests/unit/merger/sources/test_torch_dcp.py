@@ -19,9 +19,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import monitor
 from merger.checkpoint import Checkpoint
 from merger.import_checkpoint import import_checkpoint, plan_import
+from merger.io.blocks import Block, Crc32
 from merger.sources import open_source
-from merger.sources.base import box_runs
+from merger.sources.base import ChunkedTensor, FileTensor
 from store.errors import DamagedError, DriftpointError, MergeError, UnsupportedError
+from store.storage.local import LocalFiles
 from tests.support.torch_jobs import STEPS, Job, equal
 
 
@@ -224,8 +226,12 @@ def test_a_changed_byte_of_a_blob_is_found_by_the_import(tmp_path: Path) -> None
 def test_the_runs_of_a_box_are_its_elements_in_order(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 5), max_size=4))
     offsets = [data.draw(st.integers(0, size - 1)) for size in shape]
-    sizes = [data.draw(st.integers(0, size - at)) for size, at in zip(shape, offsets, strict=True)]
+    sizes = [data.draw(st.integers(1, size - at)) for size, at in zip(shape, offsets, strict=True)]
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
     box = whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
-    found = [element for start, stop in box_runs(shape, offsets, sizes) for element in range(start, stop)]
+    block = Block(LocalFiles(Path()), "", 0, 4 * box.numel(), Crc32, "", "")
+    chunk = FileTensor(block, 0, "F32", tuple(sizes), True, "")
+    extents = ChunkedTensor("F32", tuple(shape), ((tuple(offsets), chunk),)).extents("w", "fp32")
+    found = [element for extent in extents for element in range(extent.start, extent.stop)]
+    assert [extent.offset for extent in extents] == [4 * found.index(extent.start) for extent in extents]
     assert found == box.flatten().tolist()

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, AdamW, RMSprop, lr_scheduler
 
 import monitor
-from monitor.adapters.hyperparameters import Constructed, reconcile
+from monitor.adapters.hyperparameters import reconcile
 from store.errors import ModelMismatchError
 
 Make = Callable[[Any], Any]
@@ -185,16 +185,14 @@ def test_one_cycle_takes_the_scripts_peak(store: Path) -> None:
         assert rates == pytest.approx(whole.steps(6)[3:])
 
 
-@pytest.mark.parametrize("prefer", ["store", "script"])
-def test_the_settings_of_a_schedule_are_told(store: Path, prefer: str) -> None:
+def test_the_settings_of_a_schedule_stay_those_of_its_state(store: Path) -> None:
     with Script(store, schedule=partial(lr_scheduler.CosineAnnealingLR, T_max=20)) as one:
         one.steps(3)
-    longer, settings = partial(lr_scheduler.CosineAnnealingLR, T_max=40), {"resume": {"hyperparameters": prefer}}
-    with Script(store, schedule=longer, settings=settings) as two:
-        (note,) = two.notes
-        assert note.startswith("T_max of state[0] (a CosineAnnealingLR) is 20 in the store and 40 in this script")
-        assert two.schedule is not None and two.schedule.T_max == (20 if prefer == "store" else 40)
-        assert two.schedule.last_epoch == 3
+    longer = partial(lr_scheduler.CosineAnnealingLR, T_max=40)
+    with Script(store, schedule=longer, settings=SCRIPT, lr=0.05) as two:
+        assert [note.split(" ")[0] for note in two.notes] == ["lr"]
+        assert two.schedule is not None and two.schedule.T_max == 20
+        assert (two.schedule.last_epoch, two.schedule.base_lrs) == (3, [0.05])
 
 
 @pytest.mark.parametrize(
@@ -230,5 +228,4 @@ def test_a_store_of_an_older_release_is_compared_where_nothing_can_have_moved() 
     hyper = {"lr": 0.03, "initial_lr": 0.1, "max_momentum": 0.9, "betas": (0.85, 0.99), "eps": 1e-8}
     saved = {"optimizer": "AdamW", "param_groups": [{"params": ["w"], "hyper": hyper}]}
     live = [{"params": ["w"], "hyper": {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-6}}]
-    script = Constructed({"w": live[0]["hyper"]}, [None])
-    assert [note.split(" ")[0] for note in reconcile(saved, [], live, script, "store")[3]] == ["eps"]
+    assert [note.split(" ")[0] for note in reconcile(saved, live, {"w": live[0]["hyper"]}, "store")[2]] == ["eps"]
