@@ -60,7 +60,7 @@ class UserState:
         self._names = [str(key) for key, item in items.items() if item is not None] if named else None
         self._dropped = frozenset(str(key) for key, item in items.items() if item is None)
         self.script: Hyperparameters = {}
-        self.recorded = self.script
+        self.recorded: Hyperparameters = {}
         """What the script constructed, and what saves record: after a resume, of the run that this one continues."""
 
     def __len__(self) -> int:
