@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
-from merger.sources.base import ChunkedTensor, Nest, StoredTensor, checked_name, read_values
+from merger.sources.base import ChunkedTensor, FileTensor, Nest, StoredTensor, checked_name, read_values
 from merger.sources.torch_file import STRUCTURE_LIMIT, UNPICKLING_ERRORS, StandIn, read_pt
 from merger.sources.torch_state_dict import (
     MODEL_KEYS,
@@ -77,7 +77,7 @@ class DcpFiles:
 
     def __init__(self, folder: Path) -> None:
         self.where, self._files = str(folder / METADATA), LocalFiles(folder)
-        self._blobs = dict[tuple[str, int], Any]()
+        self._blobs, self._tensors = dict[tuple[str, int], Any](), dict[bytes, FileTensor]()
         data = self._files.read(METADATA, STRUCTURE_LIMIT)
         try:
             found = _Unpickler(io.BytesIO(data)).load()
@@ -129,7 +129,7 @@ class DcpFiles:
         name, at, nbytes = nest.at("relative_path").text(), nest.at("offset").natural(), nest.at("length").natural()
         if (name, at) not in self._blobs:
             file = checked_name(name, nest.where)
-            self._blobs[name, at] = read_pt(self._files, file, (at, nbytes))[0]
+            self._blobs[name, at] = read_pt(self._files, file, (at, nbytes), self._tensors)[0]
         return self._blobs[name, at]
 
 

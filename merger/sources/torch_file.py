@@ -58,13 +58,16 @@ def resolve_link(files: LocalFiles, name: str) -> tuple[LocalFiles, str]:
     return LocalFiles(target.parent), target.name
 
 
-def read_pt(files: LocalFiles, name: str, blob: tuple[int, int] | None = None) -> tuple[Any, str]:
+def read_pt(
+    files: LocalFiles, name: str, blob: tuple[int, int] | None = None, tensors: dict[bytes, FileTensor] | None = None
+) -> tuple[Any, str]:
     """Return (what ``torch.load`` would, name of the archive: the file's own when it was saved, if any).
 
     Tensors are :class:`FileTensor`. A link to a file is followed. Raises DamagedError if the structure is incomplete,
     UnsupportedError, naming it, for a class that is not allowed, StorageError if reading failed.
 
-    blob: (offset, bytes) of the archive in a larger file, as DCP's are."""
+    blob: (offset, bytes) of the archive in a larger file, as DCP's are. tensors: those read so far, by their pickles:
+    most of DCP's are alike, and loading is slow."""
     files, name = resolve_link(files, name)
     size = files.size(name)  # raises for directories and missing files
     start, nbytes = blob or (0, size)
@@ -77,9 +80,15 @@ def read_pt(files: LocalFiles, name: str, blob: tuple[int, int] | None = None) -
         found = [replace(one, offset=start + one.offset) for one in records]
         structure = _check_structure(files, name, found)
         blocks = {one.offset - start: _block(files, name, one) for one in found if _is_data(one)}
+        alike = None if tensors is None else tensors.get(structure)
+        if alike is not None and [one.nbytes for one in blocks.values()] == [alike.block.nbytes]:
+            block = next(iter(blocks.values()))
+            return replace(alike, block=block, where=block.name), ""
         _refuse_classes(str(path), structure)
         window.seek(0)
         value = _Converter(str(path), blocks).of(_load(window, path))
+    if tensors is not None and isinstance(value, FileTensor):
+        tensors[structure] = value
     return value, found[0].name.partition("/")[0]
 
 
