@@ -1,8 +1,9 @@
 """Read training states of plain PyTorch: files of ``torch.save``, and folders of the Trainer and of Accelerate.
 
 ``optimizer.state_dict()`` numbers the parameters. Their names are taken from ``param_names`` in its param groups (an
-optimizer made of named parameters), else from ``param_names.json`` beside it. Without either the checkpoint is refused.
-A state dict does not tell buffers from parameters outside the param groups; a resume takes either for the other."""
+optimizer made of named parameters), else from ``param_names.json`` beside it, else, in a folder of the Trainer, from
+transformers' own model and the Trainer's own rule for param groups. Without any of these the checkpoint is refused. A
+state dict does not tell buffers from parameters outside the param groups; a resume takes either for the other."""
 
 import json
 import math
@@ -10,6 +11,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from merger.checkpoint import SLOT_OF_KIND, Checkpoint, RankState, require_whole
 from merger.io.blocks import Block, Unchecked
@@ -214,15 +217,32 @@ def named_groups(
 
 
 def _known_names(folder: Path) -> list[list[str]] | None:
-    """Return the names in each param group, as ``param_names.json`` has them; None if there is no such file."""
-    path = folder / NAMES
-    if not path.is_file():
+    """Return the names in each param group: of ``param_names.json``, or as ``Trainer.create_optimizer`` has them.
+
+    transformers builds the model without memory from ``config.json``, by a class of its own: no code of the folder
+    runs. None if there is neither, or another transformers made the folder."""
+    if (folder / NAMES).is_file():
+        try:
+            found = Nest(json.loads((folder / NAMES).read_bytes()), str(folder / NAMES))
+        except ValueError as error:
+            raise DamagedError(f"{folder / NAMES} is not JSON: {error}") from error
+        return [[name.text() for name in group.entries()] for group in found.entries()]
+    if not (folder / STATE).is_file():
         return None
     try:
-        found = Nest(json.loads(path.read_bytes()), str(path))
-    except ValueError as error:
-        raise DamagedError(f"{path} is not JSON: {error}") from error
-    return [[name.text() for name in group.entries()] for group in found.entries()]
+        import transformers
+
+        config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        kind = getattr(transformers, config.architectures[0])
+        if not issubclass(kind, transformers.PreTrainedModel):
+            return None
+        with torch.device("meta"):
+            model = kind(config)
+        decay = set(transformers.Trainer.get_decay_parameter_names(None, model))
+    except (ImportError, OSError, ValueError, TypeError, AttributeError):
+        return None
+    names = [name for name, _ in model.named_parameters()]
+    return [[name for name in names if name in decay], [name for name in names if name not in decay]]
 
 
 def optimizer_file(folder: Path) -> str | None:

@@ -30,11 +30,6 @@ def main(spec: Mapping[str, Any]) -> None:
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
     running.train(resume_from_checkpoint=path)
-    if spec["role"] == "save":
-        names = {id(parameter): name for name, parameter in running.model.named_parameters()}
-        found = [[names[id(one)] for one in group["params"]] for group in running.optimizer.param_groups]
-        for folder in Path(spec["output"]).glob("checkpoint-*"):
-            (folder / "param_names.json").write_text(json.dumps(found))
     digest = hashlib.sha256()
     for name, tensor in sorted(running.model.state_dict().items()):
         digest.update(name.encode() + tensor.numpy().tobytes())
