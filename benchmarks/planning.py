@@ -33,8 +33,7 @@ from merger.plan import Request, open_request, plan_merge  # noqa: E402
 from store.catalog import open_or_create  # noqa: E402
 from store.commit import commit  # noqa: E402
 from store.fragments import FragmentIndex, Source  # noqa: E402
-from store.layout import manifest_path, part_path, payload_path, segment_dir  # noqa: E402
-from store.names import RAW, Box, Fragment, SaveId  # noqa: E402
+from store.names import RAW, Box, Fragment, SaveId, manifest_path, part_path, payload_path, segment_dir  # noqa: E402  # noqa: E402
 from store.schema import Entry, GroupRecord, LayerRecord, ManifestRecord, PartRecord, TensorRecord, UnitRecord, to_bytes  # noqa: E402
 from store.segment import parts_digest  # noqa: E402
 from store.session import claim_epoch  # noqa: E402

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from store.catalog import open_catalog
-from store.layout import manifest_path, part_path, segment_dir
+from store.names import manifest_path, part_path, segment_dir
 from store.schema import PartRecord, from_bytes
 from store.storage.local import LocalFiles
 

@@ -13,9 +13,8 @@ from deploy.format import count_text, kind_text, plural
 from store.catalog import Catalog, open_catalog
 from store.certificate import AS_FOUND, Certificate, certify, certify_stored, run_saves
 from store.errors import DamagedError, NoStoreError, NothingToResumeError, StorageError, UsageError
-from store.layout import LOCK, STORE
 from store.location import files_at, is_url
-from store.names import SaveId
+from store.names import LOCK, STORE, SaveId
 from store.resolve import Resolution, newest_resumable
 from store.schema import EpochRecord, ManifestRecord
 from store.session import lock_holder, newest_epoch, read_epoch

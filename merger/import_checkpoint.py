@@ -33,9 +33,8 @@ from store.certificate import IMPORT, IMPORTED_AS_FOUND, Certificate, certify
 from store.commit import Expected, Group, commit, hint_latest, wait_for_group
 from store.errors import DamagedError, StorageError, UnsupportedError, UsageError
 from store.fragments import covered_numel
-from store.layout import payload_path, segment_dir
 from store.location import files_at
-from store.names import BUFFER, FROZEN, RAW, SaveId, Unit
+from store.names import BUFFER, FROZEN, RAW, SaveId, Unit, payload_path, segment_dir
 from store.resolve import resolve
 from store.retention import Retention, execute, plan_prune
 from store.segment import SegmentDraft, StagedFragment, check_header, read_leaves, remove_segment, write_segment

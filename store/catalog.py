@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, takewhile
 
-from store import errors, layout
+from store import errors
+from store import names as paths
 from store.names import SaveId, Unit
 from store.schema import (
     FORMAT,
@@ -117,36 +118,36 @@ class Catalog:
     def manifest_names(self) -> list[str]:
         """Return all names in ``manifests/``. Raises as :meth:`saves`."""
         try:
-            return self.files.list_dir(layout.MANIFESTS)
+            return self.files.list_dir(paths.MANIFESTS)
         except errors.MissingError as error:
-            if any(layout.parse_save_dir(name) is not None for name in list_or_empty(self.files, layout.SEGMENTS)):
+            if any(paths.parse_save_dir(name) is not None for name in list_or_empty(self.files, paths.SEGMENTS)):
                 raise errors.DamagedError(
-                    f"{_root(self.files)} holds segments but its {layout.MANIFESTS}/ is missing: restore that "
+                    f"{_root(self.files)} holds segments but its {paths.MANIFESTS}/ is missing: restore that "
                     "directory from a copy, or make an empty one to begin anew"
                 ) from error
             return []
 
     def proven(self) -> set[SaveId]:
         """Return the commits that a job resumed from and then took a step."""
-        return set(newest_first(list_or_empty(self.files, layout.PROVEN)))
+        return set(newest_first(list_or_empty(self.files, paths.PROVEN)))
 
     def suspects(self) -> "Suspects":
         """Return the suspect marks; damaged and unreadable ones are ignored and listed as problems."""
         why: dict[SaveId, str] = {}
         problems: list[str] = []
         try:
-            names = self.files.list_dir(layout.SUSPECT)
+            names = self.files.list_dir(paths.SUSPECT)
         except errors.MissingError:
             return Suspects()
         except errors.StorageError as error:
             return Suspects(problems=(f"{error}; no commit counts as suspect",))
         for name in sorted(names):
-            save = layout.parse_save_file(name)
+            save = paths.parse_save_file(name)
             if save is None:
                 if not is_temporary(name):
-                    problems.append(f"{layout.SUSPECT}/{name} is not a mark's name; it is ignored")
+                    problems.append(f"{paths.SUSPECT}/{name} is not a mark's name; it is ignored")
                 continue
-            path = layout.suspect_path(save)
+            path = paths.suspect_path(save)
             try:
                 mark = from_bytes(SuspectRecord, self.files.read(path, _MARK_LIMIT), path)
                 if (mark.store_id, mark.save) != (self.store_id, save.name):
@@ -163,7 +164,7 @@ class Catalog:
     def manifest(self, save: SaveId) -> ManifestRecord:
         """Return a manifest. Raises DamagedError if it is not whole, or of another store or save."""
         if save not in self._manifests:
-            path = layout.manifest_path(save)
+            path = paths.manifest_path(save)
             try:
                 manifest = from_bytes(ManifestRecord, self.files.read(path, _MANIFEST_LIMIT), path)
             except errors.MissingError as error:
@@ -224,7 +225,7 @@ class Catalog:
             )
         for rank in ranks:
             try:
-                data = self.files.read(layout.part_path(save, rank), PART_LIMIT)
+                data = self.files.read(paths.part_path(save, rank), PART_LIMIT)
                 part = parse_part(data, self.store_id, save, rank)
                 check_payload_size(self.files, part)
             except errors.UnreachableError:
@@ -243,29 +244,29 @@ class Catalog:
 def open_catalog(files: Files) -> Catalog:
     """Open an existing store. Raises NoStoreError, NewerFormatError or DamagedError if it cannot be read."""
     try:
-        data = files.read(layout.STORE, _STORE_LIMIT)
+        data = files.read(paths.STORE, _STORE_LIMIT)
     except errors.MissingError as error:
-        raise errors.NoStoreError(f"{_root(files)} is no driftpoint store: there is no {layout.STORE} in it") from error
-    body = unseal(data, layout.STORE)
+        raise errors.NoStoreError(f"{_root(files)} is no driftpoint store: there is no {paths.STORE} in it") from error
+    body = unseal(data, paths.STORE)
     reader = body.get("reader") if isinstance(body, dict) else None
     if isinstance(reader, int) and reader > READER:
         raise errors.NewerFormatError(
             f"{_root(files)} is in a format that needs a reader of format {reader}; this release reads up to "
             f"{READER}: run `pip install --upgrade driftpoint`"
         )
-    return Catalog(files, from_bytes(StoreRecord, data, layout.STORE))
+    return Catalog(files, from_bytes(StoreRecord, data, paths.STORE))
 
 
 def require_reader(files: Files, reader: int) -> None:
     """Refuse readers of versions before ``reader`` from now on; durable on return."""
     record = open_catalog(files).record
     if record.reader < reader:
-        replace_hint(files, layout.STORE, to_bytes(record.model_copy(update={"reader": reader})))
+        replace_hint(files, paths.STORE, to_bytes(record.model_copy(update={"reader": reader})))
 
 
 def newest_first(names: Iterable[str]) -> list[SaveId]:
     """Return the saves that files are named after, newest first. Fast for sorted names."""
-    return sorted((save for name in names if (save := layout.parse_save_file(name)) is not None), reverse=True)
+    return sorted((save for name in names if (save := paths.parse_save_file(name)) is not None), reverse=True)
 
 
 def _root(files: Files) -> str:
@@ -282,20 +283,20 @@ def open_or_create(files: Files) -> Catalog:
     except errors.NoStoreError:
         files.make_dir("")
     there = [name for name in files.list_dir("") if not is_temporary(name)]
-    unknown = [name for name in there if name not in layout.TOP_LEVEL | layout.FOREIGN]
+    unknown = [name for name in there if name not in paths.TOP_LEVEL | paths.FOREIGN]
     if unknown:
         raise errors.StorageError(
             f"{_root(files)} is no store and not empty (it holds {unknown[0]!r}): name an empty or new directory as "
             "`store:`"
         )
-    holding = [name for name in there if name in (layout.EPOCHS, layout.SEGMENTS, layout.MANIFESTS, layout.PROVEN)]
+    holding = [name for name in there if name in (paths.EPOCHS, paths.SEGMENTS, paths.MANIFESTS, paths.PROVEN)]
     if any(not is_temporary(name) for folder in holding for name in files.list_dir(folder)):
         return _reopen(files)
-    for folder in (layout.EPOCHS, layout.SEGMENTS, layout.MANIFESTS, layout.PROVEN):
+    for folder in (paths.EPOCHS, paths.SEGMENTS, paths.MANIFESTS, paths.PROVEN):
         ensure_dir(files, folder)
     record = StoreRecord(format=FORMAT, reader=FORMAT, store_id=secrets.token_hex(16))
     with suppress(errors.ExistsError):  # another process created the store at the same moment
-        write_new(files, layout.STORE, to_bytes(record))
+        write_new(files, paths.STORE, to_bytes(record))
     return open_catalog(files)
 
 
@@ -303,11 +304,11 @@ def restore_store_record(files: Files) -> Catalog:
     """Write a lost ``STORE.json`` anew, with the store id that the records of epochs and commits carry.
 
     Raises ExistsError if it is there, DamagedError if no record can be read, or they carry several ids."""
-    if layout.STORE in files.list_dir(""):
-        raise errors.ExistsError(f"{_root(files)} has its {layout.STORE}: nothing is to be restored")
+    if paths.STORE in files.list_dir(""):
+        raise errors.ExistsError(f"{_root(files)} has its {paths.STORE}: nothing is to be restored")
     kinds: tuple[tuple[str, type[EpochRecord | ManifestRecord]], ...] = (
-        (layout.EPOCHS, EpochRecord),
-        (layout.MANIFESTS, ManifestRecord),
+        (paths.EPOCHS, EpochRecord),
+        (paths.MANIFESTS, ManifestRecord),
     )
     ids, reader = set(), FORMAT
     for folder, kind in kinds:
@@ -318,10 +319,10 @@ def restore_store_record(files: Files) -> Catalog:
                 reader = max(reader, found.reader if isinstance(found, ManifestRecord) else FORMAT)
     if len(ids) != 1:
         raise errors.DamagedError(
-            f"the records in {_root(files)} carry {len(ids)} store ids, so its {layout.STORE} cannot be restored: copy "
+            f"the records in {_root(files)} carry {len(ids)} store ids, so its {paths.STORE} cannot be restored: copy "
             "that file from a backup"
         )
-    write_new(files, layout.STORE, to_bytes(StoreRecord(format=FORMAT, reader=reader, store_id=ids.pop())))
+    write_new(files, paths.STORE, to_bytes(StoreRecord(format=FORMAT, reader=reader, store_id=ids.pop())))
     return open_catalog(files)
 
 
@@ -331,7 +332,7 @@ def _reopen(files: Files) -> Catalog:
         return open_catalog(files)
     except errors.NoStoreError as error:
         raise errors.DamagedError(
-            f"{_root(files)} holds commits but its {layout.STORE} is missing: run `driftpoint doctor --repair STORE`, "
+            f"{_root(files)} holds commits but its {paths.STORE} is missing: run `driftpoint doctor --repair STORE`, "
             "or name an empty directory as `store:` to begin anew"
         ) from error
 
@@ -358,16 +359,16 @@ class Suspects:
 
 def mark_suspect(files: Files, store_id: str, save: SaveId, why: str) -> None:
     """Record that jobs which resumed from the commit died. Durable on return. A second mark changes nothing."""
-    ensure_dir(files, layout.SUSPECT)
+    ensure_dir(files, paths.SUSPECT)
     with suppress(errors.ExistsError):
-        write_new(files, layout.suspect_path(save), to_bytes(SuspectRecord(store_id=store_id, save=save.name, why=why)))
+        write_new(files, paths.suspect_path(save), to_bytes(SuspectRecord(store_id=store_id, save=save.name, why=why)))
 
 
 def withdraw_suspect(files: Files, save: SaveId) -> None:
     """Remove the mark, durably, if there is one."""
     with suppress(errors.MissingError):
-        files.unlink(layout.suspect_path(save))
-        files.sync_dir(layout.SUSPECT)
+        files.unlink(paths.suspect_path(save))
+        files.sync_dir(paths.SUSPECT)
 
 
 def resume_order(saves: Sequence[SaveId], suspects: Set[SaveId], proven: Set[SaveId]) -> list[SaveId]:

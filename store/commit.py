@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from store.catalog import require_reader
 from store.errors import DamagedError, ExistsError, SaveError
-from store.layout import LATEST, MANIFESTS, PROVEN, SEGMENTS, manifest_path, part_path, proven_path, segment_dir
-from store.names import SaveId
+from store.names import LATEST, MANIFESTS, PROVEN, SEGMENTS, SaveId, manifest_path, part_path, proven_path, segment_dir
 from store.schema import FORMAT, GroupRecord, ManifestRecord, PartRecord, ProvenRecord, from_bytes, to_bytes
 from store.segment import PART_LIMIT, check_payload_size, parse_part, parts_digest, present_parts
 from store.session import require_newest

@@ -26,8 +26,7 @@ from store.encoding import encoding_named
 from store.encoding.base import Bytes, Values, chunk_sizes
 from store.encoding.stream import BaseEntry, encoded_chunks
 from store.errors import DamagedError, StorageError
-from store.layout import payload_path
-from store.names import BUFFER, FROZEN, WEIGHTS, Box, Fragment, Part, SaveId, cut_range, strides_of
+from store.names import BUFFER, FROZEN, WEIGHTS, Box, Fragment, Part, SaveId, cut_range, payload_path, strides_of
 from store.schema import Entry, PartRecord
 from store.storage.local import Files
 

@@ -12,8 +12,7 @@ from store.catalog import Catalog, LoadedGroup, noting, resume_order
 from store.encoding import encoding_named
 from store.errors import DamagedError, MissingError, NothingToResumeError, StorageError
 from store.fragments import FragmentIndex, Source, covered_numel
-from store.layout import segment_dir
-from store.names import Box, Fragment, SaveId, Unit
+from store.names import Box, Fragment, SaveId, Unit, segment_dir
 from store.schema import Entry, GroupRecord, ManifestRecord, PartRecord, UnitRecord
 from store.text import listed
 

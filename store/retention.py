@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
 
-from store import layout
+from store import names as paths
 from store.catalog import Catalog, CommitSummary, CommitSurvey, LoadedGroup, newest_first, open_catalog
 from store.errors import ConfigError, DamagedError, MissingError, StorageError
 from store.location import free_bytes
@@ -125,7 +125,7 @@ def bytes_to_free(catalog: Catalog, retention: Retention, *, failed: bool = Fals
 
 def remove_failed(files: Files, save: SaveId, epoch: int) -> None:
     """Remove the segments of a save that failed on all ranks and was not committed, before the next one begins."""
-    if layout.manifest_path(save).rpartition("/")[2] not in files.list_dir(layout.MANIFESTS):
+    if paths.manifest_path(save).rpartition("/")[2] not in files.list_dir(paths.MANIFESTS):
         require_newest(files, epoch)
         _remove_group(files, save)
 
@@ -154,14 +154,12 @@ def plan_prune(
     """
     epoch = newest_epoch(catalog.files) if epoch is None else epoch
     files, commits = catalog.files, _survey(catalog)
-    folders = {name: layout.parse_save_dir(name) for name in list_or_empty(files, layout.SEGMENTS)}
-    unrecognised = [f"{layout.SEGMENTS}/{name}" for name, group in folders.items() if group is None]
-    known = layout.TOP_LEVEL | layout.FOREIGN
+    folders = {name: paths.parse_save_dir(name) for name in list_or_empty(files, paths.SEGMENTS)}
+    unrecognised = [f"{paths.SEGMENTS}/{name}" for name, group in folders.items() if group is None]
+    known = paths.TOP_LEVEL | paths.FOREIGN
     unrecognised += [name for name in files.list_dir("") if name not in known and not is_temporary(name)]
     unrecognised += [
-        f"{layout.MANIFESTS}/{name}"
-        for name in commits.others
-        if layout.parse_save_file(final_name(name) or "") is None
+        f"{paths.MANIFESTS}/{name}" for name in commits.others if paths.parse_save_file(final_name(name) or "") is None
     ]
     if commits.refused or commits.unreadable or not commits.whole:
         # The groups of a damaged manifest are unknown, so no group is garbage. A record that storage refused to read
@@ -171,10 +169,10 @@ def plan_prune(
     readable = commits.readable
     # Damaged commits are not retained, except those newer than all whole ones, which may be resumed in part.
     newest_whole, newest = commits.whole[0], next(iter(readable))
-    marks = {folder: list_or_empty(files, folder) for folder in (layout.PROVEN, layout.SUSPECT)}
+    marks = {folder: list_or_empty(files, folder) for folder in (paths.PROVEN, paths.SUSPECT)}
     proven, suspects = (
-        set(newest_first(marks[layout.PROVEN])),
-        catalog.suspects().saves if marks[layout.SUSPECT] else frozenset(),
+        set(newest_first(marks[paths.PROVEN])),
+        catalog.suspects().saves if marks[paths.SUSPECT] else frozenset(),
     )
     fenced = epoch + ended  # saves of an epoch before this one cannot be committed any more
     older = sorted(
@@ -200,12 +198,12 @@ def plan_prune(
     catalog.swept &= reachable
     finished = sorted(group for group in reachable - catalog.swept if group < newest)
     temporaries = (
-        *_temporaries({layout.MANIFESTS: commits.others, **marks}, newest, keep),
+        *_temporaries({paths.MANIFESTS: commits.others, **marks}, newest, keep),
         *_unfinished(catalog, finished),
         *_old_epochs(files, {save.epoch for save in (*keep, *reachable)}),
     )
     unrecognised += [
-        f"{layout.segment_dir(group)}/{name}"
+        f"{paths.segment_dir(group)}/{name}"
         for group in dead
         for name in garbage.names(group)
         if not _is_segment_file(name)
@@ -230,7 +228,7 @@ class _Garbage:
         self._files = files
         self._commits = commits
         self.older = older  # than the newest commit, or of a save that cannot be committed any more
-        self.names = cache(lambda group: list_or_empty(files, layout.segment_dir(group)))
+        self.names = cache(lambda group: list_or_empty(files, paths.segment_dir(group)))
         self.size = cache(self._size)
 
     def reachable(self, keep: Set[SaveId]) -> set[SaveId]:
@@ -244,7 +242,7 @@ class _Garbage:
         size = 0
         for name in filter(_is_segment_file, self.names(group)):
             with suppress(MissingError):
-                size += self._files.size(f"{layout.segment_dir(group)}/{name}")
+                size += self._files.size(f"{paths.segment_dir(group)}/{name}")
         return size
 
 
@@ -284,11 +282,11 @@ def execute(files: Files, plan: PrunePlan) -> None:
     Raises FencedError if another job took the store over; the rest of the plan is left to it."""
     if plan.blocked is not None or not (plan.manifests or plan.temporaries or plan.groups):
         return
-    files.sync_dir(layout.MANIFESTS)
+    files.sync_dir(paths.MANIFESTS)
     for save in plan.manifests:
-        _remove(files, layout.manifest_path(save), plan)
+        _remove(files, paths.manifest_path(save), plan)
     if plan.manifests:
-        files.sync_dir(layout.MANIFESTS)
+        files.sync_dir(paths.MANIFESTS)
     for path in plan.temporaries:
         _remove(files, path, plan)
     if plan.groups:
@@ -300,7 +298,7 @@ def execute(files: Files, plan: PrunePlan) -> None:
             if group not in needed:
                 require_newest(files, plan.epoch)
                 _remove_group(files, group)
-        files.sync_dir(layout.SEGMENTS)
+        files.sync_dir(paths.SEGMENTS)
 
 
 def _remove(files: Files, path: str, plan: PrunePlan) -> None:
@@ -324,7 +322,7 @@ def _survey(catalog: Catalog) -> CommitSurvey:
         except StorageError as error:
             refused = str(error)
     whole = tuple(save for save, one in readable.items() if one.whole)
-    others = [name for name in names if layout.parse_save_file(name) is None]
+    others = [name for name in names if paths.parse_save_file(name) is None]
     found = catalog.survey = CommitSurvey(names, others, whole, readable, tuple(unreadable), refused)
     return found
 
@@ -374,19 +372,19 @@ def _why_blocked(commits: CommitSurvey) -> str:
 
 def _old_epochs(files: Files, needed: Set[int]) -> Iterator[str]:
     """Yield the records of epochs that no commit needs, except the newest ones."""
-    epochs = {name: layout.parse_epoch(name.replace(".closed.", ".")) for name in list_or_empty(files, layout.EPOCHS)}
+    epochs = {name: paths.parse_epoch(name.replace(".closed.", ".")) for name in list_or_empty(files, paths.EPOCHS)}
     newest = max((epoch for epoch in epochs.values() if epoch is not None), default=0)
     for name, epoch in epochs.items():
         if epoch is not None and epoch <= newest - _KEPT_EPOCHS and epoch not in needed:
-            yield f"{layout.EPOCHS}/{name}"
+            yield f"{paths.EPOCHS}/{name}"
 
 
 def _temporaries(listed: Mapping[str, Sequence[str]], newest: SaveId, keep: Set[SaveId]) -> Iterator[str]:
     # Skips files that may be in use: of the commit after the newest, or a mark being set on a kept commit.
     for folder, names in listed.items():
         for name in names:
-            save, mark = layout.parse_save_file(final_name(name) or ""), layout.parse_save_file(name)
-            if save is not None and save <= newest and (folder == layout.MANIFESTS or save not in keep):
+            save, mark = paths.parse_save_file(final_name(name) or ""), paths.parse_save_file(name)
+            if save is not None and save <= newest and (folder == paths.MANIFESTS or save not in keep):
                 yield f"{folder}/{name}"
             # A mark of a commit that goes, or whose prune was interrupted, or of a lost version in memory.
             if mark is not None and mark < newest and mark not in keep:
@@ -395,7 +393,7 @@ def _temporaries(listed: Mapping[str, Sequence[str]], newest: SaveId, keep: Set[
 
 def _unfinished(catalog: Catalog, groups: Sequence[SaveId]) -> Iterator[str]:
     for group in groups:
-        folder = layout.segment_dir(group)
+        folder = paths.segment_dir(group)
         left = [f"{folder}/{name}" for name in list_or_empty(catalog.files, folder) if is_temporary(name)]
         yield from left
         if not left:  # nothing is written there any more
@@ -403,7 +401,7 @@ def _unfinished(catalog: Catalog, groups: Sequence[SaveId]) -> Iterator[str]:
 
 
 def _remove_group(files: Files, group: SaveId) -> None:
-    folder = layout.segment_dir(group)
+    folder = paths.segment_dir(group)
     names = list_or_empty(files, folder)
     remove_all(files, [f"{folder}/{name}" for name in names if _is_segment_file(name)])
     if all(_is_segment_file(name) for name in names):
@@ -412,4 +410,4 @@ def _remove_group(files: Files, group: SaveId) -> None:
 
 
 def _is_segment_file(name: str) -> bool:
-    return layout.parse_rank_file(name) is not None or is_temporary(name)
+    return paths.parse_rank_file(name) is not None or is_temporary(name)

@@ -19,8 +19,7 @@ from store.encoding.compression import packed_bound
 from store.encoding.stream import PACKING, PACKINGS, EncodedEntry
 from store.errors import DamagedError, MissingError, NewerFormatError
 from store.fragments import Readable
-from store.layout import parse_rank_file, part_path, payload_path, segment_dir
-from store.names import Box, SaveId
+from store.names import Box, SaveId, parse_rank_file, part_path, payload_path, segment_dir
 from store.schema import Entry, MeasureRecord, PartRecord, StateTensor, digest, from_bytes, to_bytes
 from store.state_tree import Leaf, leaf_bytes
 from store.storage.atomic import ensure_dir, write_new

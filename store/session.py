@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from store import layout
+from store import names as paths
 from store.catalog import Catalog
 from store.errors import DamagedError, ExistsError, FencedError, MissingError, StorageError, StoreError, StoreInUseError
 from store.schema import ClosedRecord, EpochRecord, IncarnationRecord, from_bytes, to_bytes
@@ -35,7 +35,7 @@ _LIMIT = 1 << 16
 
 def newest_epoch(files: Files) -> int:
     """Return the highest epoch ever claimed, 0 if there is none."""
-    epochs = map(layout.parse_epoch, list_or_empty(files, layout.EPOCHS))
+    epochs = map(paths.parse_epoch, list_or_empty(files, paths.EPOCHS))
     return max((epoch for epoch in epochs if epoch is not None), default=0)
 
 
@@ -44,7 +44,7 @@ def claim_epoch(files: Files, store_id: str, incarnation: IncarnationRecord | No
 
     The number is higher than any in use, even if the claim of that one was lost, so that names of saves never collide.
     """
-    ensure_dir(files, layout.EPOCHS)
+    ensure_dir(files, paths.EPOCHS)
     for _ in range(100):
         epoch = max(newest_epoch(files), _newest_in_use(files)) + 1
         with suppress(ExistsError):
@@ -65,7 +65,7 @@ def renew_epoch(
     following = hashlib.blake2b(f"{token}/{epoch}".encode(), digest_size=16).hexdigest()
     newest = max(newest_epoch(files), _newest_in_use(files))
     if newest == epoch + 1 and token_of(files, newest) == following:
-        files.sync_dir(layout.EPOCHS)
+        files.sync_dir(paths.EPOCHS)
         return read_epoch(files, newest)
     if newest > epoch:
         raise _fenced(epoch, newest)
@@ -88,7 +88,7 @@ def _write_epoch(
         started=datetime.now(UTC).isoformat(timespec="seconds"),
         incarnation=incarnation,
     )
-    write_new(files, layout.epoch_path(epoch), to_bytes(record))
+    write_new(files, paths.epoch_path(epoch), to_bytes(record))
     return record
 
 
@@ -101,14 +101,14 @@ def token_of(files: Files, epoch: int) -> str | None:
 
 
 def _newest_in_use(files: Files) -> int:
-    saves = [layout.parse_save_file(name) for name in list_or_empty(files, layout.MANIFESTS)]
-    saves += [layout.parse_save_dir(name) for name in list_or_empty(files, layout.SEGMENTS)]
+    saves = [paths.parse_save_file(name) for name in list_or_empty(files, paths.MANIFESTS)]
+    saves += [paths.parse_save_dir(name) for name in list_or_empty(files, paths.SEGMENTS)]
     return max((save.epoch for save in saves if save is not None), default=0)
 
 
 def read_epoch(files: Files, epoch: int) -> EpochRecord:
     """Read the record of an epoch. Raises DamagedError or MissingError if there is no valid one."""
-    path = layout.epoch_path(epoch)
+    path = paths.epoch_path(epoch)
     record = from_bytes(EpochRecord, files.read(path, _LIMIT), path)
     if record.epoch != epoch:
         raise DamagedError(f"{path} is the record of epoch {record.epoch}: it was copied or renamed")
@@ -125,7 +125,7 @@ def require_newest(files: Files, epoch: int) -> None:
     if newest < epoch:
         raise StorageError(
             f"the store at {getattr(files, 'root', 'its place')} does not list epoch {epoch} of this job: it is not "
-            f"mounted now, or its {layout.EPOCHS}/ was deleted. Nothing is written until it is back; check the mount"
+            f"mounted now, or its {paths.EPOCHS}/ was deleted. Nothing is written until it is back; check the mount"
         )
 
 
@@ -134,7 +134,7 @@ def require_present(files: Files, epoch: int) -> None:
 
     Costs one look at a file, where :func:`require_newest` lists them all."""
     try:
-        files.size(layout.epoch_path(epoch))
+        files.size(paths.epoch_path(epoch))
     except MissingError:
         require_newest(files, epoch)
         raise
@@ -191,7 +191,7 @@ def mark_closed(files: Files, store_id: str, epoch: int, seconds: float) -> None
     """Record that the owner of an epoch ended cleanly. A second mark changes nothing."""
     record = ClosedRecord(store_id=store_id, epoch=epoch, seconds=max(0.0, seconds))
     with suppress(ExistsError):
-        write_new(files, layout.closed_path(epoch), to_bytes(record))
+        write_new(files, paths.closed_path(epoch), to_bytes(record))
 
 
 def is_closed(catalog: Catalog, epoch: int) -> bool:
@@ -213,7 +213,7 @@ def _newest(files: Files) -> EpochRecord | None:
 
 
 def _closed(catalog: Catalog, epoch: int) -> ClosedRecord | None:
-    path = layout.closed_path(epoch)
+    path = paths.closed_path(epoch)
     try:
         found = from_bytes(ClosedRecord, catalog.files.read(path, _LIMIT), path)
     except (DamagedError, MissingError):
@@ -291,7 +291,7 @@ class StoreLock(FileLock):
     """Lock of a store on this machine. Raises StoreInUseError or StorageError."""
 
     def __init__(self, root: Path, wait_seconds: float) -> None:
-        path = root.resolve() / layout.LOCK
+        path = root.resolve() / paths.LOCK
         if is_held_here(path):
             raise StoreInUseError(f"{root} is attached already in this process; close the first checkpointer")
         try:
@@ -315,7 +315,7 @@ def is_held_here(path: Path) -> bool:
 def lock_holder(root: Path) -> int | None:
     """Return the process id of the job on this machine that holds the store, None if there is none."""
     with suppress(OSError):
-        return locking_process(root.resolve() / layout.LOCK)
+        return locking_process(root.resolve() / paths.LOCK)
     return None
 
 

@@ -16,8 +16,7 @@ from store.encoding.base import Bytes, chunk_sizes
 from store.encoding.stream import next_chunk, require_end
 from store.errors import DamagedError, NothingToResumeError, StorageError, UnreachableError
 from store.fragments import Readable, Source, StoredBytes, check_encoded
-from store.layout import part_path, payload_path
-from store.names import SaveId
+from store.names import SaveId, part_path, payload_path
 from store.resolve import Key, RejectedVersion, Resolution, base_key, index_bases, newest_resumable, resolve, whole_key
 from store.schema import Entry, PartRecord
 from store.segment import check_header, read_leaves

@@ -13,8 +13,8 @@ from deploy.cli.run import DEFAULT_STORE
 from deploy.console import DebugOption, JsonOption
 from store.config_file import parse_value
 from store.errors import ConfigError, StorageError, UsageError
-from store.layout import STORE
 from store.location import place_of
+from store.names import STORE
 
 
 def init(

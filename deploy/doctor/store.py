@@ -12,8 +12,8 @@ from deploy.format import plural, size_text
 from deploy.store_status import StoreStatus, lock_owner_text, open_store, parameters, resume_kind, store_status
 from store.catalog import Catalog, open_catalog
 from store.errors import DamagedError, NewerFormatError, NoStoreError, NothingToResumeError, StoreError
-from store.layout import EPOCHS, MANIFESTS, PROVEN, SEGMENTS, STORE
 from store.location import files_at, is_url
+from store.names import EPOCHS, MANIFESTS, PROVEN, SEGMENTS, STORE
 from store.retention import Retention, plan_prune
 from store.storage.atomic import is_temporary
 from store.storage.bucket import ObjectOptions

@@ -13,9 +13,8 @@ from store.certificate import CertifiedUnit, certify, imported_as_found
 from store.encoding import itemsize
 from store.errors import DamagedError, MergeError, StorageError
 from store.fragments import FragmentIndex, Source
-from store.layout import payload_path
 from store.location import files_at
-from store.names import BUFFER, FROZEN, LEFT_OUT, RAW, WEIGHTS, Fragment, SaveId
+from store.names import BUFFER, FROZEN, LEFT_OUT, RAW, WEIGHTS, Fragment, SaveId, payload_path
 from store.resolve import RejectedVersion, Resolution, newest_resumable, resolve
 from store.schema import TensorRecord, digest
 from store.text import listed

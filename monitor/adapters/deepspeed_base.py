@@ -21,7 +21,7 @@ from torch import nn
 from monitor.adapters.base import FragmentPlace, LiveValue, Piece, StateVersions, TensorInfo, wrap_methods
 from monitor.adapters.hyperparameters import describe_group, group_values, match_groups, restore_groups
 from monitor.adapters.identity import Identity, IdentityReader, T
-from monitor.adapters.module_tensors import ModuleTensors, whole_piece
+from monitor.adapters.module_tensors import ModuleTensors, partition_replicated, whole_piece
 from monitor.adapters.optimizer_state import (
     common_scalars,
     complete_state,
@@ -34,7 +34,6 @@ from monitor.adapters.optimizer_state import (
     slots_of,
     to_host,
 )
-from monitor.adapters.replicas import partition_replicated
 from store.errors import ModelMismatchError, UnsupportedError
 from store.names import BUFFER, WEIGHTS, Fragment
 from store.schema import as_json

@@ -20,10 +20,16 @@ from torch.distributed.tensor.placement_types import Placement
 
 from monitor.adapters.base import Home, Piece
 from monitor.adapters.identity import Identity
-from monitor.adapters.module_tensors import ModuleTensors, require_materialized, whole_piece, without_wrappers
+from monitor.adapters.module_tensors import (
+    ModuleTensors,
+    Replica,
+    even_slice,
+    require_materialized,
+    whole_piece,
+    without_wrappers,
+)
 from monitor.adapters.optimizer_state import AnyOptimizer, kind_of, slots_of
 from monitor.adapters.pytorch import PyTorchAdapter
-from monitor.adapters.replicas import Replica, even_slice
 from store.errors import UnstorableError, UnsupportedError
 from store.names import Box, Fragment
 

@@ -30,7 +30,7 @@ from monitor.adapters.base import (
 from monitor.adapters.frozen import fingerprint
 from monitor.adapters.hyperparameters import LiveGroups, describe_group, group_values, match_groups, restore_groups
 from monitor.adapters.identity import Identity, IdentityReader, T, versions_of
-from monitor.adapters.module_tensors import ModuleTensors, whole_piece, without_wrappers
+from monitor.adapters.module_tensors import ModuleTensors, Replica, partition_replicas, whole_piece, without_wrappers
 from monitor.adapters.optimizer_state import (
     AnyOptimizer,
     HiddenState,
@@ -52,7 +52,6 @@ from monitor.adapters.optimizer_state import (
     unusual_strides,
     with_stride,
 )
-from monitor.adapters.replicas import Replica, partition_replicas
 from monitor.distributed import Group, run_on_all_ranks
 from store.errors import UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS, Fragment

@@ -27,9 +27,8 @@ from monitor.adapters.base import FragmentPlace, Piece
 from monitor.adapters.module_tensors import as_bytes, torch_dtype
 from store.errors import DamagedError, MissingError, ModelMismatchError, StorageError, UnreachableError
 from store.fragments import Copy, FragmentIndex, FragmentReader, Readable, ReadAhead, Source, byte_range, stored_slot
-from store.layout import payload_path
 from store.location import Kind, mount_of
-from store.names import BUFFER, FROZEN, RAW, WEIGHTS, Fragment, SaveId
+from store.names import BUFFER, FROZEN, RAW, WEIGHTS, Fragment, SaveId, payload_path
 from store.resolve import RejectedVersion, Resolution
 from store.schema import digest
 from store.segment import CHUNK_BYTES, read_chunks

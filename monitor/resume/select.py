@@ -23,8 +23,7 @@ from monitor.run_state import RunState, UserState, from_tree, parse_run_state
 from store.catalog import Catalog
 from store.certificate import certify, run_saves
 from store.errors import DamagedError, ModelMismatchError, NothingToResumeError, StorageError, UnreachableError
-from store.layout import payload_path
-from store.names import BUFFER, FROZEN, WEIGHTS, SaveId
+from store.names import BUFFER, FROZEN, WEIGHTS, SaveId, payload_path
 from store.resolve import RejectedVersion, Resolution, newest_resumable, resolve
 from store.schema import GroupRecord, ManifestRecord, PartRecord
 from store.segment import read_leaves

@@ -25,8 +25,7 @@ from store.catalog import Catalog
 from store.commit import Expected, commit, hint_latest, wait_for_group
 from store.encoding import encoding_named
 from store.errors import DamagedError, SaveError, StorageError, UnstorableError
-from store.layout import segment_dir
-from store.names import RAW, SaveId, Unit
+from store.names import RAW, SaveId, Unit, segment_dir
 from store.retention import Retention, bytes_to_free, execute, plan_prune, remove_failed
 from store.schema import MeasureRecord
 from store.segment import SegmentDraft, StagedFragment, remove_segment, write_segment

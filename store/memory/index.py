@@ -18,9 +18,8 @@ from typing import Any, Protocol
 
 from store.encoding import encoding_named
 from store.errors import DamagedError, MissingError, StorageError, StoreError
-from store.layout import MANIFESTS, manifest_path, parse_save_file
 from store.memory import layout
-from store.names import RAW, SaveId
+from store.names import MANIFESTS, RAW, SaveId, manifest_path, parse_save_file
 from store.schema import GroupRecord, ManifestRecord, PartRecord, UnitRecord, from_bytes, to_bytes
 from store.segment import parse_part, parts_digest
 from store.session import token_of

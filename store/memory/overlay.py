@@ -8,9 +8,9 @@ from typing import NoReturn
 
 from store.errors import MissingError, StorageError
 from store.fragments import ReadPlan
-from store.layout import MANIFESTS, manifest_path, part_path, payload_path, segment_dir
 from store.memory.index import MemoryVersion
 from store.memory.layout import opened
+from store.names import MANIFESTS, manifest_path, part_path, payload_path, segment_dir
 from store.schema import ManifestRecord, to_bytes
 from store.storage.local import Files, LocalFiles, OpensFiles, read_at
 

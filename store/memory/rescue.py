@@ -21,12 +21,11 @@ import xxhash
 from store import errors, segment
 from store.catalog import Catalog
 from store.commit import Expected, commit, hint_latest, wait_for_group
-from store.layout import MANIFESTS, manifest_path, segment_dir
 from store.memory.arena import Owner, is_owned
 from store.memory.index import HeldSnapshot, MemoryVersion, assemble_version, belonging_to, rank_share, scan_node
 from store.memory.layout import Tier, make_home, opened
 from store.memory.overlay import Overlay
-from store.names import SaveId
+from store.names import MANIFESTS, SaveId, manifest_path, segment_dir
 from store.resolve import resolve
 from store.schema import Entry, ManifestRecord, PartRecord, StateTensor
 from store.session import lock_holder, require_newest

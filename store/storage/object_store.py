@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from store.errors import DamagedError, ExistsError, StorageError, UnsupportedError
-from store.layout import PROBE
+from store.names import PROBE
 from store.storage.bucket import MIB, Bucket, ObjectOptions
 from store.storage.local import NewFile, as_bytes, checked_names
 from store.storage.object_writer import NewObject

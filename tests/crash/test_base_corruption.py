@@ -13,8 +13,7 @@ import pytest
 
 from store.catalog import open_catalog
 from store.errors import NewerFormatError
-from store.layout import manifest_path, part_path
-from store.names import SaveId
+from store.names import SaveId, manifest_path, part_path
 from store.retention import Retention, execute, plan_prune
 from store.verify import verify
 from tests.crash.checker import assert_true_to_write, read_newest

@@ -18,8 +18,7 @@ from safetensors import SafetensorError, deserialize
 import store.segment
 from store.catalog import Catalog, open_catalog
 from store.fragments import Source, StoredBytes
-from store.layout import payload_path
-from store.names import SaveId, Unit
+from store.names import SaveId, Unit, payload_path
 from store.resolve import newest_resumable, whole_key
 from store.retention import execute, plan_prune
 from store.schema import Entry, PartRecord, digest

@@ -22,8 +22,7 @@ import store.schema
 import store.segment
 from store.catalog import open_catalog
 from store.errors import DamagedError, DriftpointError, MissingError, NewerFormatError, StoreError
-from store.layout import manifest_path, part_path, payload_path
-from store.names import SaveId
+from store.names import SaveId, manifest_path, part_path, payload_path
 from store.retention import Retention, execute, plan_prune
 from store.schema import READER, digest
 from store.storage.local import LocalFiles

@@ -22,8 +22,7 @@ import store.retention
 from store.catalog import open_catalog
 from store.commit import Expected, Group, commit
 from store.errors import DriftpointError, ExistsError, FencedError, SaveError
-from store.layout import payload_path
-from store.names import SaveId
+from store.names import SaveId, payload_path
 from store.schema import GroupRecord, to_bytes
 from store.segment import PayloadPiece, parts_digest, present_parts, read_part
 from store.storage.local import Files, NewFile

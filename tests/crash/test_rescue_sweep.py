@@ -18,10 +18,9 @@ import pytest
 
 from store.catalog import open_catalog
 from store.errors import DriftpointError
-from store.layout import segment_dir
 from store.memory.layout import Tier
 from store.memory.rescue import NOTHING, WRITTEN, rescue_newest
-from store.names import SaveId
+from store.names import SaveId, segment_dir
 from store.retention import Retention, plan_prune
 from store.storage.local import LocalFiles
 from store.verify import verify

@@ -12,8 +12,7 @@ import pytest
 
 from store.catalog import open_catalog
 from store.errors import NoSpaceError
-from store.layout import segment_dir
-from store.names import SaveId
+from store.names import SaveId, segment_dir
 from store.session import claim_epoch, newest_epoch
 from store.storage.local import LocalFiles
 from tests.support.jobs import Job, job, same

@@ -14,7 +14,7 @@ from merger.layouts.base import Target
 from merger.merge import merge
 from store.catalog import open_catalog
 from store.errors import NothingToResumeError
-from store.layout import payload_path
+from store.names import payload_path
 from store.resolve import resolve
 from store.storage.local import LocalFiles
 from store.verify import verify

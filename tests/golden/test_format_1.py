@@ -14,8 +14,7 @@ from safetensors import safe_open
 from store.catalog import Catalog, open_catalog
 from store.certificate import certify
 from store.fragments import FragmentIndex
-from store.layout import payload_path
-from store.names import BUFFER, FROZEN, WEIGHTS, Fragment, SaveId, Unit
+from store.names import BUFFER, FROZEN, WEIGHTS, Fragment, SaveId, Unit, payload_path
 from store.resolve import Resolution, newest_resumable, resolve
 from store.retention import Retention, execute, plan_prune
 from store.segment import read_leaves

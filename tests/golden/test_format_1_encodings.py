@@ -16,8 +16,7 @@ from store.catalog import Catalog, open_catalog
 from store.certificate import certify
 from store.encoding import CHUNK, ENCODINGS
 from store.encoding.stream import PACKINGS
-from store.layout import payload_path
-from store.names import SaveId, Unit
+from store.names import SaveId, Unit, payload_path
 from store.resolve import RejectedVersion, resolve
 from store.retention import Retention, execute, plan_prune
 from store.storage.local import LocalFiles

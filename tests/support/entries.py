@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from store.encoding.base import CHUNK, Bytes, Encoding, Lane, Values, chunk_sizes, lanes_bytes
 from store.encoding.stream import BaseEntry, Packing, Read, encoded_chunks, next_chunk, pack_chunks, require_end
 from store.fragments import Readable
-from store.layout import payload_path
+from store.names import payload_path
 from store.schema import Entry, PartRecord
 from store.segment import read_piece
 

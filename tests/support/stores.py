@@ -29,8 +29,7 @@ from store.commit import Expected, Group, commit, hint_latest, mark_proven, wait
 from store.encoding import encoding_named
 from store.encoding.base import Bytes
 from store.encoding.stream import EncodedEntry, Packing
-from store.layout import manifest_path, payload_path
-from store.names import BUFFER, FROZEN, RAW, WEIGHTS, SaveId, Unit
+from store.names import BUFFER, FROZEN, RAW, WEIGHTS, SaveId, Unit, manifest_path, payload_path
 from store.schema import GroupRecord, LayerRecord, ManifestRecord, TensorRecord, UnitRecord
 from store.segment import Data, SegmentDraft, StagedFragment, write_segment
 from store.session import claim_epoch

@@ -18,7 +18,7 @@ from resume_jobs import Results, leave, rank, start_group
 
 import store.session
 from store.errors import NoSpaceError
-from store.layout import EPOCHS
+from store.names import EPOCHS
 from tests.support.jobs import same
 
 

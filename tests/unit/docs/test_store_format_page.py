@@ -6,11 +6,25 @@ import re
 
 import pytest
 
-from store import catalog, layout, segment, session
+from store import catalog, segment, session
 from store.encoding import ENCODINGS
 from store.encoding.base import BLOCK, CHUNK
 from store.encoding.stream import PACKING
-from store.names import SaveId
+from store.names import (
+    LATEST,
+    LOCK,
+    PROBE,
+    STORE,
+    TOP_LEVEL,
+    SaveId,
+    closed_path,
+    epoch_path,
+    manifest_path,
+    part_path,
+    payload_path,
+    proven_path,
+    suspect_path,
+)
 from store.schema import (
     ClosedRecord,
     Entry,
@@ -47,13 +61,13 @@ def test_every_key_is_named(record: type[Record]) -> None:
 def test_every_file_is_named() -> None:
     save = SaveId(120, 3)
     paths = [
-        layout.STORE, layout.LOCK, layout.LATEST, layout.PROBE, layout.epoch_path(3), layout.closed_path(3),
-        layout.part_path(save, 7), layout.payload_path(save, 7), layout.manifest_path(save), layout.proven_path(save),
-        layout.suspect_path(save),
+        STORE, LOCK, LATEST, PROBE, epoch_path(3), closed_path(3),
+        part_path(save, 7), payload_path(save, 7), manifest_path(save), proven_path(save),
+        suspect_path(save),
     ]  # fmt: skip
     listed = PAGE.partition("## Files")[2].partition("```text\n")[2].partition("```")[0]
     assert {line.split()[0] for line in listed.splitlines()} == set(paths)
-    assert {path.partition("/")[0] for path in paths} == layout.TOP_LEVEL
+    assert {path.partition("/")[0] for path in paths} == TOP_LEVEL
 
 
 def test_every_encoding_is_decoded() -> None:

@@ -31,8 +31,7 @@ from store.errors import (
     StoreInUseError,
     UsageError,
 )
-from store.layout import payload_path
-from store.names import SaveId, Unit
+from store.names import SaveId, Unit, payload_path
 from store.segment import SegmentDraft, read_part, write_segment
 from store.session import StoreLock, claim_epoch
 from store.storage.local import LocalFiles

@@ -9,7 +9,7 @@ import pytest
 
 from store.catalog import open_catalog, open_or_create, restore_store_record
 from store.errors import DamagedError, ExistsError, NewerFormatError, NoStoreError, NothingToResumeError, StorageError
-from store.layout import STORE
+from store.names import STORE
 from store.resolve import newest_resumable
 from store.schema import READER, StoreRecord, to_bytes
 from store.session import mark_closed

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from store.catalog import mark_suspect, open_catalog, resume_order, withdraw_suspect
-from store.layout import suspect_path
-from store.names import SaveId
+from store.names import SaveId, suspect_path
 from store.resolve import newest_resumable
 from store.retention import Retention, execute, plan_prune, select_retained
 from store.schema import SuspectRecord, to_bytes

@@ -7,7 +7,7 @@ import pytest
 from store.catalog import open_catalog, open_or_create
 from store.commit import Expected, commit, hint_latest, mark_proven, wait_for_group
 from store.errors import DamagedError, ExistsError, SaveError, StorageError
-from store.layout import part_path, payload_path
+from store.names import part_path, payload_path
 from store.segment import present_parts
 from store.storage.atomic import final_name, is_temporary
 from tests.crash.checker import check, check_goes_on, promised, read_newest

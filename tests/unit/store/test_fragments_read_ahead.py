@@ -9,7 +9,7 @@ import pytest
 from store import fragments as ahead
 from store.catalog import open_catalog
 from store.fragments import ReadAhead, Source
-from store.layout import payload_path
+from store.names import payload_path
 from store.resolve import resolve
 from store.storage.local import LocalFiles
 from tests.support.stores import StoreBuilder

@@ -4,9 +4,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from store import layout
 from store.errors import DamagedError
-from store.names import Fragment, SaveId, Unit
+from store.names import (
+    Fragment,
+    SaveId,
+    Unit,
+    epoch_path,
+    manifest_path,
+    parse_epoch,
+    parse_rank_file,
+    parse_save_dir,
+    parse_save_file,
+    part_path,
+    payload_path,
+    proven_path,
+)
 from store.schema import ManifestRecord, from_bytes, seal, to_bytes
 
 STEPS = st.integers(0, 10**12 - 1)
@@ -24,17 +36,17 @@ NOT_A_SAVE = [
 def test_save_names_round_trip(save: SaveId) -> None:
     assert SaveId.parse(save.name) == save
     assert str(save) == save.name
-    assert layout.parse_save_dir(save.name) == save
-    assert layout.parse_save_file(layout.manifest_path(save).rpartition("/")[2]) == save
-    assert layout.parse_save_file(layout.proven_path(save).rpartition("/")[2]) == save
+    assert parse_save_dir(save.name) == save
+    assert parse_save_file(manifest_path(save).rpartition("/")[2]) == save
+    assert parse_save_file(proven_path(save).rpartition("/")[2]) == save
 
 
 @pytest.mark.parametrize("name", NOT_A_SAVE, ids=repr)
 def test_what_is_no_save_name(name: str) -> None:
     with pytest.raises(ValueError, match="00000120-000003"):
         SaveId.parse(name)
-    assert layout.parse_save_dir(name) is None
-    assert layout.parse_save_file(name + ".json") is None
+    assert parse_save_dir(name) is None
+    assert parse_save_file(name + ".json") is None
 
 
 @given(SAVES, SAVES)
@@ -51,20 +63,20 @@ def test_names_sort_by_step_only_for_people() -> None:
 
 @given(EPOCHS)
 def test_epoch_files_round_trip(epoch: int) -> None:
-    assert layout.parse_epoch(layout.epoch_path(epoch).rpartition("/")[2]) == epoch
+    assert parse_epoch(epoch_path(epoch).rpartition("/")[2]) == epoch
 
 
 @pytest.mark.parametrize(
     "name", ["3.json", "0000003.json", "000003.json~", "000003", "00000३.json", ".tmp-000003.json"]
 )
 def test_what_is_no_epoch_file(name: str) -> None:
-    assert layout.parse_epoch(name) is None
+    assert parse_epoch(name) is None
 
 
 @given(SAVES, st.integers(0, 10**8 - 1))
 def test_rank_files_round_trip(save: SaveId, rank: int) -> None:
-    assert layout.parse_rank_file(layout.part_path(save, rank).rpartition("/")[2]) == (rank, "json")
-    assert layout.parse_rank_file(layout.payload_path(save, rank).rpartition("/")[2]) == (rank, "safetensors")
+    assert parse_rank_file(part_path(save, rank).rpartition("/")[2]) == (rank, "json")
+    assert parse_rank_file(payload_path(save, rank).rpartition("/")[2]) == (rank, "safetensors")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +84,7 @@ def test_rank_files_round_trip(save: SaveId, rank: int) -> None:
     ["rank-1.json", "rank-000001.json", "rank-00001.pt", "rank-00001.json.bak", "rank-0000१.json", "Rank-00001.json"],
 )
 def test_what_is_no_rank_file(name: str) -> None:
-    assert layout.parse_rank_file(name) is None
+    assert parse_rank_file(name) is None
 
 
 def test_fragments_cannot_be_negative() -> None:

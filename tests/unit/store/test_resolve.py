@@ -5,8 +5,7 @@ import pytest
 from store.catalog import open_catalog
 from store.certificate import certify
 from store.errors import DamagedError, NothingToResumeError, StorageError
-from store.layout import manifest_path, part_path, payload_path
-from store.names import SaveId, Unit
+from store.names import SaveId, Unit, manifest_path, part_path, payload_path
 from store.resolve import RejectedVersion, newest_resumable, resolve
 from store.segment import read_part
 from tests.crash.checker import assert_true_to_write, read_commit, read_newest

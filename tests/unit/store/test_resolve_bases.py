@@ -10,8 +10,7 @@ from store.catalog import open_catalog
 from store.commit import commit
 from store.encoding.stream import EncodedEntry
 from store.errors import DamagedError, NothingToResumeError, SaveError
-from store.layout import part_path, payload_path, segment_dir
-from store.names import SaveId, Unit
+from store.names import SaveId, Unit, part_path, payload_path, segment_dir
 from store.resolve import RejectedVersion, resolve
 from store.retention import Retention, execute, plan_prune
 from store.schema import Entry

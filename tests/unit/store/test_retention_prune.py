@@ -6,8 +6,7 @@ import pytest
 
 from store.catalog import open_catalog, open_or_create
 from store.errors import StorageError
-from store.layout import manifest_path, part_path, payload_path, segment_dir
-from store.names import SaveId
+from store.names import SaveId, manifest_path, part_path, payload_path, segment_dir
 from store.retention import PrunePlan, Retention, execute, plan_prune
 from store.session import claim_epoch, mark_closed, newest_epoch
 from store.storage.atomic import is_temporary

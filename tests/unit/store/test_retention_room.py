@@ -11,8 +11,7 @@ import pytest
 import store.retention
 from store.catalog import mark_suspect, open_catalog
 from store.errors import FencedError
-from store.layout import payload_path
-from store.names import SaveId
+from store.names import SaveId, payload_path
 from store.retention import (
     EVERYTHING,
     PrunePlan,

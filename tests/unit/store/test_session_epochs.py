@@ -8,8 +8,7 @@ import pytest
 from store.catalog import open_catalog, open_or_create
 from store.commit import commit
 from store.errors import DamagedError, ExistsError, FencedError, MissingError, StorageError
-from store.layout import epoch_path, manifest_path
-from store.names import SaveId
+from store.names import SaveId, epoch_path, manifest_path
 from store.session import claim_epoch, newest_epoch, read_epoch, require_newest
 from store.storage.local import LocalFiles
 from tests.crash.damage import flip, put, remove

@@ -9,7 +9,7 @@ import pytest
 
 from store.catalog import open_catalog, open_or_create
 from store.errors import FencedError, StorageError
-from store.layout import EPOCHS, MANIFESTS, epoch_path, manifest_path, segment_dir
+from store.names import EPOCHS, MANIFESTS, epoch_path, manifest_path, segment_dir
 from store.retention import Retention, execute, plan_prune
 from store.schema import to_bytes
 from store.session import claim_epoch, newest_epoch, read_epoch, renew_epoch, require_newest, require_present

@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from store.catalog import Catalog, open_catalog, open_or_create
-from store.layout import closed_path, epoch_path
+from store.names import closed_path, epoch_path
 from store.schema import IncarnationRecord
 from store.session import (
     IncarnationCount,

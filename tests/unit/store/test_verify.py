@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from store.catalog import open_catalog, open_or_create
-from store.layout import manifest_path, part_path, payload_path
-from store.names import SaveId
+from store.names import SaveId, manifest_path, part_path, payload_path
 from store.segment import read_part
 from store.verify import VerifyReport, total_bytes, verify
 from tests.crash.damage import edit, flip, put, remove

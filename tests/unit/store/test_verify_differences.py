@@ -19,8 +19,7 @@ from store.encoding.base import Bytes
 from store.encoding.stream import EncodedEntry, Packing
 from store.errors import StorageError
 from store.fragments import FragmentReader, Source
-from store.layout import part_path
-from store.names import SaveId
+from store.names import SaveId, part_path
 from store.schema import PartRecord, digest
 from store.segment import SegmentDraft, StagedFragment, write_segment
 from store.verify import check_stored, check_with_differences, verify

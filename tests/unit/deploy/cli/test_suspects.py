@@ -12,8 +12,7 @@ from deploy.cli.run import DEFAULT_MEMORY, DEFAULT_STORE, places
 from monitor.config.load import Config
 from store.catalog import mark_suspect
 from store.errors import ConfigError, UsageError
-from store.layout import suspect_path
-from store.names import SaveId
+from store.names import SaveId, suspect_path
 from tests.support.cli import Here, environment
 from tests.support.stores import StoreBuilder
 

@@ -15,12 +15,11 @@ from deploy.daemon import node
 from deploy.daemon.metrics import DaemonMetrics
 from deploy.daemon.node import Node, Options
 from store.commit import commit
-from store.layout import SEGMENTS, STORE, manifest_path, segment_dir
 from store.memory import rescue
 from store.memory.cleanup import KEEP_UNREACHABLE_SECONDS
 from store.memory.index import SeenStore, scan_node
 from store.memory.layout import Tier, tiers
-from store.names import SaveId
+from store.names import SEGMENTS, STORE, SaveId, manifest_path, segment_dir
 from store.resolve import newest_resumable
 from store.schema import ManifestRecord
 from store.session import StoreLock

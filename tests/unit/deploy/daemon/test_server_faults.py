@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from store.layout import payload_path
-from store.names import SaveId
+from store.names import SaveId, payload_path
 from store.retention import Retention, plan_prune
 from store.verify import verify
 from tests.support.cli import driftpoint

@@ -10,8 +10,7 @@ import pytest
 from deploy.daemon import verifier
 from deploy.daemon.verifier import Checked, Verifier
 from store.errors import StorageError
-from store.layout import manifest_path, payload_path
-from store.names import SaveId
+from store.names import SaveId, manifest_path, payload_path
 from tests.support.daemons import until
 from tests.support.stores import StoreBuilder
 

@@ -15,9 +15,8 @@ from deploy.report.history import read_history
 from deploy.report.page import build_report
 from deploy.store_status import store_status
 from store.catalog import open_catalog
-from store.layout import manifest_path
 from store.location import store_place
-from store.names import SaveId
+from store.names import SaveId, manifest_path
 from store.session import IncarnationCount, claim_epoch, mark_closed, new_incarnation
 from store.storage.local import LocalFiles
 from tests.support.processes import holding_lock

@@ -11,7 +11,7 @@ from deploy.supervisor.restart_policy import StoreSnapshot
 from deploy.supervisor.store_probe import StoreProbe
 from store.catalog import open_catalog
 from store.errors import StorageError
-from store.layout import manifest_path
+from store.names import manifest_path
 from store.session import lock_holder
 from store.storage.local import LocalFiles
 from tests.support.stores import StoreBuilder

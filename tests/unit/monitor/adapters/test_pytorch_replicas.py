@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from monitor.adapters.base import Piece
-from monitor.adapters.module_tensors import whole_piece
-from monitor.adapters.replicas import SMALL, even_slice, partition_replicated
+from monitor.adapters.module_tensors import SMALL, even_slice, partition_replicated, whole_piece
 from store.names import BUFFER, WEIGHTS, Fragment
 
 

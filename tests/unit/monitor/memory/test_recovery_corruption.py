@@ -13,11 +13,10 @@ import torch
 
 from store.catalog import open_catalog
 from store.errors import DamagedError
-from store.layout import payload_path
 from store.memory.index import scan_node
 from store.memory.layout import Generation
 from store.memory.overlay import Overlay
-from store.names import SaveId
+from store.names import SaveId, payload_path
 from store.schema import Entry, PartRecord, StateTensor
 from store.segment import PayloadPiece, read_piece
 from store.storage.local import LocalFiles

@@ -12,10 +12,9 @@ import torch
 from store.catalog import open_catalog
 from store.certificate import certify
 from store.errors import DamagedError, FencedError, StoreInUseError
-from store.layout import part_path, payload_path, segment_dir
 from store.memory.index import scan_node
 from store.memory.rescue import NOTHING, REASON, WRITTEN, rescue_newest
-from store.names import SaveId
+from store.names import SaveId, part_path, payload_path, segment_dir
 from store.resolve import resolve
 from store.retention import Retention, execute, plan_prune
 from store.session import claim_epoch

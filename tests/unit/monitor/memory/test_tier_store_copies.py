@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from deploy.supervisor.store_probe import StoreProbe
-from store.layout import manifest_path
 from store.memory.rescue import NOTHING, rescue_newest
-from store.names import SaveId
+from store.names import SaveId, manifest_path
 from tests.support.jobs import Job, same
 from tests.support.kept import abandoned, catalog_of, memory, settled, tier_of
 from tests.support.memory_jobs import kept_steps, killed_at, run, sources

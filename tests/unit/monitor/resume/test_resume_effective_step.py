@@ -16,8 +16,7 @@ from monitor.observe.layers import find_layers
 from store.catalog import Catalog, open_catalog
 from store.certificate import certify
 from store.errors import ModelMismatchError
-from store.layout import part_path, payload_path
-from store.names import SaveId
+from store.names import SaveId, part_path, payload_path
 from store.resolve import newest_resumable
 from store.retention import Retention, plan_prune
 from store.segment import read_part

@@ -21,9 +21,8 @@ from monitor.adapters.pytorch import PyTorchAdapter
 from store.catalog import open_catalog
 from store.errors import ConfigError, DriftpointError, ModelMismatchError, NothingToResumeError, UsageError
 from store.fragments import FragmentIndex, Source, byte_range
-from store.layout import payload_path, segment_dir
 from store.location import Mount
-from store.names import RAW, WEIGHTS, Fragment, SaveId, Unit
+from store.names import RAW, WEIGHTS, Fragment, SaveId, Unit, payload_path, segment_dir
 from store.resolve import resolve
 from store.schema import Entry
 from store.segment import Item, write_payload

@@ -8,8 +8,7 @@ import pytest
 
 from store.catalog import Catalog, open_catalog
 from store.certificate import certify, run_saves
-from store.layout import payload_path
-from store.names import SaveId
+from store.names import SaveId, payload_path
 from store.resolve import newest_resumable
 from store.segment import read_part
 from store.storage.local import LocalFiles

@@ -19,9 +19,9 @@ from store import catalog
 from store.catalog import open_catalog
 from store.certificate import certify
 from store.errors import NewerFormatError, StorageError
-from store.layout import STORE
 from store.memory import layout
 from store.memory.index import scan_node
+from store.names import STORE
 from store.resolve import newest_resumable
 from store.state_tree import Leaf
 from store.storage.local import LocalFiles

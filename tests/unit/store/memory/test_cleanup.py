@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from store.layout import epoch_path
 from store.memory.arena import Arena, boot_seconds
 from store.memory.cleanup import KEEP_SECONDS, clear, clear_old, committed, used_bytes
 from store.memory.index import scan_node
 from store.memory.layout import Tier, home, tiers
-from store.names import SaveId
+from store.names import SaveId, epoch_path
 from store.schema import EpochRecord, to_bytes
 from store.storage.local import LocalFiles
 from tests.support.made_versions import CLAIM, STORE, abandon, head_of, keep, tier_at, values, wanted
