@@ -463,7 +463,7 @@ class Checkpointer:
             return self._report(settled.skip, began, None, problem=problem)
         if settled.changed:
             self._job.agree(local)
-        decided = self._decider.decide(self._step, local, request, self._saver.dropped, settled.proposed)
+        decided = self._decider.decide(self._step, local, request, self._saver.take_dropped(), settled.proposed)
         self._pace.agreed(self._step, decided.interval)
         if self._group.rank == 0:
             committed = self._job.ledger.versions.keys()

@@ -158,7 +158,7 @@ class SnapshotManifest:
         units = [[unit.layer, unit.slot] for unit in self._job.table.sizes if unit.slot != FROZEN]
         return digest(seal([save.name, "memory", units]))
 
-    def manifest(self, save: SaveId, store_id: str) -> Callable[[], ManifestRecord]:
+    def manifest(self, save: SaveId, store_id: str, more: Sequence[str] = ()) -> Callable[[], ManifestRecord]:
         """Return a function that builds the manifest in any thread, of what is known now.
 
         It lacks the snapshot's own group and the encoding errors: not all parts exist yet."""
@@ -174,7 +174,7 @@ class SnapshotManifest:
             sizes=sizes,
             groups=ledger.groups,
         )
-        differs = tuple(dict.fromkeys((*ledger.differs, *self._saver.differs)))
+        differs = tuple(dict.fromkeys((*ledger.differs, *self._saver.differs, *more)))
         return partial(_manifest, draft, differs)
 
     def _committed(self, unit: Unit) -> bool:
@@ -220,7 +220,8 @@ class SnapshotStager:
 
     def adopt(self, loan: "Loan", task: SaveTask) -> Version:
         """Return the snapshot of what a save staged in lent memory."""
-        segment = replace(task.segment, plan=self._manifest.plan(task.segment.save))
+        differs = (*task.segment.differs, *task.notes)
+        segment = replace(task.segment, plan=self._manifest.plan(task.segment.save), differs=differs)
         return self._version(loan, segment, task.finish, task.copying, {})
 
     def stage(
@@ -266,7 +267,7 @@ class SnapshotStager:
             loan.placed.placements,
             encoded,
             loan.placed.end,
-            self._manifest.manifest(segment.save, segment.store_id) if segment.rank == 0 else None,
+            self._manifest.manifest(segment.save, segment.store_id, segment.differs) if segment.rank == 0 else None,
             copying,
         )
 

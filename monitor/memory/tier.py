@@ -34,7 +34,7 @@ from monitor.save.staging import UnfinishedCopy
 from monitor.save.store_session import StoreSession
 from monitor.types import DecisionResult, SaveStatus
 from store.catalog import Catalog
-from store.errors import SaveError, StorageError, StoreError
+from store.errors import StorageError, StoreError
 from store.memory.cleanup import describe_left, renew
 from store.memory.index import belonging_to, scan_node
 from store.memory.layout import Tier
@@ -60,7 +60,7 @@ class _Lent:
 
     save: SaveId
     slot: int
-    loan: Loan | None  # None where this rank has no memory
+    loan: Loan | None  # None where the save becomes no snapshot, or this rank has no memory
     whole: bool = False  # whether all ranks are known to have the snapshot
 
 
@@ -114,6 +114,8 @@ class MemoryTier:
 
         If memory is short on any rank, the tier is off on all ranks. kept: snapshot that the job resumed; it stays
         until there is a newer one."""
+        if self._pending is not None:
+            self._drain()
         self._unclaimed = None if self._session.claimed else (kept,)
         if self._unclaimed is None:  # memory is named by the epoch, and that of the job before is not this job's
             self._reserve(local, kept)
@@ -162,20 +164,27 @@ class MemoryTier:
         if slot is None or arena is None:
             self._schedule.put_off(step)
             return {}
-        save, loan = SaveId(step, self._session.epoch), None
+        save, self._outcome = SaveId(step, self._session.epoch), None
+        again = self._newest is not None and self._newest[1] == save  # only one snapshot may have a name
+        self._lent, buffers = _Lent(save, slot, None), dict[Unit, list[torch.Tensor]]()
         try:
             loan = self._stager.lend(local, arena, slot, partial(self._buffers.at, slot))
-        except (StoreError, OSError) as error:
-            self._pending = _Pending(self._writer.submit(partial(_fail, error)), save, slot)
-        self._lent, self._outcome = _Lent(save, slot, loan), None
-        return {} if loan is None else loan.buffers()
+            buffers = loan.buffers()
+            self._lent = replace(self._lent, loan=None if again else loan)
+        except Exception as error:  # noqa: BLE001 - raised on one rank, it would leave the others waiting
+            if not again:
+                self._pending = _Pending(self._writer.submit(partial(_fail, error)), save, slot)
+        return buffers
 
     def _adopt(self, lent: _Lent, task: SaveTask) -> None:
         """Begin the snapshot of what a save staged in lent memory."""
         if lent.loan is not None:
-            work = partial(_fail, task.failure or SaveError("nothing was staged"))
-            if task.failure is None:
+            try:
+                if task.failure is not None:
+                    raise task.failure
                 work = partial(self._seal, self._stager.adopt(lent.loan, task), None)
+            except Exception as error:  # noqa: BLE001 - likewise
+                work = partial(_fail, error)
             self._pending = _Pending(self._writer.submit(work), lent.save, lent.slot)
         self._saver.note_snapshot(lent.save.step)
 
@@ -268,9 +277,11 @@ class MemoryTier:
 
     def _take(self, step: int, local: Mapping[Unit, LocalUnit], began: float) -> None:
         """Stage a snapshot of this step. ``began``: ``perf_counter()`` when training began to wait. Collective."""
+        if self._saver.claim_name(step, snapshot=True) is not None:
+            return  # fenced, or the store is unreachable: reported at the next decision
         slot = self._free_slot()
-        if slot is None or self._saver.claim_name(step, snapshot=True) is not None:
-            return  # a save is written from it, or fenced, or the store is unreachable: reported at the next decision
+        if slot is None:
+            return  # a save is written from it
         self._saver.note_snapshot(step)
         self._job.rank_buffers.compare()
         save = SaveId(step, self._session.epoch)
@@ -393,7 +404,7 @@ class MemoryTier:
         self._replication.stop()
         if self._newest is None:
             self._replication.close(remove=True)
-            self._buffers.close(remove=True)
+            self._buffers.close(remove=True, copying=self._saver.in_progress)  # a save may be written from it
         else:  # freed by close()
             self._buffers.keep_only(self._newest[0])
 

@@ -32,7 +32,8 @@ class DryRunSaver:
         self._ledger = job.ledger
         self._listeners = job.listeners
 
-    dropped: tuple[Unit, ...] = ()
+    def take_dropped(self) -> tuple[Unit, ...]:
+        return ()
 
     def _nothing(self, *_: Any, **__: Any) -> None: ...
 

@@ -133,6 +133,11 @@ class Saver:
         """The save that began and is not settled. One on each rank, or none on any."""
         return None if self._pending is None else self._pending.task
 
+    def take_dropped(self) -> tuple[Unit, ...]:
+        """Return :attr:`dropped` once, so that a decision hears of it and the next one does not."""
+        dropped, self.dropped = self.dropped, ()
+        return dropped
+
     def keep_buffers(self) -> None:
         """Keep buffers from now on: no memory is lent any more."""
         self._stager.keeps = True

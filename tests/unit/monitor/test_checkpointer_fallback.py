@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +96,25 @@ def test_where_nan_ends_the_job_nothing_is_committed_beside_it(store: Path, poli
     with pytest.raises(SaveError):
         one.ckpt.close()
     assert committed_steps(store) == before
+
+
+def test_a_layer_that_is_finite_again_ends_the_job_once_only(store: Path) -> None:
+    one = Job(store, every=2, bounds={"nonfinite": "raise"})
+    one.ckpt.resume()
+    raised = []
+    for step in range(1, 11):
+        one.update()
+        if step == 4:
+            clean = copy.deepcopy((one.model.state_dict(), one.optimizer.state_dict()))
+            one.model.head.bias.data[0] = float("nan")
+        try:
+            one.ckpt.step()
+            one.ckpt.flush()
+        except NotFiniteError:
+            raised.append(step)
+        if step == 5:
+            one.model.load_state_dict(clean[0])
+            one.optimizer.load_state_dict(clean[1])
+    assert raised == [6]
+    one.ckpt.close(save=False)
+    assert committed_steps(store) == [2, 8, 10]

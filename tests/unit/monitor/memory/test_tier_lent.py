@@ -10,13 +10,16 @@ import pytest
 import torch
 
 import monitor.memory.tier
+from monitor.memory.buffers import SharedMemoryBuffers
 from monitor.memory.snapshot import Version, seal_snapshot
 from monitor.save.staging import CopyTiming
+from store.errors import StorageError
+from store.memory.index import scan_node
 from store.names import SaveId
 from store.verify import verify
 from tests.support.internals import hold_writer, staged_copies, staging_buffers
 from tests.support.jobs import Job, committed_steps, same
-from tests.support.kept import abandoned, catalog_of, memory, settled
+from tests.support.kept import abandoned, catalog_of, memory, settled, tier_of
 from tests.support.memory_jobs import kept_steps, run, sources, state_in, trained
 
 SAVED = SaveId(4, 1)
@@ -179,4 +182,72 @@ def test_after_going_back_the_memory_under_a_save_is_left_alone(store: Path) -> 
     one.ckpt.flush()
     steps_without_writing(one, 3)
     assert kept_steps(store)[-1] == 10
+    one.ckpt.close(save=False)
+
+
+def test_memory_that_goes_off_stays_mapped_under_a_save(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(version: Version) -> float:
+        version.copying.finish()
+        raise StorageError("no room for the record")
+
+    monkeypatch.setattr(monitor.memory.tier, "seal_snapshot", refuse)
+    one, release, saved = held(store)
+    steps_without_writing(one, 1)
+    assert one.metric("driftpoint_memory_on") == 0.0, "three in a row failed, the last while the save is written"
+    release.set()
+    one.ckpt.flush()
+    one.ckpt.close(save=False)
+    two = resumed_from_the_store(store, 4)
+    assert same(two.weights(), saved)
+    two.ckpt.close(save=False)
+
+
+def test_what_was_resumed_inexactly_is_not_exact_in_memory(store: Path) -> None:
+    one = Job(store, encoding="compact")
+    one.ckpt.resume()
+    for _ in range(3):
+        one.step()
+    one.ckpt.close()
+    two = Job(store, every=100, memory=memory(store))
+    two.ckpt.resume()
+    assert two.ckpt.certificate is not None and not two.ckpt.certificate.exact
+    assert two.ckpt.save().skipped is None
+    settled(two)
+    abandoned(two)
+    max((store / "manifests").iterdir()).unlink()  # killed before the commit
+    three = Job(store, every=100, memory=memory(store))
+    three.ckpt.resume()
+    assert sources(three) == {"memory"}
+    assert three.ckpt.certificate is not None and not three.ckpt.certificate.exact
+    three.ckpt.close(save=False)
+
+
+def test_one_snapshot_has_a_name_though_its_step_is_saved_again(store: Path) -> None:
+    one = trained(store, 5)
+    with torch.no_grad():
+        one.model.head.bias.zero_()
+    assert one.ckpt.save().skipped is None
+    settled(one)
+    one.ckpt.flush()
+    assert not staging_buffers(one.ckpt)
+    assert [held.record.save.step for held in scan_node(tier_of(store)).everything()] == [5]
+    run(one, 1)
+    assert kept_steps(store) == [5, 6]
+    one.ckpt.close(save=False)
+
+
+def test_an_error_of_this_rank_alone_never_reaches_training(
+    store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, at = trained(store, 3), SharedMemoryBuffers.at
+
+    def refuse(self: SharedMemoryBuffers, slot: int, nbytes: int) -> None:
+        raise RuntimeError("the driver is gone")
+
+    monkeypatch.setattr(SharedMemoryBuffers, "at", refuse)
+    run(one, 1)
+    monkeypatch.setattr(SharedMemoryBuffers, "at", at)
+    assert committed_steps(store) == [4] and kept_steps(store)[-1] == 3
+    run(one, 2)
+    assert "the driver is gone" in caplog.text and kept_steps(store)[-1] == 6
     one.ckpt.close(save=False)
