@@ -179,33 +179,43 @@ def no_directory_sync(dropped: Callable[[str], bool]) -> Make:
     return NoDirectorySync
 
 
-def write_in_place(files: Files, path: str, fill: Callable[[NewFile], None], **_: object) -> None:
+Content = bytes | Callable[[NewFile], None]
+
+
+def put(file: NewFile, content: Content) -> None:
+    if isinstance(content, bytes):
+        file.write(content)
+    else:
+        content(file)
+
+
+def write_in_place(files: Files, path: str, content: Content, **_: object) -> None:
     """Temporary name dropped."""
     file = files.create(path)
-    fill(file)
+    put(file, content)
     file.sync()
     file.close()
     files.sync_dir(path.rpartition("/")[0])
 
 
-def write_by_rename(files: Files, path: str, fill: Callable[[NewFile], None], **_: object) -> None:
+def write_by_rename(files: Files, path: str, content: Content, **_: object) -> None:
     """A rename, which replaces, in place of the link, which does not."""
     folder = path.rpartition("/")[0]
     temporary = f"{folder}/.tmp-{secrets.token_hex(6)}-x".lstrip("/")
     file = files.create(temporary)
-    fill(file)
+    put(file, content)
     file.sync()
     file.close()
     files.rename(temporary, path)
     files.sync_dir(folder)
 
 
-def name_first(files: Files, path: str, fill: Callable[[NewFile], None], **_: object) -> None:
+def name_first(files: Files, path: str, content: Content, **_: object) -> None:
     """The final name given before the bytes are synced."""
     folder = path.rpartition("/")[0]
     temporary = f"{folder}/.tmp-{secrets.token_hex(6)}-x".lstrip("/")
     file = files.create(temporary)
-    fill(file)
+    put(file, content)
     files.link(temporary, path)
     files.sync_dir(folder)
     file.sync()
