@@ -21,8 +21,8 @@ T = TypeVar("T")
 _STOP_TIMEOUT = 2.0  # seconds that an idle thread gets to exit
 
 _NICENESS = 10
-"""Of background threads: where training keeps all cores busy, they get a tenth of one. The slowest step beside a save
-takes half as long then, as beside a process that writes."""
+"""Of background threads. Where training keeps all cores busy, they get a tenth of one, and a save slows training as
+little as one that another process writes."""
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,8 @@ class BackgroundWorker(Generic[T]):
             self._thread.join(_STOP_TIMEOUT)
 
     def _work(self) -> None:
-        if sys.platform == "linux":  # where niceness belongs to a thread
-            os.nice(_NICENESS)
+        with suppress(OSError):  # a sandbox may refuse it
+            os.nice(_NICENESS if sys.platform == "linux" else 0)  # elsewhere it would be that of the whole process
         while (item := self._tasks.get()) is not None:
             number, task = item
             try:

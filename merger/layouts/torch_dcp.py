@@ -51,7 +51,7 @@ CHUNK_BYTES = 1 << 26
 
 _TORCHTITAN = (
     "torchtitan loads it under the name step-N in its checkpoint folder, with exclude_from_loading=[dataloader]; the "
-    "schedule goes on at the step, and ntokens_seen is counted anew"
+    "schedule continues at the step, and ntokens_seen starts at 0"
 )
 _LOAD = (
     "from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict",

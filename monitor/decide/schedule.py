@@ -34,7 +34,7 @@ _MAX_SEND_SHARE = 0.5  # share of the time that a snapshot may be in transit to 
 
 _MAX_INTERVAL = 100_000
 
-_MOST_SPARED = 100
+_MOST_SPARED = 100  # steps before a save without a snapshot
 
 
 class StepTiming:

@@ -1,4 +1,4 @@
-"""A Trainer in one process: trains to its end and saves at every step, or goes on from a store.
+"""A Trainer in one process: trains to its end and saves at every step, or resumes from a store.
 
 Usage: source_hf.py SPEC.json: ``role``, ``output``, and ``store`` where it is to resume.
 """
