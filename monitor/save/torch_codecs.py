@@ -1,7 +1,8 @@
-"""Encodes and decodes tensors on their device, bit-identical to :mod:`store.encoding`.
+"""Encodes and decodes tensors on their device, as :mod:`store.encoding` defines to the bit.
 
-The numpy definition is the reference; ``tests/contract/test_encodings.py`` compares the two. Functions keep no state.
-They do not raise if values cannot be held, since that would wait for the device: they return it as a tensor.
+``tests/contract/test_encodings.py`` compares the encoded bytes with those of numpy encoders
+(``tests/support/reference_encodings.py``), and the decoded values with those of :mod:`store.encoding`. Functions keep
+no state. They do not raise if values cannot be held, since that would wait for the device: they return it as a tensor.
 
 Three rules keep the bytes equal on every device. Comparisons are made on integers, so threads and devices that flush
 subnormals agree. Divisors are tensors on the device, since torch divides CUDA tensors by a number, or by a scalar on

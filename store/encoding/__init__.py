@@ -1,9 +1,11 @@
-"""Register the encodings of fragments, which are defined in numpy to the bit.
+"""Register the encodings of fragments, with their sizes and their decoding in numpy.
+
+``monitor/save/torch_codecs.py`` encodes; numpy encoders that the tests compare it with are in ``tests/support``.
 
 An encoding has a size known in advance; packing (:mod:`store.encoding.compression`) makes it smaller without loss.
 Unknown names are refused at decisions and when a part is read. ``docs/encodings.md`` defines encodings and bounds."""
 
-from store.encoding.base import BLOCK, CHUNK, Encoding, Lane, Raw, ValuesError, chunk_sizes, itemsize
+from store.encoding.base import BLOCK, CHUNK, Encoding, Lane, Raw, chunk_sizes, itemsize
 from store.encoding.bfloat16 import BF16, BF16_INT8, Bf16, Bf16Int8
 from store.encoding.int8 import INT8_BLOCK, INT8_SQRT_BLOCK, Int8Block, Int8SqrtBlock
 from store.encoding.log2 import INT8_LOG2, Int8Log2
@@ -25,7 +27,6 @@ __all__ = [
     "WRITABLE",
     "Encoding",
     "Lane",
-    "ValuesError",
     "chunk_sizes",
     "encoding_named",
     "itemsize",

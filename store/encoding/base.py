@@ -27,10 +27,6 @@ Bytes = NDArray[np.uint8]  # 1-d uint8
 Values = NDArray[Any]  # 1-d values; float32 for the lossy encodings
 
 
-class ValuesError(ValueError):
-    """Values that an encoding cannot hold within its bound. The caller stores them raw or not at all."""
-
-
 @dataclass(frozen=True)
 class Lane:
     """``count`` contiguous elements of ``width`` bytes in a chunk, which packing splits into byte planes."""
@@ -66,12 +62,8 @@ class Encoding(ABC):
         """Return the lanes of one chunk of ``numel <= CHUNK`` elements, in byte order."""
 
     @abstractmethod
-    def encode(self, values: Values) -> Bytes:
-        """Encode one chunk. Raises ValuesError for values that it cannot hold within its bound."""
-
-    @abstractmethod
     def decode(self, data: Bytes, numel: int, dtype: str) -> Values:
-        """Decode one chunk. Raises DamagedError unless ``encode`` can have written ``data``."""
+        """Decode one chunk. Raises DamagedError for ``data`` that no encoder writes."""
 
 
 def chunk_sizes(numel: int) -> Iterator[int]:
@@ -108,16 +100,6 @@ def check_size(encoding: Encoding, data: Bytes, numel: int, dtype: str) -> None:
         )
 
 
-def check_float32(encoding: Encoding, values: Values) -> NDArray[np.float32]:
-    """Return contiguous values. Raises ValueError unless they are one chunk of float32."""
-    if values.dtype != np.dtype("<f4") or values.ndim != 1 or values.size > CHUNK:
-        raise ValueError(
-            f"{encoding.name} takes at most {CHUNK} float32 values in one dimension, "
-            f"not {values.dtype} of shape {values.shape}"
-        )
-    return np.ascontiguousarray(values)
-
-
 _ITEMSIZE = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2,
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
@@ -149,10 +131,6 @@ class Raw(Encoding):
     def lanes(self, numel: int, dtype: str) -> tuple[Lane, ...]:
         return (Lane(numel, itemsize(dtype)),)
 
-    def encode(self, values: Values) -> Bytes:
-        """Return a view of the values' bytes, a copy if they are not contiguous. Accepts bytes too."""
-        return np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-
     def decode(self, data: Bytes, numel: int, dtype: str) -> Values:
         """Return the bytes as uint8, for the caller to view: numpy has no type for some dtypes (BF16, F8)."""
         check_size(self, data, numel, dtype)
@@ -176,12 +154,6 @@ class Float32Encoding(Encoding):
             raise DamagedError(f"encoding {self.name!r} holds no values of dtype {dtype!r}")
         return self._lanes(numel)
 
-    def encode(self, values: Values) -> Bytes:
-        checked = check_float32(self, values)
-        data = np.empty(lanes_bytes(self._lanes(checked.size)), np.uint8)
-        self._encode_into(data, checked)
-        return data
-
     def decode(self, data: Bytes, numel: int, dtype: str) -> Values:
         check_size(self, data, numel, dtype)
         values = np.empty(numel, "<f4")
@@ -192,9 +164,5 @@ class Float32Encoding(Encoding):
     def _lanes(self, numel: int) -> tuple[Lane, ...]: ...
 
     @abstractmethod
-    def _encode_into(self, data: Bytes, values: NDArray[np.float32]) -> None:
-        """Fill ``data``, which has the size of the lanes. Raises ValuesError."""
-
-    @abstractmethod
     def _decode_into(self, values: NDArray[np.float32], data: Bytes) -> None:
-        """Fill ``values`` from data of the right size. Raises DamagedError unless ``encode`` can have written it."""
+        """Fill ``values`` from data of the right size. Raises DamagedError for data that no encoder writes."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from store.encoding.base import Bytes, Float32Encoding, Lane, ValuesError, pieces
+from store.encoding.base import Bytes, Float32Encoding, Lane, pieces
 from store.errors import DamagedError
 
 BF16 = "bf16"
@@ -37,21 +37,10 @@ class Bf16(Float32Encoding):
     def _lanes(self, numel: int) -> tuple[Lane, ...]:
         return (Lane(numel, 2),)
 
-    def _encode_into(self, data: Bytes, values: NDArray[np.float32]) -> None:
-        bits, halves = values.view("<u4"), data.view("<u2")
-        for piece in pieces(bits.size):
-            halves[piece] = self._rounded(bits[piece])
-
     def _decode_into(self, values: NDArray[np.float32], data: Bytes) -> None:
         bits, halves = values.view("<u4"), data.view("<u2")
         for piece in pieces(bits.size):
             self._widen(bits[piece], halves[piece])
-
-    def _rounded(self, bits: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        """Return the upper 16 bits after rounding to nearest, ties to even, right-aligned."""
-        if int((bits & 0x7FFFFFFF).max()) >= TOO_LARGE:
-            raise ValuesError(f"{self.name} holds no NaN, no infinity and nothing above 3.3961e38")
-        return (bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))) >> np.uint32(16)
 
     def _widen(self, bits: NDArray[np.uint32], halves: NDArray[np.uint16]) -> None:
         """Fill ``bits`` from bfloat16 values, of which none that is not finite is ever written."""
@@ -72,16 +61,6 @@ class Bf16Int8(Bf16):
 
     def _lanes(self, numel: int) -> tuple[Lane, ...]:
         return Lane(numel, 2), Lane(numel, 1)
-
-    def _encode_into(self, data: Bytes, values: NDArray[np.float32]) -> None:
-        bits, (highs, lows) = values.view("<u4"), _split(data, values.size)
-        for piece in pieces(bits.size):
-            high = self._rounded(bits[piece])
-            highs[piece] = high
-            # Taking high * 2**16 off first or last is the same: it is an even multiple of 2**8.
-            rest = (bits[piece] - (high << 16)).view("<i4")
-            low = (rest + (((rest >> 8) & 1) + 127)) >> 8
-            lows[piece] = np.clip(low, -127, 127)
 
     def _decode_into(self, values: NDArray[np.float32], data: Bytes) -> None:
         bits, (highs, lows) = values.view("<i4"), _split(data, values.size)

@@ -17,14 +17,13 @@ Block-wise Quantization" (arXiv:2110.02861); here with linear codes.
 
     value = (code * scale)**2, with unsigned codes"""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from store.encoding.base import BLOCK, Bytes, Float32Encoding, Lane, ValuesError, pieces
+from store.encoding.base import BLOCK, Bytes, Float32Encoding, Lane, pieces
 from store.errors import DamagedError
 
 GRID = 0xFF  # bits that are zero in every scale
@@ -40,19 +39,6 @@ def block_count(numel: int) -> int:
 def split_lanes(data: Bytes, numel: int) -> tuple[Bytes, Floats]:
     """Return the codes and the scales of a chunk as views."""
     return data[:numel], data[numel:].view("<f4")
-
-
-def rows(values: Floats) -> Iterator[tuple[slice, slice, Floats]]:
-    """Yield for each piece its elements, its blocks, and its values of shape (blocks, 64).
-
-    A shorter last block comes last, padded with zeros."""
-    whole = values.size - values.size % BLOCK
-    for piece in pieces(whole):
-        yield piece, slice(piece.start // BLOCK, piece.stop // BLOCK), values[piece].reshape(-1, BLOCK)
-    if whole < values.size:
-        last = np.zeros((1, BLOCK), "<f4")
-        last[0, : values.size - whole] = values[whole:]
-        yield slice(whole, values.size), slice(whole // BLOCK, whole // BLOCK + 1), last
 
 
 @dataclass(frozen=True)
@@ -99,10 +85,6 @@ class Int8SqrtBlock(_BlockEncoding):
     code_type = np.uint8
     scale_range = 2.0**-62, 2.0**56
 
-    def _encode_into(self, data: Bytes, values: Floats) -> None:
-        del data, values
-        raise ValuesError(f"{self.name} is only read; int8-log2 takes its place")
-
     def _finish(self, products: Floats) -> None:
         np.multiply(products, products, out=products)
 
@@ -113,8 +95,6 @@ LEAST_SCALE = 2.0**-124
 """A block with a smaller scale is zero. So a subnormal value is always less than half a scale, and the codes do not
 depend on whether a thread flushes subnormals to zero."""
 
-_SIGNED_LEVELS = np.float32(127)
-
 
 @dataclass(frozen=True)
 class Int8Block(_BlockEncoding):
@@ -124,23 +104,3 @@ class Int8Block(_BlockEncoding):
     relative_bound: float = 0.032
     code_type = np.int8
     scale_range = LEAST_SCALE, 2.0**128 / 127
-
-    def _encode_into(self, data: Bytes, values: Floats) -> None:
-        codes, scales = split_lanes(data, values.size)
-        for elements, blocks, block in rows(values):
-            scales[blocks] = scale = self._scales(block)
-            code = self._codes(block, scale).reshape(-1).view(np.uint8)
-            codes[elements] = code[: elements.stop - elements.start]
-
-    def _scales(self, block: Floats) -> Floats:
-        largest = np.abs(block).max(axis=1)
-        if not bool(np.isfinite(largest).all()):
-            raise ValuesError(f"{self.name} holds neither NaN nor infinities")
-        bits = (largest / _SIGNED_LEVELS).view("<u4")
-        scale = (bits & np.uint32(0xFFFFFFFF - GRID)).view("<f4")
-        return np.where(scale < LEAST_SCALE, np.float32(0), scale)
-
-    def _codes(self, block: Floats, scale: Floats) -> NDArray[np.int8]:
-        by = np.where(scale > 0, scale, np.float32(np.inf))[:, None]
-        # No clipping: |value / scale| <= 127 * (1 + 2**-14), which rounds to 127.
-        return np.rint(block / by).astype(np.int8)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from store.encoding.base import Bytes, Float32Encoding, Lane, ValuesError, pieces
+from store.encoding.base import Bytes, Float32Encoding, Lane, pieces
 
 INT8_LOG2 = "int8-log2"
 ROUNDING = 0x280000  # added to the bits of a value before they are cut: 40/128 of an octave in the fraction
@@ -40,16 +40,6 @@ class Int8Log2(Float32Encoding):
 
     def _lanes(self, numel: int) -> tuple[Lane, ...]:
         return (Lane(numel, 1),)
-
-    def _encode_into(self, data: Bytes, values: NDArray[np.float32]) -> None:
-        bits = values.view("<i4")
-        for piece in pieces(bits.size):
-            signed = bits[piece]
-            # With the sign flipped, -0.0 is 0, other negative values lie above it and all others below.
-            if int((signed.view("<u4") ^ np.uint32(1 << 31)).view("<i4").max()) > 0 or int(signed.max()) >= TOO_LARGE:
-                raise ValuesError(f"{self.name} holds no negative values, no NaN and nothing from 5.1e9 on")
-            code = ((signed + ROUNDING) >> SHIFT) - OFFSET
-            data[piece] = np.maximum(code, np.clip(signed, 0, 1))
 
     def _decode_into(self, values: NDArray[np.float32], data: Bytes) -> None:
         for piece in pieces(data.size):

@@ -23,10 +23,9 @@ OCP's Microscaling formats (MXINT8) share one among 32 values, with the largest 
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from store.encoding.base import BLOCK, Bytes, Float32Encoding, Lane, ValuesError, pieces
-from store.encoding.int8 import Floats, block_count, rows
+from store.encoding.base import BLOCK, Bytes, Float32Encoding, Lane, pieces
+from store.encoding.int8 import Floats, block_count
 from store.errors import DamagedError
 
 INT8_SHARED_EXPONENT = "int8-shared-exponent"
@@ -54,26 +53,6 @@ class Int8SharedExponent(Float32Encoding):
 
     def _lanes(self, numel: int) -> tuple[Lane, ...]:
         return Lane(numel, 1), Lane(block_count(numel), 1)
-
-    def _encode_into(self, data: Bytes, values: Floats) -> None:
-        codes, exponents = data[: values.size], data[values.size :]
-        for elements, blocks, block in rows(values):
-            exponents[blocks] = exponent = self._exponents(block)
-            inverse = np.where(exponent > 0, 254 - exponent << FRACTION, 0).astype("<u4").view("<f4")
-            code = np.rint(block * inverse[:, None]).astype(np.int8).reshape(-1)[: elements.stop - elements.start]
-            codes[elements] = ((code << 1) ^ (code >> 7)).view(np.uint8)
-
-    def _exponents(self, block: Floats) -> NDArray[np.int32]:
-        """Return the exponent of each block's scale, plus 127, or 0."""
-        largest = block.view("<i4") & 0x7FFFFFFF
-        while largest.shape[1] > GROUPS:
-            largest = np.maximum(largest[:, : largest.shape[1] // 2], largest[:, largest.shape[1] // 2 :])
-        usual, large = largest.min(axis=1), largest.max(axis=1)
-        if int(large.max()) >= TOO_LARGE:
-            raise ValuesError(f"{self.name} holds no NaN, no infinity and nothing above 2.55e38")
-        by_usual = (usual + ROUND_USUAL >> FRACTION) - LESS_USUAL
-        by_large = (large + ROUND_LARGE >> FRACTION) - LESS_LARGE
-        return np.where(large > LEAST - 1 << FRACTION, np.maximum(np.maximum(by_usual, by_large), LEAST), 0)
 
     def _decode_into(self, values: Floats, data: Bytes) -> None:
         codes, exponents = data[: values.size], data[values.size :].astype("<u4")

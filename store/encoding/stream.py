@@ -127,7 +127,7 @@ class EncodedEntry:
         return self.packing is None
 
     def pieces(self) -> Iterator[memoryview]:
-        """See :class:`store.segment.StreamedData`. ValuesError where the encoding cannot hold the values."""
+        """See :class:`store.segment.StreamedData`. Errors of ``chunks`` pass through."""
         self._hash.reset()
         self.written, made = 0, pack_chunks(self._hashed(), self.encoding, self.numel, self.dtype, self.packing)
         while True:

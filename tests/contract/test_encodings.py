@@ -1,4 +1,4 @@
-"""What every encoding must do, run on all of them; and that torch gives the bytes that numpy defines."""
+"""What every encoding must do, run on all of them; and that torch gives the bytes of the reference encoders."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from store.encoding import (
     RAW,
     WRITABLE,
     Encoding,
-    ValuesError,
     chunk_sizes,
 )
 from store.encoding.base import PIECE, lanes_bytes
@@ -32,7 +31,7 @@ from store.encoding.stream import BaseEntry, Packing
 from store.errors import DamagedError
 from tests.support.entries import decode_entry, encode_entry, iter_chunks, reader, split_chunks, unpack_chunk
 from tests.support.error_bounds import error_bound
-from tests.support.sqrt_block import encode_chunk
+from tests.support.reference_encodings import ValuesError, encode_chunk
 
 Floats = NDArray[np.float32]
 READ = sorted(ENCODINGS)
@@ -151,10 +150,10 @@ def test_any_finite_values_alike_in_numpy_and_torch(values: Floats, name: str) -
 
 def test_values_at_the_very_edge_of_a_code_alike_in_numpy_and_torch(encoding: Encoding) -> None:
     values = fitting(encoding, normal(CHUNK))
-    edge = encoding.decode(encoding.encode(values), CHUNK, "F32").view("<f4")
+    edge = encoding.decode(encode_chunk(encoding, values), CHUNK, "F32").view("<f4")
     for towards in (0, -np.inf, np.inf):
         moved = fitting(encoding, np.nextafter(edge, np.float32(towards)) if towards else edge)
-        assert in_torch(encoding.name, moved)[0].tobytes() == encoding.encode(moved).tobytes()
+        assert in_torch(encoding.name, moved)[0].tobytes() == encode_chunk(encoding, moved).tobytes()
 
 
 @settings(max_examples=1000, deadline=None)
@@ -177,7 +176,7 @@ def test_what_is_not_finite_is_refused_wherever_it_stands(lossy: Encoding, bad: 
         values = fitting(lossy, normal(numel))
         values[at] = bad
         with pytest.raises(ValuesError):
-            lossy.encode(values)
+            encode_chunk(lossy, values)
         assert not in_torch(lossy.name, values)[1]
 
 
@@ -221,8 +220,8 @@ def test_packing_loses_nothing_and_never_grows_beyond_its_bound(
     encoding: Encoding, numel: int, with_base: bool
 ) -> None:
     values = fitting(encoding, normal(numel))
-    data, lanes = encoding.encode(values), encoding.lanes(numel, "F32")
-    base = encoding.encode(fitting(encoding, values * np.float32(1.001))) if with_base else None
+    data, lanes = encode_chunk(encoding, values), encoding.lanes(numel, "F32")
+    base = encode_chunk(encoding, fitting(encoding, values * np.float32(1.001))) if with_base else None
     noise = np.random.default_rng(1).integers(0, 256, data.size, dtype=np.uint8)
     for content in (data, noise):
         frame = pack_chunk(content, lanes, 1, base)
@@ -235,7 +234,9 @@ def test_packing_loses_nothing_and_never_grows_beyond_its_bound(
 def test_a_fragment_streams_there_and_back(encoding: Encoding, numel: int, kind: str) -> None:
     values = fitting(encoding, normal(numel))
     old = fitting(encoding, values + normal(numel, 1e-5, seed=2))
-    base_chunks = [encoding.encode(chunk) for chunk in iter_chunks(old)] if kind.startswith("difference") else None
+    base_chunks = (
+        [encode_chunk(encoding, chunk) for chunk in iter_chunks(old)] if kind.startswith("difference") else None
+    )
     packing = None if kind == "plain" else Packing(1, base_chunks)
     data = b"".join(encode_entry(iter_chunks(values), encoding, numel, "F32", packing))
     if packing is None:
@@ -272,13 +273,13 @@ def test_only_raw_holds_other_dtypes(lossy: Encoding) -> None:
         with pytest.raises(DamagedError, match="dtype"):
             lossy.stored_bytes(64, dtype)
     with pytest.raises(ValueError, match="float32"):
-        lossy.encode(np.zeros(4, "<f8"))
+        encode_chunk(lossy, np.zeros(4, "<f8"))
     with pytest.raises(ValueError, match="float32"):
         encoders.encode(torch.zeros(4, dtype=torch.bfloat16), lossy.name)
 
 
 def test_a_chunk_of_another_size_is_damage(encoding: Encoding) -> None:
-    data = encoding.encode(fitting(encoding, normal(100)))
+    data = encode_chunk(encoding, fitting(encoding, normal(100)))
     for wrong in (data[:-1], np.append(data, np.uint8(0)), data[:0]):
         with pytest.raises(DamagedError, match="bytes; "):
             encoding.decode(wrong, 100, "F32")
@@ -309,6 +310,6 @@ def test_the_relative_bound_holds_over_many_values(seed: int, shape: str, expone
         lossy = ENCODINGS[name]
         scale = 10.0 ** max(exponent, -20 if name == INT8_LOG2 else -30)
         values = fitting(lossy, (made * scale).astype("<f4"))
-        back = lossy.decode(lossy.encode(values), numel, "F32").astype(np.float64)
+        back = lossy.decode(encode_chunk(lossy, values), numel, "F32").astype(np.float64)
         size = float(np.linalg.norm(back))
         assert np.linalg.norm(back - values) <= lossy.relative_bound * size

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from store.encoding import ENCODINGS
 from store.names import RAW, SaveId, Unit
+from tests.support.reference_encodings import encode_chunk
 
 RANKS = 2
 
@@ -73,7 +74,7 @@ def content(fqn: str, slot: str, save: SaveId) -> bytes:
         return hashlib.shake_128(f"{fqn}/{slot}/{save}".encode()).digest(4 * TENSORS[fqn][1])
     encoding = ENCODINGS[encoding_of(Unit(TENSORS[fqn][0], slot))]
     fragments = [values(fqn, slot, save, rank) for rank in range(RANKS)]
-    return b"".join(encoding.decode(encoding.encode(own), own.size, "F32").tobytes() for own in fragments)
+    return b"".join(encoding.decode(encode_chunk(encoding, own), own.size, "F32").tobytes() for own in fragments)
 
 
 @cache

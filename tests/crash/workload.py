@@ -35,6 +35,7 @@ from store.session import claim_epoch
 from store.state_tree import encode
 from store.storage.local import Files
 from tests.crash.models import PLAIN, RANKS, Model, content, encoding_of, piece, values
+from tests.support.reference_encodings import encode_chunk
 
 STEPS = 10
 PLAN = "0" * 32
@@ -223,7 +224,7 @@ class Job:
         encoding, base, named = ENCODINGS[encoding_of(unit)], self.base_of(unit), self.base_named(unit)
 
         def chunks(of: SaveId = save.id) -> list[Bytes]:
-            return [encoding.encode(values(fqn, unit.slot, of, rank))]
+            return [encode_chunk(encoding, values(fqn, unit.slot, of, rank))]
 
         packing = None
         if base is not None:

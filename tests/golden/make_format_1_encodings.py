@@ -33,7 +33,7 @@ from store.segment import SegmentDraft, StagedFragment, write_segment
 from store.session import claim_epoch
 from store.storage.local import LocalFiles
 from tests.support.entries import iter_chunks
-from tests.support.sqrt_block import encode_chunk
+from tests.support.reference_encodings import encode_chunk
 
 PLAN = "0123456789abcdef0123456789abcdef"
 NUMEL = {"block.weight": 130, "block.bias": 1, "long.weight": CHUNK + 3, "grid.weight": 3001}

@@ -24,7 +24,7 @@ from store.verify import verify
 from tests.golden.make_format_1_encodings import NUMEL, STORES, bits, names, value, values_of
 from tests.support.entries import iter_chunks
 from tests.support.error_bounds import error_bound
-from tests.support.sqrt_block import encode_chunk
+from tests.support.reference_encodings import encode_chunk
 
 GOLDEN = Path(__file__).parent / "store-format-1-encodings"
 SAVES = [(name, SaveId(step, 1)) for name, (steps, _) in STORES.items() for step in steps]

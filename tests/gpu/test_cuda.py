@@ -21,6 +21,7 @@ from monitor.save.torch_codecs import EncodedCopy, stored_bytes
 from store.encoding import CHUNK, ENCODINGS, WRITABLE, encoding_named
 from store.names import Fragment, Unit
 from tests.support.entries import iter_chunks
+from tests.support.reference_encodings import encode_chunk
 
 pytestmark = pytest.mark.cuda
 
@@ -144,7 +145,7 @@ def test_chunks_encoded_at_once_have_the_bytes_of_each(name: str) -> None:
     torch.cuda.synchronize()
     made.finish()
     assert made.held and not made.no_memory
-    expected = b"".join(encoding_named(name).encode(chunk).tobytes() for chunk in iter_chunks(values.numpy()))
+    expected = b"".join(encode_chunk(encoding_named(name), chunk).tobytes() for chunk in iter_chunks(values.numpy()))
     assert made.encoded.numpy().tobytes() == expected
 
 

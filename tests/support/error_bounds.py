@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from store.encoding.base import Encoding
 from store.encoding.int8 import BLOCK, LEAST_SCALE
-from tests.support import sqrt_block
+from tests.support.reference_encodings import SQRT_LEAST_SCALE
 
 _Floats = NDArray[np.float64]
 
@@ -41,7 +41,7 @@ def _int8_block(blocks: _Floats) -> _Floats:
 def _int8_sqrt_block(blocks: _Floats) -> _Floats:
     """(root + scale)**2 - value, with the largest scale that the block can get."""
     roots = np.sqrt(blocks)
-    scale = np.maximum(roots.max(axis=1, keepdims=True) / 255 * (1 + 2.0**-13), sqrt_block.LEAST_SCALE)
+    scale = np.maximum(roots.max(axis=1, keepdims=True) / 255 * (1 + 2.0**-13), SQRT_LEAST_SCALE)
     return np.where(blocks == 0, 0, (roots + scale) ** 2 * (1 + 2.0**-22) - blocks)
 
 

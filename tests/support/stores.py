@@ -36,7 +36,7 @@ from store.session import claim_epoch
 from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.entries import iter_chunks
-from tests.support.sqrt_block import encode_chunk
+from tests.support.reference_encodings import encode_chunk
 
 SLOTS = (WEIGHTS, "exp_avg", "exp_avg_sq")
 

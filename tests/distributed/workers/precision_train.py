@@ -31,11 +31,11 @@ from monitor.adapters.base import Piece
 from monitor.config.schema import ENCODINGS
 from store.catalog import open_catalog
 from store.encoding import RAW, encoding_named
-from store.encoding.base import ValuesError
 from store.names import WEIGHTS
 from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.entries import iter_chunks
+from tests.support.reference_encodings import ValuesError, encode_chunk
 
 Case = Mapping[str, Any]
 
@@ -157,7 +157,8 @@ def decoded(case: Case, trainee: Trainee) -> Iterator[tuple[Piece, torch.Tensor]
 
 def _decoded(values: np.ndarray, name: str) -> np.ndarray:
     encoding = encoding_named(name)
-    return np.concatenate([encoding.decode(encoding.encode(one), one.size, "F32") for one in iter_chunks(values)])
+    chunks = ((one.size, encode_chunk(encoding, one)) for one in iter_chunks(values))
+    return np.concatenate([encoding.decode(chunk, numel, "F32") for numel, chunk in chunks])
 
 
 def tamper(trainee: Trainee) -> None:

@@ -28,7 +28,7 @@ from tests.crash.models import RANKS, VARIED
 from tests.crash.simulated import SimulatedFiles
 from tests.crash.workload import PLAN, Job, Memory
 from tests.support.entries import iter_chunks
-from tests.support.sqrt_block import encode_chunk
+from tests.support.reference_encodings import encode_chunk
 
 STORE = "0" * 32
 NUMEL = CHUNK + 77

@@ -14,6 +14,7 @@ from store.encoding import CHUNK, ENCODINGS, WRITABLE, encoding_named
 from store.names import Unit
 from tests.support.entries import iter_chunks
 from tests.support.on_device import DEVICE, DeviceCalls
+from tests.support.reference_encodings import encode_chunk
 
 UNIT = Unit("blocks.0", "exp_avg")
 LOSSY = [name for name in WRITABLE if not ENCODINGS[name].lossless]
@@ -66,7 +67,7 @@ def test_chunks_that_are_encoded_at_once_have_the_bytes_of_each(
     copy.begin()
     copy.finish()
     assert copy.held
-    expected = b"".join(encoding_named(name).encode(chunk).tobytes() for chunk in iter_chunks(values.numpy()))
+    expected = b"".join(encode_chunk(encoding_named(name), chunk).tobytes() for chunk in iter_chunks(values.numpy()))
     assert copy.encoded.numpy().tobytes() == expected
     monkeypatch.undo()
     alone = encoded_copy(values, name)

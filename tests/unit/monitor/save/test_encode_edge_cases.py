@@ -21,6 +21,7 @@ from store.resolve import newest_resumable
 from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.internals import decide_without_update, hold_writer
+from tests.support.reference_encodings import encode_chunk
 
 DIFFERENCES = {"packing": 1, "differences": True}
 DTYPES = [
@@ -78,7 +79,7 @@ class Job:
 
 def decoded(values: torch.Tensor, name: str) -> torch.Tensor:
     encoding, flat = encoding_named(name), values.numpy().reshape(-1)
-    back = encoding.decode(encoding.encode(flat), flat.size, "F32")
+    back = encoding.decode(encode_chunk(encoding, flat), flat.size, "F32")
     return torch.from_numpy(back.view(np.float32).copy()).view(values.shape)
 
 

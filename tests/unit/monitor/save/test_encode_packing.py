@@ -14,6 +14,7 @@ from store.encoding import BF16, INT8_BLOCK, RAW, encoding_named
 from store.encoding.base import CHUNK, Bytes
 from store.encoding.stream import EncodedEntry
 from store.names import Fragment, SaveId, Unit
+from tests.support.reference_encodings import encode_chunk
 
 UNIT = Unit("layer", "fp32")
 NUMEL = 1 << 15
@@ -47,7 +48,7 @@ class Run:
 
     def add(self, save: SavePacking, values: np.ndarray, encoding: str = RAW) -> EncodedEntry:
         known = encoding_named(encoding)
-        chunks: list[Bytes] = [known.encode(values[at : at + CHUNK]) for at in range(0, values.size, CHUNK)]
+        chunks: list[Bytes] = [encode_chunk(known, values[at : at + CHUNK]) for at in range(0, values.size, CHUNK)]
         made = save.packed(UNIT, self.fragment, EncodedEntry(known, values.size, "F32", lambda: iter(chunks)))
         assert sum(len(piece) for piece in made.pieces()) == made.written
         return made

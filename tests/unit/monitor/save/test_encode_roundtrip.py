@@ -25,7 +25,7 @@ from store.resolve import newest_resumable
 from store.schema import Entry
 from store.storage.local import LocalFiles
 from store.verify import verify
-from tests.support.sqrt_block import sqrt_block
+from tests.support.reference_encodings import encode_chunk
 
 SLOTS = ("fp32", "exp_avg", "exp_avg_sq")
 WAYS: dict[str, dict[str, Any]] = {
@@ -85,7 +85,7 @@ class Job:
 
 def decoded(values: torch.Tensor, name: str) -> torch.Tensor:
     encoding, flat = encoding_named(name), values.numpy().reshape(-1)
-    back = encoding.decode(encoding.encode(flat), flat.size, "F32")
+    back = encoding.decode(encode_chunk(encoding, flat), flat.size, "F32")
     return torch.from_numpy(back.view(np.float32).copy()).view(values.shape)
 
 
@@ -226,7 +226,7 @@ class EarlierEncoder:
     limits = 0.0, 3.3e38
 
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        out.copy_(torch.from_numpy(sqrt_block(values.numpy())))
+        out.copy_(torch.from_numpy(encode_chunk(BY_NAME[INT8_SQRT_BLOCK], values.numpy())))
         return torch.tensor(True)
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
@@ -250,7 +250,7 @@ def test_a_store_of_an_earlier_release_is_resumed_and_continued(
         for (name, slot), found in resumed.state().items():
             flat = live[name, slot].numpy().reshape(-1)
             if slot == "exp_avg_sq":
-                flat = BY_NAME[INT8_SQRT_BLOCK].decode(sqrt_block(flat), flat.size, "F32")
+                flat = BY_NAME[INT8_SQRT_BLOCK].decode(encode_chunk(BY_NAME[INT8_SQRT_BLOCK], flat), flat.size, "F32")
             assert np.array_equal(found.numpy().reshape(-1), flat), (name, slot)
         resumed.train(2)
     catalog = open_catalog(LocalFiles(tmp_path))

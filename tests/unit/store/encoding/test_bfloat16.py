@@ -7,9 +7,10 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from store.encoding import CHUNK, ValuesError
+from store.encoding import CHUNK
 from store.encoding.bfloat16 import TOO_LARGE, Bf16, Bf16Int8
 from store.errors import DamagedError
+from tests.support.reference_encodings import ValuesError, encode_chunk
 
 
 def from_bits(*bits: int) -> NDArray[np.float32]:
@@ -27,27 +28,27 @@ def test_bf16_is_what_torch_converts_to() -> None:
     values = every_high_half()
     assert values.size < CHUNK
     expected = torch.from_numpy(values.copy()).to(torch.bfloat16).view(torch.int16).numpy()
-    assert Bf16().encode(values).tobytes() == expected.tobytes()
-    assert Bf16Int8().encode(values)[: 2 * values.size].tobytes() == expected.tobytes()
+    assert encode_chunk(Bf16(), values).tobytes() == expected.tobytes()
+    assert encode_chunk(Bf16Int8(), values)[: 2 * values.size].tobytes() == expected.tobytes()
 
 
 def test_bf16_by_hand() -> None:
     # 1 + half a step: to even, down; 1 + 3 half steps: to even, up; just above a half: up; -0.0 keeps its sign.
     values = from_bits(0x3F808000, 0x3F818000, 0x3F808001, 0x80000000, 0x00008001, 0x7F7F7FFF)
-    assert Bf16().encode(values).view("<u2").tolist() == [0x3F80, 0x3F82, 0x3F81, 0x8000, 0x0001, 0x7F7F]
+    assert encode_chunk(Bf16(), values).view("<u2").tolist() == [0x3F80, 0x3F82, 0x3F81, 0x8000, 0x0001, 0x7F7F]
 
 
 def test_decoded_bf16_plus_int8_rounds_to_the_same_bf16() -> None:
     values = every_high_half()
-    decoded = Bf16Int8().decode(Bf16Int8().encode(values), values.size, "F32")
-    assert Bf16().encode(decoded).tobytes() == Bf16().encode(values).tobytes()
+    decoded = Bf16Int8().decode(encode_chunk(Bf16Int8(), values), values.size, "F32")
+    assert encode_chunk(Bf16(), decoded).tobytes() == encode_chunk(Bf16(), values).tobytes()
 
 
 def test_residuals_by_hand() -> None:
     # Exactly half a bfloat16 step above, to even down: rest 0x8000 / 0x100 = 128, clipped to 127.
     # 0x3F818000 rounds up to 0x3F82: rest -128, clipped to -127. 0x180 / 0x100 = 1.5: to even, 2; 0x80: 0.5, to 0.
     values = from_bits(0x3F808000, 0x3F818000, 0x3F800180, 0x3F800080, 0xBF800180)
-    data = Bf16Int8().encode(values)
+    data = encode_chunk(Bf16Int8(), values)
     assert data[10:].view(np.int8).tolist() == [127, -127, 2, 0, 2]
     assert Bf16Int8().decode(data, 5, "F32").view("<u4").tolist() == [
         0x3F807F00, 0x3F818100, 0x3F800200, 0x3F800000, 0xBF800200,
@@ -57,7 +58,7 @@ def test_residuals_by_hand() -> None:
 def test_an_error_above_half_a_residual_only_where_clipped() -> None:
     values = every_high_half()
     bits = values.view("<i4")
-    error = np.abs(Bf16Int8().decode(Bf16Int8().encode(values), values.size, "F32").view("<i4") - bits)
+    error = np.abs(Bf16Int8().decode(encode_chunk(Bf16Int8(), values), values.size, "F32").view("<i4") - bits)
     clipped = np.abs((bits & 0xFFFF) - 0x8000) < 0x80
     assert error[~clipped].max() == 0x80
     assert error.max() == 0x100
@@ -66,22 +67,22 @@ def test_an_error_above_half_a_residual_only_where_clipped() -> None:
 @pytest.mark.parametrize("encoding", [Bf16(), Bf16Int8()])
 def test_what_would_become_infinite_is_refused(encoding: Bf16 | Bf16Int8) -> None:
     for sign in (0, 0x80000000):
-        encoding.encode(from_bits(sign | (TOO_LARGE - 1)))
+        encode_chunk(encoding, from_bits(sign | (TOO_LARGE - 1)))
         with pytest.raises(ValuesError, match=r"3\.3961e38"):
-            encoding.encode(from_bits(0, sign | TOO_LARGE))
+            encode_chunk(encoding, from_bits(0, sign | TOO_LARGE))
 
 
 @pytest.mark.parametrize("encoding", [Bf16(), Bf16Int8()])
 @pytest.mark.parametrize("half", [0x7F80, 0xFF80, 0x7FC0])
 def test_a_stored_value_that_is_not_finite_is_damage(encoding: Bf16 | Bf16Int8, half: int) -> None:
-    data = encoding.encode(np.ones(3, "<f4"))
+    data = encode_chunk(encoding, np.ones(3, "<f4"))
     data[2:4] = np.array([half], "<u2").view(np.uint8)
     with pytest.raises(DamagedError, match="not finite"):
         encoding.decode(data, 3, "F32")
 
 
 def test_a_residual_that_was_never_written_is_damage() -> None:
-    data = Bf16Int8().encode(np.ones(3, "<f4"))
+    data = encode_chunk(Bf16Int8(), np.ones(3, "<f4"))
     data[-1] = 0x80
     with pytest.raises(DamagedError, match="residual"):
         Bf16Int8().decode(data, 3, "F32")

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from store.encoding import BLOCK, ValuesError
+from monitor.save.torch_codecs import encoder_named
+from store.encoding import BLOCK, INT8_SQRT_BLOCK, WRITABLE
 from store.encoding.int8 import GRID, LEAST_SCALE, Int8Block, Int8SqrtBlock, split_lanes
 from store.errors import DamagedError
-from tests.support import sqrt_block
-from tests.support.sqrt_block import encode_chunk
+from tests.support.reference_encodings import SQRT_LEAST_SCALE, encode_chunk
 
 Floats = NDArray[np.float32]
 
@@ -71,7 +71,7 @@ def test_blocks_too_small_for_a_scale_are_zero() -> None:
 
 def test_the_largest_float_is_held() -> None:
     values = np.full(64, np.finfo(np.float32).max, "<f4")
-    decoded = Int8Block().decode(Int8Block().encode(values), 64, "F32")
+    decoded = Int8Block().decode(encode_chunk(Int8Block(), values), 64, "F32")
     assert np.all(np.isfinite(decoded))
     assert np.all(np.abs(decoded / values - 1) < 2.0**-14)
 
@@ -92,7 +92,7 @@ def test_sqrt_scales_and_codes_are_the_least_that_hold(seed: int) -> None:
 def test_sqrt_of_tiny_values_is_never_zero() -> None:
     values = np.array([1e-45, 0.0, -0.0, 2.0**-126, 2.0**-124, 4e-37], "<f4")
     codes, scales = lanes(Int8SqrtBlock(), values)
-    assert scales.tolist() == [sqrt_block.LEAST_SCALE]
+    assert scales.tolist() == [SQRT_LEAST_SCALE]
     assert codes == [1, 0, 0, 1, 1, 3]
     assert Int8SqrtBlock().decode(encode_chunk(Int8SqrtBlock(), values), 6, "F32").tolist()[:3] == [2.0**-124, 0.0, 0.0]
 
@@ -106,8 +106,9 @@ def test_a_small_value_beside_a_large_one_is_rounded_up_far() -> None:
 
 
 def test_sqrt_is_not_written() -> None:
-    with pytest.raises(ValuesError, match="only read"):
-        Int8SqrtBlock().encode(np.ones(3, "<f4"))
+    assert INT8_SQRT_BLOCK not in WRITABLE
+    with pytest.raises(DamagedError, match="no encoder"):
+        encoder_named(INT8_SQRT_BLOCK)
 
 
 @pytest.mark.parametrize("encoding", [Int8Block(), Int8SqrtBlock()])
@@ -120,7 +121,7 @@ def test_scales_that_were_never_written_are_damage(encoding: Int8Block | Int8Sqr
 
 
 def test_the_code_that_was_never_written_is_damage() -> None:
-    data = Int8Block().encode(np.ones(65, "<f4"))
+    data = encode_chunk(Int8Block(), np.ones(65, "<f4"))
     data[3] = 0x80
     with pytest.raises(DamagedError, match="code"):
         Int8Block().decode(data, 65, "F32")

@@ -11,26 +11,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from store.encoding import ValuesError
 from store.encoding.log2 import Int8Log2
+from tests.support.reference_encodings import ValuesError, encode_chunk
 
 LEAST, LARGEST = 2.0**-95, float(np.nextafter(np.float32(1.1875 * 2.0**32), np.float32(0)))
 ALL = np.arange(256, dtype=np.uint8)
 
 
 def codes(*values: float) -> list[int]:
-    return Int8Log2().encode(np.array(values, "<f4")).tolist()
+    return encode_chunk(Int8Log2(), np.array(values, "<f4")).tolist()
 
 
 def decoded(values: NDArray[np.float32]) -> NDArray[np.float64]:
-    return Int8Log2().decode(Int8Log2().encode(values), values.size, "F32").astype(np.float64)
+    return Int8Log2().decode(encode_chunk(Int8Log2(), values), values.size, "F32").astype(np.float64)
 
 
 def test_levels_are_half_octaves_and_rounded_as_float32() -> None:
     levels = Int8Log2().decode(ALL, 256, "F32")
     assert levels.tolist() == [0, *np.exp2((np.arange(1, 256) - 191) / 2).astype("<f4").tolist()]
     assert (levels[191], levels[1], levels[255]) == (1, LEAST, 2.0**32)
-    assert Int8Log2().encode(levels).tolist() == ALL.tolist()
+    assert encode_chunk(Int8Log2(), levels).tolist() == ALL.tolist()
 
 
 def test_borders_are_exact_and_to_the_nearest_by_ratio() -> None:
@@ -70,5 +70,5 @@ def test_it_refuses_values_out_of_its_range(bad: float) -> None:
         broken = values.copy()
         broken[at] = bad
         with pytest.raises(ValuesError):
-            Int8Log2().encode(broken)
+            encode_chunk(Int8Log2(), broken)
     assert codes(LARGEST) == [255]

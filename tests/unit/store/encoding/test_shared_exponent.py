@@ -11,23 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from store.encoding import BLOCK, ValuesError
+from store.encoding import BLOCK
 from store.encoding.shared_exponent import Int8SharedExponent
 from store.errors import DamagedError
+from tests.support.reference_encodings import ValuesError, encode_chunk
 
 LARGEST = 1.5 * 2.0**127
 Floats = NDArray[np.float32]
 
 
 def lanes(values: Floats) -> tuple[list[int], list[int]]:
-    data = Int8SharedExponent().encode(values).astype(int)
+    data = encode_chunk(Int8SharedExponent(), values).astype(int)
     zigzag = data[: values.size]
     return np.where(zigzag & 1, -(zigzag // 2) - 1, zigzag // 2).tolist(), data[values.size :].tolist()
 
 
 def decoded(values: Floats) -> Floats:
     encoding = Int8SharedExponent()
-    return encoding.decode(encoding.encode(values), values.size, "F32")
+    return encoding.decode(encode_chunk(encoding, values), values.size, "F32")
 
 
 def rounded_exponent(value: Fraction, bits: int) -> int:
@@ -99,20 +100,20 @@ def test_it_refuses_values_out_of_its_range(bad: float) -> None:
         values = np.ones(200, "<f4")
         values[at] = bad
         with pytest.raises(ValuesError):
-            Int8SharedExponent().encode(values)
+            encode_chunk(Int8SharedExponent(), values)
     assert decoded(np.full(70, -LARGEST, "<f4")).tolist() == [-LARGEST] * 70
 
 
 @pytest.mark.parametrize(("at", "value"), [(3, 0xFF), (-1, 1), (-1, 2), (-1, 254), (-1, 255)])
 def test_codes_and_scales_that_were_never_written_are_damage(at: int, value: int) -> None:
-    data = Int8SharedExponent().encode(np.ones(65, "<f4"))
+    data = encode_chunk(Int8SharedExponent(), np.ones(65, "<f4"))
     data[at] = value
     with pytest.raises(DamagedError, match="never written"):
         Int8SharedExponent().decode(data, 65, "F32")
 
 
 def test_products_that_are_not_finite_are_damage() -> None:
-    data = Int8SharedExponent().encode(np.ones(65, "<f4"))
+    data = encode_chunk(Int8SharedExponent(), np.ones(65, "<f4"))
     data[:65], data[65:] = 0xFC, 250
     with pytest.raises(DamagedError, match="not finite"):
         Int8SharedExponent().decode(data, 65, "F32")

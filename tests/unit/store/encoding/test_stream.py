@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from store.encoding import CHUNK, ENCODINGS, ValuesError
+from store.encoding import CHUNK, ENCODINGS
 from store.encoding.stream import BaseEntry, Packing, encoded_chunks, pack_chunks
 from store.errors import DamagedError
 from tests.support.entries import decode_entry, encode_entry, iter_chunks, reader, split_chunks
+from tests.support.reference_encodings import ValuesError, encode_chunk
 
 BF16 = ENCODINGS["bf16"]
 
@@ -27,7 +28,7 @@ def test_no_read_is_larger_than_a_chunk() -> None:
 
 def test_encoded_chunks_are_what_the_encoding_wrote() -> None:
     values = np.linspace(-1, 1, CHUNK + 9, dtype="<f4")
-    chunks = [BF16.encode(chunk) for chunk in iter_chunks(values)]
+    chunks = [encode_chunk(BF16, chunk) for chunk in iter_chunks(values)]
     data = b"".join(pack_chunks(chunks, BF16, values.size, "F32", Packing()))
     found = list(encoded_chunks(reader(data), values.size, "F32", BF16, packed=True))
     assert [one.tobytes() for one in found] == [one.tobytes() for one in chunks]
@@ -36,7 +37,7 @@ def test_encoded_chunks_are_what_the_encoding_wrote() -> None:
 
 
 def test_wrong_numbers_of_chunks_are_the_writers_mistake() -> None:
-    chunk = BF16.encode(np.ones(10, "<f4"))
+    chunk = encode_chunk(BF16, np.ones(10, "<f4"))
     for chunks, numel in (([chunk], 11), ([chunk], 9), ([chunk, chunk], 10), ([], 10), ([chunk], 0)):
         with pytest.raises(ValueError, match="chunk"):
             list(pack_chunks(chunks, BF16, numel, "F32"))
@@ -56,7 +57,7 @@ def test_values_that_cannot_be_held_stop_the_stream() -> None:
 
 def test_a_base_that_is_cut_off_or_too_long_is_damage() -> None:
     values = np.ones(100, "<f4")
-    base = BF16.encode(values * 2)
+    base = encode_chunk(BF16, values * 2)
     data = b"".join(encode_entry([values], BF16, 100, "F32", Packing(1, [base])))
     for old in (base.tobytes()[:-1], base.tobytes() + b"\0", b""):
         with pytest.raises(DamagedError):
