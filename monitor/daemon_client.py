@@ -9,7 +9,6 @@ import os
 import select
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -271,11 +270,7 @@ class _DaemonStarter:
     def _spawn(self) -> None:
         if self._process is not None:
             self._process.poll()
-        settings = self._settings
-        command = [sys.executable, "-m", "deploy.cli", "daemon", "run", "--memory", str(self._base)]
-        command += ["--port", str(settings.port), "--exit-idle", str(settings.exit_idle_seconds)]
-        command += ["--log", str(protocol.log_path(self._base)), "--host", settings.host, *self._security.cli_options()]
-        null = subprocess.DEVNULL
+        command, null = self._settings.command(self._base, self._security), subprocess.DEVNULL
         try:
             self._process = subprocess.Popen(command, stdin=null, stdout=null, stderr=null, start_new_session=True)
         except OSError as error:

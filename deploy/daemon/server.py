@@ -12,7 +12,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -262,24 +261,22 @@ class Daemon:
                 await self._node.clean()
 
 
-def ensure_daemon(base: Path, port: int, exit_idle: float, more: Sequence[str] = ()) -> str | None:
-    """Start a daemon at ``base`` unless one runs, with the same command as a trainer's :mod:`monitor.daemon_client`.
+def ensure_daemon(base: Path, command: Sequence[str]) -> str | None:
+    """Start a daemon at ``base`` with ``command`` unless one runs.
 
-    Does not wait for it: a failure is in its log. ``more`` are further options of ``daemon run``. Returns a message
-    about the start or its failure, None if a daemon was running."""
+    Does not wait for it: a failure is in its log. Returns a message about the start or its failure, None if a daemon
+    was running."""
     try:
         make_home(base)
         protocol.connect(base, _ANSWER_SECONDS).close()
     except StorageError as error:
         return f"no daemon: {error}"
     except DaemonError:
-        return _start(base, port, exit_idle, more)
+        return _start(command)
     return None
 
 
-def _start(base: Path, port: int, exit_idle: float, more: Sequence[str]) -> str:
-    command = [sys.executable, "-m", "deploy.cli", "daemon", "run", "--memory", str(base), "--port", str(port)]
-    command += ["--exit-idle", str(exit_idle), "--log", str(protocol.log_path(base)), *more]
+def _start(command: Sequence[str]) -> str:
     nothing = subprocess.DEVNULL
     try:
         process = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)

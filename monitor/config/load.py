@@ -179,8 +179,8 @@ def bytes_each(encodings: Mapping[str, str]) -> float:
     return sum(encoding_named(encodings.get(slot, RAW)).stored_bytes(many, "F32") / many for slot in slots)
 
 
-def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | None) -> Config:
-    """Return a validated configuration from a YAML file, a mapping, or None (the defaults)."""
+def read_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | None) -> Config:
+    """Return a configuration of which only single settings are checked; the policy is not loaded."""
     if isinstance(source, Config):
         config = source
     elif source is None or isinstance(source, Mapping):
@@ -190,13 +190,19 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
         if "policy" in values:  # a policy file is named relative to the configuration's folder
             values["policy"] = anchored(values["policy"], Path(source).parent)
         config = _validate(values, str(source))
+    _check_endpoints(config)
+    _check_known("preemption.signals", config.preemption.signals, sections.SIGNALS)
+    return config
+
+
+def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | None) -> Config:
+    """Return a validated configuration from a YAML file, a mapping, or None (the defaults)."""
+    config = read_config(source)
     config.bounded_policy()
     config.retention_rule()
     _check_location(config)
     config.trace_path()
     config.memory_encodings()
-    _check_endpoints(config)
-    _check_known("preemption.signals", config.preemption.signals, sections.SIGNALS)
     if config.every != "auto" and config.auto != sections.AutoSettings():
         raise ConfigError(
             f"auto: the section holds under `every: auto` only, and every is {config.every}: set `every: auto`, or "

@@ -3,8 +3,10 @@
 Editors, ``driftpoint init`` and docs/configuration.md show the sections' docstrings and the fields' descriptions.
 """
 
+import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
@@ -13,6 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from policies.accounting import BYTES, STALL, STORAGE, Account, TokenBucket
 from policies.registry import POLICIES
+from store.daemon_protocol import log_path
 from store.encoding import BF16, BF16_INT8, INT8_BLOCK, INT8_LOG2, INT8_SHARED_EXPONENT, WRITABLE
 from store.metrics_server import LOOPBACK, EndpointSecurity, Tls
 from store.names import WEIGHTS
@@ -228,6 +231,12 @@ class DaemonSettings(Settings):
     """port of its Prometheus endpoint; 0: any free port"""
     exit_idle_seconds: float = Field(default=3600.0, gt=0, le=1e9)
     """seconds without a job until the daemon exits"""
+
+    def command(self, base: Path, security: EndpointSecurity) -> list[str]:
+        """Return the command that starts the daemon for the jobs whose shared memory is in ``base``."""
+        command = [sys.executable, "-m", "deploy.cli", "daemon", "run", "--memory", str(base)]
+        command += ["--port", str(self.port), "--exit-idle", str(self.exit_idle_seconds)]
+        return [*command, "--log", str(log_path(base)), "--host", self.host, *security.cli_options()]
 
 
 class S3Settings(Settings):

@@ -100,10 +100,10 @@ def test_where_the_store_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("store: 5", "store: must be a path"), ("store: ''", "store: must be a path"),
+        ("store: 5", "store: it must be a path"), ("store: ''", "store: it must be a path"),
         ("- a", "must be a YAML mapping"),
-        ("store: [", "is not YAML"), ("memory: 5", "memory: must be a section"),
-        ("memory: {path: 5}", "memory: must be a section"),
+        ("store: [", "is not YAML"), ("memory: 5", "memory: input should be"),
+        ("memory: {path: 5}", "memory.path: input should be"), ("evry: 5", "unknown key 'evry'"),
     ],
 )  # fmt: skip
 def test_a_configuration_that_names_no_store_is_refused(tmp_path: Path, text: str, told: str) -> None:

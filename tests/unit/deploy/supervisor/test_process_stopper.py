@@ -84,5 +84,5 @@ def test_signals_that_there_are_not_are_an_error(tmp_path: Path) -> None:
     yaml = tmp_path / "job.yaml"
     for section in ("{signals: [USR1]}", "{signals: 5}", "[SIGUSR1]"):
         yaml.write_text(f"preemption: {section}\n")
-        with pytest.raises(ConfigError, match="preemption: must be"):
+        with pytest.raises(ConfigError, match="preemption"):
             places(yaml, None)
