@@ -3,8 +3,10 @@
 When all columns are full, neighbours are merged: drift by maximum, marks by any, counts by sum. Lines of movement are
 skipped."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
@@ -12,17 +14,19 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from deploy.health.trace_reader import JobStatus, TraceFollower, TraceValidator
+from deploy.health.trace_reader import JobStatus, LastDecision, LastSave, TraceValidator
 from deploy.report.incidents import Incident, Incidents, nonfinite_incident, restart_incident, skipped_incident
 from store.certificate import is_lossy
 from store.names import Unit
-from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, ResumedLine, iter_lines, opened
+from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, MovedLine, ResumedLine, iter_lines, opened
 
 _Floats = npt.NDArray[np.float64]
 _Counts = npt.NDArray[np.int64]
 _T = TypeVar("_T", bound=np.generic)
 _MOVEMENT = b'{"kind":"moved"'  # start of the longest lines, which are not needed here
 _ALL = 0.99  # share of all bytes from which a save counts as full
+_DECISIONS = 64  # newest decisions kept for the state of the job
+_FEW = 32  # newest saves and intervals from which its rates are computed
 
 
 @dataclass
@@ -166,7 +170,6 @@ def history_of(lines: Iterable[Line | None], most: int = 120) -> History:
 class _Reader:
     def __init__(self, most: int) -> None:
         self._bins, self._totals, self._incidents = Bins(most), Totals(0, 0, decisions=0), Incidents()
-        self._follower = TraceFollower()
         self._rows: dict[Unit, int] = {}
         self._order: dict[Unit, tuple[int, int]] = {}
         self._blocks: set[str] = set()
@@ -183,25 +186,33 @@ class _Reader:
         self._restarts: list[int] = []
         self._first_at: float | None = None
         self._skipped = 0
+        self._newest_at = 0.0  # time of the newest line of this incarnation
+        self._decisions: deque[LastDecision] = deque(maxlen=_DECISIONS)
+        self._gaps: deque[tuple[int, float]] = deque(maxlen=_FEW)  # steps and times of decisions
+        self._saves: deque[LastSave] = deque(maxlen=_FEW)
+        self._failed: list[str] = []
+        self._interval: int | None = None
 
     def feed(self, line: Line | None) -> None:
         if line is None:
             self._skipped += 1
             return
-        self._follower.feed(line)
         if isinstance(line, JobLine):
             self._on_job(line)
-        elif self._job is None:
+        if self._job is None or isinstance(line, MovedLine):
             return
-        elif isinstance(line, DecisionLine):
-            self._on_decision(line, self._job.started + line.seconds)
+        at = self._job.started + line.seconds
+        self._newest_at = max(self._newest_at, at)
+        if isinstance(line, DecisionLine):
+            self._on_decision(line, at)
         elif isinstance(line, CommitLine):
-            self._on_commit(line, self._job)
+            self._on_commit(line, at)
         elif isinstance(line, FailedLine):
-            self._last_seen = self._job.started + line.seconds
+            self._last_seen = at
             self._totals.failed += 1
+            self._failed.append(line.reason)
             text = f"the save of step {line.step} failed ({line.reason}); the previous commit is intact"
-            self._incidents.add(Incident("save failed", "look", text, line.step, self._last_seen))
+            self._incidents.add(Incident("save failed", "look", text, line.step, at))
         elif isinstance(line, ResumedLine):
             self._on_resumed(line, self._job)
 
@@ -227,14 +238,31 @@ class _Reader:
             incidents=self._incidents.listed(),
             dropped=self._incidents.dropped,
             skipped=self._skipped,
-            job_status=self._follower.job_status(),
+            job_status=None if self._job is None else self._job_status(self._job),
+        )
+
+    def _job_status(self, job: JobLine) -> JobStatus:
+        steps = [(later[0] - earlier[0], later[1] - earlier[1]) for earlier, later in pairwise(self._gaps)]
+        paces = [seconds / count for count, seconds in steps if count > 0]
+        return JobStatus(
+            job=job,
+            last_seen=self._newest_at,
+            decisions=tuple(self._decisions),
+            saves=tuple(self._saves),
+            failed=tuple(self._failed[-_FEW:]),
+            step_seconds=median(paces) if paces else None,
+            decision_gap=median(seconds for _, seconds in steps) if steps else None,
+            interval=self._interval,
+            full_bytes=sum(self._nbytes),
         )
 
     def _on_job(self, line: JobLine) -> None:
         if self._job is None or line.started != self._job.started:
             self._settle(0.0)
             self._close_incarnation()
-            self._begun, self._first_at = None, line.started + line.seconds
+            self._begun, self._first_at, self._newest_at = None, line.started + line.seconds, line.started
+            for newest in (self._gaps, self._saves, self._failed):
+                newest.clear()
             self._totals.incarnations += 1
         self._job = line
         self._totals.observing = line.observing
@@ -250,6 +278,7 @@ class _Reader:
         self._bins.rows(len(self._rows))
 
     def _on_resumed(self, line: ResumedLine, job: JobLine) -> None:
+        self._gaps.clear()
         if line.step == 0 and line.newest == 0 and self._last_step is None:
             return
         at, number = job.started + line.seconds, self._bins.count
@@ -262,6 +291,11 @@ class _Reader:
     def _on_decision(self, line: DecisionLine, at: float) -> None:
         self._settle(line.copy_wait)
         self._last_seen, self._last_step = at, line.step
+        self._interval = self._interval if line.interval is None else line.interval
+        sick = frozenset(self._units[index] for index in line.sick if index < len(self._units))
+        measured = any(value is not None for value in line.drift)
+        self._decisions.append(LastDecision(line.step, at, sick, measured, line.skipped))
+        self._gaps.append((line.step, at))
         number = self._bins.add(line.step)
         column = self._bins.place(number)
         rows = [self._rows[unit] for unit in self._units]
@@ -294,18 +328,21 @@ class _Reader:
             text = f"{len(line.changed)} layer slots contain other parameters than before"
             self._incidents.add(Incident("changed", "look", text, line.step, at))
 
-    def _on_commit(self, line: CommitLine, job: JobLine) -> None:
-        self._last_seen = job.started + line.seconds
+    def _on_commit(self, line: CommitLine, at: float) -> None:
+        self._last_seen = at
+        full = sum(self._nbytes) + max(0, line.written - sum(size[0] for size in line.sizes.values()))
+        self._saves.append(LastSave(at, line.written, full, at - self._saves[-1].at if self._saves else None))
+        self._failed.clear()
+        self._note_staged(line)
         if self._begun is None or self._begun[0] != line.step:
             return  # not of the save in progress, of which there is one at a time
         bins, column = self._bins, self._bins.place(self._begun[1])
-        full = sum(self._nbytes) + max(0, line.written - sum(size[0] for size in line.sizes.values()))
         held = bins.columns[column]
         held.saves, held.written, held.full = held.saves + 1, held.written + line.written, held.full + full
         lost = sorted(self._saved - line.sizes.keys())
         if lost:
             names = [str(self._units[index]) for index in lost if index < len(self._units)]
-            self._incidents.add(nonfinite_incident("withheld", names, line.step, job.started + line.seconds))
+            self._incidents.add(nonfinite_incident("withheld", names, line.step, at))
         for index, (_, encoding, error, drift) in line.sizes.items():
             if not 0 <= index < len(self._units):
                 continue
@@ -314,6 +351,13 @@ class _Reader:
             bins.rounded[row, column] += int(is_lossy(encoding) or error > 0)
             if drift is not None:
                 bins.drift[row, column] = np.fmax(bins.drift[row, column], drift)
+
+    def _note_staged(self, line: CommitLine) -> None:
+        """Note at the decision of the commit that units were measured when its save was staged."""
+        if any(drift is not None for *_, drift in line.sizes.values()):
+            place = next((i for i, one in enumerate(reversed(self._decisions), 1) if one.step == line.step), None)
+            if place is not None:
+                self._decisions[-place] = replace(self._decisions[-place], measured=True)
 
     def _mark_drift(self, rows: Sequence[int], drift: Sequence[float | None], column: int) -> None:
         if not drift or len(drift) != len(rows):
