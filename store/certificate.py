@@ -8,9 +8,8 @@ the effective step is the newest step less the mean staleness of the weights, ea
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 from store.encoding import ENCODINGS, encoding_named
@@ -28,28 +27,10 @@ class LayerAge:
     moved: float | None  # relative distance that training moved the layer since that version; None if unknown
 
 
-Rule = Callable[[Sequence[LayerAge]], float]
-"""Mean staleness in steps, between 0 and that of the oldest layer (or of the newest, if all are ahead)."""
-
-
-def newest(weights: Sequence[LayerAge]) -> float:
-    """Return 0: the newest step counts, whichever layers lack updates."""
-    del weights
-    return 0.0
-
-
-def oldest(weights: Sequence[LayerAge]) -> float:
-    """Return the largest staleness: no layer skips progress, and all others repeat theirs."""
-    return float(max((layer.staleness for layer in weights), default=0))
-
-
-def by_elements(weights: Sequence[LayerAge]) -> float:
-    """Return the mean staleness over all elements."""
-    return _mean(weights, [1.0] * len(weights))
-
-
 def by_pace(weights: Sequence[LayerAge]) -> float:
     """Return the mean staleness over all elements, weighted by each layer's pace: its relative movement per step.
+
+    It lies between 0 and that of the oldest layer (or of the newest, if all are ahead).
 
     Weighting by drift would ignore fresh layers, which have none, so that one stale layer of a hundred would take the
     schedule all the way back. Pace is drift divided by staleness. Where it is unknown (fresh layers, versions found by
@@ -64,15 +45,9 @@ def by_pace(weights: Sequence[LayerAge]) -> float:
     return _mean(weights, [usual if pace is None else pace / top for pace in paces])
 
 
-RULES: Mapping[str, Rule] = MappingProxyType(
-    {"newest": newest, "oldest": oldest, "by_elements": by_elements, "by_pace": by_pace}
-)
-"""Rules by name, for comparisons; a resume uses :func:`by_pace`."""
-
-
-def effective_step(step: int, weights: Sequence[LayerAge], rule: Rule = by_pace) -> float:
+def effective_step(step: int, weights: Sequence[LayerAge]) -> float:
     """Return the effective step of a composite of ``step``: ``step`` itself if no weights are stale."""
-    return step - rule(weights)
+    return step - by_pace(weights)
 
 
 def run_saves(resolution: Resolution, effective: float) -> dict[SaveId, GroupRecord]:
@@ -173,13 +148,9 @@ class Certificate:
     @property
     def effective_step(self) -> float:
         """Step whose progress the weights hold; ``step`` itself if none are stale."""
-        return self.effective_by(by_pace)
-
-    def effective_by(self, rule: Rule) -> float:
-        """Return the effective step by another rule, for comparisons."""
         weights = [unit for unit in self.units if unit.slot == WEIGHTS]
         ages = [LayerAge(unit.numel, unit.staleness, _moved(unit.drift, unit.error)) for unit in weights]
-        return effective_step(self.step, ages, rule)
+        return effective_step(self.step, ages)
 
     def as_json(self) -> dict[str, Any]:
         """Return a JSON object with all fields and bounds."""

@@ -1,4 +1,4 @@
-"""The effective step as a pure rule: bounds, invariances, what each rule is, and the order of saves to go on from."""
+"""The effective step as a pure rule: bounds, invariances, and the order of saves to go on from."""
 
 from __future__ import annotations
 
@@ -11,18 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from store.catalog import open_catalog
-from store.certificate import (
-    RULES,
-    LayerAge,
-    Rule,
-    by_elements,
-    by_pace,
-    certify,
-    effective_step,
-    newest,
-    oldest,
-    run_saves,
-)
+from store.certificate import LayerAge, by_pace, certify, effective_step, run_saves
 from store.names import SaveId
 from store.resolve import Resolution, newest_resumable
 from store.storage.local import LocalFiles
@@ -33,38 +22,33 @@ STEP = 1000
 moved = st.none() | st.floats(0, 1e300, allow_subnormal=False) | st.floats(0, 10) | st.just(0.0)
 aged = st.builds(LayerAge, st.integers(0, 1 << 50), st.integers(0, STEP), moved)
 weights = st.lists(aged, max_size=12)
-rules = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 
-@rules
 @given(weights)
-def test_it_lies_between_the_oldest_weights_and_the_newest_step(rule: Rule, found: list[LayerAge]) -> None:
-    step = effective_step(STEP, found, rule)
+def test_it_lies_between_the_oldest_weights_and_the_newest_step(found: list[LayerAge]) -> None:
+    step = effective_step(STEP, found)
     assert min((STEP - one.staleness for one in found), default=STEP) <= step <= STEP
 
 
-@rules
 @given(st.lists(st.builds(LayerAge, st.integers(0, 1 << 50), st.just(0), moved), max_size=8))
-def test_fresh_weights_are_at_the_newest_step_itself(rule: Rule, found: list[LayerAge]) -> None:
-    assert effective_step(STEP, found, rule) == STEP
+def test_fresh_weights_are_at_the_newest_step_itself(found: list[LayerAge]) -> None:
+    assert effective_step(STEP, found) == STEP
 
 
-@rules
 @given(st.lists(aged, max_size=6).flatmap(lambda found: st.tuples(st.just(found), st.permutations(found))))
-def test_the_order_of_layers_does_not_matter(rule: Rule, pair: tuple[list[LayerAge], Sequence[LayerAge]]) -> None:
-    assert effective_step(STEP, pair[0], rule) == effective_step(STEP, pair[1], rule)
+def test_the_order_of_layers_does_not_matter(pair: tuple[list[LayerAge], Sequence[LayerAge]]) -> None:
+    assert effective_step(STEP, pair[0]) == effective_step(STEP, pair[1])
 
 
-@rules
 @given(weights, st.sampled_from([2, 3, 1024]), st.sampled_from([0.5, 3.0, 2.0**40]))
 def test_neither_the_size_of_the_model_nor_the_unit_of_drift_matters(
-    rule: Rule, found: list[LayerAge], larger: int, farther: float
+    found: list[LayerAge], larger: int, farther: float
 ) -> None:
     assume(all(one.moved is None or one.moved == 0 or 1e-290 < one.moved < 1e250 for one in found))
     scaled = [
         LayerAge(one.numel * larger, one.staleness, None if one.moved is None else one.moved * farther) for one in found
     ]
-    assert effective_step(STEP, found, rule) == pytest.approx(effective_step(STEP, scaled, rule), abs=1e-6)
+    assert effective_step(STEP, found) == pytest.approx(effective_step(STEP, scaled), abs=1e-6)
 
 
 @given(weights)
@@ -90,11 +74,6 @@ def test_a_stale_layer_that_stood_still_lost_nothing() -> None:
     assert by_pace([LayerAge(100, 10, 0.01), LayerAge(100, 50, 0.0)]) == 10.0
     # and one of which nobody knows is not taken to stand still
     assert by_pace([LayerAge(100, 0, 0.0), LayerAge(100, 50, 0.0), LayerAge(100, 40, None)]) == 20.0
-
-
-def test_the_other_rules() -> None:
-    found = [LayerAge(300, 0, None), LayerAge(100, 20, 0.5)]
-    assert (newest(found), oldest(found), by_elements(found)) == (0.0, 20.0, 5.0)
 
 
 def test_moments_and_buffers_have_no_say(tmp_path: Path) -> None:
@@ -137,8 +116,6 @@ def test_drift_by_staleness_makes_the_weight(tmp_path: Path) -> None:
     assert stale == {"a": 0, "b": 10, "c": 20, "d": 30}
     wanted = math.fsum(pace * age for pace, age in zip(paces, (10, 20, 30), strict=True)) / (math.fsum(paces) + mean)
     assert certificate.effective_step == pytest.approx(50 - wanted)
-    assert certificate.effective_by(by_elements) == 35.0
-    assert certificate.effective_by(oldest) == 20.0
 
 
 def test_what_encoding_lost_is_no_pace(tmp_path: Path) -> None:
