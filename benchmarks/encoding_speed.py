@@ -15,7 +15,7 @@ import torch
 from benchmarks.encoding_bytes import attached
 from benchmarks.figures import Figure
 from benchmarks.learner import Learner
-from monitor.save.torch_codecs import decode, encode
+from monitor.save.torch_codecs import encoded_chunks, encoder_named
 from store.encoding import (
     BF16,
     BF16_INT8,
@@ -157,15 +157,29 @@ def _numpy_decode(name: str, values: torch.Tensor) -> Callable[[], object]:
     return back
 
 
-def _in_torch(name: str, values: torch.Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
+def _in_torch(name: str, values: torch.Tensor) -> tuple[Callable[[], list[torch.Tensor]], Callable[[], None]]:
+    encoder, chunks = encoder_named(name), list(encoded_chunks(values.numel(), name))
     data = torch.empty(encoding_named(name).stored_bytes(values.numel(), "F32"), dtype=torch.uint8)
-    if not encode(values, name, data)[1]:
+    decoded = torch.empty_like(values)
+
+    def forth() -> list[torch.Tensor]:
+        return [encoder.encode(values[values_at], data[bytes_at]) for values_at, bytes_at in chunks]
+
+    def back() -> None:
+        for values_at, bytes_at in chunks:
+            encoder.decode(data[bytes_at], decoded[values_at])
+
+    if not all(forth()):
         raise RuntimeError(f"{name} cannot hold the state that was trained")
-    return partial(encode, values, name, data), partial(decode, data, name, torch.empty_like(values))
+    return forth, back
 
 
 def _encoded(name: str, values: torch.Tensor) -> list[Bytes]:
-    return [encode(part, name)[0].numpy() for part in torch.split(values, CHUNK)]
+    data = []
+    for part in torch.split(values, CHUNK):
+        data.append(torch.empty(encoding_named(name).stored_bytes(part.numel(), "F32"), dtype=torch.uint8))
+        encoder_named(name).encode(part, data[-1])
+    return [chunk.numpy() for chunk in data]
 
 
 def _speed(

@@ -24,7 +24,7 @@ import monitor
 from benchmarks.figures import Figure, report
 from monitor.observe.sketch_meter import SketchMeter
 from monitor.save.staging_pool import StagingPool
-from monitor.save.torch_codecs import EncodedCopy, stored_bytes
+from monitor.save.torch_codecs import EncodedCopy
 from store.encoding import ENCODINGS, WRITABLE
 from store.names import Unit
 
@@ -156,7 +156,9 @@ def encodings(trainer: Trainer, rounds: int) -> list[Figure]:
     figures = []
     for name in (name for name in WRITABLE if not ENCODINGS[name].lossless):
         cuda = values.device if values.is_cuda else None
-        (buffer,) = StagingPool().take_bytes(Unit("all", name), [stored_bytes(values, name)], cuda)
+        (buffer,) = StagingPool().take_bytes(
+            Unit("all", name), [ENCODINGS[name].stored_bytes(values.numel(), "F32")], cuda
+        )
         copy = EncodedCopy(values, name, buffer, torch.empty(0))
         seconds = [trainer.timed(copy.begin) for _ in range(rounds + 1)][1:]
         copy.finish()

@@ -15,7 +15,7 @@ from monitor.context import JobContext
 from monitor.events import SaveBeginEvent
 from monitor.ledger import new_version
 from monitor.observe.units import LocalUnit
-from monitor.save.torch_codecs import decode, encode
+from monitor.save.torch_codecs import encoded_chunks, encoder_named, true_on
 from monitor.types import Chosen, DecisionResult, SaveStatus
 from policies.encodings import expected_bytes, expected_error
 from store.encoding import encoding_named
@@ -77,9 +77,14 @@ class DryRunSaver:
 
 
 def _decoded(tensor: torch.Tensor, encoding: str | None) -> torch.Tensor:
-    """Return the values that a resume would give back."""
+    """Return the values of a live tensor that a resume would give back."""
     known = encoding_named(encoding or RAW)
     if known.lossless or not known.applies(dtype_name(tensor.dtype)):
         return tensor
-    encoded, held = encode(tensor, known.name)
-    return decode(encoded, known.name, torch.empty_like(tensor)) if held else tensor
+    encoder, values, held = encoder_named(known.name), tensor.detach(), true_on(tensor.device)
+    decoded = torch.empty_like(values)
+    for values_at, bytes_at in encoded_chunks(values.numel(), known.name):
+        out = torch.empty(bytes_at.stop - bytes_at.start, dtype=torch.uint8, device=values.device)
+        held &= encoder.encode(values[values_at], out)
+        encoder.decode(out, decoded[values_at])
+    return decoded if held else tensor

@@ -24,7 +24,6 @@ from store.encoding import (
     INT8_BLOCK,
     INT8_LOG2,
     INT8_SHARED_EXPONENT,
-    RAW,
     bfloat16,
     chunk_sizes,
     encoding_named,
@@ -49,43 +48,6 @@ def encoder_named(name: str) -> "Encoder":
     return _ENCODERS[name]
 
 
-@torch.no_grad()
-def encode(values: torch.Tensor, name: str, out: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Encode contiguous float32 of any shape, for raw any dtype, without waiting for their device.
-
-    Returns the bytes, in ``out`` if that is given (1-d uint8 of the encoded size), and a bool tensor that says whether
-    the encoding can hold the values, both on their device. If it cannot, the bytes are undefined: store the fragment
-    raw."""
-    if out is None:
-        out = torch.empty(stored_bytes(values, name), dtype=torch.uint8, device=values.device)
-    _check(values, out, stored_bytes(values, name))
-    flat, good = _flat(values), true_on(values.device)
-    if name == RAW:
-        out.copy_(flat.view(torch.uint8))
-        return out, good
-    encoder = encoder_named(name)
-    for values_at, bytes_at in encoded_chunks(flat.numel(), name):
-        good &= encoder.encode(flat[values_at], out[bytes_at])
-    return out, good
-
-
-@torch.no_grad()
-def decode(data: torch.Tensor, name: str, out: torch.Tensor) -> torch.Tensor:
-    """Decode a fragment into ``out`` (contiguous; float32, or any dtype for raw) and return it.
-
-    ``data`` is 1-d uint8 on the same device, written by :func:`encode` with True. Bytes from a store are not checked
-    here but in :mod:`store.encoding`."""
-    _check(out, data, stored_bytes(out, name))
-    flat = _flat(out)
-    if name == RAW:
-        flat.view(torch.uint8).copy_(data)
-        return out
-    encoder = encoder_named(name)
-    for values_at, bytes_at in encoded_chunks(flat.numel(), name):
-        encoder.decode(data[bytes_at], flat[values_at])
-    return out
-
-
 def encoded_chunks(numel: int, name: str, at_once: int = 1) -> Iterator[tuple[slice, slice]]:
     """Yield the elements and the encoded bytes of each chunk of a float32 fragment, or of each run of whole ones."""
     encoding, start, at = encoding_named(name), 0, 0
@@ -108,29 +70,6 @@ def chunk_after_chunk(data: torch.Tensor, name: str, count: int) -> torch.Tensor
     """Return the bytes of ``count`` whole chunks that were encoded as if they were one, whose lanes are as long."""
     lanes = torch.split(data, [count * lane.nbytes for lane in encoding_named(name).lanes(CHUNK, "F32")])
     return torch.cat([lane.view(count, -1) for lane in lanes], 1).view(-1)
-
-
-def stored_bytes(values: torch.Tensor, name: str) -> int:
-    """Return the encoded bytes of these values. Raises ValueError if the encoding does not apply to their dtype."""
-    if name == RAW:
-        return values.numel() * values.element_size()
-    if values.dtype != torch.float32:
-        raise ValueError(f"{name} applies to float32, not to {values.dtype}; store this fragment {RAW}")
-    return encoding_named(name).stored_bytes(values.numel(), "F32")
-
-
-def _flat(values: torch.Tensor) -> torch.Tensor:
-    """Return a 1-d view of stride 1, also for zero or one element, where torch accepts any stride as contiguous."""
-    return values.detach().as_strided((values.numel(),), (1,))
-
-
-def _check(values: torch.Tensor, data: torch.Tensor, nbytes: int) -> None:
-    if not values.is_contiguous():
-        raise ValueError("values to encode or decode must be contiguous")
-    if data.dtype != torch.uint8 or data.ndim != 1 or data.numel() != nbytes or not data.is_contiguous():
-        raise ValueError(f"{nbytes} bytes (1-d, contiguous uint8) are needed, not {tuple(data.shape)} {data.dtype}")
-    if data.device != values.device:
-        raise ValueError(f"values on {values.device} and bytes on {data.device}: both must be on one device")
 
 
 class Encoder(ABC):

@@ -17,7 +17,7 @@ from monitor.adapters.base import Piece
 from monitor.observe.units import UnitLayout
 from monitor.save import staging_pool
 from monitor.save.staging_pool import StagingPool
-from monitor.save.torch_codecs import EncodedCopy, stored_bytes
+from monitor.save.torch_codecs import EncodedCopy
 from store.encoding import CHUNK, ENCODINGS, WRITABLE, encoding_named
 from store.names import Fragment, Unit
 from tests.support.entries import iter_chunks
@@ -139,7 +139,7 @@ def test_steps_of_a_graph_are_committed_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", LOSSY)
 def test_chunks_encoded_at_once_have_the_bytes_of_each(name: str) -> None:
     values = torch.rand(5 * CHUNK + 77, generator=torch.Generator().manual_seed(0)).square()
-    encoded = torch.zeros(stored_bytes(values, name), dtype=torch.uint8).pin_memory()
+    encoded = torch.zeros(encoding_named(name).stored_bytes(values.numel(), "F32"), dtype=torch.uint8).pin_memory()
     made = EncodedCopy(values.cuda(), name, encoded, torch.empty(0))
     made.begin()
     torch.cuda.synchronize()
@@ -152,7 +152,7 @@ def test_chunks_encoded_at_once_have_the_bytes_of_each(name: str) -> None:
 def test_without_memory_to_encode_the_values_are_copied() -> None:
     values = torch.randn(8 * CHUNK, device="cuda")
     target = torch.zeros(8 * CHUNK).pin_memory()
-    encoded = torch.zeros(stored_bytes(values, "bf16"), dtype=torch.uint8).pin_memory()
+    encoded = torch.zeros(encoding_named("bf16").stored_bytes(values.numel(), "F32"), dtype=torch.uint8).pin_memory()
     made = EncodedCopy(values, "bf16", encoded, target)
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(1e-4)

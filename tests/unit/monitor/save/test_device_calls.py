@@ -9,7 +9,7 @@ from monitor.adapters.frozen import fingerprint
 from monitor.adapters.optimizer_state import StackedScalars
 from monitor.observe.sketch_meter import SketchMeter
 from monitor.save import torch_codecs
-from monitor.save.torch_codecs import EncodedCopy, stored_bytes
+from monitor.save.torch_codecs import EncodedCopy
 from store.encoding import CHUNK, ENCODINGS, WRITABLE, encoding_named
 from store.names import Unit
 from tests.support.entries import iter_chunks
@@ -22,7 +22,8 @@ LOSSY = [name for name in WRITABLE if not ENCODINGS[name].lossless]
 
 def encoded_copy(source: torch.Tensor, name: str) -> EncodedCopy:
     numel = 0 if source.device == DEVICE else source.numel()
-    return EncodedCopy(source, name, torch.zeros(stored_bytes(source, name), dtype=torch.uint8), torch.empty(numel))
+    size = encoding_named(name).stored_bytes(source.numel(), "F32")
+    return EncodedCopy(source, name, torch.zeros(size, dtype=torch.uint8), torch.empty(numel))
 
 
 def encoding_on_device(numel: int, name: str) -> DeviceCalls:
