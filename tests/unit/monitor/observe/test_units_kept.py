@@ -6,13 +6,13 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 
-from monitor.adapters import adapter_for
+from monitor.adapters import adapter_for, identity
 from monitor.adapters.base import Adapter
 from monitor.distributed import Group
 from monitor.observe.layers import find_layers
@@ -21,7 +21,7 @@ from store.errors import UnstorableError, UnsupportedError
 from store.names import Unit
 from tests.support.jobs import Model
 
-Places = dict[Unit, list[tuple[str, int, int, torch.dtype]]]
+Places = dict[Unit, list[tuple[str, int, int, int, torch.dtype]]]
 
 
 class Job:
@@ -52,7 +52,10 @@ def table_of(adapter: Adapter) -> UnitTable:
 
 def places(table: UnitTable) -> Places:
     return {
-        unit: [(p.fragment.fqn, p.fragment.start, p.tensor.data_ptr(), p.tensor.dtype) for p in part.pieces]
+        unit: [
+            (p.fragment.fqn, p.fragment.start, p.tensor.data_ptr(), address, p.tensor.dtype)
+            for p, address in zip(part.pieces, part.layout.regions.addresses.tolist(), strict=True)
+        ]
         for unit, part in table.local().items()
     }
 
@@ -115,19 +118,39 @@ def tied(job: Job) -> None:
     job.optimizer.param_groups[0]["params"] = list(job.model.parameters())
 
 
+def in_place_as_another_dtype(job: Job) -> None:
+    state = job.optimizer.state[first(job)]
+    state["exp_avg"] = exp_avg = state["exp_avg"].view(torch.int32)
+    exp_avg.data = exp_avg.data.view(torch.float32)
+    job.listed()
+    exp_avg.data = exp_avg.data.view(torch.int32)
+
+
 CHANGES = [
-    swaps_the_data, another_dtype, freezes, a_new_parameter_of_that_name, other_state, without_state, more_state,
+    in_place_as_another_dtype, swaps_the_data, another_dtype, freezes, a_new_parameter_of_that_name, other_state, without_state, more_state,
     the_state_of_another_object, a_buffer_that_is_not_saved_any_more, another_buffer, layers_in_another_order, tied,
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "compared"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_seen(change: Callable[[Job], None]) -> None:
+def test_a_change_is_seen(change: Callable[[Job], None], guarded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not guarded:
+        monkeypatch.setattr(identity._MemoryGuard, "of", lambda _: None)
     job = Job()
     before = job.listed()
-    assert job.listed() == before == job.fresh()
+    assert job.listed() == job.listed() == before == job.fresh()
+    assert (cast("Any", job.adapter)._reader._guard is not None) == guarded
     change(job)
     assert job.listed() == job.fresh() != before
+
+
+def test_a_transposed_parameter_is_seen() -> None:
+    job = Job()
+    before = [job.listed() for _ in range(3)][0]
+    weight = job.model.blocks[0][0].weight  # square: only its strides change, and a copy in their order is listed
+    weight.data = weight.data.t()
+    assert job.listed() != before
 
 
 def test_a_parameter_with_gaps_in_memory_is_refused_as_before() -> None:
