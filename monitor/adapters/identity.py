@@ -5,7 +5,7 @@ rarely change. So what the list depends on is read into plain lists, by loops th
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, compress
 from operator import attrgetter, methodcaller
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch._C._dynamo.guards import TensorGuards
 
 T = TypeVar("T")
 
@@ -133,37 +134,24 @@ class IdentityReader:
         )
 
     def _known(self, layout: Sequence[Any], memory: Sequence[torch.Tensor]) -> Sequence[Any]:
-        """Return the layout with the places of ``memory``: the last one if it is equal."""
-        if self._guard is not None and layout == self._last[:-1] and self._guard.holds(memory):
-            return self._last
-        layout = [*layout, _places(memory)]
-        if layout == self._last:
-            self._guard = _MemoryGuard.of(memory)
-        else:
-            self._last, self._guard = layout, None
+        """Return the layout, or the last one if it is equal and ``memory`` is as it was then."""
+        if self._guard is None or layout != self._last or not self._guard.holds(memory):
+            self._last, self._guard = layout, _MemoryGuard(memory)
         return self._last
 
 
 class _MemoryGuard:
-    """Tells whether tensors are as others were, object by object, with the checks that compiled graphs make in C++."""
+    """Tells whether tensors are as they were: class, dtype, device, shape, strides, lazy conjugation and address.
+
+    Compared in C++, as the inputs of compiled graphs are. Raises an error for tensors that those cannot have."""
 
     def __init__(self, memory: Sequence[torch.Tensor]) -> None:
-        from torch._C._dynamo.guards import TensorGuards
-
         sizes, strides = ([list(get(one)) for one in memory] for get in (torch.Tensor.size, torch.Tensor.stride))
         dims = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
         self._guards = TensorGuards(*memory, **dims)  # type: ignore[arg-type]  # its stub knows one tensor only
         self._addresses = list(map(torch.Tensor.data_ptr, memory))
 
-    @classmethod
-    def of(cls, memory: Sequence[torch.Tensor]) -> "_MemoryGuard | None":
-        """Return the guard. None if torch has no such checks, or none for these tensors."""
-        with suppress(Exception):
-            return cls(memory)
-        return None
-
     def holds(self, memory: Sequence[torch.Tensor]) -> bool:
-        """Return whether address, class, dtype, device, shape, strides and lazy conjugation of each are the same."""
         same = len(memory) == len(self._addresses) and self._guards.check(*memory)
         return same and self._addresses == list(map(torch.Tensor.data_ptr, memory))
 
@@ -201,12 +189,6 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
                 seen.add(id(child))
                 modules.append(child)
     return modules
-
-
-def _places(memory: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
-    # In one pass, since tensors are all over the memory.
-    places = [(one.data_ptr(), one.dtype, one.shape, one.is_contiguous(), one.is_neg()) for one in memory]
-    return places, [one.is_conj() for one in memory if one.dtype.is_complex]
 
 
 def version_of(tensor: torch.Tensor) -> int:
