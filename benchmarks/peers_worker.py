@@ -114,12 +114,11 @@ class Training:
         """Choose the rows with which a step takes as long as was asked for."""
         if self.options.rows:
             return
-        self.one()
-        short = min(self.one() for _ in range(3))
-        self.rows *= 8
-        long = min(self.one() for _ in range(2))
-        each = max((long - short) / (self.rows - self.rows / 8), 1e-9)
-        self.rows = max(1, round(self.rows / 8 + (self.options.seconds - short) / each))
+        taken = min(self.one() for _ in range(3))
+        while taken < self.options.seconds / 2:  # a few rows take no longer than none: the weights have to be read
+            self.rows *= 2
+            taken = min(self.one() for _ in range(2))
+        self.rows = max(1, round(self.rows * self.options.seconds / taken))
         self.one()
 
     def measured(self, saves: int) -> dict[str, Any]:

@@ -7,17 +7,20 @@ rarely change. So what the list depends on is read into plain lists, by loops th
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, compress
+from operator import attrgetter, methodcaller
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch._C._dynamo.guards import TensorGuards
 
 T = TypeVar("T")
 
 _VALUES = frozenset({bool, int, float, str, type(None)})
+_PLAIN = frozenset({torch.Tensor, nn.Parameter})
 
 
 @dataclass(frozen=True)
@@ -80,14 +83,15 @@ class IdentityReader:
     def __init__(self, memory_of: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
         self._memory_of = memory_of
         self._last: Sequence[Any] = ()
+        self._guard: _MemoryGuard | None = None  # of the tensors of the last layout
 
     def read(self, module: nn.Module, optimizer: Any, others: Sequence[torch.Tensor] = ()) -> Identity | None:
         """Return the identity, or None if the optimizer keeps state in a form that is not known.
 
         others: Further tensors that pieces may lie in."""
         states: Mapping[Any, Any] = optimizer.state
-        if not all(isinstance(key, torch.Tensor) for key in states) or not all(
-            type(s) is dict for s in states.values()
+        if not all(issubclass(kind, torch.Tensor) for kind in set(map(type, states))) or not {dict}.issuperset(
+            map(type, states.values())
         ):
             return None
         modules = modules_of(module)
@@ -98,9 +102,10 @@ class IdentityReader:
         kinds, trees = list(map(type, entries.values)), list(map(type, modules))
         if not has_usual_tree(module, trees):
             return None
-        slots = [*(value for value in entries.values if isinstance(value, torch.Tensor)), *others]
-        if not all(kind in _VALUES or issubclass(kind, torch.Tensor) for kind in set(kinds)):
+        tensors = {kind for kind in set(kinds) if issubclass(kind, torch.Tensor)}
+        if not (tensors | _VALUES).issuperset(kinds):
             return None
+        slots = [*compress(entries.values, map(tensors.__contains__, kinds)), *others]
         groups = [group["params"] for group in optimizer.param_groups]
         grouped = list(chain.from_iterable(groups))
         own = [value for value in chain(parameters.values, buffers.values) if value is not None] + slots
@@ -122,12 +127,33 @@ class IdentityReader:
             entries.names,
             entries.counts,
             kinds,
-            *_places(slots, memory),
+            list(map(id, slots)),
         ]
-        if layout == self._last:
-            layout = self._last
-        self._last = layout
-        return Identity(layout, memory, [one for one in grouped if one.requires_grad], entries.values)
+        return Identity(
+            self._known(layout, memory), memory, [one for one in grouped if one.requires_grad], entries.values
+        )
+
+    def _known(self, layout: Sequence[Any], memory: Sequence[torch.Tensor]) -> Sequence[Any]:
+        """Return the layout, or the last one if it is equal and ``memory`` is as it was then."""
+        if self._guard is None or layout != self._last or not self._guard.holds(memory):
+            self._last, self._guard = layout, _MemoryGuard(memory)
+        return self._last
+
+
+class _MemoryGuard:
+    """Tells whether tensors are as they were: class, dtype, device, shape, strides, lazy conjugation and address.
+
+    Compared in C++, as the inputs of compiled graphs are. Raises an error for tensors that those cannot have."""
+
+    def __init__(self, memory: Sequence[torch.Tensor]) -> None:
+        sizes, strides = ([list(get(one)) for one in memory] for get in (torch.Tensor.size, torch.Tensor.stride))
+        dims = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
+        self._guards = TensorGuards(*memory, **dims)  # type: ignore[arg-type]  # its stub knows one tensor only
+        self._addresses = list(map(torch.Tensor.data_ptr, memory))
+
+    def holds(self, memory: Sequence[torch.Tensor]) -> bool:
+        same = len(memory) == len(self._addresses) and self._guards.check(*memory)
+        return same and self._addresses == list(map(torch.Tensor.data_ptr, memory))
 
 
 @dataclass(frozen=True)
@@ -143,7 +169,7 @@ class _Flat:
 
 
 def _flat(mappings: Sequence[Mapping[str, Any]]) -> _Flat:
-    values = chain.from_iterable(mapping.values() for mapping in mappings)
+    values = chain.from_iterable(map(methodcaller("values"), mappings))
     return _Flat(list(chain.from_iterable(mappings)), list(values), list(map(len, mappings)))
 
 
@@ -165,12 +191,6 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
     return modules
 
 
-def _places(slots: Iterable[torch.Tensor], memory: Sequence[torch.Tensor]) -> tuple[list[Any], ...]:
-    # In one pass, since tensors are all over the memory.
-    places = [(one.data_ptr(), one.dtype, one.shape, one.is_contiguous(), one.is_neg()) for one in memory]
-    return list(map(id, slots)), places, [one.is_conj() for one in memory if one.dtype.is_complex]
-
-
 def version_of(tensor: torch.Tensor) -> int:
     """Return autograd's in-place version counter; 0 for a tensor made under ``inference_mode``, which has none."""
     return 0 if tensor.is_inference() else tensor._version
@@ -179,7 +199,10 @@ def version_of(tensor: torch.Tensor) -> int:
 def versions_of(values: Sequence[Any]) -> tuple[list[int], list[Any]]:
     """Return the identities of values, and tensors' in-place version counters or other values as text."""
     try:
-        versions = [v._version if isinstance(v, torch.Tensor) else repr(v) for v in values]
+        if _PLAIN.issuperset(map(type, values)):
+            versions = list(map(attrgetter("_version"), values))
+        else:
+            versions = [v._version if isinstance(v, torch.Tensor) else repr(v) for v in values]
     except RuntimeError:  # of a tensor made under inference_mode
         versions = [version_of(v) if isinstance(v, torch.Tensor) else repr(v) for v in values]
     return list(map(id, values)), versions

@@ -28,7 +28,7 @@ import math
 import threading
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, groupby
 
@@ -161,15 +161,15 @@ def _mix(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class _Measured:
-    """A signature, and a sample of its values."""
+    """A signature, and a sample of its values, if copies are to be compared with it."""
 
     signature: Signature
-    sample: torch.Tensor
+    sample: torch.Tensor | None
     places: tuple[int, ...]  # addresses of the pieces
 
     @property
     def nbytes(self) -> int:
-        return self.signature.nbytes + self.sample.numel() * self.sample.element_size()
+        return self.signature.nbytes + (0 if self.sample is None else self.sample.nbytes)
 
 
 class SketchMeter(StagingMeter[Signature]):
@@ -244,8 +244,9 @@ class SketchMeter(StagingMeter[Signature]):
         with self._lock:
             super().stage(unit, copies)
             measured = self._measured.pop((threading.get_ident(), unit), None)
-            if measured is not None:
-                self._staged_as[unit] = measured
+            if measured is not None:  # here, mostly in the background, and not when the save is settled
+                same = measured.places == _places(copies)
+                self._staged_as[unit] = replace(measured, sample=None) if same else measured
 
     def settle(self, unit: Unit, committed: bool) -> list[torch.Tensor]:
         with self._lock:
@@ -256,9 +257,7 @@ class SketchMeter(StagingMeter[Signature]):
 
     def _refer(self, unit: Unit, copies: list[torch.Tensor]) -> list[torch.Tensor]:
         measured = self._staged_as.get(unit)
-        if measured is None or (
-            measured.places != _places(copies) and not torch.equal(measured.sample, _sample(copies))
-        ):
+        if measured is None or not (measured.sample is None or torch.equal(measured.sample, _sample(copies))):
             return super()._refer(unit, copies)
         self._references[unit] = measured.signature
         return copies

@@ -399,7 +399,7 @@ class Stager:
         """Add the copies of a unit, in ``encoding``, to ``copying``. ``measure`` is of the live tensors, if any.
 
         lent: buffers for a raw unit that the caller gets back when the save is settled."""
-        copies = self._pool.take(part.unit, part.layout) if lent is None else lent
+        copies = self._pool.take(part.unit, part.layout) if lent is None else tuple(lent)
         encoded = tuple[EncodedCopy, ...]()
         if self._encodes_now(part, encoding):
             # The original values do not reach host memory, so they are measured on the device.
@@ -410,12 +410,13 @@ class Stager:
         elif part.unit.slot in (BUFFER, FROZEN):  # a forward may change buffers, and scripts reach frozen weights
             copying.copy_now(part.tensors, copies)
         else:
-            copying.add_unit(part, addresses_of(copies), lambda: copies)
+            found = self._pool.addresses(part.unit, copies) if lent is None else addresses_of(copies)
+            copying.add_unit(part, found, lambda: copies)
         return StagedUnit(
             part.unit,
             encoding,
             part.layout,
-            tuple(copies),
+            copies,
             None if measure is None else measure_record(part.unit, measure),
             encoded,
             None if measure is None else measure.signature,
@@ -428,8 +429,10 @@ class Stager:
             return
         if unit.encoded:
             self._pool.give_bytes(unit.unit, [copy.encoded for copy in unit.encoded])
-        same = len(copies) == len(unit.copies) and all(map(is_, copies, unit.copies))
-        self._pool.give(unit.unit, copies, unit.layout if same else None)
+        if len(copies) == len(unit.copies) and all(map(is_, copies, unit.copies)):
+            self._pool.give(unit.unit, unit.copies, unit.layout)
+        else:
+            self._pool.give(unit.unit, copies)
 
     def _encodes_now(self, part: LocalUnit, encoding: str) -> bool:
         """Whether to encode while staging: fewer bytes to copy, but the copying thread spends the time."""
@@ -438,7 +441,9 @@ class Stager:
             return False
         return all(known.applies(dtype_name(dtype)) for dtype in part.layout.dtypes)
 
-    def _encoded_copies(self, part: LocalUnit, encoding: str, copies: list[torch.Tensor]) -> tuple[EncodedCopy, ...]:
+    def _encoded_copies(
+        self, part: LocalUnit, encoding: str, copies: Sequence[torch.Tensor]
+    ) -> tuple[EncodedCopy, ...]:
         sizes = [encoding_named(encoding).stored_bytes(tensor.numel(), "F32") for tensor in part.tensors]
         buffers = self._pool.take_bytes(part.unit, sizes, part.layout.regions.cuda)
         return tuple(

@@ -16,8 +16,10 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from monitor.adapters.identity import addresses_of
 from monitor.observe.units import UnitLayout
 from store.names import Unit
 
@@ -33,10 +35,11 @@ class StagingPool:
     New memory costs a page fault every 4 KiB, which takes several times as long as the copy."""
 
     def __init__(self) -> None:
-        self._free: dict[Unit, list[tuple[UnitLayout | None, list[torch.Tensor]]]] = {}  # layouts that they fit
+        self._free: dict[Unit, list[tuple[UnitLayout | None, tuple[torch.Tensor, ...]]]] = {}  # layouts that they fit
+        self._addresses: dict[Unit, tuple[tuple[torch.Tensor, ...], npt.NDArray[np.int64]]] = {}
         self._bytes: dict[Unit, list[torch.Tensor]] = {}
         self._known: set[Unit] = set()
-        self._untouched: dict[Unit, list[torch.Tensor]] = {}
+        self._untouched: dict[Unit, tuple[torch.Tensor, ...]] = {}
         self._lock = threading.Lock()
 
     def take_bytes(self, unit: Unit, sizes: Sequence[int], cuda: torch.device | None) -> list[torch.Tensor]:
@@ -65,7 +68,7 @@ class StagingPool:
             for buffer in self._untouched.pop(unit, ()):
                 buffer.zero_()
 
-    def take(self, unit: Unit, layout: UnitLayout) -> list[torch.Tensor]:
+    def take(self, unit: Unit, layout: UnitLayout) -> tuple[torch.Tensor, ...]:
         """Return buffers of the same dtypes and sizes, contents undefined."""
         with self._lock:  # what is being touched is not being filled
             self._known.add(unit)
@@ -80,16 +83,23 @@ class StagingPool:
     def give(self, unit: Unit, buffers: Sequence[torch.Tensor], layout: UnitLayout | None = None) -> None:
         """Take buffers back. layout: what they fit, if that is known."""
         if buffers:
-            self._free.setdefault(unit, []).append((layout, list(buffers)))
+            self._free.setdefault(unit, []).append((layout, tuple(buffers)))
+
+    def addresses(self, unit: Unit, buffers: tuple[torch.Tensor, ...]) -> npt.NDArray[np.int64]:
+        """Return the first byte of each buffer. Keeps those of the last call: a unit mostly gets the same buffers."""
+        known = self._addresses.get(unit)
+        if known is None or known[0] is not buffers:
+            known = self._addresses[unit] = buffers, addresses_of(buffers)
+        return known[1]
 
 
 @torch.inference_mode(False)
-def _allocate(layout: UnitLayout) -> list[torch.Tensor]:
+def _allocate(layout: UnitLayout) -> tuple[torch.Tensor, ...]:
     numels, cuda = [fragment.numel for fragment in layout.fragments], layout.regions.cuda
     if cuda is None:
-        return [torch.empty(n, dtype=dtype) for n, dtype in zip(numels, layout.dtypes, strict=True)]
+        return tuple(torch.empty(n, dtype=dtype) for n, dtype in zip(numels, layout.dtypes, strict=True))
     sizes = [n * dtype.itemsize for n, dtype in zip(numels, layout.dtypes, strict=True)]
-    return [buffer.view(dtype) for buffer, dtype in zip(_pinned_buffers(sizes, cuda), layout.dtypes, strict=True)]
+    return tuple(buffer.view(dtype) for buffer, dtype in zip(_pinned_buffers(sizes, cuda), layout.dtypes, strict=True))
 
 
 def _fits(buffers: Sequence[torch.Tensor], layout: UnitLayout) -> bool:

@@ -21,7 +21,7 @@ from store.errors import UnstorableError, UnsupportedError
 from store.names import Unit
 from tests.support.jobs import Model
 
-Places = dict[Unit, list[tuple[str, int, int, torch.dtype]]]
+Places = dict[Unit, list[tuple[str, int, int, int, torch.dtype]]]
 
 
 class Job:
@@ -52,7 +52,10 @@ def table_of(adapter: Adapter) -> UnitTable:
 
 def places(table: UnitTable) -> Places:
     return {
-        unit: [(p.fragment.fqn, p.fragment.start, p.tensor.data_ptr(), p.tensor.dtype) for p in part.pieces]
+        unit: [
+            (p.fragment.fqn, p.fragment.start, p.tensor.data_ptr(), address, p.tensor.dtype)
+            for p, address in zip(part.pieces, part.layout.regions.addresses.tolist(), strict=True)
+        ]
         for unit, part in table.local().items()
     }
 
@@ -115,8 +118,17 @@ def tied(job: Job) -> None:
     job.optimizer.param_groups[0]["params"] = list(job.model.parameters())
 
 
+def in_place_as_another_dtype(job: Job) -> None:
+    state = job.optimizer.state[first(job)]
+    state["exp_avg"] = exp_avg = state["exp_avg"].view(torch.int32)
+    exp_avg.data = exp_avg.data.view(torch.float32)
+    job.listed()
+    exp_avg.data = exp_avg.data.view(torch.int32)
+
+
 CHANGES = [
-    swaps_the_data, another_dtype, freezes, a_new_parameter_of_that_name, other_state, without_state, more_state,
+    in_place_as_another_dtype, swaps_the_data,
+    another_dtype, freezes, a_new_parameter_of_that_name, other_state, without_state, more_state,
     the_state_of_another_object, a_buffer_that_is_not_saved_any_more, another_buffer, layers_in_another_order, tied,
 ]  # fmt: skip
 
@@ -128,6 +140,15 @@ def test_a_change_is_seen(change: Callable[[Job], None]) -> None:
     assert job.listed() == before == job.fresh()
     change(job)
     assert job.listed() == job.fresh() != before
+
+
+def test_a_transposed_parameter_is_seen() -> None:
+    job = Job()
+    before = job.listed()
+    assert job.listed() == before
+    weight = job.model.blocks[0][0].weight  # square: only its strides change, and a copy in their order is listed
+    weight.data = weight.data.t()
+    assert job.listed() != before
 
 
 def test_a_parameter_with_gaps_in_memory_is_refused_as_before() -> None:

@@ -64,7 +64,7 @@ def test_buffers_that_are_used_again_are_registered_once(runtime: CudaRuntime) -
 def test_memory_stays_registered_until_the_last_buffer_is_gone(runtime: CudaRuntime) -> None:
     pool, live = StagingPool(), layout(tensors())
     buffers = pool.take(UNIT, live)
-    last = buffers.pop()
+    last = buffers[-1]
     del buffers
     assert len(runtime.registered) == 1
     last.fill_(3)
