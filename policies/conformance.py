@@ -7,11 +7,11 @@ real job and finds failures that occur at once. Neither writes anything."""
 import copy
 import random
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from policies.base import Budget, Choice, Decision, History, Policy, UnitStats, nonfinite_slots, worth_saving
 from policies.bounds import Bounded, Bounds, incomplete
@@ -53,8 +53,6 @@ def _format(choice: Choice) -> str:
     return f"{choice.encoding or 'skip'} ({choice.reason[:80]})"
 
 
-Outcome = Literal["holds", "broken", "not checked", "take note"]
-
 MODELS = 120  # synthetic models on which promises about single decisions are tried
 PATIENCE = 200  # decisions within which a unit that keeps drifting should be saved again
 LARGE = 10_000  # units of the large model: more than the largest models have
@@ -62,43 +60,25 @@ LIMIT = 5.0  # seconds that a decision on the large model may take
 TIMED = "decides on 10 000 units in time"
 
 
-@dataclass(frozen=True)
-class Finding:
-    """Result of trying one promise. ``take note``: it holds, but the user should act."""
-
-    promise: str
-    outcome: Outcome
-    detail: str
-
-
-class _Note(Exception):  # noqa: N818 - no error: ends a trial that neither holds nor is broken
-    def __init__(self, outcome: Outcome, detail: str) -> None:
-        super().__init__(detail)
-        self.outcome: Outcome = outcome
-
-
-def examine(policy: Policy, bounds: Bounds = ANY) -> tuple[Finding, ...]:
-    """Try every promise on the policy inside ``bounds``; for ``observe``, on the inner policy."""
-    inner = policy.inner if isinstance(policy, Observe) else policy
-    return tuple(_try(promise, trial, inner, bounds) for promise, trial in TRIALS.items())
-
-
 def check_policy(policy: Policy, bounds: Bounds = ANY) -> None:
-    """Try every promise on a policy, as a test of it. Raises BrokenError with all that it breaks."""
-    broken = [f"{one.promise}: {one.detail}" for one in examine(policy, bounds) if one.outcome == "broken"]
-    if broken:
-        raise BrokenError("; ".join(broken))
+    """Try every promise on a policy, as a test of it; on the inner policy of ``observe``.
+
+    Warns of units that starve. Raises BrokenError with all that it breaks."""
+    if broken := broken_promises(policy, bounds):
+        raise BrokenError("; ".join(f"{promise}: {detail}" for promise, detail in broken.items()))
 
 
-def _try(promise: str, trial: Callable[[Policy, Bounds], str], policy: Policy, bounds: Bounds) -> Finding:
-    try:
-        return Finding(promise, "holds", trial(policy, bounds))
-    except _Note as note:
-        return Finding(promise, note.outcome, str(note))
-    except BrokenError as error:
-        return Finding(promise, "broken", str(error))
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the edge to the user's own code, in a simulated run
-        return Finding(promise, "broken", f"in a made-up run it {failure_of(error).located}")
+def broken_promises(policy: Policy, bounds: Bounds = ANY) -> dict[str, str]:
+    """Return how the policy, inside ``bounds``, breaks each promise that it does not keep."""
+    inner, broken = policy.inner if isinstance(policy, Observe) else policy, {}
+    for promise, trial in TRIALS.items():
+        try:
+            trial(inner, bounds)
+        except BrokenError as error:
+            broken[promise] = str(error)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the edge to the user's own code, in a simulated run
+            broken[promise] = f"in a made-up run it {failure_of(error).located}"
+    return broken
 
 
 def _models() -> Iterator[SyntheticCase]:
@@ -109,68 +89,53 @@ def _cases() -> list[SyntheticCase]:
     return [*edge_cases(), *_models()]
 
 
-def _answers(policy: Policy, bounds: Bounds) -> str:
-    lossy = set()
+def _answers(policy: Policy, bounds: Bounds) -> None:
     for case in _models():
-        for choice in query_policy(policy, case, bounds).choices.values():
-            lossy |= {choice.encoding} - {None, "raw"}
-    used = f"; it chooses {', '.join(sorted(map(str, lossy)))}: needs `bounds: {{precision: any}}`" if lossy else ""
-    return f"on {MODELS} made-up models{used}"
-
-
-def _edges(policy: Policy, bounds: Bounds) -> str:
-    cases = list(edge_cases())
-    for case in cases:
         query_policy(policy, case, bounds)
-    return ", ".join(case.title for case in cases)
 
 
-def _repeats(policy: Policy, bounds: Bounds) -> str:
+def _edges(policy: Policy, bounds: Bounds) -> None:
+    for case in edge_cases():
+        query_policy(policy, case, bounds)
+
+
+def _repeats(policy: Policy, bounds: Bounds) -> None:
     cases = _cases()
     first = [query_policy(policy, case, bounds) for case in cases]
     for case, before in reversed(list(zip(cases, first, strict=True))):
         _require_same(before, query_policy(policy, case, bounds), f"{case}: asked again after other calls,")
-    return "asked twice, in another order of calls"
 
 
-def _unordered(policy: Policy, bounds: Bounds) -> str:
+def _unordered(policy: Policy, bounds: Bounds) -> None:
     for seed, case in enumerate(_models()):
         mixed = random.Random(seed).sample(case.stats, len(case.stats))
         usual, other = query_policy(policy, case, bounds), query_policy(policy, case, bounds, mixed)
         _require_same(usual, other, f"{case}: with its units in another order,")
-    return "shown in another order, each unit gets the same choice"
 
 
-def _leaves_alone(policy: Policy, bounds: Bounds) -> str:
+def _leaves_alone(policy: Policy, bounds: Bounds) -> None:
     for case in _models():
         stats = list(case.stats)
         before = copy.deepcopy((stats, case.budget, case.history))
         query_policy(policy, case, bounds, stats)
         if (stats, case.budget, case.history) != before:
             raise BrokenError(f"{case}: what it was given is not the same after the call; work on a copy")
-    return "units, budget and history are the same after a call"
 
 
-def _needs_drift(policy: Policy, bounds: Bounds) -> str:
-    if policy.needs_drift:
-        raise _Note("not checked", "it says needs_drift, so drift is measured before each decision")
-    for case in _models():
+def _needs_drift(policy: Policy, bounds: Bounds) -> None:
+    for case in () if policy.needs_drift else _models():
         blind = [replace(one, drift=None) if one.moving else one for one in case.stats]
         seeing, other = query_policy(policy, case, bounds), query_policy(policy, case, bounds, blind)
         _require_same(seeing, other, f"{case}: needs_drift is False, and with and without drift")
-    return "without drift it decides the same, as needs_drift = False says"
 
 
-def _spends(policy: Policy, bounds: Bounds) -> str:
-    if not spends(policy):
-        raise _Note("not checked", "it does not say `spends = True`, so nothing is promised about bytes")
-    for case in _models():
+def _spends(policy: Policy, bounds: Bounds) -> None:
+    for case in _models() if spends(policy) else ():
         if case.budget.bytes is not None:
             spent = _optional_bytes(case.stats, case.budget, query_policy(policy, case, bounds))
             if spent > max(0.0, case.budget.bytes):
                 at_hand = f"{case.budget.bytes:.0f} are at hand"
                 raise BrokenError(f"{case}: it chooses {spent:.0f} bytes that nobody demands, and {at_hand}")
-    return "beyond what is demanded or new, it chooses no more than the bytes at hand"
 
 
 def _optional_bytes(stats: Sequence[UnitStats], budget: Budget, decision: Decision) -> float:
@@ -183,17 +148,16 @@ def _optional_bytes(stats: Sequence[UnitStats], budget: Budget, decision: Decisi
     )
 
 
-def _first_save(policy: Policy, bounds: Bounds) -> str:
+def _first_save(policy: Policy, bounds: Bounds) -> None:
     bounded = Bounded(policy, bounds)
     for case in _models():
         sick = nonfinite_slots(case.stats)
         for unit in incomplete(case.stats, query_policy(bounded, case, bounds)):
             if unit.layer not in sick:
                 raise BrokenError(f"{case}: {unit} is left without a version")
-    return "bounds save whatever has no version"
 
 
-def _bounds(policy: Policy, bounds: Bounds) -> str:
+def _bounds(policy: Policy, bounds: Bounds) -> None:
     limits = Bounds(max_staleness=40, max_drift=0.3, precision=bounds.precision, interval=10)
     run = SimulatedRun(Bounded(policy, limits), 10, spends(policy), sick=range(300, 360))
     for _ in range(100):
@@ -202,10 +166,9 @@ def _bounds(policy: Policy, bounds: Bounds) -> str:
             stale = one.moving and (one.staleness or 0) > 40 - 10
             if not run.is_sick(one) and (stale or (one.drift or 0.0) > 0.3):
                 raise BrokenError(f"step {run.step} of a made-up run: {one.unit} is {one.staleness} steps old")
-    return "in 100 decisions with max_staleness 40 and max_drift 0.3, with NaN in a layer for a while"
 
 
-def _starves(policy: Policy, bounds: Bounds) -> str:
+def _starves(policy: Policy, bounds: Bounds) -> None:
     run = SimulatedRun(Bounded(policy, bounds), bounds.interval or 10, spends(policy))
     run.decide()
     gaps = longest = {unit: 0 for unit, one in run.units.items() if one.moving}
@@ -214,21 +177,18 @@ def _starves(policy: Policy, bounds: Bounds) -> str:
         gaps = {unit: 0 if unit in saved else gap + 1 for unit, gap in gaps.items()}
         longest = {unit: max(longest[unit], gap) for unit, gap in gaps.items()}
     starved = sorted(unit for unit, gap in longest.items() if gap >= PATIENCE)
-    if not starved:
-        return f"whatever drifts was saved again within {max(longest.values()) + 1} decisions"
-    raise _Note(
-        "take note", f"starves {listed(starved, 1)}: not saved in {PATIENCE} decisions; set bounds.max_staleness"
-    )
+    if starved:
+        text = f"policy {policy.name} starves {listed(starved, 1)}: not saved in {PATIENCE} decisions"
+        warnings.warn(f"{text}; set bounds.max_staleness", stacklevel=2)
 
 
-def _in_time(policy: Policy, bounds: Bounds) -> str:
+def _in_time(policy: Policy, bounds: Bounds) -> None:
     case = SyntheticCase("a large model", usual_units(1 + LARGE // 3)[:LARGE], Budget(1e9), History(1000, 10))
     began = time.perf_counter() - starved_seconds()
     query_policy(policy, case, bounds)
     took = time.perf_counter() - starved_seconds() - began
     if took > LIMIT:
         raise BrokenError(f"{case}: it took {took:.1f} s, during which training waits; {LIMIT:.0f} s at most")
-    return f"{took:.2f} s"
 
 
 def starved_seconds() -> float:
@@ -238,7 +198,7 @@ def starved_seconds() -> float:
     return 0.0
 
 
-TRIALS: dict[str, Callable[[Policy, Bounds], str]] = {
+TRIALS: dict[str, Callable[[Policy, Bounds], None]] = {
     "one choice a unit, with a reason": _answers,
     "takes whatever it is shown": _edges,
     "same answer when asked again": _repeats,
