@@ -8,13 +8,12 @@ Reading checks hashes, unpacks and decodes in the memory of a few chunks; values
 was checked.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
-from operator import add, mul, sub
 from typing import Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -26,7 +25,7 @@ from store.encoding import encoding_named
 from store.encoding.base import Bytes, Values, chunk_sizes
 from store.encoding.stream import BaseEntry, encoded_chunks
 from store.errors import DamagedError, StorageError
-from store.names import BUFFER, FROZEN, WEIGHTS, Box, Fragment, Part, SaveId, cut_range, payload_path, strides_of
+from store.names import BUFFER, FROZEN, WEIGHTS, Box, Fragment, Part, SaveId, cut_range, payload_path
 from store.schema import Entry, PartRecord
 from store.storage.local import Files
 
@@ -124,16 +123,17 @@ class FragmentIndex(Generic[S]):
         for source in sources:
             self._by_name.setdefault((source.fqn, source.slot), []).append(source)
         for name, spans in self._by_name.items():
-            if len(spans) == 1:
-                continue
-            # Empty fragments fill nothing and overlap nothing; one is kept if a tensor has no other.
-            spans[:] = [source for source in spans if source.stop > source.start] or spans[:1]
-            spans.sort(key=lambda source: source.start)
+            if len(spans) > 1:
+                # Empty fragments fill nothing and overlap nothing; one is kept if a tensor has no other.
+                spans[:] = [source for source in spans if source.stop > source.start] or spans[:1]
+                spans.sort(key=lambda source: source.start)
             box = next((source.box for source in spans if source.box is not None), None)
-            if box is None:
-                _refuse_overlap(name, spans)
-            else:
+            if box is not None:
                 self._regions[name] = _Regions(name, spans, box.shape)
+            for before, after in pairwise(spans if box is None else ()):
+                if before.stop > after.start:
+                    both = f"[{before.start}, {before.stop}) and [{after.start}, {after.stop})"
+                    raise DamagedError(f"{name[0]}/{name[1]}: stored fragments {both} overlap")
 
     def names(self) -> Mapping[tuple[str, str], Sequence[S]]:
         """Return all (fqn, slot) with their sources in order."""
@@ -144,18 +144,20 @@ class FragmentIndex(Generic[S]):
         spans = self._by_name.get((fqn, slot))
         return spans[0].dtype if spans else None
 
+    def cover_all(self, wanted: Sequence[Fragment]) -> list[list[Copy[S]]]:
+        """Return what :meth:`cover` does, for fragments of one (fqn, slot): of many boxes in a fifth of the time."""
+        name, box = wanted[0][:2], next((one.box for one in wanted if one.box is not None), None)
+        if box is not None and name not in self._regions:
+            self._regions[name] = _Regions(name, self._by_name.get(name, []), box.shape)
+        return self._regions[name].cover(wanted) if name in self._regions else list(map(self._cover_range, wanted))
+
     def cover(self, wanted: Fragment) -> list[Copy[S]]:
         """Return copies that fill ``wanted`` completely. Raises DamagedError, naming the hole, if there is one."""
+        return self.cover_all([wanted])[0]
+
+    def _cover_range(self, wanted: Fragment) -> list[Copy[S]]:
         copies, position = [], wanted.start
-        name = wanted.fqn, wanted.slot
-        spans = self._by_name.get(name, [])
-        if wanted.box is not None or name in self._regions or (len(spans) == 1 and spans[0].box is not None):
-            if name not in self._regions:
-                box = wanted.box or next(source.box for source in spans if source.box is not None)
-                self._regions[name] = _Regions(name, spans, box.shape)
-            return self._regions[name].cover(wanted)
-        if len(spans) == 1 and spans[0].start <= position and wanted.stop <= spans[0].stop and wanted.numel:
-            return [Copy(spans[0], position - spans[0].start, 0, wanted.numel)]
+        spans = self._by_name.get((wanted.fqn, wanted.slot), [])
         first = max(0, bisect_right(spans, wanted.start, key=lambda source: source.start) - 1)
         for source in spans[first:]:
             if source.start > position or position >= wanted.stop:
@@ -172,26 +174,14 @@ class FragmentIndex(Generic[S]):
         return copies
 
 
-class Place(NamedTuple):
-    """Where a region is in its own memory: element c of the tensor at the sum of c * strides, less origin."""
-
-    strides: tuple[int, ...]
-    origin: int
-
-    @classmethod
-    def of(cls, box: Box | None, start: int, shape: Sequence[int]) -> "Place":
-        """Return that of a box, or of a flat range from ``start`` of a tensor of ``shape``."""
-        strides = strides_of(shape if box is None else box.sizes)
-        return cls(strides, start if box is None else sum(map(mul, box.offsets, strides)))
-
-    def at(self, offsets: Sequence[int]) -> int:
-        return sum(a * b for a, b in zip(offsets, self.strides, strict=True)) - self.origin
+Array = npt.NDArray[np.int64]
 
 
-def steps_between(sizes: Sequence[int], source: Place, target: Place) -> Steps | None:
-    """Return how a box of ``sizes`` lies in two memories; None if its elements follow each other in both."""
+@lru_cache(1 << 12)
+def steps_between(sizes: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]) -> Steps | None:
+    """Return how a box of ``sizes`` lies in two memories with these strides; None if its elements follow each other."""
     found: list[tuple[int, int, int]] = []
-    for size, step, other in zip(sizes, source.strides, target.strides, strict=True):
+    for size, step, other in zip(sizes, source, target, strict=True):
         if size > 1:
             joins = bool(found) and found[-1][1:] == (step * size, other * size)  # one dimension with the one before
             found.append((size * (found.pop()[0] if joins else 1), step, other))
@@ -203,14 +193,14 @@ def steps_between(sizes: Sequence[int], source: Place, target: Place) -> Steps |
 _DEPTH = 64  # levels of a tree: far more than any mesh makes, so only records that lie reach it
 
 
-@dataclass(frozen=True)
-class _Slabs:
-    """Children that are apart in dimension ``dim``, in order: boxes by index, or further slabs."""
+class _Level(NamedTuple):
+    """Nodes of a tree, each cut in one dimension. Coordinates of node n begin at n times the reach of the tree, so all
+    children are in order, and one bisection finds those of any node."""
 
-    dim: int
-    starts: list[int]
-    stops: list[int]
-    children: "list[_Slabs | int]"
+    dims: Array
+    starts: Array  # of each child, as the next two
+    stops: Array
+    targets: Array  # nodes of the next level, or ~box
 
 
 class BoxTree:
@@ -218,96 +208,129 @@ class BoxTree:
 
     boxes: With elements."""
 
-    def __init__(self, name: str, boxes: Sequence[Part]) -> None:
-        self.boxes = boxes
-        first = np.array([offsets for offsets, _ in boxes], np.int64)
-        after = first + np.array([sizes for _, sizes in boxes], np.int64)
-        self._root = [_grow(name, first, after, np.arange(len(boxes)), 0)] if boxes else []
+    def __init__(self, name: str, boxes: Sequence[Part], dims: int) -> None:
+        self._first, self._after = _corners(boxes, dims)
+        self._reach, self._levels = int(self._after.max(initial=0)) + 1, list[_Level]()
+        if self._reach * (len(boxes) + 1) >= 1 << 63:
+            raise DamagedError(f"{name}: {len(boxes)} stored fragments in a tensor of {self._reach} rows or columns")
+        members = np.arange(len(boxes))
+        nodes = np.zeros_like(members)  # of each member, in order
+        while len(members) > bool(not self._levels):
+            members, nodes = self._grow(name, members, nodes)
 
-    def meet(self, offsets: Sequence[int], sizes: Sequence[int]) -> Iterator[tuple[int, Part]]:
-        """Yield the index of each box that has elements in common with this one, and those elements."""
-        stops = tuple(map(add, offsets, sizes))
-        pending = self._root[:]
-        while pending:
-            node = pending.pop()
-            if isinstance(node, _Slabs):
-                low = bisect_right(node.stops, offsets[node.dim])
-                pending += node.children[low : bisect_left(node.starts, stops[node.dim])]
-                continue
-            own, lengths = self.boxes[node]
-            begin = tuple(map(max, own, offsets))
-            common = tuple(map(sub, map(min, map(add, own, lengths), stops), begin))
-            if min(common, default=1) > 0:
-                yield node, (begin, common)
+    def _grow(self, name: str, members: Array, nodes: Array) -> tuple[Array, Array]:
+        """Add a level that cuts all ``nodes``. Return the members of its children that are several, and their nodes."""
+        dims = np.full(nodes[-1] + 1, -1)
+        bounds, heads = np.empty((2, len(members)), np.int64), np.zeros(len(members), np.bool_)
+        for dim in range(self._first.shape[1]):
+            at = np.flatnonzero(dims[nodes] < 0)
+            own, base = members[at], nodes[at] * self._reach
+            order = np.argsort(base + self._first[own, dim], kind="stable")
+            own = own[order]
+            begin, end = base + self._first[own, dim], np.maximum.accumulate(base + self._after[own, dim])
+            apart = np.concatenate([[True], begin[1:] >= end[:-1]])[: len(at)]
+            cut = np.bincount(nodes[at], apart, len(dims))[nodes[at]] > 1
+            at = at[cut]
+            dims[nodes[at]] = dim
+            members[at], bounds[0, at], bounds[1, at], heads[at] = own[cut], begin[cut], end[cut], apart[cut]
+        if -1 in dims or len(self._levels) == _DEPTH:
+            some = members[dims[nodes] < 0] if -1 in dims else members
+            pair = [(self._first[index].tolist(), self._after[index].tolist()) for index in some[:2]]
+            raise DamagedError(f"{name}: {len(some)} stored fragments overlap, or are of no mesh, such as {pair}")
+        edges = np.append(np.flatnonzero(heads), len(members))
+        counts = np.diff(edges)
+        several = counts > 1
+        targets = np.where(several, np.cumsum(several) - 1, ~members[edges[:-1]])
+        self._levels.append(_Level(dims, bounds[0, edges[:-1]], bounds[1, edges[1:] - 1], targets))
+        return members[np.repeat(several, counts)], np.repeat(np.arange(several.sum()), counts[several])
+
+    def meet(self, boxes: Sequence[Part]) -> tuple[Array, Array, Array, Array]:
+        """Return (number of one of ``boxes``, own box, offsets, sizes) of all that they have in common."""
+        first, after = _corners(boxes, self._first.shape[1])
+        wanted = np.repeat(np.arange(len(boxes)), min(1, len(self._first)))
+        nodes = np.zeros_like(wanted)
+        found = [(wanted, nodes)] if not self._levels else []
+        for level in self._levels:
+            dim, base = level.dims[nodes], nodes * self._reach
+            low = np.searchsorted(level.stops, base + np.minimum(first[wanted, dim], self._reach - 1), "right")
+            high = np.searchsorted(level.starts, base + np.minimum(after[wanted, dim], self._reach))
+            counts = np.maximum(high - low, 0)
+            ends = np.cumsum(counts)
+            wanted = np.repeat(wanted, counts)
+            targets = level.targets[np.repeat(low - ends + counts, counts) + np.arange(len(wanted))]
+            found.append((wanted[targets < 0], ~targets[targets < 0]))
+            wanted, nodes = wanted[targets >= 0], targets[targets >= 0]
+        wanted, own = map(np.concatenate, zip(*found, strict=True))
+        begin = np.maximum(self._first[own], first[wanted])
+        sizes = np.minimum(self._after[own], after[wanted]) - begin
+        kept = (sizes > 0).all(axis=1)
+        return wanted[kept], own[kept], begin[kept], sizes[kept]
 
 
-_Array = npt.NDArray[np.int64]
-
-
-def _grow(name: str, first: _Array, after: _Array, members: _Array, depth: int) -> "_Slabs | int":
-    if len(members) == 1:
-        return int(members[0])
-    for dim in range(first.shape[1]):
-        begin = first[members, dim]
-        order = np.argsort(begin, kind="stable")
-        begin, end = begin[order], np.maximum.accumulate(after[members[order], dim])
-        cuts = np.flatnonzero(begin[1:] >= end[:-1]) + 1
-        if len(cuts) and depth < _DEPTH:
-            edges = [0, *cuts.tolist(), len(members)]
-            starts, stops = begin[edges[:-1]].tolist(), end[np.array(edges[1:]) - 1].tolist()
-            children: list[_Slabs | int] = members[order].tolist()
-            if len(starts) < len(children):  # not each alone
-                parts = (members[order[low:high]] for low, high in pairwise(edges))
-                children = [_grow(name, first, after, part, depth + 1) for part in parts]
-            return _Slabs(dim, starts, stops, children)
-    pair = [(first[index].tolist(), after[index].tolist()) for index in members[:2].tolist()]
-    raise DamagedError(f"{name}: {len(members)} stored fragments overlap, or are of no mesh, such as {pair}")
+def _corners(boxes: Sequence[Part], dims: int) -> tuple[Array, Array]:
+    first, sizes = np.array(boxes, np.int64).reshape(len(boxes), 2, dims).swapaxes(0, 1)
+    return first, first + sizes
 
 
 class _Regions(Generic[S]):
     """The stored fragments of one (fqn, slot) as boxes of a tensor of ``shape``."""
 
     def __init__(self, name: tuple[str, str], spans: Sequence[S], shape: tuple[int, ...]) -> None:
-        self._name, self._shape, boxes = "/".join(name), shape, list[Part]()
-        self._owners: list[S] = []
-        for source in spans:
-            boxes += self._parts(source, "a stored fragment does not lie")
-            self._owners += [source] * (len(boxes) - len(self._owners))
-        self._tree = BoxTree(self._name, boxes)
+        self._name, self._shape, self._spans = "/".join(name), shape, spans
+        boxes, self._owners = self._parts(spans, "a stored fragment does not lie")
+        self._tree = BoxTree(self._name, boxes, len(shape))
+        self._strides, self._starts = self._places(spans)
 
-    def _parts(self, region: S | Fragment, problem: str) -> Iterable[Part]:
-        box = region.box
-        if (region.stop > prod(self._shape)) if box is None else (box.shape != self._shape):
-            raise DamagedError(f"{self._name}: {problem} in a tensor of shape {self._shape}")
-        return cut_range(self._shape, region.start, region.stop) if box is None else [box[:2]]
+    def _parts(self, regions: Sequence[S] | Sequence[Fragment], problem: str) -> tuple[list[Part], Array]:
+        """Return the boxes that regions are, and the number of the region of each."""
+        boxes, counts = list[Part](), list[int]()
+        for region in regions:
+            box, before = region.box, len(boxes)
+            if (region.stop > prod(self._shape)) if box is None else (box.shape != self._shape):
+                raise DamagedError(f"{self._name}: {problem} in a tensor of shape {self._shape}")
+            boxes += cut_range(self._shape, region.start, region.stop) if box is None else [box[:2]]
+            counts.append(len(boxes) - before)
+        return boxes, np.repeat(np.arange(len(counts)), counts)
 
-    def cover(self, wanted: Fragment) -> list[Copy[S]]:
-        """Return copies that fill ``wanted``, in the order of their sources. Raises DamagedError for a hole."""
-        target, copies = Place.of(wanted.box, wanted.start, self._shape), list[tuple[int, Copy[S]]]()
-        for part in self._parts(wanted, f"{wanted} is in no stored fragment"):
-            for number, (offsets, sizes) in self._tree.meet(*part):
-                source = self._owners[number]
-                place = Place.of(source.box, source.start, self._shape)
-                steps = steps_between(sizes, place, target)
-                copies.append((number, Copy(source, place.at(offsets), target.at(offsets), prod(sizes), steps)))
-        missing = wanted.numel - sum(copy.numel for _, copy in copies)
-        if missing:
-            region = f"[{wanted.start}, {wanted.stop})" if wanted.box is None else wanted.box
-            raise DamagedError(f"{self._name}: {missing} of the elements {region} are in no stored fragment")
-        return [copy for _, copy in sorted(copies, key=lambda one: one[0])]
+    def _places(self, regions: Sequence[S] | Sequence[Fragment]) -> tuple[Array, Array]:
+        """Return the strides of regions in their own memory, and the place there of the tensor's first element."""
+        whole = Box((0,) * len(self._shape), self._shape, self._shape)  # a flat range lies as in the flattened tensor
+        boxes = [one.box or whole for one in regions]
+        first, after = _corners([box[:2] for box in boxes], len(self._shape))
+        inner = np.append(np.ones((len(boxes), 1), np.int64), (after - first)[:, :0:-1], axis=1)
+        strides = inner.cumprod(axis=1)[:, ::-1][:, : len(self._shape)]
+        starts = np.array([0 if one.box else one.start for one in regions], np.int64)
+        return strides, -starts - (first * strides).sum(axis=1)
+
+    def cover(self, wanted: Sequence[Fragment]) -> list[list[Copy[S]]]:
+        """Return the copies that fill each, in the order of their sources. Raises DamagedError for a hole."""
+        boxes, numbers = self._parts(wanted, "what is wanted does not lie")
+        part, own, offsets, sizes = self._tree.meet(boxes)
+        part, own = numbers[part], self._owners[own]
+        strides, starts = self._places(wanted)
+        source, target = self._strides[own], strides[part]
+        source_starts = (offsets * source).sum(axis=1) + self._starts[own]
+        target_starts = (offsets * target).sum(axis=1) + starts[part]
+        order = np.lexsort((own, part))
+        columns = (part, own, source_starts, target_starts, sizes.prod(axis=1))
+        shapes = (map(tuple, one[order].tolist()) for one in (sizes, source, target))
+        copies: list[list[Copy[S]]] = [[] for _ in wanted]
+        for number, index, begin, into, numel, *shape in zip(
+            *(one[order].tolist() for one in columns), *shapes, strict=True
+        ):
+            copies[number].append(Copy(self._spans[index], begin, into, numel, steps_between(*shape)))
+        for one, found in zip(wanted, copies, strict=True):
+            missing = one.numel - sum(copy.numel for copy in found)
+            if missing:
+                region = f"[{one.start}, {one.stop})" if one.box is None else one.box
+                raise DamagedError(f"{self._name}: {missing} of the elements {region} are in no stored fragment")
+        return copies
 
 
 def covered_numel(entries: Iterable[Entry]) -> int:
     """Return the number of elements in a set of fragments. Raises DamagedError if two overlap."""
     index: FragmentIndex[Entry] = FragmentIndex(entries)
     return sum(entry.numel for spans in index.names().values() for entry in spans)
-
-
-def _refuse_overlap(name: tuple[str, str], sorted_spans: Sequence[Span]) -> None:
-    for before, after in pairwise(sorted_spans):
-        if before.stop > after.start:
-            spans = f"[{before.start}, {before.stop}) and [{after.start}, {after.stop})"
-            raise DamagedError(f"{name[0]}/{name[1]}: stored fragments {spans} overlap")
 
 
 class Readable(Protocol):

@@ -95,7 +95,10 @@ def shape_of(draw: random.Random) -> tuple[int, ...]:
 def filled(index: FragmentIndex[Stored], wanted: Fragment, whole: Any) -> Any:
     """What the copies bring; -1 where they bring nothing, -2 where they bring an element twice."""
     target = np.full(wanted.numel, -1)
-    for copy in index.cover(wanted):
+    again, copies = index.cover_all([Fragment("w", "fp32", 0, whole.size), wanted])
+    assert copies == index.cover(wanted)
+    assert sum(copy.numel for copy in again) == whole.size
+    for copy in copies:
         source = values(copy.source.fragment, whole)
         steps = copy.steps or Steps((copy.numel,), (1,), (1,))
         into = as_strided(target[copy.target_start :], steps.sizes, [8 * step for step in steps.target])
@@ -138,7 +141,7 @@ def test_any_regions_fill_any_others(cases: int) -> None:
     {
         "holes are not counted": ("cut_range", lambda shape, start, stop: list(cut_range(shape, start, stop))[:1]),
         "steps are forgotten": ("steps_between", lambda sizes, source, target: None),
-        "overlaps pass": ("BoxTree", lambda name, boxes: _Scan(boxes)),
+        "overlaps pass": ("BoxTree", lambda name, boxes, dims: _Scan(boxes, dims)),
     }.items(),
 )
 def test_mutants_are_caught(name: str, mutant: tuple[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,12 +153,16 @@ def test_mutants_are_caught(name: str, mutant: tuple[str, Any], monkeypatch: pyt
 class _Scan(BoxTree):
     """A tree that looks at every box, and would see no overlap."""
 
-    def __init__(self, boxes: Sequence[Any]) -> None:
-        self.boxes = boxes
+    def __init__(self, boxes: Sequence[Any], dims: int) -> None:
+        self.alone = [BoxTree("w", [box], dims) for box in boxes]
 
-    def meet(self, offsets: Sequence[int], sizes: Sequence[int]) -> Any:
-        for number in range(len(self.boxes)):
-            yield from ((number, part) for _, part in BoxTree("w", [self.boxes[number]]).meet(offsets, sizes))
+    def meet(self, boxes: Sequence[Any]) -> Any:
+        found = [
+            (part, own + number, *rest)
+            for number, one in enumerate(self.alone)
+            for part, own, *rest in [one.meet(boxes)]
+        ]
+        return [np.concatenate(columns) for columns in zip(*found, strict=True)]
 
 
 def test_a_box_whose_elements_follow_each_other_is_a_flat_range() -> None:
@@ -176,7 +183,7 @@ def test_what_no_mesh_makes_is_refused(boxes: list[tuple[int, int, int, int]]) -
 def test_a_staircase_does_not_take_the_recursion_limit() -> None:
     steps = [((n, n), (1, 5000 - n)) for n in range(3000)] + [((n + 1, n), (5000 - n, 1)) for n in range(3000)]
     with pytest.raises(DamagedError, match="of no mesh"):
-        BoxTree("w", steps)
+        BoxTree("w", steps, 2)
 
 
 ENTRY = {
