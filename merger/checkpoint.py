@@ -232,7 +232,7 @@ def read_run_states(
         except (DamagedError, StorageError) as error:
             return None, error
     try:
-        framework = join_stages(trees[0].get("framework"), lambda leader: trees[leader]["framework"])
+        framework = join_stages(trees[0], lambda leader: trees[leader]).get("framework")
     except DamagedError as error:
         return None, error
     if not isinstance(framework, dict):

@@ -67,29 +67,48 @@ def encode(value: Any, to_leaf: ToLeaf) -> tuple[Any, list[Leaf]]:
     return encoder.encode(value), encoder.leaves
 
 
-def join_stages(framework: Any, stage_of: Callable[[int], Any]) -> Any:
-    """Return the run state of the optimizers of all pipeline stages as that of one, or ``framework`` if it has none.
+def join_stages(tree: dict[str, Any], tree_of: Callable[[int], Any]) -> dict[str, Any]:
+    """Return a run state with the optimizers of all pipeline stages as one, and the extra state of all their modules.
 
-    stage_of: returns that of a stage by its leading rank. Raises DamagedError if one is missing."""
+    tree_of: returns the run state of a stage by its leading rank. Raises DamagedError if one is missing."""
+    framework = tree.get("framework")
     leaders = framework.get("stages") if isinstance(framework, dict) else None
     if not leaders:
-        return framework
+        return tree
     try:
-        stages = [stage_of(leader) for leader in leaders]
+        trees = [tree_of(leader) for leader in leaders]
+        stages = [one["framework"] for one in trees]
         whole = {key: value for key, value in stages[0].items() if key != "stages"}
-        for key in ("scalars", "slots", "on_mesh"):
-            if key in whole:
-                whole[key] = {fqn: value for stage in stages for fqn, value in stage[key].items()}
-        groups: list[Any] = []
+        for key in ("scalars", "slots", "strides", "on_mesh"):
+            found = [(fqn, value) for stage in stages for fqn, value in stage.get(key, {}).items()]
+            whole[key] = {**dict(found), **{fqn: value for fqn, value in found if value}}  # some may have no part of it
+        whole["shared"] = [places for stage in stages for places in stage.get("shared", ())]
+        members = list(
+            dict.fromkeys(one for stage in sorted(map(_members, stages), key=len, reverse=True) for one in stage)
+        )
+        groups, taken = list[Any](), set[str]()
         for stage in stages:
-            for index, group in enumerate(stage["param_groups"]):
-                if index < len(groups) and _plain(groups[index]["hyper"]) == _plain(group["hyper"]):
-                    groups[index] = {**group, "params": [*groups[index]["params"], *group["params"]]}
-                else:
-                    groups.append(group)
-        return {**whole, "param_groups": groups}
+            free, own = groups[:], _members(stage)  # each takes one group of every stage
+            for group in stage["param_groups"]:
+                kept, member = _plain(group["hyper"]), members.index(own[group.get("member", 0)])
+                alike = (i for i, one in enumerate(free) if one["member"] == member and _plain(one["hyper"]) == kept)
+                index = next(alike, None)
+                if index is None:
+                    groups.append({**group, "member": member, "params": []})
+                into = groups[-1] if index is None else free.pop(index)
+                into["params"] += [fqn for fqn in group["params"] if fqn not in taken]
+                taken.update(group["params"])
+        modules = {name: state for one in (*trees, tree) for name, state in (one.get("modules") or {}).items()}
+        whole |= {"optimizer": " + ".join(kind for kind, _ in members), "param_groups": groups}
+        return {**tree, "framework": whole, **({"modules": modules} if modules else {})}
     except (AttributeError, LookupError, TypeError) as error:
         raise DamagedError(f"the run state of a pipeline stage is missing or has a wrong form: {error!r}") from error
+
+
+def _members(stage: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Return the class of each optimizer of a stage, and how many of that class come before."""
+    kinds = str(stage["optimizer"]).split(" + ")
+    return [(kind, kinds[:number].count(kind)) for number, kind in enumerate(kinds)]
 
 
 def _plain(hyper: Mapping[str, Any]) -> dict[str, Any]:

@@ -117,10 +117,7 @@ def _read(catalog: Catalog, save: SaveId, record: GroupRecord, rank: int) -> Run
         tree = _tree(catalog, parts.parts.get(rank, first))
         if tree.get("framework") is None:  # only rank 0 stores it, except in older stores
             tree["framework"] = _tree(catalog, first).get("framework")
-        tree["framework"] = join_stages(
-            tree["framework"], lambda leader: _tree(catalog, parts.parts[leader])["framework"]
-        )
-        state = parse_run_state(tree)
+        state = parse_run_state(join_stages(tree, lambda leader: _tree(catalog, parts.parts[leader])))
     except UnreachableError:
         raise
     except (DamagedError, StorageError) as error:
@@ -239,6 +236,9 @@ def require_optimizer(saved: Mapping[str, Any], live: Mapping[str, Any]) -> None
     """Raise ModelMismatchError unless both are the same kind of optimizer, with hyperparameters of the same kinds.
 
     saved, live: results of :meth:`monitor.adapters.base.Adapter.run_state`."""
+    own = {fqn for group in live["param_groups"] for fqn in group["params"]}
+    groups = [group for group in saved["param_groups"] if not own.isdisjoint(group["params"])]  # of this rank's stage
+    saved = {**saved, "param_groups": groups or saved["param_groups"]}
     _require_same_split(saved, live)
     if _markers(saved) != _markers(live):
         raise ModelMismatchError(
