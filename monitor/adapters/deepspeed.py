@@ -29,33 +29,36 @@ from store.schema import as_json
 
 def engine_adapter(engine: Any) -> Adapter:
     """Return the adapter for an engine's ZeRO stage. Raise UnsupportedError for unsupported engines."""
-    for base in type(engine).__mro__:
-        if base.__name__ in {"PipelineEngine", "DeepSpeedHybridEngine"}:
-            raise UnsupportedError(
-                f"{base.__name__} is not supported, since its parameters do not have the names of the whole model; use "
-                "deepspeed.initialize on a plain module, or torch.distributed.pipelining"
-            )
+    kinds = {base.__name__ for base in type(engine).__mro__}
+    if "DeepSpeedHybridEngine" in kinds:
+        raise UnsupportedError("DeepSpeedHybridEngine is not supported; use deepspeed.initialize on a plain module")
     if engine.optimizer is None or type(engine.optimizer).__name__ == "DummyOptim":
         raise UnsupportedError("the DeepSpeed engine has no optimizer; pass one to deepspeed.initialize")
-    _check_parallelism(engine)
     stage, kind = int(engine.zero_optimization_stage()), type(engine.optimizer).__name__
+    stages = "PipelineEngine" in kinds
+    if stages and engine.optimizer is not engine.basic_optimizer:
+        raise UnsupportedError(
+            f"PipelineEngine with {kind} is not supported, since that cuts the parameters of each stage; use ZeRO "
+            "stage 0 in fp32, or torch.distributed.pipelining with fully_shard"
+        )
+    _check_parallelism(engine, int(engine.grid.pipe_parallel_size) if stages else 1)
     if kind in {"DeepSpeedZeroOptimizer", "BF16_Optimizer"}:
         return Zero12Adapter(engine)
     if kind == "DeepSpeedZeroOptimizer_Stage3":
         return Zero3Adapter(engine)
     if stage == 0 and engine.optimizer is engine.basic_optimizer:
-        return Stage0Adapter(engine)
+        return PipelineAdapter(engine) if stages else Stage0Adapter(engine)
     raise UnsupportedError(
         f"DeepSpeed's {kind} at ZeRO stage {stage} is not supported; use stage 1, 2 or 3 (or stage 0 in fp32)"
     )
 
 
-def _check_parallelism(engine: Any) -> None:
+def _check_parallelism(engine: Any, stages: int) -> None:
     if getattr(engine, "has_moe_layers", False):
         raise UnsupportedError("DeepSpeed MoE (expert parallelism) is not supported; use a dense model")
     group = getattr(engine.optimizer, "dp_process_group", engine.data_parallel_group)
     size, world_size = dist.get_world_size(group), dist.get_world_size()
-    if size != world_size or int(engine.mp_world_size) != 1:
+    if (size * stages, int(engine.mp_world_size)) != (world_size, stages):
         raise UnsupportedError(
             f"DeepSpeed is data parallel over {size} of {world_size} ranks: tensor, pipeline or other model "
             "parallelism is not supported, since its parameters do not tell which part of the whole a rank has; use "
@@ -122,6 +125,15 @@ class Stage0Adapter(EngineAdapter, PyTorchAdapter):
 
     def layout_facts(self) -> dict[str, Any]:
         return {**super().layout_facts(), **engine_facts(self.engine, self._inventory)}
+
+
+class PipelineAdapter(Stage0Adapter):
+    """Adapter of an engine of a ``PipelineModule``. Its facts are not those of an engine that holds the whole model."""
+
+    framework = "torch"
+
+    def layout_facts(self) -> dict[str, Any]:
+        return PyTorchAdapter.layout_facts(self)
 
 
 class Zero12Adapter(ZeroAdapter):
