@@ -10,7 +10,7 @@ calls it before any other state changes, and if it fails on any rank, all ranks 
 
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -309,6 +309,8 @@ class _RunState(_Model):
     modules: dict[str, Any] | None = None
     rank_buffers: list[str] = []
     buffers: dict[str, torch.Tensor] = {}
+    home: str = ""
+    rank_scalars: dict[str, _Scalars] = {}
 
 
 @dataclass(frozen=True)
@@ -321,6 +323,8 @@ class RunState:
     modules: Mapping[str, Any] = field(default_factory=dict)  # extra state by module
     rank_buffers: tuple[str, ...] = ()  # buffers in which ranks differed
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # this rank's own values of them
+    home: str = ""  # of the rank that saved, see :class:`monitor.adapters.base.Adapter`
+    rank_scalars: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # its own, by fqn
 
 
 def parse_run_state(tree: Any) -> RunState:
@@ -338,7 +342,8 @@ def parse_run_state(tree: Any) -> RunState:
     except ValueError as error:
         raise DamagedError(f"the run state names {len(known)} objects and has the state of {len(user)}") from error
     modules, differing = tree.get("modules") or {}, tuple(tree.get("rank_buffers", ()))
-    return RunState(tree["framework"], tree["rng"], objects, modules, differing, tree.get("buffers", {}))
+    own = tree.get("buffers", {}), tree.get("home", ""), tree.get("rank_scalars", {})
+    return RunState(tree["framework"], tree["rng"], objects, modules, differing, *own)
 
 
 def to_tree(state: Any) -> tuple[Any, list[Leaf]]:
@@ -395,8 +400,10 @@ def _leaf_tensor(leaf: Leaf) -> torch.Tensor | torch.Size | torch.dtype:
     return nn.Parameter(tensor, grad) if "parameter" in leaf.like else tensor.requires_grad_(grad)
 
 
-def unrestored_state(saved: RunState, adapter: Adapter, generators: bool) -> list[str]:
-    """Describe the state of this rank that a resume from ``saved`` does not restore, so that it is not exact."""
+def unrestored_state(saved: RunState, adapter: Adapter, generators: bool, modules: Set[str] = frozenset()) -> list[str]:
+    """Describe the state of this rank that a resume from ``saved`` does not restore, so that it is not exact.
+
+    modules: those with extra state on any rank."""
     notes = []
     if generators and saved.rng is not None:
         note = cuda_generators(saved.rng)[1]
@@ -405,8 +412,8 @@ def unrestored_state(saved: RunState, adapter: Adapter, generators: bool) -> lis
     if live - saved.modules.keys():
         names = listed(sorted(live - saved.modules.keys()))
         notes.append(f"the store has no extra state of the modules {names}: they keep their initial state")
-    if saved.modules.keys() - live:
-        names = listed(sorted(saved.modules.keys() - live))
+    if saved.modules.keys() - live - modules:
+        names = listed(sorted(saved.modules.keys() - live - modules))
         notes.append(f"the extra state of the modules {names} is dropped: in this model they have none")
     return notes
 

@@ -99,6 +99,7 @@ class Adapter(Protocol):
     weights), so that nothing a training script does between two optimizer steps can change them."""
     leaders: tuple[int, ...]  # lowest rank of each pipeline stage, which stores its run state; (0,) without stages
     local: Collection[str] | None  # of :meth:`tensors`, those that this rank's module has; None: all
+    home: str  # digest of what this rank holds, and of the ranks that it shares tensors with
     buffers_follow_rank0: bool  # every forward overwrites the persistent buffers of all ranks with those of rank 0
 
     def completed_steps(self) -> int | None:
@@ -163,6 +164,9 @@ class Adapter(Protocol):
     def capture_run_state(self) -> Callable[[], dict[str, Any]]:
         """Copy what :meth:`run_state` returns. Return what puts it together, in any thread."""
 
+    def rank_scalars(self) -> Mapping[str, tuple[str, str, Any]]:
+        """Return (fqn, key, number) of optimizer state that may differ between ranks, by a name for messages."""
+
     def objects(self) -> Mapping[str, Any]:
         """Return the framework's objects that load their own state (a learning-rate scheduler).
 
@@ -186,6 +190,10 @@ class Home(NamedTuple):
 
     kind: str
     ranks: tuple[int, ...] | None = None
+    group: tuple[int, ...] | None = None  # ranks that DistributedDataParallel keeps equal; None: all of a stage
+
+    def __str__(self) -> str:
+        return self.kind if self.group is None else f"{self.kind} of {list(self.group)}"
 
 
 Listing = Mapping[str, tuple[TensorInfo, Home]]  # what one rank holds, in its model's order
@@ -212,20 +220,22 @@ def agree_on_stages(group: Group, listing: Listing, hash_of: Callable[[str], int
     found = group.all_gather(listing if hashes.index(hashes[group.rank]) == group.rank else None)
     tensors: dict[str, TensorInfo] = {}
     homes: dict[str, dict[Home, list[int]]] = {}  # of a tensor, with the ranks that are at home there
-    stages: dict[str, set[int]] = {}  # of a tensor: their leaders
+    stages: dict[str, dict[int, Home]] = {}  # of a tensor: their leaders, and its home there
     leaders: dict[tuple[str, ...], int] = {}
     for alike in dict.fromkeys(hashes):
         ranks = [rank for rank, one in enumerate(hashes) if one == alike]
         leader = leaders.setdefault(tuple(found[ranks[0]]), ranks[0])
         for fqn, (info, home) in found[ranks[0]].items():
             known, own = tensors.get(fqn, info), homes.setdefault(fqn, {})
-            own.setdefault(home, []).extend(ranks)
-            stages.setdefault(fqn, set()).add(leader)
-            if not info.matches(known) or len({one.kind for one in own}) > 1:
+            before = next(iter(own), home)
+            alone = stages.setdefault(fqn, {}).setdefault(leader, home)
+            if not info.matches(known) or home.kind != before.kind or home.group != alone.group:
                 raise UnsupportedError(
-                    f"{fqn} is {known} on rank {min(map(min, own.values()))}, and on rank {ranks[0]} {info}, held as "
-                    f"{home.kind}: name the tensors of all stages as in the whole model, and hold each in one way"
+                    f"{fqn} is {known}, held as {before}, on rank {min(map(min, own.values()), default=0)}, and on "
+                    f"rank {ranks[0]} {info}, held as {home}: name the tensors of all stages as in the whole model, "
+                    "and hold each in one way"
                 )
+            own.setdefault(home, []).extend(ranks)
             tensors[fqn] = replace(known, aliases=tuple(dict.fromkeys((*known.aliases, *info.aliases))))
     shared = {fqn for fqn in tensors if tensors[fqn].kind != "buffer" and (len(homes[fqn]) > 1 or len(stages[fqn]) > 1)}
     own_hashes = run_on_all_ranks(group, lambda: {fqn: hash_of(fqn) for fqn in listing if fqn in shared})
@@ -242,7 +252,7 @@ def agree_on_stages(group: Group, listing: Listing, hash_of: Callable[[str], int
 
 
 def _place(homes: Mapping[Home, list[int]], home: Home, rank: int) -> tuple[int, int]:
-    holders = sorted(homes[home])
+    holders = sorted(rank for ranks in homes.values() for rank in ranks)
     return (bisect_left(holders, rank), len(holders)) if home.ranks is None else (list(homes).index(home), len(homes))
 
 

@@ -80,6 +80,7 @@ class EngineAdapter:
     framework = "deepspeed"
     leaders: tuple[int, ...] = (0,)
     local: Collection[str] | None = None
+    home = ""
     engine: Any
 
     def completed_steps(self) -> int | None:
@@ -395,6 +396,9 @@ class ZeroAdapter(EngineAdapter, ABC):
             scalars = self._restored_scalars(flat, saved, state)
             if complete_state(self._base_optimizer, flat.tensor, slots, bool(scalars)):
                 self._base_optimizer.state[flat.tensor].update(scalars)
+
+    def rank_scalars(self) -> Mapping[str, tuple[str, str, Any]]:
+        return {}
 
     def live_values(self) -> Iterator[LiveValue]:
         """Return buffers, and the state of the base optimizer. Stage 3 has no parameters in ``state_dict()``."""

@@ -6,14 +6,16 @@ last forward left gathered ones registered, they are resharded first, as ``state
 all ranks; nothing but :meth:`PyTorchAdapter.agree` is a collective.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
@@ -65,7 +67,7 @@ def share_of(
         for index in reversed(strided):
             order.append(index)
             if placements[index].split_factor != prod(mesh[one] for one in order if one > index):  # type: ignore[attr-defined]
-                raise ValueError("its rows do not follow each other")
+                raise ValueError(f"{list(placements)}: its rows do not follow each other")
         for index in order:
             start, sizes[dim] = even_slice(sizes[dim], coordinate[index], mesh[index])
             offsets[dim] += start
@@ -73,50 +75,42 @@ def share_of(
     return Share(Box(tuple(offsets), tuple(sizes), tuple(shape)), number, count)
 
 
-class Shares:
-    """Finds this rank's shares of DTensors, and caches them by mesh, shape and placements."""
+def share_in_memory(tensor: DTensor, name: str) -> tuple[Share, torch.Tensor]:
+    """Return this rank's share of a tensor and the local memory behind it.
 
-    def __init__(self) -> None:
-        self._known: dict[Any, Share] = {}
-
-    def of(self, tensor: DTensor, name: str) -> tuple[Share, torch.Tensor]:
-        """Return the share of a tensor and the local memory behind it.
-
-        Raises UnsupportedError for placements other than ``Replicate``, ``Shard`` and ``_StridedShard``, and for a
-        local tensor whose shape does not fit."""
-        key = (tensor.device_mesh, tensor.shape, tensor.placements)
-        share = self._known.get(key)
-        if share is None:
-            share = self._known[key] = _share(tensor, name)
-        local = local_of(tensor, name)
-        if local.numel() != share.box.numel or (local.numel() and tuple(local.shape) != share.box.sizes):
-            raise UnsupportedError(
-                f"{name} has {local.numel()} elements on this rank, and {list(tensor.placements)} of shape "
-                f"{tuple(tensor.shape)} makes {share.box.numel}; build it with fully_shard or distribute_tensor"
-            )
-        return share, local
-
-
-def _share(tensor: DTensor, name: str) -> Share:
-    mesh, shape = tensor.device_mesh, tuple(tensor.shape)
-    for dimension, placement in enumerate(tensor.placements):
-        if mesh.size(dimension) > 1 and not (placement.is_replicate() or type(placement).__name__ in _SHARDS):
-            raise UnsupportedError(
-                f"{name} is placed as {placement!r}, which is neither Shard nor Replicate: its values are not yet "
-                "reduced over the ranks, or of a form that is not known; redistribute it first"
-            )
+    Raises UnsupportedError for placements other than ``Replicate``, ``Shard`` and ``_StridedShard``, and for a local
+    tensor whose shape does not fit."""
     order = getattr(tensor._spec, "shard_order", None) or ()
     if any(list(one.mesh_dims) != sorted(one.mesh_dims) for one in order):
         raise UnsupportedError(f"{name} is sharded by {order}, not from the first mesh dimension on: redistribute it")
+    try:
+        share = _share(tensor.device_mesh, dist.get_rank(), tuple(tensor.shape), tensor.placements)
+    except ValueError as error:
+        raise UnsupportedError(f"{name} is placed as {error}") from error
+    local = local_of(tensor, name)
+    if local.numel() != share.box.numel or (local.numel() and tuple(local.shape) != share.box.sizes):
+        raise UnsupportedError(
+            f"{name} has {local.numel()} elements on this rank, and {list(tensor.placements)} of shape "
+            f"{tuple(tensor.shape)} makes {share.box.numel}; build it with fully_shard or distribute_tensor"
+        )
+    return share, local
+
+
+@lru_cache(1 << 12)
+def _share(mesh: DeviceMesh, _rank: int, shape: tuple[int, ...], placements: tuple[Placement, ...]) -> Share:
+    """Return the share of this rank. Raises ValueError for placements that are not known."""
+    for size, placement in zip(mesh.shape, placements, strict=True):
+        if size > 1 and not (placement.is_replicate() or type(placement).__name__ in _SHARDS):
+            raise ValueError(
+                f"{placement!r}, which is neither Shard nor Replicate: its values are not yet reduced over the ranks, "
+                "or of a form that is not known; redistribute it first"
+            )
     if mesh.get_coordinate() is None:  # on other ranks only
         return Share(Box((0,) * len(shape), (0,) * len(shape), shape))
     # By the order of the ranks in each dimension's process group: fully_shard splits by it, and full_tensor() gathers
     # by it. It is the mesh's order unless that descends.
     coordinate = [dist.get_rank(mesh.get_group(dim)) if size > 1 else 0 for dim, size in enumerate(mesh.shape)]
-    try:
-        return share_of(shape, tuple(mesh.shape), coordinate, tensor.placements)
-    except ValueError as error:
-        raise UnsupportedError(f"{name} is placed as {list(tensor.placements)}: {error}") from error
+    return share_of(shape, tuple(mesh.shape), coordinate, placements)
 
 
 _SHARDS = frozenset({"Shard", "_StridedShard"})
@@ -135,30 +129,15 @@ def local_of(tensor: DTensor, name: str) -> torch.Tensor:
     return local
 
 
-class ShardedModuleTensors(ModuleTensors):
-    """Names of sharded parameters, also if the last forward left gathered ones registered."""
+def sharded_tensors(module: nn.Module) -> ModuleTensors:
+    """Return the sharded parameters, also if the last forward left gathered ones registered; the next gathers again."""
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module, without_wrappers)
+    def reshard() -> None:  # not a collective
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        self.reshard()
-        return super()._parameters()
-
-    def _aliases(self) -> dict[str, tuple[str, ...]]:
-        self.reshard()
-        return super()._aliases()
-
-    def reshard(self) -> None:
-        """Register the sharded parameters. Not a collective; the next forward gathers again."""
-        for part in self.cache.get("parts", lambda: [p for p in self._module.modules() if isinstance(p, FSDPModule)]):
-            part.reshard()
-
-    def _special_kind(self, tensor: torch.Tensor) -> str | None:
-        return None if type(tensor) is DTensor else super()._special_kind(tensor)
-
-    def _check_sharding(self) -> None:
-        pass  # Shares refuses unsupported placements
+    return ModuleTensors(module, without_wrappers, known=frozenset({DTensor}), before=reshard)
 
 
 class DTensorAdapter(PyTorchAdapter):
@@ -176,7 +155,6 @@ class DTensorAdapter(PyTorchAdapter):
             )
         _require_sharded_first(module, optimizer)
         self.framework = "fsdp2" if any(isinstance(part, FSDPModule) for part in module.modules()) else "dtensor"
-        self._shares = Shares()
         super().__init__(module, optimizer, wrappers=wrappers)
 
     def owned(self) -> list[Piece]:
@@ -188,30 +166,34 @@ class DTensorAdapter(PyTorchAdapter):
         captured, on_mesh = super().capture_run_state(), self._keep("on_mesh", self._scalars_on_mesh)
         return lambda: {**captured(), "on_mesh": on_mesh}
 
+    def rank_scalars(self) -> Mapping[str, tuple[str, str, Any]]:
+        # A rank of which no expert got a token has no gradient, and counts fewer steps. FSDP2 has gradients everywhere.
+        state = self._sharded_state() if self.framework == "dtensor" or self._places else ()
+        return {
+            f"{fqn}/{key}": (fqn, key, self._scalar(key, value, fqn))
+            for fqn, key, value, slot in state
+            if not slot and isinstance(value, bool | int | float | torch.Tensor) and getattr(value, "ndim", 0) == 0
+        }
+
     def _scalars_on_mesh(self) -> dict[str, list[str]]:
         on_mesh: dict[str, list[str]] = {}
-        for fqn, parameter, _ in self._optimized():
-            state = self.optimizer.state.get(parameter, {})
-            slots = slots_of(state, parameter)
-            keys = sorted(key for key, value in state.items() if isinstance(value, DTensor) and key not in slots)
-            if keys:
-                on_mesh[fqn] = keys
+        for fqn, key, value, slot in self._sharded_state():
+            if isinstance(value, DTensor) and not slot:
+                on_mesh.setdefault(fqn, []).append(key)
         return on_mesh
 
-    def _facts(self) -> dict[str, Any]:
-        meshes = {
-            tuple(parameter.device_mesh.shape)
-            for parameter in self._inventory.parameters().values()
-            if isinstance(parameter, DTensor)
-        }
-        return {**super()._facts(), "meshes": [list(mesh) for mesh in sorted(meshes)]}
+    def _sharded_state(self) -> Iterator[tuple[str, str, Any, bool]]:
+        """Yield (fqn, key, value, whether it is a slot) of the optimizer's state beside DTensors."""
+        for fqn, parameter, _ in self._optimized():
+            state = self.optimizer.state.get(parameter, {}) if isinstance(parameter, DTensor) else {}
+            slots = slots_of(state, parameter)
+            yield from ((fqn, key, value, key in slots) for key, value in state.items())
 
     def _collect_tensors(self, module: nn.Module) -> ModuleTensors:
-        return ShardedModuleTensors(module)
+        return sharded_tensors(module)
 
     def _read_identity(self) -> Identity | None:
-        assert isinstance(self._inventory, ShardedModuleTensors)
-        self._inventory.reshard()
+        self._inventory.before()
         with torch.no_grad():
             return super()._read_identity()
 
@@ -223,7 +205,7 @@ class DTensorAdapter(PyTorchAdapter):
     def _replica(self, fqn: str, slot: str, tensor: torch.Tensor) -> Replica:
         if not isinstance(tensor, DTensor):
             return super()._replica(fqn, slot, tensor)
-        share, memory = self._shares.of(tensor, f"{fqn} ({slot})")
+        share, memory = share_in_memory(tensor, f"{fqn} ({slot})")
         place, homes = self._places.get(fqn, (0, 1))
         fragment = Fragment.of_box(fqn, slot, share.box)
         piece = Piece(fragment, whole_piece(fqn, slot, memory).tensor)
@@ -253,27 +235,18 @@ class DTensorAdapter(PyTorchAdapter):
 
     def _check_state(self) -> None:
         """Raise UnsupportedError for optimizer state whose position in the whole tensor is unknown."""
-        for fqn, parameter, _ in self._optimized():
-            if not isinstance(parameter, DTensor):
-                continue
-            state = self.optimizer.state.get(parameter, {})
-            slots = slots_of(state, parameter)
-            for key, value in state.items():
-                problem = self._sharding_problem(f"{fqn} ({key})", value, slot=key in slots)
-                if problem is not None:
-                    raise UnsupportedError(
-                        f"{kind_of(self.optimizer)} keeps {key!r} of {fqn}, of shape {tuple(value.shape)}, "
-                        f"{problem}, so its part of the whole is unknown; use an optimizer with state per element, "
-                        "such as AdamW"
-                    )
-
-    def _sharding_problem(self, name: str, value: Any, *, slot: bool) -> str | None:
-        if not isinstance(value, DTensor):
-            return "as a plain tensor beside a sharded parameter" if _is_shaped_tensor(value) else None
-        if slot:
-            return None  # checked as a piece
-        share, _ = self._shares.of(value, name)
-        return None if share.box.numel == value.numel() else "sharded over the ranks"
+        for fqn, key, value, slot in self._sharded_state():
+            problem = None
+            if not isinstance(value, DTensor):
+                problem = "as a plain tensor beside a sharded parameter" if _is_shaped_tensor(value) else None
+            elif not slot:  # slots are checked as pieces
+                share, _ = share_in_memory(value, f"{fqn} ({key})")
+                problem = None if share.box.numel == value.numel() else "sharded over the ranks"
+            if problem is not None:
+                raise UnsupportedError(
+                    f"{kind_of(self.optimizer)} keeps {key!r} of {fqn}, of shape {tuple(value.shape)}, {problem}, so "
+                    "its part of the whole is unknown; use an optimizer with state per element, such as AdamW"
+                )
 
 
 def _is_shaped_tensor(value: Any) -> bool:
@@ -290,7 +263,7 @@ def _replicated(value: Any, parameter: DTensor) -> Any:
 def _require_sharded_first(module: nn.Module, optimizer: AnyOptimizer) -> None:
     """Refuse an optimizer that was created before ``fully_shard`` replaced the parameters."""
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    live = {id(parameter) for parameter in ShardedModuleTensors(module).parameters().values()}
+    live = {id(parameter) for parameter in sharded_tensors(module).parameters().values()}
     if held and not any(id(parameter) in live for parameter in held):
         raise UnsupportedError(
             f"no parameter of {kind_of(optimizer)} is in the model: create the optimizer after fully_shard, "

@@ -107,10 +107,18 @@ class ModuleTensors:
     """Names of a module's parameters and persistent buffers.
 
     The canonical name of a tied tensor is the first in the module's own order; the others are aliases.
-    ``naming`` maps a name in the module tree to the fqn."""
+    ``naming`` maps a name in the module tree to the fqn. ``known``: subclasses of tensors that the adapter can save.
+    ``before`` is called before each look at the parameters."""
 
-    def __init__(self, module: nn.Module, naming: Callable[[str], str] = str) -> None:
-        self._module = module
+    def __init__(
+        self,
+        module: nn.Module,
+        naming: Callable[[str], str] = str,
+        *,
+        known: frozenset[type] = frozenset(),
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._module, self._known, self.before = module, known, before
         self.cache = StepCache()
         self._naming = naming
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -119,13 +127,15 @@ class ModuleTensors:
                     f"{name} has no shape yet: run a batch through the model (and create the optimizer) before "
                     "monitor.attach"
                 )
-        self._check_sharding()
+        if not known:
+            self._check_sharding()
 
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """Return every parameter by canonical fqn, in model order."""
         return self.cache.get("parameters", self._parameters)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
+        self.before()
         return {self._naming(name): parameter for name, parameter in self._module.named_parameters()}
 
     def buffers(self) -> Mapping[str, torch.Tensor]:
@@ -149,6 +159,7 @@ class ModuleTensors:
         return self.cache.get("aliases", self._aliases)
 
     def _aliases(self) -> dict[str, tuple[str, ...]]:
+        self.before()
         every: list[tuple[str, torch.Tensor]] = [
             (self._naming(name), parameter) for name, parameter in self._module.named_parameters(remove_duplicate=False)
         ]
@@ -163,16 +174,13 @@ class ModuleTensors:
 
     def infos(self, trainable: frozenset[str]) -> dict[str, TensorInfo]:
         """Return every tensor by fqn, parameters first. ``trainable``: the fqns that an optimizer updates."""
-        aliases = self.aliases()
-        out: dict[str, TensorInfo] = {}
-        for name, parameter in self.parameters().items():
-            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-            kind = "trainable" if parameter.requires_grad or name in trainable else "frozen"
-            special = self._special_kind(parameter)
-            out[name] = TensorInfo(shape, dtype_name(parameter.dtype, name), kind, aliases.get(name, ()), special)
-        for name, buffer in self.buffers().items():
-            dtype, special = dtype_name(buffer.dtype, name), self._special_kind(buffer)
-            out[name] = TensorInfo(tuple(buffer.shape), dtype, "buffer", aliases.get(name, ()), special)
+        parameters, aliases, out = self.parameters(), self.aliases(), dict[str, TensorInfo]()
+        for name, tensor in [*parameters.items(), *self.buffers().items()]:
+            shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
+            special = None if type(tensor) in self._known else special_kind(tensor)
+            kind = "trainable" if tensor.requires_grad or name in trainable else "frozen"
+            kind = kind if name in parameters else "buffer"
+            out[name] = TensorInfo(shape, dtype_name(tensor.dtype, name), kind, aliases.get(name, ()), special)
         return out
 
     def state_dict_names(self) -> list[str]:
@@ -199,9 +207,6 @@ class ModuleTensors:
                 if buffer is not None and name not in module._non_persistent_buffers_set:
                     out.append((self._naming(f"{prefix}.{name}" if prefix else name), buffer))
         return out
-
-    def _special_kind(self, tensor: torch.Tensor) -> str | None:
-        return special_kind(tensor)
 
     def _check_sharding(self) -> None:
         from torch.distributed.tensor import DTensor
@@ -314,25 +319,33 @@ def extra_states(module: nn.Module) -> dict[str, ExtraState]:
 class RankBuffers:
     """Finds persistent buffers whose values differ between ranks, such as the statistics of unsynchronized BatchNorm.
 
-    A save stores the buffers of rank 0 as tensors of the model. Other ranks add theirs to their run state, where they
-    differ. Buffers that every forward overwrites with those of rank 0 (DistributedDataParallel) are not compared."""
+    A save stores the buffers of rank 0 as tensors of the model. Where they differ, other ranks add theirs to their run
+    state, and likewise numbers of optimizer state. Buffers that every forward overwrites with those of rank 0
+    (DistributedDataParallel) are not compared."""
 
     def __init__(self, adapter: Adapter, group: Group) -> None:
         self._adapter, self._group = adapter, group
         self._differing: list[str] = []
-        self._own: dict[str, torch.Tensor] = {}
+        self._own: list[str] = []
         self._tensors: dict[str, torch.Tensor] = {}  # as noted
+        self._scalars: Mapping[str, tuple[str, str, Any]] = {}
         self._hashes: dict[str, int] = {}
         self._error: Exception | None = None
 
     def note(self) -> int:
         """Note the buffers of this rank as they are now. Return a hash; an error is raised by :meth:`captured`."""
-        self._differing, self._own, self._error, self._tensors, self._hashes = [], {}, None, {}, {}
-        if self._group.world_size == 1 or self._adapter.buffers_follow_rank0:
-            return 0
+        self._differing, self._own, self._error = [], [], None
+        self._tensors, self._scalars, self._hashes = {}, {}, {}
+        if self._group.world_size == 1 or (self._adapter.buffers_follow_rank0 and len(self._adapter.leaders) == 1):
+            return 0  # stages do not follow each other
         try:
-            self._tensors = {piece.fragment.fqn: piece.tensor for piece in whole_pieces(self._adapter, buffers=True)}
-            self._hashes = _hashes(self._tensors)
+            infos = self._adapter.tensors().items()
+            numels = {fqn: math.prod(info.shape) for fqn, info in infos if info.kind == "buffer"}
+            held = self._adapter.held() if numels else ()
+            self._tensors = {one.fqn: tensor for one, tensor, _ in held if one.numel == numels.get(one.fqn)}
+            self._scalars = self._adapter.rank_scalars()
+            numbers = {name: torch.as_tensor(one[2]).reshape(1) for name, one in self._scalars.items()}
+            self._hashes = _hashes({**self._tensors, **numbers})
         except Exception as error:  # noqa: BLE001 - raised by captured(): the other ranks are in the collective
             self._error = error
         return _hash_of(self._hashes)
@@ -341,14 +354,20 @@ class RankBuffers:
         """Compare the buffers of all ranks. Collective. noted: what :meth:`note` returned on all ranks, if known."""
         if not noted:
             self.note()
-        own, self._differing = compare_hashes(self._group, self._hashes, noted)
-        self._own = {name: self._tensors[name] for name in own}
+        self._own, self._differing = compare_hashes(self._group, self._hashes, noted)
 
     def captured(self) -> dict[str, Any]:
         """Return the run state of the last comparison: names that differ anywhere, and this rank's own values."""
         if self._error is not None:
             raise self._error
-        return {"rank_buffers": self._differing, "buffers": self._own} if self._differing else {}
+        if not self._differing:
+            return {}
+        scalars: dict[str, dict[str, Any]] = {}
+        for fqn, key, value in (self._scalars[name] for name in self._own if name in self._scalars):
+            scalars.setdefault(fqn, {})[key] = value
+        buffers = {name: self._tensors[name] for name in self._own if name in self._tensors}
+        own = {"home": self._adapter.home, "rank_scalars": scalars} if self._scalars else {}
+        return {"rank_buffers": self._differing, "buffers": buffers, **own}
 
 
 def _hash_of(hashes: Mapping[str, int]) -> int:
@@ -374,11 +393,18 @@ def compare_hashes(group: Group, hashes: Mapping[str, int], noted: Collection[in
     return differs, [name for name, found in zip(first, anywhere, strict=True) if found]
 
 
-def whole_pieces(adapter: Adapter, *, buffers: bool) -> list[Piece]:
-    """Return the pieces of tensors that this rank holds whole: of persistent buffers, or of all others."""
-    infos = adapter.tensors().items()
-    numels = {fqn: math.prod(info.shape) for fqn, info in infos if (info.kind == "buffer") is buffers}
-    return [one for one in (adapter.held() if numels else ()) if one.fragment.numel == numels.get(one.fragment.fqn)]
+def compare_shards(group: Group, hashes: Mapping[Fragment, int]) -> list[str]:
+    """Return the tensors in which ranks that hold the same parts (replicas of a shard) differ. Collective."""
+    own = digest(repr(sorted(hashes)).encode()), digest(repr(sorted(hashes.items())).encode())
+    alike: dict[str, set[str]] = {}
+    for parts, values in group.all_gather(own):
+        alike.setdefault(parts, set()).add(values)
+    if max(map(len, alike.values())) == 1:
+        return []
+    first: dict[Fragment, int] = {}
+    found = group.all_gather(hashes if len(alike[own[0]]) > 1 else {})
+    differing = {part for one in found for part, value in one.items() if first.setdefault(part, value) != value}
+    return sorted({f"{part.fqn}/{part.slot}" for part in differing})
 
 
 _SMALL = 1 << 16  # bytes

@@ -346,8 +346,8 @@ def unusual_strides(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[s
 
 
 def with_stride(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """Return ``tensor``, or a copy, whose memory has these strides."""
-    if tensor.stride() == tuple(stride):
+    """Return ``tensor``, or a copy, whose memory has these strides. A DTensor keeps its own."""
+    if tensor.stride() == tuple(stride) or special_kind(tensor) is not None:
         return tensor
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 

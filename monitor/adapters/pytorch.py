@@ -55,6 +55,7 @@ from monitor.adapters.optimizer_state import (
 from monitor.distributed import Group, run_on_all_ranks
 from store.errors import UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS, Fragment
+from store.schema import digest
 from store.text import listed
 
 
@@ -68,6 +69,7 @@ class PyTorchAdapter:
     state_is_private = False
     leaders: tuple[int, ...] = (0,)
     local: Collection[str] | None = None
+    home = ""
     _known_tensors: frozenset[type] = frozenset()  # subclasses of tensors that the adapter can save
 
     def __init__(
@@ -91,7 +93,7 @@ class PyTorchAdapter:
         distributed = dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank(group) if distributed else 0
         self._world_size = dist.get_world_size(group) if distributed else 1
-        self._home_here = Home("replicas" if group is None else f"replicas of {dist.get_process_group_ranks(group)}")
+        self._home_here = Home("replicas", group=None if group is None else tuple(dist.get_process_group_ranks(group)))
         self._whole: Mapping[str, TensorInfo] | None = None  # tensors of the whole model, if this is a pipeline stage
         self._places: Mapping[str, tuple[int, int]] = {}
         if any(type(one).__name__ == "ZeroRedundancyOptimizer" for one in self._optimizers):
@@ -107,6 +109,7 @@ class PyTorchAdapter:
         Collective. Raises UnsupportedError, on all ranks, if ranks hold different tensors of one name."""
         with self.cache_lookups():
             listing = run_on_all_ranks(group, self._listing)
+            self.home = digest(repr(listing).encode())
             found = agree_on_stages(group, listing, self._hash_of)
         if found is not None:
             self._places = found.places
@@ -217,6 +220,9 @@ class PyTorchAdapter:
             **({"stages": list(self.leaders)} if len(self.leaders) > 1 else {}),
         }
 
+    def rank_scalars(self) -> Mapping[str, tuple[str, str, Any]]:
+        return {}
+
     def objects(self) -> Mapping[str, Any]:
         return {}
 
@@ -312,7 +318,9 @@ class PyTorchAdapter:
 
     def _listing(self) -> Listing:
         held = {**self._inventory.parameters(), **self._inventory.buffers()}
-        return {fqn: (info, self._home(held[fqn])) for fqn, info in self._own_tensors().items()}
+        found = {fqn: (info, self._home(held[fqn])) for fqn, info in self._own_tensors().items()}
+        # Where a rank is outside the mesh of a tensor, its optimizer has no state of it.
+        return {fqn: one for fqn, one in found.items() if one[1].ranks is None or dist.get_rank() in one[1].ranks}
 
     def _hash_of(self, fqn: str) -> int:
         return fingerprint(self._replica(fqn, WEIGHTS, self._inventory.parameters()[fqn]).piece.tensor, 0)

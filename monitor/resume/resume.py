@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from monitor.adapters.base import Adapter, FragmentPlace
 from monitor.adapters.hyperparameters import Hyperparameters, reconcile, with_base_rates
+from monitor.adapters.module_tensors import extra_states
 from monitor.adapters.optimizer_state import NOT_STATE
 from monitor.config.schema import ResumeSettings
 from monitor.context import JobContext
@@ -142,12 +143,13 @@ def _check(
     _require_same_versions(plan.resolution, group)
     local = sorted({place.fragment.slot for place in plan.places})
     own = [fqn for params in plan.before["param_groups"] for fqn in params["params"]]
-    seen = group.all_gather((local, own if group.rank in adapter.leaders else []))
-    live, held = (set[str]().union(*found) for found in zip(*seen, strict=True))
+    seen = group.all_gather((local, own if group.rank in adapter.leaders else [], list(extra_states(adapter.module))))
+    live, held, modules = (set[str]().union(*found) for found in zip(*seen, strict=True))
     require_slots({slot for slots in plan.slots.values() for slot in slots}, live)
     point = select_run_state(catalog, plan.resolution, plan.slots, group, user=user, settings=settings)
     if isinstance(point, RejectedVersion):
         return frozenset({point})
+    point = replace(point, state=_with_own_scalars(point.state, adapter))
     dropped = run_on_all_ranks(group, partial(_dropped_state, point, plan, adapter, settings, held))
     read = run_on_all_ranks(group, partial(read_fragments, payloads, plan.resolution, plan.places))
     bad: frozenset[RejectedVersion] = frozenset().union(*group.all_gather(read.bad))
@@ -155,7 +157,7 @@ def _check(
         return bad
     read = run_on_all_ranks(group, partial(_with_rank_buffers, read, point.state, plan))
     rounded = _over_ranks(group, read.rounded)
-    unrestored = _over_ranks(group, run_on_all_ranks(group, partial(_unrestored, point, adapter, group)))
+    unrestored = _over_ranks(group, run_on_all_ranks(group, partial(_unrestored, point, adapter, group, modules)))
     saved = point.state.user
     objects = _over_ranks(group, run_on_all_ranks(group, lambda: [] if saved is None else user.notes(saved)))
     lost = (*dropped, *rounded, *unrestored, *objects)
@@ -256,13 +258,21 @@ def _with_rank_buffers(read: ReadResult, state: RunState, plan: _Plan) -> ReadRe
     return replace(read, values=values, rounded=tuple(rounded))
 
 
-def _unrestored(point: ResumePoint, adapter: Adapter, group: Group) -> list[str]:
-    notes = unrestored_state(point.state, adapter, point.generators)
-    if point.state.rank_buffers and point.world_size != group.world_size:
+def _with_own_scalars(state: RunState, adapter: Adapter) -> RunState:
+    """Replace the first rank's scalars by those that this rank had of its own, if it holds what it held."""
+    scalars, own = state.framework["scalars"], state.rank_scalars if state.home == adapter.home else {}
+    merged = {**scalars, **{fqn: {**scalars.get(fqn, {}), **found} for fqn, found in own.items()}}
+    return replace(state, framework={**state.framework, "scalars": merged})
+
+
+def _unrestored(point: ResumePoint, adapter: Adapter, group: Group, modules: Set[str]) -> list[str]:
+    notes = unrestored_state(point.state, adapter, point.generators, modules)
+    fewer, moved = point.world_size != group.world_size, point.state.home != adapter.home
+    names = [name for name in point.state.rank_buffers if fewer or (moved and "/" in name)]  # of an optimizer
+    if names:
         notes.append(
-            f"the ranks had different values of {listed(point.state.rank_buffers)}, and the run was saved on "
-            f"{point.world_size} ranks: ranks beyond those get the values of rank 0, and those of ranks that this job "
-            "lacks are not restored"
+            f"the ranks had different values of {listed(names)}, and the run was saved on {point.world_size} ranks, or "
+            "another mesh: other ranks get the values of rank 0, and those of ranks that are not here are not restored"
         )
     return notes
 

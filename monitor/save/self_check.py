@@ -9,6 +9,7 @@ reads all of this rank's segment back. What differs is an error in the log, and 
 
 import json
 import logging
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 
 from monitor.adapters.base import Adapter, LiveValue
-from monitor.adapters.module_tensors import compare_hashes, dtype_name, whole_pieces
+from monitor.adapters.module_tensors import compare_hashes, compare_shards, dtype_name
 from monitor.context import JobContext
 from monitor.events import BackgroundFailureEvent
 from monitor.observe.units import LocalUnit
@@ -353,16 +354,22 @@ class SelfChecker:
 
     def compare_ranks(self) -> None:
         """Compare what several ranks hold whole, if the units changed; else do nothing. Collective."""
-        job, hashes, began = self._job, dict[str, int](), time.perf_counter()
+        job, began = self._job, time.perf_counter()
+        whole, shards = dict[str, int](), dict[Fragment, int]()
         if not job.config.self_check or (self._sizes,) == (job.table.sizes,):
             return
         self._sizes, self._changed, self._unequal = job.table.sizes, True, []
         try:
-            for fragment, tensor, _ in whole_pieces(job.adapter, buffers=False) if job.group.world_size > 1 else ():
-                hashes[f"{fragment.fqn}/{fragment.slot}"] = int(digest(Sample.of(tensor).data)[:15], 16)
+            numels = {fqn: math.prod(info.shape) for fqn, info in job.adapter.tensors().items()}
+            for one, tensor, _ in job.adapter.held() if job.group.world_size > 1 else ():
+                value = 0 if one.slot == BUFFER else int(digest(Sample.of(tensor).data)[:15], 16)
+                if one.numel != numels[one.fqn]:
+                    shards[one] = value
+                else:
+                    whole[f"{one.fqn}/{one.slot}"] = value  # 0 for buffers, which may differ
         except Exception as error:  # noqa: BLE001 - of one rank, while the others are in the collective: a difference
             self._unequal = [f"the tensors of this rank cannot be compared with those of others: {error!r}"]
-        names = compare_hashes(job.group, hashes)[1]
+        names = [*compare_hashes(job.group, whole)[1], *compare_shards(job.group, shards)]
         if names and job.group.rank == 0:
             self._unequal.append(f"the ranks differ in {listed(names)}: a save holds one rank's, or parts of each")
         self._seconds = time.perf_counter() - began

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from monitor.adapters import adapter_for
 from monitor.adapters.base import Adapter, FragmentPlace
-from monitor.adapters.dtensor import ShardedModuleTensors
+from monitor.adapters.dtensor import sharded_tensors
 from monitor.adapters.module_tensors import dtype_name
 from monitor.run_state import UserState, begin_tree, capture_run_state, from_tree, to_tree
 from monitor.save.self_check import outline
@@ -237,7 +237,7 @@ def test_state_of_one_fits_any_other(source: str, target: str) -> None:
 def test_a_module_put_in_later_is_seen_sharded_too() -> None:
     """What is gathered is rounded to the dtype of computing."""
     net = fully_shard(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
-    inventory = ShardedModuleTensors(net)
+    inventory = sharded_tensors(net)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     net[1] = fully_shard(nn.Linear(6, 6), mp_policy=policy, reshard_after_forward=False)
     with torch.no_grad():
