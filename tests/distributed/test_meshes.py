@@ -13,7 +13,7 @@ import torch
 from merger.layouts.base import Target
 from merger.merge import merge
 from store.catalog import open_catalog
-from store.errors import NothingToResumeError
+from store.errors import NothingToResumeError, UnsupportedError
 from store.names import payload_path
 from store.resolve import resolve
 from store.storage.local import LocalFiles
@@ -30,6 +30,7 @@ PAIRS = [
     *(pair for pair in (("fsdp-tp", "pp"), ("pp", "fsdp-tp"), ("moe-ddp", "ep"), ("ep", "moe-ddp"))),
 ]
 """(saved by, resumed by): each on itself, and on some of the others; all pairs take minutes."""
+KILLED = [(f"killed-{case}", case) for case in ("fsdp-tp", "pp", "ep")]
 
 
 @pytest.fixture(scope="module")
@@ -47,17 +48,19 @@ def saved(directory: Path) -> Launched:
 
 @pytest.fixture(scope="module")
 def resumed(directory: Path, saved: Launched) -> Launched:
-    done = torchrun("meshes.py", 4, {"pairs": list(dict.fromkeys(PAIRS))}, directory)
+    died = torchrun("meshes.py", 4, {"kill": True, "pairs": []}, directory, restarts=len(KILLED))
+    assert died.code == 0 and "AssertionError" not in died.output, died.output[-6000:]
+    done = torchrun("meshes.py", 4, {"pairs": [*dict.fromkeys(PAIRS), *KILLED]}, directory)
     assert done.code == 0, done.output[-6000:]
     return done
 
 
-@pytest.mark.parametrize(("source", "target"), dict.fromkeys(PAIRS))
+@pytest.mark.parametrize(("source", "target"), [*dict.fromkeys(PAIRS), *KILLED])
 def test_every_mesh_resumes_what_another_saved(source: str, target: str, saved: Launched, resumed: Launched) -> None:
     ranks = resumed.of("resumed", source=source, target=target)
     assert [(one["step"], one["exact"], one["wrong"]) for one in ranks] == [(2, True, [])] * 4
-    if source == target:
-        losses = {one["rank"]: one["losses"] for one in saved.of("trained", case=source)}
+    if source.removeprefix("killed-") == target:  # killed inside its second save, or not
+        losses = {one["rank"]: one["losses"] for one in saved.of("trained", case=target)}
         assert {one["rank"]: one["losses"] for one in ranks} == losses
 
 
@@ -90,6 +93,8 @@ def test_a_merge_writes_what_stock_code_loads(case: str, directory: Path, saved:
 
     del saved
     whole: dict[str, list[torch.Tensor]] = torch.load(directory / f"{case}.pt", weights_only=True)
+    with pytest.raises(UnsupportedError, match="without DeepSpeed, so the engine's configuration is unknown"):
+        merge(directory / case, tmp_path / "universal", target=Target(layout="universal"))
     for layout in ("hf", "dcp"):
         merge(directory / case, tmp_path / layout, target=Target(layout=layout))
     weights = dict(chain.from_iterable(load_file(file).items() for file in (tmp_path / "hf").glob("*.safetensors")))
@@ -100,3 +105,10 @@ def test_a_merge_writes_what_stock_code_loads(case: str, directory: Path, saved:
         state = loaded["optim"]["state"][name]
         assert torch.equal(loaded["model"][name], weight)
         assert all(torch.equal(state[slot], one) for slot, one in zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["deepspeed", "universal"])
+def test_deepspeed_loads_what_an_engine_and_a_mesh_saved(layout: str, resumed: Launched) -> None:
+    for one in resumed.of("mixed", layout=layout):
+        assert one["wrong"] == []
+    assert resumed.one("mixed", layout=layout, rank=0)["boxes"] > 0

@@ -1,4 +1,5 @@
-"""One model on every mesh, 4 ranks: save on each and train on, or, in another launch, resume what each saved on each.
+"""One model on every mesh, 4 ranks: save on each and train on, or, in another launch, resume what each saved on each,
+or die inside a save.
 
 Models: a Llama of transformers with tied embeddings, and a mixture of experts. Usage: meshes.py SPEC.json
 """
@@ -6,7 +7,11 @@ Models: a Llama of transformers with tied embeddings, and a mixture of experts. 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -27,8 +32,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import monitor
+from merger.layouts.base import Target
+from merger.merge import merge
 from monitor.adapters import adapter_for
-from monitor.adapters.dtensor import Shares
+from monitor.adapters.dtensor import share_in_memory
+from store.catalog import open_catalog
+from store.storage.local import LocalFiles
+from tests.support.internals import hook_files
 
 STEPS, MORE = 2, 5
 VOCABULARY, WIDTH, INNER, EXPERTS = 201, 96, 384, 4
@@ -267,7 +277,7 @@ def ep(seed: int) -> Job:
     return job(model, mesh.get_local_rank("data"), mesh.get_group("data"), model)
 
 
-def zero(stage: int, seed: int) -> Job:
+def zero(stage: int, seed: int, **more: Any) -> Job:
     import deepspeed
 
     settings = {
@@ -275,6 +285,7 @@ def zero(stage: int, seed: int) -> Job:
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 1 << 14, "memory_efficient_linear": False},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+        **more,
     }
     engine, *_ = deepspeed.initialize(model=llama(seed), config=settings)
 
@@ -308,8 +319,8 @@ MIXTURES: dict[str, Callable[[int], Job]] = {"moe-ddp": moe_ddp, "ep": ep}
 FAMILIES = (LLAMAS, MIXTURES)
 
 
-def attached(case: str, made: Job, directory: Path) -> monitor.Checkpointer:
-    settings = {"store": str(directory / case), "every": STEPS, "metrics": {"enabled": False}}
+def attached(case: str, made: Job, directory: Path, **more: Any) -> monitor.Checkpointer:
+    settings = {"store": str(directory / case), "every": STEPS, "metrics": {"enabled": False}, **more}
     return monitor.attach(made.target, settings)
 
 
@@ -337,7 +348,7 @@ def misplaced() -> list[str]:
     tensors |= {str(cut): distribute_tensor(torch.randn(5, 7, 3), cube, cut) for cut in cuts}
     wrong = []
     for name, tensor in tensors.items():
-        share, local = Shares().of(tensor, name)
+        share, local = share_in_memory(tensor, name)
         whole, inside = tensor.full_tensor(), zip(share.box.offsets, share.box.sizes, strict=True)
         if not torch.equal(whole[tuple(slice(offset, offset + size) for offset, size in inside)], local):
             wrong.append(name)
@@ -358,16 +369,77 @@ def save(results: Results, directory: Path) -> None:
         results.tell("trained", case=case, losses=[made.step(step) for step in range(STEPS, STEPS + MORE)])
 
 
+def mixed(results: Results, directory: Path) -> None:
+    """An engine resumes boxes and saves a part of the layers; DeepSpeed's own code loads what is merged from both."""
+    if rank() == 0:
+        shutil.copytree(directory / "fsdp-tp", directory / "mixed")
+    dist.barrier()
+    engine = zero(2, 1)
+    with attached("mixed", engine, directory, every=1, policy={"name": "parity", "k": 4}) as ckpt:
+        engine.step(ckpt.resume())
+        ckpt.step()
+        ckpt.flush()
+        ckpt.close(save=False)
+    resumed = zero(2, 2)
+    with attached("mixed", resumed, directory) as ckpt:
+        ckpt.resume()
+        ckpt.close(save=False)
+    was, boxes = joined(resumed), 0
+    if rank() == 0:
+        catalog = open_catalog(LocalFiles(directory / "mixed"))
+        boxes = sum(unit.boxes for unit in catalog.manifest(catalog.saves()[0]).units)
+        merge(directory / "mixed", directory / "deepspeed", target=Target("deepspeed", zero_stage=2, world_size=4))
+        merge(directory / "mixed", directory / "universal", target=Target("universal"))
+    dist.barrier()
+    for layout, more in (("deepspeed", {}), ("universal", {"checkpoint": {"load_universal": True}})):
+        stock = zero(2, 3, **more)
+        stock.target.load_checkpoint(str(directory / layout))
+        now = joined(stock)
+        wrong = [name for name in was.keys() | now.keys() if not all(map(torch.equal, was[name], now[name]))]
+        results.tell("mixed", layout=layout, boxes=boxes, wrong=wrong)
+
+
+KILLS = {
+    "fsdp-tp": (3, "sync", "rank-00003.safetensors"),
+    "pp": (2, "create", "rank-00002.json"),
+    "ep": (0, "link", "manifests/"),
+}
+"""By mesh: the rank that dies, and before what, in the second of its saves."""
+
+
+def die(case: str, directory: Path) -> None:
+    victim, *at = KILLS[case]
+
+    def before(operation: str, path: str) -> None:
+        if operation == at[0] and at[1] in path:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    made = {**LLAMAS, **MIXTURES}[case](0)
+    ckpt = attached(f"killed-{case}", made, directory)
+    for step in range(2 * STEPS):
+        made.step(step)
+        ckpt.step()
+        ckpt.flush()
+        if rank() == victim and step == STEPS - 1:
+            hook_files(ckpt).before = before
+    assert rank() != victim, f"rank {victim} did not die"
+    time.sleep(120)  # until torchrun ends all
+
+
 def resume(results: Results, directory: Path, pairs: list[list[str]]) -> None:
+    mixed(results, directory)
     builds = {**LLAMAS, **MIXTURES}
     for source, target in pairs:
         made = builds[target](1)
         with attached(source, made, directory) as ckpt:
             step, exact = ckpt.resume(), ckpt.certificate is not None and ckpt.certificate.exact
-        was, now = torch.load(directory / f"{source}.pt", weights_only=True), joined(made)
+        whole = directory / f"{source.removeprefix('killed-')}.pt"
+        was, now = torch.load(whole, weights_only=True), joined(made)
         wrong = sorted(was.keys() ^ now.keys())
         wrong += [name for name in was.keys() & now.keys() if not all(map(torch.equal, was[name], now[name]))]
-        losses = [made.step(one) for one in range(step, step + MORE)] if source == target else []
+        losses = (
+            [made.step(one) for one in range(step, step + MORE)] if source.removeprefix("killed-") == target else []
+        )
         results.tell("resumed", source=source, target=target, step=step, exact=exact, wrong=wrong, losses=losses)
 
 
@@ -375,9 +447,12 @@ def main(spec: Mapping[str, Any]) -> None:
     start_group(zero=True)
     torch.set_num_threads(1)
     results, directory = Results(spec["results"]), Path(spec["directory"])
-    if spec["pairs"]:
+    incarnation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if spec.get("kill") and incarnation < len(KILLS):
+        die([*KILLS][incarnation], directory)
+    elif spec["pairs"]:
         resume(results, directory, spec["pairs"])
-    else:
+    elif not spec.get("kill"):
         save(results, directory)
     leave()
 
