@@ -31,7 +31,6 @@ TOLD = {
     "memory each step": "full save every {block} steps, and memory at each step",
     "compact": "full save every {block} steps, encoding compact",
     "threshold, sketch": "threshold 0.01 every {block} steps, drift sketch",
-    "threshold, exact": "threshold 0.01 every {block} steps, drift exact",
 }
 
 

@@ -31,7 +31,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "memory each step": {"memory": {"enabled": True, "every": 1}},
     "compact": {"encoding": "compact"},
     "threshold, sketch": {"policy": {"name": "threshold", "threshold": 0.01}},
-    "threshold, exact": {"policy": {"name": "threshold", "threshold": 0.01}, "drift": {"method": "exact"}},
 }
 EXTRAS = tuple(name for name in WAYS if name not in ALWAYS)
 LENGTH = 256

@@ -27,9 +27,9 @@ from monitor.distributed import Group, current_group, run_on_all_ranks, run_on_r
 from monitor.events import Listeners
 from monitor.huggingface.accelerator import is_accelerator, prepared_objects
 from monitor.ledger import Ledger
-from monitor.observe import meter_for
 from monitor.observe.drift_meter import BySlotMeter
 from monitor.observe.layers import Layer, find_layers, join_layers
+from monitor.observe.sketch_meter import SketchMeter
 from monitor.observe.units import LocalUnit, UnitTable
 from monitor.run_state import Objects, UserState, capture_run_state, joined, to_tree
 from monitor.save.store_session import open_existing_store, open_store
@@ -312,7 +312,7 @@ def _build_job(
                 )
             settings = settings.model_copy(update={"staging": "eager"})
         table = UnitTable(adapter, layers, group)
-    meter = BySlotMeter(meter_for(settings.drift.method, settings.drift.width, settings.drift.seed))
+    meter = BySlotMeter(SketchMeter(settings.drift.width, settings.drift.seed))
     policy = settings.bounded_policy()
     observing = isinstance(policy, Observe)
     inner = policy.inner if isinstance(policy, Observe) else policy

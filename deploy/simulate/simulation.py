@@ -335,7 +335,7 @@ def _notes(trace: Trace, run: Run, recorded: Config, costs: Costs | None) -> lis
         found.append(f"{trace.skipped} lines of the trace are torn or of a later release and are skipped")
     if not any(segment.moved for segment in run.segments):
         found.append(
-            "the trace holds no movement over several ages (`trace: {anchors: ...}` was 0, or drift.method exact): "
+            "the trace holds no movement over several ages (`trace: {anchors: ...}` was 0): "
             "drift is taken to grow like age^0.75 from the one age that was recorded"
         )
     if costs is None and run.costs.write.cost(1e9) == 0.0:

@@ -149,7 +149,7 @@ class Config(sections.Settings):
     def shares_memory(self) -> bool:
         """Return whether saves may be staged in the memory of snapshots. Else they need buffers of their own."""
         memory, raw = self.memory, not any((self.encodings(), self.memory_encodings()))
-        return memory.enabled and memory.versions > 1 and not memory.peers and raw and self.drift.method == "sketch"
+        return memory.enabled and memory.versions > 1 and not memory.peers and raw
 
     def trace_path(self) -> Path | None:
         """Return the absolute path of the drift trace, None if it is off. Raise ConfigError if it is in the store."""

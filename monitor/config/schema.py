@@ -132,8 +132,6 @@ class BudgetSettings(Settings):
 class DriftSettings(Settings):
     """How drift is measured."""
 
-    method: Literal["sketch", "exact"] = "sketch"
-    """sketch: a few kilobytes per (layer, slot). exact: a copy of the state in host memory"""
     width: int = Field(default=4099, ge=64, le=1 << 20)
     """values in a sketch; the error falls with the square root of it"""
     seed: int = 0

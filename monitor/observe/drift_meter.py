@@ -52,8 +52,7 @@ class Measure:
     moved_sq: float  # squared L2 distance to the reference
     reference_sq: float  # squared L2 norm of the reference
     finite: bool  # False if any value is NaN or infinite
-    signature: Signature | None = field(default=None, compare=False, repr=False)
-    """Signature of the measured values; None from a meter without signatures."""
+    signature: Signature | None = field(default=None, compare=False, repr=False)  # of the values; None of buffers
 
 
 def drift_ratio(moved_sq: float, reference_sq: float) -> float:
@@ -98,10 +97,8 @@ class DriftMeter(Protocol):
 
         The caller does not change them until the save is settled."""
 
-    def settle(self, unit: Unit, committed: bool) -> list[torch.Tensor]:
-        """Make the staged values the reference if the save was committed, and drop them if it failed.
-
-        Returns the host tensors that the meter no longer needs, for the next staging."""
+    def settle(self, unit: Unit, committed: bool) -> None:
+        """Make the staged values the reference if the save was committed, and drop them if it failed."""
 
     @property
     def memory_bytes(self) -> int:
@@ -116,7 +113,7 @@ class StagingMeter(ABC, Generic[R]):
 
     def __init__(self) -> None:
         self._references: dict[Unit, R] = {}
-        self._staged: dict[Unit, list[torch.Tensor]] = {}
+        self._staged: dict[Unit, Sequence[torch.Tensor]] = {}
         self._lock = threading.RLock()
 
     def has_reference(self, unit: Unit) -> bool:
@@ -131,20 +128,20 @@ class StagingMeter(ABC, Generic[R]):
         with self._lock:
             if unit in self._staged:
                 raise ValueError(f"{unit} is already staged; settle that save before staging another one")
-            self._staged[unit] = list(copies)
+            self._staged[unit] = copies
 
-    def settle(self, unit: Unit, committed: bool) -> list[torch.Tensor]:
+    def settle(self, unit: Unit, committed: bool) -> None:
         """Update the reference if committed. Raises ValueError if the unit is not staged."""
         with self._lock:
             if unit not in self._staged:
                 raise ValueError(f"{unit} is not staged; call stage() before settle()")
             copies = self._staged.pop(unit)
-            return self._refer(unit, copies) if committed else copies
+            if committed:
+                self._references[unit] = self._staged_reference(unit, copies)
 
-    def _refer(self, unit: Unit, copies: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Make committed copies the reference, and return the tensors that are free now."""
-        self._references[unit] = self._reference_of(unit, copies)
-        return copies
+    def _staged_reference(self, unit: Unit, copies: Sequence[torch.Tensor]) -> R:
+        """Return the reference that committed copies become."""
+        return self._reference_of(unit, copies)
 
     @abstractmethod
     def _reference_of(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> R:
@@ -224,11 +221,11 @@ class FrozenMeter:
         self._meter.stage(unit, copies)
         self._staged[unit] = self._measured.pop(unit, None)
 
-    def settle(self, unit: Unit, committed: bool) -> list[torch.Tensor]:
-        freed, staged = self._meter.settle(unit, committed), self._staged.pop(unit)
+    def settle(self, unit: Unit, committed: bool) -> None:
+        self._meter.settle(unit, committed)
+        staged = self._staged.pop(unit)
         if committed:
             self._refer(unit, staged)
-        return freed
 
     def _refer(self, unit: Unit, fingerprint: _Fingerprint | None) -> None:
         self._references[unit] = fingerprint
@@ -260,8 +257,8 @@ class BySlotMeter:
     def stage(self, unit: Unit, copies: Sequence[torch.Tensor]) -> None:
         self._of(unit).stage(unit, copies)
 
-    def settle(self, unit: Unit, committed: bool) -> list[torch.Tensor]:
-        return self._of(unit).settle(unit, committed)
+    def settle(self, unit: Unit, committed: bool) -> None:
+        self._of(unit).settle(unit, committed)
 
     def _of(self, unit: Unit) -> DriftMeter:
         return self._buffers if unit.slot == BUFFER else self._frozen if unit.slot == FROZEN else self._state
@@ -284,70 +281,3 @@ def _hash(pieces: Sequence[torch.Tensor]) -> bytes:
         if piece.numel():
             state.update(piece.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return state.digest()
-
-
-_CHUNK = 1 << 17  # elements compared at a time: two float64 buffers of 1 MiB fit in the cache
-
-
-class ExactMeter(StagingMeter[list[torch.Tensor]]):
-    """Computes distances in float64 against a full copy, with a relative error below 1e-6.
-
-    Pieces may have any real dtype and device; an accelerator's are copied to the host, which is slow: use the sketch
-    there. Once a save is committed its staged tensors become the reference without a copy, and those of the old
-    reference are returned: every tensor passed to :meth:`stage` is returned by :meth:`settle` exactly once, at this
-    save or a later one, so staging memory does not grow. Thread-safe."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._present = torch.empty(_CHUNK, dtype=torch.float64)
-        self._past = torch.empty(_CHUNK, dtype=torch.float64)
-
-    @property
-    def memory_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for copies in self._references.values() for t in copies)
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of working memory, independent of the number of units."""
-        return 2 * _CHUNK * 8
-
-    def measure(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Measure:
-        """Return the distance to the reference.
-
-        If values are not finite and there is a reference, ``moved_sq`` is inf; if values of the reference are not
-        finite, ``reference_sq`` is 0.0 as well. Raises ValueError if the sizes of the pieces changed."""
-        with self._lock:
-            references = self._references.get(unit)
-            if references is None:
-                return Measure(0.0, 0.0, all_finite(pieces))
-            present, past = [p.numel() for p in pieces], [r.numel() for r in references]
-            if present != past:
-                raise ValueError(
-                    f"the pieces of {unit} have {present} elements, its reference {past}; reset the unit first"
-                )
-            moved_sq, reference_sq = self._compare(pieces, references)
-        # A non-finite value makes the sum non-finite; the reverse may be a float64 overflow.
-        if math.isfinite(moved_sq + reference_sq):
-            return Measure(moved_sq, reference_sq, True)
-        return Measure(math.inf, reference_sq if math.isfinite(reference_sq) else 0.0, all_finite(pieces))
-
-    @override
-    def _reference_of(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [piece.detach().to("cpu", copy=True) for piece in pieces]
-
-    def _refer(self, unit: Unit, copies: list[torch.Tensor]) -> list[torch.Tensor]:
-        freed, self._references[unit] = self._references.get(unit, []), copies
-        return freed
-
-    def _compare(self, pieces: Sequence[torch.Tensor], references: Sequence[torch.Tensor]) -> tuple[float, float]:
-        """Return the squared distance and the squared norm of the reference."""
-        moved_sq = reference_sq = 0.0
-        with torch.no_grad():
-            for piece, reference in zip(pieces, references, strict=True):
-                for now, then in zip(torch.split(piece, _CHUNK), torch.split(reference, _CHUNK), strict=True):
-                    present = self._present[: now.numel()].copy_(now)
-                    past = self._past[: now.numel()].copy_(then)
-                    reference_sq += float(torch.dot(past, past))
-                    present.sub_(past)
-                    moved_sq += float(torch.dot(present, present))
-        return moved_sq, reference_sq

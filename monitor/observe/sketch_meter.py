@@ -248,19 +248,18 @@ class SketchMeter(StagingMeter[Signature]):
                 same = measured.places == _places(copies)
                 self._staged_as[unit] = replace(measured, sample=None) if same else measured
 
-    def settle(self, unit: Unit, committed: bool) -> list[torch.Tensor]:
+    def settle(self, unit: Unit, committed: bool) -> None:
         with self._lock:
             try:
-                return super().settle(unit, committed)
+                super().settle(unit, committed)
             finally:
                 self._staged_as.pop(unit, None)
 
-    def _refer(self, unit: Unit, copies: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _staged_reference(self, unit: Unit, copies: Sequence[torch.Tensor]) -> Signature:
         measured = self._staged_as.get(unit)
         if measured is None or not (measured.sample is None or torch.equal(measured.sample, _sample(copies))):
-            return super()._refer(unit, copies)
-        self._references[unit] = measured.signature
-        return copies
+            return self._reference_of(unit, copies)
+        return measured.signature
 
     def _reference_of(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Signature:
         numels = tuple(piece.numel() for piece in pieces)

@@ -426,9 +426,9 @@ class Saver:
         seconds, reached = progress.write_seconds, frozenset(outcome.groups)
         self._packer.settle(task.packing, seconds, moved_units.__contains__, reached)
         for unit in task.staged:
-            metered = unit.unit in progress.metered
-            copies = self._meter.settle(unit.unit, unit.unit in moved_units) if metered else unit.copies
-            self._stager.unstage(unit, copies)
+            if unit.unit in progress.metered:
+                self._meter.settle(unit.unit, unit.unit in moved_units)
+            self._stager.unstage(unit)
         self._job.table.lost -= moved_units
         if not outcome.committed:
             self._checker.repeat()

@@ -384,7 +384,7 @@ class Stager:
             with suppress(Exception):
                 copying.finish()  # a device may be writing into the buffers
             for one in staged:
-                self.unstage(one, one.copies)
+                self.unstage(one)
             return (), AsyncCopy(), SaveError(f"the state could not be copied: {error!r}")
         return tuple(staged), copying, None
 
@@ -423,16 +423,13 @@ class Stager:
             lent is not None,
         )
 
-    def unstage(self, unit: StagedUnit, copies: Sequence[torch.Tensor]) -> None:
-        """Return buffers to the pool after a save. ``copies`` are those that the meter does not keep."""
+    def unstage(self, unit: StagedUnit) -> None:
+        """Return buffers to the pool after a save."""
         if unit.lent or not self.keeps:
             return
         if unit.encoded:
             self._pool.give_bytes(unit.unit, [copy.encoded for copy in unit.encoded])
-        if len(copies) == len(unit.copies) and all(map(is_, copies, unit.copies)):
-            self._pool.give(unit.unit, unit.copies, unit.layout)
-        else:
-            self._pool.give(unit.unit, copies)
+        self._pool.give(unit.unit, unit.copies, unit.layout)
 
     def _encodes_now(self, part: LocalUnit, encoding: str) -> bool:
         """Whether to encode while staging: fewer bytes to copy, but the copying thread spends the time."""

@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +25,6 @@ from store.names import Unit
 _log = logging.getLogger("driftpoint")
 
 _ALIGN = 64  # bytes
-_blocks = weakref.WeakValueDictionary[int, "np.ndarray[Any, Any]"]()  # of pinned buffers, by address
 
 
 class StagingPool:
@@ -35,7 +33,7 @@ class StagingPool:
     New memory costs a page fault every 4 KiB, which takes several times as long as the copy."""
 
     def __init__(self) -> None:
-        self._free: dict[Unit, list[tuple[UnitLayout | None, tuple[torch.Tensor, ...]]]] = {}  # layouts that they fit
+        self._free: dict[Unit, list[tuple[UnitLayout, tuple[torch.Tensor, ...]]]] = {}  # layouts that they fit
         self._addresses: dict[Unit, tuple[tuple[torch.Tensor, ...], npt.NDArray[np.int64]]] = {}
         self._bytes: dict[Unit, list[torch.Tensor]] = {}
         self._known: set[Unit] = set()
@@ -74,16 +72,15 @@ class StagingPool:
             self._known.add(unit)
             self._untouched.pop(unit, None)
         for index, (known, buffers) in enumerate(self._free.get(unit, [])):
-            if known is layout or _fits(buffers, layout):
+            if known is layout or (known == layout and known.regions.cuda == layout.regions.cuda):
                 self._free[unit] = self._free[unit][index + 1 :]  # those before fit an earlier shape
                 return buffers
         self._free.pop(unit, None)  # they fit an earlier shape of the unit
         return _allocate(layout)
 
-    def give(self, unit: Unit, buffers: Sequence[torch.Tensor], layout: UnitLayout | None = None) -> None:
-        """Take buffers back. layout: what they fit, if that is known."""
-        if buffers:
-            self._free.setdefault(unit, []).append((layout, tuple(buffers)))
+    def give(self, unit: Unit, buffers: tuple[torch.Tensor, ...], layout: UnitLayout) -> None:
+        """Take buffers back, which were taken for ``layout``."""
+        self._free.setdefault(unit, []).append((layout, buffers))
 
     def addresses(self, unit: Unit, buffers: tuple[torch.Tensor, ...]) -> npt.NDArray[np.int64]:
         """Return the first byte of each buffer. Keeps those of the last call: a unit mostly gets the same buffers."""
@@ -102,20 +99,11 @@ def _allocate(layout: UnitLayout) -> tuple[torch.Tensor, ...]:
     return tuple(buffer.view(dtype) for buffer, dtype in zip(_pinned_buffers(sizes, cuda), layout.dtypes, strict=True))
 
 
-def _fits(buffers: Sequence[torch.Tensor], layout: UnitLayout) -> bool:
-    if layout.regions.cuda and not all(one.untyped_storage().data_ptr() in _blocks for one in buffers):
-        return False  # a meter's own, for example, which are not pinned
-    if [buffer.dtype for buffer in buffers] != list(layout.dtypes):
-        return False
-    return [buffer.numel() for buffer in buffers] == [fragment.numel for fragment in layout.fragments]
-
-
 def _pinned_buffers(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
     """Return 1-d uint8 buffers in one block, which is pinned once, and until the last of them is gone."""
     ends = list(accumulate((-(-size // _ALIGN) * _ALIGN for size in sizes), initial=0))
     block = np.frombuffer(mmap.mmap(-1, max(ends[-1], 1)), np.uint8)
     address, whole = block.ctypes.data, torch.from_numpy(block)
-    _blocks[address] = block
     with torch.cuda.device(device):  # that of a background thread would be the first one
         if pin(address, block.nbytes):
             weakref.finalize(block, unpin, address).atexit = False  # called before the memory is unmapped

@@ -82,8 +82,8 @@ class TraceRecorder(SaveListener):
 
     @override
     def on_attach(self, event: events.AttachEvent) -> None:
-        path, sketched = self._config.trace_path(), self._config.drift.method == "sketch"
-        self._anchors = self._group.broadcast(self._config.trace.anchors if path is not None and sketched else 0)
+        path = self._config.trace_path()
+        self._anchors = self._group.broadcast(self._config.trace.anchors if path is not None else 0)
         self._sum = self._group.async_sum() if self._anchors else None
         if path is not None and self._group.rank == 0:
             self._epoch = event.epoch

@@ -64,10 +64,9 @@ def test_segments_stay_if_the_manifest_was_linked_but_not_synced(store: Path) ->
     assert all(commit.state == "ok" for commit in verify(open_catalog(LocalFiles(store))).commits)
 
 
-@pytest.mark.parametrize("method", ["exact", "sketch"])
 @pytest.mark.parametrize("policy", ["full", {"name": "threshold", "threshold": 0.0}])
-def test_a_full_disk_fails_saves_and_training_continues(store: Path, policy: object, method: str) -> None:
-    with job(store, policy=policy, drift={"method": method}) as one:
+def test_a_full_disk_fails_saves_and_training_continues(store: Path, policy: object) -> None:
+    with job(store, policy=policy) as one:
         one.step()
         files = one.hook()
         files.before = raise_if_writing
@@ -86,7 +85,7 @@ def test_a_full_disk_fails_saves_and_training_continues(store: Path, policy: obj
 
 def test_drift_is_relative_to_the_last_commit_after_failed_saves(store: Path) -> None:
     """Failed saves do not move the reference."""
-    with job(store, policy={"name": "threshold", "threshold": 1e9}, drift={"method": "exact"}) as one:
+    with job(store, policy={"name": "threshold", "threshold": 1e9}) as one:
         one.step()
         committed = one.weights()
         files = one.hook()

@@ -76,7 +76,7 @@ def test_an_unknown_key_names_the_nearest(values: dict[str, Any], near: str) -> 
         ({"staging": "soon"}, "staging"),
         ({"metrics": {"port": 70000}}, "metrics.port"),
         ({"drift": {"width": 3}}, "drift.width"),
-        ({"drift": {"method": "guess"}}, "drift.method"),
+        ({"drift": {"method": "exact"}}, "drift.method"),
         ({"timeouts": {"commit": 0}}, "timeouts.commit"),
         ({"timeouts": {"close": float("inf")}}, "timeouts.close"),
         ({"timeouts": {"commit": float("nan")}}, "timeouts.commit"),

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import monitor.memory.tier
+from monitor.config.load import Config
 from store.catalog import open_catalog
 from store.errors import StorageError
 from store.memory import cleanup
@@ -217,9 +218,10 @@ def test_one_version_survives_one_restart_after_the_other(store: Path, small: Pa
 # ---- ends
 
 
-def test_memory_stays_until_the_save_under_way_is_committed(store: Path) -> None:
+def test_memory_stays_until_the_save_under_way_is_committed(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed while close() waits for the disk, the job must not have thrown its newest state away."""
-    one = trained(store, 7, drift={"method": "exact"})  # the save is no version in memory
+    monkeypatch.setattr(Config, "shares_memory", lambda _: False)  # the save is no version in memory
+    one = trained(store, 7)
     blocked, released = threading.Event(), threading.Event()
 
     def wait(_: str, path: str) -> None:

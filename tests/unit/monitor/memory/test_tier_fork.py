@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from monitor.config.load import Config
 from store.memory.arena import is_owned
 from store.session import lock_holder
 from tests.support.jobs import Job
@@ -39,11 +40,14 @@ def leaves(one: Job) -> None:
 
 
 @pytest.mark.parametrize("how", ["close", "with", "exit"])
-def test_the_end_of_a_forked_child_takes_nothing_away(tmp_path: Path, how: str) -> None:
+def test_the_end_of_a_forked_child_takes_nothing_away(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The newest commit is as new as memory, so that an end of the job would give the memory back."""
     torch.manual_seed(0)
     store = tmp_path / "store"
-    one = Job(store, every=4, memory=memory(store), drift={"method": "exact"}, timeouts={"close": 5.0})
+    monkeypatch.setattr(Config, "shares_memory", lambda _: False)
+    one = Job(store, every=4, memory=memory(store), timeouts={"close": 5.0})
     one.ckpt.resume()
     for _ in range(6):
         one.step()

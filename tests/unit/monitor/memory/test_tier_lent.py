@@ -99,13 +99,7 @@ def test_a_killed_job_goes_on_from_the_lent_snapshot(store: Path) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"policy": {"name": "parity", "k": 2}},
-        {"encoding": "compact"},
-        {"drift": {"method": "exact"}},
-        {"versions": 1},
-        {"memory_encoding": "compact"},
-    ],
+    [{"policy": {"name": "parity", "k": 2}}, {"encoding": "compact"}, {"versions": 1}, {"memory_encoding": "compact"}],
     ids=str,
 )
 def test_other_saves_have_copies_of_their_own(store: Path, settings: dict[str, Any]) -> None:

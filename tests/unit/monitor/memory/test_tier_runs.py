@@ -35,7 +35,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     "parity in bounds": {"policy": {"name": "parity", "k": 3}, "bounds": {"max_drift": 0.3, "max_staleness": 8}},
     "filter": {"policy": "filter"},
     "threshold": {"policy": {"name": "threshold", "threshold": 0.05}, "encoding": "compact"},
-    "sketched": {"policy": {"name": "threshold", "threshold": 0.05}, "drift": {"method": "sketch"}},
     "budget": {"policy": "budget", "budget": {"bytes_per_hour": 1e9, "burst_seconds": 0.3}, "encoding": "compact"},
     "auto": {"policy": "full", "every": "auto"},
 }

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import monitor
-from monitor.observe import meter_for
 from monitor.observe.drift_meter import BySlotMeter, _fingerprints, _wide, drift_ratio
+from monitor.observe.sketch_meter import SketchMeter
 from store.names import FROZEN, Unit
 from tests.support.jobs import Model, same
 
@@ -34,13 +34,12 @@ def reset(meter: BySlotMeter, pieces: list[torch.Tensor]) -> None:
     meter.reset(UNIT, pieces)
 
 
-@pytest.mark.parametrize("method", ["sketch", "exact"])
 @pytest.mark.parametrize("refer", [committed, reset])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_bit_of_one_element_is_found(
-    method: str, refer: Callable[[BySlotMeter, list[torch.Tensor]], None], dtype: torch.dtype
+    refer: Callable[[BySlotMeter, list[torch.Tensor]], None], dtype: torch.dtype
 ) -> None:
-    meter = BySlotMeter(meter_for(method, 4099, 0))
+    meter = BySlotMeter(SketchMeter())
     pieces = [torch.randn(1 << 20).to(dtype), torch.zeros(5, dtype=dtype)]
     refer(meter, pieces)
     for _ in range(3):
@@ -55,21 +54,21 @@ def test_one_bit_of_one_element_is_found(
 
 
 def test_a_save_that_failed_or_was_not_measured_is_no_reference() -> None:
-    meter, pieces = BySlotMeter(meter_for("sketch", 4099, 0)), [torch.randn(10_000)]
+    meter, pieces = BySlotMeter(SketchMeter()), [torch.randn(10_000)]
     committed(meter, pieces)
     pieces[0].data[5] *= 1 + 1e-6
     meter.measure(UNIT, pieces)
     meter.stage(UNIT, [piece.clone() for piece in pieces])
     meter.settle(UNIT, False)
     assert drift(meter, pieces) > 0.0
-    other = BySlotMeter(meter_for("sketch", 4099, 0))
+    other = BySlotMeter(SketchMeter())
     other.stage(UNIT, [piece.clone() for piece in pieces])
     other.settle(UNIT, True)
     assert drift(other, pieces) > 0.0
 
 
 def test_values_that_are_not_finite_are_told_although_nothing_changed() -> None:
-    meter, pieces = BySlotMeter(meter_for("sketch", 4099, 0)), [torch.full((10,), float("nan"))]
+    meter, pieces = BySlotMeter(SketchMeter()), [torch.full((10,), float("nan"))]
     meter.reset(UNIT, pieces)
     assert [meter.measure(UNIT, pieces).finite for _ in range(2)] == [False, False]
 

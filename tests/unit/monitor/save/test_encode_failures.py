@@ -240,7 +240,7 @@ def test_a_slot_that_there_is_not_is_told(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_observe_sees_what_encoding_would_lose(tmp_path: Path) -> None:
-    settings = {"encoding": "compact", "drift": {"method": "exact"}}
+    settings = {"encoding": "compact"}
     with Job(tmp_path / "none", lr=0.0, policy="observe", **settings) as watching, Job(
         tmp_path / "real", lr=0.0, **settings
     ) as saving:  # fmt: skip

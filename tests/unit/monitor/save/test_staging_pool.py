@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from monitor.adapters.base import Piece
-from monitor.observe.drift_meter import ExactMeter
 from monitor.observe.units import UnitLayout
 from monitor.save.staging_pool import StagingPool
 from store.names import Fragment, Unit
@@ -72,24 +71,6 @@ def test_memory_stays_registered_until_the_last_buffer_is_gone(runtime: CudaRunt
     assert not runtime.registered and runtime.log[-1] == ("unregister", runtime.log[0][1])
 
 
-def test_memory_that_a_meter_made_does_not_come_back_as_a_buffer(runtime: CudaRuntime) -> None:
-    """Exact drift refers to copies of its own after a resume, which are not pinned."""
-    pool, meter, values = StagingPool(), ExactMeter(), tensors()
-    live = layout(values)
-    meter.reset(UNIT, values)
-    own = {b.data_ptr() for b in meter._references[UNIT] if b.numel()}
-    first = pool.take(UNIT, live)
-    meter.stage(UNIT, first)
-    pool.give(UNIT, meter.settle(UNIT, committed=True))
-    second = pool.take(UNIT, live)
-    assert not own & {b.data_ptr() for b in second}
-    meter.stage(UNIT, second)
-    pool.give(UNIT, meter.settle(UNIT, committed=True))
-    third = pool.take(UNIT, live)
-    assert [b.data_ptr() for b in third] == [b.data_ptr() for b in first]  # and those of the pool do
-    assert len(runtime.log) == 2
-
-
 def test_a_thread_registers_memory_for_the_device_of_the_unit(runtime: CudaRuntime) -> None:
     """Elsewhere every rank of a node would begin to use the first device."""
     pool, live = StagingPool(), layout(tensors())
@@ -107,7 +88,7 @@ def test_where_the_runtime_refuses_buffers_are_not_pinned_and_no_kernel_fails(
     first = pool.take(UNIT, live)
     runtime.launch()
     assert "cannot be pinned (CUDA error 2)" in caplog.text
-    pool.give(UNIT, first)
+    pool.give(UNIT, first, live)
     assert [b.data_ptr() for b in pool.take(UNIT, live)] == [b.data_ptr() for b in first]
     del first
     assert not runtime.log

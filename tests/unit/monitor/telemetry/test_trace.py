@@ -346,13 +346,6 @@ def test_buffers_are_left_out_of_what_moved(store: Path) -> None:
     assert buffers and [at for at, ratio in enumerate(line.since[1]) if ratio is None] == buffers
 
 
-def test_the_exact_meter_has_nothing_to_compare(store: Path) -> None:
-    with job(store, drift={"method": "exact"}) as one:
-        trained(one, 3)
-        assert tracer_of(one.ckpt).memory_bytes == 0
-    assert len(only(store).of(CommitLine)) == 3 and only(store).of(MovedLine) == []
-
-
 def compared_by(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the threads that compare decisions, in order."""
     seen, add = [], DriftHistory.add
