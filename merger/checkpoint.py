@@ -84,6 +84,7 @@ class Checkpoint:
     files: Path | None = None
     client_state: Mapping[str, Any] = field(default_factory=dict)  # user values of a foreign checkpoint
     problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what was concluded about a foreign checkpoint, or left out of it
     run_steps: Mapping[str, Any] = field(default_factory=dict)
     unvouched: frozenset[tuple[str, str]] = frozenset()
     stored_steps: Mapping[str, float] = field(default_factory=dict)
@@ -111,7 +112,7 @@ class Checkpoint:
         """Return the optimizer's slots for a parameter, in the optimizer's order. MergeError if one is missing."""
         slots = tuple(self.framework_state["slots"].get(fqn, ()))
         for slot in slots:
-            if not self.has(fqn, slot):
+            if self.numel(fqn) and not self.has(fqn, slot):
                 raise MergeError(
                     f"{self.origin} does not hold {slot} of {fqn}, which the optimizer had; name a full save"
                 )
@@ -253,11 +254,10 @@ def _own_state(tree: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def own_state_notes(checkpoint: Checkpoint) -> list[str]:
-    """Return a note on the state of the source that no output holds."""
+    """Return the source's notes, and one on the state of the source that no output holds."""
     left_out = dict.fromkeys(name for state in checkpoint.run_states.values() for name in state.own)
-    return (
-        [f"left out: {listed(left_out)}; a job that resumes from the store itself gets them back"] if left_out else []
-    )
+    note = f"left out: {listed(left_out)}; a job that resumes from the store itself gets them back"
+    return [*checkpoint.notes, *([note] if left_out else [])]
 
 
 _PLAIN: dict[type, Any] = {list: list, deque: list, tuple: tuple, torch.Size: tuple, set: set}

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from merger.io.blocks import Block, Extent, FragmentPass, Progress, read_chunks
+from merger.io.blocks import Block, BlockPass, Extent, Progress
 from merger.io.transfer import is_checked
 from merger.tensors import Implausible, implausible_values, torch_dtype
 from store.errors import DamagedError
 
-CHUNK = 1 << 22  # bytes read at a time
 FRAGMENT_BYTES = 1 << 25  # largest fragment: a rank that needs a part of a tensor reads whole fragments
 
 
@@ -67,7 +66,7 @@ class Reading:
 
     def __init__(self, block: Block, progress: Progress) -> None:
         self._block = block
-        self._chunks = _stored(block, progress) if block.coded is None else FragmentPass(block.coded, progress).pieces()
+        self._chunks = BlockPass(block, progress).pieces()
         self._position = 0
         self._chunk = memoryview(b"")
 
@@ -101,13 +100,6 @@ class Reading:
                 f"{self._block.name} of {self._block.path} ends at byte {self._position} of {self._block.nbytes}"
             )
         return found
-
-
-def _stored(block: Block, progress: Progress) -> Iterator[memoryview]:
-    buffer = memoryview(bytearray(min(CHUNK, block.nbytes)))
-    for begin, end in read_chunks(block, buffer):
-        progress(end - begin)
-        yield buffer[: end - begin]
 
 
 def fragment_streams(

@@ -16,7 +16,7 @@ import torch
 from merger.checkpoint import Checkpoint
 from merger.io.blocks import Block, Extent, read_chunks
 from merger.sources.base import FileTensor, Nest, checked_name, read_name
-from merger.sources.torch_file import StandIn, attributes, read_pt
+from merger.sources.torch_file import StandIn, read_pt
 from merger.tensors import memory_of, torch_dtype
 from store.errors import MergeError, UnsupportedError
 from store.names import WEIGHTS
@@ -231,7 +231,7 @@ def comparable(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.dtype, value.tolist()
     if isinstance(value, StandIn):
-        return type(value).__name__, attributes(value)
+        return type(value).__name__, vars(value)
     if isinstance(value, dict):
         return {key: comparable(item) for key, item in value.items()}
     return [comparable(item) for item in value] if isinstance(value, list | tuple) else value

@@ -23,7 +23,7 @@ from merger.sources.deepspeed_files import (
     stored_step,
     weight_problems,
 )
-from merger.sources.torch_file import FragmentAddress, attributes
+from merger.sources.torch_file import FragmentAddress
 from store.errors import MergeError, UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS
 from store.text import counted
@@ -325,7 +325,7 @@ def _first_difference(found: Sequence[Any], expected: Sequence[Any]) -> str:
 def _address(nest: Nest) -> tuple[int, int]:
     if not isinstance(nest.value, FragmentAddress):
         return -1, -1
-    plain = Nest(attributes(nest.value), nest.where)
+    plain = Nest(vars(nest.value), nest.where)
     return plain.at("start").natural(), plain.at("numel").natural()
 
 

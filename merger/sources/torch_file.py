@@ -227,30 +227,19 @@ class StandIn:
     """A DeepSpeed object reduced to its attributes."""
 
 
-class LossScaler(StandIn):
-    """Stand-in for the class of that name in DeepSpeed."""
-
-
-class DynamicLossScaler(StandIn):
-    """Stand-in for the class of that name in DeepSpeed."""
-
-
-class FragmentAddress(StandIn):
-    """``deepspeed.utils.tensor_fragment.fragment_address``: ``numel`` and ``start``."""
-
-
 class Stage(int):
-    """Stand-in for the class of that name in DeepSpeed."""
+    """Stand-in for DeepSpeed's ``ZeroStageEnum``."""
 
 
 STAND_INS: dict[str, type] = {
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler": LossScaler,
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": DynamicLossScaler,
-    "deepspeed.utils.tensor_fragment.fragment_address": FragmentAddress,
     "deepspeed.runtime.zero.config.ZeroStageEnum": Stage,
+    **{
+        f"deepspeed.{place}.{name}": type(name, (StandIn,), {})
+        for place, name in (
+            ("runtime.fp16.loss_scaler", "LossScaler"),
+            ("runtime.fp16.loss_scaler", "DynamicLossScaler"),
+            ("utils.tensor_fragment", "fragment_address"),
+        )
+    },
 }
-
-
-def attributes(stand_in: StandIn) -> dict[str, Any]:
-    """Return the attributes pickled with an object."""
-    return dict(vars(stand_in))
+FragmentAddress = STAND_INS["deepspeed.utils.tensor_fragment.fragment_address"]  # with `numel` and `start`
