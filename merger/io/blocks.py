@@ -93,49 +93,44 @@ class StoredFragment:
 
 @dataclass(frozen=True)
 class Boxes:
-    """All boxes of a tensor, which a pass puts together in memory.
-
-    ``copies``: into the whole tensor, by source. ``nbytes``, ``memory``: as of :class:`StoredFragment`."""
+    """All boxes of a tensor, which a pass puts together in memory by ``copies``; else as :class:`StoredFragment`."""
 
     copies: "Sequence[Copy[Extent]]"
     nbytes: int
     memory: int
 
 
+@dataclass
 class BlockPass:
     """One pass over a block. Belongs to one thread.
 
     ``flaw``: after an error, the fragment's version, or its base's version if the base's bytes are wrong."""
 
-    def __init__(self, block: "Block", progress: Progress) -> None:
-        self.flaw, self._block, self._progress = block.flaw, block, progress
+    progress: Progress
+    flaw: Damage | None = None
 
-    def pieces(self) -> Iterator[memoryview]:
+    def pieces(self, block: "Block") -> Iterator[memoryview]:
         """Yield the block's bytes in order, in pieces that are valid until the next; of whole elements if ``coded``.
 
         Raises DamagedError, perhaps after the last piece, if the stored bytes are wrong; StorageError."""
-        coded = self._block.coded
-        if isinstance(coded, Boxes):
-            yield from self._put_together(coded.copies)
-        elif coded is not None:
-            yield from self._decoded(coded)
+        self.flaw = block.flaw
+        if isinstance(block.coded, Boxes):
+            yield from self._put_together(block.coded.copies)
+        elif block.coded is not None:
+            yield from self._decoded(block.coded)
         else:
-            buffer = memoryview(bytearray(min(READ, self._block.nbytes)))
-            for begin, end in read_chunks(self._block, buffer):
-                self._progress(end - begin)
+            buffer = memoryview(bytearray(min(READ, block.nbytes)))
+            for begin, end in read_chunks(block, buffer):
+                self.progress(end - begin)
                 yield buffer[: end - begin]
 
     def _put_together(self, copies: "Sequence[Copy[Extent]]") -> Iterator[memoryview]:
         size = itemsize(copies[0].source.dtype)
         whole = np.empty(sum(copy.numel for copy in copies) * size, np.uint8)
         for _, group in groupby(copies, lambda copy: id(copy.source)):
-            own = list(group)
-            reading, values = BlockPass(own[0].source.block, self._progress), bytearray()
-            try:
-                for piece in reading.pieces():
-                    values += piece
-            finally:
-                self.flaw = reading.flaw
+            own, values = list(group), bytearray()
+            for piece in self.pieces(own[0].source.block):
+                values += piece
             for copy in own:
                 copy.place(np.frombuffer(values, np.uint8)[copy.source.offset :], whole, size)
         for start in range(0, len(whole), CHUNK * size):
@@ -143,7 +138,7 @@ class BlockPass:
 
     def _decoded(self, coded: StoredFragment) -> Iterator[memoryview]:
         entry, own = coded.source.entry, coded.source.part.save
-        reader = FragmentReader(_CountingFiles(coded.files, self._progress), coded.source)
+        reader = FragmentReader(_CountingFiles(coded.files, self.progress), coded.source)
         try:
             for values in reader.chunks():
                 yield values.view(np.uint8).data

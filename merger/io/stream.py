@@ -66,9 +66,8 @@ class Reading:
 
     def __init__(self, block: Block, progress: Progress) -> None:
         self._block = block
-        self._chunks = BlockPass(block, progress).pieces()
-        self._position = 0
-        self._chunk = memoryview(b"")
+        self._chunks = BlockPass(progress).pieces(block)
+        self._position, self._chunk = 0, memoryview(b"")
 
     def take(self, most: int) -> memoryview:
         """Return the next bytes: at least one, at most ``most``; valid until the next call."""
@@ -91,7 +90,6 @@ class Reading:
         self._chunk = memoryview(b"")
         if next(self._chunks, None) is not None:  # the checksum is compared when the chunks end
             raise DamagedError(f"{self._block.name} of {self._block.path} does not end at byte {self._block.nbytes}")
-        self._chunks = iter(())
 
     def _next(self) -> memoryview:
         found = next(self._chunks, None)

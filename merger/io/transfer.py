@@ -125,8 +125,8 @@ def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: 
                 check_cancelled(stop)
                 progress(count)
 
-        decoding = None if block.coded is None else BlockPass(block, report)
-        chunks = _stored(block, report) if decoding is None else _decoded(decoding)
+        decoding = None if block.coded is None else BlockPass(report)
+        chunks = _stored(block, report) if decoding is None else _decoded(decoding.pieces(block))
         try:
             pieces, implausible = _move_block(block, chunks, plan.moves[block], paths)
         except UnreachableError:
@@ -197,10 +197,10 @@ def _stored(block: Block, progress: Progress) -> Iterator[_Chunk]:
         buffer[:_TAIL] = buffer[end - begin : end - begin + _TAIL].clone()
 
 
-def _decoded(decoding: BlockPass) -> Iterator[_Chunk]:
+def _decoded(pieces: Iterable[memoryview]) -> Iterator[_Chunk]:
     """Yield the chunks of a block that is decoded: whole elements each, so none crosses a boundary."""
     begin = 0
-    for piece in decoding.pieces():
+    for piece in pieces:
         yield _Chunk(torch.frombuffer(piece, dtype=torch.uint8), 0, begin, begin + len(piece))
         begin += len(piece)
 

@@ -93,9 +93,8 @@ class NumberedSource:
 
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()
-        self.kind = (
-            "dcp" if any(path.name.startswith("step") for path in numbered_folders(root).values()) else "trainer"
-        )
+        names = [path.name for path in numbered_folders(root).values()]
+        self.kind = "dcp" if any(name.startswith("step") for name in names) else "trainer"
 
     def steps(self) -> tuple[int, ...]:
         return tuple(numbered_folders(self._root))

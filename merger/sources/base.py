@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -62,13 +62,14 @@ def checked_name(text: str, where: str) -> str:
 
 
 class StoredTensor:
-    """A tensor of ``shape`` in files, in one piece or in several."""
+    """A tensor of ``shape`` in files, in one piece or in several. ``dtype``: safetensors name."""
 
+    dtype: str
     shape: tuple[int, ...]
 
     def parts(self) -> "Sequence[tuple[tuple[int, ...], FileTensor]]":
         """Return the (offsets in the whole tensor, elements) of its boxes, in order."""
-        raise NotImplementedError
+        return [((0,) * len(self.shape), cast("FileTensor", self))]
 
     def read(self) -> torch.Tensor:
         """Read a small tensor and check its whole record. DamagedError, UnsupportedError."""
@@ -98,7 +99,7 @@ class FileTensor(StoredTensor):
 
     block: Block
     offset: int
-    dtype: str  # safetensors name
+    dtype: str
     shape: tuple[int, ...]
     contiguous: bool
     where: str  # place in messages
@@ -122,9 +123,6 @@ class FileTensor(StoredTensor):
         offset = self.offset + at * torch_dtype(self.dtype).itemsize
         return Extent(fqn, slot, start, stop, self.dtype, self.block, offset)
 
-    def parts(self) -> "Sequence[tuple[tuple[int, ...], FileTensor]]":
-        return [((0,) * len(self.shape), self)]
-
     def _refuse_lazy(self, name: str) -> None:
         if self.lazy:
             raise UnsupportedError(
@@ -140,10 +138,9 @@ class FileTensor(StoredTensor):
                 f"{self.where} ({self.block.nbytes} bytes) is too large, or not contiguous, for a plain value"
             )
         out = torch.empty(self.shape, dtype=dtype)
-        if not self.numel:
-            return out
-        data, size = read_block(self.block), self.numel * dtype.itemsize
-        memory_of(out)[:] = memoryview(data)[self.offset : self.offset + size]
+        if self.numel:
+            data, end = read_block(self.block), self.offset + self.numel * dtype.itemsize
+            memory_of(out)[:] = memoryview(data)[self.offset : end]
         return out
 
 
@@ -151,7 +148,7 @@ class FileTensor(StoredTensor):
 class ChunkedTensor(StoredTensor):
     """A tensor in boxes, as DCP stores it. ``chunks``: (offsets in the whole tensor, elements) of each."""
 
-    dtype: str  # safetensors name
+    dtype: str
     shape: tuple[int, ...]
     chunks: tuple[tuple[tuple[int, ...], FileTensor], ...]
 

@@ -376,7 +376,8 @@ class Tags:
             if step is not None and not _means(step, self.root.name):
                 raise MergeError(f"{self.root} is one checkpoint, and not {step}; name its parent directory")
             return self.root
-        name = self._newest() if step is None else checked_name(self._tag(step), "the requested tag")
+        tag = next((tag for tag in self.all() if _means(step, tag)), str(step)) if step is not None else self._newest()
+        name = checked_name(tag, "the requested tag")
         folder = self.root / name
         if folder.is_symlink() or not self.is_one(folder):
             by = f", which {self.latest} names" if step is None else ""
@@ -401,9 +402,6 @@ class Tags:
         if found is None:
             raise MergeError(f"{self.root} has no file {self.latest!r}: name one of its checkpoints, {self._names()}")
         return found
-
-    def _tag(self, step: int | str) -> str:
-        return next((tag for tag in self.all() if _means(step, tag)), str(step))
 
     def _names(self) -> str:
         links = [path.name for path in self.root.iterdir() if path.is_symlink() and self.is_one(path)]

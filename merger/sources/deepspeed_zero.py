@@ -310,16 +310,12 @@ def _check_mappings(files: RankFiles, groups: Sequence[_Group]) -> None:
                 (piece.fqn, piece.offset, piece.stop - piece.start) for piece in group.pieces(group.params, rank)
             ]
             if found != expected:
+                pairs = zip([*found, None], [*expected, None], strict=False)
+                one, other = next(pair for pair in pairs if pair[0] != pair[1])
                 raise MergeError(
                     f"{nest.where} contradicts param_shapes and round_robin_gradients in {files.model.where}, so the "
-                    f"parameters cannot be located: {_first_difference(found, expected)}"
+                    f"parameters cannot be located: (name, start, elements) {one} instead of {other}"
                 )
-
-
-def _first_difference(found: Sequence[Any], expected: Sequence[Any]) -> str:
-    pairs = zip([*found, None], [*expected, None], strict=False)
-    one, other = next(pair for pair in pairs if pair[0] != pair[1])
-    return f"(name, start, elements) {one} instead of {other}"
 
 
 def _address(nest: Nest) -> tuple[int, int]:

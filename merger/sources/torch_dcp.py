@@ -90,9 +90,8 @@ class DcpFiles:
             self.paths: dict[_Path, str] = {tuple(path): str(key) for key, path in planned.items()}
             if not all(isinstance(one, str) or 0 <= one < _LONGEST for path in self.paths for one in path):
                 raise ValueError("a place in a list is out of range")
-            if {".".join(map(str, path)): key for path, key in self.paths.items()} != {
-                key: key for key in self._described
-            }:
+            placed = {".".join(map(str, path)): key for path, key in self.paths.items()}
+            if placed != {key: key for key in self._described}:
                 raise ValueError("names and their places in the state dict differ")
         except UnsupportedError as error:
             raise UnsupportedError(f"{self.where}: {error}") from error
@@ -156,11 +155,8 @@ def read_dcp(folder: Path) -> TrainingState:
         held = dict(Nest(next(iter(held.values())), str(folder)).mapping())
     keys = [next((key for key in keys if key in held), "") for keys in (MODEL_KEYS, OPTIMIZER_KEYS)]
     # torchtitan keeps the model's tensors beside the rest.
-    flat = {
-        key: value
-        for key, value in held.items()
-        if not keys[0] and (isinstance(value, StoredTensor) or key.endswith("_extra_state"))
-    }
+    beside = {key: one for key, one in held.items() if isinstance(one, StoredTensor) or key.endswith("_extra_state")}
+    flat = {} if keys[0] else beside
     model = model_tensors(Nest(held.get(keys[0], flat), str(folder)))
     optimizer = Nest(held.get(keys[1], {"state": {}, "param_groups": []}), f"{folder}, {keys[1]}")
     flattened = "param_groups" not in optimizer.mapping()

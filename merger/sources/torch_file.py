@@ -231,15 +231,10 @@ class Stage(int):
     """Stand-in for DeepSpeed's ``ZeroStageEnum``."""
 
 
+FragmentAddress = type("fragment_address", (StandIn,), {})  # with `numel` and `start`
+_SCALERS = ("LossScaler", "DynamicLossScaler")
 STAND_INS: dict[str, type] = {
     "deepspeed.runtime.zero.config.ZeroStageEnum": Stage,
-    **{
-        f"deepspeed.{place}.{name}": type(name, (StandIn,), {})
-        for place, name in (
-            ("runtime.fp16.loss_scaler", "LossScaler"),
-            ("runtime.fp16.loss_scaler", "DynamicLossScaler"),
-            ("utils.tensor_fragment", "fragment_address"),
-        )
-    },
+    "deepspeed.utils.tensor_fragment.fragment_address": FragmentAddress,
+    **{f"deepspeed.runtime.fp16.loss_scaler.{name}": type(name, (StandIn,), {}) for name in _SCALERS},
 }
-FragmentAddress = STAND_INS["deepspeed.utils.tensor_fragment.fragment_address"]  # with `numel` and `start`

@@ -253,7 +253,7 @@ def _known_names(folder: Path) -> list[list[str]] | None:
         with torch.device("meta"):
             model = kind(config)
         decay = set(transformers.Trainer.get_decay_parameter_names(None, model))
-    except (ImportError, OSError, ValueError, TypeError, AttributeError):
+    except (ImportError, OSError, ValueError, TypeError, AttributeError, LookupError, RuntimeError):
         return None
     names = [name for name, _ in model.named_parameters()]
     return [[name for name in names if name in decay], [name for name in names if name not in decay]]

@@ -114,7 +114,6 @@ def test_large_tensors_are_cut_so_that_ranks_need_not_read_all_of_them(
 ) -> None:
     monkeypatch.setattr(merger.io.stream, "FRAGMENT_BYTES", 40)
     monkeypatch.setattr(merger.io.blocks, "READ", 24)
-    monkeypatch.setattr(merger.import_checkpoint, "CHUNK", 24)
     store.save(10)
     imported(store.root, target)
     catalog = open_catalog(LocalFiles(target))

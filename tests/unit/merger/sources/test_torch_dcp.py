@@ -307,7 +307,8 @@ def _with_extra_state(folder: Path, job: Job) -> None:
 
 def _as_safetensors(folder: Path, job: Job) -> None:
     writer = dcp.FileSystemWriter(folder, serialization_format=SerializationFormat.SAFETENSORS)
-    dcp.save(_state(job), storage_writer=writer, no_dist=True)
+    model = {name: value for name, value in job.model.state_dict().items() if name != "head.weight"}
+    dcp.save({**_state(job), "model": model}, storage_writer=writer, no_dist=True)
 
 
 def _state_without_a_group(folder: Path, job: Job) -> None:
