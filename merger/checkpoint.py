@@ -241,16 +241,12 @@ def read_run_states(
             f"the run state of save {parts[0].save} has no framework state, so no checkpoint can be written from it. "
             "Another program wrote it; merge a save that Driftpoint wrote"
         )
-    ranks = {
-        rank: RankState(tree.get("rng"), tree.get("user"), _own_state(tree), tree.get("objects"))
-        for rank, tree in trees.items()
-    }
+    ranks = {}
+    for rank, tree in trees.items():
+        modules = (f"the extra state of module {name!r}" for name in tree.get("modules") or ())
+        held = (*modules, *(f"the values of buffer {name!r} on each rank" for name in tree.get("rank_buffers") or ()))
+        ranks[rank] = RankState(tree.get("rng"), tree.get("user"), held, tree.get("objects"))
     return RunStates(framework, ranks, trees[0].get("client_state") or {}), None
-
-
-def _own_state(tree: Mapping[str, Any]) -> tuple[str, ...]:
-    modules = (f"the extra state of module {name!r}" for name in tree.get("modules") or ())
-    return (*modules, *(f"the values of buffer {name!r} on each rank" for name in tree.get("rank_buffers") or ()))
 
 
 def own_state_notes(checkpoint: Checkpoint) -> list[str]:

@@ -125,18 +125,17 @@ def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: 
                 check_cancelled(stop)
                 progress(count)
 
-        decoding = None if block.coded is None else BlockPass(report)
-        chunks = _stored(block, report) if decoding is None else _decoded(decoding.pieces(block))
+        reading = BlockPass(report, block.flaw)
+        chunks = _stored(block, report) if block.coded is None else _decoded(reading.pieces(block))
         try:
             pieces, implausible = _move_block(block, chunks, plan.moves[block], paths)
         except UnreachableError:
             raise
         except (DamagedError, StorageError) as error:
-            flaw = block.flaw if decoding is None else decoding.flaw
-            if flaw is None:
+            if reading.flaw is None:
                 raise
             with lock:
-                result.flaws.setdefault(flaw, str(error))
+                result.flaws.setdefault(reading.flaw, str(error))
             return
         with lock:
             for file, piece in pieces:

@@ -245,6 +245,7 @@ def _known_names(folder: Path) -> list[list[str]] | None:
         return None
     try:
         import transformers
+        from transformers.conversion_mapping import WeightConverter, get_model_conversion_mapping
 
         config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         kind = getattr(transformers, config.architectures[0])
@@ -252,6 +253,8 @@ def _known_names(folder: Path) -> list[list[str]] | None:
             return None
         with torch.device("meta"):
             model = kind(config)
+        if any(isinstance(one, WeightConverter) for one in get_model_conversion_mapping(model, add_legacy=False)):
+            return None  # its files hold other tensors than its memory, some under the same name and transposed
         decay = set(transformers.Trainer.get_decay_parameter_names(None, model))
     except (ImportError, OSError, ValueError, TypeError, AttributeError, LookupError, RuntimeError):
         return None

@@ -296,3 +296,33 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
     torch.save(job.model.state_dict(), path / "pytorch_model_1.bin")
     with pytest.raises(UnsupportedError, match=r"several models or optimizers \(pytorch_model_1.bin\)"):
         read(path)
+
+
+@pytest.mark.parametrize(("name", "converted"), [("Llama", False), ("Mixtral", True)])
+def test_a_folder_of_the_trainer_is_told_to_be_taken_in_its_own_order(
+    tmp_path: Path, name: str, converted: bool
+) -> None:
+    """Of a model whose files hold other tensors than its memory (fused experts), nothing is concluded."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = getattr(transformers, f"{name}Config")(**sizes, vocab_size=16, num_key_value_heads=2)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    model.save_pretrained(tmp_path)
+    decay = transformers.Trainer.get_decay_parameter_names(None, model)
+    groups = [[p for n, p in model.named_parameters() if (n in decay) is first] for first in (True, False)]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups])
+    sum(one.sum() for one in model.parameters()).backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    progress = {"global_step": 1, "max_steps": 2, "num_train_epochs": 1}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(progress))
+    if converted:
+        with pytest.raises(UnsupportedError, match="not guessed"):
+            read(tmp_path)
+        return
+    found = read(tmp_path)
+    names = {id(one): fqn for fqn, one in model.named_parameters()}
+    assert [group["params"] for group in found.framework_state["param_groups"]] == [
+        [names[id(one)] for one in group] for group in groups
+    ]
+    assert any("in the order of Trainer.create_optimizer" in note for note in found.notes)
