@@ -218,18 +218,18 @@ class Extent:
 def put_together(extents: Sequence[Extent]) -> Sequence[Extent]:
     """Return flat ranges as they are; if any is a box, all of the tensor as one extent, put together when it is read.
 
-    Raises DamagedError if they do not fill the tensor, each element once, in one dtype."""
+    Raises DamagedError if they do not fill the tensor, each element once, in one dtype, or lie outside their blocks."""
     box = next((extent.box for extent in extents if extent.box is not None), None)
     if box is None:
         return extents
     first = extents[0]
+    for extent in extents:
+        extent.require_inside_block()
     if any(extent.dtype != first.dtype for extent in extents):
         raise DamagedError(f"{first.fqn}/{first.slot} is stored in two dtypes at once")
     blocks, numel = [extent.block for extent in extents], prod(box.shape)
-    copies, nbytes = (
-        FragmentIndex(extents).cover(Fragment(first.fqn, first.slot, 0, numel)),
-        numel * itemsize(first.dtype),
-    )
+    copies = FragmentIndex(extents).cover(Fragment(first.fqn, first.slot, 0, numel))
+    nbytes = numel * itemsize(first.dtype)
     memory = max(0 if block.coded is None else block.coded.memory for block in blocks) + 3 * nbytes
     known = digest("".join(block.digest for block in blocks).encode())
     coded = Boxes(copies, sum(block.stored_bytes for block in blocks), memory)

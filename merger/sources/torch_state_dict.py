@@ -8,7 +8,7 @@ state dict does not tell buffers from parameters outside the param groups; a res
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -192,20 +192,21 @@ def model_tensors(found: Nest) -> dict[str, StoredTensor]:
 
 
 def named_groups(
-    found: Nest, model: Collection[str], names: Sequence[Sequence[str]] | None = None
+    found: Nest, model: Collection[str], names: Callable[[], Sequence[Sequence[str]] | None] = lambda: None
 ) -> tuple[list[dict[str, Any]], dict[str, Mapping[str, Any]]]:
-    """Return (param groups, state by fqn) of ``optimizer.state_dict()``. ``names``: of each param group, if known.
+    """Return (param groups, state by fqn) of ``optimizer.state_dict()``. ``names``: of each param group, if needed.
 
     UnsupportedError if nothing says which parameter is which; MergeError if the names do not fit."""
     groups, named_all, all_names = found.at("param_groups").entries(), list[Any](), list[str]()
+    known: Sequence[Sequence[str]] | None = None
     for index, group in enumerate(groups):
         numbers, named = [one.value for one in group.at("params").entries()], group.get("param_names")
         if all(isinstance(one, str) for one in numbers):
             own = numbers
         elif named is not None:
             own = [name.text() for name in named.entries()]
-        elif names is not None:
-            own = list(names[index]) if len(names) == len(groups) else []
+        elif (known := known or names()) is not None:
+            own = list(known[index]) if len(known) == len(groups) else []
         else:
             raise UnsupportedError(
                 f"{found.where} numbers its parameters, and nothing says which is which; their order is not guessed. "
@@ -230,7 +231,7 @@ def named_groups(
     }
 
 
-def _known_names(folder: Path) -> list[list[str]] | None:
+def _known_names(folder: Path, notes: list[str]) -> list[list[str]] | None:
     """Return the names in each param group: of ``param_names.json``, or as ``Trainer.create_optimizer`` has them.
 
     transformers builds the model without memory from ``config.json``, by a class of its own: no code of the folder
@@ -258,6 +259,10 @@ def _known_names(folder: Path) -> list[list[str]] | None:
         decay = set(transformers.Trainer.get_decay_parameter_names(None, model))
     except (ImportError, OSError, ValueError, TypeError, AttributeError, LookupError, RuntimeError):
         return None
+    notes.append(
+        f"the optimizer in {folder} does not name its parameters: they are taken in the order of the Trainer's own. If "
+        f"it was given another one, write {NAMES} beside it and import again"
+    )
     names = [name for name, _ in model.named_parameters()]
     return [[name for name in names if name in decay], [name for name in names if name not in decay]]
 
@@ -281,9 +286,9 @@ def _read_file(path: Path) -> TrainingState:
             f"{path} holds {listed(others, 8)}, but not both a model ({listed(MODEL_KEYS)}) and an optimizer "
             f"({listed(OPTIMIZER_KEYS)})"
         )
-    model = model_tensors(nest.at(keys[0]))
-    found = named_groups(nest.at(keys[1]), model, _known_names(path.parent))
-    state = TrainingState(path, "torch", model, *found, {k: v for k, v in others.items() if k not in keys})
+    model, notes, rest = model_tensors(nest.at(keys[0])), list[str](), {k: others[k] for k in others if k not in keys}
+    found = named_groups(nest.at(keys[1]), model, lambda: _known_names(path.parent, notes))
+    state = TrainingState(path, "torch", model, *found, rest, notes=notes)
     _take_objects(state)
     return state
 
@@ -297,14 +302,10 @@ def _take_objects(state: TrainingState) -> None:
 
 
 def _read_folder(folder: Path) -> TrainingState:
-    name, model = optimizer_file(folder) or "", _weights(folder, LocalFiles(folder))
-    nest, names = Nest(read_pt(LocalFiles(folder), name)[0], str(folder / name)), _known_names(folder)
-    state = TrainingState(folder, "torch", model, *named_groups(nest, model, names), {})
-    if names and not (folder / NAMES).is_file():
-        state.notes.append(
-            f"{folder / name} does not name its parameters: they are taken in the order of Trainer.create_optimizer. "
-            f"If the Trainer was given another optimizer, write {NAMES} beside it and import again"
-        )
+    name, model, notes = optimizer_file(folder) or "", _weights(folder, LocalFiles(folder)), list[str]()
+    nest = Nest(read_pt(LocalFiles(folder), name)[0], str(folder / name))
+    found = named_groups(nest, model, lambda: _known_names(folder, notes))
+    state = TrainingState(folder, "torch", model, *found, {}, notes=notes)
     add_folder_values(state)
     return state
 
@@ -318,7 +319,7 @@ def _weights(folder: Path, files: LocalFiles) -> Mapping[str, StoredTensor]:
             return model_tensors(Nest(read_pt(files, name)[0], str(folder / name)))
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        raise UnsupportedError(f"{folder} has an optimizer, but no weights in model.safetensors: adapters are not read")
+        raise UnsupportedError(f"{folder} has an optimizer, but no weights in model.safetensors; adapters are not read")
     table = {fqn: part.text() for fqn, part in Nest(read_json(index).get("weight_map"), str(index)).items()}
     parts = sorted({checked_name(part, str(index)) for part in table.values()})
     found = [(fqn, part, tensor) for part in parts for fqn, tensor in _safetensors(files, part)]

@@ -325,4 +325,4 @@ def test_a_folder_of_the_trainer_is_told_to_be_taken_in_its_own_order(
     assert [group["params"] for group in found.framework_state["param_groups"]] == [
         [names[id(one)] for one in group] for group in groups
     ]
-    assert any("in the order of Trainer.create_optimizer" in note for note in found.notes)
+    assert any("in the order of the Trainer's own" in note for note in found.notes)
