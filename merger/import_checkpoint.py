@@ -2,7 +2,7 @@
 
 Uses the store's own protocol: claims an epoch, and commits when every byte of the source was checked and everything
 written is durable and was read back. An interrupted import leaves a store without a commit and can be repeated.
-Sources are never changed. Memory: a few chunks, and the run state."""
+Sources are never changed. Memory: a few chunks, the run state, and a tensor cut along inner dimensions."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
