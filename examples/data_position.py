@@ -80,8 +80,8 @@ class GlobalOrder(Sampler[int]):
 class DataPosition:
     """A data loader that is iterated in the loader's place, and knows how far the training has come.
 
-    Iterate it once for every epoch. What was iterated when the state is saved counts as taken, also where workers of
-    the loader are ahead.
+    Iterate it once for every epoch; after a ``break``, the next iteration of map-style data is the rest of the epoch.
+    What was iterated when the state is saved counts as taken, also where workers of the loader are ahead.
 
     Args:
         loader: torchdata's ``StatefulDataLoader``.
@@ -95,9 +95,11 @@ class DataPosition:
                 f"the loader has batches of {getattr(loader, 'batch_size', None)}, the order of {order.batch_size}: "
                 "give both the same batch_size"
             )
+        if order is not None and getattr(loader, "sampler", order) is not order:
+            raise ValueError("the loader takes its samples in another order: give it sampler=order")
         self.loader, self.order = loader, order
-        self._batches = 0  # taken in this iteration
-        self._resumed = 0
+        self._batches = 0  # taken in this iteration, or in the one that goes on with the next
+        self._begin_with: Any = None  # state of the loader for the next iteration
         self._iterating = False
 
     @property
@@ -111,7 +113,11 @@ class DataPosition:
         return len(self.loader) - self._batches
 
     def __iter__(self) -> Iterator[Any]:
-        self._batches, self._resumed, self._iterating = self._resumed, 0, True
+        if self._begin_with is None:
+            if self.order is not None:
+                self.order.position = self.samples  # after a break
+            self._batches = 0
+        self._begin_with, self._iterating = None, True
         for batch in self.loader:
             self._batches += 1
             yield batch
@@ -124,15 +130,21 @@ class DataPosition:
         return {
             "samples": self.samples,
             "begun_at": 0 if self.order is None else self.order.position,
+            "row": self._row(),
             "ranks": self._ranks(),
-            "loader": self.loader.state_dict() if self._iterating else None,
+            "loader": self.loader.state_dict() if self._iterating else self._begin_with,
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Go to a saved place. With the same ranks and batch size, the loader restores its own state as well.
 
-        ValueError for iterable data of another number of ranks.
+        ValueError for iterable data of another number of ranks, and for data of another length, seed or shuffling.
         """
+        if saved.get("row", self._row()) != self._row():
+            raise ValueError(
+                f"the data had (length, seed, shuffle) = {saved['row']} when the place was saved and has {self._row()} "
+                "now, so the place means other samples: give it the same, or pass {'data': None} and choose a place"
+            )
         same = list(saved["ranks"]) == self._ranks()
         if self.order is None and not same:
             raise ValueError(
@@ -140,17 +152,20 @@ class DataPosition:
                 f"{self._ranks()[0]} of {self._ranks()[1]}: each rank's place is its own, so samples would be repeated "
                 "or left out. Resume with as many ranks, or pass {'data': None} and go to a place of your own"
             )
-        self._batches, self._resumed, self._iterating = 0, 0, False
+        self._batches, self._begin_with, self._iterating = 0, None, False
         self.loader.load_state_dict({})  # drops an iteration that has begun
         if self.order is not None:
             self.order.position = saved["samples"]
         if same and saved["loader"] is not None:
             self.loader.load_state_dict(saved["loader"])
-            if self.order is None:
-                self._resumed = saved["samples"]
-            else:
+            self._begin_with, self._batches = saved["loader"], saved["samples"]
+            if self.order is not None:
                 self.order.position = saved["begun_at"]
-                self._resumed = (saved["samples"] - saved["begun_at"]) // self.order.step
+                self._batches = (saved["samples"] - saved["begun_at"]) // self.order.step
+
+    def _row(self) -> list[Any] | None:
+        order = self.order
+        return None if order is None else [order.length, order.seed, order.shuffle]
 
     def _ranks(self) -> list[int]:
         if self.order is not None:

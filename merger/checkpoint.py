@@ -84,6 +84,7 @@ class Checkpoint:
     files: Path | None = None
     client_state: Mapping[str, Any] = field(default_factory=dict)  # user values of a foreign checkpoint
     problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what was concluded about a foreign checkpoint, or left out of it
     run_steps: Mapping[str, Any] = field(default_factory=dict)
     unvouched: frozenset[tuple[str, str]] = frozenset()
     stored_steps: Mapping[str, float] = field(default_factory=dict)
@@ -111,7 +112,7 @@ class Checkpoint:
         """Return the optimizer's slots for a parameter, in the optimizer's order. MergeError if one is missing."""
         slots = tuple(self.framework_state["slots"].get(fqn, ()))
         for slot in slots:
-            if not self.has(fqn, slot):
+            if self.numel(fqn) and not self.has(fqn, slot):
                 raise MergeError(
                     f"{self.origin} does not hold {slot} of {fqn}, which the optimizer had; name a full save"
                 )
@@ -240,24 +241,19 @@ def read_run_states(
             f"the run state of save {parts[0].save} has no framework state, so no checkpoint can be written from it. "
             "Another program wrote it; merge a save that Driftpoint wrote"
         )
-    ranks = {
-        rank: RankState(tree.get("rng"), tree.get("user"), _own_state(tree), tree.get("objects"))
-        for rank, tree in trees.items()
-    }
+    ranks = {}
+    for rank, tree in trees.items():
+        modules = (f"the extra state of module {name!r}" for name in tree.get("modules") or ())
+        held = (*modules, *(f"the values of buffer {name!r} on each rank" for name in tree.get("rank_buffers") or ()))
+        ranks[rank] = RankState(tree.get("rng"), tree.get("user"), held, tree.get("objects"))
     return RunStates(framework, ranks, trees[0].get("client_state") or {}), None
 
 
-def _own_state(tree: Mapping[str, Any]) -> tuple[str, ...]:
-    modules = (f"the extra state of module {name!r}" for name in tree.get("modules") or ())
-    return (*modules, *(f"the values of buffer {name!r} on each rank" for name in tree.get("rank_buffers") or ()))
-
-
 def own_state_notes(checkpoint: Checkpoint) -> list[str]:
-    """Return a note on the state of the source that no output holds."""
+    """Return the source's notes, and one on the state of the source that no output holds."""
     left_out = dict.fromkeys(name for state in checkpoint.run_states.values() for name in state.own)
-    return (
-        [f"left out: {listed(left_out)}; a job that resumes from the store itself gets them back"] if left_out else []
-    )
+    note = f"left out: {listed(left_out)}; a job that resumes from the store itself gets them back"
+    return [*checkpoint.notes, *([note] if left_out else [])]
 
 
 _PLAIN: dict[type, Any] = {list: list, deque: list, tuple: tuple, torch.Size: tuple, set: set}

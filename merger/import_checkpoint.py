@@ -2,7 +2,7 @@
 
 Uses the store's own protocol: claims an epoch, and commits when every byte of the source was checked and everything
 written is durable and was read back. An interrupted import leaves a store without a commit and can be repeated.
-Sources are never changed. Memory: a few chunks, and the run state."""
+Sources are never changed. Memory: a few chunks, the run state, and a tensor cut along inner dimensions."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
@@ -11,8 +11,6 @@ from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import xxhash
 
 from merger.checkpoint import (
     IMPORTED_WITH,
@@ -24,7 +22,7 @@ from merger.checkpoint import (
 )
 from merger.io.blocks import Extent, Progress
 from merger.io.output_dir import require_space
-from merger.io.stream import CHUNK, bytes_to_read, fragment_streams
+from merger.io.stream import bytes_to_read, fragment_streams
 from merger.sources import open_source
 from merger.tensors import Implausible, to_leaf
 from store import schema
@@ -32,7 +30,7 @@ from store.catalog import Catalog, open_or_create
 from store.certificate import IMPORT, IMPORTED_AS_FOUND, Certificate, certify
 from store.commit import Expected, Group, commit, hint_latest, wait_for_group
 from store.errors import DamagedError, StorageError, UnsupportedError, UsageError
-from store.fragments import covered_numel
+from store.fragments import Source, StoredBytes, covered_numel
 from store.location import files_at
 from store.names import BUFFER, FROZEN, RAW, SaveId, Unit, payload_path, segment_dir
 from store.resolve import resolve
@@ -114,7 +112,7 @@ def plan_import(source: Path, step: str | None = None) -> ImportPlan:
     if all(state.rng is None for state in checkpoint.run_states.values()):
         named = [name or kind for state in checkpoint.run_states.values() for name, kind in state.objects or ()]
         notes.append(
-            "the checkpoint holds no random states: a job that resumes from it starts dropout, shuffling and the "
+            "no random states are imported: a job that resumes from it starts dropout, shuffling and the "
             "objects of state=[...] afresh" + (f", except {listed(named)}" if named else "")
         )
     if checkpoint.files is not None:
@@ -263,20 +261,12 @@ def _write_segments(
 
 def _read_back(files: Files, part: schema.PartRecord) -> None:
     """Raise DamagedError unless everything in the payload is as it was written."""
-    path = payload_path(part.save, part.rank)
-    check_header(files, path, part.header_bytes, part.header_xxh3_128)
-    buffer = memoryview(bytearray(CHUNK))
-    for entry in part.entries:
-        running, begin = xxhash.xxh3_128(), part.header_bytes + entry.offset
-        for offset in range(0, entry.nbytes, CHUNK):
-            piece = buffer[: min(CHUNK, entry.nbytes - offset)]
-            files.read_into(path, begin + offset, piece)
-            running.update(piece)
-        if running.hexdigest() != entry.xxh3_128:
-            raise DamagedError(
-                f"{path} reads back different bytes than were written; check `dmesg` for disk errors, or name a store "
-                "elsewhere"
-            )
+    check_header(files, payload_path(part.save, part.rank), part.header_bytes, part.header_xxh3_128)
+    try:
+        for entry in part.entries:
+            StoredBytes(files, Source(part, entry)).check()
+    except DamagedError as error:
+        raise DamagedError(f"{error}; check `dmesg` for disk errors, or name a store elsewhere") from error
     read_leaves(files, part)
 
 

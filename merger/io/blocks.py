@@ -5,10 +5,11 @@ Encoded, packed or delta fragments of a store are blocks that are decoded chunk 
 stored byte once, so memory does not grow with a fragment."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
+from math import prod
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import numpy as np
 import xxhash
@@ -16,9 +17,12 @@ from isal import isal_zlib
 
 from store.encoding import CHUNK, itemsize
 from store.errors import DamagedError, MissingError, StorageError, UnreachableError
-from store.fragments import Copy, FragmentReader, Readable, Source
+from store.fragments import Copy, FragmentIndex, FragmentReader, Readable, Source
+from store.names import Box, Fragment
 from store.resolve import RejectedVersion
+from store.schema import digest
 
+READ = 1 << 22  # bytes read at a time
 Progress = Callable[[int], None]
 """Called with the number of stored bytes just read."""
 
@@ -70,79 +74,83 @@ class Damage:
 
 @dataclass(frozen=True)
 class StoredFragment:
-    """An encoded fragment of the store at ``root``: stored bytes that decode to a block.
-
-    Or, with ``copies``, all fragments of a tensor, ``source`` among them, which a pass puts together in memory."""
+    """An encoded fragment of the store at ``root``: stored bytes that decode to a block."""
 
     files: Readable
     source: Source
     root: Path
-    copies: Sequence[Copy[Source]] = ()
 
     @property
     def nbytes(self) -> int:
         """Stored bytes that a pass reads: its own and those of its base, which each difference to it reads again."""
-        sources = {id(copy.source): copy.source for copy in self.copies}.values() or (self.source,)
-        return sum(one.entry.nbytes for source in sources for one in (source, source.base) if one is not None)
+        return sum(one.entry.nbytes for one in (self.source, self.source.base) if one is not None)
 
     @property
     def memory(self) -> int:
         """Most bytes of memory that one pass takes."""
-        entry, whole = self.source.entry, sum(copy.numel for copy in self.copies)
-        return (_CHUNKS_PER_PASS * min(CHUNK, entry.numel) + 3 * whole) * itemsize(entry.dtype)
+        return _CHUNKS_PER_PASS * min(CHUNK, self.source.entry.numel) * itemsize(self.source.dtype)
 
 
-class FragmentPass:
-    """One pass over a block whose bytes are decoded. Belongs to one thread."""
+@dataclass(frozen=True)
+class Boxes:
+    """All boxes of a tensor, which a pass puts together in memory by ``copies``; else as :class:`StoredFragment`."""
 
-    def __init__(self, fragment: StoredFragment, progress: Progress) -> None:
-        self._fragment, self._source = fragment, fragment.source
-        self._files = _CountingFiles(fragment.files, progress)
-        self._reader = FragmentReader(self._files, fragment.source)
+    copies: "Sequence[Copy[Extent]]"
+    nbytes: int
+    memory: int
 
-    @property
-    def flaw(self) -> Damage:
-        """After an error: the fragment's version, or its base's version if the base's bytes are wrong."""
-        return Damage(self._fragment.root, RejectedVersion(self._reader.at_fault, self._source.entry.unit))
 
-    def pieces(self) -> Iterator[memoryview]:
-        """Yield the block's bytes in order, in pieces of whole elements; the caller owns each piece.
+@dataclass
+class BlockPass:
+    """One pass over a block. Belongs to one thread.
+
+    ``flaw``: after an error, the fragment's version, or its base's version if the base's bytes are wrong."""
+
+    progress: Progress
+    flaw: Damage | None = None
+
+    def pieces(self, block: "Block") -> Iterator[memoryview]:
+        """Yield the block's bytes in order, in pieces that are valid until the next; of whole elements if ``coded``.
 
         Raises DamagedError, perhaps after the last piece, if the stored bytes are wrong; StorageError."""
-        if not self._fragment.copies:
-            yield from self._decoded()
-            return
-        size, copies = itemsize(self._source.dtype), self._fragment.copies
+        self.flaw = block.flaw
+        if isinstance(block.coded, Boxes):
+            yield from self._put_together(block.coded.copies)
+        elif block.coded is not None:
+            yield from self._decoded(block.coded)
+        else:
+            buffer = memoryview(bytearray(min(READ, block.nbytes)))
+            for begin, end in read_chunks(block, buffer):
+                self.progress(end - begin)
+                yield buffer[: end - begin]
+
+    def _put_together(self, copies: "Sequence[Copy[Extent]]") -> Iterator[memoryview]:
+        size = itemsize(copies[0].source.dtype)
         whole = np.empty(sum(copy.numel for copy in copies) * size, np.uint8)
         for _, group in groupby(copies, lambda copy: id(copy.source)):
-            own = list(group)
-            self._source = own[0].source
-            self._reader = FragmentReader(self._files, self._source)
-            values = np.frombuffer(b"".join(self._decoded()), np.uint8)
+            own, values = list(group), bytearray()
+            for piece in self.pieces(own[0].source.block):
+                values += piece
             for copy in own:
-                copy.place(values, whole, size)
+                copy.place(np.frombuffer(values, np.uint8)[copy.source.offset :], whole, size)
         for start in range(0, len(whole), CHUNK * size):
             yield whole[start : start + CHUNK * size].data
 
-    def _decoded(self) -> Iterator[memoryview]:
+    def _decoded(self, coded: StoredFragment) -> Iterator[memoryview]:
+        entry, own = coded.source.entry, coded.source.part.save
+        reader = FragmentReader(_CountingFiles(coded.files, self.progress), coded.source)
         try:
-            for values in self._reader.chunks():
+            for values in reader.chunks():
                 yield values.view(np.uint8).data
-        except DamagedError as error:
-            raise DamagedError(f"{self._subject('which is damaged')}: {error}") from error
         except UnreachableError:
             raise
-        except MissingError as error:
-            raise MissingError(f"{self._subject('which is gone')}: {error}") from error
-        except StorageError as error:
-            raise StorageError(f"{self._subject('which cannot be read')}: {error}") from error
-
-    def _subject(self, fate: str) -> str:
-        """Return which fragment failed, and the save of its base if the base's bytes are at fault."""
-        source, fault = self._source, self._reader.at_fault
-        entry = source.entry
-        where = f"{entry.unit} of save {source.part.save}, elements {entry.start} to {entry.stop} of {entry.fqn}"
-        return where if fault == source.part.save else f"{where}, the difference to save {fault}, {fate}"
+        except (DamagedError, StorageError) as error:
+            self.flaw = Damage(coded.root, RejectedVersion(reader.at_fault, entry.unit))
+            kind = next(kind for kind in (DamagedError, MissingError, StorageError) if isinstance(error, kind))
+            fate = {DamagedError: "is damaged", MissingError: "is gone", StorageError: "cannot be read"}[kind]
+            where = f"{entry.unit} of save {own}, elements {entry.start} to {entry.stop} of {entry.fqn}"
+            where += "" if reader.at_fault == own else f", the difference to save {reader.at_fault}, which {fate}"
+            raise kind(f"{where}: {error}") from error
 
 
 class _CountingFiles:
@@ -160,7 +168,7 @@ class _CountingFiles:
 class Block:
     """``nbytes`` bytes from ``offset`` of a file, correct if ``checksum`` over all of them gives ``digest``.
 
-    ``coded``: decodes ``nbytes`` bytes from those stored at ``offset``; ``digest`` is of the stored bytes."""
+    ``coded``: makes ``nbytes`` bytes from those stored; ``digest`` is of the stored bytes."""
 
     files: Readable
     path: str
@@ -170,7 +178,7 @@ class Block:
     digest: str
     name: str  # name in errors
     flaw: Damage | None = None  # the damaged version if the bytes are wrong; None if damage ends the merge
-    coded: StoredFragment | None = None
+    coded: StoredFragment | Boxes | None = None
 
     @property
     def stored_bytes(self) -> int:
@@ -180,7 +188,7 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Extent:
-    """Elements [start, stop) of a flattened (fqn, slot), from byte ``offset`` of a block, little-endian.
+    """Elements [start, stop) of a flattened (fqn, slot), or a box, from byte ``offset`` of a block, little-endian.
 
     ``dtype`` is a safetensors name. Implements :class:`store.fragments.Span`."""
 
@@ -191,7 +199,7 @@ class Extent:
     dtype: str
     block: Block
     offset: int
-    box: ClassVar[None] = None  # all of a tensor that is stored in boxes is one extent
+    box: Box | None = None  # in a checkpoint None: see `put_together`
 
     @property
     def nbytes(self) -> int:
@@ -205,6 +213,28 @@ class Extent:
                 f"{self.fqn}/{self.slot}: elements {self.start} to {self.stop} do not lie in {self.block.name} of "
                 f"{self.block.path}: they would end at byte {end} of {self.block.nbytes}"
             )
+
+
+def put_together(extents: Sequence[Extent]) -> Sequence[Extent]:
+    """Return flat ranges as they are; if any is a box, all of the tensor as one extent, put together when it is read.
+
+    Raises DamagedError if they do not fill the tensor, each element once, in one dtype, or lie outside their blocks."""
+    box = next((extent.box for extent in extents if extent.box is not None), None)
+    if box is None:
+        return extents
+    first = extents[0]
+    for extent in extents:
+        extent.require_inside_block()
+    if any(extent.dtype != first.dtype for extent in extents):
+        raise DamagedError(f"{first.fqn}/{first.slot} is stored in two dtypes at once")
+    blocks, numel = [extent.block for extent in extents], prod(box.shape)
+    copies = FragmentIndex(extents).cover(Fragment(first.fqn, first.slot, 0, numel))
+    nbytes = numel * itemsize(first.dtype)
+    memory = max(0 if block.coded is None else block.coded.memory for block in blocks) + 3 * nbytes
+    known = digest("".join(block.digest for block in blocks).encode())
+    coded = Boxes(copies, sum(block.stored_bytes for block in blocks), memory)
+    block = replace(first.block, nbytes=nbytes, digest=known, coded=coded)
+    return [replace(first, start=0, stop=numel, offset=0, box=None, block=block)]
 
 
 def read_chunks(block: Block, buffer: memoryview) -> Iterator[tuple[int, int]]:

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from merger.io.blocks import Block, Extent, FragmentPass, Progress, read_chunks
+from merger.io.blocks import Block, BlockPass, Extent, Progress
 from merger.io.transfer import is_checked
 from merger.tensors import Implausible, implausible_values, torch_dtype
 from store.errors import DamagedError
 
-CHUNK = 1 << 22  # bytes read at a time
 FRAGMENT_BYTES = 1 << 25  # largest fragment: a rank that needs a part of a tensor reads whole fragments
 
 
@@ -67,9 +66,8 @@ class Reading:
 
     def __init__(self, block: Block, progress: Progress) -> None:
         self._block = block
-        self._chunks = _stored(block, progress) if block.coded is None else FragmentPass(block.coded, progress).pieces()
-        self._position = 0
-        self._chunk = memoryview(b"")
+        self._chunks = BlockPass(progress).pieces(block)
+        self._position, self._chunk = 0, memoryview(b"")
 
     def take(self, most: int) -> memoryview:
         """Return the next bytes: at least one, at most ``most``; valid until the next call."""
@@ -92,7 +90,6 @@ class Reading:
         self._chunk = memoryview(b"")
         if next(self._chunks, None) is not None:  # the checksum is compared when the chunks end
             raise DamagedError(f"{self._block.name} of {self._block.path} does not end at byte {self._block.nbytes}")
-        self._chunks = iter(())
 
     def _next(self) -> memoryview:
         found = next(self._chunks, None)
@@ -101,13 +98,6 @@ class Reading:
                 f"{self._block.name} of {self._block.path} ends at byte {self._position} of {self._block.nbytes}"
             )
         return found
-
-
-def _stored(block: Block, progress: Progress) -> Iterator[memoryview]:
-    buffer = memoryview(bytearray(min(CHUNK, block.nbytes)))
-    for begin, end in read_chunks(block, buffer):
-        progress(end - begin)
-        yield buffer[: end - begin]
 
 
 def fragment_streams(

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from isal import isal_zlib
 
-from merger.io.blocks import Block, Damage, Extent, FragmentPass, Progress, read_chunks
+from merger.io.blocks import Block, BlockPass, Damage, Extent, Progress, read_chunks
 from merger.io.output_file import Hole, OutFiles, read_back_error
 from merger.tensors import Implausible, implausible_values, memory_of, torch_dtype
 from store.errors import DamagedError, MergeError, StorageError, UnreachableError, UsageError
@@ -125,18 +125,17 @@ def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: 
                 check_cancelled(stop)
                 progress(count)
 
-        decoding = None if block.coded is None else FragmentPass(block.coded, report)
-        chunks = _stored(block, report) if decoding is None else _decoded(decoding)
+        reading = BlockPass(report, block.flaw)
+        chunks = _stored(block, report) if block.coded is None else _decoded(reading.pieces(block))
         try:
             pieces, implausible = _move_block(block, chunks, plan.moves[block], paths)
         except UnreachableError:
             raise
         except (DamagedError, StorageError) as error:
-            flaw = block.flaw if decoding is None else decoding.flaw
-            if flaw is None:
+            if reading.flaw is None:
                 raise
             with lock:
-                result.flaws.setdefault(flaw, str(error))
+                result.flaws.setdefault(reading.flaw, str(error))
             return
         with lock:
             for file, piece in pieces:
@@ -197,10 +196,10 @@ def _stored(block: Block, progress: Progress) -> Iterator[_Chunk]:
         buffer[:_TAIL] = buffer[end - begin : end - begin + _TAIL].clone()
 
 
-def _decoded(decoding: FragmentPass) -> Iterator[_Chunk]:
+def _decoded(pieces: Iterable[memoryview]) -> Iterator[_Chunk]:
     """Yield the chunks of a block that is decoded: whole elements each, so none crosses a boundary."""
     begin = 0
-    for piece in decoding.pieces():
+    for piece in pieces:
         yield _Chunk(torch.frombuffer(piece, dtype=torch.uint8), 0, begin, begin + len(piece))
         begin += len(piece)
 

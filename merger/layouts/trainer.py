@@ -284,7 +284,10 @@ def _forget_later(state: dict[str, Any], step: int, notes: list[str]) -> None:
     """Drop entries after the step."""
     log = state.get("log_history")
     if isinstance(log, list):
-        state["log_history"] = [one for one in log if not _is_later(one, step)]
+        at = [one.get("step") if isinstance(one, Mapping) else None for one in log]
+        state["log_history"] = [
+            one for one, own in zip(log, at, strict=True) if not (isinstance(own, int) and own > step)
+        ]
     best = state.get("best_global_step")
     known = isinstance(best, int) and best <= step
     if state.get("best_metric") is not None and not known:
@@ -294,11 +297,6 @@ def _forget_later(state: dict[str, Any], step: int, notes: list[str]) -> None:
     control = callbacks.get(_CONTROL) if isinstance(callbacks, dict) else None
     if isinstance(control, dict) and isinstance(control.get("args"), dict):  # the Trainer's next actions
         control["args"] = {key: False if value is True else value for key, value in control["args"].items()}
-
-
-def _is_later(entry: Any, step: int) -> bool:
-    at = entry.get("step") if isinstance(entry, Mapping) else None
-    return isinstance(at, int) and at > step
 
 
 def _read(path: Path) -> dict[str, Any] | None:

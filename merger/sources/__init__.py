@@ -19,7 +19,6 @@ from store.location import is_url
 from store.storage.local import LocalFiles
 from store.text import listed
 
-_MODEL_FILES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "adapter_model.safetensors")
 _FOLDER = re.compile(r"(?:checkpoint|step)-(\d{1,18})")
 
 
@@ -47,7 +46,7 @@ def _open(path: Path) -> Source:
     for matches, open_it in known:
         if matches():
             return open_it()
-    if any((path / name).is_file() for name in _MODEL_FILES):
+    if path.is_dir() and any(inner.suffix in (".safetensors", ".bin") for inner in path.iterdir()):
         raise UnsupportedError(f"{path} holds a model without an optimizer's state, so there is nothing to merge")
     try:
         return StoreSource(path)
@@ -94,9 +93,8 @@ class NumberedSource:
 
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()
-        self.kind = (
-            "dcp" if any(path.name.startswith("step") for path in numbered_folders(root).values()) else "trainer"
-        )
+        names = [path.name for path in numbered_folders(root).values()]
+        self.kind = "dcp" if any(name.startswith("step") for name in names) else "trainer"
 
     def steps(self) -> tuple[int, ...]:
         return tuple(numbered_folders(self._root))

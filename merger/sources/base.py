@@ -3,20 +3,20 @@
 Names found in foreign files are only hints and never lead out of the directory. No tensor is read until asked for."""
 
 import math
-from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
 from merger.checkpoint import Checkpoint
-from merger.io.blocks import Block, Damage, Extent, read_chunks
+from merger.io.blocks import Block, Damage, Extent, put_together, read_chunks
 from merger.tensors import memory_of, torch_dtype
 from store.errors import DamagedError, MergeError, MissingError, UnsupportedError
 from store.names import Box, Fragment
 from store.storage.local import LocalFiles
-from store.text import counted
+from store.text import counted, listed
 
 _NAME_LIMIT = 1 << 10  # largest file that holds a name, in bytes
 SMALL = 1 << 28  # largest record, in bytes, whose tensor is read as a plain value: memory stays bounded
@@ -61,21 +61,49 @@ def checked_name(text: str, where: str) -> str:
     return text
 
 
-@dataclass(frozen=True, eq=False)
-class FileTensor:
-    """Elements from byte ``offset`` of a block, row-major if ``contiguous``."""
+class StoredTensor:
+    """A tensor of ``shape`` in files, in one piece or in several. ``dtype``: safetensors name."""
 
-    block: Block
-    offset: int
-    dtype: str  # safetensors name
+    dtype: str
     shape: tuple[int, ...]
-    contiguous: bool
-    where: str  # place in messages
-    lazy: str = ""  # what torch does to the bytes on reading (``conj``, ``neg``), or ""
+
+    def parts(self) -> "Sequence[tuple[tuple[int, ...], FileTensor]]":
+        """Return the (offsets in the whole tensor, elements) of its boxes, in order."""
+        return [((0,) * len(self.shape), cast("FileTensor", self))]
+
+    def read(self) -> torch.Tensor:
+        """Read a small tensor and check its whole record. DamagedError, UnsupportedError."""
+        where = listed((part.where for _, part in self.parts()), 2)
+        raise UnsupportedError(f"{where}: a sharded tensor of another shape than its parameter is not read")
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def extents(self, fqn: str, slot: str) -> Sequence[Extent]:
+        """Return where all of (fqn, slot) lies, whose elements are these. Raises as :meth:`FileTensor.extent`."""
+        out = []
+        for at, part in self.parts():
+            own = Fragment.of_box(fqn, slot, Box(at, part.shape, self.shape))
+            out.append(replace(part.extent(fqn, slot, own.start, own.stop), box=own.box))
+        return put_together(out)
+
+    def place(self) -> tuple[object, ...]:
+        """Return a key that is equal for tensors of the same elements of the same records."""
+        return tuple((at, x.block, x.offset, x.dtype, x.shape, x.contiguous, x.lazy) for at, x in self.parts())
+
+
+@dataclass(frozen=True, eq=False)
+class FileTensor(StoredTensor):
+    """Elements from byte ``offset`` of a block, row-major if ``contiguous``."""
+
+    block: Block
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    contiguous: bool
+    where: str  # place in messages
+    lazy: str = ""  # what torch does to the bytes on reading (``conj``, ``neg``), or ""
 
     def extent(self, fqn: str, slot: str, start: int, stop: int, at: int = 0) -> Extent:
         """Return elements [start, stop) of (fqn, slot), which are this tensor's from its element ``at``.
@@ -95,14 +123,6 @@ class FileTensor:
         offset = self.offset + at * torch_dtype(self.dtype).itemsize
         return Extent(fqn, slot, start, stop, self.dtype, self.block, offset)
 
-    def extents(self, fqn: str, slot: str) -> list[Extent]:
-        """Return where all of (fqn, slot) lies, whose elements are this tensor's. Raises as :meth:`extent`."""
-        return [self.extent(fqn, slot, 0, self.numel)]
-
-    def place(self) -> tuple[object, ...]:
-        """Return a key that is equal for tensors of the same elements of the same record."""
-        return self.block, self.offset, self.dtype, self.shape, self.contiguous, self.lazy
-
     def _refuse_lazy(self, name: str) -> None:
         if self.lazy:
             raise UnsupportedError(
@@ -111,9 +131,6 @@ class FileTensor:
             )
 
     def read(self) -> torch.Tensor:
-        """Read a small tensor and check its whole record.
-
-        Raises DamagedError, UnsupportedError if it is not contiguous, not small or lazy."""
         dtype = torch_dtype(self.dtype)
         self._refuse_lazy("a value")
         if self.numel and (not self.contiguous or self.block.nbytes > SMALL):
@@ -121,46 +138,22 @@ class FileTensor:
                 f"{self.where} ({self.block.nbytes} bytes) is too large, or not contiguous, for a plain value"
             )
         out = torch.empty(self.shape, dtype=dtype)
-        if not self.numel:
-            return out
-        data, size = read_block(self.block), self.numel * dtype.itemsize
-        memory_of(out)[:] = memoryview(data)[self.offset : self.offset + size]
+        if self.numel:
+            data, end = read_block(self.block), self.offset + self.numel * dtype.itemsize
+            memory_of(out)[:] = memoryview(data)[self.offset : end]
         return out
 
 
 @dataclass(frozen=True, eq=False)
-class ChunkedTensor:
+class ChunkedTensor(StoredTensor):
     """A tensor in boxes, as DCP stores it. ``chunks``: (offsets in the whole tensor, elements) of each."""
 
-    dtype: str  # safetensors name
+    dtype: str
     shape: tuple[int, ...]
     chunks: tuple[tuple[tuple[int, ...], FileTensor], ...]
 
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    def extents(self, fqn: str, slot: str) -> list[Extent]:
-        """Return where all of (fqn, slot) lies. Raises as :meth:`FileTensor.extent`."""
-        out = []
-        for offsets, chunk in self.chunks:
-            cut = [dim for dim, size in enumerate(chunk.shape) if size != self.shape[dim]]
-            run, own = math.prod(chunk.shape[max(cut, default=0) :]), Box(offsets, chunk.shape, self.shape)
-            for at in range(0, chunk.numel or 1, run or 1):
-                (part,) = Fragment.of_box(fqn, slot, own).part(at, run)
-                out.append(chunk.extent(fqn, slot, part.start, part.stop, at))
-        return out
-
-    def place(self) -> tuple[object, ...]:
-        return tuple(chunk.place() for _, chunk in self.chunks)
-
-    def read(self) -> torch.Tensor:
-        raise UnsupportedError(
-            f"{self.chunks[0][1].where} is of a sharded tensor unlike its parameter, which is not read"
-        )
-
-
-StoredTensor = FileTensor | ChunkedTensor
+    def parts(self) -> Sequence[tuple[tuple[int, ...], FileTensor]]:
+        return sorted(self.chunks, key=lambda chunk: chunk[0])
 
 
 def read_block(block: Block) -> bytearray:

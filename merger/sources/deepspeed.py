@@ -19,7 +19,7 @@ from merger.sources.base import FileTensor, Nest, read_values
 from merger.sources.certificates import NamedTensor, apply_merge_certificates, certificate, describe_tensors
 from merger.sources.deepspeed_files import RankFiles, Tags, is_checkpoint, read_files
 from merger.sources.deepspeed_zero import OptimizerContents, Shape, param_shapes, read_zero3, read_zero12
-from merger.sources.torch_file import StandIn, attributes
+from merger.sources.torch_file import StandIn
 from store.errors import DamagedError, MergeError, UnsupportedError
 from store.fragments import FragmentIndex
 from store.names import BUFFER, FROZEN
@@ -270,7 +270,7 @@ def loss_scaler(files: RankFiles) -> dict[str, Any] | None:
         return None
     if not isinstance(found.value, StandIn):
         raise DamagedError(f"{found.where} is a {type(found.value).__name__}, but must be a loss scaler")
-    plain = {key: value for key, value in attributes(found.value).items() if isinstance(value, bool | int | float)}
+    plain = {key: value for key, value in vars(found.value).items() if isinstance(value, bool | int | float)}
     return {"class": type(found.value).__name__, **plain}
 
 

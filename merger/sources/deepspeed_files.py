@@ -16,7 +16,7 @@ import torch
 from merger.checkpoint import Checkpoint
 from merger.io.blocks import Block, Extent, read_chunks
 from merger.sources.base import FileTensor, Nest, checked_name, read_name
-from merger.sources.torch_file import StandIn, attributes, read_pt
+from merger.sources.torch_file import StandIn, read_pt
 from merger.tensors import memory_of, torch_dtype
 from store.errors import MergeError, UnsupportedError
 from store.names import WEIGHTS
@@ -231,7 +231,7 @@ def comparable(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.dtype, value.tolist()
     if isinstance(value, StandIn):
-        return type(value).__name__, attributes(value)
+        return type(value).__name__, vars(value)
     if isinstance(value, dict):
         return {key: comparable(item) for key, item in value.items()}
     return [comparable(item) for item in value] if isinstance(value, list | tuple) else value
@@ -376,7 +376,8 @@ class Tags:
             if step is not None and not _means(step, self.root.name):
                 raise MergeError(f"{self.root} is one checkpoint, and not {step}; name its parent directory")
             return self.root
-        name = self._newest() if step is None else checked_name(self._tag(step), "the requested tag")
+        tag = next((tag for tag in self.all() if _means(step, tag)), str(step)) if step is not None else self._newest()
+        name = checked_name(tag, "the requested tag")
         folder = self.root / name
         if folder.is_symlink() or not self.is_one(folder):
             by = f", which {self.latest} names" if step is None else ""
@@ -401,9 +402,6 @@ class Tags:
         if found is None:
             raise MergeError(f"{self.root} has no file {self.latest!r}: name one of its checkpoints, {self._names()}")
         return found
-
-    def _tag(self, step: int | str) -> str:
-        return next((tag for tag in self.all() if _means(step, tag)), str(step))
 
     def _names(self) -> str:
         links = [path.name for path in self.root.iterdir() if path.is_symlink() and self.is_one(path)]

@@ -23,7 +23,7 @@ from merger.sources.deepspeed_files import (
     stored_step,
     weight_problems,
 )
-from merger.sources.torch_file import FragmentAddress, attributes
+from merger.sources.torch_file import FragmentAddress
 from store.errors import MergeError, UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS
 from store.text import counted
@@ -310,22 +310,18 @@ def _check_mappings(files: RankFiles, groups: Sequence[_Group]) -> None:
                 (piece.fqn, piece.offset, piece.stop - piece.start) for piece in group.pieces(group.params, rank)
             ]
             if found != expected:
+                pairs = zip([*found, None], [*expected, None], strict=False)
+                one, other = next(pair for pair in pairs if pair[0] != pair[1])
                 raise MergeError(
                     f"{nest.where} contradicts param_shapes and round_robin_gradients in {files.model.where}, so the "
-                    f"parameters cannot be located: {_first_difference(found, expected)}"
+                    f"parameters cannot be located: (name, start, elements) {one} instead of {other}"
                 )
-
-
-def _first_difference(found: Sequence[Any], expected: Sequence[Any]) -> str:
-    pairs = zip([*found, None], [*expected, None], strict=False)
-    one, other = next(pair for pair in pairs if pair[0] != pair[1])
-    return f"(name, start, elements) {one} instead of {other}"
 
 
 def _address(nest: Nest) -> tuple[int, int]:
     if not isinstance(nest.value, FragmentAddress):
         return -1, -1
-    plain = Nest(attributes(nest.value), nest.where)
+    plain = Nest(vars(nest.value), nest.where)
     return plain.at("start").natural(), plain.at("numel").natural()
 
 

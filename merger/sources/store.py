@@ -2,21 +2,20 @@
 
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from merger.checkpoint import IMPORTED_WITH, Checkpoint, RunStates, read_run_states, require_whole, with_problems
-from merger.io.blocks import Block, Damage, Extent, StoredFragment, xxh3
+from merger.io.blocks import Block, Damage, Extent, StoredFragment, put_together, xxh3
 from store.catalog import Catalog, open_catalog
 from store.certificate import CertifiedUnit, certify, imported_as_found
 from store.encoding import itemsize
 from store.errors import DamagedError, MergeError, StorageError
 from store.fragments import FragmentIndex, Source
 from store.location import files_at
-from store.names import BUFFER, FROZEN, LEFT_OUT, RAW, WEIGHTS, Fragment, SaveId, payload_path
+from store.names import BUFFER, FROZEN, LEFT_OUT, RAW, WEIGHTS, SaveId, payload_path
 from store.resolve import RejectedVersion, Resolution, newest_resumable, resolve
-from store.schema import TensorRecord, digest
+from store.schema import TensorRecord
 from store.text import listed
 
 
@@ -56,9 +55,8 @@ class StoreSource:
         _require_frozen(manifest.save, resolution.run_parts[0].facts.get(LEFT_OUT))
         certificate = certify(resolution)
         units = tuple(replace(unit, source=str(self.root)) for unit in certificate.units)
-        index = FragmentIndex(
-            extent for name in resolution.index.names() for extent in self._extents(resolution.index, *name)
-        )
+        stored = resolution.index.names().values()
+        index = FragmentIndex(extent for sources in stored for extent in put_together([*map(self._extent, sources)]))
         unvouched = frozenset(index.names()) if imported_as_found(resolution.manifest) else frozenset()
         certificate = replace(
             certificate,
@@ -86,20 +84,6 @@ class StoreSource:
         require_whole(checkpoint)
         return with_problems(checkpoint, _imported_implausible(resolution))
 
-    def _extents(self, index: FragmentIndex[Source], fqn: str, slot: str) -> Iterable[Extent]:
-        """Return the stored fragments of a (fqn, slot), or, if one is a box, all of them put together."""
-        sources = index.names()[fqn, slot]
-        numel = next((prod(source.box.shape) for source in sources if source.box is not None), None)
-        if numel is None:
-            return map(self._extent, sources)
-        if len({source.dtype for source in sources}) > 1:
-            raise DamagedError(f"{fqn}/{slot} is stored in two dtypes at once")
-        copies, first = index.cover(Fragment(fqn, slot, 0, numel)), self._extent(sources[0])
-        coded = StoredFragment(self.catalog.files, copies[0].source, self.root, copies)
-        known = digest("".join(source.entry.xxh3_128 for source in sources).encode())
-        block = replace(first.block, nbytes=numel * itemsize(first.dtype), digest=known, coded=coded)
-        return [replace(first, start=0, stop=numel, block=block)]
-
     def _extent(self, source: Source) -> Extent:
         part, entry = source.part, source.entry
         plain = entry.encoding == RAW and entry.packing is None
@@ -114,7 +98,7 @@ class StoreSource:
             Damage(self.root, RejectedVersion(part.save, entry.unit)),
             None if plain else StoredFragment(self.catalog.files, source, self.root),
         )
-        return Extent(entry.fqn, entry.slot, entry.start, entry.stop, entry.dtype, block, 0)
+        return Extent(entry.fqn, entry.slot, entry.start, entry.stop, entry.dtype, block, 0, entry.box)
 
 
 def _imported_implausible(resolution: Resolution) -> list[str]:

@@ -86,9 +86,13 @@ class DcpFiles:
                 (index.fqn, tuple(vars(index).get("offset") or ())): vars(place)
                 for index, place in found.storage_data.items()
             }
-            self.paths: dict[_Path, str] = {tuple(path): str(key) for key, path in found.planner_data.items()}
+            planned = {key: (key,) for key in self._described} if found.planner_data is None else found.planner_data
+            self.paths: dict[_Path, str] = {tuple(path): str(key) for key, path in planned.items()}
             if not all(isinstance(one, str) or 0 <= one < _LONGEST for path in self.paths for one in path):
                 raise ValueError("a place in a list is out of range")
+            placed = {".".join(map(str, path)): key for path, key in self.paths.items()}
+            if placed != {key: key for key in self._described}:
+                raise ValueError("names and their places in the state dict differ")
         except UnsupportedError as error:
             raise UnsupportedError(f"{self.where}: {error}") from error
         except UNPICKLING_ERRORS as error:
@@ -151,11 +155,12 @@ def read_dcp(folder: Path) -> TrainingState:
         held = dict(Nest(next(iter(held.values())), str(folder)).mapping())
     keys = [next((key for key in keys if key in held), "") for keys in (MODEL_KEYS, OPTIMIZER_KEYS)]
     # torchtitan keeps the model's tensors beside the rest.
-    flat = {} if keys[0] else {key: value for key, value in held.items() if isinstance(value, StoredTensor)}
+    beside = {key: one for key, one in held.items() if isinstance(one, StoredTensor) or key.endswith("_extra_state")}
+    flat = {} if keys[0] else beside
     model = model_tensors(Nest(held.get(keys[0], flat), str(folder)))
     optimizer = Nest(held.get(keys[1], {"state": {}, "param_groups": []}), f"{folder}, {keys[1]}")
     flattened = "param_groups" not in optimizer.mapping()
-    groups, states = _flattened(optimizer, model) if flattened else named_groups(optimizer, None)
+    groups, states = _flattened(optimizer, model) if flattened else named_groups(optimizer, model)
     others = {key: value for key, value in held.items() if key not in (*keys, *flat)}
     if (folder / "extra.pt").is_file():  # a merge wrote it: the rest is the same once more, for torchtitan
         others = {}
@@ -163,6 +168,8 @@ def read_dcp(folder: Path) -> TrainingState:
     train = others.get("train_state")
     if isinstance(train, Mapping) and "step" in train:
         state.step = int(read_values(train["step"]))
+    if any(path[0] == "dataloader" for one in parts for path in one.paths):
+        state.notes.append("the places of torchtitan's data loaders are left out")
     add_folder_values(state)
     return state
 
@@ -181,7 +188,7 @@ def _flattened(
             raise UnsupportedError(f"{value.where} is of no parameter of the model, or in no known form")
         by_kind[kind].setdefault(fqn, {})[rest[len(fqn) + 1 :]] = value.value
     groups: list[dict[str, Any]] = []
-    for fqn, hyper in by_kind["param_groups"].items():
+    for fqn, hyper in read_values(by_kind["param_groups"]).items():
         group = next((group for group in groups if group["hyper"] == hyper), None)
         if group is None:
             groups.append(group := {"params": [], "hyper": hyper})

@@ -227,30 +227,14 @@ class StandIn:
     """A DeepSpeed object reduced to its attributes."""
 
 
-class LossScaler(StandIn):
-    """Stand-in for the class of that name in DeepSpeed."""
-
-
-class DynamicLossScaler(StandIn):
-    """Stand-in for the class of that name in DeepSpeed."""
-
-
-class FragmentAddress(StandIn):
-    """``deepspeed.utils.tensor_fragment.fragment_address``: ``numel`` and ``start``."""
-
-
 class Stage(int):
-    """Stand-in for the class of that name in DeepSpeed."""
+    """Stand-in for DeepSpeed's ``ZeroStageEnum``."""
 
 
+FragmentAddress = type("fragment_address", (StandIn,), {})  # with `numel` and `start`
+_SCALERS = ("LossScaler", "DynamicLossScaler")
 STAND_INS: dict[str, type] = {
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler": LossScaler,
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": DynamicLossScaler,
-    "deepspeed.utils.tensor_fragment.fragment_address": FragmentAddress,
     "deepspeed.runtime.zero.config.ZeroStageEnum": Stage,
+    "deepspeed.utils.tensor_fragment.fragment_address": FragmentAddress,
+    **{f"deepspeed.runtime.fp16.loss_scaler.{name}": type(name, (StandIn,), {}) for name in _SCALERS},
 }
-
-
-def attributes(stand_in: StandIn) -> dict[str, Any]:
-    """Return the attributes pickled with an object."""
-    return dict(vars(stand_in))

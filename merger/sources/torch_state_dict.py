@@ -7,7 +7,8 @@ state dict does not tell buffers from parameters outside the param groups; a res
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ STATE, NAMES = "trainer_state.json", "param_names.json"
 MODEL_KEYS = ("model", "model_state_dict", "state_dict")
 OPTIMIZER_KEYS = ("optim", "optimizer", "optimizer_state_dict")
 _OBJECTS = ("scheduler", "lr_scheduler", "scaler")
+_ANOTHER = re.compile(r"(model|pytorch_model|pytorch_model_fsdp|optimizer|scheduler)_[1-9]\d*(\.\w+)?")  # Accelerate's
 _PARAMETER_SHAPED = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
@@ -51,6 +53,7 @@ class TrainingState:
     step: int | None = None  # as the checkpoint says
     files: Path | None = None  # directory with the Trainer's files
     objects: dict[str | None, tuple[str | None, Any]] = field(default_factory=dict)  # (class, state) by name
+    notes: list[str] = field(default_factory=list)
 
 
 def build_checkpoint(state: TrainingState) -> Checkpoint:
@@ -65,6 +68,8 @@ def build_checkpoint(state: TrainingState) -> Checkpoint:
             kind = "trainable" if fqn in optimized.slots else frozen
             named[fqn] = NamedTensor(tensor.shape, tensor.dtype, kind, aliases)
             extents += tensor.extents(fqn, SLOT_OF_KIND[kind])
+    if guessed := [alias for alias, fqn in ties.items() if state.model[alias].place() != state.model[fqn].place()]:
+        state.notes.append(f"{listed(guessed)}: tied, since it equals a trained parameter to the last bit")
     step, problems, objects = _step(state, optimized), tuple(optimized.problems), state.objects
     ours = {key: state.others.pop(key) for key in ("driftpoint",) if key in state.others}
     files = RankFiles(place if place.is_dir() else place.parent, (Nest(ours, folder),), (), 0, 1, bf16=False)
@@ -92,6 +97,7 @@ def build_checkpoint(state: TrainingState) -> Checkpoint:
         files=state.files,
         client_state=read_values(state.others),
         problems=problems,
+        notes=tuple(state.notes),
         unvouched=unvouched,
     )
     require_whole(built)
@@ -102,7 +108,7 @@ def _optimizer(state: TrainingState) -> OptimizerContents:
     """Return the optimizer's state: slots are tensors of their parameter's shape, as the adapters have it."""
     members = [fqn for group in state.groups for fqn in group["params"]]
     out = OptimizerContents(slots={fqn: [] for fqn in members}, scalars={fqn: {} for fqn in members})
-    unknown = sorted((out.slots.keys() | state.states.keys()) - state.model.keys())
+    unknown = sorted(state.states.keys() - out.slots.keys() | (out.slots.keys() - state.model.keys()))
     if unknown or len(out.slots) < len(members):
         raise MergeError(
             f"{state.place}: the optimizer holds {listed(unknown) or 'a parameter twice'}, unlike the model"
@@ -143,13 +149,16 @@ def _ties(state: TrainingState, trained: Collection[str]) -> dict[str, str]:
 
 def _equal(one: StoredTensor, other: StoredTensor) -> bool:
     """Compare two tensors of one shape bit for bit: checksums first, so that different ones are hardly ever read."""
-    pairs = list(zip(one.extents("", ""), other.extents("", ""), strict=False))
-    known = [[(x.start, x.stop, x.dtype, x.offset, x.block.digest) for x in pair if x.block.digest] for pair in pairs]
-    return all(len({*two}) == 1 and len(two) == 2 for two in known) and all(
+    parts = one.parts(), other.parts()
+    known, others = ([(at, x.shape, x.dtype, x.offset, x.block.digest) for at, x in own] for own in parts)
+    if known != others or not all(digest for *_, digest in known):
+        return False
+    pairs = ([part.extent("", "", 0, part.numel) for _, part in two] for two in zip(*parts, strict=True))
+    return all(
         memory_of(read_elements(a, start, min(start + CHUNK, a.stop)))
         == memory_of(read_elements(b, start, min(start + CHUNK, a.stop)))
         for a, b in pairs
-        for start in range(a.start, a.stop, CHUNK)
+        for start in range(0, a.stop, CHUNK)
     )
 
 
@@ -160,6 +169,8 @@ def _step(state: TrainingState, optimized: OptimizerContents) -> int:
     if told is None and len(counts) < 2:  # a script's own note may be of a batch, or of an epoch
         noted = (state.others.get(key) for key in ("global_step", "step"))
         told = next((one for one in (*counts, *noted) if isinstance(one, int)), None)
+    if told is None and not optimized.groups:
+        raise MergeError(f"{state.place} holds a model without an optimizer's state, and does not say its step")
     if told is None:
         raise UnsupportedError(f"{state.place} does not say its step, and its optimizer counts {counts or 'none'}")
     line = f"{state.place} is of step {told}, but its optimizer counts {max(counts, default=told)}"
@@ -181,20 +192,21 @@ def model_tensors(found: Nest) -> dict[str, StoredTensor]:
 
 
 def named_groups(
-    found: Nest, names: Sequence[Sequence[str]] | None
+    found: Nest, model: Collection[str], names: Callable[[], Sequence[Sequence[str]] | None] = lambda: None
 ) -> tuple[list[dict[str, Any]], dict[str, Mapping[str, Any]]]:
-    """Return (param groups, state by fqn) of ``optimizer.state_dict()``. ``names``: of each param group, if known.
+    """Return (param groups, state by fqn) of ``optimizer.state_dict()``. ``names``: of each param group, if needed.
 
     UnsupportedError if nothing says which parameter is which; MergeError if the names do not fit."""
-    groups, fqn_of = found.at("param_groups").entries(), dict[Any, str]()
+    groups, named_all, all_names = found.at("param_groups").entries(), list[Any](), list[str]()
+    known: Sequence[Sequence[str]] | None = None
     for index, group in enumerate(groups):
         numbers, named = [one.value for one in group.at("params").entries()], group.get("param_names")
         if all(isinstance(one, str) for one in numbers):
             own = numbers
         elif named is not None:
             own = [name.text() for name in named.entries()]
-        elif names is not None:
-            own = list(names[index]) if len(names) == len(groups) else []
+        elif (known := known or names()) is not None:
+            own = list(known[index]) if len(known) == len(groups) else []
         else:
             raise UnsupportedError(
                 f"{found.where} numbers its parameters, and nothing says which is which; their order is not guessed. "
@@ -207,7 +219,10 @@ def named_groups(
                 f"{found.where}: param group {index} of {len(groups)} has {counted(len(numbers), 'parameter')}, and "
                 f"{len(own)} are named: the names are of another optimizer"
             )
-        fqn_of |= dict(zip(numbers, strip_wrappers(own), strict=True))
+        named_all += numbers
+        all_names += own
+    bare = all_names if {*all_names} <= {*model} else strip_wrappers(all_names)  # a model may have a module `module`
+    fqn_of = dict(zip(named_all, bare, strict=True))
     state = Nest(found.mapping().get("state", {}), found.where).mapping()
     if not state.keys() <= fqn_of.keys():
         raise DamagedError(f"{found.where} has the state of parameters that are in no param group")
@@ -216,7 +231,7 @@ def named_groups(
     }
 
 
-def _known_names(folder: Path) -> list[list[str]] | None:
+def _known_names(folder: Path, notes: list[str]) -> list[list[str]] | None:
     """Return the names in each param group: of ``param_names.json``, or as ``Trainer.create_optimizer`` has them.
 
     transformers builds the model without memory from ``config.json``, by a class of its own: no code of the folder
@@ -231,6 +246,7 @@ def _known_names(folder: Path) -> list[list[str]] | None:
         return None
     try:
         import transformers
+        from transformers.conversion_mapping import WeightConverter, get_model_conversion_mapping
 
         config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
         kind = getattr(transformers, config.architectures[0])
@@ -238,9 +254,15 @@ def _known_names(folder: Path) -> list[list[str]] | None:
             return None
         with torch.device("meta"):
             model = kind(config)
+        if any(isinstance(one, WeightConverter) for one in get_model_conversion_mapping(model, add_legacy=False)):
+            return None  # its files hold other tensors than its memory, some under the same name and transposed
         decay = set(transformers.Trainer.get_decay_parameter_names(None, model))
-    except (ImportError, OSError, ValueError, TypeError, AttributeError):
+    except (ImportError, OSError, ValueError, TypeError, AttributeError, LookupError, RuntimeError):
         return None
+    notes.append(
+        f"the optimizer in {folder} does not name its parameters: they are taken in the order of the Trainer's own. If "
+        f"it was given another one, write {NAMES} beside it and import again"
+    )
     names = [name for name, _ in model.named_parameters()]
     return [[name for name in names if name in decay], [name for name in names if name not in decay]]
 
@@ -264,8 +286,9 @@ def _read_file(path: Path) -> TrainingState:
             f"{path} holds {listed(others, 8)}, but not both a model ({listed(MODEL_KEYS)}) and an optimizer "
             f"({listed(OPTIMIZER_KEYS)})"
         )
-    model, found = model_tensors(nest.at(keys[0])), named_groups(nest.at(keys[1]), _known_names(path.parent))
-    state = TrainingState(path, "torch", model, *found, {k: v for k, v in others.items() if k not in keys})
+    model, notes, rest = model_tensors(nest.at(keys[0])), list[str](), {k: others[k] for k in others if k not in keys}
+    found = named_groups(nest.at(keys[1]), model, lambda: _known_names(path.parent, notes))
+    state = TrainingState(path, "torch", model, *found, rest, notes=notes)
     _take_objects(state)
     return state
 
@@ -279,20 +302,37 @@ def _take_objects(state: TrainingState) -> None:
 
 
 def _read_folder(folder: Path) -> TrainingState:
-    files, name = LocalFiles(folder), optimizer_file(folder) or ""
-    index = folder / "model.safetensors.index.json"
-    table = read_json(index).get("weight_map") if index.is_file() else {"all": "model.safetensors"}
-    parts = {checked_name(part.text(), str(index)) for _, part in Nest(table, str(index)).items()}
-    model = dict(tensor for part in sorted(parts) for tensor in _safetensors(files, part))
-    found = named_groups(Nest(read_pt(files, name)[0], str(folder / name)), _known_names(folder))
-    state = TrainingState(folder, "torch", model, *found, {})
+    name, model, notes = optimizer_file(folder) or "", _weights(folder, LocalFiles(folder)), list[str]()
+    nest = Nest(read_pt(LocalFiles(folder), name)[0], str(folder / name))
+    found = named_groups(nest, model, lambda: _known_names(folder, notes))
+    state = TrainingState(folder, "torch", model, *found, {}, notes=notes)
     add_folder_values(state)
     return state
+
+
+def _weights(folder: Path, files: LocalFiles) -> Mapping[str, StoredTensor]:
+    """Return the weights in a folder; of the file that the Trainer itself loads, if there are several."""
+    if (folder / "model.safetensors").is_file():
+        return dict(_safetensors(files, "model.safetensors"))
+    for name in ("pytorch_model.bin", "pytorch_model_fsdp.bin"):
+        if (folder / name).is_file():
+            return model_tensors(Nest(read_pt(files, name)[0], str(folder / name)))
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        raise UnsupportedError(f"{folder} has an optimizer, but no weights in model.safetensors; adapters are not read")
+    table = {fqn: part.text() for fqn, part in Nest(read_json(index).get("weight_map"), str(index)).items()}
+    parts = sorted({checked_name(part, str(index)) for part in table.values()})
+    found = [(fqn, part, tensor) for part in parts for fqn, tensor in _safetensors(files, part)]
+    if sorted((fqn, part) for fqn, part, _ in found) != sorted(table.items()):
+        raise MergeError(f"{index} does not list the tensors that its files hold: files of different saves are mixed")
+    return {fqn: tensor for fqn, _, tensor in found}
 
 
 def add_folder_values(state: TrainingState) -> None:
     """Add what lies beside weights and optimizer: the Trainer's state, schedule and scaler, and what a merge left."""
     folder, files = state.place, LocalFiles(state.place)
+    if more := [path.name for path in sorted(folder.iterdir()) if _ANOTHER.fullmatch(path.name)]:
+        raise UnsupportedError(f"{folder} is of several models or optimizers ({listed(more)}), which is not supported")
     for name, key in (("scheduler", "lr_scheduler"), ("scaler", "scaler"), ("extra", "driftpoint")):
         for path in (f"{name}.pt", f"{name}.bin"):
             if (folder / path).is_file():
@@ -328,11 +368,8 @@ def _safetensors(files: LocalFiles, name: str) -> Iterator[tuple[str, StoredTens
     except ValueError as error:
         raise DamagedError(f"{where} is no safetensors file, or is cut off: {error}") from error
     for fqn, one in Nest(table, where).items():
-        shape, dtype, (start, stop) = (
-            one.at("shape").naturals(),
-            one.at("dtype").text(),
-            one.at("data_offsets").naturals(),
-        )
+        shape, dtype = one.at("shape").naturals(), one.at("dtype").text()
+        start, stop = one.at("data_offsets").naturals()
         block = Block(files, name, begin + start, stop - start, Unchecked, "", f"{where}, {fqn}")
         found = FileTensor(block, 0, dtype, shape, True, block.name)
         if found.numel * torch_dtype(dtype).itemsize != stop - start or begin + stop > size:

@@ -219,7 +219,7 @@ def read_records_from(file: BinaryIO, path: Path) -> list[Record]:
                 entry += _entry_size(file, entry, path)
             return found
     except (zipfile.BadZipFile, struct.error, NotImplementedError, ValueError, OverflowError) as error:
-        raise DamagedError(f"{path} is truncated or damaged: {error}") from error
+        raise DamagedError(f"{path} is damaged, or in another format than torch.save's since 1.6: {error}") from error
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise

@@ -260,7 +260,7 @@ def _require_same_split(saved: Mapping[str, Any], live: Mapping[str, Any]) -> No
     if all(" + " not in str(framework.get("optimizer")) for framework in (saved, live)):
         return
     before, now = map(_kinds, (saved, live))
-    moved = [fqn for fqn in now if before.get(fqn, now[fqn]) != now[fqn]]
+    moved = [fqn for fqn in now if before.get(fqn, now[fqn]) not in (now[fqn], "None")]  # None: a foreign checkpoint's
     if moved:
         raise ModelMismatchError(
             f"{listed(moved)}: updated by {before[moved[0]]} in the run that was saved, and by {now[moved[0]]} in this "

@@ -45,7 +45,8 @@ def positions(length: int, batch: int, ranks: int, workers: int = 0, **options: 
     made = []
     for rank in range(ranks):
         order = GlobalOrder(length, batch, rank=rank, world_size=ranks, seed=5, **options)
-        loader = loader_of(Numbers(length), batch_size=batch, sampler=order, num_workers=workers)
+        ahead = {"persistent_workers": True, "drop_last": True} if workers else {}
+        loader = loader_of(Numbers(length), batch_size=batch, sampler=order, num_workers=workers, **ahead)
         made.append(DataPosition(loader, order))
     return made
 
@@ -91,24 +92,44 @@ def test_no_sample_is_repeated_or_left_out(length: int, phases: list[tuple[int, 
         assert sorted(taken[epoch * length : (epoch + 1) * length]) == list(range(length))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_loader_goes_on_with_another_number_of_ranks(ranks: int, workers: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks_before", "ranks", "workers"), [(2, 2, 0), (2, 2, 2), (2, 1, 0), (2, 4, 0), (4, 3, 0), (2, 3, 2)]
+)
+def test_a_loader_goes_on_with_another_number_of_ranks(ranks_before: int, ranks: int, workers: int) -> None:
     length, batch = 23, 2
-    before = positions(length, batch, 2, workers)
-    first = take(map(endless, before), 8)  # into the second epoch
+    before = positions(length, batch, ranks_before, workers)
+    first = take(map(endless, before), 8)  # into the second epoch, or the third
     saved = [one.state_dict() for one in before]
-    assert {one["samples"] for one in saved} == {8 * 2 * batch}
+    at = 8 * ranks_before * batch
+    assert {one["samples"] for one in saved} == {at}
     after = positions(length, batch, ranks, workers)
     for number, one in enumerate(after):
         one.state_dict()  # as a resume asks for the state that it may have to go back to
         one.load_state_dict(json.loads(json.dumps(saved[number])) if number < len(saved) else saved[0])
+        again = one.state_dict()  # a save before anything is taken
+        assert again["samples"] == at
+        one.load_state_dict(again)
     second = take(map(endless, after), 9)
-    whole = row(length, 8 * 2 * batch + 9 * ranks * batch)
-    steps = [whole[at : at + 2 * batch] for at in range(0, 8 * 2 * batch, 2 * batch)]
-    steps += [whole[at : at + ranks * batch] for at in range(8 * 2 * batch, len(whole), ranks * batch)]
+    whole = row(length, at + 9 * ranks * batch)
+    steps = [whole[begin : begin + ranks_before * batch] for begin in range(0, at, ranks_before * batch)]
+    steps += [whole[begin : begin + ranks * batch] for begin in range(at, len(whole), ranks * batch)]
     assert first + second == [sorted(step) for step in steps]
     assert {one.samples for one in after} == {len(whole)}
+
+
+def test_an_iteration_that_was_left_goes_on_with_the_rest() -> None:
+    (one,) = positions(23, 2, 1)
+    taken = [sample for _ in range(2) for batch in islice(iter(one), 3) for sample in batch.tolist()]
+    assert taken == row(23, 12) and one.samples == 12 and len(one) == 6
+
+
+def test_data_in_another_order_is_refused() -> None:
+    (one,), order = positions(23, 2, 1), GlobalOrder(23, 2, rank=0, world_size=1, seed=6)
+    saved = one.state_dict()
+    with pytest.raises(ValueError, match=r"\[23, 5, True\].*means other samples"):
+        DataPosition(loader_of(Numbers(23), batch_size=2, sampler=order), order).load_state_dict(saved)
+    with pytest.raises(ValueError, match="sampler=order"):
+        DataPosition(loader_of(Numbers(23), batch_size=2), order)
 
 
 def test_the_same_global_batch_gives_the_same_steps() -> None:

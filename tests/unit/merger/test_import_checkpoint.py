@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import merger.import_checkpoint
+import merger.io.blocks
 import merger.io.output_dir
 import merger.io.stream
 from merger.import_checkpoint import ImportResult, import_checkpoint, plan_import
@@ -112,8 +113,7 @@ def test_large_tensors_are_cut_so_that_ranks_need_not_read_all_of_them(
     store: PlainStore, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(merger.io.stream, "FRAGMENT_BYTES", 40)
-    monkeypatch.setattr(merger.io.stream, "CHUNK", 24)
-    monkeypatch.setattr(merger.import_checkpoint, "CHUNK", 24)
+    monkeypatch.setattr(merger.io.blocks, "READ", 24)
     store.save(10)
     imported(store.root, target)
     catalog = open_catalog(LocalFiles(target))
@@ -276,10 +276,10 @@ def test_a_job_that_takes_the_store_meanwhile_wins(store: PlainStore, target: Pa
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-import merger.io.stream
+import merger.io.blocks
 from merger.import_checkpoint import plan_import
 from merger.import_checkpoint import import_checkpoint
-merger.io.stream.CHUNK = 64
+merger.io.blocks.READ = 64
 left = [int(sys.argv[3])]
 def progress(count):
     left[0] -= count

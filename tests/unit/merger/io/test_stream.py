@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import merger.io.blocks
 import merger.io.stream
 from merger.io.blocks import Extent
 from merger.io.stream import FragmentStream, bytes_to_read, fragment_streams
@@ -63,7 +64,7 @@ def test_any_tensors(
         spread.block(pieces, gap=gap, before=gap)
     told: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(merger.io.stream, "CHUNK", chunk)
+        patch.setattr(merger.io.blocks, "READ", chunk)
         patch.setattr(merger.io.stream, "FRAGMENT_BYTES", most)
         found = fragment_streams(spread.extents, told.append)
         assert drawn(found) == expected(spread)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +15,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import monitor
 from merger.checkpoint import Checkpoint
 from merger.import_checkpoint import import_checkpoint, plan_import
-from merger.io.blocks import Block, Crc32
+from merger.io.blocks import Block, Crc32, Extent
+from merger.io.stream import fragment_streams
 from merger.sources import open_source
 from merger.sources.base import ChunkedTensor, FileTensor
 from store.errors import DamagedError, DriftpointError, MergeError, UnsupportedError
-from store.storage.local import LocalFiles
 from tests.support.torch_jobs import STEPS, Job, equal
 
 
@@ -95,6 +99,9 @@ def test_steps_of_a_directory_of_torchtitans(tmp_path: Path) -> None:
     assert source.checkpoint(STEPS, frozenset()).step == STEPS
     with pytest.raises(MergeError, match="another than in its name"):
         source.checkpoint(STEPS + 7, frozenset())
+    dcp.save(job.model.state_dict(), checkpoint_id=tmp_path / f"step-{STEPS + 9}", no_dist=True)  # as its last save
+    found = open_source(tmp_path).checkpoint(None, frozenset())
+    assert found.step == STEPS and "a model without an optimizer's state" in found.problems[0]
 
 
 class Evil:
@@ -173,9 +180,23 @@ def _nothing(metadata: Metadata) -> None:
     metadata.storage_data = {}
 
 
+def _elsewhere(metadata: Metadata) -> None:
+    """One moment of a parameter at the place of another's."""
+    moments = [f"optim.state.layers.{number}.weight.exp_avg" for number in (0, 1)]
+    metadata.planner_data[moments[0]] = metadata.planner_data[moments[1]]
+
+
+def _nowhere(metadata: Metadata) -> None:
+    del metadata.planner_data["optim.state.layers.0.weight.exp_avg"]
+
+
+def _no_chunks(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["model.head.weight"].chunks = []
+
+
 @pytest.mark.parametrize(
     "change",
-    [_outside, _beyond, _extended, _hole, _other_shape, _list_in_the_sky, _nothing],
+    [_outside, _beyond, _extended, _hole, _other_shape, _list_in_the_sky, _nothing, _elsewhere, _nowhere, _no_chunks],
     ids=lambda one: one.__name__,
 )
 def test_metadata_that_lies(tmp_path: Path, change: Callable[[Metadata], None]) -> None:
@@ -196,7 +217,14 @@ def test_a_flipped_bit_of_the_metadata_is_a_typed_error_or_harmless(at: int, bit
             (saved.parent / "flipped" / path.name).hardlink_to(path)
     (saved.parent / "flipped" / ".metadata").write_bytes(data)
     with suppress(DriftpointError):
-        read(saved.parent / "flipped")
+        found, expected = read(saved.parent / "flipped"), read(saved)
+        assert {name: contents(extents) for name, extents in found.index.names().items()} == {
+            name: contents(extents) for name, extents in expected.index.names().items()
+        }
+
+
+def contents(extents: Sequence[Extent]) -> list[object]:
+    return [(one.start, one.stop, one.dtype, one.offset, one.block.path, one.block.offset) for one in extents]
 
 
 @pytest.fixture(scope="module")
@@ -222,16 +250,112 @@ def test_a_changed_byte_of_a_blob_is_found_by_the_import(tmp_path: Path) -> None
         import_checkpoint(plan_import(tmp_path / "saved"), tmp_path / "store")
 
 
+def as_halves(path: Path, job: Job, names: dict[str, int]) -> None:
+    """Save with tensors in two chunks of rows, the first of which is listed so: 0 or 1."""
+    state = _state(job)
+    halves = {name: state["model"][name].tensor_split(2) for name in names}
+    parts = {f"{name}/{number}": half.clone() for name, own in halves.items() for number, half in enumerate(own)}
+    dcp.save({**state, **parts}, checkpoint_id=path, no_dist=True)
+
+    def change(metadata: Metadata) -> None:
+        for name, first in names.items():
+            rows = len(halves[name][0])
+            for number, half in enumerate(halves[name]):
+                at, own = torch.Size((number * rows, 0)), MetadataIndex(f"{name}/{number}", torch.Size((0, 0)))
+                metadata.storage_data[MetadataIndex(f"model.{name}", at)] = metadata.storage_data[own]
+                del metadata.state_dict_metadata[own.fqn], metadata.planner_data[own.fqn]
+                metadata.state_dict_metadata[f"model.{name}"].chunks[number:] = [ChunkStorageMetadata(at, half.shape)]
+            metadata.state_dict_metadata[f"model.{name}"].chunks.sort(key=lambda one: one.offsets[0], reverse=first)
+
+    rewrite(path, change)
+
+
+def test_tied_weights_whose_chunks_are_in_another_order(tmp_path: Path) -> None:
+    """As ranks of replicated shards write them: DCP lets each replica write a part of the chunks."""
+    as_halves(tmp_path / "saved", trained(), {"embed.weight": 0, "head.weight": 1})
+    found = read(tmp_path / "saved")
+    assert found.tensors["embed.weight"].aliases == ("head.weight",)
+    assert found.notes == ("head.weight: tied, since it equals a trained parameter to the last bit",)
+
+
+def test_a_state_dict_that_was_not_nested(tmp_path: Path) -> None:
+    job, planner = trained(), DefaultSavePlanner(flatten_state_dict=False)
+    state = {**job.model.state_dict(), "step": 4}
+    dcp.save(state, checkpoint_id=tmp_path / "saved", planner=planner, no_dist=True)
+    assert read(tmp_path / "saved").tensors.keys() == job.model.state_dict().keys()
+
+
+def test_learning_rates_that_are_tensors(tmp_path: Path) -> None:
+    job = Job(1, lr=torch.tensor(1e-2), foreach=False)
+    job.train(0, STEPS)
+    flattened(job, tmp_path / "saved")
+    groups = read(tmp_path / "saved").framework_state["param_groups"]
+    assert [sorted(group["params"]) for group in groups] == [sorted(names) for names in job.names]
+    assert [group["hyper"]["lr"] for group in groups] == [group["lr"] for group in job.optimizer.param_groups]
+
+
+def _of_two_models(folder: Path, job: Job) -> None:
+    of_accelerate(job, folder)
+    dcp.save({"model": job.model.state_dict()}, checkpoint_id=folder / "pytorch_model_fsdp_1", no_dist=True)
+
+
+def _with_extra_state(folder: Path, job: Job) -> None:
+    flattened(job, folder)
+    state = {**job.model.state_dict(), "layers.0._extra_state": b"scales", "train_state": {"step": 3}}
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
+def _as_safetensors(folder: Path, job: Job) -> None:
+    writer = dcp.FileSystemWriter(folder, serialization_format=SerializationFormat.SAFETENSORS)
+    model = {name: value for name, value in job.model.state_dict().items() if name != "head.weight"}
+    dcp.save({**_state(job), "model": model}, storage_writer=writer, no_dist=True)
+
+
+def _state_without_a_group(folder: Path, job: Job) -> None:
+    optim = get_state_dict(job.model, job.optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))[1]
+    kept = {key: value for key, value in optim.items() if not key.startswith("param_groups.layers.0.weight")}
+    dcp.save({"model": job.model.state_dict(), "optim": kept}, checkpoint_id=folder, no_dist=True)
+
+
+@pytest.mark.parametrize(
+    ("save", "why"),
+    [
+        (_of_two_models, r"several models or optimizers \(pytorch_model_fsdp_1\)"),
+        (_with_extra_state, "layers.0._extra_state is not a tensor"),
+        (_as_safetensors, "in another format than torch.save's"),
+        (_state_without_a_group, "layers.0.weight, unlike the model"),
+    ],
+)
+def test_what_is_refused_by_name(tmp_path: Path, save: Callable[[Path, Job], None], why: str) -> None:
+    save(tmp_path / "saved", trained())
+    with pytest.raises((UnsupportedError, DamagedError, MergeError), match=why):
+        read(tmp_path / "saved")
+
+
+class InMemory:
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def read_into(self, _: str, offset: int, target: memoryview) -> None:
+        target[:] = self.data[offset : offset + len(target)]
+
+
 @given(st.data())
-def test_the_runs_of_a_box_are_its_elements_in_order(data: st.DataObject) -> None:
+@settings(deadline=None)
+def test_a_tensor_cut_along_any_dimensions_is_put_together(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 5), max_size=4))
-    offsets = [data.draw(st.integers(0, size - 1)) for size in shape]
-    sizes = [data.draw(st.integers(1, size - at)) for size, at in zip(shape, offsets, strict=True)]
-    whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
-    box = whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
-    block = Block(LocalFiles(Path()), "", 0, 4 * box.numel(), Crc32, "", "")
-    chunk = FileTensor(block, 0, "F32", tuple(sizes), True, "")
-    extents = ChunkedTensor("F32", tuple(shape), ((tuple(offsets), chunk),)).extents("w", "fp32")
-    found = [element for extent in extents for element in range(extent.start, extent.stop)]
-    assert [extent.offset for extent in extents] == [4 * found.index(extent.start) for extent in extents]
-    assert found == box.flatten().tolist()
+    cuts = [sorted({0, size, *data.draw(st.sets(st.integers(1, size), max_size=2))}) for size in shape]
+    whole, chunks, stored = torch.arange(float(torch.Size(shape).numel())).reshape(shape), [], b""
+    for box in data.draw(st.permutations([*product(*map(pairwise, cuts))])):
+        chunk = whole[tuple(slice(*ends) for ends in box)].contiguous()
+        own = chunk.numpy().tobytes()
+        block = Block(InMemory(b"-" + stored + own), "", 1 + len(stored), len(own), Crc32, f"{zlib.crc32(own):08x}", "")
+        stored += own
+        chunks.append((tuple(begin for begin, _ in box), FileTensor(block, 0, "F32", tuple(chunk.shape), True, "")))
+    extents = ChunkedTensor("F32", tuple(shape), tuple(chunks)).extents("w", "fp32")
+    found, count = torch.full((whole.numel(),), -1.0), 0
+    for stream in fragment_streams(extents, lambda _: None):
+        values = torch.frombuffer(bytearray(b"".join(map(bytes, stream.pieces()))), dtype=torch.float32)
+        found[stream.extent.start : stream.extent.stop] = values
+        count += len(values)
+    assert torch.equal(found.reshape(shape), whole) and count == whole.numel()

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_model
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file, save_model
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import monitor
 from merger.checkpoint import Checkpoint
@@ -199,3 +201,128 @@ def test_a_merge_takes_a_file_and_a_composite_stays_one(tmp_path: Path) -> None:
     (tmp_path / "out" / "driftpoint-certificate.json").write_text(json.dumps({**document, "as_found": False}))
     with pytest.raises(UsageError, match="not exact"):
         plan_import(tmp_path / "out")
+
+
+class Doubled(torch.nn.Module):
+    """A module named ``module`` beside a frozen one of the same shape, and a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = torch.nn.Linear(3, 3, bias=False)
+        self.weight = torch.nn.Parameter(torch.randn(3, 3), requires_grad=False)
+        self.empty = torch.nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.module(x) @ self.weight).sum() + self.empty.sum()
+
+
+def doubled(*, frozen: bool = True) -> tuple[Doubled, list[torch.optim.Optimizer]]:
+    model = Doubled()
+    model.weight.requires_grad_(not frozen)
+    named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    cut = 0 if frozen else 1
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(named[:cut], lr=0.1, momentum=0.9)] if cut else []
+    optimizers.append(torch.optim.AdamW(named[cut:]))
+    model(torch.ones(2, 3)).backward()
+    for one in optimizers:
+        one.step()
+    return model, optimizers
+
+
+def test_a_module_named_module_keeps_its_parameters(tmp_path: Path) -> None:
+    model, (optimizer,) = doubled()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
+    import_checkpoint(plan_import(tmp_path / "last.pt"), tmp_path / "store")
+    merge(tmp_path / "store", tmp_path / "out", target=Target("torch"))
+    (group,) = read(tmp_path / "store").framework_state["param_groups"]
+    assert sorted(group["params"]) == ["empty", "module.weight"]
+    found = torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)["state"]
+    expected = optimizer.state_dict()
+    assert equal(
+        found,
+        {
+            group["params"].index(name): expected["state"][number]
+            for number, name in enumerate(expected["param_groups"][0]["param_names"])
+        },
+    )
+
+
+def test_several_optimizers_go_on_from_one_state(tmp_path: Path) -> None:
+    model, optimizers = doubled(frozen=False)
+    state = dict(zip(("model", "optim"), get_state_dict(model, optimizers), strict=True))
+    dcp.save(state, checkpoint_id=tmp_path / "saved", no_dist=True)
+    import_checkpoint(plan_import(tmp_path / "saved"), tmp_path / "store")
+    again, others = doubled(frozen=False)
+    with monitor.attach((again, others), {"store": str(tmp_path / "store"), "metrics": {"enabled": False}}) as ckpt:
+        assert ckpt.resume() == 1
+    assert equal(again.state_dict(), model.state_dict())
+    for one, other in zip(others, optimizers, strict=True):
+        assert equal(one.state_dict(), other.state_dict())
+
+
+def shards(path: Path, *, mixed: bool) -> None:
+    whole = load_file(path / "model.safetensors")
+    names = sorted(whole)
+    parts = {"model-1.safetensors": names[:2], "model-2.safetensors": names[2:]}
+    table = {name: part for part, own in parts.items() for name in own}
+    for part, own in parts.items():
+        more = {names[0]: whole[names[0]] + 1} if mixed else {}
+        save_file({**{name: whole[name] for name in own}, **more}, path / part)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
+
+
+def test_weights_in_several_files(tmp_path: Path) -> None:
+    job = Job(1)
+    job.train(0, 1)
+    path = folder(tmp_path, job)
+    for mixed in (True, False):
+        shards(path, mixed=mixed)
+        plan_import(path)  # as the Trainer does: the file of all, where there is one
+    (path / "model.safetensors").unlink()
+    merge(path, tmp_path / "out", target=Target("torch"))
+    found = torch.load(tmp_path / "out" / "model.pt", weights_only=True)
+    expected = {name: value for name, value in job.model.state_dict().items() if name in found}
+    assert equal(found, expected) and job.model.state_dict().keys() - found.keys() <= {"embed.weight", "head.weight"}
+    shards_of_another = path / "model-2.safetensors"
+    save_file({**load_file(shards_of_another), "embed.weight": torch.zeros(11, 6)}, shards_of_another)
+    with pytest.raises(MergeError, match="files of different saves are mixed"):
+        read(path)
+    for part in path.glob("model*"):
+        part.unlink()
+    with pytest.raises(UnsupportedError, match=r"no weights in model\.safetensors"):
+        read(path)
+    torch.save(job.model.state_dict(), path / "pytorch_model.bin")
+    assert read(path).step == 1
+    torch.save(job.model.state_dict(), path / "pytorch_model_1.bin")
+    with pytest.raises(UnsupportedError, match=r"several models or optimizers \(pytorch_model_1.bin\)"):
+        read(path)
+
+
+@pytest.mark.parametrize(("name", "converted"), [("Llama", False), ("Mixtral", True)])
+def test_a_folder_of_the_trainer_is_told_to_be_taken_in_its_own_order(
+    tmp_path: Path, name: str, converted: bool
+) -> None:
+    """Of a model whose files hold other tensors than its memory (fused experts), nothing is concluded."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = getattr(transformers, f"{name}Config")(**sizes, vocab_size=16, num_key_value_heads=2)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    model.save_pretrained(tmp_path)
+    decay = transformers.Trainer.get_decay_parameter_names(None, model)
+    groups = [[p for n, p in model.named_parameters() if (n in decay) is first] for first in (True, False)]
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups])
+    sum(one.sum() for one in model.parameters()).backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    progress = {"global_step": 1, "max_steps": 2, "num_train_epochs": 1}
+    (tmp_path / "trainer_state.json").write_text(json.dumps(progress))
+    if converted:
+        with pytest.raises(UnsupportedError, match="not guessed"):
+            read(tmp_path)
+        return
+    found = read(tmp_path)
+    names = {id(one): fqn for fqn, one in model.named_parameters()}
+    assert [group["params"] for group in found.framework_state["param_groups"]] == [
+        [names[id(one)] for one in group] for group in groups
+    ]
+    assert any("in the order of the Trainer's own" in note for note in found.notes)
