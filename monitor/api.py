@@ -13,7 +13,7 @@ from typing import Any, cast
 from monitor.adapters import adapter_for
 from monitor.adapters.base import Adapter
 from monitor.adapters.frozen import SkipFrozenAdapter
-from monitor.adapters.hyperparameters import constructed
+from monitor.adapters.hyperparameters import Constructed, constructed, settings_of
 from monitor.adapters.pytorch import PyTorchAdapter
 from monitor.background import without_gc
 from monitor.checkpointer import Checkpointer
@@ -303,7 +303,8 @@ def _build_job(
     with adapter.cache_lookups():
         state = capture_run_state(adapter, user, adapter.leaders[0]).whole()
         to_tree(state)  # raises now if something cannot be stored
-        user.script = user.recorded = constructed(state["framework"])
+        schedules = {key: settings_of(item) for key, item in {**user.schedules, **adapter.objects()}.items()}
+        user.script = user.recorded = Constructed(constructed(state["framework"]), schedules)
         if any(group["hyper"].get("capturable") for group in state["framework"]["param_groups"]):
             if settings.staging == "lazy":
                 raise UnsupportedError(

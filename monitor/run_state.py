@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import nn
 
 from monitor.adapters.base import Adapter
-from monitor.adapters.hyperparameters import Hyperparameters, with_constructed
+from monitor.adapters.hyperparameters import Constructed, is_schedule, with_constructed
 from monitor.adapters.module_tensors import RankBuffers, dtype_name, extra_states, memory_order, torch_dtype
 from store.errors import ConfigError, DamagedError, ModelMismatchError, UsageError
 from store.state_tree import Encoder, Leaf, decode, encode
@@ -59,8 +59,8 @@ class UserState:
         self.objects = [item for item in items.values() if item is not None]
         self._names = [str(key) for key, item in items.items() if item is not None] if named else None
         self._dropped = frozenset(str(key) for key, item in items.items() if item is None)
-        self.script: Hyperparameters = {}
-        self.recorded: Hyperparameters = {}
+        self.schedules = {self.label(index): item for index, item in enumerate(self.objects) if is_schedule(item)}
+        self.script = self.recorded = Constructed({}, {})
         """What the script constructed, and what saves record: after a resume, of the run that this one continues."""
 
     def __len__(self) -> int:
@@ -250,7 +250,9 @@ def capture_run_state(
     :meth:`RankBuffers.compare`."""
     framework, rng = adapter.capture_run_state() if rank in adapter.leaders else None, capture_rng()
     modules = {name: part.state_dict() for name, part in extra_states(adapter.module).items()}
-    live = {"user": user.capture(), "objects": user.described(), **({"modules": modules} if modules else {})}
+    attributes = {name: state for name, one in adapter.attributes().items() if (state := one.state_dict())}
+    found = {key: state for key, state in (("modules", modules), ("attributes", attributes)) if state}
+    live = {"user": user.capture(), "objects": user.described(), **found}
     own, made = {} if buffers is None else buffers.captured(), user.recorded
     return CapturedState(
         {**live, **own}, lambda: {"framework": framework and with_constructed(framework(), made), "rng": rng}
@@ -290,6 +292,7 @@ class _Framework(_Model):
     counters: dict[str, int] | None = None
     loss_scaler: _LossScaler | None = None
     on_mesh: dict[str, _Names] = {}
+    schedules: dict[str, dict[str, Any]] = {}
     stages: list[int] = []
 
 
@@ -307,6 +310,7 @@ class _RunState(_Model):
     user: list[Any] | None
     objects: list[tuple[str | None, str] | list[str | None]] | None = None
     modules: dict[str, Any] | None = None
+    attributes: dict[str, dict[str, Any]] = {}
     rank_buffers: list[str] = []
     buffers: dict[str, torch.Tensor] = {}
     home: str = ""
@@ -325,6 +329,7 @@ class RunState:
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # this rank's own values of them
     home: str = ""  # of the rank that saved, see :class:`monitor.adapters.base.Adapter`
     rank_scalars: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # its own, by fqn
+    attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of optimizers
 
 
 def parse_run_state(tree: Any) -> RunState:
@@ -342,7 +347,7 @@ def parse_run_state(tree: Any) -> RunState:
     except ValueError as error:
         raise DamagedError(f"the run state names {len(known)} objects and has the state of {len(user)}") from error
     modules, differing = tree.get("modules") or {}, tuple(tree.get("rank_buffers", ()))
-    own = tree.get("buffers", {}), tree.get("home", ""), tree.get("rank_scalars", {})
+    own = tree.get("buffers", {}), tree.get("home", ""), tree.get("rank_scalars", {}), tree.get("attributes", {})
     return RunState(tree["framework"], tree["rng"], objects, modules, differing, *own)
 
 
@@ -409,12 +414,12 @@ def unrestored_state(saved: RunState, adapter: Adapter, generators: bool, module
         note = cuda_generators(saved.rng)[1]
         notes += [] if note is None else [note]
     live = extra_states(adapter.module).keys()
-    if live - saved.modules.keys():
-        names = listed(sorted(live - saved.modules.keys()))
-        notes.append(f"the store has no extra state of the modules {names}: they keep their initial state")
-    if saved.modules.keys() - live - modules:
-        names = listed(sorted(saved.modules.keys() - live - modules))
-        notes.append(f"the extra state of the modules {names} is dropped: in this model they have none")
+    if new := sorted(live - saved.modules.keys()):
+        notes.append(f"the store has no extra state of the modules {listed(new)}: they keep their initial state")
+    if gone := sorted(saved.modules.keys() - live - modules):
+        notes.append(f"the extra state of the modules {listed(gone)} is dropped: in this model they have none")
+    if others := sorted(saved.attributes.keys() - adapter.attributes().keys()):
+        notes.append(f"the attributes of {listed(others)} are dropped: this job has no such optimizer")
     return notes
 
 
@@ -438,6 +443,8 @@ class StateLoader:
             for name, item in extra_states(adapter.module).items()
             if name in saved.modules
         ]
+        own = [(f"attributes of {name}", one, saved.attributes.get(name)) for name, one in adapter.attributes().items()]
+        self.objects += [(name, one, state or {}) for name, one, state in own if state or one.state_dict()]
         self.objects += [
             (user.label(index), user.objects[index], one.state)
             for index, one in enumerate([] if saved.user is None else user.match(saved.user))

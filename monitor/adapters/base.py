@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from monitor.adapters.identity import Identity
+from monitor.adapters.optimizer_attributes import OptimizerAttributes
 from monitor.distributed import Group, run_on_all_ranks
 from store.errors import UnsupportedError
 from store.names import Fragment
@@ -171,6 +172,12 @@ class Adapter(Protocol):
         """Return the framework's objects that load their own state (a learning-rate scheduler).
 
         Keyed as their state is in :meth:`run_state`."""
+
+    def attributes(self) -> Mapping[str, OptimizerAttributes]:
+        """Return the attributes of this rank's optimizers and of wrappers around them, by name."""
+
+    def replicated_keys(self) -> str | None:
+        """Return a hash of the keys of optimizer state that every rank must hold; None if ranks may differ."""
 
     def check_run_state(self, state: Mapping[str, Any]) -> None:
         """Raise the errors that :meth:`load_run_state` would raise. Changes nothing."""

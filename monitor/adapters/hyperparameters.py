@@ -5,13 +5,17 @@ its step, those that the script had constructed before training, and a resume co
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Literal
+from contextlib import suppress
+from functools import partial, reduce
+from types import FunctionType, MethodType
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 
 from monitor.adapters.base import LiveValue
 from monitor.adapters.optimizer_state import equal, to_host
 from store.errors import ModelMismatchError
+from store.schema import digest
 from store.text import listed
 
 IMPLEMENTATION: Final = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -19,7 +23,10 @@ IMPLEMENTATION: Final = frozenset({"foreach", "fused", "capturable", "differenti
 
 _LIVE = IMPLEMENTATION | {"param_names"}  # what a load keeps; names belong to the live grouping
 
+_CYCLED = frozenset({"betas", "momentum"})  # what OneCycleLR and CyclicLR move besides the learning rate
 _NOT_COMPARED = frozenset({"initial_lr", "param_names"})  # the first is compared as ``lr``
+_SCRIPTS = "the script's is used"
+_KEPT = "the store's is used; `resume: {hyperparameters: script}` takes the script's"
 _LONGEST = 80  # characters of a value in a message
 
 Prefer = Literal["store", "script"]
@@ -36,6 +43,45 @@ def is_schedule(item: Any) -> bool:
     return any(base.__module__ == "deepspeed.runtime.lr_schedules" for base in type(item).__mro__)
 
 
+class Constructed(NamedTuple):
+    """What a script constructed: hyperparameters by fqn, and the settings of schedules by label."""
+
+    groups: Hyperparameters
+    schedules: Mapping[str, Any]
+
+
+_STEPS = tuple(dict.fromkeys(int(1.03**power) for power in range(470)))  # up to a million, 3 % apart
+
+
+def settings_of(schedule: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the settings of a schedule by path, as plain data: functions by what they compute."""
+    found: dict[str, Any] = {}
+    for key, value in getattr(getattr(schedule, "scheduler", schedule), "__dict__", found).items():
+        items = enumerate(value) if isinstance(value, list | tuple) else ()
+        inner = {key: value} if is_schedule(value) else {f"{key}.{at}": one for at, one in items if is_schedule(one)}
+        for name, one in inner.items():
+            found |= settings_of(one, f"{prefix}{name}.")
+        if not inner and (setting := _setting(value)) is not None:
+            found[f"{prefix}{key}"] = setting
+    return found
+
+
+def _setting(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return list(map(_setting, value))
+    if isinstance(value, dict):
+        return {key: _setting(item) for key, item in value.items()}
+    if isinstance(value, FunctionType | MethodType | partial):
+        factors: list[str] = []
+        with suppress(Exception):  # a table ends somewhere
+            factors += (f"{float(value(step)):.6g}" for step in _STEPS)
+        return f"a function ({digest(repr(factors).encode())[:8]})"
+    return to_host(value, "") if isinstance(value, bool | int | float | str | torch.Tensor) else None
+
+
+_DERIVED = frozenset({"base_lrs", "_last_lr", "_schedule_phases"})  # in a schedule: the values of param groups, lengths
+
+
 def constructed(framework: Mapping[str, Any]) -> Hyperparameters:
     """Return the hyperparameters in a framework's run state of before training; ``lr`` as no scheduler had moved it."""
     return {fqn: _unmoved(group["hyper"]) for group in framework["param_groups"] for fqn in group["params"]}
@@ -45,16 +91,15 @@ def _of_group(values: Hyperparameters, group: Mapping[str, Any]) -> Mapping[str,
     return next((values[fqn] for fqn in group["params"] if fqn in values), None)
 
 
-def with_constructed(framework: Mapping[str, Any], values: Hyperparameters) -> dict[str, Any]:
+def with_constructed(framework: Mapping[str, Any], values: Constructed) -> dict[str, Any]:
     """Return the framework's run state with constructed values in it: None for a group that was added later."""
-    groups = [{**group, "constructed": _of_group(values, group)} for group in framework["param_groups"]]
-    return {**framework, "param_groups": groups}
+    groups = [{**group, "constructed": _of_group(values.groups, group)} for group in framework["param_groups"]]
+    return {**framework, "param_groups": groups, **({"schedules": values.schedules} if values.schedules else {})}
 
 
 def _unmoved(hyper: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return hyperparameters without those that a scheduler is known to have moved."""
-    cycled = {"betas", "momentum"} if "max_momentum" in hyper else set[str]()
-    kept = {key: value for key, value in hyper.items() if key not in cycled}
+    kept = {key: value for key, value in hyper.items() if key not in _CYCLED or "max_momentum" not in hyper}
     return {**kept, "lr": hyper["initial_lr"]} if "initial_lr" in hyper else kept
 
 
@@ -79,8 +124,9 @@ def reconcile(
     for index, group in enumerate(live):
         found = _of_group(saved, group)
         if found is not None:
-            before = found.get("constructed") or _unmoved(found["hyper"])
             now = _of_group(script, group) or _unmoved(group["hyper"])
+            older = {key: value for key, value in _unmoved(found["hyper"]).items() if key in now}
+            before = found.get("constructed") or {**now, **older}
             if prefer == "script":
                 _require_same_state(before, now, str(found.get("optimizer") or framework.get("optimizer")))
             hyper, own = _choose(f"param group {index}", found["hyper"], before, now, prefer=prefer, lines=lines)
@@ -102,31 +148,55 @@ def _choose(
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return the values to go on with, and those to record as constructed. Each difference is added to ``lines``."""
     computed = {key: now[key] for key in IMPLEMENTATION & now.keys()}
-    changed = {key for key in before.keys() & now.keys() if not equal(before[key], now[key])}
+    absent = dict.fromkeys((before.keys() ^ now.keys()) - _CYCLED, ...)
+    old, new = {**absent, **before}, {**absent, **now}
+    changed = {key for key in old.keys() & new.keys() if not equal(old[key], new[key])}
     used = saved
     if prefer == "script":
-        taken = {key: now[key] for key in changed & saved.keys() if equal(saved[key], before[key])}
+        taken = {key: new[key] for key in changed & saved.keys() if equal(saved[key], old[key])}
         used = {**saved, **taken, **_moved_lr(saved, before, now)}
-    after = {**used, **computed}
-    for key in (key for key in before if key in changed and key in after and key not in _NOT_COMPARED):
-        end = "the store's is used; `resume: {hyperparameters: script}` takes the script's"
-        if prefer == "script" or key in computed:
+        used = {key: value for key, value in used.items() if value is not ...}
+    after = {**new, **used, **computed}
+    for key in (key for key in old if key in changed and key not in _NOT_COMPARED):
+        end = _KEPT
+        if prefer == "script" or key in computed or key not in used:
             end = f"{_shown(after[key])} is used, since training had moved it"
-            end = "the script's is used" if equal(after[key], now[key]) else end
-        line = f"{key} of {{}} is {_shown(before[key])} in the store and {_shown(now[key])} in this script: {end}"
-        lines.setdefault(line, []).append(label)
+            end = _SCRIPTS if equal(after[key], new[key]) else end
+        lines.setdefault(_difference(f"{key} of {{}}", old[key], new[key], end), []).append(label)
     return used, now if prefer == "script" else {**now, **before, **computed}
 
 
-def with_base_rates(saved: Any, live: Any) -> Any:
-    """Return the saved state of a schedule with the ``base_lrs`` of the live one, which nothing was loaded into yet."""
-    if type(saved) is dict and type(live) is dict:
-        both = saved.keys() & live.keys()
-        taken = {key: live[key] if key == "base_lrs" else with_base_rates(saved[key], live[key]) for key in both}
-        return {key: taken.get(key, value) for key, value in saved.items()}
-    if type(saved) is list and type(live) is list and len(saved) == len(live):
-        return list(map(with_base_rates, saved, live))
-    return saved
+def reconcile_schedule(
+    label: str, saved: Any, live: Any, *, before: Mapping[str, Any] | None, now: Mapping[str, Any], prefer: Prefer
+) -> tuple[Any, Mapping[str, Any], list[str]]:
+    """Choose between a schedule's settings in the store and in the script: return state to load, and as `reconcile`.
+
+    saved, live: its states in the store and in the script. before: None in stores of older releases."""
+    state, recorded, lines = copy.deepcopy(saved), dict(now), list[str]()
+    before = before or {**now, **{key: _at(saved, key.split(".")) for key in now if key.endswith("base_lrs")}}
+    for key in (key for key in before if key in now and not equal(before[key], now[key])):
+        *path, last = key.split(".")
+        old, new = _at(saved, (*path, last)), _at(live, (*path, last))
+        script = equal(old, new) or (prefer == "script" and equal(old, before[key]))
+        if script and new is not None:
+            _at(state, path)[last] = new
+        elif not script and prefer == "store":
+            recorded[key] = before[key]
+        end = _SCRIPTS if script else _KEPT if prefer == "store" else f"{_shown(old)} is used"
+        if last not in _DERIVED:
+            lines.append(_difference(f"{key} of {label}", before[key], now[key], end))
+    return state, recorded, lines
+
+
+def _at(state: Any, path: Sequence[str]) -> Any:
+    try:
+        return reduce(lambda one, key: one[int(key) if isinstance(one, list) else key], path, state)
+    except (LookupError, TypeError):
+        return None
+
+
+def _difference(name: str, before: Any, now: Any, end: str) -> str:
+    return f"{name} is {_shown(before)} in the store and {_shown(now)} in this script: {end}"
 
 
 def _require_same_state(before: Mapping[str, Any], now: Mapping[str, Any], optimizer: str) -> None:
@@ -150,7 +220,7 @@ def _moved_lr(saved: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[
 
 
 def _shown(value: Any) -> str:
-    text = str(value.tolist()) if isinstance(value, torch.Tensor) else repr(value)
+    text = str(value.tolist()) if isinstance(value, torch.Tensor) else "absent" if value is ... else repr(value)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
@@ -237,10 +307,14 @@ def _hyper_for(index: int, fqns: Sequence[str], hyper_of: Mapping[str, Mapping[s
 
 
 def _like(live: Any, value: Any) -> Any:
-    """Return the saved value with the type of the live one: a list becomes a tuple again (JSON has no tuples)."""
+    """Return the saved value with the type of the live one: a list becomes a tuple again (JSON has no tuples).
+
+    Live tensors are filled, also in lists: others may be views of them."""
     if isinstance(live, torch.Tensor):
         with torch.no_grad():
             return live.copy_(torch.as_tensor(value))
-    if isinstance(value, torch.Tensor):
-        return value.clone()
+    if type(live) in (list, tuple) and isinstance(value, list | tuple):
+        forms = [[(one.dtype, one.shape) for one in both if isinstance(one, torch.Tensor)] for both in (live, value)]
+        if forms[0] == forms[1] and len(forms[0]) == len(live) == len(value):
+            return type(live)(map(_like, live, value))
     return tuple(value) if isinstance(live, tuple) and isinstance(value, list) else copy.deepcopy(value)

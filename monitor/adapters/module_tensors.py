@@ -22,7 +22,7 @@ from monitor.adapters.frozen import fingerprint
 from monitor.adapters.identity import StepCache, has_usual_tree, modules_of
 from monitor.distributed import Group
 from store.errors import UnstorableError, UnsupportedError
-from store.names import BUFFER, FROZEN, Fragment
+from store.names import BUFFER, FROZEN, WEIGHTS, Fragment
 from store.schema import digest
 
 _TORCH_OF: dict[str, torch.dtype] = {
@@ -388,7 +388,8 @@ def compare_hashes(group: Group, hashes: Mapping[str, int], noted: Collection[in
     first: dict[str, int] = {}
     for one in [group.broadcast(hashes)] if high == -low else reversed(group.all_gather(hashes)):  # of pipeline stages
         first |= one
-    differs = [name for name in first if hashes.get(name, first[name]) != first[name]]
+    lacking = {name for name in first if f"{name.rpartition('/')[0]}/{WEIGHTS}" in hashes}  # a slot of a weight here
+    differs = [name for name in first if hashes.get(name, 0 if name in lacking else first[name]) != first[name]]
     anywhere = group.all_reduce_max([name in differs for name in first])
     return differs, [name for name, found in zip(first, anywhere, strict=True) if found]
 

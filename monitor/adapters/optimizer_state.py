@@ -7,7 +7,7 @@ shape, and *scalars*, which are everything else (``step``, factored moments). Hy
 import copy
 import sys
 from collections import ChainMap, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
@@ -16,14 +16,15 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
-from monitor.adapters.identity import version_of
 from monitor.adapters.module_tensors import special_kind, torch_dtype
 from store.errors import ModelMismatchError, UnstorableError, UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS
 from store.state_tree import CONTAINERS, PACKED
 
 NOT_STATE: Final = frozenset({WEIGHTS, FROZEN, BUFFER})  # slots that are not optimizer state
+_NO_SLOTS = NOT_STATE | {"step"}
 
 _INT_STEP = frozenset({"SparseAdam", "LBFGS"})  # optimizers of torch whose step count is not a tensor
 
@@ -48,9 +49,20 @@ class JointOptimizer:
     def holder(self, parameter: torch.Tensor) -> torch.optim.Optimizer:
         """Return the optimizer that holds a parameter."""
         if id(parameter) not in self._holders:  # groups may be added
-            groups = ((member, group) for member in self.members for group in member.param_groups)
-            self._holders = {id(one): member for member, group in groups for one in group["params"]}
+            self.find_holders()
         return self._holders[id(parameter)]
+
+    def find_holders(self) -> None:
+        """Learn which optimizer holds each parameter. Raise UnstorableError if another one still has its state."""
+        groups = ((member, group) for member in self.members for group in member.param_groups)
+        self._holders = {id(one): member for member, group in groups for one in group["params"]}
+        for member in self.members:
+            moved = [self._holders[id(one)] for one in member.state if self._holders.get(id(one), member) is not member]
+            if moved:
+                raise UnstorableError(
+                    f"{type(member).__name__} has state of a parameter that {type(moved[0]).__name__} holds, and "
+                    "a save has one of each: delete it, as in del optimizer.state[parameter]"
+                )
 
 
 class _JointState(ChainMap[torch.Tensor, Any]):
@@ -85,13 +97,15 @@ def to_host(value: Any, where: str) -> Any:
     """Return a host copy of plain data and tensors, nested or not. Raise UnsupportedError for others.
 
     A tensor made of others (:func:`is_packed`) becomes a mapping, which :func:`to_device` turns back."""
+    if type(value) in _PLAIN:
+        return value
     if is_packed(value):
         names, context = value.__tensor_flatten__()
         inner = {name: to_host(getattr(value, name), where) for name in names}
         size, made = (tuple(value.shape), value.stride()), type(value)
         return {PACKED: (made.__module__, made.__qualname__), "inner": inner, "context": context, "size": size}
     if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
+        return _copied(value, torch.device("cpu"))
     if (kind := _unstorable_kind(value, frozenset())) is not None:
         raise UnsupportedError(
             f"{where} holds {kind}, which cannot be saved: use numbers, strings, tensors, lists or dicts"
@@ -102,13 +116,19 @@ def to_host(value: Any, where: str) -> Any:
 def to_device(value: Any, device: torch.device) -> Any:
     """Return a copy of what :func:`to_host` returned, with its tensors on ``device``."""
     if isinstance(value, torch.Tensor):
-        return value.to(device, copy=True)
+        return _copied(value, device)
     if type(value) is dict and PACKED in value:
         inner = {name: to_device(item, device) for name, item in value["inner"].items()}
         context, (size, stride) = copy.deepcopy(value["context"]), value["size"]
         kind: Any = _packed_type(*value[PACKED])
         return kind.__tensor_unflatten__(inner, context, torch.Size(size), stride)
     return _mapped(value, lambda item: to_device(item, device))
+
+
+def _copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    made = value.detach().to(device, copy=True)
+    grad = value.requires_grad
+    return torch.nn.Parameter(made, grad) if type(value) is torch.nn.Parameter else made.requires_grad_(grad)
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -147,31 +167,30 @@ class StackedScalars:
 
     places: Mapping[str, Mapping[str, int]]  # fqn -> key -> index among the entries of the optimizer's state
     stacks: Sequence[Sequence[int]]  # the indices that are stacked with each other
-    plain: Sequence[int]  # those of plain values
+    others: Sequence[tuple[int, str, str]]  # index, key, fqn of those that are no plain tensors
 
     @classmethod
-    def of(cls, places: Mapping[str, Mapping[str, int]], entries: Sequence[Any]) -> "StackedScalars | None":
-        """Return None if a scalar is a tensor of a subclass."""
+    def of(cls, places: Mapping[str, Mapping[str, int]], entries: Sequence[Any]) -> "StackedScalars":
         stacks: dict[Any, list[int]] = {}
-        plain: list[int] = []
-        for index in (index for keys in places.values() for index in keys.values()):
+        others: list[tuple[int, str, str]] = []
+        for index, key, fqn in ((index, key, fqn) for fqn, keys in places.items() for key, index in keys.items()):
             value = entries[index]
-            if type(value) is torch.Tensor:
+            if type(value) is torch.Tensor and not value.requires_grad:
                 stacks.setdefault((value.dtype, value.shape, value.stride(), value.device), []).append(index)
-            elif isinstance(value, torch.Tensor):
-                return None
             else:
-                plain.append(index)
-        return cls(places, list(stacks.values()), plain)
+                others.append((index, key, fqn))
+        return cls(places, list(stacks.values()), others)
 
-    def capture(self, entries: Sequence[Any]) -> Callable[[], dict[str, dict[str, Any]]]:
-        """Copy the scalars to the host. Return what puts them together, by fqn."""
+    def capture(
+        self, entries: Sequence[Any], host: Callable[[str, Any, str], Any]
+    ) -> Callable[[], dict[str, dict[str, Any]]]:
+        """Copy the scalars to the host, by ``host`` those that are no plain tensors. Return what puts them together."""
         with torch.no_grad():
             copies = [_stacked([entries[index] for index in stack]) for stack in self.stacks]
-        plain = {index: entries[index] for index in self.plain}
+        others = {index: host(key, entries[index], fqn) for index, key, fqn in self.others}
 
         def scalars() -> dict[str, dict[str, Any]]:
-            found = dict(plain)
+            found = dict(others)
             for stack, copy_ in zip(self.stacks, copies, strict=True):
                 found.update(zip(stack, copy_, strict=True))
             return {fqn: {key: found[index] for key, index in keys.items()} for fqn, keys in self.places.items()}
@@ -201,17 +220,13 @@ def equal(one: Any, other: Any) -> bool:
 def slots_of(state: Mapping[str, Any], parameter: torch.Tensor) -> list[str]:
     """Return the sorted keys of a parameter's state that are slots: tensors of its shape.
 
-    ``step`` is never a slot, not even for a parameter without dimensions."""
+    ``step`` is never a slot, not even for a parameter without dimensions, nor is what has the name of another one."""
     if not state:
         return []
     shape = parameter.shape
-    return sorted(
-        [
-            key
-            for key, value in state.items()
-            if key != "step" and isinstance(value, torch.Tensor) and value.shape == shape and not is_packed(value)
-        ]
-    )
+    tensors = [key for key, value in state.items() if isinstance(value, torch.Tensor) and value.shape == shape]
+    plain = [key for key in tensors if not is_packed(state[key]) and not state[key].requires_grad]
+    return sorted(key for key in plain if key not in _NO_SLOTS)
 
 
 def planned_slots(
@@ -229,7 +244,9 @@ def planned_slots(
 
 
 def require_by_parameter(optimizer: AnyOptimizer) -> None:
-    """Raise UnstorableError if an optimizer has state under a key that is not a tensor."""
+    """Raise UnstorableError if an optimizer has state under a key that is not a tensor, or of another's parameter."""
+    if isinstance(optimizer, JointOptimizer):
+        optimizer.find_holders()
     states: Mapping[Any, Any] = optimizer.state
     for key, value in states.items():
         if not isinstance(key, torch.Tensor) and value:
@@ -239,7 +256,8 @@ def require_by_parameter(optimizer: AnyOptimizer) -> None:
             )
 
 
-_STORABLE = frozenset({torch.Tensor, torch.nn.Parameter, bool, int, float, str, type(None)})
+_PLAIN = frozenset({bool, int, float, str, type(None)})
+_STORABLE = _PLAIN | {torch.Tensor, torch.nn.Parameter}
 
 
 def require_storable(
@@ -250,9 +268,43 @@ def require_storable(
     The state has parameters as keys, see :func:`require_by_parameter`; ``name_of`` names one for the error. The adapter
     saves ``known`` subclasses of tensors."""
     for parameter, state in optimizer.state.items():
+        if type(state) is not dict:
+            raise _unstorable(optimizer, "the state", name_of(parameter), f"a {type(state).__qualname__}")
         for key, value in state.items():
-            if type(value) not in _STORABLE and (kind := _unstorable_kind(value, known)) is not None:
+            kind = (
+                _unstorable_kind(value, known)
+                if isinstance(key, str)
+                else f"the value of a key of type {type(key).__qualname__}"
+            )
+            if kind is not None:
                 raise _unstorable(optimizer, key, name_of(parameter), kind)
+    _require_own_memory(optimizer, name_of)
+
+
+def _require_own_memory(optimizer: AnyOptimizer, name_of: Callable[[torch.Tensor], str]) -> None:
+    """Raise UnstorableError if state lies in the memory of a parameter or of other state: they would come apart.
+
+    One tensor under several keys comes back as one."""
+    states: Mapping[torch.Tensor, Mapping[str, Any]] = optimizer.state
+    entries = [(value, (key, parameter)) for parameter, state in states.items() for key, value in state.items()]
+    found: list[Any] = list({id(value): (value, place) for value, place in entries}.values())
+    found += [(one, place) for value, place in entries if type(value) in CONTAINERS for one in tree_leaves(value)]
+    found += [(one, None) for group in optimizer.param_groups for one in group["params"]]
+    end, last, shared = 0, 0, set[int]()
+    for start, stop, number in sorted((*_span(one), number) for number, (one, _) in enumerate(found) if _is_plain(one)):
+        shared |= {number, last} if start < end else set()
+        end, last = (stop, number) if stop > end else (end, last)
+    for key, parameter in (found[number][1] for number in sorted(shared) if found[number][1]):
+        raise _unstorable(optimizer, key, name_of(parameter), "a view of other state or of a parameter")
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and value.numel() > 0
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def require_storable_groups(optimizer: AnyOptimizer, known: frozenset[type] = frozenset()) -> None:
@@ -283,60 +335,6 @@ def _unstorable(optimizer: AnyOptimizer, key: Any, holder: str, kind: str) -> Un
         "a store holds plain tensors, numbers, strings, lists, dicts and the like. Use an optimizer that keeps "
         "those, such as torch.optim.AdamW"
     )
-
-
-class HiddenState:
-    """Finds state that an optimizer, or a wrapper around it, keeps in attributes of its own, which no save holds.
-
-    That is a number or a tensor, also in containers, which appears or changes after the first look, or another
-    optimizer with state. The attributes of other objects are not looked into."""
-
-    def __init__(self, holder: Any, optimizer: torch.optim.Optimizer) -> None:
-        self._holder, self._optimizer = holder, optimizer
-        self._seen: Mapping[str, Any] | None = None
-
-    def check(self) -> None:
-        """Raise UnstorableError if there is some. Call it before training, and at every decision."""
-        attributes = getattr(self._holder, "__dict__", {})
-        found = dict(_attributes({key: item for key, item in attributes.items() if key not in _NOT_HIDDEN}))
-        if any(isinstance(value, torch.Tensor) for value in found.values()):
-            own = {id(one) for group in self._optimizer.param_groups for one in group["params"]}
-            own |= {id(value) for state in self._optimizer.state.values() for value in state.values()}
-            found = {name: v for name, v in found.items() if not isinstance(v, torch.Tensor) or id(v) not in own}
-        now = {name: _change_mark(value) for name, value in found.items()}
-        before = now if self._seen is None else self._seen
-        for name, mark in now.items():
-            if mark is _INNER or mark != before.get(name):
-                what = _INNER if mark is _INNER else "a value that changes"
-                raise UnstorableError(
-                    f"{type(self._holder).__name__} keeps {what}, in its attribute {name}, which a save does not hold, "
-                    "so it would not come back: keep it in optimizer.state or the param groups, or attach inner "
-                    "optimizers, attach((model, [first, second]))"
-                )
-        self._seen = before  # what is new stays new
-
-
-_HELD, _OTHERS = ("state", "param_groups", "defaults", "optimizer"), ("_step_count", "grad_scale", "found_inf")
-_NOT_HIDDEN = frozenset({*_HELD, *_OTHERS, "_numel_cache", "name2qmap"})
-"""What a save holds, what schedulers and gradient scalers set, and constants of LBFGS and bitsandbytes."""
-_INNER = "another optimizer, with state"
-
-
-def _attributes(values: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield the numbers, tensors and optimizers among attributes, also in containers, by name."""
-    for index, (key, value) in enumerate(values.items()):
-        name = f"{prefix}[{index if isinstance(key, torch.Tensor) else key!r}]" if prefix else str(key)
-        if isinstance(value, int | float | torch.Tensor | torch.optim.Optimizer) and not isinstance(value, bool):
-            yield name, value
-        elif isinstance(value, Mapping | list | tuple) and depth < 3:
-            yield from _attributes(value if isinstance(value, Mapping) else dict(enumerate(value)), name, depth + 1)
-
-
-def _change_mark(value: Any) -> Any:
-    """Return what differs once a value has changed."""
-    if isinstance(value, torch.optim.Optimizer):
-        return _INNER if any(value.state.values()) else None
-    return (id(value), version_of(value)) if isinstance(value, torch.Tensor) else repr(value)
 
 
 def unusual_strides(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, list[int]]:
@@ -394,13 +392,13 @@ def complete_state(optimizer: AnyOptimizer, parameter: torch.Tensor, slots: Coll
     the state is dropped and the parameter starts fresh. Returns whether there is state, which can take the saved
     scalars."""
     state = optimizer.state.get(parameter, {})
-    loaded = [slot for slot in slots if slot in state]
+    loaded = [slot for slot in slots if slot in state or not parameter.numel()]  # the store has nothing of an empty one
     if not (loaded if slots else scalars):
         optimizer.state.pop(parameter, None)
         return False
     for slot in slots:
         if slot not in state:
-            state[slot] = torch.zeros_like(parameter, requires_grad=False)
+            optimizer.state[parameter][slot] = torch.zeros_like(parameter, requires_grad=False)
     return True
 
 
@@ -419,7 +417,8 @@ def restored_scalars(
     for key, value in scalars.items():
         old = live.get(key)
         if isinstance(old, torch.Tensor) and isinstance(value, torch.Tensor):
-            out[key] = value.to(device=old.device, dtype=old.dtype, copy=True)
+            same = saved_by == type(optimizer).__name__
+            out[key] = to_device(value if same else value.to(old.dtype), old.device)
             continue
         # torch keeps step counts on the host, unless the step is fused or captured; tensors with dimensions are beside
         # their parameter.

@@ -31,9 +31,9 @@ from monitor.adapters.frozen import fingerprint
 from monitor.adapters.hyperparameters import LiveGroups, describe_group, group_values, match_groups, restore_groups
 from monitor.adapters.identity import Identity, IdentityReader, T, versions_of
 from monitor.adapters.module_tensors import ModuleTensors, Replica, partition_replicas, whole_piece, without_wrappers
+from monitor.adapters.optimizer_attributes import OptimizerAttributes
 from monitor.adapters.optimizer_state import (
     AnyOptimizer,
-    HiddenState,
     StackedScalars,
     can_take_over,
     complete_state,
@@ -85,9 +85,8 @@ class PyTorchAdapter:
         self.optimizer = optimizer
         self.buffers_follow_rank0 = buffers_follow_rank0
         self._optimizers = members_of(optimizer)
-        self._wrappers = tuple(wrappers)
-        holders = [*((one, one) for one in self._optimizers), *self._wrappers]
-        self._hidden = [HiddenState(holder, one) for holder, one in holders]
+        holders = [*((one, one) for one in self._optimizers), *wrappers]
+        self._attributes = [OptimizerAttributes(holder, one) for holder, one in holders]
         self._inventory = self._collect_tensors(module)
         self._reader = IdentityReader(self._local_memory)
         distributed = dist.is_available() and dist.is_initialized()
@@ -127,6 +126,8 @@ class PyTorchAdapter:
 
     def check_attached(self) -> None:
         """Raise UnsupportedError if an optimized parameter is not in the model, or state belongs to no parameter."""
+        for attributes in self._attributes:
+            attributes.check()
         self._keep("attached", self._check_names)
         whole, own = self._whole, {} if self._whole is None else self._own_tensors()
         if whole is not None and not all(info.matches(whole.get(fqn)) for fqn, info in own.items()):
@@ -135,10 +136,6 @@ class PyTorchAdapter:
                 "and other stages cannot know: close() and attach again"
             )
         require_storable_groups(self.optimizer, self._known_tensors)
-        for wrapper, inner in self._wrappers:
-            _require_no_state(wrapper, inner)
-        for hidden in self._hidden:
-            hidden.check()
 
     def state_versions(self) -> StateVersions | None:
         identity, kind = self.identity(), kind_of(self.optimizer)
@@ -226,6 +223,16 @@ class PyTorchAdapter:
     def objects(self) -> Mapping[str, Any]:
         return {}
 
+    def replicated_keys(self) -> str | None:
+        states = self.optimizer.state
+        keys = [[fqn, sorted(map(str, states.get(parameter, ())))] for fqn, parameter, _ in self._optimized()]
+        return digest(repr(keys).encode()) if self.framework == "torch" and self.local is None else None
+
+    def attributes(self) -> Mapping[str, OptimizerAttributes]:
+        groups = zip(self._members(), self._named_groups(), strict=True)
+        first = {id(member): fqns[0] for (_, member), fqns in reversed(list(groups)) if fqns}
+        return {f"{one.kind} with {first.get(id(one.optimizer))}": one for one in self._attributes}
+
     def check_run_state(self, state: Mapping[str, Any]) -> None:
         match_groups(state["param_groups"], self._groups_to_restore(state))
         for fqn, parameter, group in self._optimized():
@@ -269,8 +276,12 @@ class PyTorchAdapter:
                     shown = to_host(value, key) if is_packed(value) else value
                     yield LiveValue(f"{place}['state'][{index}][{key!r}]", shown, stored=stored)
             yield from group_values(whole.get("param_groups", ()), f"{place}['param_groups']", first)
+            own_names = [
+                (name, one.state_dict()) for name, one in self.attributes().items() if one.optimizer is optimizer
+            ]
             for key in whole.keys() - {"state", "param_groups"}:
-                yield LiveValue(f"{place}[{key!r}]", whole[key])
+                path = next((("attributes", name, key) for name, found in own_names if key in found), None)
+                yield LiveValue(f"{place}[{key!r}]", whole[key], stored=path)
 
     def layout_facts(self) -> dict[str, Any]:
         return self._keep("facts", self._facts)
@@ -362,32 +373,23 @@ class PyTorchAdapter:
 
     def _capture_scalars(self) -> Callable[[], dict[str, dict[str, Any]]]:
         """Copy the entries of optimizer state that are no slots. Return what puts them together, by fqn."""
-        identity = self.identity()
-        stacks = None if identity is None else self._keep("stacks", self._stacked_scalars)
-        if identity is None or stacks is None:
-            slots = self._slots()
-            scalars = {
-                fqn: {
-                    key: to_host(self._scalar(key, value, fqn), f"optimizer state {key!r} of {fqn}")
-                    for key, value in self.optimizer.state.get(parameter, {}).items()
-                    if key not in slots[fqn]
-                }
-                for fqn, parameter, _ in self._optimized()
-            }
-            return lambda: scalars
-        return stacks.capture(identity.entries)
+        return self._keep("stacks", self._stacked_scalars).capture(self._entries(), self._host)
 
-    def _stacked_scalars(self) -> StackedScalars | None:
+    def _entries(self) -> Sequence[Any]:
+        identity, states = self.identity(), self.optimizer.state.values()
+        return [value for state in states for value in state.values()] if identity is None else identity.entries
+
+    def _host(self, key: str, value: Any, fqn: str) -> Any:
+        return to_host(self._scalar(key, value, fqn), f"optimizer state {key!r} of {fqn}")
+
+    def _stacked_scalars(self) -> StackedScalars:
         slots, fqns = self._keep("slots", self._slots), {id(p): fqn for fqn, p, _ in self._optimized()}
-        places = {fqn: dict[str, int]() for fqn in slots}
-        entries: list[Any] = []
+        places, first = {fqn: dict[str, int]() for fqn in slots}, 0
         for parameter, state in self.optimizer.state.items():
-            fqn = fqns.get(id(parameter))
-            if fqn is not None:
-                numbered = enumerate(state, len(entries))
-                places[fqn] = {key: index for index, key in numbered if key not in slots[fqn]}
-            entries += state.values()
-        return StackedScalars.of(places, entries)
+            if fqn := fqns.get(id(parameter)):
+                places[fqn] = {key: index for index, key in enumerate(state, first) if key not in slots[fqn]}
+            first += len(state)
+        return StackedScalars.of(places, self._entries())
 
     def _replicas(self, stateless: Container[str] = ()) -> Iterator[Replica]:
         """Yield the pieces on this rank. stateless: parameters whose optimizer state is left out."""
@@ -433,12 +435,10 @@ class PyTorchAdapter:
     def _restored_scalars(
         self, fqn: str, parameter: nn.Parameter, group: Mapping[str, Any], saved: Mapping[str, Any]
     ) -> dict[str, Any]:
-        scalars, kind = saved["scalars"].get(fqn, {}), saved.get("optimizer")
-        if len(self._optimizers) == 1 and " + " not in str(kind):
-            return restored_scalars(self._optimizers[0], parameter, group, scalars, kind)
-        # Where there are several, require_optimizer() has found the same class for each parameter.
         owner = next(one for one in self._optimizers if any(group is own for own in one.param_groups))
-        return restored_scalars(owner, parameter, group, scalars, type(owner).__name__)
+        kind, several = saved.get("optimizer"), len(self._optimizers) > 1  # each parameter's class was compared
+        kind = type(owner).__name__ if several or " + " in str(kind) else kind
+        return restored_scalars(owner, parameter, group, saved["scalars"].get(fqn, {}), kind)
 
 
 class _LoadHook:
@@ -452,16 +452,6 @@ class _LoadHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial, (chain,)  # takes any arguments and does nothing; unpickling needs no module of this package
-
-
-def _require_no_state(wrapper: Any, optimizer: torch.optim.Optimizer) -> None:
-    state = getattr(wrapper, "state", None)
-    if isinstance(state, Mapping) and state is not optimizer.state and any(state.values()):
-        inner = type(optimizer).__name__
-        raise UnsupportedError(
-            f"{type(wrapper).__name__} around {inner} keeps state of its own, which would not be saved: attach the "
-            f"{inner} itself and pass the wrapper's state as an object in state=[...], or remove the wrapper"
-        )
 
 
 @dataclass(frozen=True)

@@ -199,14 +199,22 @@ class UnitTable:
         }
 
     def agree(self, local: Mapping[Unit, LocalUnit]) -> set[Unit]:
-        """Gather the units and sizes of all ranks. Return the units whose pieces changed on any rank. Collective."""
+        """Gather the units and sizes of all ranks. Return the units whose pieces changed on any rank. Collective.
+
+        Raises UnstorableError, on all ranks, if only some replicas have optimizer state of a parameter."""
         own = {unit: part.layout.members for unit, part in local.items()}
         before, now = self._shape, {unit: part.layout for unit, part in local.items()}
         changed_here = set() if before is None else {u for u in before | now if before.get(u) != now.get(u)}
         boxed_here = {unit for unit, layout in now.items() if any(one.box is not None for one in layout.fragments)}
         totals: dict[Unit, _Members] = {}
         reshaped, boxed = set[Unit](), set[Unit]()
-        for members_by_unit, changed, boxed_there in self._group.all_gather((own, changed_here, boxed_here)):
+        gathered = self._group.all_gather((own, changed_here, boxed_here, self._adapter.replicated_keys()))
+        if len({keys for *_, keys in gathered}) > 1:
+            raise UnstorableError(
+                "the optimizer keeps state of a parameter on some ranks only, as a Muon for several ranks does, and a "
+                "resume brings back the same on all: let all keep it, or shard the model (fully_shard, DeepSpeed ZeRO)"
+            )
+        for members_by_unit, changed, boxed_there, _ in gathered:
             reshaped |= changed
             boxed |= boxed_there
             for unit, members in members_by_unit.items():

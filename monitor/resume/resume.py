@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from monitor.adapters.base import Adapter, FragmentPlace
-from monitor.adapters.hyperparameters import Hyperparameters, reconcile, with_base_rates
+from monitor.adapters.hyperparameters import Constructed, reconcile, reconcile_schedule
 from monitor.adapters.module_tensors import extra_states
 from monitor.adapters.optimizer_state import NOT_STATE
 from monitor.config.schema import ResumeSettings
@@ -32,7 +32,7 @@ from monitor.resume.select import (
     select_commit,
     select_run_state,
 )
-from monitor.run_state import RunState, StateLoader, UserState, restore_rng, unrestored_state
+from monitor.run_state import RunState, StateLoader, UserState, restore_rng, state_of, unrestored_state
 from store.catalog import Catalog
 from store.certificate import Certificate, certify_stored, mark_memory_sources
 from store.errors import DamagedError, DriftpointError, ModelMismatchError, NothingToResumeError, StorageError
@@ -86,7 +86,7 @@ class _Checked:
     point: ResumePoint
     read: ReadResult
     lost: tuple[str, ...]
-    constructed: Hyperparameters  # which later saves record
+    constructed: Constructed  # which later saves record
 
 
 def resume(
@@ -122,7 +122,7 @@ def resume(
                 notes += [one.why for one in found if one.why]
                 continue
             notes += [*passed_over, *plan.resolution.problems, *found.point.notes, *found.read.notes, *found.lost]
-            notes += run_on_all_ranks(group, partial(_object_notes, found.point.state, user))
+            notes += run_on_all_ranks(group, partial(_object_notes, found.point.state, user, plan.before))
             shared = _over_ranks(group, _load(plan, found, adapter, user=user, group=group, live=live))
             user.recorded = found.constructed
         notes, lost = list(dict.fromkeys([*notes, *shared])), (*found.lost, *shared)
@@ -170,17 +170,25 @@ def _check(
 
 def _reconciled(
     point: ResumePoint, plan: _Plan, user: UserState, settings: ResumeSettings
-) -> tuple[ResumePoint, Sequence[str], Hyperparameters]:
+) -> tuple[ResumePoint, Sequence[str], Constructed]:
     """Return the resume point with the hyperparameters to go on with, and their differences."""
     state, live, prefer = point.state, plan.before, settings.hyperparameters
-    framework, own, notes = reconcile(state.framework, live["param_groups"], user.script, prefer)
-    if prefer == "script" and any(note.startswith("lr ") for note in notes):
-        saved, key = state.user or (), "lr_scheduler"
-        now = dict(zip(map(id, user.match(saved)), user.capture(), strict=True)) if saved else {}
-        objects = tuple(replace(one, state=with_base_rates(one.state, now.get(id(one)))) for one in saved)
-        state = replace(state, user=state.user and objects)
-        framework = {**framework, key: with_base_rates(framework.get(key), live.get(key))}
-    return replace(point, state=replace(state, framework=framework)), notes, own
+    framework, own, notes = reconcile(state.framework, live["param_groups"], user.script.groups, prefer)
+    recorded, objects = dict[str, Any](), {id(one): one for one in state.user or ()}
+    saved = {user.label(index): one for index, one in enumerate(user.match(state.user) if state.user else ()) if one}
+    for label, now in user.script.schedules.items():
+        one, before = saved.get(label), framework.get("schedules", {}).get(label)
+        old, new = (
+            (framework.get(label), live.get(label)) if one is None else (one.state, state_of(user.schedules[label]))
+        )
+        settled, recorded[label], lines = reconcile_schedule(label, old, new, before=before, now=now, prefer=prefer)
+        if one is not None:
+            objects[id(one)] = replace(one, state=settled)
+        elif old is not None:
+            framework = {**framework, label: settled}
+        notes = (*notes, *lines)
+    state = replace(state, user=state.user and tuple(objects.values()), framework=framework)
+    return replace(point, state=state), notes, Constructed(own, recorded)
 
 
 def _dropped_state(
@@ -277,9 +285,12 @@ def _unrestored(point: ResumePoint, adapter: Adapter, group: Group, modules: Set
     return notes
 
 
-def _object_notes(state: RunState, user: UserState) -> list[str]:
-    """Describe the run state that the commit does not have, as an imported one, or that is dropped."""
+def _object_notes(state: RunState, user: UserState, live: Mapping[str, Any]) -> list[str]:
+    """Describe the run state that the commit does not have, as an imported one, or that another class takes."""
     notes = []
+    was, now = state.framework.get("optimizer"), live.get("optimizer")
+    if was and was != now and " + " not in f"{was}{now}":  # of several, each parameter's is compared
+        notes.append(f"the optimizer state was saved by {was}, and {now} goes on with it")
     if state.rng is None:
         notes.append(
             "the commit has no random states (imported checkpoints have none): dropout and shuffling start from the "

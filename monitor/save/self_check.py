@@ -139,8 +139,7 @@ def _unsaved(one: LiveValue, state: Mapping[str, Any], tensors: list[LiveValue])
         if found is None:
             yield _is_in_no_part(one)
         else:
-            value = one.value.detach() if isinstance(one.value, torch.Tensor) else one.value  # a load fills it in place
-            yield from differences(outline(value, one.name), outline(found[0], one.name))
+            yield from differences(outline(one.value, one.name), outline(found[0], one.name))
     elif isinstance(one.value, torch.Tensor):
         tensors.append(replace(one, value=_local(one.value)))
     elif isinstance(one.value, Mapping | list | tuple):

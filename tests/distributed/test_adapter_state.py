@@ -108,7 +108,10 @@ def test_through_another_stage_and_back(zero: Results, case: str, check: str) ->
     assert zero[case, check] == []
 
 
-@pytest.mark.parametrize("case", ["zero0-bf16", "no-optimizer", "joined-groups", "another-model", "non-contiguous"])
+REFUSED = ["zero0-bf16", "no-optimizer", "joined-groups", "another-model", "non-contiguous"]
+
+
+@pytest.mark.parametrize("case", [*REFUSED, "attribute-zero1-bf16", "attribute-zero3-fp32-all-persistent"])
 def test_what_is_refused(zero: Results, case: str) -> None:
     assert zero[case, "refused"] == []
 

@@ -17,7 +17,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> list[Launched]:
     return done
 
 
-@pytest.mark.parametrize("scenario", ["ddp", "fsdp2", "named"])
+@pytest.mark.parametrize("scenario", ["ddp", "fsdp2", "named", "named fsdp2"])
 def test_the_next_five_steps_are_equal(launched: list[Launched], scenario: str) -> None:
     for rank in (0, 1):
         first, resumed = (one.one("ran", scenario=scenario, rank=rank) for one in launched)
@@ -25,3 +25,8 @@ def test_the_next_five_steps_are_equal(launched: list[Launched], scenario: str) 
         assert resumed["exact"]
         assert len(resumed["losses"]) == 5 and resumed["losses"] == first["losses"]
         assert resumed["end"] == first["end"]
+
+
+def test_state_on_some_ranks_only_is_refused_on_all(launched: list[Launched]) -> None:
+    for rank in (0, 1):
+        assert "on some ranks only" in launched[0].one("divided", rank=rank)["error"]

@@ -43,6 +43,17 @@ class Wide(nn.Sequential):
         super().__init__(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 16))
 
 
+class Hollow(Net):
+    """With a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__(conv=False)
+        self.hollow = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.hollow.sum()
+
+
 class Embedding(nn.Module):
     """Sparse gradients."""
 
@@ -182,6 +193,81 @@ class CountingSGD(Rule):
 
     def update(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         p.sub_(grad, alpha=group["lr"] / self.steps)
+
+
+class Remembering(Rule):
+    """Keeps a flag, a word, the latest norms and a number in attributes, and a count in its defaults."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters)
+        self.ready, self.phase, self.norms, self.largest = False, "a", deque[float](maxlen=2), np.float64(0)
+
+    def step(self, closure: Any = None) -> None:
+        if not self.ready:
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["average"] = torch.zeros_like(p)
+        self.ready, self.defaults["count"] = True, self.defaults.get("count", 0) + 1
+        self.phase = self.phase.translate({97: 98, 98: 97})
+        super().step()
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        self.norms.append(float(grad.norm()))
+        self.largest = np.float64(max(self.largest, *self.norms))
+        average = state["average"].lerp_(grad, 0.1 if self.phase == "a" else 0.2)
+        p.sub_(average, alpha=group["lr"] * (sum(self.norms) + self.largest) / self.defaults["count"])
+
+
+class Buffered(Rule):
+    """A buffer and views of it among the hyperparameters, as in Muon for several ranks."""
+
+    def __init__(self, parameters: Any) -> None:
+        parameters = list(parameters)
+        buffers = [(p, torch.zeros(2, p.numel())) for p in parameters]
+        super().__init__([{"params": [p], "buffer": buffer, "views": list(buffer)} for p, buffer in buffers])
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        group["buffer"].mul_(0.9).add_(grad.flatten())
+        p.sub_(group["views"][0].view_as(p), alpha=group["lr"])
+
+
+class Masters(Rule):
+    """Masters and averages under the names that a store has for other things."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state.update(fp32=p.detach().clone(), frozen=torch.zeros_like(p), buffer=torch.zeros_like(p))
+        state["buffer"].lerp_(grad, 0.1)
+        state["frozen"].add_(state["buffer"])
+        p.copy_(state["fp32"].sub_(state["frozen"], alpha=group["lr"]))
+
+
+class Learned(Rule):
+    """A factor for each element, and one for all, that require gradients."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state.update(each=nn.Parameter(torch.ones_like(p)), all=torch.ones((), requires_grad=True))
+        state["each"].add_(grad.sign(), alpha=1e-3)
+        state["all"].mul_(0.99)
+        p.sub_(grad * state["each"] * state["all"], alpha=group["lr"])
+
+
+class Viewed(Rule):
+    """Two moments in one tensor, and views of it."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            both = torch.zeros(2, *p.shape)
+            state.update(both=both, average=both[0])
+        state["average"].lerp_(grad, 0.1)
+        p.sub_(state["both"].sum(0), alpha=group["lr"])
+
+
+class Aliased(Rule):
+    """Calls the memory of a float32 parameter its master."""
+
+    def update(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state.setdefault("master", p.data).sub_(grad, alpha=group["lr"])
 
 
 class Both(Rule):
@@ -361,6 +447,7 @@ CASES: tuple[Case, ...] = (
     Case("AdamW", of(TORCH.AdamW)),
     Case("AdamW (fused)", of(TORCH.AdamW, fused=True)),
     Case("AdamW, channels-last", of(TORCH.AdamW), net=Net),
+    Case("AdamW, an empty parameter", of(TORCH.AdamW), net=Hollow),
     Case("Adamax", of(TORCH.Adamax)),
     Case("ASGD", of(TORCH.ASGD)),
     Case("LBFGS", of(TORCH.LBFGS, max_iter=4), closure=True),
@@ -379,7 +466,15 @@ CASES: tuple[Case, ...] = (
     own("GaLore", GaLore, as_object=False),
     own("GaLore, projector as an object", GaLore, f"'projector' of gain as a .*Projector, {OBJECT}", as_object=True),
     own("AdaLomo", AdaLomo, r"AdaLomo keeps a value that changes, in its attribute exp_avg_sq\[0\]"),
-    own("a counter in an attribute", CountingSGD, "CountingSGD keeps a value that changes, in its attribute steps"),
+    own("a counter in an attribute", CountingSGD),
+    own("plain values in attributes and defaults", Remembering),
+    own("a buffer and its views in a group", Buffered),
+    own("state named as in a store", Masters),
+    own("a learned rate", Learned),
+    own("a view of other state", Viewed, r"Viewed keeps '(both|average)' of \S+ as a view of other state"),
+    own(
+        "the parameter's own memory", Aliased, "Aliased keeps 'master' of .* as a view of other state or of a parameter"
+    ),
     own("two optimizers in one", Both, r"Both keeps another optimizer, with state, in its attribute inner\[0\]"),
     own("a wrapper with an attribute", Damped, r"Damped keeps a value that changes, in its attribute _state\[0\]"),
     own("codes of 8 bits, a shared map", EightBit),
@@ -396,7 +491,7 @@ CASES: tuple[Case, ...] = (
     packaged("pytorch_optimizer", "SCION", f"'norm_type' of param group 0 as a .*LMONorm, {OBJECT}"),
     packaged("pytorch_optimizer", "Shampoo"),
     packaged("pytorch_optimizer", "SOAP"),
-    packaged("pytorch_optimizer", "StableSPAM", "StableSPAM keeps a value that changes, in its attribute total_step"),
+    packaged("pytorch_optimizer", "StableSPAM"),
     packaged("schedulefree", "AdamWScheduleFree"),
     packaged("schedulefree", "RAdamScheduleFree"),
     packaged("torchao.optim", "AdamW4bit", net=Wide),

@@ -22,7 +22,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
 from monitor.adapters import adapter_for
 from monitor.adapters.base import Adapter
-from store.errors import ModelMismatchError, UnsupportedError
+from store.errors import ModelMismatchError, UnstorableError, UnsupportedError
 
 CPU = {"device": "cpu"}
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -172,6 +172,23 @@ def refusals() -> None:
     refused("joined-groups", ModelMismatchError, "weight_decay", lambda: joined_groups(state))
     refused("another-model", ModelMismatchError, "no parameter in the saved state", lambda: another_model(state))
     refused("non-contiguous", UnsupportedError, "blocks.1.up.weight", strided)
+    for case in ("zero1-bf16", "zero3-fp32-all-persistent"):
+        refused(f"attribute-{case}", UnstorableError, "in its attribute memory", functools.partial(remember, case))
+
+
+def remember(case: str) -> None:
+    """Keep a number in an attribute of the optimizer inside, which is carried, and then a tensor, which is refused."""
+    adapter, _ = build(case, 0)
+    inner = adapter.engine.optimizer.optimizer  # type: ignore[attr-defined]
+    inner.rounds = 7
+    (attributes,) = adapter.attributes().values()
+    kept = attributes.state_dict()
+    inner.rounds = 8
+    attributes.load_state_dict(kept)
+    adapter.check_attached()
+    assert inner.rounds == 7, kept
+    inner.memory = torch.ones(2)
+    adapter.check_attached()
 
 
 def rollback(case: str, name: str) -> None:

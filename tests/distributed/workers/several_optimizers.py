@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from resume_jobs import Results, leave, rank, start_group
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import monitor
+from store.errors import UnstorableError
 
 SAVED, LAST = 3, 8
 
@@ -46,9 +48,41 @@ def made(scenario: str) -> tuple[Any, list[nn.Module], list[torch.optim.Optimize
         fully_shard(model)
         optimizers = muon_and_adamw(model, momentum)
         return (model, optimizers), [model], optimizers
-    generator, critic = DistributedDataParallel(net()), DistributedDataParallel(net())
-    first, second = muon_and_adamw(generator), momentum(critic.parameters(), 0.02)
+    if scenario == "named fsdp2":
+        generator, critic = net(), net()
+        for part in (generator[0], generator, critic):  # type: ignore[index]
+            fully_shard(part)
+    else:
+        generator, critic = DistributedDataParallel(net()), DistributedDataParallel(net())
+    kind = momentum if scenario == "named fsdp2" else torch.optim.Muon
+    first, second = muon_and_adamw(generator, kind), momentum(critic.parameters(), 0.02)
     return {"generator": (generator, first), "critic": (critic, second)}, [generator, critic], [*first, second]
+
+
+class Divided(torch.optim.SGD):
+    """Keeps the momentum of each parameter on one rank, which sends the others the update."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for index, p in enumerate(self.param_groups[0]["params"]):
+            update = torch.zeros_like(p)
+            if index % dist.get_world_size() == rank():
+                update = self.state[p].setdefault("momentum_buffer", update).mul_(0.9).add_(p.grad).clone()
+            dist.broadcast(update, index % dist.get_world_size())
+            p.add_(update, alpha=-0.01)
+
+
+def divided(folder: Path, results: Results) -> None:
+    model = DistributedDataParallel(net())
+    optimizer = Divided(model.parameters())
+    with monitor.attach((model, optimizer), {"store": str(folder / "divided"), "every": 1}) as ckpt:
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        try:
+            ckpt.step()
+        except UnstorableError as error:
+            results.tell("divided", rank=rank(), error=str(error))
+        ckpt.close(save=False)
 
 
 def whole(tensor: torch.Tensor) -> list[float]:
@@ -89,8 +123,10 @@ def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text())
     results = Results(spec["results"])
     start_group(zero=False)
-    for scenario in ("ddp", "fsdp2", "named"):
+    for scenario in ("ddp", "fsdp2", "named", "named fsdp2"):
         run(scenario, Path(spec["directory"]), results, resume=spec["resume"])
+    if not spec["resume"]:
+        divided(Path(spec["directory"]), results)
     leave()
 
 

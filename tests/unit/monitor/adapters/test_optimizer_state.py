@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from collections import deque
+
+import numpy as np
 import pytest
 import torch
 
-from monitor.adapters.optimizer_state import HiddenState, common_scalars, to_host
+from monitor.adapters.optimizer_attributes import OptimizerAttributes
+from monitor.adapters.optimizer_state import common_scalars, restored_scalars, to_host
 from store.errors import ModelMismatchError, UnstorableError, UnsupportedError
 
 
@@ -35,11 +40,15 @@ def test_objects_other_than_plain_data_are_refused() -> None:
         to_host({"a": [object()]}, "x")
 
 
-@pytest.mark.parametrize("value", [2, torch.ones(2), {"a": [0.5]}], ids=["number", "tensor", "in containers"])
+@pytest.mark.parametrize(
+    "value",
+    [torch.ones(2), {"a": [0.5, torch.ones(2)]}, {id(pytest)}, np.ones(2), deque([torch.Generator()])],
+    ids=["tensor", "in containers", "an id", "array", "generator"],
+)
 def test_state_in_an_attribute_is_refused_for_as_long_as_it_is_there(value: object) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     optimizer.constant, optimizer.switch = 7, False  # type: ignore[attr-defined]
-    hidden = HiddenState(optimizer, optimizer)
+    hidden = OptimizerAttributes(optimizer, optimizer)
     hidden.check()
     optimizer.switch = True  # type: ignore[attr-defined]
     hidden.check()
@@ -49,3 +58,29 @@ def test_state_in_an_attribute_is_refused_for_as_long_as_it_is_there(value: obje
             hidden.check()
     del optimizer.memory
     hidden.check()
+
+
+def test_attributes_go_back_to_those_of_the_save() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.flag, optimizer.counts = False, {"a": [0]}  # type: ignore[attr-defined]
+    attributes = OptimizerAttributes(optimizer, optimizer)
+    optimizer.flag, optimizer.more = True, 1.0  # type: ignore[attr-defined]
+    optimizer.counts["a"][0] = 7
+    saved = {key: copy.deepcopy(value) for key, value in attributes.state_dict().items()}
+    assert saved == {"flag": True, "more": 1.0, "counts": {"a": [7]}}
+    optimizer.register_step_pre_hook(hook := lambda *_: None)
+    attributes.load_state_dict({})
+    assert list(optimizer._optimizer_step_pre_hooks.values()) == [hook]
+    assert (optimizer.flag, optimizer.counts, hasattr(optimizer, "more")) == (False, {"a": [0]}, False)
+    optimizer.counts["a"][0] = 1
+    attributes.load_state_dict(saved)
+    assert (optimizer.flag, optimizer.counts, optimizer.more) == (True, {"a": [7]}, 1.0)
+
+
+def test_scalars_of_the_same_class_keep_their_dtype() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    optimizer.state[parameter]["norm"] = torch.zeros(())
+    saved = {"norm": torch.tensor(1 / 3, dtype=torch.float64)}
+    for kind, dtype in (("SGD", torch.float64), ("Lion", torch.float32)):
+        assert restored_scalars(optimizer, parameter, {}, saved, kind)["norm"].dtype == dtype

@@ -116,6 +116,27 @@ def test_a_parameter_that_went_to_another_optimizer_is_refused(tmp_path: Path) -
         alone.ckpt.resume()
 
 
+def test_state_that_stays_with_the_optimizer_before_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    one = Split(tmp_path / "store", {0: [0, 2], 1: [1, 3]}, [SGD, AdamW])
+    one.step()
+    groups = [optimizer.param_groups[0]["params"] for optimizer in one.optimizers]
+    moved = groups[0].pop()
+    groups[1].append(moved)
+    one.step()
+    assert "SGD has state of a parameter that AdamW holds" in caplog.text
+    assert len(open_catalog(LocalFiles(tmp_path / "store")).saves()) == 1
+    del one.optimizers[0].state[moved]
+    one.step()
+    one.ckpt.close()
+    two = Split(tmp_path / "store", {0: [0], 1: [1, 3, 2]}, [SGD, AdamW])
+    assert two.ckpt.resume() == 3
+    assert two.moments().keys() == one.moments().keys()
+    for name, state in one.moments().items():
+        assert all(torch.equal(value, two.moments()[name][key]) for key, value in state.items())
+
+
 @pytest.mark.parametrize("split", [{0: [0, 1, 2], 1: [3]}, {0: [0, 1, 2, 3]}, {0: [3], 1: [1, 0, 2]}])
 def test_among_optimizers_of_one_class_state_goes_by_name(tmp_path: Path, split: dict[int, list[int]]) -> None:
     one = Split(tmp_path / "store", {0: [0, 2], 1: [1, 3]}, [AdamW, AdamW])

@@ -185,14 +185,90 @@ def test_one_cycle_takes_the_scripts_peak(store: Path) -> None:
         assert rates == pytest.approx(whole.steps(6)[3:])
 
 
-def test_the_settings_of_a_schedule_stay_those_of_its_state(store: Path) -> None:
+def sequence(last: int, second: int = 3) -> Make:
+    def make(optimizer: Any) -> Any:
+        parts = [lr_scheduler.ConstantLR(optimizer, 0.5, 2), lr_scheduler.StepLR(optimizer, second)]
+        return lr_scheduler.SequentialLR(optimizer, parts, milestones=[last])
+
+    return make
+
+
+SETTINGS: list[tuple[str, Make, Make]] = [
+    ("T_max", *(partial(lr_scheduler.CosineAnnealingLR, T_max=steps) for steps in (20, 40))),
+    ("milestones", *(partial(lr_scheduler.MultiStepLR, milestones=[5, last]) for last in (8, 9))),
+    ("_milestones", sequence(5), sequence(6)),
+    ("_schedulers.1.step_size", sequence(5), sequence(5, 4)),
+]
+
+
+@pytest.mark.parametrize(("key", "before", "after"), SETTINGS, ids=[key for key, *_ in SETTINGS])
+def test_a_changed_setting_of_a_schedule_is_told(store: Path, key: str, before: Make, after: Make) -> None:
+    with Script(store, schedule=before) as one:
+        one.steps(3)
+    for _ in range(2):
+        with Script(store, schedule=after) as two:
+            assert len(two.notes) == 1 and two.notes[0].startswith(f"{key} of state[0] (a ")
+            assert "the store's is used" in two.notes[0] and two.exact
+            assert two.schedule is not None and two.schedule.state_dict()["last_epoch"] == two.start
+    with Script(store, schedule=after, settings=SCRIPT) as three:
+        assert three.notes[0].endswith("the script's is used") and not three.exact
+        rates = three.steps(6)
+    with Script(store.with_name("whole"), schedule=after) as whole:
+        assert rates == pytest.approx(whole.steps(9)[3:]) or key == "T_max"  # whose formula goes on from the last rate
+    with Script(store, schedule=after) as four:
+        assert four.start == 9 and not four.notes
+
+
+def test_the_scripts_rate_and_setting_go_into_a_schedule_together(store: Path) -> None:
     with Script(store, schedule=partial(lr_scheduler.CosineAnnealingLR, T_max=20)) as one:
         one.steps(3)
     longer = partial(lr_scheduler.CosineAnnealingLR, T_max=40)
     with Script(store, schedule=longer, settings=SCRIPT, lr=0.05) as two:
-        assert [note.split(" ")[0] for note in two.notes] == ["lr"]
-        assert two.schedule is not None and two.schedule.T_max == 20
+        assert [note.split(" ")[0] for note in two.notes] == ["T_max", "lr"]
+        assert two.schedule is not None and two.schedule.T_max == 40
         assert (two.schedule.last_epoch, two.schedule.base_lrs) == (3, [0.05])
+
+
+def test_a_changed_function_of_a_schedule_is_the_scripts_and_told_once(store: Path) -> None:
+    with Script(store, schedule=partial(lr_scheduler.LambdaLR, lr_lambda=ramp(1.0))) as one:
+        one.steps(3)
+    half = partial(lr_scheduler.LambdaLR, lr_lambda=ramp(0.5))
+    with Script(store, schedule=half) as two:
+        assert len(two.notes) == 1 and two.notes[0].startswith("lr_lambdas of state[0] (a LambdaLR) is ['a function (")
+        assert two.notes[0].endswith("the script's is used")
+        assert two.steps(2)[1] == pytest.approx(0.05)
+    with Script(store, schedule=half) as three:
+        assert three.start == 5 and not three.notes
+
+
+def grouped(**more: Any) -> Make:
+    return lambda parameters, **hyper: AdamW([{"params": list(parameters), **more}], **hyper)
+
+
+@pytest.mark.parametrize("settings", [{}, SCRIPT])
+def test_a_hyperparameter_that_one_of_both_lacks_is_told(store: Path, settings: Any) -> None:
+    with Script(store, grouped(scale=0.5, old=1)) as one:
+        one.steps(1)
+    with Script(store, grouped(scale=0.5, new=2), settings=settings) as two:
+        assert sorted(note.split(";")[0] for note in two.notes) == [
+            "new of param group 0 is absent in the store and 2 in this script: the script's is used",
+            (
+                "old of param group 0 is 1 in the store and absent in this script: "
+                f"the {'script' if settings else 'store'}'s is used"
+            ),
+        ]
+        assert two.group["new"] == 2 and ("old" in two.group) is (not settings)
+
+
+def test_state_that_another_class_goes_on_with_is_told(store: Path) -> None:
+    with Script(store, SGD, momentum=0.9) as one:
+        one.steps(1)
+
+    class Averaged(SGD):
+        pass
+
+    with Script(store, Averaged, momentum=0.9) as two:
+        assert two.notes == ["the optimizer state was saved by SGD, and Averaged goes on with it"]
 
 
 @pytest.mark.parametrize(
