@@ -18,11 +18,11 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch import nn
 
 from monitor.adapters.base import Adapter
 from monitor.adapters.hyperparameters import Constructed, is_schedule, with_constructed
-from monitor.adapters.module_tensors import RankBuffers, dtype_name, extra_states, memory_order, torch_dtype
+from monitor.adapters.module_tensors import RankBuffers, extra_states
+from monitor.adapters.tensor_leaf import leaf_tensor, tensor_leaf
 from store.errors import ConfigError, DamagedError, ModelMismatchError, UsageError
 from store.state_tree import Encoder, Leaf, decode, encode
 from store.text import listed
@@ -353,56 +353,23 @@ def parse_run_state(tree: Any) -> RunState:
 
 def to_tree(state: Any) -> tuple[Any, list[Leaf]]:
     """Copy plain data and tensors into a JSON tree and leaves."""
-    return encode(state, _tensor_leaf)
+    return encode(state, tensor_leaf)
 
 
 def begin_tree(state: CapturedState) -> Callable[[], tuple[Any, list[Leaf]]]:
     """Encode what training may change of a captured run state. Return what encodes the rest, once, in any thread."""
-    encoder = Encoder(_tensor_leaf)
+    encoder = Encoder(tensor_leaf)
     live = encoder.encode(dict(state.live))
     return lambda: ({**encoder.encode(dict(state.copies())), **live}, encoder.leaves)
 
 
 def from_tree(tree: Any, leaves: Sequence[Leaf]) -> Any:
     """Return the data of :func:`to_tree`, with tensors in host memory."""
-    return decode(tree, leaves, _leaf_tensor)
+    return decode(tree, leaves, leaf_tensor)
 
 
 def _has_state(item: Any) -> bool:
     return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
-
-
-def _tensor_leaf(value: Any) -> Leaf | None:
-    if type(value) is torch.Size:
-        return Leaf("I64", (len(value),), np.array(value, dtype="<i8").tobytes(), "size")
-    if type(value) is torch.dtype:
-        name = dtype_name(value).encode()
-        return Leaf("U8", (len(name),), name, "dtype")
-    # Other subclasses (DTensor, quantized tensors) would come back as plain tensors.
-    if type(value) not in (torch.Tensor, nn.Parameter) or value.layout != torch.strided:
-        return None
-    like = " ".join(["parameter"] * (type(value) is nn.Parameter) + ["grad"] * value.requires_grad)
-    order = () if value.is_contiguous() else memory_order(value) or ()
-    return Leaf(dtype_name(value.dtype), tuple(value.shape), bits_of(value).tobytes(), like=like, order=order)
-
-
-def bits_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return the bytes of a tensor's values on the host; a lazily conjugated or negated one is resolved."""
-    host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return host.as_strided((host.numel(),), (1,)).view(torch.uint8).numpy()  # one element may have any stride
-
-
-def _leaf_tensor(leaf: Leaf) -> torch.Tensor | torch.Size | torch.dtype:
-    if leaf.kind == "dtype":
-        return torch_dtype(bytes(leaf.data).decode())
-    dtype, data = torch_dtype(leaf.dtype), bytearray(leaf.data)
-    tensor = torch.frombuffer(data, dtype=dtype).reshape(leaf.shape) if data else torch.empty(leaf.shape, dtype=dtype)
-    if leaf.kind == "size":
-        return torch.Size(tensor.tolist())
-    if leaf.order:
-        tensor = tensor.permute(leaf.order).contiguous().permute([leaf.order.index(i) for i in range(tensor.ndim)])
-    grad = "grad" in leaf.like
-    return nn.Parameter(tensor, grad) if "parameter" in leaf.like else tensor.requires_grad_(grad)
 
 
 def unrestored_state(saved: RunState, adapter: Adapter, generators: bool, modules: Set[str] = frozenset()) -> list[str]:

@@ -192,6 +192,17 @@ class Adapter(Protocol):
         """Return JSON values from which the merger rebuilds the framework's own checkpoint layout."""
 
 
+class OneStage:
+    """What holds of an adapter whose ranks all hold the same tensors, and the same numbers of optimizer state."""
+
+    leaders: tuple[int, ...] = (0,)
+    local: Collection[str] | None = None
+    home = ""
+
+    def rank_scalars(self) -> Mapping[str, tuple[str, str, Any]]:
+        return {}
+
+
 class Home(NamedTuple):
     """How a rank holds a tensor: as one of ``ranks``, which together hold all of it, or whole on its own (None)."""
 

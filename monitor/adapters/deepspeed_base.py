@@ -7,7 +7,7 @@ from the training thread, between optimizer steps. Tensor, pipeline and expert p
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from monitor.adapters.base import FragmentPlace, LiveValue, Piece, StateVersions, TensorInfo, wrap_methods
+from monitor.adapters.base import FragmentPlace, LiveValue, OneStage, Piece, StateVersions, TensorInfo, wrap_methods
 from monitor.adapters.hyperparameters import describe_group, group_values, match_groups, restore_groups
 from monitor.adapters.identity import Identity, IdentityReader, T
 from monitor.adapters.module_tensors import ModuleTensors, partition_replicated, whole_piece
@@ -75,13 +75,10 @@ def require_same_engine(engine: Any, module: Any, optimizer: Any) -> None:
             )
 
 
-class EngineAdapter:
+class EngineAdapter(OneStage):
     """What the adapters of all engines have in common."""
 
     framework = "deepspeed"
-    leaders: tuple[int, ...] = (0,)
-    local: Collection[str] | None = None
-    home = ""
     engine: Any
 
     def completed_steps(self) -> int | None:
@@ -405,9 +402,6 @@ class ZeroAdapter(EngineAdapter, ABC):
             scalars = self._restored_scalars(flat, saved, state)
             if complete_state(self._base_optimizer, flat.tensor, slots, bool(scalars)):
                 self._base_optimizer.state[flat.tensor].update(scalars)
-
-    def rank_scalars(self) -> Mapping[str, tuple[str, str, Any]]:
-        return {}
 
     def live_values(self) -> Iterator[LiveValue]:
         """Return buffers, and the state of the base optimizer. Stage 3 has no parameters in ``state_dict()``."""

@@ -5,7 +5,7 @@ scalers are the user's own objects.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from monitor.adapters.base import (
     Home,
     Listing,
     LiveValue,
+    OneStage,
     Piece,
     StateVersions,
     TensorInfo,
@@ -59,7 +60,7 @@ from store.schema import digest
 from store.text import listed
 
 
-class PyTorchAdapter:
+class PyTorchAdapter(OneStage):
     """Adapter of a module and its optimizer. Raises UnsupportedError for unsupported tensors or optimizers.
 
     The module is unwrapped; its parameter names are the fqns. ``group`` has the ranks that hold replicas; None for all
@@ -67,9 +68,6 @@ class PyTorchAdapter:
 
     framework = "torch"
     state_is_private = False
-    leaders: tuple[int, ...] = (0,)
-    local: Collection[str] | None = None
-    home = ""
     _known_tensors: frozenset[type] = frozenset()  # subclasses of tensors that the adapter can save
 
     def __init__(
@@ -216,9 +214,6 @@ class PyTorchAdapter:
             "lr_scheduler": None,
             **({"stages": list(self.leaders)} if len(self.leaders) > 1 else {}),
         }
-
-    def rank_scalars(self) -> Mapping[str, tuple[str, str, Any]]:
-        return {}
 
     def objects(self) -> Mapping[str, Any]:
         return {}

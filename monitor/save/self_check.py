@@ -23,10 +23,11 @@ from torch import nn
 
 from monitor.adapters.base import Adapter, LiveValue
 from monitor.adapters.module_tensors import compare_hashes, compare_shards, dtype_name
+from monitor.adapters.tensor_leaf import bits_of
 from monitor.context import JobContext
 from monitor.events import BackgroundFailureEvent
 from monitor.observe.units import LocalUnit
-from monitor.run_state import CapturedState, bits_of, from_tree
+from monitor.run_state import CapturedState, from_tree
 from monitor.save.staging import StagedUnit
 from store.encoding import encoding_named
 from store.errors import DamagedError, StorageError

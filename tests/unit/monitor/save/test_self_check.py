@@ -259,8 +259,8 @@ class Holder:
 
 
 def test_a_dtype_that_is_lost(store: Path, logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = run_state._tensor_leaf
-    monkeypatch.setattr(run_state, "_tensor_leaf", lambda value: kept(value.float()))
+    kept = run_state.tensor_leaf
+    monkeypatch.setattr(run_state, "tensor_leaf", lambda value: kept(value.float()))
     words = (
         "state['user'][0]['values'] is torch.Tensor of torch.float64 (3,)",
         "comes back as torch.Tensor of torch.float32",
@@ -279,8 +279,8 @@ def test_a_parameter_that_is_lost(
     job.step()
     assert errors(logged) == [] and exact(store)
     job.ckpt.close()
-    kept = run_state._tensor_leaf
-    monkeypatch.setattr(run_state, "_tensor_leaf", lambda value: kept(value.detach()))
+    kept = run_state.tensor_leaf
+    monkeypatch.setattr(run_state, "tensor_leaf", lambda value: kept(value.detach()))
     words = (
         "['scale'] is torch.nn.Parameter",
         "['loss'] is torch.Tensor that requires grad of",
@@ -303,12 +303,12 @@ def test_a_learned_rate_is_filled_in_place(store: Path, logged: pytest.LogCaptur
 
 
 def test_values_that_are_lost(store: Path, logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = run_state._tensor_leaf
+    kept = run_state.tensor_leaf
 
     def leaf(value: Any) -> Leaf | None:
         return kept(value.half().double() if value.dtype == torch.float64 else value)
 
-    monkeypatch.setattr(run_state, "_tensor_leaf", leaf)
+    monkeypatch.setattr(run_state, "tensor_leaf", leaf)
     require_found(Job(store, state=[Holder()]), store, logged, "['values'], torch.Tensor of", "other values")
 
 
@@ -387,9 +387,9 @@ def test_checked_again_when_an_object_has_other_state(
             return dict(self.state)
 
     holder = Growing()
-    kept = run_state._tensor_leaf
+    kept = run_state.tensor_leaf
     narrow = lambda value: kept(value.float() if value.dtype == torch.float64 else value)  # noqa: E731
-    monkeypatch.setattr(run_state, "_tensor_leaf", narrow)
+    monkeypatch.setattr(run_state, "tensor_leaf", narrow)
     job = Job(store, state=[holder])
     job.step()
     holder.state["count"] = 2
