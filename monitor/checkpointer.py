@@ -30,6 +30,7 @@ from monitor.save.saver import Saver
 from monitor.save.store_session import StoreSession
 from monitor.telemetry.log import warn_of_beginning
 from monitor.telemetry.metrics import Metrics
+from monitor.telemetry.misuse import MisuseNotices
 from monitor.types import DecisionResult, Preempted, SaveRequest, StepReport
 from store.catalog import Catalog
 from store.certificate import Certificate
@@ -93,8 +94,7 @@ class Checkpointer:
         self._live = LiveState()
         self._trained = False  # whether there is state that no commit may have
         self._checked = False
-        self._updates = 0
-        job.adapter.before_update(self._count_update)
+        self._misuse = MisuseNotices(job.adapter, job.steps, self._group.rank, self._group.world_size)
         self._proven = self._closed = False
         self._cut_off = False  # a rank was late or is gone, so nothing is saved any more
         self._process = os.getpid()
@@ -169,7 +169,8 @@ class Checkpointer:
             result = resume_memory_or_store(attempt, self._catalog, snapshot)
         self._resume_called = True
         self._trained = result is not None and result.memory is not None
-        self._updates = 0
+        self._misuse.restart()
+        self._misuse.resumed(sys._getframe(2), job.user.objects)  # below the decorator's frame
         self._pace.restart()
         self._surveyor.mark()
         local = job.table.local()
@@ -208,10 +209,12 @@ class Checkpointer:
         """
         began = time.perf_counter()
         self._require_open()
+        self._misuse.stepped()
         if not self._count_step():
             return None
         self._listeners.on_step(self._step, began)
-        report = self._on_all_ranks(partial(self._step_on_all_ranks, began), began)
+        step = partial(self._step_on_all_ranks, began)
+        report = self._misuse.watched(lambda: self._on_all_ranks(step, began))
         return self._leave() if self._cut_off and self._preemption.requested and not self.preempted else report
 
     def _step_on_all_ranks(self, began: float) -> StepReport | None:
@@ -263,7 +266,7 @@ class Checkpointer:
 
     def _save_on_all_ranks(self, wait: bool, strict: bool) -> StepReport:
         self._require_resume_called()
-        if self._job.completed_steps() is None and self._updates:
+        if self._job.completed_steps() is None and self._misuse.updates:
             raise ConfigError(
                 "save() was called between optimizer.step() and ckpt.step(), so the state would be saved under the "
                 "previous step number: call ckpt.step() first"
@@ -293,13 +296,13 @@ class Checkpointer:
             SaveError: The step is not committed, on all ranks. In-memory snapshots stay for the next job.
         """
         left = self.preempted and self.config.preemption.exit
-        trained = (self._trained or self._updates) and not self._live.mixed
+        trained = (self._trained or self._misuse.updates) and not self._live.mixed
         if isinstance(self._saver, Saver) and trained and not left:
             counted = self._job.completed_steps()
             step, save = counted or self._step, partial(self.save, wait=True)
             last_step = LastStep(self._job, self._saver, step, self._barrier, save)
             try:
-                return last_step.commit(uncounted=counted is None and self._updates > 0)
+                return last_step.commit(uncounted=counted is None and self._misuse.updates > 0)
             except CollectiveError as error:
                 self._cut(error)
                 raise unreachable(self._job, self._saver, step, self.config.timeouts.close) from error
@@ -369,6 +372,7 @@ class Checkpointer:
         if not self._closed and os.getpid() == self._process:
             self._closed = True
             self._unregister_exit()
+            self._misuse.close()
             self._saver.close(timeout, clean and not self.preempted)
             needed = self._memory is not None and self._memory.close()
             self._listeners.on_close(ended and not self.preempted and not needed, timeout)
@@ -401,12 +405,8 @@ class Checkpointer:
             _log.error("step %d: nothing is saved from now on, restart the job: %s", self._step, error)
         return first
 
-    def _count_update(self) -> None:
-        self._updates += 1
-
     def _count_step(self) -> bool:
         """Return False on a micro step of gradient accumulation."""
-        self._updates = 0
         counted = self._job.completed_steps()
         before, self._step = self._step, self._step + 1 if counted is None else counted
         return self._step != before

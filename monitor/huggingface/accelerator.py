@@ -18,7 +18,7 @@ class StepCounter:
     counts_steps = True
 
     def __init__(self, optimizer: Any) -> None:
-        self._steps = 0
+        self._steps = self._calls = 0
         self._optimizer = optimizer
         self._step = optimizer.step
         optimizer.step = self._count
@@ -26,6 +26,10 @@ class StepCounter:
     def __call__(self) -> int:
         """Return the number of steps."""
         return self._steps
+
+    def calls(self) -> int:
+        """Return the number of calls of ``optimizer.step()`` in this process, and one more where none is needed."""
+        return self._calls + (not self._optimizer.gradient_state.sync_gradients)
 
     def state_dict(self) -> dict[str, int]:
         """Return the number of steps as state."""
@@ -37,6 +41,7 @@ class StepCounter:
 
     def _count(self, *args: Any, **kwargs: Any) -> Any:
         result = self._step(*args, **kwargs)
+        self._calls += 1
         self._steps += self._optimizer.gradient_state.sync_gradients
         return result
 

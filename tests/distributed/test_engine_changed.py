@@ -41,6 +41,11 @@ def test_training_goes_on_and_saving_stops_on_all_ranks(launched: Launched, stag
     assert all(WORDS[change] in one["problem"] for one in steps if one["skipped"])
 
 
+def test_a_call_before_the_step_of_an_engine_is_noticed_and_no_other(launched: Launched) -> None:
+    assert launched.output.count("ckpt.step() is called before the optimizer step") == 4  # by rank 0, of each stage
+    assert "times for each optimizer step" not in launched.output
+
+
 @pytest.mark.parametrize(("stage", "change"), CASES)
 def test_what_was_saved_is_whole(launched: Launched, stage: int, change: str) -> None:
     for rank in (0, 1):

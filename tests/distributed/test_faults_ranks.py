@@ -158,3 +158,10 @@ def test_a_rank_that_closes_alone_saves_nothing_and_is_not_held(launched: Launch
         found = launched.one("alone", scenario="last_step", rank=rank)["commits"]
         assert [int(name.split("-")[0]) for name in found] == [2, 3, 4]
     assert "the last step 5 is not saved: not all ranks closed" in launched.output
+
+
+def test_ranks_that_do_not_call_step_are_told_of(launched: Launched) -> None:
+    assert skipped(launched, "called_on_rank_0", 0) == ["unreachable"]
+    lines = [line for line in launched.output.splitlines() if "ckpt.step()" in line]
+    assert sum("rank 0 waits in ckpt.step() for other ranks" in line for line in lines) == 1
+    assert sum("rank 1 took 2 optimizer steps without ckpt.step()" in line for line in lines) == 1

@@ -119,11 +119,16 @@ def scenario(stage: int, change: Callable[[Any], Undo], results: Results, direct
     commits = [save.step for save in reversed(open_catalog(LocalFiles(settings["store"])).saves())]
     counted = ckpt.metrics.registry.get_sample_value("driftpoint_saves_skipped_total", {"reason": "unsupported"})
     state = held(ckpt)
-    other = monitor.attach(engine(1, stage, PRECISION[stage], **ZERO), settings)
+    another = engine(1, stage, PRECISION[stage], **ZERO)
+    other = monitor.attach(another, settings)
     results.tell(
         "end", stage=stage, change=name, commits=commits, counted=counted, resumed=other.resume(),
         differing=differing(state, held(other))[:5],
     )  # fmt: skip
+    if change is another_group:  # once for each stage
+        tokens = batches(done, rank())[0]
+        another.backward(another(tokens))
+        assert other.step() is None  # before engine.step()
     other.close()
     dist.barrier()
 

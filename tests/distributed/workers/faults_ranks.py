@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,14 +23,15 @@ from monitor.adapters import adapter_for
 from monitor.adapters.module_tensors import as_bytes
 from monitor.save.staging import Stager
 from monitor.save.staging_pool import StagingPool
+from monitor.telemetry import misuse
 from store.catalog import Catalog, open_catalog
 from store.errors import DriftpointError, StorageError
 from store.names import Unit
 from store.session import claim_epoch
 from store.storage.local import LocalFiles
 from tests.support.hooked import HookedFiles
-from tests.support.internals import saver_of, session_of, shift_step
-from tests.support.jobs import Job, same
+from tests.support.internals import job_of, saver_of, session_of, shift_step
+from tests.support.jobs import Job, same, skip_reason
 
 
 class Scenario:
@@ -363,6 +365,20 @@ def no_memory_for_a_copy(s: Scenario) -> None:
     s.end(job)
 
 
+def called_on_rank_0(s: Scenario) -> None:
+    """Rank 1 trains without ``ckpt.step()`` while rank 0 waits in it."""
+    misuse.PATIENCE = 0.5
+    job = s.job()
+    job.update()
+    if rank() == 1:
+        job.optimizer.step()
+        time.sleep(1.5)
+        job_of(job.ckpt).group.leave()  # as the end of its process does
+    else:
+        s.tell("step", skipped=skip_reason(job.ckpt.step()))
+    s.end(job)
+
+
 def _out_of_memory(*_: Any) -> None:
     raise MemoryError("none left")
 
@@ -370,7 +386,7 @@ def _out_of_memory(*_: Any) -> None:
 SCENARIOS: list[Callable[[Scenario], None]] = [
     silent_rank, failing_rank, other_path, fenced, fenced_in_the_same_step, sick_replica, flipped_byte,
     unstorable, other_step, other_model, moving_while_written, other_view,
-    no_memory_at_the_start, no_memory_for_a_copy, last_step,
+    no_memory_at_the_start, no_memory_for_a_copy, last_step, called_on_rank_0,
 ]  # fmt: skip
 
 

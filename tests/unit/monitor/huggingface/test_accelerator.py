@@ -1,10 +1,11 @@
-"""monitor.attach(accelerator) in one process: steps that the gradient scaler skips."""
+"""monitor.attach(accelerator) in one process: steps that the gradient scaler skips, and calls in the wrong order."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
@@ -12,19 +13,46 @@ from torch import nn
 
 import monitor
 
+NOTICE = "is called before the optimizer step"
 
-def test_a_step_that_the_scaler_skips_counts(tmp_path: Path) -> None:
+
+def new_accelerator(accumulation: int) -> Accelerator:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    return Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+@pytest.mark.parametrize("guarded", [True, False])
+def test_a_call_before_the_optimizer_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, wrong: bool, guarded: bool
+) -> None:
+    accelerator = new_accelerator(1 if wrong else 3)
+    inner = nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(inner, torch.optim.AdamW(inner.parameters()))
+    with monitor.attach(accelerator, {"store": str(tmp_path), "metrics": {"enabled": False}}) as ckpt:
+        for _ in range(ckpt.resume(), 6):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(2, 3)).square().mean())
+                if wrong:
+                    ckpt.step()
+                if accelerator.sync_gradients or not guarded:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if not wrong:
+                ckpt.step()
+    assert caplog.text.count(NOTICE) == wrong
+
+
+def test_a_step_that_the_scaler_skips_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = new_accelerator(2)
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=4.0)  # what mixed_precision="fp16" makes on a device
     inner = nn.Linear(3, 1)
     model, optimizer = accelerator.prepare(inner, torch.optim.AdamW(inner.parameters()))
     settings: dict[str, Any] = {"store": str(tmp_path / "store"), "every": 1, "metrics": {"enabled": False}}
     taken = []
     with monitor.attach(accelerator, settings) as ckpt:
-        ckpt.resume()
-        for batch in range(8):  # two to a step
+        for batch in range(ckpt.resume(), 8):  # two to a step
             with accelerator.accumulate(model):
                 accelerator.backward(model(torch.full((2, 3), 1e30 if batch == 3 else 1.0)).square().mean())
                 optimizer.step()
@@ -35,3 +63,4 @@ def test_a_step_that_the_scaler_skips_counts(tmp_path: Path) -> None:
     assert taken == [
         (None, False), (1, False), (None, False), (2, True), (None, True), (3, False), (None, False), (4, False),
     ]  # fmt: skip
+    assert NOTICE not in caplog.text
