@@ -35,6 +35,7 @@ from monitor.run_state import Objects, UserState, capture_run_state, joined, to_
 from monitor.save.store_session import open_existing_store, open_store
 from monitor.telemetry.log import SaveLog, log_startup
 from monitor.telemetry.metrics import Metrics
+from monitor.telemetry.rng_check import RngCheck
 from monitor.telemetry.trace import TracedJob, TraceRecorder, plain
 from policies.builtin import Observe
 from policies.conformance import check_before_training
@@ -42,6 +43,7 @@ from store.encoding import encoding_named
 from store.errors import ConfigError, UnsupportedError
 from store.location import is_url, mount_of, place_of
 from store.names import Unit
+from store.text import counted
 
 _COLLECTIVE_SETTINGS = (
     *("every", "auto", "bounds", "budget", "resume", "layers", "encoding", "frozen", "preemption", "self_check"),
@@ -114,7 +116,10 @@ def _saving_text(job: JobContext) -> str:
         return f"measuring {layers} ({parameters}), {_interval_text(config)}, and saving nothing (policy observe)"
     model = f"{layers} ({parameters}, {_exactness_text(job)})"
     chosen = f"all of {model}" if job.policy.name == "full" else f"the choice of policy {job.policy.name} from {model}"
-    return f"saving {chosen} to {_store_text(config)}, {_interval_text(config)}"
+    objects = counted(len(job.user), "object")  # of all that the loop holds, only these are saved
+    return (
+        f"saving {chosen}, random generators and {objects} in state= to {_store_text(config)}, {_interval_text(config)}"
+    )
 
 
 def _room_text(job: JobContext) -> str:
@@ -322,7 +327,8 @@ def _build_job(
     tracer = TraceRecorder(settings, TracedJob(adapter.framework, inner.name, observing), group, table, metrics)
     pace = schedule_for(settings.every, settings.auto, settings.bounds.max_staleness, group.world_size, metrics)
     daemon = DaemonClient(settings.daemon, settings.memory.path, metrics, settings.metrics.security())
-    listeners = Listeners(budget_tracker, pace, metrics, SaveLog(settings, group.rank), tracer, daemon)
+    drawn = RngCheck(adapter, tracer, settings.trace_path(), group)
+    listeners = Listeners(budget_tracker, pace, metrics, SaveLog(settings, group.rank), tracer, daemon, drawn)
     job = JobContext(settings, inner, group, adapter, table, meter, user, pace, listeners, observing, steps)
     job.ledger.full_after_rollback = not settings.budget.limited
     return job, metrics, budget_tracker

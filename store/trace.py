@@ -9,6 +9,7 @@ the next one begins with the job line that applies. Readers skip torn lines and 
     {"kind": "commit", ...}     a save became durable
     {"kind": "failed", ...}     a save did not
     {"kind": "resumed", ...}    the job resumed at a step
+    {"kind": "drawn", ...}      where the random generators were at the optimizer step after a save
 
 Units are named once, in the job line; elsewhere by their index there. See docs/trace.md."""
 
@@ -140,7 +141,17 @@ class ResumedLine(_Line):
     seconds: float
 
 
-Line = JobLine | DecisionLine | MovedLine | CommitLine | FailedLine | ResumedLine
+class DrawnLine(_Line):
+    """State of rank 0's random generators when the optimizer step after the saved ``step`` began, as a digest."""
+
+    kind: Literal["drawn"] = "drawn"
+    step: int
+    seconds: float
+    world_size: int
+    digest: str
+
+
+Line = JobLine | DecisionLine | MovedLine | CommitLine | FailedLine | ResumedLine | DrawnLine
 
 _LINE: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="kind")])
 

@@ -205,6 +205,12 @@ class TraceRecorder(SaveListener):
         line = traces.ResumedLine(step=event.step, newest=event.commit, seconds=self._seconds())
         self._put(lambda: line)
 
+    def put_drawn(self, step: int, digest: str) -> None:
+        """Write a :class:`store.trace.DrawnLine`."""
+        ranks = self._group.world_size
+        line = traces.DrawnLine(step=step, seconds=self._seconds(), world_size=ranks, digest=digest)
+        self._put(lambda: line)
+
     @override
     def on_close(self, clean: bool, timeout: float) -> None:
         self._put_dry_run()

@@ -1,0 +1,80 @@
+"""Compare where a resumed loop draws random numbers with where the saved run drew them.
+
+A resume restores the generators. A loop that has drawn more or less than the saved run when its next optimizer step
+begins holds something that was not handed over: a batch fetched ahead, an iterator that begins anew (docs/loops.md).
+After each save, the state of rank 0's generators at the next optimizer step goes into the drift trace, as a digest.
+Generators of devices are not compared, nor python's, which libraries draw from. Training thread."""
+
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import torch
+import xxhash
+from typing_extensions import override
+
+from monitor import events
+from monitor.adapters.base import Adapter
+from monitor.distributed import Group
+from monitor.events import SaveListener
+from monitor.telemetry.trace import TraceRecorder
+from store import trace as traces
+
+_log = logging.getLogger("driftpoint")
+
+_TAIL = 4 << 20  # bytes at the end of a trace in which the line of a step is looked for
+
+
+class RngCheck(SaveListener):
+    """Records the digests, and warns once after a resume whose loop draws otherwise. path: of the trace."""
+
+    def __init__(self, adapter: Adapter, recorder: TraceRecorder, path: Path | None, group: Group) -> None:
+        self._recorder, self._ranks = recorder, group.world_size
+        self._path = path if group.rank == 0 else None
+        self._saved: int | None = None  # step whose digest is recorded at the next optimizer step
+        self._expected: str | None = None
+        if self._path is not None:
+            adapter.before_update(self._before_update)
+
+    @override
+    def on_save_begin(self, event: events.SaveBeginEvent) -> None:
+        self._saved = event.step
+
+    @override
+    def on_resume(self, event: events.ResumeEvent) -> None:
+        line = None if self._path is None else last_drawn(self._path, event.step)
+        self._expected = None if line is None or line.world_size != self._ranks else line.digest
+
+    def _before_update(self) -> None:
+        if self._saved is None and self._expected is None:
+            return
+        (step, expected), self._saved, self._expected = (self._saved, self._expected), None, None
+        found = generators_digest()
+        if step is not None:
+            self._recorder.put_drawn(step, found)
+        if expected not in (None, found):
+            _log.warning(
+                "after this resume the loop has drawn more or fewer random numbers than the saved run had at the same "
+                "optimizer step, so it does not go on as that run did: does it fetch a batch ahead, or begin an "
+                "iterator anew? See docs/loops.md"
+            )
+
+
+def generators_digest() -> str:
+    """Return a digest of the global generators of torch on the host and of numpy."""
+    held = [torch.get_rng_state().numpy(), *np.random.get_state(legacy=False)["state"].values()]
+    return xxhash.xxh3_64_hexdigest(
+        b"".join(str(one).encode() if isinstance(one, int) else one.tobytes() for one in held)
+    )
+
+
+def last_drawn(path: Path, step: int) -> traces.DrawnLine | None:
+    """Return the newest line of a step near the end of a trace, if there is one."""
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+        raw = [line for line in file if line.startswith(b'{"kind":"drawn"')]
+        found = [line for line in traces.iter_lines(raw) if isinstance(line, traces.DrawnLine) and line.step == step]
+        return found[-1] if found else None
+    return None
