@@ -12,7 +12,9 @@ Example::
 
 Public names are imported on first use, so ``import monitor`` is cheap and does not import torch."""
 
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,15 +22,18 @@ if TYPE_CHECKING:
     from monitor.checkpointer import Checkpointer
     from monitor.config.load import Config
     from monitor.huggingface.callback import CheckpointCallback, resume_path
+    from monitor.resume.loop_state import LoopState
     from monitor.types import Preempted, StepReport
 
-__all__ = ["CheckpointCallback", "Checkpointer", "Config", "Preempted", "StepReport", "attach", "resume_path"]
+__all__ = ["CheckpointCallback", "Checkpointer", "Config", "LoopState", "Preempted", "StepReport"]
+__all__ += ["attach", "resume_path"]
 
 # A public name must differ from its module's name: importing the submodule would replace it.
 _MODULES = {
     "CheckpointCallback": "huggingface.callback",
     "Checkpointer": "checkpointer",
     "Config": "config.load",
+    "LoopState": "resume.loop_state",
     "Preempted": "types",
     "StepReport": "types",
     "attach": "api",
@@ -41,7 +46,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    except ModuleNotFoundError as error:
+    except ImportError as error:
+        _require_own("store", "policies")
         if error.name is None or error.name.partition(".")[0] not in ("transformers", "accelerate"):
             raise
         raise ImportError(
@@ -49,6 +55,17 @@ def __getattr__(name: str) -> Any:
         ) from error
     globals()[name] = value
     return value
+
+
+def _require_own(*names: str) -> None:
+    """Raise ImportError for a package of ours in whose place a module of the user's was imported."""
+    for name in names:
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is not None and Path(file).resolve() != Path(__file__).resolve().parents[1] / name / "__init__.py":
+            raise ImportError(
+                f"{file} was imported as `{name}`, which is a package of Driftpoint: rename that file, or move it into "
+                f"a package. If no module of yours imports it, `import driftpoint` in place of `import monitor`"
+            )
 
 
 def __dir__() -> list[str]:

@@ -187,7 +187,7 @@ class SaveLog(SaveListener):
 
 def _kind(certificate: Certificate) -> str:
     if certificate.exact:
-        return "exact"
+        return "exact: the saved state, to the last bit"
     if certificate.as_found:
         return AS_FOUND
     if certificate.max_staleness == 0:

@@ -77,7 +77,7 @@ def test_a_script_goes_on(tmp_path: Path, script: str) -> None:
     again = _started(script, tmp_path, *launcher)
     output, _ = again.communicate(timeout=900)
     assert again.returncode == 0, output
-    resumed = re.findall(r"^driftpoint: resumed step (\d+) from \./driftpoint-checkpoints \(exact\)$", output, re.M)
+    resumed = re.findall(r"^driftpoint: resumed step (\d+) from \./driftpoint-checkpoints \(exact: .*\)$", output, re.M)
     assert resumed == [str(killed_at)], output
     model = {"sharded.py": "4 layers (16.6 k", "trainer.py": "7 layers (205 k"}.get(script, "2 layers (66.1 k")
     banner = rf"^driftpoint: saving all of {re.escape(model)} parameters, exact\) to \./driftpoint-checkpoints[ ,]"

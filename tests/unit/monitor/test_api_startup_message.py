@@ -58,8 +58,9 @@ def test_attach_alone(capsys: pytest.CaptureFixture[str]) -> None:
     parameters = sum(one.numel() for one in Model().parameters())
     where = f"http://127.0.0.1:{ckpt.metrics.port}/metrics" if ckpt.metrics.port else "is taken"
     assert said.startswith(
-        f"driftpoint: saving all of 5 layers ({parameters} parameters, exact) to ./driftpoint-checkpoints, every: auto "
-        "(so that the least time is lost, to a failure 30 min at most); "
+        f"driftpoint: saving all of 5 layers ({parameters} parameters, exact), random generators and 0 objects "
+        "in state= to ./driftpoint-checkpoints, every: auto (so that the least time is lost, to a failure 30 min at "
+        "most); "
     )
     assert where in said
     assert said.endswith(
@@ -93,15 +94,15 @@ QUIET = {"metrics": {"enabled": False}}
         (
             {"every": 20},
             (
-                "saving all of 5 layers (266 parameters, exact) to ./driftpoint-checkpoints, every 20 steps; the "
-                "store takes up to 41.5 kB (13 commits of 3.19 kB), fewer where that is over 80% of its disk; no "
-                "metrics (metrics.enabled: false); nothing to resume"
+                "saving all of 5 layers (266 parameters, exact), random generators and 0 objects in state= to "
+                "./driftpoint-checkpoints, every 20 steps; the store takes up to 41.5 kB (13 commits of 3.19 kB), "
+                "fewer where that is over 80% of its disk; no metrics (metrics.enabled: false); nothing to resume"
             ),
         ),
-        ({"every": 1, "encoding": "compact"}, "not exact: rounded to bf16, int8-log2, int8-shared-exponent) to"),
+        ({"every": 1, "encoding": "compact"}, "not exact: rounded to bf16, int8-log2, int8-shared-exponent), random"),
         (
             {"policy": "parity", "every": 1},
-            "saving the choice of policy parity from 5 layers (266 parameters, stored without rounding) to",
+            "saving the choice of policy parity from 5 layers (266 parameters, stored without rounding), random",
         ),
         (
             {"policy": "observe", "every": 1},
@@ -127,15 +128,16 @@ def test_a_store_that_something_empties(capsys: pytest.CaptureFixture[str], monk
 
 def test_commits_and_the_resume(capsys: pytest.CaptureFixture[str]) -> None:
     first = _attached(QUIET)
-    first.resume()
+    assert first.resume() == 0
     job_of(first).adapter.module.zero_grad()
     first.save(wait=True)
     first.close()
     assert capsys.readouterr().err.count("\n") == 1
     second = _attached(QUIET)
     assert "; ckpt.resume() continues from its newest commit\n" in capsys.readouterr().err
-    second.resume()
-    assert capsys.readouterr().err == "driftpoint: resumed step 0 from ./driftpoint-checkpoints (exact)\n"
+    assert second.resume() == 0
+    said = "driftpoint: resumed step 0 from ./driftpoint-checkpoints (exact: the saved state, to the last bit)\n"
+    assert capsys.readouterr().err == said
     second.close()
 
 
