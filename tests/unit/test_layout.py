@@ -32,7 +32,7 @@ PARTICIPLES_OF_THE_FIELD = frozenset({"accounting", "encoding", "staging"})
 
 
 def modules() -> Mapping[str, Path]:
-    found = {}
+    found = {"driftpoint": ROOT / "driftpoint.py"}
     for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
