@@ -162,6 +162,18 @@ class Metrics(SaveListener):
     def histogram(self, name: str) -> Histogram:
         return cast(Histogram, self._metrics[name])
 
+    def scalars(self) -> dict[str, float]:
+        """Return the values of all metrics now, for experiment trackers; none on ranks other than 0.
+
+        Names are those of docs/metrics.md, and labels follow: ``driftpoint_layer_drift_ratio/blocks.0/fp32``. Of a
+        histogram there are the sum and the count. Waits shortly for the series of layers. Not collective."""
+        return {
+            "/".join([sample.name, *sample.labels.values()]): float(sample.value)
+            for family in (self.registry.collect() if self._first else ())
+            for sample in family.samples
+            if not sample.name.endswith(("_bucket", "_created"))
+        }
+
     def serve(self, host: str, port: int, security: EndpointSecurity | None = None) -> None:
         """Start the endpoint; ``port`` 0 chooses a free one. On failure, log a warning and continue without it."""
         try:
