@@ -10,7 +10,6 @@ import logging
 import math
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
@@ -31,7 +30,7 @@ FORGOTTEN = 500
 
 _REPEATS = 5  # optimizer steps in a row with equally many calls each
 
-_Gradient = tuple["weakref.ref[torch.Tensor]", int]  # a gradient, and how often it was written to
+_Gradient = tuple[torch.Tensor, int]  # the smallest gradient, and how often it was written to
 
 _WITHOUT_POSITION = (torch.Generator, torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler)
 
@@ -58,13 +57,14 @@ class MisuseNotices:
         """Begin anew after a resume."""
         self.updates = self._calls = self._before = self._alike = 0
         self._first = True
-        self._suspect: tuple[_Gradient | None] | None = None
+        self._suspect: tuple[_Gradient | None] | None = None  # of a first call before any optimizer step
+        self._repeated: tuple[_Gradient | None] | None = None  # of an optimizer step after equally many calls as before
         self._calls_before = None if self._framework_calls is None else self._framework_calls()
 
     def stepped(self) -> None:
         """Record a call of ``ckpt.step()``."""
-        if self._first and not self.updates:
-            self._called_first()
+        if not self.updates:
+            self._called_without_update()
         self._first, self._called = False, True
         self._calls += 1
         self._most, self.updates = max(self._most, self.updates), 0
@@ -99,28 +99,37 @@ class MisuseNotices:
             text = "rank %d took %d optimizer steps without ckpt.step(): call it on every rank"
             _log.warning(text, self._rank, self.updates)
 
-    def _called_first(self) -> None:
-        """Note a first call before any optimizer step. A gradient scaler may have skipped it: see the next one."""
-        if self._framework_calls is None:
-            self._suspect = None if self._counted else (_gradient(self._adapter.module),)
-        elif self._framework_calls() == self._calls_before:
-            self._say_before()
+    def _called_without_update(self) -> None:
+        """Look at a call before the first optimizer step, or one of several between two of them.
 
-    def _before_update(self) -> None:
-        if self._suspect is not None:
-            (gradient,), self._suspect = self._suspect, None
-            # The gradient of the call is stepped with, or there was none, and nothing that skips a step.
-            if _is_unchanged(gradient) if gradient is not None else not _has_scaler():
-                self._say_before()
-        if not self.updates:
-            self._alike = self._alike + 1 if self._calls == self._before else 1
-            self._before, self._calls = self._calls, 0
-            if self._alike == _REPEATS and self._before > 1 and not self._counted:
+        A gradient scaler may have skipped the step. A loop may count something else, such as steps of an environment:
+        then gradients do not change from call to call."""
+        if self._first and self._framework_calls is not None and self._framework_calls() == self._calls_before:
+            self._say_before()
+        elif self._first and self._framework_calls is None and not self._counted:
+            self._suspect = (_gradient(self._adapter.module),)
+        if self._repeated is not None:
+            (stepped,), self._repeated = self._repeated, None
+            now = _gradient(self._adapter.module)
+            if now is not None and not _is_same(now, stepped) and _local(now[0]).any():
                 self._say(
                     f"ckpt.step() is called {self._before} times for each optimizer step: call it once, after "
                     "optimizer.step(). Otherwise it counts micro-batches, and saves between two of them lack the "
                     "gradients accumulated so far"
                 )
+
+    def _before_update(self) -> None:
+        if self._suspect is not None:
+            (called,), self._suspect = self._suspect, None
+            same = _is_same(called, _gradient(self._adapter.module))
+            # The gradient of the call is stepped with; or there was none, and nothing that skips a step.
+            if same or (called is None and self._calls == 1 and not _has_scaler()):
+                self._say_before()
+        if not self.updates:
+            self._alike = self._alike + 1 if self._calls == self._before else 1
+            self._before, self._calls = self._calls, 0
+            if self._alike == _REPEATS and self._before > 1 and not self._counted:
+                self._repeated = (_gradient(self._adapter.module),)
         self.updates += 1
         if self.updates == max(FORGOTTEN, 10 * self._most):
             since = "since the last ckpt.step()" if self._called else "and ckpt.step() was never called"
@@ -170,21 +179,16 @@ def _framework_calls(adapter: Adapter, steps: Callable[[], int] | None) -> Calla
 
 
 def _gradient(module: torch.nn.Module) -> _Gradient | None:
-    for parameter in module.parameters():
-        if parameter.grad is not None:
-            return weakref.ref(parameter.grad), version_of(_local(parameter.grad))
-    return None
+    found = min((one.grad for one in module.parameters() if one.grad is not None), key=torch.numel, default=None)
+    return None if found is None else (found, version_of(_local(found)))
 
 
-def _is_unchanged(gradient: _Gradient) -> bool:
-    reference, version = gradient
-    now = reference()
-    return now is not None and version_of(_local(now)) == version
+def _is_same(one: _Gradient | None, other: _Gradient | None) -> bool:
+    return one is not None and other is not None and one[0] is other[0] and one[1] == other[1]
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, which others write to
-    return found
+def _local(tensor: Any) -> Any:
+    return getattr(tensor, "_local_tensor", tensor)  # of a DTensor, which others write to
 
 
 def _has_scaler() -> bool:

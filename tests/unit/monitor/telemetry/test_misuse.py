@@ -131,6 +131,24 @@ def test_accumulation_that_calls_once_is_no_misuse(loop: Loop, said: Callable[[]
     assert said() == []
 
 
+@pytest.mark.parametrize("zero", ["before backward", "after the step", "in place"])
+@pytest.mark.parametrize("begin", [0, 20])
+def test_a_loop_that_counts_something_else_is_no_misuse(
+    loop: Loop, said: Callable[[], list[str]], zero: str, begin: int
+) -> None:
+    """As a loop over the steps of an environment that learns from every fourth, after it has collected some."""
+    for count in range(60):
+        if count >= begin and count % 4 == 3:
+            if zero == "before backward":
+                loop.optimizer.zero_grad()
+            loop.backward()
+            loop.optimizer.step()
+            if zero != "before backward":
+                loop.optimizer.zero_grad(set_to_none=zero == "after the step")
+        loop.ckpt.step()
+    assert said() == []
+
+
 def test_many_optimizer_steps_to_a_call_are_no_misuse(loop: Loop, said: Callable[[], list[str]]) -> None:
     """As in PPO, whose loop counts what it collects."""
     for _ in range(8):
