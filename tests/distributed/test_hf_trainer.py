@@ -80,6 +80,7 @@ def launched(cases: list[dict[str, Any]], directory: Path) -> Launched:
     else:
         done = [torchrun("hf_train.py", 2, {"cases": cases}, directory, restarts=1)]
     assert [one.code for one in done] in ([-9, 0], [0]), "\n".join(one.output[-6000:] for one in done)
+    assert not any("does not go on as that run did" in one.output for one in done)  # it draws the same random numbers
     return Launched(0, "", [record for one in done for record in one.records])
 
 

@@ -105,6 +105,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launch:
         name = launch_of[case]
         done, codes = launch(name), [-9, 0] if name.startswith("plain") else [0]
         assert [one.code for one in done] == codes, "\n".join(one.output[-3000:] for one in done)
+        assert not any("does not go on as that run did" in one.output for one in done)  # it draws the same numbers
         return Launched(0, "", [record for one in done for record in one.records])
 
     return of
