@@ -327,8 +327,8 @@ def _build_job(
     tracer = TraceRecorder(settings, TracedJob(adapter.framework, inner.name, observing), group, table, metrics)
     pace = schedule_for(settings.every, settings.auto, settings.bounds.max_staleness, group.world_size, metrics)
     daemon = DaemonClient(settings.daemon, settings.memory.path, metrics, settings.metrics.security())
-    drawn = RngCheck(adapter, tracer, settings.trace_path(), group)
-    listeners = Listeners(budget_tracker, pace, metrics, SaveLog(settings, group.rank), tracer, daemon, drawn)
+    RngCheck(adapter, tracer, settings.trace_path(), group)
+    listeners = Listeners(budget_tracker, pace, metrics, SaveLog(settings, group.rank), tracer, daemon)
     job = JobContext(settings, inner, group, adapter, table, meter, user, pace, listeners, observing, steps)
     job.ledger.full_after_rollback = not settings.budget.limited
     return job, metrics, budget_tracker

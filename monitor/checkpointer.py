@@ -28,9 +28,8 @@ from monitor.save.dry_run import DryRunSaver
 from monitor.save.final_save import FinalSave, LastStep, at_exit, not_committed, unreachable
 from monitor.save.saver import Saver
 from monitor.save.store_session import StoreSession
-from monitor.telemetry.log import warn_of_beginning
+from monitor.telemetry.log import MisuseNotices, warn_of_beginning
 from monitor.telemetry.metrics import Metrics
-from monitor.telemetry.misuse import MisuseNotices
 from monitor.types import DecisionResult, Preempted, SaveRequest, StepReport
 from store.catalog import Catalog
 from store.certificate import Certificate

@@ -8,17 +8,15 @@ Generators of devices are not compared, nor python's, which libraries draw from.
 import logging
 import os
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import xxhash
-from typing_extensions import override
 
-from monitor import events
 from monitor.adapters.base import Adapter
 from monitor.distributed import Group
-from monitor.events import SaveListener
 from monitor.telemetry.trace import TraceRecorder
 from store import trace as traces
 
@@ -27,34 +25,27 @@ _log = logging.getLogger("driftpoint")
 _TAIL = 4 << 20  # bytes at the end of a trace in which the line of a step is looked for
 
 
-class RngCheck(SaveListener):
-    """Records the digests, and warns once after a resume whose loop draws otherwise. path: of the trace."""
+class RngCheck:
+    """Records the digests at optimizer steps, and warns once after a resume whose loop draws otherwise.
+
+    path: of the trace."""
 
     def __init__(self, adapter: Adapter, recorder: TraceRecorder, path: Path | None, group: Group) -> None:
         self._recorder, self._ranks = recorder, group.world_size
-        self._path = path if group.rank == 0 else None
-        self._saved: int | None = None  # step whose digest is recorded at the next optimizer step
-        self._expected: str | None = None
-        if self._path is not None:
-            adapter.before_update(self._before_update)
+        if group.rank == 0 and path is not None:
+            adapter.before_update(partial(self._before_update, path))
 
-    @override
-    def on_save_begin(self, event: events.SaveBeginEvent) -> None:
-        self._saved = event.step
-
-    @override
-    def on_resume(self, event: events.ResumeEvent) -> None:
-        line = None if self._path is None else last_drawn(self._path, event.step)
-        self._expected = None if line is None or line.world_size != self._ranks else line.digest
-
-    def _before_update(self) -> None:
-        if self._saved is None and self._expected is None:
+    def _before_update(self, path: Path) -> None:
+        recorder = self._recorder
+        if recorder.saved_step is None and recorder.resumed_step is None:
             return
-        (step, expected), self._saved, self._expected = (self._saved, self._expected), None, None
+        saved, resumed = recorder.saved_step, recorder.resumed_step
+        recorder.saved_step = recorder.resumed_step = None
         found = generators_digest()
-        if step is not None:
-            self._recorder.put_drawn(step, found)
-        if expected not in (None, found):
+        line = None if resumed is None else last_drawn(path, resumed)
+        if saved is not None:
+            recorder.put_drawn(saved, found)
+        if line is not None and line.world_size == self._ranks and line.digest != found:
             _log.warning(
                 "after this resume the loop has drawn more or fewer random numbers than the saved run had at the same "
                 "optimizer step, so it does not go on as that run did: does it fetch a batch ahead, or begin an "

@@ -79,6 +79,8 @@ class TraceRecorder(SaveListener):
         self._no_reference: frozenset[Unit] = frozenset()
         self._copy_wait = 0.0
         self._dry_run: tuple[int, Sizes] | None = None
+        self.saved_step: int | None = None  # until :class:`monitor.telemetry.rng_check.RngCheck` takes it; rank 0
+        self.resumed_step: int | None = None  # likewise
 
     @override
     def on_attach(self, event: events.AttachEvent) -> None:
@@ -129,6 +131,7 @@ class TraceRecorder(SaveListener):
 
     @override
     def on_save_begin(self, event: events.SaveBeginEvent) -> None:
+        self.saved_step = event.step
         if event.dry_run is not None:
             self._dry_run = event.step, event.dry_run
 
@@ -202,6 +205,7 @@ class TraceRecorder(SaveListener):
     def on_resume(self, event: events.ResumeEvent) -> None:
         self._put_sum()
         self._decision, self._history = None, None  # their signatures are of another branch
+        self.resumed_step = event.step
         line = traces.ResumedLine(step=event.step, newest=event.commit, seconds=self._seconds())
         self._put(lambda: line)
 

@@ -23,7 +23,7 @@ from monitor.adapters import adapter_for
 from monitor.adapters.module_tensors import as_bytes
 from monitor.save.staging import Stager
 from monitor.save.staging_pool import StagingPool
-from monitor.telemetry import misuse
+from monitor.telemetry import log
 from store.catalog import Catalog, open_catalog
 from store.errors import DriftpointError, StorageError
 from store.names import Unit
@@ -367,7 +367,7 @@ def no_memory_for_a_copy(s: Scenario) -> None:
 
 def called_on_rank_0(s: Scenario) -> None:
     """Rank 1 trains without ``ckpt.step()`` while rank 0 waits in it."""
-    misuse.PATIENCE = 0.5
+    log.PATIENCE = 0.5
     job = s.job()
     job.update()
     if rank() == 1:

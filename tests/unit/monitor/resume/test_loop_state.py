@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import random
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +20,10 @@ from tests.support.jobs import job
 
 
 def test_values_come_back_as_they_were_at_the_step(tmp_path: Path) -> None:
-    held = monitor.LoopState(epoch=3, best=0.1, batch=(torch.arange(3), [torch.ones(2), "a"]), seen=OrderedDict(a=1))
+    rng = np.random.default_rng(3).bit_generator.state, random.Random(4).getstate()
+    held = monitor.LoopState(
+        epoch=3, best=0.1, batch=(torch.arange(3), [torch.ones(2), "a"]), seen=OrderedDict(a=1), rng=rng
+    )
     with job(tmp_path / "store", state={"loop": held}) as one:
         assert one.ckpt.resume() == 0
         one.step()
@@ -30,6 +35,7 @@ def test_values_come_back_as_they_were_at_the_step(tmp_path: Path) -> None:
     with job(tmp_path / "store", state={"loop": found}) as two:
         assert two.ckpt.resume() == 2
     assert (found.epoch, found.best, found.seen, found.late) == (4, 0.1, OrderedDict(a=1), True)
+    assert found.rng == rng
     assert type(found.seen) is OrderedDict and type(found.batch) is tuple
     assert found.batch[0].tolist() == [7, 1, 2] and found.batch[1][0].tolist() == [1, 1] and found.batch[1][1] == "a"
 

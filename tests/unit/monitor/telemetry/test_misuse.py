@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import monitor
-from monitor.telemetry import misuse
+from monitor.telemetry import log
 from tests.support.launch import ENVIRONMENT
 
 BEFORE, MICRO = "before the optimizer step", "times for each optimizer step"
@@ -86,14 +86,14 @@ def test_a_call_for_each_micro_batch(loop: Loop, said: Callable[[], list[str]]) 
 
 
 def test_a_forgotten_call(loop: Loop, said: Callable[[], list[str]], caplog: pytest.LogCaptureFixture) -> None:
-    for _ in range(3 * misuse.FORGOTTEN):
+    for _ in range(3 * log.FORGOTTEN):
         loop.optimizer.step()  # without gradients
     assert said() == [FORGOTTEN]
     assert "was never called" in caplog.text
 
 
 def test_a_call_that_is_forgotten_later(loop: Loop, said: Callable[[], list[str]]) -> None:
-    for step in range(2 * misuse.FORGOTTEN):
+    for step in range(2 * log.FORGOTTEN):
         loop.optimizer.step()
         if step < 10:
             loop.ckpt.step()
