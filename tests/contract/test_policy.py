@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.policy_checks import TIMED, broken_promises
 from policies.base import Budget, Decision, History, Policy, UnitStats
 from policies.bounds import Bounded, Bounds, bound, incomplete
 from policies.builtin import Observe
-from policies.conformance import TIMED, broken_promises
 from policies.registry import POLICIES, policy_from
 from store.names import FROZEN, RAW, WEIGHTS, Unit
 from tests.support.slow import others_slow

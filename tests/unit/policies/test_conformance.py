@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from policies import conformance as contract
+from examples import policy_checks as contract
+from examples.policy_checks import any_case, broken_promises, check_policy, edge_cases, usual_units
 from policies.bounds import Bounds
-from policies.conformance import BrokenError, broken_promises, check_policy
+from policies.conformance import BrokenError
 from policies.registry import policy_from
-from policies.synthetic import any_case, edge_cases, usual_units
 from store.encoding import ENCODINGS
 from tests.support.policies import SOUND, policy_file, selecting
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from policies.conformance import TIMED, broken_promises
+from examples.policy_checks import TIMED, broken_promises
 from policies.registry import policy_from
 from store.names import WEIGHTS
 from tests.support.jobs import job
