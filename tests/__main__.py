@@ -22,9 +22,10 @@ FAST = "not slow and not distributed"
 BY_FILE = ("--dist", "loadfile", "--no-loadscope-reorder")
 """The tests of a file share their launches."""
 
+ROOT = Path(__file__).parents[1]
 COUNTED = ("passed", "failed", "skipped")
 PASSED, NO_TESTS = 0, 5
-COMPILE = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load(verbose=False)"
+EXTENSION = "from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder; ShareMemCommBuilder().load(verbose=False)"
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,12 @@ class Stage:
     """A run of pytest over the tests that a marker expression selects.
 
     Args:
-        distribution: How xdist spreads the tests over its processes.
-        launches: Whether there are tests that launch jobs of DeepSpeed.
+        launches: Whether there are tests that launch jobs, so that those of a file have to come to one process.
     """
 
     name: str
     selection: str
-    distribution: Sequence[str] = ()
-    launches: bool = False
+    launches: bool = True
 
 
 @dataclass(frozen=True)
@@ -65,24 +64,20 @@ class Outcome:
 def stages(everything: bool, skip_core: bool) -> list[Stage]:
     """Return the stages of ``make test``, or of ``make test-all``."""
     if not everything:
-        return [Stage("core", f"({FAST}) or core", BY_FILE, launches=True)]
-    rest = " and not core" if skip_core else ""
-    return [
-        *([] if skip_core else [Stage("fast", FAST)]),
-        Stage("slow", f"slow and not distributed{rest}", ("--dist", "worksteal")),
-        Stage("distributed", f"distributed{rest}", BY_FILE, launches=True),
-    ]
+        return [Stage("core", f"({FAST}) or core")]
+    slow = Stage("slow", "(slow or distributed) and not core" if skip_core else "slow or distributed")
+    return [slow] if skip_core else [Stage("fast", FAST, launches=False), slow]
 
 
 def run(stage: Stage, options: Sequence[str], environment: dict[str, str]) -> Outcome:
     """Run one stage to its end."""
     if stage.launches:
         # Once and beforehand: the first launch's ranks would compile it side by side, against its time limit.
-        subprocess.call([sys.executable, "-c", COMPILE], env=environment)
+        subprocess.call([sys.executable, "-c", EXTENSION], env=environment)
     with tempfile.TemporaryDirectory() as folder:
         report, began = Path(folder) / "report.xml", time.monotonic()
         command = [sys.executable, "-m", "pytest", "-q", "--durations=5", f"--junitxml={report}"]
-        command += ["-m", stage.selection, "-n", str(processes()), *stage.distribution, *options]
+        command += ["-m", stage.selection, "-n", str(processes()), *(BY_FILE if stage.launches else ()), *options]
         code = subprocess.call(command, env=environment)
         outcome = Outcome(stage.name, code, time.monotonic() - began, counts(report))
     print(f"stage {outcome.line()}", flush=True)
@@ -103,6 +98,12 @@ def counts(report: Path) -> dict[str, int]:
         total = {key: value + int(suite.get(key, 0)) for key, value in total.items()}
     failed = total["failures"] + total["errors"]
     return {"passed": total["tests"] - failed - total["skipped"], "failed": failed, "skipped": total["skipped"]}
+
+
+def compile_sources() -> None:
+    """Write the bytecode of all our sources. Where PYTHONDONTWRITEBYTECODE is set each process would compile them."""
+    command = [sys.executable, "-m", "compileall", "-q", "-j", str(processes()), "-x", r"/\.", str(ROOT)]
+    subprocess.call(command)
 
 
 def extensions() -> Path:
@@ -128,6 +129,7 @@ def main() -> int:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # One thread each, since there is a test process for every core.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(extensions())}
+    compile_sources()
     outcomes = [run(stage, options, environment) for stage in stages(chosen.all, chosen.skip_core)]
     total = {kind: sum(one.counts.get(kind, 0) for one in outcomes) for kind in COUNTED}
     print(f"\n{'stage':12} result on {processes()} processes")

@@ -85,6 +85,9 @@ class Chaos:
     """Newest step that was committed, and that all ranks were known to have in memory, so far."""
     replicated: int = 0
     """Newest step that all ranks were known to have at their peers, too, since the job last resumed another one."""
+    reference: Reference = field(default_factory=dict)
+    known: int = 0
+    """The reference run's last step."""
 
     @property
     def ranks(self) -> int:
@@ -98,17 +101,17 @@ class Chaos:
     def run(self) -> Counter[str]:
         """All rounds, the last one without a kill."""
         chance = random.Random(self.seed)
-        reference = self._reference()
+        self._know(18 * self.rounds)  # as far as it comes, as a rule
         for number in range(self.rounds):
-            self._round(number, reference, chance)
-        self._last(reference)
+            self._round(number, chance)
+        self._last()
         return self.outcomes
 
-    def _round(self, number: int, reference: Reference, chance: random.Random) -> None:
+    def _round(self, number: int, chance: random.Random) -> None:
         process, diary = self._started(number)
         try:
             resumed = self._resumed(process, diary)
-            self._check(number, resumed, reference)
+            self._check(number, resumed)
             early = bool(self.promised[0]) or (number + 1 < self.rounds and chance.random() < 0.2)
             self._until(process, diary, resumed[0]["step"] + chance.randrange(1, 14), early)
             time.sleep(chance.uniform(0, 0.05))
@@ -118,28 +121,28 @@ class Chaos:
             self.outcomes[name] += 1
         finally:
             end_job(process, [one["pid"] for one in entries(diary)])
-        self._note(number, diary, reference)
+        self._note(number, diary)
         if self.peers and chance.random() < 0.5:
             shutil.rmtree(self.shared / f"node{chance.randrange(self.ranks)}", ignore_errors=True)
             self.promised, self.replicated = (self.promised[0], self.replicated), 0
             self.outcomes["a node lost"] += 1
 
-    def _last(self, reference: Reference) -> None:
+    def _last(self) -> None:
         """To its end, a few steps on: closed as it is meant to be."""
         newest = max(self.promised)
         process, diary = self._started(self.rounds, min(self.steps, newest + 20))
         try:
             resumed = self._resumed(process, diary)
-            self._check(self.rounds, resumed, reference)
+            self._check(self.rounds, resumed)
             code = process.wait(LIMIT)
         finally:
             end_job(process, [one["pid"] for one in entries(diary)])
         assert code == 0, self._said(self.rounds, "the last one did not end by itself")
-        self._note(self.rounds, diary, reference)
+        self._note(self.rounds, diary)
         ends = entries(diary, "end")
         assert len(ends) == self.ranks
         for one in ends:
-            wanted = reference[one["rank"], one["step"]]["digest"]
+            wanted = self.reference[one["rank"], one["step"]]["digest"]
             assert one["digest"] == wanted, self._said(self.rounds, f"another state in the end: {one}")
         if self.daemon:
             with suppress(DriftpointError):  # it was killed, and nobody needed another one
@@ -147,7 +150,7 @@ class Chaos:
         left = [str(path) for path in self.shared.rglob("rank-*" if self.memory else "*")]
         assert not left, self._said(self.rounds, f"left in shared memory: {left}")
 
-    def _check(self, number: int, resumed: list[dict[str, Any]], reference: Reference) -> None:
+    def _check(self, number: int, resumed: list[dict[str, Any]]) -> None:
         committed, newest = self.promised
         step = resumed[0]["step"]
         from_memory = bool({"memory", "peer"} & {*resumed[0]["sources"]})
@@ -159,17 +162,18 @@ class Chaos:
         for one in resumed:
             assert one["exact"], self._said(number, f"not exact: {one}")
             if step:
-                wanted = reference[one["rank"], step]["digest"]
+                wanted = self.reference[one["rank"], step]["digest"]
                 assert one["digest"] == wanted, self._said(number, f"another state than at step {step}: {one}")
         self.replicated *= step == self.replicated  # what is older goes when a newer one is resumed
         self.outcomes["from memory" if from_memory else "from the store" if step else "anew"] += 1
         self.outcomes["from peers"] += "peer" in resumed[0]["sources"]
 
-    def _note(self, number: int, diary: Path, reference: Reference) -> None:
-        """Compare the losses since the resume, and keep what was acknowledged."""
+    def _note(self, number: int, diary: Path) -> None:
+        """Compare the losses since the resume, and keep what was acknowledged. The job has ended."""
         told = entries(diary, "step")
+        self._know(max((one["step"] for one in told), default=0) + 1)  # one more than it lived to write down, maybe
         for one in told:
-            wanted = reference[one["rank"], one["step"]]["losses"]
+            wanted = self.reference[one["rank"], one["step"]]["losses"]
             assert one["losses"] == wanted, self._said(number, f"other losses than {wanted}: {one}")
         self.promised = (
             max([self.promised[0], *(one["committed"] for one in told)]),
@@ -177,16 +181,20 @@ class Chaos:
         )
         self.replicated = max([self.replicated, *(one["replicated"] for one in told)])
 
-    def _reference(self) -> Reference:
-        process, diary = self._started(-1, reference=True)
+    def _know(self, step: int) -> None:
+        """Have the reference run come to a step: a longer one is the same, as far as the shorter one came."""
+        if min(step, self.steps) <= self.known:
+            return
+        self.known = min(step + 30, self.steps)
+        process, diary = self._started(-1, self.known, reference=True)
         try:
             assert process.wait(5 * LIMIT) == 0, self._said(-1, "the reference run failed")
         finally:
             end_job(process, [])
-        return {(one["rank"], one["step"]): one for one in entries(diary)}
+        self.reference = {(one["rank"], one["step"]): one for one in entries(diary)}
 
     def _started(self, number: int, steps: int | None = None, *, reference: bool = False) -> tuple[Process, Path]:
-        name = "reference" if reference else f"round-{number}"
+        name = f"reference-{steps}" if reference else f"round-{number}"
         diary, described = self.folder / f"{name}.jsonl", self.folder / f"{name}.json"
         store = self.folder / "store"
         settings = {

@@ -1,5 +1,5 @@
-"""A process that imports torch and DeepSpeed once and forks a child for each launch: torchrun, and its ranks, without
-the seconds that each of them would spend on importing.
+"""A process that imports torch, DeepSpeed and our packages once and forks a child for each launch: torchrun, and its
+ranks, without the seconds that each of them would spend on importing.
 
 Run as a script only. It answers one request a line (JSON: words, environment, directory, streams) with the child's
 process id, and once the child has ended with its exit code. The child is what ``python WORDS`` would have become:
@@ -7,8 +7,8 @@ torchrun's own code, of which only the start of the ranks is another one, or a s
 environment, import path, signals and output as asked for. Ranks are forked by torchrun in turn, so they are children of
 it, each in its own session, as ever.
 
-What it does not do: everything that it forks has the same hash seed. It imports nothing of ours: a child imports that
-from its own path, or is kept from it.
+What it does not do: everything that it forks has the same hash seed. It imports nothing of ours itself: a launch whose
+import path leads to our packages is forked by :class:`Ours`, and any other is kept from them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any, NoReturn
 
@@ -43,6 +43,11 @@ PRELOADED = (
     "transformers.models.llama.modeling_llama",
 )
 """As far as they are installed."""
+
+OURS = ("monitor.api", "monitor.huggingface.callback", "merger.merge")
+"""What most of the launches import that may import our packages."""
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))  # noqa: PTH100, PTH120
 
 TORCHRUN = "torch.distributed.run"
 
@@ -163,25 +168,74 @@ def _child(asked: Mapping[str, Any]) -> NoReturn:
     become(asked["words"], asked["environment"])
 
 
+class Ours:
+    """A fork of this process that has imported our packages too, and answers the same requests."""
+
+    def __init__(self) -> None:
+        asked, to_ask = os.pipe()
+        told, to_tell = os.pipe()
+        if os.fork() == 0:
+            os.dup2(asked, 0)
+            os.closerange(3, to_tell)
+            os.closerange(to_tell + 1, os.sysconf("SC_OPEN_MAX"))
+            sys.path.insert(0, ROOT)
+            preload(OURS)
+            sys.path.remove(ROOT)  # a child looks where its own path says
+            with os.fdopen(0, closefd=False) as requests, os.fdopen(to_tell, "w") as answers:
+                for line in requests:
+                    for number in forked(line):
+                        tell(answers, number)
+            os._exit(0)
+        os.close(asked)
+        os.close(to_tell)
+        self._requests, self._answers = os.fdopen(to_ask, "w"), os.fdopen(told)
+
+    def forked(self, line: str) -> Iterator[int]:
+        """Hand a request on: the answers to it, as of :func:`forked`."""
+        self._requests.write(line)
+        self._requests.flush()
+        for _ in ("process id", "exit code"):
+            yield int(self._answers.readline())
+
+
+def preload(names: Sequence[str]) -> None:
+    """Import what is installed of these, for all that is forked from now on."""
+    for name in names:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # what is there now no collection of a child needs to look at
+
+
+def forked(line: str) -> Iterator[int]:
+    """Fork a child for a request: its process id, and once it has ended its exit code."""
+    pid = os.fork()
+    if pid == 0:
+        _child(json.loads(line))
+    yield pid
+    _, status = os.waitpid(pid, 0)
+    yield os.waitstatus_to_exitcode(status)
+
+
+def tell(answers: IO[str], number: int) -> None:
+    """One answer."""
+    answers.write(f"{number}\n")
+    answers.flush()
+
+
 def main() -> None:
     """Fork for each line."""
     sys.path.pop(0)  # the directory of this file
     requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    for name in PRELOADED:
-        with suppress(ImportError):
-            importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # what is there now no collection of a child needs to look at
+    preload(PRELOADED)
+    ours: Ours | None = None
     for line in requests:
-        pid = os.fork()
-        if pid == 0:
-            _child(json.loads(line))
-        answers.write(f"{pid}\n")
-        answers.flush()
-        _, status = os.waitpid(pid, 0)
-        answers.write(f"{os.waitstatus_to_exitcode(status)}\n")
-        answers.flush()
+        path = json.loads(line)["environment"].get("PYTHONPATH", "")
+        if ROOT in path.split(os.pathsep):
+            ours = ours or Ours()
+        for number in ours.forked(line) if ours and ROOT in path.split(os.pathsep) else forked(line):
+            tell(answers, number)
 
 
 if __name__ == "__main__":

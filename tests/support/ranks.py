@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.support.cli import environment
+from tests.support.launch import WORKERS, python
 
 
 def run_ranks(script: str, tmp_path: Path, *options: str, ranks: int = 2) -> None:
     """Run a script once for each rank, with the rank, a file to meet at, and the options. All must succeed."""
-    started = [
-        subprocess.Popen([sys.executable, "-c", script, str(rank), str(tmp_path / "meet"), *options], env=environment())
-        for rank in range(ranks)
-    ]
-    try:
-        assert [one.wait(240) for one in started] == [0] * ranks
-    finally:
-        for one in started:
-            one.kill()
-            one.wait(60)
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    done = python([WORKERS / "ranks.py", ranks, path, tmp_path / "meet", *options], tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,7 +1,8 @@
 """Under torchrun, where nothing of driftpoint can be imported: stock DeepSpeed loads every cell of its world size.
 
 Usage: matrix_load.py DIRECTORY — writes ``loaded-WORLD-RANK.json``: per merged directory, what differs from the state
-that was saved, and the losses of the five steps that follow.
+that was saved, and the losses of the steps that follow: all of them for the source's own engine, which has to have the
+same, and two for any other, which has the same before an update only.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ def differences(one: Any, other: Any, where: str = "") -> list[str]:
     return [] if one == other else [f"{where}: {one!r} is not {other!r}"]
 
 
-def load(cell: Cell, path: Path, expected: Mapping[str, Any]) -> dict[str, Any]:
+def load(cell: Cell, path: Path, expected: Mapping[str, Any], last: int) -> dict[str, Any]:
     built = build(cell, 1)
     assert built.load_checkpoint(str(path))[0] is not None, path
-    return compared(built, expected)
+    return compared(built, expected, last)
 
 
 def load_universal(cell: Cell, lines: Sequence[str], expected: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,12 +58,12 @@ def load_universal(cell: Cell, lines: Sequence[str], expected: Mapping[str, Any]
     settings = {**config(cell.stage, cell.precision, **LINEAR), "checkpoint": {"load_universal": True}}
     names["engine"], *_ = deepspeed.initialize(model=model, model_parameters=param_groups(model), config=settings)
     exec("\n".join(lines[position:]), names)
-    return compared(names["engine"], expected)
+    return compared(names["engine"], expected, SAVED + 2)
 
 
-def compared(built: Any, expected: Mapping[str, Any]) -> dict[str, Any]:
+def compared(built: Any, expected: Mapping[str, Any], last: int) -> dict[str, Any]:
     found = differences(expected, collect(built))
-    return {"differences": found, "losses": train(built, range(SAVED, LAST))}
+    return {"differences": found, "losses": train(built, range(SAVED, last))}
 
 
 def main(directory: Path) -> None:
@@ -74,7 +75,8 @@ def main(directory: Path) -> None:
         expected = torch.load(folder / "state.pt", weights_only=False)
         for cell in targets(source):
             if cell.world == world:
-                told[f"{source.name}/{cell.name}"] = load(cell, folder / cell.name, expected)
+                last = LAST if cell == source else SAVED + 2
+                told[f"{source.name}/{cell.name}"] = load(cell, folder / cell.name, expected, last)
         universal = Cell(universal_stage(source, world), world, source.precision)
         lines = json.loads((folder / "universal.json").read_text())
         told[f"{source.name}/universal"] = load_universal(universal, lines, expected)

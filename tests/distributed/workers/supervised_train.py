@@ -7,6 +7,7 @@ poison          steps that no attempt survives which resumes at them: it dies tw
     poison_now      the same, before the first step
     settled         each version in memory is waited for
 settings        more of the configuration
+broken          the exit code of each attempt, before it imports or does anything
 """
 
 from __future__ import annotations
@@ -18,11 +19,6 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-
-import torch
-
-from tests.support.internals import wait_for_snapshot
-from tests.support.jobs import Job
 
 spec = json.loads(Path(sys.argv[1]).read_text())
 results = Path(spec["results"])
@@ -48,13 +44,19 @@ def die(how: str | int) -> None:
     os._exit(int(how))
 
 
-if "RANK" in os.environ:
-    torch.distributed.init_process_group("gloo")
-torch.manual_seed(0)
 attempt = attempts() + 1
 record("began", attempt=attempt)
 if spec.get("broken"):
     sys.exit(spec["broken"])
+
+import torch  # noqa: E402
+
+from tests.support.internals import wait_for_snapshot  # noqa: E402
+from tests.support.jobs import Job  # noqa: E402
+
+if "RANK" in os.environ:
+    torch.distributed.init_process_group("gloo")
+torch.manual_seed(0)
 job = Job(Path(spec["store"]), every=spec["every"], **spec.get("settings", {}))
 start = job.ckpt.resume()
 record("resumed", start=start)
