@@ -1,4 +1,4 @@
-"""Run the suite in stages, each over as many processes as there are cores, and sum up at the end.
+"""Run the suite in stages, each over as many processes as there are cores or a few more, and sum up at the end.
 
 Without options: the fast tests and the core of the slow ones, in one stage, as ``make test`` does. All other arguments
 go to pytest. Every stage runs, even if an earlier one fails. The exit code is 1 if any stage fails.
@@ -34,11 +34,13 @@ class Stage:
 
     Args:
         launches: Whether there are tests that launch jobs, so that those of a file have to come to one process.
+        more: Processes beyond one a core, where many tests wait: for other processes, for a server, for a time-out.
     """
 
     name: str
     selection: str
     launches: bool = True
+    more: int = 0
 
 
 @dataclass(frozen=True)
@@ -65,19 +67,17 @@ def stages(everything: bool, skip_core: bool) -> list[Stage]:
     """Return the stages of ``make test``, or of ``make test-all``."""
     if not everything:
         return [Stage("core", f"({FAST}) or core")]
-    slow = Stage("slow", "(slow or distributed) and not core" if skip_core else "slow or distributed")
+    slow = Stage("slow", "(slow or distributed) and not core" if skip_core else "slow or distributed", more=1)
     return [slow] if skip_core else [Stage("fast", FAST, launches=False), slow]
 
 
 def run(stage: Stage, options: Sequence[str], environment: dict[str, str]) -> Outcome:
     """Run one stage to its end."""
-    if stage.launches:
-        # Once and beforehand: the first launch's ranks would compile it side by side, against its time limit.
-        subprocess.call([sys.executable, "-c", EXTENSION], env=environment)
     with tempfile.TemporaryDirectory() as folder:
         report, began = Path(folder) / "report.xml", time.monotonic()
         command = [sys.executable, "-m", "pytest", "-q", "--durations=5", f"--junitxml={report}"]
-        command += ["-m", stage.selection, "-n", str(processes()), *(BY_FILE if stage.launches else ()), *options]
+        command += ["-m", stage.selection, "-n", str(processes() + stage.more)]
+        command += [*(BY_FILE if stage.launches else ()), *options]
         code = subprocess.call(command, env=environment)
         outcome = Outcome(stage.name, code, time.monotonic() - began, counts(report))
     print(f"stage {outcome.line()}", flush=True)
@@ -100,10 +100,15 @@ def counts(report: Path) -> dict[str, int]:
     return {"passed": total["tests"] - failed - total["skipped"], "failed": failed, "skipped": total["skipped"]}
 
 
-def compile_sources() -> None:
-    """Write the bytecode of all our sources. Where PYTHONDONTWRITEBYTECODE is set each process would compile them."""
-    command = [sys.executable, "-m", "compileall", "-q", "-j", str(processes()), "-x", r"/\.", str(ROOT)]
-    subprocess.call(command)
+def prepare(environment: dict[str, str]) -> None:
+    """Compile what processes would compile each for itself.
+
+    DeepSpeed's extension, which the ranks of the first launch would compile side by side, against its time limit; and
+    the bytecode of our sources, of which nothing is kept where PYTHONDONTWRITEBYTECODE is set.
+    """
+    bytecode = ["-m", "compileall", "-q", "-j", str(processes()), "-x", r"/\.", str(ROOT)]
+    for words in (["-c", EXTENSION], bytecode):
+        subprocess.call([sys.executable, *words], env=environment)
 
 
 def extensions() -> Path:
@@ -122,6 +127,7 @@ def main() -> int:
     parser = argparse.ArgumentParser("python -m tests", description=__doc__, allow_abbrev=False)
     parser.add_argument("--all", action="store_true", help="run every test, not only the fast ones and the core")
     parser.add_argument("--skip-core", action="store_true", help="with --all: leave out what a run without it runs")
+    parser.add_argument("--prepare", action="store_true", help="compile what the tests need, and run none")
     chosen, options = parser.parse_known_args()
     # Started in the background of a script, or by nohup, a process ignores Ctrl-C or SIGHUP, and so would the commands
     # under test.
@@ -129,10 +135,12 @@ def main() -> int:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # One thread each, since there is a test process for every core.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(extensions())}
-    compile_sources()
+    prepare(environment)
+    if chosen.prepare:
+        return 0
     outcomes = [run(stage, options, environment) for stage in stages(chosen.all, chosen.skip_core)]
     total = {kind: sum(one.counts.get(kind, 0) for one in outcomes) for kind in COUNTED}
-    print(f"\n{'stage':12} result on {processes()} processes")
+    print(f"\n{'stage':12} result on {processes()} cores")
     for outcome in [*outcomes, Outcome("total", PASSED, sum(one.seconds for one in outcomes), total)]:
         print(outcome.line())
     return int(any(one.failed for one in outcomes))

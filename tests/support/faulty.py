@@ -126,6 +126,7 @@ class Proxy:
 class _Handler(BaseHTTPRequestHandler):
     of: Proxy
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # otherwise each body waits until the client has acknowledged the headers
 
     def setup(self) -> None:
         super().setup()

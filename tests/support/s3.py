@@ -15,6 +15,7 @@ from typing import Any
 from moto.backends import get_backend
 from moto.core import DEFAULT_ACCOUNT_ID
 from moto.server import ThreadedMotoServer
+from werkzeug.serving import WSGIRequestHandler
 
 KEYS = {"AWS_ACCESS_KEY_ID": "nobody", "AWS_SECRET_ACCESS_KEY": "nothing", "AWS_ALLOW_HTTP": "true"}
 BUCKET = "bucket"
@@ -26,6 +27,7 @@ class Server:
     def __enter__(self) -> Server:
         logging.getLogger("werkzeug").setLevel(logging.CRITICAL)  # it logs every request
         self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        WSGIRequestHandler.disable_nagle_algorithm = True  # otherwise bodies wait until headers are acknowledged
         self._server.start()
         self.port: int = self._server.get_host_and_port()[1]
         self._backend: Any = get_backend("s3")[DEFAULT_ACCOUNT_ID]["aws"]

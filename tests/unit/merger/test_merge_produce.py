@@ -22,6 +22,7 @@ from merger.writers.safetensors import SafetensorsFile
 from merger.writers.torch_zip import PtFile
 from store.errors import DamagedError, MergeError, StorageError
 from tests.support.extents import Spread, all_of, some_flaw, values
+from tests.support.launch import python
 from tests.support.slow import others_slow
 
 ROOT = Path(__file__).parents[3]
@@ -173,10 +174,12 @@ kinds["dcp"] = DcpFile((Item(MetadataIndex("a", torch.Size([0])), elements + 1),
 kinds["safetensors"] = SafetensorsFile({"a": stored}, {})
 (root / "out").mkdir()
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]),) * 2)
+limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), limits[1]))
 try:
     produce(root / "out", [OutFile("x", kinds[sys.argv[2]])], spread.index, 2, lambda _: None)
 except StorageError as error:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)  # what is printed goes to a file, too
     print(error)
 """
 
@@ -185,7 +188,8 @@ except StorageError as error:
 @pytest.mark.parametrize("kind", others_slow(["verbatim", "pt", "dcp", "safetensors"]))
 def test_a_device_that_takes_no_more(tmp_path: Path, kind: str, limit: int) -> None:
     """Whatever wrote the file, and wherever in it: the system's own words, and what to type."""
-    done = run(LIMITED, str(tmp_path), kind, str(limit))
+    (tmp_path / "limited.py").write_text(LIMITED)
+    done = python([tmp_path / "limited.py", tmp_path, kind, limit], tmp_path)
     told = f"cannot write {tmp_path / 'out' / 'x'}: File too large; raise `ulimit -f`, or name another output directory"
     assert done.stdout.startswith(told), done.stdout + done.stderr
     assert done.stdout.count("\n") == 1
