@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -9,12 +10,16 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
+gc.disable()  # imports leave no garbage, and the search for it takes a third of their time
 
-from tests.support.jobs import Job
-from tests.support.kept import kept_step
+import torch  # noqa: E402
+import torch._dynamo  # noqa: E402 - the first optimizer would import it
+import torch.distributed as dist  # noqa: E402
 
+from tests.support.jobs import Job  # noqa: E402
+from tests.support.kept import kept_step  # noqa: E402
+
+gc.enable()
 spec = json.loads(Path(sys.argv[1]).read_text())
 folder = Path(spec["folder"])
 rank = int(os.environ.get("RANK", "0"))
