@@ -8,6 +8,7 @@ working weights, both moments, steps, hyperparameters, schedule and counters, to
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from safetensors.torch import load_file
 from merger.layouts.base import Target
 from merger.merge import merge
 from tests.support.launch import WORKERS, launcher, python
+from tests.support.mounts import shared_memory
 
 pytest.importorskip("deepspeed")
 from matrix_cases import SOURCES, WORLDS, Cell, targets
@@ -36,16 +38,16 @@ def launch(script: str, world: int, directory: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def matrix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Everything trained, merged and loaded."""
-    directory = tmp_path_factory.mktemp("matrix")
-    for world in WORLDS:
-        launch("matrix_train.py", world, directory)
-    for source in SOURCES:
-        write(source, directory / source.name)
-    for world in WORLDS:
-        launch("matrix_load.py", world, directory)
-    return directory
+def matrix() -> Iterator[Path]:
+    """Everything trained, merged and loaded. In memory: no power is lost, so that syncing would only take time."""
+    with shared_memory("driftpoint-matrix-") as directory:
+        for world in WORLDS:
+            launch("matrix_train.py", world, directory)
+        for source in SOURCES:
+            write(source, directory / source.name)
+        for world in WORLDS:
+            launch("matrix_load.py", world, directory)
+        yield directory
 
 
 def write(source: Cell, folder: Path) -> None:
