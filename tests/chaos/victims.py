@@ -101,24 +101,21 @@ VICTIMS: dict[str, Callable[[Target, random.Random], None]] = {
 
 
 def end_job(process: Started | subprocess.Popen[bytes], pids: Iterable[int]) -> None:
-    """Give a launcher a moment to end what it started, and its ranks one to be gone; then kill what is left."""
+    """Give a launcher a moment to end what it started, and its ranks one to be gone; then kill what is left.
+
+    Processes are looked up first: a minute later, on a busy machine, their ids may be those of others."""
+    found = []
+    for pid in sorted({*pids} - {process.pid}):
+        with suppress(psutil.NoSuchProcess):
+            found.append(psutil.Process(pid))
     try:
         process.wait(45)
     except subprocess.TimeoutExpired:
-        pids = {*pids, *(one.pid for one in psutil.Process(process.pid).children(recursive=True))}
+        found += [one for one in psutil.Process(process.pid).children(recursive=True) if one not in found]
         process.kill()
         process.wait(30)
-    gone(sorted({*pids} - {process.pid}))
-
-
-def gone(pids: list[int], seconds: float = 30) -> None:
-    """Wait until none of the processes is there; kill what is left."""
-    found = []
-    for pid in pids:
+    _, left = psutil.wait_procs(found, timeout=30)
+    for one in left:
         with suppress(psutil.NoSuchProcess):
-            found.append(psutil.Process(pid))
-    _, left = psutil.wait_procs(found, timeout=seconds)
-    for process in left:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
+            one.kill()
     psutil.wait_procs(left, timeout=10)
