@@ -26,6 +26,7 @@ from transformers.distributed import DistributedConfig
 
 import monitor
 from monitor.adapters.module_tensors import as_bytes
+from tests.support.internals import memory_of, wait_for_snapshot
 
 VOCABULARY = 67
 
@@ -75,13 +76,15 @@ class Dying(TrainerCallback):  # type: ignore[misc]
 
 
 class Flushing(TrainerCallback):  # type: ignore[misc]
-    """Each decision finds the save before it committed."""
+    """Each decision finds the save before it committed, and the version in memory before it whole."""
 
     def __init__(self, ours: monitor.CheckpointCallback) -> None:
         self.ours = ours
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.ours.checkpointer.flush()
+        if memory_of(self.ours.checkpointer) is not None:
+            wait_for_snapshot(self.ours.checkpointer)
 
 
 class Certified(TrainerCallback):  # type: ignore[misc]

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import monitor
 from tests.support.forged import forge_part, saves_of
+from tests.support.internals import memory_of, wait_for_snapshot
 
 
 class Observed(nn.Module):
@@ -61,6 +62,8 @@ class Job:
             self.optimizer.zero_grad()
             self.ckpt.step()
             self.ckpt.flush()
+            if memory_of(self.ckpt) is not None:
+                wait_for_snapshot(self.ckpt)
 
     def state(self) -> dict[str, Any]:
         buffers = {name: buffer.double().sum().item() for name, buffer in self.model.named_buffers()}
