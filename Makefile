@@ -55,6 +55,7 @@ bench: $(READY) ## the benchmarks, each against its goal
 	$(BIN)/python benchmarks/encoding.py
 	$(BIN)/python benchmarks/precision.py
 	$(BIN)/python benchmarks/scaling.py
+	$(BIN)/python benchmarks/boxes.py
 
 peers: $(READY) ## others beside Driftpoint, each in an environment of its own; writes docs/benchmarks/peers.md
 	$(BIN)/python benchmarks/peers.py --page docs/benchmarks/peers.md

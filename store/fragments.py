@@ -312,19 +312,19 @@ class _Regions(Generic[S]):
         source_starts = (offsets * source).sum(axis=1) + self._starts[own]
         target_starts = (offsets * target).sum(axis=1) + starts[part]
         order = np.lexsort((own, part))
-        columns = (part, own, source_starts, target_starts, sizes.prod(axis=1))
+        part, own, numels = part[order], own[order], sizes.prod(axis=1)[order]
+        filled = np.zeros(len(wanted), np.int64)
+        np.add.at(filled, part, numels)
+        for index in np.flatnonzero(filled != [one.numel for one in wanted])[:1].tolist():
+            one, missing = wanted[index], wanted[index].numel - int(filled[index])
+            region = f"[{one.start}, {one.stop})" if one.box is None else one.box
+            raise DamagedError(f"{self._name}: {missing} of the elements {region} are in no stored fragment")
         shapes = (map(tuple, one[order].tolist()) for one in (sizes, source, target))
-        copies: list[list[Copy[S]]] = [[] for _ in wanted]
-        for number, index, begin, into, numel, *shape in zip(
-            *(one[order].tolist() for one in columns), *shapes, strict=True
-        ):
-            copies[number].append(Copy(self._spans[index], begin, into, numel, steps_between(*shape)))
-        for one, found in zip(wanted, copies, strict=True):
-            missing = one.numel - sum(copy.numel for copy in found)
-            if missing:
-                region = f"[{one.start}, {one.stop})" if one.box is None else one.box
-                raise DamagedError(f"{self._name}: {missing} of the elements {region} are in no stored fragment")
-        return copies
+        begins, intos = source_starts[order].tolist(), target_starts[order].tolist()
+        spans, steps = map(self._spans.__getitem__, own.tolist()), map(steps_between, *shapes)
+        copies = list(map(Copy, spans, begins, intos, numels.tolist(), steps))
+        edges = np.searchsorted(part, np.arange(len(wanted) + 1)).tolist()
+        return [copies[start:stop] for start, stop in pairwise(edges)]
 
 
 def covered_numel(entries: Iterable[Entry]) -> int:
