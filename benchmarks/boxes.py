@@ -1,8 +1,8 @@
 """How long the arithmetic on fragments takes at the size of the largest jobs: 16,384 ranks, 126 layers.
 
 A layer is one tensor, of which every rank holds a box, or a flat range as under ZeRO-3. Stored fragments are indexed,
-and then those of all ranks of another mesh are found in them, or whole tensors, as a merge does. In one process, without
-files and without garbage collection, as in a resume. Each figure holds the indexing.
+and then those of all ranks of another mesh are found in them, or whole tensors, as a merge does. In one process,
+without files and without garbage collection, as in a resume. Each figure holds the indexing.
 """
 
 from __future__ import annotations
