@@ -109,7 +109,7 @@ class Policy(Protocol):
     """Chooses which units a save stores. Any class with these members is a policy; subclassing is not needed.
 
     A policy that limits itself to ``budget.bytes`` also has an attribute ``spends = True``. Check an implementation
-    with :func:`policies.conformance.check_policy`."""
+    with ``examples/policy_checks.py``."""
 
     @property
     def name(self) -> str:

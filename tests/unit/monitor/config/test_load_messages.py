@@ -64,7 +64,7 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [
         {"policy": MINE},
         """policy mine failed the check on the layers of this job before training: first save (5 units,
         step 1, 0 commits): it raised ValueError('no') at my.py:14; fix it, and try
-        `policies.conformance.check_policy` on it for all checks""",
+        `check_policy` of examples/policy_checks.py on it for all checks""",
     ),
 ]
 
