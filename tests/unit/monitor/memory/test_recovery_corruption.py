@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from monitor.config.load import Config
 from store.catalog import open_catalog
 from store.errors import DamagedError
 from store.memory.index import scan_node
@@ -181,9 +182,12 @@ def test_wrong_bytes_before_the_first_commit_begin_the_job_anew(store: Path, cap
     two.ckpt.close()
 
 
-def test_a_damaged_commit_does_not_hide_a_version_before_it(store: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_commit_does_not_hide_a_version_before_it(
+    store: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The newest commit was torn on disk; memory has the step before, and the store only an older one."""
-    one = Job(store, every=4, memory=memory(store), drift={"method": "exact"})
+    monkeypatch.setattr(Config, "shares_memory", lambda _: False)
+    one = Job(store, every=4, memory=memory(store))
     one.ckpt.resume()
     run(one, 7)
     kept = one.weights()
