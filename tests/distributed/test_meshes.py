@@ -22,7 +22,20 @@ from tests.support.launch import Launched, torchrun
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-LLAMAS = ("ddp", "fsdp", "fsdp-columns", "descending", "hsdp", "tp", "fsdp-tp", "hsdp-tp", "pp", "zero2", "zero3")
+LLAMAS = (
+    "ddp",
+    "fsdp",
+    "fsdp-columns",
+    "descending",
+    "hsdp",
+    "tp",
+    "fsdp-tp",
+    "hsdp-tp",
+    "pp",
+    "zero1",
+    "zero2",
+    "zero3",
+)
 MIXTURES = ("moe-ddp", "ep")
 PAIRS = [
     *((case, case) for case in (*LLAMAS, *MIXTURES)),

@@ -312,8 +312,8 @@ def zero(stage: int, seed: int, **more: Any) -> Job:
 
 LLAMAS: dict[str, Callable[[int], Job]] = {
     "ddp": ddp, "fsdp": fsdp, "fsdp-columns": fsdp_columns, "descending": descending, "hsdp": hsdp, "tp": tp,
-    "fsdp-tp": fsdp_tp, "hsdp-tp": hsdp_tp, "pp": pp, "zero2": lambda seed: zero(2, seed),
-    "zero3": lambda seed: zero(3, seed),
+    "fsdp-tp": fsdp_tp, "hsdp-tp": hsdp_tp, "pp": pp, "zero1": lambda seed: zero(1, seed),
+    "zero2": lambda seed: zero(2, seed), "zero3": lambda seed: zero(3, seed),
 }  # fmt: skip
 MIXTURES: dict[str, Callable[[int], Job]] = {"moe-ddp": moe_ddp, "ep": ep}
 FAMILIES = (LLAMAS, MIXTURES)
