@@ -18,11 +18,11 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import nn
 
 from monitor.adapters.base import Adapter
 from monitor.adapters.hyperparameters import Constructed, is_schedule, with_constructed
-from monitor.adapters.module_tensors import RankBuffers, extra_states
-from monitor.adapters.tensor_leaf import leaf_tensor, tensor_leaf
+from monitor.adapters.module_tensors import RankBuffers, bits_of, dtype_name, extra_states, memory_order, torch_dtype
 from store.errors import ConfigError, DamagedError, ModelMismatchError, UsageError
 from store.state_tree import Encoder, Leaf, decode, encode
 from store.text import listed
@@ -51,7 +51,12 @@ class UserState:
         for key, item in items.items():
             if named and (type(key) is not str or not key):
                 raise ConfigError(f"state= has the name {key!r}: names of objects are non-empty strings")
-            if not isinstance(item, torch.Generator) and not _has_state(item) and not (named and item is None):
+            methods = (getattr(item, name, None) for name in ("state_dict", "load_state_dict"))
+            if (
+                not isinstance(item, torch.Generator)
+                and not all(map(callable, methods))
+                and (item is not None or not named)
+            ):
                 raise ConfigError(
                     f"state[{key!r}] is a {type(item).__name__} without state_dict() and load_state_dict(): add both "
                     "methods, or remove it from state="
@@ -179,10 +184,7 @@ def state_of(item: Any) -> Any:
 
 def load_state(item: Any, state: Any) -> None:
     """Load a state from :func:`state_of`. Propagates exceptions of the object."""
-    if isinstance(item, torch.Generator):
-        item.set_state(state)
-    else:
-        item.load_state_dict(state)
+    (item.set_state if isinstance(item, torch.Generator) else item.load_state_dict)(state)
 
 
 def capture_rng() -> dict[str, Any]:
@@ -368,18 +370,42 @@ def from_tree(tree: Any, leaves: Sequence[Leaf]) -> Any:
     return decode(tree, leaves, leaf_tensor)
 
 
-def _has_state(item: Any) -> bool:
-    return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))
+def tensor_leaf(value: Any) -> Leaf | None:
+    """Return a tensor, shape or dtype as a leaf; None for any other value, and for tensors of other classes."""
+    if type(value) is torch.Size:
+        return Leaf("I64", (len(value),), np.array(value, dtype="<i8").tobytes(), "size")
+    if type(value) is torch.dtype:
+        name = dtype_name(value).encode()
+        return Leaf("U8", (len(name),), name, "dtype")
+    # Other subclasses (DTensor, quantized tensors) would come back as plain tensors.
+    if type(value) not in (torch.Tensor, nn.Parameter) or value.layout != torch.strided:
+        return None
+    like = " ".join(["parameter"] * (type(value) is nn.Parameter) + ["grad"] * value.requires_grad)
+    order = () if value.is_contiguous() else memory_order(value) or ()
+    return Leaf(dtype_name(value.dtype), tuple(value.shape), bits_of(value).tobytes(), like=like, order=order)
+
+
+def leaf_tensor(leaf: Leaf) -> torch.Tensor | torch.Size | torch.dtype:
+    """Return what :func:`tensor_leaf` stored, with tensors in host memory."""
+    if leaf.kind == "dtype":
+        return torch_dtype(bytes(leaf.data).decode())
+    dtype, data = torch_dtype(leaf.dtype), bytearray(leaf.data)
+    tensor = torch.frombuffer(data, dtype=dtype).reshape(leaf.shape) if data else torch.empty(leaf.shape, dtype=dtype)
+    if leaf.kind == "size":
+        return torch.Size(tensor.tolist())
+    if leaf.order:
+        tensor = tensor.permute(leaf.order).contiguous().permute([leaf.order.index(i) for i in range(tensor.ndim)])
+    grad = "grad" in leaf.like
+    return nn.Parameter(tensor, grad) if "parameter" in leaf.like else tensor.requires_grad_(grad)
 
 
 def unrestored_state(saved: RunState, adapter: Adapter, generators: bool, modules: Set[str] = frozenset()) -> list[str]:
     """Describe the state of this rank that a resume from ``saved`` does not restore, so that it is not exact.
 
     modules: those with extra state on any rank."""
-    notes = []
+    notes: list[str] = []
     if generators and saved.rng is not None:
-        note = cuda_generators(saved.rng)[1]
-        notes += [] if note is None else [note]
+        notes += [note for note in cuda_generators(saved.rng)[1:] if note is not None]
     live = extra_states(adapter.module).keys()
     if new := sorted(live - saved.modules.keys()):
         notes.append(f"the store has no extra state of the modules {listed(new)}: they keep their initial state")
@@ -399,11 +425,10 @@ class StateLoader:
     def __init__(
         self, saved: RunState, adapter: Adapter, user: UserState, generators: bool, *, before: Mapping[str, Any]
     ) -> None:
-        framework = saved.framework
         self.objects = [
-            (f"the engine's {key} (a {type(item).__name__})", item, framework[key])
+            (f"the engine's {key} (a {type(item).__name__})", item, saved.framework[key])
             for key, item in adapter.objects().items()
-            if framework.get(key) is not None
+            if saved.framework.get(key) is not None
         ]
         self.objects += [
             (f"module {name!r} (a {type(item.module).__name__})", item, saved.modules[name])

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from monitor.adapters.identity import Identity
-from monitor.adapters.optimizer_attributes import OptimizerAttributes
+from monitor.adapters.identity import Identity, OptimizerAttributes
 from monitor.distributed import Group, run_on_all_ranks
 from store.errors import UnsupportedError
 from store.names import Fragment
@@ -198,9 +197,16 @@ class OneStage:
     leaders: tuple[int, ...] = (0,)
     local: Collection[str] | None = None
     home = ""
+    _optimizer_attributes: Sequence[OptimizerAttributes] = ()
 
     def rank_scalars(self) -> Mapping[str, tuple[str, str, Any]]:
         return {}
+
+    def attributes(self) -> Mapping[str, OptimizerAttributes]:
+        return {one.kind: one for one in self._optimizer_attributes}
+
+    def replicated_keys(self) -> str | None:
+        return None
 
 
 class Home(NamedTuple):

@@ -20,9 +20,8 @@ from torch import nn
 
 from monitor.adapters.base import FragmentPlace, LiveValue, OneStage, Piece, StateVersions, TensorInfo, wrap_methods
 from monitor.adapters.hyperparameters import describe_group, group_values, match_groups, restore_groups
-from monitor.adapters.identity import Identity, IdentityReader, T
+from monitor.adapters.identity import Identity, IdentityReader, OptimizerAttributes, T
 from monitor.adapters.module_tensors import ModuleTensors, partition_replicated, whole_piece
-from monitor.adapters.optimizer_attributes import OptimizerAttributes
 from monitor.adapters.optimizer_state import (
     common_scalars,
     complete_state,
@@ -209,7 +208,7 @@ class ZeroAdapter(EngineAdapter, ABC):
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._check_supported()
         self._wrapped, self._group_count = self._base_optimizer, len(self._base_optimizer.param_groups)
-        self._own_attributes = OptimizerAttributes(self._wrapped, self._wrapped)
+        self._optimizer_attributes = [OptimizerAttributes(self._wrapped, self._wrapped)]
 
     # ---- implemented by a stage
 
@@ -266,7 +265,7 @@ class ZeroAdapter(EngineAdapter, ABC):
                 "ZeRO's inner optimizer was replaced after monitor.attach: call close() and attach the engine again"
             )
         require_storable_groups(self._base_optimizer)
-        self._own_attributes.check()
+        self._optimizer_attributes[0].check()
         self._keep("attached", self._check_state)
 
     def _check_state(self) -> None:
@@ -281,12 +280,6 @@ class ZeroAdapter(EngineAdapter, ABC):
                 f"{(unknown or [len(groups) - 1])[0]}), so they would not be saved; give them to "
                 "deepspeed.initialize, or take them out"
             )
-
-    def replicated_keys(self) -> str | None:
-        return None
-
-    def attributes(self) -> Mapping[str, OptimizerAttributes]:
-        return {self._own_attributes.kind: self._own_attributes}
 
     def identity(self) -> Identity | None:
         return self._inventory.cache.get("identity", self._read_identity)

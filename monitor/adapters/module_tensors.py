@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
@@ -266,6 +267,12 @@ def whole_piece(fqn: str, slot: str, tensor: torch.Tensor, *, strided: bool = Fa
         )
     flat = tensor.detach()
     return Piece(Fragment(fqn, slot, 0, flat.numel()), flat if flat.ndim == 1 else flat.view(-1))
+
+
+def bits_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return the bytes of a tensor's values on the host; a lazily conjugated or negated one is resolved."""
+    host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return host.as_strided((host.numel(),), (1,)).view(torch.uint8).numpy()  # one element may have any stride
 
 
 def as_bytes(tensor: torch.Tensor) -> memoryview:

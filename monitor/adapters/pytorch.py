@@ -30,9 +30,8 @@ from monitor.adapters.base import (
 )
 from monitor.adapters.frozen import fingerprint
 from monitor.adapters.hyperparameters import LiveGroups, describe_group, group_values, match_groups, restore_groups
-from monitor.adapters.identity import Identity, IdentityReader, T, versions_of
+from monitor.adapters.identity import Identity, IdentityReader, OptimizerAttributes, T, versions_of
 from monitor.adapters.module_tensors import ModuleTensors, Replica, partition_replicas, whole_piece, without_wrappers
-from monitor.adapters.optimizer_attributes import OptimizerAttributes
 from monitor.adapters.optimizer_state import (
     AnyOptimizer,
     StackedScalars,
@@ -84,7 +83,7 @@ class PyTorchAdapter(OneStage):
         self.buffers_follow_rank0 = buffers_follow_rank0
         self._optimizers = members_of(optimizer)
         holders = [*((one, one) for one in self._optimizers), *wrappers]
-        self._attributes = [OptimizerAttributes(holder, one) for holder, one in holders]
+        self._optimizer_attributes = [OptimizerAttributes(holder, one) for holder, one in holders]
         self._inventory = self._collect_tensors(module)
         self._reader = IdentityReader(self._local_memory)
         distributed = dist.is_available() and dist.is_initialized()
@@ -124,7 +123,7 @@ class PyTorchAdapter(OneStage):
 
     def check_attached(self) -> None:
         """Raise UnsupportedError if an optimized parameter is not in the model, or state belongs to no parameter."""
-        for attributes in self._attributes:
+        for attributes in self._optimizer_attributes:
             attributes.check()
         self._keep("attached", self._check_names)
         whole, own = self._whole, {} if self._whole is None else self._own_tensors()
@@ -226,7 +225,7 @@ class PyTorchAdapter(OneStage):
     def attributes(self) -> Mapping[str, OptimizerAttributes]:
         groups = zip(self._members(), self._named_groups(), strict=True)
         first = {id(member): fqns[0] for (_, member), fqns in reversed(list(groups)) if fqns}
-        return {f"{one.kind} with {first.get(id(one.optimizer))}": one for one in self._attributes}
+        return {f"{one.kind} with {first.get(id(one.optimizer))}": one for one in self._optimizer_attributes}
 
     def check_run_state(self, state: Mapping[str, Any]) -> None:
         match_groups(state["param_groups"], self._groups_to_restore(state))

@@ -22,8 +22,7 @@ import torch
 from torch import nn
 
 from monitor.adapters.base import Adapter, LiveValue
-from monitor.adapters.module_tensors import compare_hashes, compare_shards, dtype_name
-from monitor.adapters.tensor_leaf import bits_of
+from monitor.adapters.module_tensors import bits_of, compare_hashes, compare_shards, dtype_name
 from monitor.context import JobContext
 from monitor.events import BackgroundFailureEvent
 from monitor.observe.units import LocalUnit

@@ -231,11 +231,24 @@ def main() -> None:
     preload(PRELOADED)
     ours: Ours | None = None
     for line in requests:
-        path = json.loads(line)["environment"].get("PYTHONPATH", "")
-        if ROOT in path.split(os.pathsep):
+        if may_import_ours(json.loads(line)):
             ours = ours or Ours()
-        for number in ours.forked(line) if ours and ROOT in path.split(os.pathsep) else forked(line):
+            found = ours.forked(line)
+        else:
+            found = forked(line)
+        for number in found:
             tell(answers, number)
+
+
+def may_import_ours(asked: Mapping[str, Any]) -> bool:
+    """Whether the import path of a launch leads to our packages, and its script does not bar them."""
+    if ROOT not in asked["environment"].get("PYTHONPATH", "").split(os.pathsep):
+        return False
+    script = next((word for word in asked["words"] if word.endswith(".py")), None)
+    if script is None:
+        return True
+    with open(os.path.join(asked["directory"], script), encoding="utf-8") as file:  # noqa: PTH118, PTH123
+        return "import barred" not in file.read()
 
 
 if __name__ == "__main__":

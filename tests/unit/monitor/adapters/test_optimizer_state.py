@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from monitor.adapters.optimizer_attributes import OptimizerAttributes
+from monitor.adapters.identity import OptimizerAttributes
 from monitor.adapters.optimizer_state import common_scalars, restored_scalars, to_host
 from store.errors import ModelMismatchError, UnstorableError, UnsupportedError
 
