@@ -16,6 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from benchmarks.figures import Figure, report
 from store.fragments import FragmentIndex
 from store.names import Box, Fragment
