@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
-from torch._C._dynamo.guards import TensorGuards
 
 from store.errors import UnstorableError
 from store.state_tree import CONTAINERS
@@ -152,6 +151,8 @@ class _MemoryGuard:
     Compared in C++, as the inputs of compiled graphs are. Raises an error for tensors that those cannot have."""
 
     def __init__(self, memory: Sequence[torch.Tensor]) -> None:
+        from torch._C._dynamo.guards import TensorGuards
+
         sizes, strides = ([list(get(one)) for one in memory] for get in (torch.Tensor.size, torch.Tensor.stride))
         dims = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
         self._guards = TensorGuards(*memory, **dims)  # type: ignore[arg-type]  # its stub knows one tensor only

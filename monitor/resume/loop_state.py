@@ -48,7 +48,7 @@ class LoopState:
         """Set the values that were saved. Others keep theirs, and a warning names them."""
         left = sorted(vars(self).keys() - state.keys())
         if left:
-            _log.warning("LoopState: no value was saved for %s: unchanged, so the resume is not exact", listed(left))
+            _log.warning("LoopState: the saved run had no value of %s, so the present one stays", listed(left))
         for name, value in state.items():
             setattr(self, name, _placed(value, vars(self).get(name)))
 

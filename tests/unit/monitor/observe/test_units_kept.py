@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -166,6 +167,15 @@ def test_steps_change_nothing_of_the_list() -> None:
     job.step()
     assert job.listed() == before
     assert all(part.layout is layouts[unit] for unit, part in job.table.local().items())
+
+
+def test_without_torchs_guards_everything_is_listed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch._C._dynamo.guards", None)
+    job = Job()
+    assert job.adapter.identity() is None
+    before = job.listed()
+    swaps_the_data(job)
+    assert job.listed() == job.fresh() != before
 
 
 def test_a_layer_that_was_added_is_refused() -> None:

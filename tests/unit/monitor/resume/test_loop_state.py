@@ -57,7 +57,7 @@ def test_a_value_that_was_not_saved_stays_and_is_named(caplog: pytest.LogCapture
     found = monitor.LoopState(epoch=1, best=2.0)
     found.load_state_dict({"epoch": 5})
     assert vars(found) == {"epoch": 5, "best": 2.0}
-    assert "no value was saved for best" in caplog.text
+    assert "the saved run had no value of best" in caplog.text
 
 
 def test_what_cannot_be_saved_is_refused_when_attaching(tmp_path: Path) -> None:
