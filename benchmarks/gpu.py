@@ -1,10 +1,10 @@
 """Prove and measure the CUDA paths on a machine with one GPU: every step a process of its own, one JSON, one table.
 
-    python benchmarks/gpu.py [--json FILE] [--steps NAME ...] [--minutes 8.5] [--folder DIR] [--cpu]
+    python benchmarks/gpu.py [--json FILE] [--log FILE] [--steps NAME ...] [--minutes 8.5] [--folder DIR] [--cpu]
 
 Needed: this repository, a Python that has torch, and the wheels that ``make gpu-wheels`` collected in ``.gpu-wheels``,
-which are installed in ``.gpu-site`` without a network; without them, or a GPU, what this Python has is used. A step
-that fails, or runs out of time, does not keep others from running; those that no time is left for are told. ``--cpu``
+which are installed in ``.gpu-site`` without a network; without them, or a GPU, what this Python has is used. Steps
+that prove run at the same time, and then those that measure one after the other. A step that fails, or runs out of time, does not keep others from running; those that no time is left for are told. ``--cpu``
 tries the steps themselves, small, on a machine without a GPU: it proves nothing of CUDA.
 
 Exits with 0 if every step passed or was skipped with a reason, 1 if one failed or ran out of time, and 2 if there is
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ class Step:
     small: tuple[str, ...] = ()  # further arguments with --cpu
     tool: tuple[str, ...] = ()  # program that runs the interpreter, and its arguments
     proof: str = ""  # what the output holds where something was done on the device: tests that skip prove nothing
+    measures: bool = False  # whether it takes times, which others would disturb
 
 
 @dataclass
@@ -62,6 +64,7 @@ class Outcome:
     detail: str = ""
     figures: list[dict[str, Any]] = field(default_factory=list)
     found: dict[str, Any] = field(default_factory=dict)
+    log: str = field(default="", repr=False)
 
 
 _RESUME = ("--folder=FOLDER", "--device=DEVICE", "--json=JSON")
@@ -85,20 +88,28 @@ STEPS = (
     ),
     Step("resume-torch", ("benchmarks/gpu_resume.py", "torch", *_RESUME), 120),
     Step("resume-deepspeed", ("benchmarks/gpu_resume.py", "deepspeed", *_RESUME), 120),
-    Step("copies", ("benchmarks/gpu_copies.py", *_RESUME), 120, ("--gigabytes=0.02", "--seconds=0.1", "--rounds=1")),
-    Step("kills", ("benchmarks/gpu_kills.py", *_RESUME), 200, ("--steps=40",)),
+    Step(
+        "copies",
+        ("benchmarks/gpu_copies.py", *_RESUME),
+        120,
+        ("--gigabytes=0.02", "--seconds=0.1", "--rounds=1"),
+        measures=True,
+    ),
+    Step("kills", ("benchmarks/gpu_kills.py", *_RESUME), 200),
     Step("sanitizer", _ENCODERS, 90, tool=("compute-sanitizer", "--error-exitcode=9"), proof=" passed"),
     Step(
         "save",
         ("benchmarks/save.py", "--stages", "2", "--ranks=1", "--rounds=2", "--dir=FOLDER", "--json=JSON"),
         150,
         ("--layers=2", "--rounds=1"),
+        measures=True,
     ),
     Step(
         "drift",
         ("benchmarks/drift.py", "--seeds=5", "--device=DEVICE", "--json=JSON"),
         60,
         ("--layers=1", "--rounds=1"),
+        measures=True,
     ),
 )
 """In the order of what they prove: where time runs out, the last are left out."""
@@ -107,6 +118,7 @@ STEPS = (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--log", type=Path, default=None, help="for all that the steps print")
     parser.add_argument("--steps", nargs="+", choices=[step.name for step in STEPS], default=None)
     parser.add_argument("--minutes", type=float, default=8.5, help="for all of them")
     parser.add_argument(
@@ -120,17 +132,23 @@ def main() -> int:
         print(f"no GPU here: {facts.get('problem') or 'torch {torch} sees no CUDA device'.format(**facts)}")
         return NO_GPU
     environment = install(None if options.cpu else WHEELS)
-    outcomes = []
-    for step in STEPS:
-        if options.steps and step.name not in options.steps:
-            continue
+    chosen = [step for step in STEPS if not options.steps or step.name in options.steps]
+
+    def outcome(step: Step) -> Outcome:
         left = 60 * options.minutes - (time.monotonic() - began)
-        outcomes.append(run(step, environment, options.folder, left, cpu=options.cpu))
-        print(f"{step.name}: {outcomes[-1].result}, {outcomes[-1].seconds:.0f} s", flush=True)
+        one = run(step, environment, options.folder, left, cpu=options.cpu)
+        print(f"{one.name}: {one.result}, {one.seconds:.0f} s", flush=True)
+        return one
+
+    with ThreadPoolExecutor(1 if options.cpu else len(STEPS)) as pool:
+        outcomes = list(pool.map(outcome, [step for step in chosen if not step.measures]))
+    outcomes += [outcome(step) for step in chosen if step.measures]
     print(f"\n{table(facts, outcomes)}")
+    if options.log is not None:
+        options.log.write_text("".join(f"==== {one.name}: {one.result}\n{one.log}\n" for one in outcomes))
     if options.json is not None:
         found = {"date": time.strftime("%Y-%m-%d"), **facts, "seconds": round(time.monotonic() - began)}
-        options.json.write_text(json.dumps({**found, "steps": [asdict(one) for one in outcomes]}, indent=1) + "\n")
+        options.json.write_text(json.dumps({**found, "steps": [{**asdict(one), "log": None} for one in outcomes]}, indent=1) + "\n")
     return int(any(one.result in ("failed", "timed out") for one in outcomes))
 
 
@@ -202,7 +220,7 @@ def run(step: Step, environment: dict[str, str], folder: Path | None, left: floa
     detail = f"goals missed: {', '.join(missed)}" if missed else last_line(text) if result != "failed" else text[-1500:]
     if result != "passed":
         print(text[-6000:], file=sys.stderr)
-    return Outcome(step.name, result, round(seconds, 1), detail, found.pop("figures", []), found)
+    return Outcome(step.name, result, round(seconds, 1), detail, found.pop("figures", []), found, text)
 
 
 def end(process: subprocess.Popen[Any]) -> None:

@@ -10,6 +10,7 @@ copy is 80 % of its rate. Exits 1 when a goal is missed.
 from __future__ import annotations
 
 import argparse
+import shutil
 import statistics
 import sys
 import time
@@ -96,6 +97,7 @@ def copies(trainer: Trainer, folder: Path, rounds: int) -> list[Figure]:
         ratios.append(ours / seconds)
         rates.append(nbytes / ours / 1e9)
     ckpt.close(save=False)
+    shutil.rmtree(folder / "eager")
     return [
         Figure("state", nbytes / 1e9, "GB"),
         Figure("copy, eager", statistics.median(rates), "GB/s"),
@@ -197,7 +199,7 @@ def _waited(ckpt: monitor.Checkpointer) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--folder", type=Path, required=True, help="for two stores of twice the state")
+    parser.add_argument("--folder", type=Path, required=True, help="for a store of twice the state")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--gigabytes", type=float, default=10.0)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a step")

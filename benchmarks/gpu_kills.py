@@ -1,10 +1,10 @@
 """A real model, killed three times with SIGKILL while it trains, under policies that do not save everything.
 
-    python benchmarks/gpu_kills.py --folder DIR [--device cuda] [--steps 160] [--policies budget compact] [--json FILE]
+    python benchmarks/gpu_kills.py --folder DIR [--device cuda] [--steps 400] [--policies budget compact] [--json FILE]
 
 A Llama of 110 million parameters (fewer on a CPU) learns the standard library's sources, byte by byte: once
-undisturbed, and once under each policy, where it is killed at a quarter, at the half and at three quarters of its steps
-and resumes in a fresh process. The losses of both are in the JSON. Exits 1 when the last ones differ by more than the
+undisturbed, and once under each policy, where it is killed at a quarter, at the half and at three quarters of its steps,
+once something is committed, and resumes in a fresh process. The losses of both are in the JSON. Exits 1 when the last ones differ by more than the
 goal.
 """
 
@@ -83,7 +83,7 @@ def train(store: Path | None, policy: str, device: str, steps: int, log: Path) -
         ckpt.close()
 
 
-def killed(command: list[str], log: Path, steps: int) -> list[int]:
+def killed(command: list[str], store: Path, log: Path, steps: int) -> list[int]:
     """Run ``command`` to its end, killing it three times. Return the steps at which it resumed."""
     resumed = []
     for at in (steps // 4, steps // 2, 3 * steps // 4, None):
@@ -91,7 +91,7 @@ def killed(command: list[str], log: Path, steps: int) -> list[int]:
         process = subprocess.Popen(command, start_new_session=True)
         while process.poll() is None:
             found = _lines(log)[before:]
-            if at is not None and found and found[-1][0] >= at:
+            if at is not None and found and found[-1][0] >= at and any((store / "manifests").glob("*.json")):
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
             time.sleep(0.02)
@@ -113,7 +113,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--folder", type=Path, required=True, help="for stores and logs; empty")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--train", default=None, help="for the processes it starts: the policy, or none")
@@ -132,7 +132,7 @@ def main() -> int:
     losses = {"undisturbed": undisturbed}
     for policy in options.policies:
         log = options.folder / f"{policy}.log"
-        resumed = killed([*command, f"--train={policy}"], log, options.steps)
+        resumed = killed([*command, f"--train={policy}"], options.folder / policy, log, options.steps)
         losses[policy] = dict(sorted(dict(_lines(log)).items()))
         last = statistics.fmean(list(losses[policy].values())[-LAST:])
         figures.append(Figure(f"{policy}, last loss", last / end, "x", f"undisturbed; resumed at {resumed}", GOAL))

@@ -14,7 +14,10 @@ from types import TracebackType
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")])),
+}
 
 
 def torchrun(worker: str, arguments: Sequence[str], out: Path, count: int = 2) -> Any:

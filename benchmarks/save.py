@@ -60,16 +60,16 @@ def _figures(stage: int, seen: dict[str, list[float]]) -> list[Figure]:
         return statistics.median(a / b for a, b in zip(seen[name], seen[against], strict=True))
 
     z = f"ZeRO-{stage}"
-    dcp = min(("dcp_default_stall", "dcp_cached_stall", "dcp_async_stall"), key=middle)
+    stagers = {"default": "default", "cached": "cached stager", "async": "asynchronous stager"}
+    stagers = {f"dcp_{name}_stall": told for name, told in stagers.items() if f"dcp_{name}_stall" in seen}
+    dcp = min(stagers, key=middle)
     return [
         Figure(f"{z} parameters", middle("parameters") / 1e6, "million"),
         Figure(f"{z} copy of the state in memory", middle("copy"), "s"),
         Figure(f"{z} stall", middle("stall"), "s"),
         Figure(f"{z} first stall", seen["first_stall"][0], "s"),
         Figure(f"{z} stall of engine.save_checkpoint", middle("deepspeed_stall"), "s"),
-        Figure(f"{z} stall of DCP async_save, default", middle("dcp_default_stall"), "s"),
-        Figure(f"{z} stall of DCP async_save, cached stager", middle("dcp_cached_stall"), "s"),
-        Figure(f"{z} stall of DCP async_save, asynchronous stager", middle("dcp_async_stall"), "s"),
+        *(Figure(f"{z} stall of DCP async_save, {told}", middle(name), "s") for name, told in stagers.items()),
         Figure(f"{z} stall ratio, plain copy", ratio("stall", "deepspeed_stall"), "x", "engine.save_checkpoint"),
         Figure(
             f"{z} stall ratio, drift measured before",
