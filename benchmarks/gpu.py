@@ -4,8 +4,9 @@
 
 Needed: this repository, a Python that has torch, and the wheels that ``make gpu-wheels`` collected in ``.gpu-wheels``,
 which are installed in ``.gpu-site`` without a network; without them, or a GPU, what this Python has is used. Steps
-that prove run at the same time, and then those that measure one after the other. A step that fails, or runs out of time, does not keep others from running; those that no time is left for are told. ``--cpu``
-tries the steps themselves, small, on a machine without a GPU: it proves nothing of CUDA.
+that prove run at the same time, and then those that measure, one after the other. A step that fails, or runs out of
+time, does not keep others from running; those that no time is left for are told. ``--cpu`` tries the steps themselves,
+small, on a machine without a GPU: it proves nothing of CUDA.
 
 Exits with 0 if every step passed or was skipped with a reason, 1 if one failed or ran out of time, and 2 if there is
 no GPU, which proves nothing.
@@ -148,7 +149,8 @@ def main() -> int:
         options.log.write_text("".join(f"==== {one.name}: {one.result}\n{one.log}\n" for one in outcomes))
     if options.json is not None:
         found = {"date": time.strftime("%Y-%m-%d"), **facts, "seconds": round(time.monotonic() - began)}
-        options.json.write_text(json.dumps({**found, "steps": [{**asdict(one), "log": None} for one in outcomes]}, indent=1) + "\n")
+        found["steps"] = [{key: value for key, value in asdict(one).items() if key != "log"} for one in outcomes]
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
     return int(any(one.result in ("failed", "timed out") for one in outcomes))
 
 

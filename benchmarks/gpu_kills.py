@@ -3,9 +3,9 @@
     python benchmarks/gpu_kills.py --folder DIR [--device cuda] [--steps 400] [--policies budget compact] [--json FILE]
 
 A Llama of 110 million parameters (fewer on a CPU) learns the standard library's sources, byte by byte: once
-undisturbed, and once under each policy, where it is killed at a quarter, at the half and at three quarters of its steps,
-once something is committed, and resumes in a fresh process. The losses of both are in the JSON. Exits 1 when the last ones differ by more than the
-goal.
+undisturbed, and once under each policy, where it is killed at a quarter, at the half and at three quarters of its
+steps, once something is committed, and resumes in a fresh process. The losses of both are in the JSON. Exits 1 when the
+last ones differ by more than the goal.
 """
 
 from __future__ import annotations
