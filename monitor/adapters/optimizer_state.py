@@ -184,7 +184,9 @@ class StackedScalars:
     def capture(
         self, entries: Sequence[Any], host: Callable[[str, Any, str], Any]
     ) -> Callable[[], dict[str, dict[str, Any]]]:
-        """Copy the scalars to the host, by ``host`` those that are no plain tensors. Return what puts them together."""
+        """Copy the scalars to the host, by ``host`` those that are no plain tensors. Return what puts them together.
+
+        No device is waited for before that."""
         with torch.no_grad():
             copies = [_stacked([entries[index] for index in stack]) for stack in self.stacks]
         others = {index: host(key, entries[index], fqn) for index, key, fqn in self.others}
@@ -192,17 +194,29 @@ class StackedScalars:
         def scalars() -> dict[str, dict[str, Any]]:
             found = dict(others)
             for stack, copy_ in zip(self.stacks, copies, strict=True):
-                found.update(zip(stack, copy_, strict=True))
+                found.update(zip(stack, copy_(), strict=True))
             return {fqn: {key: found[index] for key, index in keys.items()} for fqn, keys in self.places.items()}
 
         return scalars
 
 
-def _stacked(values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return host copies. Large ones are not stacked, which would take memory of their device, nor strided ones."""
+def _stacked(values: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor]]:
+    """Copy values to the host, and return what returns them. Large or strided ones are not stacked on their device."""
     if values[0].numel() > _STACKED or not values[0].is_contiguous():
-        return [value.to("cpu", copy=True) for value in values]
-    return torch.stack(list(values)).cpu().unbind()
+        whole = [value.to("cpu", copy=True) for value in values]
+        return lambda: whole
+    stack = torch.stack(list(values))
+    if stack.device.type != "cuda":
+        rows = stack.cpu().unbind()
+        return lambda: rows
+    host = torch.empty_like(stack, device="cpu", pin_memory=True).copy_(stack, non_blocking=True)
+    copied = torch.cuda.current_stream(stack.device).record_event()
+
+    def wait() -> Sequence[torch.Tensor]:
+        copied.synchronize()
+        return host.unbind()
+
+    return wait
 
 
 def equal(one: Any, other: Any) -> bool:

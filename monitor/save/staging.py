@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from itertools import chain
 from operator import is_
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,7 @@ from store.schema import MeasureRecord
 
 _log = logging.getLogger("driftpoint")
 
+T = TypeVar("T")
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SAMPLED = 64
@@ -53,14 +54,17 @@ class _Sample:
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], others: Sequence[torch.Tensor]) -> None:
         self._pairs = pairs
         self._copied, self._encoded = _sampled([source for source, _ in pairs]), _sampled(others)
-        self._before = _values(self._copied), _values(self._encoded)
+        self._before = self._after = _values(self._copied), _values(self._encoded)
+
+    def read_again(self) -> None:
+        """Read the sources, after their copies and before anything that may change them."""
+        self._after = _values(self._copied), _values(self._encoded)
 
     def holds(self) -> bool:
-        """Return whether the sources, and the filled buffers, have the values of the beginning."""
-        copied, encoded = self._before
-        buffers = _sampled([buffer for _, buffer in self._pairs])
-        found = (copied, self._copied), (copied, buffers), (encoded, self._encoded)
-        return all(_equal(before, _values(now)) for before, now in found)
+        """Return whether the sources, when last read, and the filled buffers have the values of the beginning."""
+        buffers = _values(_sampled([buffer for _, buffer in self._pairs]))
+        found = (self._before[0], buffers), *zip(self._before, self._after, strict=True)
+        return all(_equal(before, now) for before, now in found)
 
 
 _Words = dict[int, list[Any]]
@@ -122,7 +126,7 @@ class AsyncCopy:
         """Units that are added and not started, the addresses of their buffers, and what returns the buffers."""
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._samples: list[_Sample] = []
-        self._torn = False
+        self._torn = self._checked = self._differ = False
         self.torn = False  # whether tracked copies are over, and not those of one state
         self._host: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._devices: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
@@ -169,8 +173,9 @@ class AsyncCopy:
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 self._sample(pairs, device)
-                for source, buffer in pairs:
-                    buffer.copy_(source, non_blocking=True)
+                if pairs:
+                    sources, buffers = zip(*pairs, strict=True)
+                    torch._foreach_copy_(buffers, sources, non_blocking=True)
                 for copy in self._encoded:
                     if copy.source.device == device:
                         copy.begin()
@@ -193,8 +198,22 @@ class AsyncCopy:
         self._units.clear()
         return True
 
+    def let_change(self) -> None:
+        """Return once the sources may be changed by what the current streams are given from now on.
+
+        Copies from devices need not be complete: the streams wait for them. Training thread."""
+        with self._lock:
+            if not (self._done or self._units or self._host or self._encoded or self._tracked):
+                self._check()
+                for device in self._devices:
+                    torch.cuda.current_stream(device).wait_stream(_side_stream(device))
+                return
+        self.finish()
+
     def finish(self) -> None:
         """Copy the host tensors, and return once every copy is complete. Later calls do nothing."""
+        for device in self._devices:  # without the lock: :meth:`let_change` need not wait for this
+            _side_stream(device).synchronize()
         with self._lock:
             if self._done:
                 return
@@ -215,8 +234,7 @@ class AsyncCopy:
                 _side_stream(device).synchronize()
             for copy in self._encoded:
                 copy.finish()
-            self._torn = self._changed()
-            self._versions.clear()
+            self._torn = self._check() or not all(self._of_samples(_Sample.holds))
             self._samples.clear()
 
     def consolidate(self, stop: Callable[[], bool]) -> None:
@@ -245,16 +263,23 @@ class AsyncCopy:
         encoded = [copy.source for copy in self._encoded if copy.source.device == torch.device(device)]
         self._samples.append(_Sample(pairs, encoded))
 
-    def _changed(self) -> bool:
-        """Return whether a source was changed since it was added."""
-        if any(version_of(source) != version for source, version in self._versions):
-            return True
+    def _check(self) -> bool:
+        """Return whether the versions of sources differ from when they were added, and read their samples. Once."""
+        if not self._checked:
+            self._checked = True
+            self._differ = any(version_of(source) != version for source, version in self._versions)
+            self._versions.clear()
+            self._of_samples(_Sample.read_again)
+        return self._differ
+
+    def _of_samples(self, call: Callable[[_Sample], T]) -> list[T]:
+        """Call a method of each sample in the stream of the copies. There are none if these were not started."""
         streams: list[Any] = [nullcontext(), *(torch.cuda.stream(_side_stream(device)) for device in self._devices)]
-        for sample, stream in zip(self._samples, streams, strict=False):  # no samples if the copies were not started
+        found = []
+        for sample, stream in zip(self._samples, streams, strict=False):
             with stream:
-                if not sample.holds():
-                    return True
-        return False
+                found.append(call(sample))
+        return found
 
 
 class CopyTiming:
@@ -307,9 +332,11 @@ class UnfinishedCopy:
         copying, self._copying = self._copying, None
         if copying is not None:
             began = time.perf_counter()
-            copying.finish()
-            if isinstance(copying, AsyncCopy):  # what follows a resume is no part of a save
+            if isinstance(copying, AsyncCopy):
+                copying.let_change()
                 self._waited(time.perf_counter() - began)
+            else:  # what follows a resume is no part of a save
+                copying.finish()
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -48,6 +48,11 @@ class LateStreams:
             self._current.synchronize()
             return real(target, source)
 
+        def copies(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], non_blocking: bool) -> None:
+            for target, source in zip(targets, sources, strict=True):
+                copy(target, source, non_blocking)
+
+        patch.setattr(torch, "_foreach_copy_", copies)
         patch.setattr(torch.Tensor, "is_cuda", True)
         patch.setattr(torch.Tensor, "copy_", copy)
         patch.setattr(staging, "_streams", {})

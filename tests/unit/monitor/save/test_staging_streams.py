@@ -18,10 +18,10 @@ from torch import nn
 import monitor
 from monitor.save.staging import AsyncCopy
 from store.catalog import open_catalog
-from store.errors import UnsupportedError
+from store.errors import StateChangedError, UnsupportedError
 from store.storage.local import LocalFiles
 from tests.support.internals import hold_writer, saver_of
-from tests.support.late_streams import LateStreams
+from tests.support.late_streams import LateStreams, Stream
 
 
 class Run:
@@ -142,6 +142,34 @@ def test_buffers_alone_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(streams.main.queue) == 2 and not copies[0].any()
     copying.finish()
     assert all(map(torch.equal, live, copies))
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_what_changes_the_state_waits_on_the_device_and_not_here(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``early``: whether the change comes before the copies, which is found."""
+    streams, copying, release = LateStreams(monkeypatch), AsyncCopy(), threading.Event()
+    live, copies = [torch.randn(5), torch.randn(3)], [torch.zeros(5), torch.zeros(3)]
+    decided = [tensor.clone() for tensor in live]
+    copying.add(live, copies)
+    copying.start()
+    synchronize = Stream.synchronize
+    monkeypatch.setattr(streams.side, "synchronize", lambda: (release.wait(30), synchronize(streams.side)))
+    background = threading.Thread(target=copying.finish)
+    background.start()
+    if early:
+        live[0].add_(1.0)
+    monkeypatch.setattr(streams.main, "wait_stream", synchronize)
+    copying.let_change()  # while the background thread waits
+    assert not streams.side.queue and background.is_alive()
+    live[1].add_(1.0)
+    release.set()
+    background.join()
+    if early:
+        with pytest.raises(StateChangedError):
+            copying.require_whole()
+    else:
+        copying.require_whole()
+        assert all(map(torch.equal, copies, decided))
 
 
 def test_lazy_copies_are_refused_where_a_graph_may_take_the_steps(tmp_path: Path) -> None:
