@@ -1,6 +1,6 @@
 """What a save costs beside training on one device: copies, stalls, drift and encoding, against plain copies.
 
-    python benchmarks/gpu_copies.py --folder DIR [--gigabytes 10] [--device cuda] [--rounds 3] [--json FILE]
+    python benchmarks/gpu_copies.py --folder DIR [--gigabytes 12] [--device cuda] [--rounds 2] [--json FILE]
 
 Plain PyTorch with AdamW on layers of 16.8 million parameters, as many as make the state so large (float32 weights and
 moments); a step takes about a second. Rates are told as times, since goals are upper bounds: 1.25 x the time of a plain
@@ -22,6 +22,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import monitor
+from benchmarks.drift import measure_all
 from benchmarks.figures import Figure, report
 from monitor.observe.sketch_meter import SketchMeter
 from monitor.save.staging_pool import StagingPool
@@ -140,13 +141,16 @@ def drift(trainer: Trainer, rounds: int) -> list[Figure]:
     room = torch.empty_like(pieces[0])
     for unit, parts in state.items():
         meter.reset(unit, parts)
-    seconds = [trainer.timed(lambda: [meter.measure(*item) for item in state.items()]) for _ in range(rounds)]
-    moved = [trainer.timed(lambda: [room.copy_(piece) for piece in pieces]) for _ in range(rounds)]
+    measure_all(meter, state)
+    seconds = [trainer.timed(lambda: measure_all(meter, state)) for _ in range(3 * rounds)]
+    single = trainer.timed(lambda: [meter.measure(*item) for item in state.items()])
+    moved = [trainer.timed(lambda: [room.copy_(piece) for piece in pieces]) for _ in range(3 * rounds)]
     measured, read = statistics.median(seconds), statistics.median(moved) / 2  # a copy reads and writes
     step = trainer.timed(trainer.step)
     return [
         Figure("drift pass", nbytes / measured / 1e9, "GB/s"),
         Figure("drift pass, time", measured / read, "x", "reading at the bandwidth of a copy", 1 / 0.6),
+        Figure("drift pass, a unit after the other", single / read, "x", "the same"),
         Figure("drift pass, share", 100 * measured / (10 * step), "%", "ten steps", 1.0),
     ]
 
@@ -201,9 +205,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--folder", type=Path, required=True, help="for a store of twice the state")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--gigabytes", type=float, default=10.0)
+    parser.add_argument("--gigabytes", type=float, default=12.0)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a step")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     trainer = Trainer(options.device, options.gigabytes, options.seconds)

@@ -54,10 +54,11 @@ def measure_all(
     must be the same on all ranks."""
     if not units:
         return {}, {}
-    mine, unknown = dict[Unit, Measure](), set[Unit]()
+    unknown = set[Unit]()
+    mine = meter.measure_many({unit: local[unit].tensors for unit in units if unit in local})
     for unit in units:
         try:
-            if unit in local:
+            if unit in local and unit not in mine:
                 mine[unit] = meter.measure(unit, local[unit].tensors)
         except (MemoryError, RuntimeError) as error:  # raised, it would leave the other ranks waiting below
             _log.warning("%s cannot be measured, so its drift is unknown at this decision: %r", unit, error)

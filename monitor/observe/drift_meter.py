@@ -7,8 +7,9 @@ tensors, the background thread the copies of the save in progress; calls are ser
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -31,7 +32,7 @@ class Signature:
     numels: tuple[int, ...]  # sizes of the pieces
     finite: bool  # whether all values of the unit are finite, not those of the signature
 
-    @property
+    @cached_property
     def squared(self) -> float:
         """Squared L2 norm."""
         exact = self.values.to(torch.float64)
@@ -86,6 +87,11 @@ class DriftMeter(Protocol):
     def measure(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Measure:
         """Measure the distance of the current values to the reference, and keep what :meth:`settle` needs of them."""
 
+    def measure_many(self, units: Mapping[Unit, Sequence[torch.Tensor]]) -> dict[Unit, Measure]:
+        """Measure at once those that a device can. The others are left out, for :meth:`measure`."""
+        del units
+        return {}
+
     def has_reference(self, unit: Unit) -> bool:
         """Return whether a committed version of the unit is known."""
 
@@ -108,7 +114,7 @@ class DriftMeter(Protocol):
 R = TypeVar("R")
 
 
-class StagingMeter(ABC, Generic[R]):
+class StagingMeter(DriftMeter, ABC, Generic[R]):
     """Base of meters: keeps a reference of type R and the staged copies of each unit. Thread-safe."""
 
     def __init__(self) -> None:
@@ -179,7 +185,7 @@ _TINY = 1e-300
 _Fingerprint = tuple[int | bytes, ...]  # one for each piece
 
 
-class FrozenMeter:
+class FrozenMeter(DriftMeter):
     """Finds every change of frozen weights, of one bit in one element too, which a sketch of many values does not show.
 
     A unit whose fingerprints are those of its committed version has drift 0; nothing else of it is measured. The
@@ -247,6 +253,9 @@ class BySlotMeter:
 
     def has_reference(self, unit: Unit) -> bool:
         return self._of(unit).has_reference(unit)
+
+    def measure_many(self, units: Mapping[Unit, Sequence[torch.Tensor]]) -> dict[Unit, Measure]:
+        return self._state.measure_many({u: pieces for u, pieces in units.items() if self._of(u) is self._state})
 
     def measure(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Measure:
         return self._of(unit).measure(unit, pieces)

@@ -24,19 +24,25 @@ The board is float32 and is added to a float64 total every 64 chunks. The roundi
 relative distance is then about 2e-7, added in squares: 1e-5 is measured within the statistical error, 1e-6
 within some percent more, below that the noise shows."""
 
+import logging
 import math
 import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import count, groupby
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from monitor.observe.drift_meter import Measure, Signature, StagingMeter, all_finite
 from store.errors import ConfigError
 from store.names import Unit
+
+_log = logging.getLogger("driftpoint")
 
 _OFFSETS_PER_BUCKET = 8  # O = 8 k or slightly more: the 2/O in the variance is then a quarter of the 1/k
 
@@ -74,6 +80,8 @@ class Projection:
     @staticmethod
     def chunk_length(numel: int, device: torch.device) -> int:
         """Return C for that many values. Signatures are comparable only with the same C."""
+        if device.type == "cuda" and (kernels := _kernels()) is not None:
+            return int(kernels.chunk_length(numel))
         lengths, chunks = (_CPU_CHUNKS, 32) if device.type == "cpu" else (_OTHER_CHUNKS, 4)
         return max((length for length in lengths if chunks * length <= numel), default=lengths[0])
 
@@ -101,15 +109,9 @@ class _Board:
 
     def __init__(self, width: int, chunk_length: int, seed: int, device: torch.device) -> None:
         self.width = width
-        self.offsets = 1 << (_OFFSETS_PER_BUCKET * width - 1).bit_length()
-        per_bucket = -(-(chunk_length + self.offsets) // width)
-        slots = per_bucket * width
-        # Drawn on the host, since generators of other devices give other numbers.
-        generator = torch.Generator().manual_seed(_mix(seed, chunk_length) >> 1)
-        signs = torch.randint(0, 2, (chunk_length,), generator=generator, dtype=torch.float32) * 2 - 1
-        order = torch.randperm(slots, generator=generator)
+        self.offsets, signs, order = _tables(width, chunk_length, seed)
         self.signs = signs.to(device)
-        self.order = order.to(device)
+        self.order, slots = order.to(device), order.numel()
         self.slots = torch.zeros(slots, device=device)
         self.sorted = torch.empty(slots, device=device)
         self.upcast = torch.empty(0, device=device)
@@ -151,12 +153,40 @@ class _Board:
             self.unflushed = 0
 
 
+def _tables(width: int, chunk_length: int, seed: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """Return O, the table of signs, and the slots of the buckets, as rows of ``width``.
+
+    Drawn on the host, since generators of other devices give other numbers."""
+    offsets = 1 << (_OFFSETS_PER_BUCKET * width - 1).bit_length()
+    generator = torch.Generator().manual_seed(_mix(seed, chunk_length) >> 1)
+    signs = torch.randint(0, 2, (chunk_length,), generator=generator, dtype=torch.float32) * 2 - 1
+    return offsets, signs, torch.randperm(-(-(chunk_length + offsets) // width) * width, generator=generator)
+
+
+@cache
+def _kernels() -> Any:
+    """Return the module of fused kernels, or None without Triton."""
+    try:
+        from monitor.observe import sketch_kernels
+    except ImportError:
+        return None
+    return sketch_kernels
+
+
 def _mix(a: int, b: int) -> int:
     """Return splitmix64 of the b-th state after a (Steele, Lea, Flood: Fast splittable pseudorandom generators)."""
     z = (a + (b + 1) * 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
+
+
+def _mixes(a: int, count: int) -> npt.NDArray[np.uint64]:
+    """Return ``_mix(a, b)`` for the first ``count`` b."""
+    z = np.uint64(a) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
 
 
 @dataclass(frozen=True)
@@ -196,6 +226,8 @@ class SketchMeter(StagingMeter[Signature]):
         self._chunk_lengths: dict[Unit, int] = {}
         self._measured: dict[tuple[int, Unit], _Measured] = {}  # by thread id and unit
         self._staged_as: dict[Unit, _Measured] = {}  # the last measurement of staged units, if there was one to use
+        self._one_by_one = False
+        self._batches: dict[Any, tuple[Any, Any]] = {}  # by device, dtype, C: the units' addresses, and the batch
 
     @property
     def memory_bytes(self) -> int:
@@ -207,7 +239,64 @@ class SketchMeter(StagingMeter[Signature]):
     @property
     def scratch_bytes(self) -> int:
         """Bytes of working memory, independent of the number of units."""
-        return self._projection.scratch_bytes
+        batches = sum(int(batch.nbytes) for _, batch in self._batches.values())
+        return self._projection.scratch_bytes + batches
+
+    def measure_many(self, units: Mapping[Unit, Sequence[torch.Tensor]]) -> dict[Unit, Measure]:
+        kinds: dict[Any, dict[Unit, Sequence[torch.Tensor]]] = {}
+        for unit, pieces in units.items():
+            numel = sum(piece.numel() for piece in pieces)
+            if numel > self._projection.width and self._fits(pieces):
+                length = self._chunk_lengths.setdefault(unit, _kernels().chunk_length(numel))
+                kinds.setdefault((pieces[0].device, pieces[0].dtype, length), {})[unit] = pieces
+        try:
+            with self._lock, torch.inference_mode():
+                queued = {kind: self._batch(kind, found) for kind, found in kinds.items()}
+                runs = [(kinds[kind], batch.sample_ends, *batch.run()) for kind, batch in queued.items()]
+                found = [self._of_batch(*run) for run in runs]
+        except Exception as error:  # noqa: BLE001 - of the compiler of kernels too: units are measured one by one
+            _log.warning("units are measured one by one from now on, since this failed for all at once: %r", error)
+            self._one_by_one = True
+            return {}
+        return {unit: measure for one in found for unit, measure in one.items()}
+
+    def _fits(self, pieces: Sequence[torch.Tensor]) -> bool:
+        one_by_one = self._one_by_one or not pieces[0].is_cuda or _kernels() is None
+        return not one_by_one and bool(_kernels().fits(pieces))
+
+    def _batch(self, kind: tuple[torch.device, torch.dtype, int], units: Mapping[Unit, Sequence[torch.Tensor]]) -> Any:
+        places = {unit: (_places(pieces), tuple(map(torch.numel, pieces))) for unit, pieces in units.items()}
+        known = self._batches.get(kind)
+        if known is None or known[0] != places:
+            self._batches.pop(kind, None)
+            tables = known[1].tables if known is not None else self._tables_on(kind[0], kind[2])
+            draws = [partial(_mixes, _mix(self._projection.seed, _key(unit))) for unit in units]
+            samples = [_sample_places(pieces) for pieces in units.values()]
+            self._batches[kind] = places, _kernels().Batch(list(units.values()), draws, tables, samples)
+        return self._batches[kind][1]
+
+    def _tables_on(self, device: torch.device, length: int) -> Any:
+        offsets, signs, order = _tables(self._projection.width, length, self._projection.seed)
+        signs, order = signs.to(device, torch.int8), order.to(device, torch.int32)
+        return _kernels().Tables(self._projection.width, offsets, signs, order)
+
+    def _of_batch(
+        self,
+        units: Mapping[Unit, Sequence[torch.Tensor]],
+        sample_ends: Sequence[int],
+        signatures: torch.Tensor,
+        sampled: torch.Tensor,
+    ) -> dict[Unit, Measure]:
+        rows, samples = signatures.cpu().numpy(), sampled.cpu().to(torch.float64)
+        finite, thread, found = np.isfinite(rows).all(1), threading.get_ident(), {}
+        begins = (0, *sample_ends)
+        for index, (unit, pieces) in enumerate(units.items()):
+            values = torch.from_numpy(rows[index].copy())
+            signature = Signature(values, tuple(map(torch.numel, pieces)), bool(finite[index]) or all_finite(pieces))
+            sample = samples[begins[index] : begins[index + 1]]
+            self._measured[thread, unit] = _Measured(signature, sample, _places(pieces))
+            found[unit] = self._compared(unit, signature)
+        return found
 
     def measure(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Measure:
         """Return the estimated distance to the reference.
@@ -218,7 +307,10 @@ class SketchMeter(StagingMeter[Signature]):
         with self._lock:
             signature = self._reference_of(unit, pieces)
             self._measured[threading.get_ident(), unit] = _Measured(signature, _sample(pieces), _places(pieces))
-            reference = self._references.get(unit)
+            return self._compared(unit, signature)
+
+    def _compared(self, unit: Unit, signature: Signature) -> Measure:
+        reference = self._references.get(unit)
         if reference is None:
             return Measure(0.0, 0.0, signature.finite, signature)
         if reference.numels != signature.numels:
@@ -226,8 +318,9 @@ class SketchMeter(StagingMeter[Signature]):
                 f"the pieces of {unit} have {signature.numels} elements, its reference {reference.numels}; "
                 "reset the unit first"
             )
-        moved = signature.values.to(torch.float64) - reference.values
-        moved_sq, reference_sq = float(torch.dot(moved, moved)), reference.squared
+        with np.errstate(invalid="ignore", over="ignore"):
+            moved = signature.values.numpy().astype(np.float64) - reference.values.numpy()
+            moved_sq, reference_sq = float(moved @ moved), reference.squared
         return Measure(
             moved_sq if math.isfinite(moved_sq) else math.inf,
             reference_sq if math.isfinite(reference_sq) else 0.0,
@@ -271,7 +364,7 @@ class SketchMeter(StagingMeter[Signature]):
                 length = self._projection.chunk_length(sum(numels), pieces[0].device)
                 self._chunk_lengths[unit] = length
             # One key per unit, so that the errors of units are independent.
-            values = self._projection.project(pieces, length, zlib.crc32(str(unit).encode()))
+            values = self._projection.project(pieces, length, _key(unit))
         # A non-finite value makes the signature non-finite. The reverse may be an overflow: check the values then.
         finite = bool(torch.isfinite(values).all()) or all_finite(pieces)
         return Signature(values, numels, finite)
@@ -297,5 +390,19 @@ def _places(pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 def _sample(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return some values, float64 on the host, at positions that depend on the sizes of the pieces only."""
+    return _joined([piece[::step] for piece, step in _sampled(pieces)], torch.float64)
+
+
+def _sample_places(pieces: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
+    """Return the addresses of these values."""
+    found = [p.data_ptr() + p.element_size() * np.arange(0, p.numel(), step) for p, step in _sampled(pieces)]
+    return np.concatenate(found)
+
+
+def _sampled(pieces: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
     largest = sorted(filter(torch.numel, pieces), key=torch.numel, reverse=True)[:_SAMPLED_PIECES]
-    return _joined([piece[:: -(-piece.numel() // _SAMPLED_VALUES)] for piece in largest], torch.float64)
+    return [(piece, -(-piece.numel() // _SAMPLED_VALUES)) for piece in largest]
+
+
+def _key(unit: Unit) -> int:
+    return zlib.crc32(str(unit).encode())

@@ -14,6 +14,8 @@ from torch import nn
 
 import monitor
 from monitor.adapters.base import Piece
+from monitor.observe.drift_meter import drift_ratio
+from monitor.observe.sketch_meter import SketchMeter
 from monitor.observe.units import UnitLayout
 from monitor.save import staging_pool
 from monitor.save.staging_pool import StagingPool
@@ -131,6 +133,7 @@ def test_steps_of_a_graph_are_committed_as_they_are(tmp_path: Path) -> None:
     for _ in range(2):
         graph.replay()
     decided = one.values()
+    one.ckpt.flush()  # of the first save: while that is written, there is no other
     one.ckpt.step()
     graph.replay()
     one.ckpt.flush()
@@ -166,6 +169,38 @@ def test_without_memory_to_encode_the_values_are_copied() -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert made.no_memory and not made.held
     assert torch.equal(target, values.cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_units_measured_at_once_are_measured_as_one_by_one(dtype: torch.dtype) -> None:
+    pytest.importorskip("triton")
+    sizes = [(5000,), (1 << 20, 7, 3000), (4_300_001,), (4100, 1), (100,), (300_000, 64), (300_000,)]
+    units = {
+        Unit(f"blocks.{i}", "fp32"): [torch.randn(n, device="cuda").to(dtype) for n in unit]
+        for i, unit in enumerate(sizes)
+    }
+    one, many = SketchMeter(), SketchMeter()
+    for unit, pieces in units.items():
+        one.reset(unit, pieces)
+        many.reset(unit, pieces)
+    at_rest = many.measure_many(units)
+    assert len(at_rest) == len(units) - 1  # one has too few values
+    assert max(drift_ratio(found.moved_sq, found.reference_sq) for found in at_rest.values()) < 1e-6
+    for pieces in units.values():
+        for piece in pieces:
+            piece.mul_(1.5)
+    for unit, found in many.measure_many(units).items():
+        alone = one.measure(unit, units[unit])
+        assert found.moved_sq == pytest.approx(alone.moved_sq, rel=1e-5)
+        assert found.reference_sq == pytest.approx(alone.reference_sq, rel=1e-5)
+        assert found.signature is not None and found.finite
+        copies = [piece.cpu() for piece in units[unit]]
+        many.stage(unit, copies)
+        many.settle(unit, committed=True)
+    assert all(found.moved_sq == 0.0 for found in many.measure_many(units).values())
+    units[Unit("blocks.2", "fp32")][0][4_000_000] = torch.nan
+    found = many.measure_many(units)
+    assert [unit.layer for unit, measure in found.items() if not measure.finite] == ["blocks.2"]
 
 
 def test_the_device_s_generator_goes_on(tmp_path: Path) -> None:
