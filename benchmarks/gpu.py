@@ -92,7 +92,7 @@ STEPS = (
     Step(
         "copies",
         ("benchmarks/gpu_copies.py", *_RESUME),
-        120,
+        150,
         ("--gigabytes=0.02", "--seconds=0.1", "--rounds=1"),
         measures=True,
     ),

@@ -1,6 +1,6 @@
 """A real model, killed three times with SIGKILL while it trains, under policies that do not save everything.
 
-    python benchmarks/gpu_kills.py --folder DIR [--device cuda] [--steps 400] [--policies budget compact] [--json FILE]
+    python benchmarks/gpu_kills.py --folder DIR [--device cuda] [--steps 240] [--policies budget compact] [--json FILE]
 
 A Llama of 110 million parameters (fewer on a CPU) learns the standard library's sources, byte by byte: once
 undisturbed, and once under each policy, where it is killed at a quarter, at the half and at three quarters of its
@@ -114,7 +114,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--folder", type=Path, required=True, help="for stores and logs; empty")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--train", default=None, help="for the processes it starts: the policy, or none")
