@@ -96,7 +96,7 @@ STEPS = (
         ("--gigabytes=0.02", "--seconds=0.1", "--rounds=1"),
         measures=True,
     ),
-    Step("kills", ("benchmarks/gpu_kills.py", *_RESUME), 200),
+    Step("kills", ("benchmarks/gpu_kills.py", *_RESUME), 240),
     Step("sanitizer", _ENCODERS, 90, tool=("compute-sanitizer", "--error-exitcode=9"), proof=" passed"),
     Step(
         "save",

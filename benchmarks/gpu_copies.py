@@ -1,6 +1,6 @@
 """What a save costs beside training on one device: copies, stalls, drift and encoding, against plain copies.
 
-    python benchmarks/gpu_copies.py --folder DIR [--gigabytes 12] [--device cuda] [--rounds 2] [--json FILE]
+    python benchmarks/gpu_copies.py --folder DIR [--gigabytes 10] [--device cuda] [--rounds 1] [--json FILE]
 
 Plain PyTorch with AdamW on layers of 16.8 million parameters, as many as make the state so large (float32 weights and
 moments); a step takes about a second. Rates are told as times, since goals are upper bounds: 1.25 x the time of a plain
@@ -231,9 +231,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--folder", type=Path, required=True, help="for a store of twice the state")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--gigabytes", type=float, default=12.0)
+    parser.add_argument("--gigabytes", type=float, default=10.0)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a step")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     trainer = Trainer(options.device, options.gigabytes, options.seconds)

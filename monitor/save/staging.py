@@ -211,8 +211,10 @@ class AsyncCopy:
         self.finish()
 
     def finish(self) -> None:
-        """Copy the host tensors, and return once every copy is complete. Later calls do nothing."""
-        for device in self._devices:  # without the lock: :meth:`let_change` need not wait for this
+        """Copy the host tensors, and return once every copy is complete. Later calls do nothing.
+
+        Nothing then means that a graph may be captured meanwhile, whose stream must not wait."""
+        for device in () if self._done else self._devices:  # without the lock: :meth:`let_change` does not wait for it
             _side_stream(device).synchronize()
         with self._lock:
             if self._done:

@@ -172,6 +172,19 @@ def test_what_changes_the_state_waits_on_the_device_and_not_here(early: bool, mo
         assert all(map(torch.equal, copies, decided))
 
 
+def test_copies_that_are_complete_are_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step may be captured into a graph, where waiting is an error."""
+    streams, copying = LateStreams(monkeypatch), AsyncCopy()
+    copying.add([torch.randn(5)], [torch.zeros(5)])
+    copying.start()
+    copying.finish()
+    for stream in (streams.side, streams.main):
+        monkeypatch.setattr(stream, "synchronize", pytest.fail)
+        monkeypatch.setattr(stream, "wait_stream", pytest.fail)
+    copying.let_change()
+    copying.finish()
+
+
 def test_lazy_copies_are_refused_where_a_graph_may_take_the_steps(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="a CUDA graph may replay its steps"):
         Run(tmp_path / "s", capturable=True)
