@@ -53,10 +53,12 @@ class StagingPool:
         self._bytes[unit] = list(buffers)
 
     def reserve(self, unit: Unit, layout: UnitLayout) -> None:
-        """Allocate one set of buffers. :meth:`prepare` touches its pages."""
+        """Allocate one set of buffers. :meth:`prepare` touches its pages, unless pinning has done so."""
         self._known.add(unit)
-        self._untouched[unit] = _allocate(layout)
-        self.give(unit, self._untouched[unit], layout)
+        buffers = _allocate(layout)
+        if layout.regions.cuda is None:
+            self._untouched[unit] = buffers
+        self.give(unit, buffers, layout)
 
     def prepare(self, unit: Unit, layout: UnitLayout) -> None:
         """Touch the pages of the first set of buffers, unless a save has taken it. Any thread."""

@@ -102,6 +102,18 @@ def test_the_runtime_keeps_an_error_until_it_is_cleared(monkeypatch: pytest.Monk
     runtime.launch()
 
 
+@pytest.mark.parametrize("device", [DEVICE, torch.device("cpu")])
+def test_pages_are_touched_before_the_first_save_once(device: torch.device, runtime: CudaRuntime) -> None:
+    """Pinning touches them: to do it again would keep the first save waiting."""
+    pool, live = StagingPool(), layout(tensors(), device)
+    pool.reserve(UNIT, live)
+    buffer = pool._free[UNIT][0][1][0]
+    buffer.fill_(1)
+    pool.prepare(UNIT, live)
+    assert bool(buffer.any()) == (device == DEVICE)
+    assert len(runtime.registered) == (1 if device == DEVICE else 0)
+
+
 def test_host_memory_needs_no_runtime() -> None:
     pool, live = StagingPool(), layout(tensors(), torch.device("cpu"))
     assert len(pool.take(UNIT, live)) == len(tensors())
