@@ -265,7 +265,7 @@ class SketchMeter(StagingMeter[Signature]):
         return not one_by_one and bool(_kernels().fits(pieces))
 
     def _batch(self, kind: tuple[torch.device, torch.dtype, int], units: Mapping[Unit, Sequence[torch.Tensor]]) -> Any:
-        places = {unit: (_places(pieces), tuple(map(torch.numel, pieces))) for unit, pieces in units.items()}
+        places = [(unit, _places(pieces), list(map(torch.numel, pieces))) for unit, pieces in units.items()]
         known = self._batches.get(kind)
         if known is None or known[0] != places:
             self._batches.pop(kind, None)

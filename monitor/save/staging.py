@@ -403,11 +403,12 @@ class Stager:
         Out of memory, for example, on one rank: raised here, it would leave the others waiting in a collective. The
         save fails instead, as it does where a rank cannot write."""
         staged, copying = list[StagedUnit](), AsyncCopy()
+        chosen = {unit: choice.encoding or "" for unit, choice in decided.saved.items() if unit in local}
         try:
-            for unit, choice in decided.saved.items():
-                if unit in local:
-                    mine, encoding = decided.mine.get(unit), choice.encoding or ""
-                    staged.append(self.stage(local[unit], encoding, mine, copying, lent.get(unit)))
+            encoded = [local[u] for u in chosen if u not in decided.mine and self._encodes_now(local[u], chosen[u])]
+            mine = {**decided.mine, **self._meter.measure_many({part.unit: part.tensors for part in encoded})}
+            for unit, encoding in chosen.items():
+                staged.append(self.stage(local[unit], encoding, mine.get(unit), copying, lent.get(unit)))
             timing.start(copying)
         except Exception as error:  # noqa: BLE001 - this rank's edge: kept as the save's failure
             with suppress(Exception):

@@ -152,10 +152,11 @@ def test_values_that_are_not_finite_are_told_of_their_unit() -> None:
 
 
 @pytest.mark.usefixtures("kernels")
-def test_tensors_that_moved_are_found() -> None:
+@pytest.mark.parametrize("change", ["moved", "order", "fewer"])
+def test_other_tensors_or_another_order_are_found(change: str) -> None:
     state, meter = units(), SketchMeter()
     meter.measure_many(state)
-    other = units(seed=1)
+    other = units(seed=1) if change == "moved" else dict(list(state.items())[:: -1 if change == "order" else 2])
     expected = SketchMeter()
     for unit, found in meter.measure_many(other).items():
         alone = expected.measure(unit, other[unit])
