@@ -66,14 +66,6 @@ def _sum(board, order, out, first, slots, rows, width, step: tl.constexpr, size:
     tl.store(out + place, tl.sum(total, 0).to(tl.float32), mask=bucket < width)
 
 
-@triton.jit(do_not_specialize=("count",))
-def _pick(pointers, out, count, dtype: tl.constexpr, size: tl.constexpr):
-    place = tl.program_id(0) * size + tl.arange(0, size)
-    inside = place < count
-    values = tl.load(pointers + place, mask=inside, other=0).to(tl.pointer_type(dtype))
-    tl.store(out + place, tl.load(values, mask=inside, other=0.0).to(tl.float32), mask=inside)
-
-
 @dataclass(frozen=True)
 class Tables:
     """What a chunk length draws at random, on a device: a sign for each value, and the slots of the buckets."""
@@ -87,14 +79,13 @@ class Tables:
 class Batch:
     """Units of one device, dtype and chunk length, at fixed addresses.
 
-    draws: for each unit, returns 64 random bits a chunk. samples: addresses of values that :meth:`run` returns."""
+    draws: for each unit, returns 64 random bits a chunk."""
 
     def __init__(
         self,
         units: Sequence[Sequence[torch.Tensor]],
         draws: Sequence[Callable[[int], npt.NDArray[np.uint64]]],
         tables: Tables,
-        samples: Sequence[npt.NDArray[np.int64]],
     ) -> None:
         device, length = units[0][0].device, tables.signs.numel()
         self._dtype, self.tables, self._count = _DTYPES[units[0][0].dtype], tables, len(units)
@@ -117,8 +108,6 @@ class Batch:
         self._offsets = there((drawn >> np.uint64(1)) % np.uint64(tables.offsets), torch.int32)
         self._signs = there((drawn & np.uint64(1)).astype(np.int64) * 2 - 1, torch.float32)
         self._starts = there(list(accumulate(counts, initial=0)), torch.int32)
-        self._sampled = there(np.concatenate(samples), torch.int64)
-        self.sample_ends = list(accumulate(map(len, samples)))
         slots = tables.order.numel()
         self._group = min(self._count, max(1, _BOARDS // (4 * slots)))
         self._board = torch.empty(self._group * slots, device=device)
@@ -126,11 +115,11 @@ class Batch:
     @property
     def nbytes(self) -> int:
         """Bytes of working memory on the device, tables of the projection aside."""
-        held = self._pointers, self._numels, self._offsets, self._signs, self._starts, self._sampled, self._board
+        held = self._pointers, self._numels, self._offsets, self._signs, self._starts, self._board
         return sum(tensor.nbytes for tensor in held)
 
-    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queue the projection. Return the signatures of the units, row by row, and the sampled values; float32."""
+    def run(self) -> torch.Tensor:
+        """Queue the projection. Return the signatures of the units, row by row."""
         tables, slots = self.tables, self.tables.order.numel()
         chunks = self._pointers, self._numels, self._offsets, self._signs, self._starts
         with torch.cuda.device(self._board.device) if self._board.is_cuda else nullcontext():
@@ -141,11 +130,7 @@ class Batch:
                 _fill[grid](*chunks, tables.signs, self._board, first, slots, dtype=self._dtype, size=_BLOCK)
                 grid = triton.cdiv(tables.width, _BUCKETS), count
                 _sum[grid](self._board, tables.order, out, first, slots, rows, tables.width, step=_ROWS, size=_BUCKETS)
-            sampled = torch.empty(self._sampled.numel(), device=self._board.device)
-            _pick[(triton.cdiv(sampled.numel(), _BLOCK),)](
-                self._sampled, sampled, sampled.numel(), dtype=self._dtype, size=_BLOCK
-            )
-        return out, sampled
+        return out
 
 
 def fits(pieces: Sequence[torch.Tensor]) -> bool:

@@ -252,7 +252,7 @@ class SketchMeter(StagingMeter[Signature]):
         try:
             with self._lock, torch.inference_mode():
                 queued = {kind: self._batch(kind, found) for kind, found in kinds.items()}
-                runs = [(kinds[kind], batch.sample_ends, *batch.run()) for kind, batch in queued.items()]
+                runs = [(kinds[kind], batch.run()) for kind, batch in queued.items()]
                 found = [self._of_batch(*run) for run in runs]
         except Exception as error:  # noqa: BLE001 - of the compiler of kernels too: units are measured one by one
             _log.warning("units are measured one by one from now on, since this failed for all at once: %r", error)
@@ -271,8 +271,7 @@ class SketchMeter(StagingMeter[Signature]):
             self._batches.pop(kind, None)
             tables = known[1].tables if known is not None else self._tables_on(kind[0], kind[2])
             draws = [partial(_mixes, _mix(self._projection.seed, _key(unit))) for unit in units]
-            samples = [_sample_places(pieces) for pieces in units.values()]
-            self._batches[kind] = places, _kernels().Batch(list(units.values()), draws, tables, samples)
+            self._batches[kind] = places, _kernels().Batch(list(units.values()), draws, tables)
         return self._batches[kind][1]
 
     def _tables_on(self, device: torch.device, length: int) -> Any:
@@ -280,20 +279,16 @@ class SketchMeter(StagingMeter[Signature]):
         signs, order = signs.to(device, torch.int8), order.to(device, torch.int32)
         return _kernels().Tables(self._projection.width, offsets, signs, order)
 
-    def _of_batch(
-        self,
-        units: Mapping[Unit, Sequence[torch.Tensor]],
-        sample_ends: Sequence[int],
-        signatures: torch.Tensor,
-        sampled: torch.Tensor,
-    ) -> dict[Unit, Measure]:
-        rows, samples = signatures.cpu().numpy(), sampled.cpu().to(torch.float64)
-        finite, thread, found = np.isfinite(rows).all(1), threading.get_ident(), {}
-        begins = (0, *sample_ends)
-        for index, (unit, pieces) in enumerate(units.items()):
-            values = torch.from_numpy(rows[index].copy())
-            signature = Signature(values, tuple(map(torch.numel, pieces)), bool(finite[index]) or all_finite(pieces))
-            sample = samples[begins[index] : begins[index + 1]]
+    def _of_batch(self, units: Mapping[Unit, Sequence[torch.Tensor]], signatures: torch.Tensor) -> dict[Unit, Measure]:
+        samples = [_sampled(pieces) for pieces in units.values()]
+        values = torch.cat([part for parts in samples for part in parts]).cpu().to(torch.float64)
+        values_of = torch.split(values, [sum(map(torch.numel, parts)) for parts in samples])
+        rows, thread, found = signatures.cpu().numpy(), threading.get_ident(), {}
+        for (unit, pieces), row, fine, sample in zip(
+            units.items(), rows, np.isfinite(rows).all(1), values_of, strict=True
+        ):
+            numels = tuple(map(torch.numel, pieces))
+            signature = Signature(torch.from_numpy(row.copy()), numels, bool(fine) or all_finite(pieces))
             self._measured[thread, unit] = _Measured(signature, sample, _places(pieces))
             found[unit] = self._compared(unit, signature)
         return found
@@ -390,18 +385,12 @@ def _places(pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
 
 def _sample(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return some values, float64 on the host, at positions that depend on the sizes of the pieces only."""
-    return _joined([piece[::step] for piece, step in _sampled(pieces)], torch.float64)
+    return _joined(_sampled(pieces), torch.float64)
 
 
-def _sample_places(pieces: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
-    """Return the addresses of these values."""
-    found = [p.data_ptr() + p.element_size() * np.arange(0, p.numel(), step) for p, step in _sampled(pieces)]
-    return np.concatenate(found)
-
-
-def _sampled(pieces: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+def _sampled(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     largest = sorted(filter(torch.numel, pieces), key=torch.numel, reverse=True)[:_SAMPLED_PIECES]
-    return [(piece, -(-piece.numel() // _SAMPLED_VALUES)) for piece in largest]
+    return [piece.detach()[:: -(-piece.numel() // _SAMPLED_VALUES)] for piece in largest]
 
 
 def _key(unit: Unit) -> int:

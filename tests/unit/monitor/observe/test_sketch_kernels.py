@@ -47,11 +47,6 @@ def add(grid: Any, board: Any, order: Any, out: Any, *, first: int, slots: int, 
         out[first + row] = torch.from_numpy(there[order.numpy()].reshape(-1, width).sum(0))
 
 
-def pick(_: Any, pointers: torch.Tensor, out: torch.Tensor, **__: Any) -> None:
-    for index, address in enumerate(pointers.tolist()):
-        out[index] = float(memory(address, 1)[0])
-
-
 class Launched:
     """A kernel whose launches are calls of ``program``."""
 
@@ -82,7 +77,6 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     monkeypatch.setattr(sketch_kernels, "_fill", Launched(fill, ("first", "slots")))
     monkeypatch.setattr(sketch_kernels, "_sum", Launched(add, ("first", "slots", "rows", "width")))
-    monkeypatch.setattr(sketch_kernels, "_pick", Launched(pick, ("count",)))
     monkeypatch.setattr(sketch_kernels, "_CHUNKS", LENGTHS)
     monkeypatch.setattr(sketch_kernels, "_BOARDS", 1 << 20)  # several groups
     monkeypatch.setattr(sketch_meter, "_kernels", lambda: sketch_kernels)
