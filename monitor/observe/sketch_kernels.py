@@ -82,10 +82,7 @@ class Batch:
     draws: for each unit, returns 64 random bits a chunk."""
 
     def __init__(
-        self,
-        units: Sequence[Sequence[torch.Tensor]],
-        draws: Sequence[Callable[[int], npt.NDArray[np.uint64]]],
-        tables: Tables,
+        self, units: Sequence[Sequence[torch.Tensor]], draws: Sequence[Callable[[int], list[int]]], tables: Tables
     ) -> None:
         device, length = units[0][0].device, tables.signs.numel()
         self._dtype, self.tables, self._count = _DTYPES[units[0][0].dtype], tables, len(units)
@@ -97,8 +94,8 @@ class Batch:
             ]
             numels += [np.minimum(length, piece.numel() - first) for piece, first in zip(unit, firsts, strict=True)]
             counts.append(sum(map(len, firsts)))
-            bits.append(draw(counts[-1]))
-        drawn = np.concatenate(bits)
+            bits += draw(counts[-1])
+        drawn = np.array(bits, np.uint64)
 
         def there(values: npt.ArrayLike, dtype: torch.dtype) -> torch.Tensor:
             return torch.from_numpy(np.asarray(values).astype(np.int64)).to(dtype).to(device)

@@ -31,7 +31,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import count, groupby
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -55,8 +55,6 @@ at least 32 chunks per unit. Elsewhere each chunk is a kernel launch: few long o
 
 _SAMPLED_PIECES = 4
 _SAMPLED_VALUES = 16
-
-_MASK = (1 << 64) - 1
 
 
 class Projection:
@@ -85,13 +83,18 @@ class Projection:
         lengths, chunks = (_CPU_CHUNKS, 32) if device.type == "cpu" else (_OTHER_CHUNKS, 4)
         return max((length for length in lengths if chunks * length <= numel), default=lengths[0])
 
+    def draws(self, key: int, chunks: int) -> list[int]:
+        """Return 64 random bits for each chunk."""
+        return _mix(_mix(self.seed, key)[0], np.arange(chunks))
+
     def project(self, pieces: Sequence[torch.Tensor], chunk_length: int, key: int) -> torch.Tensor:
         """Return the signature: 1-d float32 of length ``width``, on the host. Not finite if any value is not.
 
         pieces: 1-d, any real dtype and device. key: selects the sequence of signs and offsets; signatures are
         comparable only with the same key."""
         total = torch.zeros(self.width, dtype=torch.float64)
-        draws = map(partial(_mix, _mix(self.seed, key)), count())  # 64 random bits per chunk
+        chunks = sum(-(-piece.numel() // chunk_length) for piece in pieces)
+        draws = iter(self.draws(key, chunks))
         with torch.inference_mode():
             for device, group in groupby(filter(torch.numel, pieces), key=lambda piece: piece.device):
                 if (device, chunk_length) not in self._boards:
@@ -158,7 +161,7 @@ def _tables(width: int, chunk_length: int, seed: int) -> tuple[int, torch.Tensor
 
     Drawn on the host, since generators of other devices give other numbers."""
     offsets = 1 << (_OFFSETS_PER_BUCKET * width - 1).bit_length()
-    generator = torch.Generator().manual_seed(_mix(seed, chunk_length) >> 1)
+    generator = torch.Generator().manual_seed(_mix(seed, chunk_length)[0] >> 1)
     signs = torch.randint(0, 2, (chunk_length,), generator=generator, dtype=torch.float32) * 2 - 1
     return offsets, signs, torch.randperm(-(-(chunk_length + offsets) // width) * width, generator=generator)
 
@@ -173,20 +176,15 @@ def _kernels() -> Any:
     return sketch_kernels
 
 
-def _mix(a: int, b: int) -> int:
-    """Return splitmix64 of the b-th state after a (Steele, Lea, Flood: Fast splittable pseudorandom generators)."""
-    z = (a + (b + 1) * 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
-
-
-def _mixes(a: int, count: int) -> npt.NDArray[np.uint64]:
-    """Return ``_mix(a, b)`` for the first ``count`` b."""
-    z = np.uint64(a) + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+def _mix(a: int, b: npt.ArrayLike) -> list[int]:
+    """Return splitmix64 of the b-th states after a (Steele, Lea, Flood: Fast splittable pseudorandom generators)."""
+    z = np.uint64(a % (1 << 64)) + (np.atleast_1d(np.asarray(b, np.uint64)) + np.uint64(1)) * np.uint64(
+        0x9E3779B97F4A7C15
+    )
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+    found: list[int] = (z ^ (z >> np.uint64(31))).tolist()
+    return found
 
 
 @dataclass(frozen=True)
@@ -270,7 +268,7 @@ class SketchMeter(StagingMeter[Signature]):
         if known is None or known[0] != places:
             self._batches.pop(kind, None)
             tables = known[1].tables if known is not None else self._tables_on(kind[0], kind[2])
-            draws = [partial(_mixes, _mix(self._projection.seed, _key(unit))) for unit in units]
+            draws = [partial(self._projection.draws, _key(unit)) for unit in units]
             self._batches[kind] = places, _kernels().Batch(list(units.values()), draws, tables)
         return self._batches[kind][1]
 
