@@ -10,6 +10,7 @@ from rich.console import Console
 from deploy import console as output
 from deploy.cli.daemon import base_of
 from deploy.console import DebugOption, JsonOption, MemoryOption, StoreArgument
+from store.errors import UnsupportedError
 from store.location import beside
 
 if TYPE_CHECKING:
@@ -34,8 +35,11 @@ def report(
     _debug: DebugOption = False,
 ) -> None:
     """Write one HTML page: safety of the run, drift and saves per layer, cost, incidents, and the resume point."""
-    from deploy.report.page import build_report
-
+    try:
+        from deploy.report.page import build_report
+    except ImportError as error:
+        text = f"the charts of a report need matplotlib ({error}): run `pip install 'driftpoint[report]'`"
+        raise UnsupportedError(text) from error
     made = build_report(store, trace, base_of(memory), verify=verify)
     path = out or beside(store.absolute(), ".report.html")
     made.write(path)

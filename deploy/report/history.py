@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +20,6 @@ from store.names import Unit
 from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, MovedLine, ResumedLine, iter_lines, opened
 
 _Floats = npt.NDArray[np.float64]
-_Counts = npt.NDArray[np.int64]
-_T = TypeVar("_T", bound=np.generic)
 _MOVEMENT = b'{"kind":"moved"'  # start of the longest lines, which are not needed here
 _ALL = 0.99  # share of all bytes from which a save counts as full
 _DECISIONS = 64  # newest decisions kept for the state of the job
@@ -57,25 +54,23 @@ class Column:
 class Bins:
     """Time series by unit and column; all arrays are (units, columns).
 
-    ``saved``: decisions that stored the unit; ``rounded``: those of them with loss."""
+    ``drift``: the largest one, NaN if unknown. ``saved``: decisions that stored the unit; ``rounded``: those of them
+    with loss. ``sick``: decisions at which it was not finite."""
 
     most: int = 120  # number of columns, even
     width: int = 1  # decisions per column
     count: int = 0
     columns: list[Column] = field(default_factory=list)
-    drift: _Floats = field(default_factory=lambda: np.full((0, 0), np.nan))  # largest drift, NaN if unknown
-    saved: _Counts = field(default_factory=lambda: np.zeros((0, 0), np.int64))
-    rounded: _Counts = field(default_factory=lambda: np.zeros((0, 0), np.int64))
-    sick: _Counts = field(default_factory=lambda: np.zeros((0, 0), np.int64))  # decisions at which it was not finite
 
-    def rows(self, count: int) -> None:
-        """Grow to ``count`` units."""
-        more = count - self.drift.shape[0]
-        if more <= 0 and self.drift.shape[1] == self.most:
-            return
-        shape = (max(count, self.drift.shape[0]), self.most)
-        self.drift = _grown(self.drift, shape, np.nan)
-        self.saved, self.rounded, self.sick = (_grown(old, shape, 0) for old in (self.saved, self.rounded, self.sick))
+    def __post_init__(self) -> None:
+        self.drift: _Floats = np.full((0, self.most), np.nan)
+        self.saved, self.rounded, self.sick = np.zeros((3, 0, self.most), np.int64)
+
+    def grow(self, units: int = 0, columns: int = 0) -> None:
+        """Append empty rows and columns."""
+        more = ((0, units), (0, columns))
+        self.drift = np.pad(self.drift, more, constant_values=np.nan)
+        self.saved, self.rounded, self.sick = (np.pad(old, more) for old in (self.saved, self.rounded, self.sick))
 
     def add(self, step: int) -> int:
         """Add a decision and return its number."""
@@ -95,25 +90,15 @@ class Bins:
         self.drift, self.saved = self.drift[rows, :end], self.saved[rows, :end]
         self.rounded, self.sick = self.rounded[rows, :end], self.sick[rows, :end]
 
-    def place(self, number: int) -> int:
-        return number // self.width
-
     def _halve(self) -> None:
         self.width *= 2
         for left, right in zip(self.columns[::2], self.columns[1::2], strict=False):
             left.merge(right)
         self.columns = self.columns[::2]
-        shape = (self.drift.shape[0], self.most)
-        self.drift = _grown(np.fmax(self.drift[:, ::2], self.drift[:, 1::2]), shape, np.nan)
-        self.saved, self.rounded, self.sick = (
-            _grown(old[:, ::2] + old[:, 1::2], shape, 0) for old in (self.saved, self.rounded, self.sick)
-        )
-
-
-def _grown(old: npt.NDArray[_T], shape: tuple[int, int], empty: float) -> npt.NDArray[_T]:
-    found: npt.NDArray[_T] = np.full(shape, empty, old.dtype)
-    found[: old.shape[0], : old.shape[1]] = old
-    return found
+        self.drift = np.fmax(self.drift[:, ::2], self.drift[:, 1::2])
+        counts = (self.saved, self.rounded, self.sick)
+        self.saved, self.rounded, self.sick = (old[:, ::2] + old[:, 1::2] for old in counts)
+        self.grow(columns=self.most // 2)
 
 
 @dataclass
@@ -225,14 +210,12 @@ class _Reader:
         if self._full_waits:
             totals.full_stall, totals.full_seen = totals.saves * median(self._full_waits), len(self._full_waits)
         order = sorted(self._rows, key=self._order.__getitem__)
-        places, bins = [self._rows[unit] for unit in order], self._bins
-        bins.rows(len(self._rows))
-        bins.pick(places)
+        self._bins.pick([self._rows[unit] for unit in order])
         return History(
             units=tuple(order),
             blocks=frozenset(self._blocks),
             moving=frozenset(self._moving),
-            bins=bins,
+            bins=self._bins,
             totals=totals,
             restarts=tuple(self._restarts),
             incidents=self._incidents.listed(),
@@ -275,7 +258,7 @@ class _Reader:
                 self._blocks.add(one.layer)
             if one.moving:
                 self._moving.add(one.unit)
-        self._bins.rows(len(self._rows))
+        self._bins.grow(len(self._rows) - len(self._bins.drift))
 
     def _on_resumed(self, line: ResumedLine, job: JobLine) -> None:
         self._gaps.clear()
@@ -297,12 +280,11 @@ class _Reader:
         self._decisions.append(LastDecision(line.step, at, sick, measured, line.skipped))
         self._gaps.append((line.step, at))
         number = self._bins.add(line.step)
-        column = self._bins.place(number)
-        rows = [self._rows[unit] for unit in self._units]
-        self._mark_drift(rows, line.drift, column)
-        for index in line.sick:
-            if index < len(rows):
-                self._bins.sick[rows[index], column] += 1
+        column, rows = number // self._bins.width, [self._rows[unit] for unit in self._units]
+        if len(line.drift) == len(rows):
+            known = np.array(line.drift, np.float64)  # None becomes NaN
+            self._bins.drift[rows, column] = np.fmax(self._bins.drift[rows, column], known)
+        np.add.at(self._bins.sick[:, column], [rows[index] for index in line.sick if index < len(rows)], 1)
         if line.saved:
             self._begun = (line.step, number)
             self._saved = frozenset(line.saved)
@@ -336,7 +318,7 @@ class _Reader:
         self._note_staged(line)
         if self._begun is None or self._begun[0] != line.step:
             return  # not of the save in progress, of which there is one at a time
-        bins, column = self._bins, self._bins.place(self._begun[1])
+        bins, column = self._bins, self._begun[1] // self._bins.width
         held = bins.columns[column]
         held.saves, held.written, held.full = held.saves + 1, held.written + line.written, held.full + full
         lost = sorted(self._saved - line.sizes.keys())
@@ -358,12 +340,6 @@ class _Reader:
             place = next((i for i, one in enumerate(reversed(self._decisions), 1) if one.step == line.step), None)
             if place is not None:
                 self._decisions[-place] = replace(self._decisions[-place], measured=True)
-
-    def _mark_drift(self, rows: Sequence[int], drift: Sequence[float | None], column: int) -> None:
-        if not drift or len(drift) != len(rows):
-            return
-        values = np.array([np.nan if value is None else value for value in drift])
-        self._bins.drift[rows, column] = np.fmax(self._bins.drift[rows, column], values)
 
     def _settle(self, copy_wait: float) -> None:
         """Complete the previous decision's stall, now that its copy wait is known."""

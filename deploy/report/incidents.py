@@ -2,7 +2,7 @@
 
 A condition that lasts for several decisions is one incident. Names in the texts are untrusted."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -109,8 +109,3 @@ def restart_incident(line: ResumedLine, epoch: int, at: float, gap: float, last_
     if gap > 1.0:
         text += f"; {span_text(gap)} after the last trace line of the job before"
     return Incident("restart", "look", text, line.step, at)
-
-
-def by_time(incidents: Iterable[Incident]) -> list[Incident]:
-    """Sort newest first; those without a time still hold and come first."""
-    return sorted(incidents, key=lambda one: float("inf") if one.at is None else one.at, reverse=True)

@@ -1,26 +1,25 @@
 """Read a store and its trace, judge them, and render the report as one HTML page.
 
-The page needs no script, font, image or network. Names come from untrusted stores and traces: the template escapes
+The page needs no script, no font and no network. Names come from untrusted stores and traces: the template escapes
 them, and control characters are spelled out."""
 
 import tempfile
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from deploy.console import byte_progress, watched
-from deploy.format import clock, drift_text, installed_version, printable, size_text
+from deploy.format import clock, drift_text, installed_version, plural, printable, share_text, size_text, span_text
 from deploy.health import facts as health
 from deploy.health.checks import Verdict, judge
-from deploy.report.charts import cost_of, maps_of, scale_for
 from deploy.report.history import History, read_history
-from deploy.report.incidents import Incident, by_time
+from deploy.report.incidents import Incident
+from deploy.report.matplotlib_charts import cost_chart, css_colours, maps_of
 from deploy.store_status import model_text, open_store, parameters, resume_kind
 from deploy.tables import max_drift, sizes, slots_of, span
 from store.catalog import Catalog
@@ -36,61 +35,27 @@ _LISTED = 8  # most damage messages on a page
 
 
 def certificate_table(certificate: Certificate, parameters: int) -> Mapping[str, Any]:
-    """Lay out a certificate for the template; ``parameters`` is the model's number."""
+    """Group the units of a certificate for the template; ``parameters`` is the model's number."""
     units = certificate.units
-    slots = slots_of(units)
-    scale = scale_for([unit.drift for unit in units if unit.moving and unit.drift])
-    by_layer: dict[str, dict[str, CertifiedUnit]] = {}
+    layers: dict[str, dict[str, CertifiedUnit]] = {}
     for unit in units:
-        by_layer.setdefault(unit.layer, {})[unit.slot] = unit
-    rows = [
-        {
-            "layer": layer,
-            "cells": [_cell(found[slot], scale) if slot in found else None for slot in slots],
-            "size": size_text(sum(unit.nbytes for unit in found.values())),
-        }
-        for layer, found in by_layer.items()
-    ]
-    totals = [_total(slot, [unit for unit in units if unit.slot == slot], parameters) for slot in slots]
+        layers.setdefault(unit.layer, {})[unit.slot] = unit
+    slots = {slot: [unit for unit in units if unit.slot == slot] for slot in slots_of(units)}
     return {
-        "save": certificate.save,
         "kind": resume_kind(certificate),
-        "effective": None if certificate.effective_step == certificate.step else certificate.effective_step,
         "slots": slots,
-        "rows": rows,
-        "totals": [*totals, *([_total("all", units, parameters)] if len(slots) > 1 else [])],
-        "rounded": bool(certificate.lossy),
+        "totals": [*slots.items(), *([("all", units)] if len(slots) > 1 else [])],
+        "layers": layers,
+        "sizes": lambda some: sizes(some, parameters),
+        "colour": css_colours(unit.drift for unit in units if unit.moving and unit.drift),
         "fallbacks": any(unit.fallback for unit in units),
     }
 
 
-def _cell(unit: CertifiedUnit, scale: Sequence[float]) -> Mapping[str, Any]:
-    fixed = not unit.moving and not unit.fallback
-    return {
-        "step": unit.step,
-        "age": "fixed" if fixed else str(unit.staleness),
-        "drift": "" if fixed else drift_text(unit.drift),
-        "level": bisect_right(scale, unit.drift) if unit.moving and unit.drift else -1,  # colour, -1 for none
-        "encoding": unit.encoding,
-        "state": "fallback" if unit.fallback else "fixed" if fixed else "stale" if unit.staleness else "fresh",
-    }
-
-
-def _total(slot: str, units: Sequence[CertifiedUnit], parameters: int) -> Mapping[str, Any]:
-    oldest, newest = span(units)
-    size, share = sizes(units, parameters)
-    lossy = [unit for unit in units if is_lossy(unit.encoding)]
-    return {
-        "slot": slot,
-        "units": len(units),
-        "oldest": oldest,
-        "newest": newest,
-        "drift": max_drift(units),
-        "error": drift_text(max_or_none(unit.error for unit in lossy)) if lossy else "",
-        "size": size,
-        "share": share,
-        "encodings": ", ".join(dict.fromkeys(unit.encoding for unit in units)),
-    }
+def _rounding_error(units: Sequence[CertifiedUnit]) -> str:
+    """Format the largest rounding error; '' if no unit was rounded."""
+    lossy = [unit.error for unit in units if is_lossy(unit.encoding)]
+    return drift_text(max_or_none(lossy)) if lossy else ""
 
 
 @dataclass(frozen=True)
@@ -116,48 +81,38 @@ class ReportResult:
     def write(self, path: Path) -> None:
         """Write the page and rename it into place. Raises StorageError."""
         data = render(self).encode("utf-8", "backslashreplace")
-        with system_errors("write", path, "; name another file with --out"):
-            with tempfile.NamedTemporaryFile(dir=path.absolute().parent, prefix=path.name, delete=False) as file:
-                file.write(data)
-            try:
-                Path(file.name).chmod(0o644)
-                Path(file.name).replace(path)
-            except OSError:
-                with suppress(OSError):
-                    Path(file.name).unlink()
-                raise
+        with (
+            system_errors("write", path, "; name another file with --out"),
+            tempfile.TemporaryDirectory(dir=path.absolute().parent, prefix=path.name) as folder,
+        ):
+            made = Path(folder, "page.html")
+            made.write_bytes(data)
+            made.replace(path)
 
 
 def render(content: ReportResult) -> str:
     """Render the page."""
     facts, history = content.facts, content.history
-    certificate = None if facts.status is None else facts.status.resume
-    table = None
-    if certificate is not None and facts.status is not None and facts.status.resumed is not None:
-        table = certificate_table(certificate, parameters(facts.status.resumed))
+    status, certificate, table = facts.status, None if facts.status is None else facts.status.resume, None
+    if status is not None and certificate is not None and status.resumed is not None:
+        table = certificate_table(certificate, parameters(status.resumed))
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters["clean"] = printable
-    environment.filters["clock"] = clock
+    environment.filters |= {"clean": printable, "clock": clock, "drift": drift_text, "size": size_text}
+    environment.filters |= {"counted": plural, "percent": share_text, "span": span_text}
+    environment.filters |= {"max_drift": max_drift, "rounding_error": _rounding_error, "ends": span}
     return environment.get_template("page.html").render(
-        facts=facts,
-        verdict=content.verdict,
+        vars(content),
         model="" if facts.newest is None else model_text(facts.newest),
-        history=history,
         maps=None if history is None or not history.units else maps_of(history),
-        cost=None if history is None or not history.totals.saves else cost_of(history),
-        incidents=by_time(content.incidents),
+        cost=None if history is None or not history.totals.saves else cost_chart(history),
+        # Newest first; what has no time still holds.
+        incidents=sorted(content.incidents, key=lambda one: inf if one.at is None else one.at, reverse=True),
+        certificate=certificate,
         table=table,
-        missing=content.missing,
         version=installed_version() or "(from source)",
-        words={"good": "ok", "plain": "–", "look": "look", "bad": "bad"},
     )
-
-
-def trace_path(root: Path, given: Path | None) -> Path:
-    """Return the path of the trace: ``given``, or beside the store."""
-    return given or beside(store_place(root), ".trace.jsonl")
 
 
 def build_report(
@@ -167,7 +122,7 @@ def build_report(
 
     ``trace``: its path, None for the default. ``verify``: whether to verify every byte first. Raises NoStoreError if
     there is no store, UsageError if ``trace`` was given and is unreadable."""
-    path = trace_path(root, trace)
+    path = trace or beside(store_place(root), ".trace.jsonl")
     try:
         return _build(open_store(root), root, path, memory, named=trace is not None, verify=verify, clock=clock)
     except (NothingToResumeError, DamagedError) as error:

@@ -173,12 +173,10 @@ def _spread(one: Spread) -> Mapping[str, float | None]:
 def write_picture(summaries: Sequence[Summary], path: Path) -> None:
     """Plot the summaries to ``path``. Raises UsageError without matplotlib, or if the file cannot be written."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UsageError("--plot needs matplotlib: `pip install matplotlib`, or leave --plot out") from error
     figure = Figure(figsize=(9, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
     damage, lost = figure.subplots(1, 2)
     for axes, title, values in (
         (damage, "expected damage", [one.exposure.total.mean for one in summaries]),

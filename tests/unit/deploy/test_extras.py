@@ -115,6 +115,23 @@ def test_what_comes_before_a_job_does_without_torch(tmp_path: Path, command: str
     assert (done.returncode, done.stderr) == (0, "")  # doctor looks at torch in a process of its own
 
 
+def test_a_report_names_what_its_charts_need(tmp_path: Path) -> None:
+    store = PlainStore(tmp_path / "store")
+    store.save(10)
+    done = _hidden({"matplotlib"}, CLI, "report", store.root)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "error: the charts of a report need matplotlib (No module named 'matplotlib'): run "
+        "`pip install 'driftpoint[report]'`\n"
+    )
+    assert not Path(f"{store.root}.report.html").exists()
+
+
+def test_the_command_line_starts_without_matplotlib() -> None:
+    code = "import sys, deploy.cli.app, deploy.cli.report; print('matplotlib' in sys.modules)"
+    assert _hidden(set(), code).stdout == "False\n"
+
+
 @pytest.mark.slow
 def test_layouts_of_deepspeed(tmp_path: Path) -> None:
     builder = PlainStore(tmp_path / "store", framework="deepspeed")
