@@ -170,10 +170,10 @@ def _tables(width: int, chunk_length: int, seed: int) -> tuple[int, torch.Tensor
 def _kernels() -> Any:
     """Return the module of fused kernels, or None without Triton."""
     try:
-        from monitor.observe import sketch_kernels
+        from monitor.observe import triton_sketch
     except ImportError:
         return None
-    return sketch_kernels
+    return triton_sketch
 
 
 def _mix(a: int, b: npt.ArrayLike) -> list[int]:

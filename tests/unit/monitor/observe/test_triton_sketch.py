@@ -72,21 +72,21 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         setattr(language, name, object())
     monkeypatch.setitem(sys.modules, "triton", triton)
     monkeypatch.setitem(sys.modules, "triton.language", language)
-    monkeypatch.delitem(sys.modules, "monitor.observe.sketch_kernels", raising=False)
-    from monitor.observe import sketch_kernels
+    monkeypatch.delitem(sys.modules, "monitor.observe.triton_sketch", raising=False)
+    from monitor.observe import triton_sketch
 
-    monkeypatch.setattr(sketch_kernels, "_fill", Launched(fill, ("first", "slots")))
-    monkeypatch.setattr(sketch_kernels, "_sum", Launched(add, ("first", "slots", "rows", "width")))
-    monkeypatch.setattr(sketch_kernels, "_CHUNKS", LENGTHS)
-    monkeypatch.setattr(sketch_kernels, "_BOARDS", 1 << 20)  # several groups
-    monkeypatch.setattr(sketch_meter, "_kernels", lambda: sketch_kernels)
+    monkeypatch.setattr(triton_sketch, "_fill", Launched(fill, ("first", "slots")))
+    monkeypatch.setattr(triton_sketch, "_sum", Launched(add, ("first", "slots", "rows", "width")))
+    monkeypatch.setattr(triton_sketch, "_CHUNKS", LENGTHS)
+    monkeypatch.setattr(triton_sketch, "_BOARDS", 1 << 20)  # several groups
+    monkeypatch.setattr(sketch_meter, "_kernels", lambda: triton_sketch)
     monkeypatch.setattr(
-        sketch_meter.Projection, "chunk_length", staticmethod(lambda numel, _: sketch_kernels.chunk_length(numel))
+        sketch_meter.Projection, "chunk_length", staticmethod(lambda numel, _: triton_sketch.chunk_length(numel))
     )
-    monkeypatch.setattr(SketchMeter, "_fits", lambda _, pieces: sketch_kernels.fits(pieces))
-    yield sketch_kernels
-    sys.modules.pop("monitor.observe.sketch_kernels", None)
-    vars(observe).pop("sketch_kernels", None)
+    monkeypatch.setattr(SketchMeter, "_fits", lambda _, pieces: triton_sketch.fits(pieces))
+    yield triton_sketch
+    sys.modules.pop("monitor.observe.triton_sketch", None)
+    vars(observe).pop("triton_sketch", None)
 
 
 def units(seed: int = 0) -> dict[Unit, list[torch.Tensor]]:
