@@ -1,7 +1,8 @@
-"""Parse the location of a store (a directory or ``s3://BUCKET/PREFIX``), open its files, and find its filesystem.
+"""Parse the location of a store (a directory, ``s3://BUCKET/PREFIX`` or ``az://CONTAINER/PREFIX``), open its files,
+and find its filesystem.
 
-An s3 location behaves like an absolute path, so that code which passes, shows or compares locations need not tell the
-two apart."""
+The location of an object store behaves like an absolute path, so that code which passes, shows or compares locations
+need not tell the two apart."""
 
 import os
 import re
@@ -25,6 +26,10 @@ _PREFIX = re.compile(r"[\w.=+@,-]+(/[\w.=+@,-]+)*\Z", re.ASCII)
 
 class ObjectUrl(PosixPath):
     """``s3://bucket/prefix`` as an absolute path at which this machine has no file or directory."""
+
+    @property
+    def scheme(self) -> str:
+        return self.parts[0].removesuffix(":")
 
     @property
     def bucket(self) -> str:
@@ -61,19 +66,19 @@ def place_of(text: str | os.PathLike[str]) -> Path:
     if match is None:
         return Path(text)
     scheme, rest = match[1].lower(), match[2].rstrip("/")
-    if scheme != "s3":
+    if scheme not in ("s3", "az"):
         raise ConfigError(
-            f"{given}: {scheme}:// is not supported; use a directory or s3://BUCKET/PREFIX. Other object stores work "
-            "through an S3 interface, with `s3: {endpoint: ...}`"
+            f"{given}: {scheme}:// is not supported; use a directory, s3://BUCKET/PREFIX or az://CONTAINER/PREFIX. "
+            "Other object stores work through an S3 interface, with `s3: {endpoint: ...}`"
         )
     bucket, _, prefix = rest.partition("/")
     if not _BUCKET.match(bucket):
-        raise ConfigError(f"{given} names no bucket: a store's location is s3://BUCKET/PREFIX")
+        raise ConfigError(f"{given} names no bucket: a store's location is {scheme}://BUCKET/PREFIX")
     if prefix and (not _PREFIX.match(prefix) or {".", ".."} & set(prefix.split("/"))):
         raise ConfigError(
             f"{given}: a prefix consists of names between single slashes, of letters, digits and . _ - = + @ ,"
         )
-    return ObjectUrl("s3:", bucket, *(prefix.split("/") if prefix else ()))
+    return ObjectUrl(f"{scheme}:", bucket, *(prefix.split("/") if prefix else ()))
 
 
 def store_place(text: str | os.PathLike[str]) -> Path:
@@ -99,9 +104,10 @@ def files_at(place: str | os.PathLike[str], options: ObjectOptions | None = None
     location = place_of(place)
     if not isinstance(location, ObjectUrl):
         return LocalFiles(location)
+    from store.storage.bucket import Bucket
     from store.storage.object_store import ObjectFiles
 
-    return ObjectFiles(location, location.bucket, location.prefix, options or ObjectOptions())
+    return ObjectFiles(location, Bucket(location.bucket, options or ObjectOptions(), location.scheme), location.prefix)
 
 
 Kind = Literal["local", "shared", "passing", "container", "unknown"]

@@ -16,7 +16,7 @@ from deploy.exit_codes import OK
 from deploy.format import plural
 from store.catalog import restore_store_record
 from store.errors import DriftpointError
-from store.location import ObjectUrl, files_at, is_url, place_of
+from store.location import files_at, is_url, place_of
 from store.storage.bucket import ObjectOptions
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def doctor(
     store: Annotated[
         StorePath | None,
         typer.Argument(
-            metavar="[STORE]", parser=place_of, help="Store directory (existing or planned), or s3://BUCKET/PREFIX."
+            metavar="[STORE]", parser=place_of, help="Store directory (existing or planned), or s3:// or az:// URL."
         ),
     ] = None,
     *,
@@ -114,9 +114,8 @@ def _bucket_findings(root: Path, options: ObjectOptions, plan: "Plan") -> "Itera
     from deploy.doctor.store import check_store
     from store.storage.object_store import ObjectFiles
 
-    url = place_of(root)
-    assert isinstance(url, ObjectUrl)
-    files = ObjectFiles(url, url.bucket, url.prefix, options)
+    files = files_at(root, options)
+    assert isinstance(files, ObjectFiles)
     yield from check_machine(plan)
     tried = list(check_bucket(files, plan))
     yield from tried

@@ -64,7 +64,7 @@ SourceArgument = Annotated[
     typer.Argument(
         metavar="SOURCE",
         parser=place_of,
-        help="A store (a directory or s3://BUCKET/PREFIX), or a checkpoint of a framework (or the directory of "
+        help="A store (a directory, s3:// or az:// URL), or a checkpoint of a framework (or the directory of "
         "several). Not needed with a recipe that names its sources.",
     ),
 ]

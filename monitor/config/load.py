@@ -53,7 +53,7 @@ class Config(sections.Settings):
     store: Annotated[Annotated[str, Field(min_length=1)] | sections.StoreSettings, WrapValidator(_store)] = (
         "./driftpoint-checkpoints"
     )
-    """a directory on a disk that all nodes share; or s3://BUCKET/PREFIX; or {path: DIR, create: false}"""
+    """a directory on a disk of all nodes, s3://BUCKET/PREFIX, az://CONTAINER/PREFIX; or {path: DIR, create: false}"""
     every: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], WrapValidator(_interval)] = "auto"
     """optimizer steps between decisions; auto: the interval that loses least, see docs/interval.md"""
     policy: str | dict[str, Any] = Field(default="full", json_schema_extra=sections.policies_schema)
@@ -224,7 +224,9 @@ def _check_location(config: Config) -> None:
             "With `memory: {enabled: true}` a job that restarts on this node resumes from memory itself"
         )
     if not is_url(place) and config.s3 != sections.S3Settings():
-        raise ConfigError(f"s3: the section is used for a store in s3:// only, and the store is {place}: remove it")
+        raise ConfigError(
+            f"s3: the section is used for a store in s3:// or az:// only, and the store is {place}: remove it"
+        )
 
 
 def _check_endpoints(config: Config) -> None:

@@ -248,7 +248,7 @@ def _check_epoch(files: Files, epoch: int, token: str) -> Catalog:
     """Open the store that rank 0 opened; raise StorageError if this rank sees another one."""
     root = getattr(files, "root", "its place")
     advice = (
-        "`store:` must be the same directory for all ranks, on a disk that all nodes share, or the same s3:// URL. "
+        "`store:` must be the same directory for all ranks, on a disk that all nodes share, or the same URL. "
         "Check the path (is there a time or a host name in it?) and the mount"
     )
     try:

@@ -22,13 +22,16 @@ _LOST = "Received redirect without LOCATION"  # obstore's message when the bucke
 _PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 
 _CHECK_KEYS = (
-    "check the credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a web identity, or the instance's role) and "
-    "what they permit in this bucket: get, put, delete and list"
+    "check the credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AZURE_STORAGE_ACCOUNT_NAME and "
+    "AZURE_STORAGE_ACCOUNT_KEY, a web identity, or the instance's role) and what they permit in this bucket: get, put, "
+    "delete and list"
 )
 _CHECK_BUCKET = "there is no such bucket: make it, or check its name and `s3: {endpoint: ..., region: ...}`"
 _CHECK_REGION = "the bucket is in another region: set `s3: {region: ...}`, or AWS_REGION"
 _ADVICE = {
     "NoSuchBucket": _CHECK_BUCKET,
+    "ContainerNotFound": _CHECK_BUCKET,
+    "AuthenticationFailed": _CHECK_KEYS,
     "AccessDenied": _CHECK_KEYS,
     "InvalidAccessKeyId": _CHECK_KEYS,
     "SignatureDoesNotMatch": _CHECK_KEYS,
@@ -64,7 +67,7 @@ def import_obstore() -> Any:
         import obstore.exceptions
         import obstore.store
     except ImportError as error:
-        raise UnsupportedError(f"stores in s3:// need obstore ({error}): run `pip install 'driftpoint[s3]'`") from error
+        raise UnsupportedError(f"object stores need obstore ({error}): run `pip install 'driftpoint[s3]'`") from error
     return obstore
 
 
@@ -92,7 +95,7 @@ def storage_error(error: BaseException, verb: str, where: str) -> StorageError:
     text = str(error)
     code = _CODE.search(text)
     advice = _ADVICE.get(code[1] if code else "") or _advice(error, text)
-    if isinstance(error, FileNotFoundError) and not (code and code[1] == "NoSuchBucket"):
+    if isinstance(error, FileNotFoundError) and not (code and _ADVICE.get(code[1]) == _CHECK_BUCKET):
         return MissingError(f"cannot {verb} {where}: it is not there")
     if is_taken(error):
         return ExistsError(f"cannot {verb} {where}: another object is there already")
@@ -144,14 +147,14 @@ class ObjectOptions:
 
 T = TypeVar("T")
 
-OWNER = "driftpoint-write"  # metadata key that identifies an upload in parts
+OWNER = "driftpoint_write"  # metadata key that identifies an upload in parts; Azure permits no hyphen
 
 
 class Bucket:
     """One bucket. Raises UnsupportedError if obstore is not installed, StorageError for invalid options."""
 
-    def __init__(self, name: str, options: ObjectOptions) -> None:
-        self.name, self.options = name, options
+    def __init__(self, name: str, options: ObjectOptions, scheme: str = "s3") -> None:
+        self.name, self.options, self._scheme = name, options, scheme
         self._lib = import_obstore()
         self.failures = (self._lib.exceptions.BaseError, OSError)  # that :meth:`writer` and :meth:`upload` may raise
         try:
@@ -161,7 +164,7 @@ class Bucket:
 
     def where(self, key: str) -> str:
         """Return the URL of an object for messages."""
-        return f"s3://{self.name}/{key}"
+        return f"{self._scheme}://{self.name}/{key}"
 
     def create(self, key: str, data: bytes) -> None:
         """Put an object under a free name. Raises ExistsError if an object with other bytes is there."""
@@ -226,6 +229,9 @@ class Bucket:
             return
         with suppress(MissingError):
             self._retry("delete", keys[0], lambda: self._lib.delete(self._store, list(keys)))
+            return
+        for key in keys if len(keys) > 1 else ():  # Azure ends at one that does not exist
+            self.delete([key])
 
     def writer(self, key: str, owner: str, part_bytes: int) -> Any:
         """Return a context manager with ``write(bytes)`` that uploads in parts and replaces the object on success."""
@@ -284,17 +290,18 @@ class Bucket:
         return UnreachableError(f"{found}{contradicted}")
 
     def _open(self) -> Any:
-        given = self.options
-        config: dict[str, Any] = {"virtual_hosted_style_request": given.virtual_hosted}
+        given, azure = self.options, self._scheme == "az"
+        config: dict[str, Any] = {} if azure else {"virtual_hosted_style_request": given.virtual_hosted}
         if given.endpoint is not None:
             config["endpoint"] = given.endpoint
         if given.region is not None:
             config["region"] = given.region
         # The library takes this from the environment only where it is given no other option of the client.
-        plain = os.environ.get("AWS_ALLOW_HTTP", "").lower() in ("1", "true")
+        plain = os.environ.get("AZURE_ALLOW_HTTP" if azure else "AWS_ALLOW_HTTP", "").lower() in ("1", "true")
         client: dict[str, Any] = {
             "timeout": timedelta(seconds=given.request_seconds),
             "allow_http": plain if given.allow_http is None else given.allow_http,
         }
         retry = {"max_retries": 1000, "retry_timeout": timedelta(seconds=given.retry_seconds)}
-        return self._lib.store.S3Store(self.name, config=config, client_options=client, retry_config=retry)
+        kind = self._lib.store.AzureStore if azure else self._lib.store.S3Store
+        return kind(self.name, config=config, client_options=client, retry_config=retry)

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from store.errors import DamagedError, ExistsError, StorageError, UnsupportedError
 from store.names import PROBE
-from store.storage.bucket import MIB, Bucket, ObjectOptions
+from store.storage.bucket import MIB, Bucket
 from store.storage.local import NewFile, as_bytes, checked_names
 from store.storage.object_writer import NewObject
 
@@ -84,9 +84,9 @@ class Reader:
 class ObjectFiles:
     """:class:`store.storage.local.Files` and :class:`store.storage.local.WholeFiles` below a prefix of a bucket."""
 
-    def __init__(self, root: Path, bucket: str, prefix: str, options: ObjectOptions) -> None:
+    def __init__(self, root: Path, bucket: Bucket, prefix: str) -> None:
         self.root = root
-        self._bucket = Bucket(bucket, options)
+        self._bucket = bucket
         self._reader = Reader(self._bucket)
         self._prefix = f"{prefix}/" if prefix else ""
 

@@ -18,6 +18,7 @@ from store.storage.bucket import ObjectOptions
 from store.storage.local import Files, LocalFiles, NewFile
 from store.storage.object_writer import _Spooled, _Streamed
 from tests.crash.simulated import SimulatedFiles
+from tests.support.azure import CONTAINER, Azurite
 from tests.support.s3 import BUCKET, KEYS, Server, tiny_parts
 
 PART = 1 << 12
@@ -30,7 +31,13 @@ def server() -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(params=["local", "simulated", "objects"])
+@pytest.fixture(scope="module")
+def azurite() -> Iterator[Azurite]:
+    with Azurite() as azurite:
+        yield azurite
+
+
+@pytest.fixture(params=["local", "simulated", "objects", "azure"])
 def files(request: pytest.FixtureRequest, tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> Files:
     """An empty root."""
     made: Files
@@ -38,6 +45,11 @@ def files(request: pytest.FixtureRequest, tmp_path: Path, server: Server, monkey
         made = LocalFiles(tmp_path / "root")
     elif request.param == "simulated":
         made = SimulatedFiles(exists=False)
+    elif request.param == "azure":
+        for name, value in request.getfixturevalue("azurite").environment.items():
+            monkeypatch.setenv(name, value)
+        options = ObjectOptions(part_mib=PART / (1 << 20), connections=3, spool=str(tmp_path))
+        made = files_at(f"az://{CONTAINER}/{tmp_path.name.replace('_', '-')}", options)
     else:
         for name, value in KEYS.items():
             monkeypatch.setenv(name, value)
@@ -168,10 +180,10 @@ def test_a_directory_is_listed_to_its_end(files: Files, server: Server, tmp_path
     """A server tells a thousand names at a time."""
     names = [f"{number:05d}" for number in range(2003)]
     ensure_dir(files, "d")
-    if isinstance(files, LocalFiles | SimulatedFiles):
+    if isinstance(files, LocalFiles | SimulatedFiles) or str(files.root).startswith("az:"):
         names = names[:3]
         for name in names:
-            put(files, f"d/{name}", b"")
+            put(files, f"d/{name}")
     else:
         server.put(tmp_path.name, {f"d/{name}": b"" for name in names})
     assert files.list_dir("d") == names

@@ -51,7 +51,7 @@ def test_a_path_stays_as_it_is(given: str) -> None:
     ("given", "said"),
     [
         ("gs://bucket/a", "gs:// is not supported"),
-        ("az://container/a", "az:// is not supported"),
+        ("az://", "az://BUCKET/PREFIX"),
         ("https://host/bucket", "https:// is not supported"),
         ("s3://", "names no bucket"),
         ("s3://b_/x", "names no bucket"),
@@ -82,6 +82,6 @@ except Exception as error:
 def test_without_the_library_there_is_one_line_that_says_what_to_type() -> None:
     """And nothing needs it before a bucket is named."""
     done = subprocess.run([sys.executable, "-c", BARRED], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("UnsupportedError stores in s3:// need obstore")
+    assert done.stdout.startswith("UnsupportedError object stores need obstore")
     assert "pip install 'driftpoint[s3]'" in done.stdout
     assert done.stdout.count("\n") == 1
