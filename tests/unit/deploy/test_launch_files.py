@@ -213,7 +213,9 @@ def test_the_image_gets_what_the_package_is_made_of_and_the_user_of_the_manifest
     copied = {word for line in re.findall(r"^COPY (?:--\S+ )*(.*) \S+$", text, re.MULTILINE) for word in line.split()}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = {one.rstrip("*") for one in project["tool"]["setuptools"]["packages"]["find"]["include"]}
-    assert packages | {"pyproject.toml", "constraints.txt", project["project"]["readme"]} <= copied
+    modules = {f"{one}.py" for one in project["tool"]["setuptools"]["py-modules"]}
+    metadata = {"pyproject.toml", "constraints.txt", project["project"]["readme"], *project["project"]["license-files"]}
+    assert packages | modules | metadata <= copied
     allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert allowed == copied
     extras = re.search(r"^ARG EXTRAS=(.*)$", text, re.MULTILINE)
