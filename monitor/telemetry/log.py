@@ -32,6 +32,7 @@ from store.names import SaveId
 _log = logging.getLogger("driftpoint")
 
 _DECISIONS_WITHOUT_COMMIT = 3
+_PATIENCE = 60.0  # seconds in which the first save may be the reason for that
 _NAMED = 6  # maximum number of units named in a log line
 
 
@@ -63,6 +64,7 @@ class SaveLog(SaveListener):
         self._rank = rank
         self._encodings_checked = False
         self._commits = self._decisions = 0
+        self._began = time.monotonic()
         self._unfinished = False  # the job was preempted while a save was being written
         self._step = self._held = 0  # newest step, and the newest that is committed, or known to be lost
         self._newest: SaveId | None = None  # commit
@@ -93,7 +95,10 @@ class SaveLog(SaveListener):
 
     def _count_decision(self, event: events.DecisionEvent) -> None:
         """Say so if several decisions have passed and nothing is committed, in this run or before it."""
-        self._commits, self._decisions = event.commits, self._decisions + 1
+        self._commits = event.commits
+        if event.skipped == "busy" and time.monotonic() < self._began + _PATIENCE:
+            return
+        self._decisions += 1
         if not self._commits and self._decisions % (_DECISIONS_WITHOUT_COMMIT + 1) == 0:
             _log.error(
                 "nothing is committed after %d decisions: a failure now loses all %d steps. The lines before say why",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from store.errors import SaveError, StorageError, UnsupportedError
 from tests.support.hooked import nothing
+from tests.support.internals import hold_writer
 from tests.support.jobs import Job, committed_steps, job, same
 from tests.support.kept import kept_step, memory
 
@@ -206,6 +208,22 @@ def test_a_job_without_any_commit_says_so(tmp_path: Path, caplog: pytest.LogCapt
     ]
     assert found == [(4, 4), (8, 8)]
     assert any("ends without any commit" in text for text in texts)
+
+
+@pytest.mark.parametrize("patience", [0.0, 60.0])
+def test_a_first_save_that_is_being_written_is_no_alarm_for_a_minute(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, patience: float
+) -> None:
+    monkeypatch.setattr("monitor.telemetry.log._PATIENCE", patience)
+    release = threading.Event()
+    with caplog.at_level(logging.ERROR, "driftpoint"), job(tmp_path / "store") as one:
+        hold_writer(one.ckpt, release)
+        for _ in range(6):
+            one.update()
+            one.ckpt.step()
+        release.set()
+    said = [record for record in caplog.records if "nothing is committed after 4 decisions" in record.getMessage()]
+    assert len(said) == (not patience)
 
 
 def test_a_job_with_commits_does_not_say_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
