@@ -1,5 +1,5 @@
 """The loop of docs/loops.md fetches batches ahead: killed and resumed, its losses are bitwise those of a run that was
-not disturbed, and without LoopState they are not."""
+not disturbed, and without LoopState they are not. Finished and started again, it ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KILL = """    import os, signal, time
         time.sleep(1)  # until the trace is written
         os.kill(os.getpid(), signal.SIGKILL)
 """
-_END = "    if step == 60:\n"
+_END = "ckpt.close()\n"  # after the loop's last line
 
 
 def page_script() -> str:
@@ -51,11 +51,12 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
     assert text.count(_END) == 1
     undisturbed = losses(text, tmp_path / "undisturbed", 0)
     assert len(undisturbed) == 60
+    assert losses(text, tmp_path / "undisturbed", 0) == {}  # finished, and started again: nothing is left to train
     assert killed_and_resumed(text, tmp_path / "with", noticed=False) == undisturbed
     (fetch,) = re.findall(
         r"^loop = .*\n", text, re.M
     )  # as nanoGPT has it: nothing handed over, fetched before the loop
-    without = text.replace(fetch, "").replace("while True:\n", f"{fetch}while True:\n")
+    without = text.replace(fetch, "").replace("while step < 60:", f"{fetch}while step < 60:")
     without = without.replace('state={"loop": loop}', "state={}")
     assert losses(without, tmp_path / "seeded", 0) == undisturbed
     found = killed_and_resumed(without, tmp_path / "without", noticed=True)
