@@ -334,17 +334,12 @@ class ZeroAdapter(EngineAdapter, ABC):
 
     def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[FragmentPlace]:
         replicated, sliced = self._unpartitioned()
-        places = [
-            FragmentPlace(piece.fragment, piece.tensor.dtype) for piece in [*sliced, *replicated, *self._buffers()]
-        ]
+        places = [FragmentPlace(one.fragment, one.tensor.dtype) for one in [*sliced, *replicated, *self._buffers()]]
         for flat in self.flats():
-            planned = planned_slots(
-                self._base_optimizer.state.get(flat.tensor, {}), flat.tensor, _wanted_slots(flat, slots)
-            )
+            state = self._base_optimizer.state.get(flat.tensor, {})
+            planned = planned_slots(state, flat.tensor, _wanted_slots(flat, slots))
             for slot, dtype in {WEIGHTS: flat.tensor.dtype, **planned}.items():
-                places += [
-                    FragmentPlace(Fragment(one.fqn, slot, one.start, one.numel), dtype) for one in flat.placements
-                ]
+                places += [FragmentPlace(Fragment(at.fqn, slot, at.start, at.numel), dtype) for at in flat.placements]
         return [place for place in places if place.fragment.numel]
 
     def prepare_load(
@@ -395,6 +390,7 @@ class ZeroAdapter(EngineAdapter, ABC):
             scalars = self._restored_scalars(flat, saved, state)
             if complete_state(self._base_optimizer, flat.tensor, slots, bool(scalars)):
                 self._base_optimizer.state[flat.tensor].update(scalars)
+        replay_steps(self._base_optimizer)
 
     def live_values(self) -> Iterator[LiveValue]:
         """Return buffers, and the state of the base optimizer. Stage 3 has no parameters in ``state_dict()``."""
@@ -474,9 +470,8 @@ class ZeroAdapter(EngineAdapter, ABC):
     def _restored_scalars(
         self, flat: FlatPartition, scalars: Mapping[str, Any], saved: Mapping[str, Any]
     ) -> dict[str, Any]:
-        optimizer = self._base_optimizer
-        group = optimizer.param_groups[flat.group]
-        return restored_scalars(optimizer, flat.tensor, group, scalars, saved.get("optimizer"))
+        group = self._base_optimizer.param_groups[flat.group]
+        return restored_scalars(self._base_optimizer, flat.tensor, group, scalars, saved.get("optimizer"))
 
     def _require_attributes(self, *attributes: str) -> None:
         for name in attributes:
@@ -485,6 +480,15 @@ class ZeroAdapter(EngineAdapter, ABC):
                     f"{type(self._zero).__name__} of DeepSpeed {deepspeed.__version__} has no {name!r}: this release "
                     "is not supported; install 0.19"
                 )
+
+
+def replay_steps(optimizer: Any) -> None:
+    """Repeat the updates of DeepSpeedCPUAdam's beta^t: running products in its C++ object, in no state_dict."""
+    last = max((int(state.get("step", 0)) for state in optimizer.state.values()), default=0)
+    empty = [torch.empty(0)] * 4
+    for step in range(1, last + 1 if hasattr(optimizer, "ds_opt_adam") else 1):
+        for group in optimizer.param_groups:  # groups of other betas take turns there
+            optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, 0.0, *group["betas"], 1e-8, 0.0, True, *empty)
 
 
 def _wanted_slots(flat: FlatPartition, slots: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
