@@ -483,12 +483,17 @@ class ZeroAdapter(EngineAdapter, ABC):
 
 
 def replay_steps(optimizer: Any) -> None:
-    """Repeat the updates of DeepSpeedCPUAdam's beta^t: running products in its C++ object, in no state_dict."""
+    """Repeat the updates of beta^t of DeepSpeed's Adam on the CPU: products in a C++ object, in no state_dict."""
+    fused = getattr(getattr(optimizer, "_dummy_overflow_buf", None), "is_cpu", False)  # FusedAdam
     last = max((int(state.get("step", 0)) for state in optimizer.state.values()), default=0)
-    empty = [torch.empty(0)] * 4
-    for step in range(1, last + 1 if hasattr(optimizer, "ds_opt_adam") else 1):
-        for group in optimizer.param_groups:  # groups of other betas take turns there
-            optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, 0.0, *group["betas"], 1e-8, 0.0, True, *empty)
+    nothing = torch.empty(0)
+    for step in range(1, last + 1 if fused or hasattr(optimizer, "ds_opt_adam") else 1):
+        for betas in (group["betas"] for group in optimizer.param_groups):  # different ones take turns there
+            if fused:
+                call = (0, optimizer._dummy_overflow_buf, [[nothing]] * 4, 0.0, *betas, 1e-8, step)
+                optimizer.multi_tensor_adam(*call, optimizer.adam_w_mode, 1, 0.0)
+            else:
+                optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, 0.0, *betas, 1e-8, 0.0, True, *[nothing] * 4)
 
 
 def _wanted_slots(flat: FlatPartition, slots: Mapping[str, Mapping[str, str]]) -> dict[str, str]:

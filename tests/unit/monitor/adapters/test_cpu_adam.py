@@ -1,4 +1,4 @@
-"""DeepSpeedCPUAdam keeps beta^t, a running product in float, in no state dict. A resume repeats that product."""
+"""DeepSpeed's Adam on the CPU keeps beta^t, a running product, in no state dict. A resume repeats that product."""
 
 from __future__ import annotations
 
@@ -26,34 +26,48 @@ class CounterOfCpuAdam:
 
 
 class CpuAdam(torch.optim.Adam):
-    """Only what of DeepSpeedCPUAdam counts."""
+    """Only what of DeepSpeedCPUAdam, or of FusedAdam on the CPU, counts."""
 
-    def __init__(self, betas: list[tuple[float, float]]) -> None:
-        self.opt_id, self.ds_opt_adam = 0, CounterOfCpuAdam()
+    def __init__(self, betas: list[tuple[float, float]], fused: bool) -> None:
+        self.counter, self.opt_id, self.adam_w_mode = CounterOfCpuAdam(), 0, 1
+        if fused:
+            self._dummy_overflow_buf = torch.zeros(1, dtype=torch.int32)
+        else:
+            self.ds_opt_adam = self.counter
         super().__init__([{"params": [torch.nn.Parameter(torch.ones(3))], "betas": one} for one in betas])
+
+    def multi_tensor_adam(
+        self, _chunk: int, _overflow: object, tensors: list[list[torch.Tensor]], *rest: object
+    ) -> None:
+        lr, beta1, beta2, _eps, step, _mode, _correction, _decay = rest
+        assert [tensor.numel() for (tensor,) in tensors] == [0] * 4
+        self.counter.adam_update(0, step, lr, beta1, beta2)  # type: ignore[arg-type]
+
+    def at(self, step: int) -> CpuAdam:
+        """Load this step."""
+        self.state.update({group["params"][0]: {"step": step} for group in self.param_groups if step})
+        replay_steps(self)
+        return self
 
     def train(self, steps: range) -> list[tuple[float, ...]]:
         """Return beta^t after each step, of the last group."""
         seen = []
         for step in steps:
             for group in self.param_groups:
-                self.ds_opt_adam.adam_update(self.opt_id, step + 1, 1e-3, *group["betas"])
+                self.counter.adam_update(self.opt_id, step + 1, 1e-3, *group["betas"])
                 self.state[group["params"][0]] = {"step": step + 1}
-            seen.append(tuple(map(float, self.ds_opt_adam.powers)))
+            seen.append(tuple(map(float, self.counter.powers)))
         return seen
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("betas", [[(0.9, 0.999)], [(0.9, 0.95)] * 2, [(0.9, 0.999), (0.8, 0.95)]])
-def test_a_resumed_optimizer_corrects_bias_as_one_that_ran_on(betas: list[tuple[float, float]]) -> None:
-    undisturbed = CpuAdam(betas).train(range(60))
-    for at in (0, 1, 2, 18, 37):
-        resumed = CpuAdam(betas)
-        resumed.state.update({group["params"][0]: {"step": at} for group in resumed.param_groups if at})
-        replay_steps(resumed)
-        assert resumed.train(range(at, 60)) == undisturbed[at:]
-    resumed.state.update({group["params"][0]: {"step": 5} for group in resumed.param_groups})
-    replay_steps(resumed)  # back to an earlier step, in the same process
-    assert resumed.train(range(5, 60)) == undisturbed[5:]
+def test_a_resumed_optimizer_corrects_bias_as_one_that_ran_on(betas: list[tuple[float, float]], fused: bool) -> None:
+    undisturbed = CpuAdam(betas, fused).train(range(60))
+    for step in (0, 1, 2, 18, 37):
+        resumed = CpuAdam(betas, fused).at(step)
+        assert resumed.train(range(step, 60)) == undisturbed[step:]
+    assert resumed.at(5).train(range(5, 60)) == undisturbed[5:]  # back to an earlier step, in the same process
 
 
 def test_other_optimizers_are_left_alone() -> None:
