@@ -28,10 +28,6 @@ class ObjectUrl(PosixPath):
     """``s3://bucket/prefix`` as an absolute path at which this machine has no file or directory."""
 
     @property
-    def scheme(self) -> str:
-        return self.parts[0].removesuffix(":")
-
-    @property
     def bucket(self) -> str:
         return self.parts[1]
 
@@ -107,7 +103,8 @@ def files_at(place: str | os.PathLike[str], options: ObjectOptions | None = None
     from store.storage.bucket import Bucket
     from store.storage.object_store import ObjectFiles
 
-    return ObjectFiles(location, Bucket(location.bucket, options or ObjectOptions(), location.scheme), location.prefix)
+    bucket = Bucket(location.bucket, options or ObjectOptions(), location.parts[0].removesuffix(":"))
+    return ObjectFiles(location, bucket, location.prefix)
 
 
 Kind = Literal["local", "shared", "passing", "container", "unknown"]

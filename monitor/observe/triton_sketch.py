@@ -89,10 +89,9 @@ class Batch:
         begins, numels, bits, counts = [], [], [], []
         for unit, draw in zip(units, draws, strict=True):
             firsts = [np.arange(0, piece.numel(), length) for piece in unit]
-            begins += [
-                piece.data_ptr() + first * piece.element_size() for piece, first in zip(unit, firsts, strict=True)
-            ]
-            numels += [np.minimum(length, piece.numel() - first) for piece, first in zip(unit, firsts, strict=True)]
+            for piece, first in zip(unit, firsts, strict=True):
+                begins.append(piece.data_ptr() + first * piece.element_size())
+                numels.append(np.minimum(length, piece.numel() - first))
             counts.append(sum(map(len, firsts)))
             bits += draw(counts[-1])
         drawn = np.array(bits, np.uint64)

@@ -8,7 +8,6 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain, repeat
@@ -227,11 +226,11 @@ class Bucket:
         """Remove the objects that exist, a thousand in a request."""
         if not keys:
             return
-        with suppress(MissingError):
+        try:
             self._retry("delete", keys[0], lambda: self._lib.delete(self._store, list(keys)))
-            return
-        for key in keys if len(keys) > 1 else ():  # Azure ends at one that does not exist
-            self.delete([key])
+        except MissingError:  # one of them, at which Azure ends
+            for key in keys if len(keys) > 1 else ():
+                self.delete([key])
 
     def writer(self, key: str, owner: str, part_bytes: int) -> Any:
         """Return a context manager with ``write(bytes)`` that uploads in parts and replaces the object on success."""
