@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-_STOP_TIMEOUT = 2.0  # seconds that an idle thread gets to exit
+_STOP_TIMEOUT = 30.0  # seconds that an idle thread gets to exit, at its niceness on a busy machine
 
 _NICENESS = 10
 """Of background threads. Where training keeps all cores busy, they get a tenth of one, and a save slows training as

@@ -12,7 +12,7 @@ from deploy.doctor.base import Finding, Plan, clock
 from deploy.doctor.bucket import check_bucket
 from monitor.config.load import Config
 from store.location import ObjectUrl, place_of
-from store.storage.bucket import ObjectOptions
+from store.storage.bucket import Bucket, ObjectOptions
 from store.storage.object_store import ObjectFiles
 from tests.support.cli import Here
 from tests.support.faulty import Asked, Fault, Proxy
@@ -44,7 +44,7 @@ def found(proxy: Proxy, fault: Fault | None = None) -> dict[str, Finding]:
     assert isinstance(url, ObjectUrl)
     options = ObjectOptions(f"http://127.0.0.1:{proxy.port}", retry_seconds=1.0, part_mib=5)
     proxy.set(fault)
-    return {one.check: one for one in check_bucket(ObjectFiles(url, url.bucket, url.prefix, options), PLAN)}
+    return {one.check: one for one in check_bucket(ObjectFiles(url, Bucket(url.bucket, options), url.prefix), PLAN)}
 
 
 @pytest.mark.slow
