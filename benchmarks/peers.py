@@ -247,10 +247,12 @@ def _memory(process: psutil.Process) -> int:
 
 
 def flipped(store: Path, place: float) -> Path:
-    """Flip a byte of the largest file below a folder; which file that is."""
-    largest = max((path for path in store.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    flip(largest, place)
-    return largest
+    """Flip a byte of the newest of the largest files below a folder: others are of older saves. Which file that is."""
+    sizes = {path: path.stat().st_size for path in store.rglob("*") if path.is_file()}
+    largest = [path for path, size in sizes.items() if size > 0.9 * max(sizes.values())]
+    newest = max(largest, key=lambda path: path.stat().st_mtime_ns)
+    flip(newest, place)
+    return newest
 
 
 def flip(path: Path, place: float) -> None:
