@@ -242,13 +242,13 @@ class SketchMeter(StagingMeter[Signature]):
 
     def measure_many(self, units: Mapping[Unit, Sequence[torch.Tensor]]) -> dict[Unit, Measure]:
         kinds: dict[Any, dict[Unit, Sequence[torch.Tensor]]] = {}
-        for unit, pieces in units.items():
-            numel = sum(piece.numel() for piece in pieces)
-            if numel > self._projection.width and self._fits(pieces):
-                length = self._chunk_lengths.setdefault(unit, _kernels().chunk_length(numel))
-                kinds.setdefault((pieces[0].device, pieces[0].dtype, length), {})[unit] = pieces
         try:
             with self._lock, torch.inference_mode():
+                for unit, pieces in units.items():
+                    numel = sum(piece.numel() for piece in pieces)
+                    if numel > self._projection.width and self._fits(pieces):
+                        length = self._chunk_lengths.setdefault(unit, _kernels().chunk_length(numel))
+                        kinds.setdefault((pieces[0].device, pieces[0].dtype, length), {})[unit] = pieces
                 queued = {kind: self._batch(kind, found) for kind, found in kinds.items()}
                 runs = [(kinds[kind], batch.run()) for kind, batch in queued.items()]
                 found = [self._of_batch(*run) for run in runs]

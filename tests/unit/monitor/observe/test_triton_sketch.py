@@ -158,6 +158,19 @@ def test_other_tensors_or_another_order_are_found(change: str) -> None:
         assert torch.allclose(found.signature.values, alone.signature.values, atol=1e-4)
 
 
+@pytest.mark.usefixtures("kernels")
+def test_the_length_of_chunks_is_not_chosen_while_a_save_chooses_it() -> None:
+    """Signatures of two lengths would be compared with each other."""
+    meter = SketchMeter()
+    measuring = threading.Thread(target=meter.measure_many, args=(units(),))
+    with meter._lock:
+        measuring.start()
+        measuring.join(0.5)
+        assert meter._chunk_lengths == {}
+    measuring.join()
+    assert len(meter._chunk_lengths) == len(SIZES) - 1
+
+
 def test_after_a_failure_units_are_measured_one_by_one(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Failing:
         def __getitem__(self, _: Any) -> Any:
