@@ -1,7 +1,7 @@
 """Draw a history with matplotlib: heat maps of drift and saves, and bar charts of the cost, as SVG elements of a page.
 
-Text stays text. Equal histories give equal bytes, whatever the time or the user's matplotlibrc. Colours are for a light
-page, which inverts them if it is dark."""
+Labels are text elements. The same history always gives the same bytes; the user's matplotlibrc has no effect. Colours
+are for a light page; a dark page inverts them."""
 
 import math
 import warnings
