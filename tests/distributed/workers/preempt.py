@@ -190,6 +190,8 @@ def main(spec: Mapping[str, Any]) -> None:
         except SystemExit as error:
             told = error.report  # type: ignore[attr-defined]
             results.tell("left", step=step, code=error.code, skipped=told.skipped, saved=len(told.saved))
+            if dist.is_initialized():
+                dist.barrier()  # torchrun ends the other ranks once one has left
             raise
         if job.ckpt.preempted:
             assert report is not None
