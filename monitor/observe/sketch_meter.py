@@ -224,6 +224,7 @@ class SketchMeter(StagingMeter[Signature]):
         self._chunk_lengths: dict[Unit, int] = {}
         self._measured: dict[tuple[int, Unit], _Measured] = {}  # by thread id and unit
         self._staged_as: dict[Unit, _Measured] = {}  # the last measurement of staged units, if there was one to use
+        self._replaced: list[Signature | None] = []  # freed beside the next save: that takes time
         self._one_by_one = False
         self._batches: dict[Any, tuple[Any, Any]] = {}  # by device, dtype, C: the units' addresses, and the batch
 
@@ -329,6 +330,7 @@ class SketchMeter(StagingMeter[Signature]):
     def stage(self, unit: Unit, copies: Sequence[torch.Tensor]) -> None:
         with self._lock:
             super().stage(unit, copies)
+            self._replaced.clear()
             measured = self._measured.pop((threading.get_ident(), unit), None)
             if measured is not None:  # here, mostly in the background, and not when the save is settled
                 same = measured.places == _places(copies)
@@ -336,6 +338,7 @@ class SketchMeter(StagingMeter[Signature]):
 
     def settle(self, unit: Unit, committed: bool) -> None:
         with self._lock:
+            self._replaced.append(self._references.get(unit))
             try:
                 super().settle(unit, committed)
             finally:

@@ -7,8 +7,9 @@ staged copies only, never live tensors, and calls no collective. Only rank 0 has
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from monitor.background import Once
@@ -79,6 +80,7 @@ class SaveTask:
     failure: Exception | None
     check: SelfCheck | None = None
     notes: tuple[str, ...] = ()  # why no state of this step is exact
+    beside: Callable[[Callable[[], None]], object] = lambda _: None  # hands work to another background thread
     progress: Progress = field(default_factory=Progress)
 
     def meter_stage(self, unit: StagedUnit) -> None:
@@ -158,11 +160,34 @@ def run_save(task: SaveTask) -> SaveResult:
     differs = segment.differs if task.check is None else task.check.compare(segment, task.staged)
     segment = replace(segment, differs=(*task.notes, *differs))
     written = time.monotonic()
-    write_segment(task.files, segment, lambda: [unit.measure() for unit in units])
+    measures = [Once(unit.measure) for unit in units]
+    unchanged = [measure for unit, measure in zip(units, measures, strict=True) if not unit.lossy]
+    with _beside(task.beside, unchanged):
+        write_segment(task.files, segment, lambda: [measure() for measure in measures])
     task.progress.write_seconds = time.monotonic() - written
     if task.commit_plan is None:
         return SaveResult(None, time.monotonic() - began)
     return _commit(task, task.commit_plan, began)
+
+
+@contextmanager
+def _beside(submit: Callable[[Callable[[], None]], object], calls: Iterable[Once[MeasureRecord]]) -> Iterator[None]:
+    """Make calls in another thread meanwhile, as many as it gets to. None is under way after the context."""
+    left, lock = deque(calls), threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock, suppress(Exception):  # whoever needs the result calls again, and gets the error
+                if not left:
+                    return
+                left.popleft()()
+
+    submit(work)
+    try:
+        yield
+    finally:
+        with lock:
+            left.clear()
 
 
 def check_after_commit(task: SaveTask) -> None:
@@ -265,6 +290,7 @@ class _Encoding:
         healthy = self._before is None or self._before.finite
         encoding = unit.encoding if healthy else RAW  # non-finite values are never committed
         self._encoded = encode_unit(unit.unit, encoding, unit.fragments, unit.encoded or unit.copies, task.packing)
+        self.lossy = self._encoded.lossy  # writing its fragments changes the copies
 
     @property
     def fragments(self) -> Sequence[StagedFragment]:
@@ -273,7 +299,7 @@ class _Encoding:
 
     def measure(self) -> MeasureRecord:
         """Return the unit's record for the part, after its fragments are written. Copies become the reference."""
-        if self._encoded.lossy:
+        if self.lossy:
             self._task.meter.measure(self._unit.unit, self._unit.copies)  # the signature of the decoded values
         elif self._before is None:
             self._before = self._measure_copies()

@@ -272,23 +272,23 @@ class Saver:
         self._checker.compare_ranks()
         staged, copying, failure = self._stager.stage_all(decided, local, lent, self.copy_timing)
         self._copies.set(copying)  # now: the next change of state completes them, even if an error follows
-        commit_plan = None
+        plan = None
         if self._group.rank == 0:
-            commit_plan = self._commit_plan(save, decided)
+            plan = self._commit_plan(save, decided)
             first = self._job.ledger.newest is None
             self._listeners.on_save_begin(SaveBeginEvent(step, decided, self._job.table.sizes, first))
         segment, finish, error = self._segment(save, decided)
         check = self._checker.begin(save, [local[unit] for unit in decided.saved if unit in local])
         packing = self._packing(save, staged, decided)
         files, failure = self._session.files, failure or error
-        notes, meter = self._notes, self._meter
-        task = SaveTask(files, segment, finish, staged, copying, meter, packing, commit_plan, failure, check, notes)
+        notes, meter, beside = self._notes, self._meter, self._mover.submit
+        task = SaveTask(files, segment, finish, staged, copying, meter, packing, plan, failure, check, notes, beside)
         for unit in staged:
             if unit.measure is not None and encoding_named(unit.encoding).lossless:
                 task.meter_stage(unit)
         self._outcome = None
         self._pending = _Pending(self._writer.submit(lambda: run_save(task)), task, frozenset(decided.saved))
-        if commit_plan is not None:
+        if plan is not None:
             self.upkeep(
                 lambda: prune_after_commit(task, self._session.epoch), f"tidying up after the commit of step {step}"
             )
@@ -391,7 +391,7 @@ class Saver:
     def _collect(self) -> None:
         for moved in self._mover.finished():
             if moved.error is not None:
-                message = f"moving memory to huge pages failed: {moved.error}"
+                message = f"work beside a save failed: {moved.error}"
                 self._listeners.on_background_failure(BackgroundFailureEvent("upkeep", message, moved.error))
         for done in self._writer.finished():
             if self._pending is not None and done.number == self._pending.number:
