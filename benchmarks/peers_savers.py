@@ -71,6 +71,9 @@ class Saver:
         """Load a step in place. The step that was loaded; an exception where it is refused."""
         raise NotImplementedError
 
+    def after_load(self) -> None:
+        """Give back what :meth:`load` took, whether it refused or not. Not counted."""
+
     def path(self, step: int) -> Path:
         """File or folder of a step."""
         return self.folder / f"step-{step}"
@@ -151,16 +154,18 @@ class Driftpoint(Saver):
 
     def load(self, step: int) -> int:
         del step  # it finds the newest that is whole by itself
-        ckpt = self.attach((self.model, self.optimizer), {"store": str(self.folder), "every": 1 << 30})
-        try:
-            found = int(ckpt.resume())
-            if not found:
-                raise RuntimeError("nothing to resume")
-            if not ckpt.certificate.exact:  # a layer of an older save, which the log and the certificate tell
-                raise RuntimeError("what was resumed is not exact")
-            return found
-        finally:
-            ckpt.close(save=False)
+        self.ckpt = self.attach((self.model, self.optimizer), {"store": str(self.folder), "every": 1 << 30})
+        found = int(self.ckpt.resume())
+        if not found:
+            raise RuntimeError("nothing to resume")
+        if not self.ckpt.certificate.exact:  # a layer of an older save, which the log and the certificate tell
+            raise RuntimeError("what was resumed is not exact")
+        return found
+
+    def after_load(self) -> None:
+        if self.ckpt is not None:
+            self.ckpt.close(save=False)
+        self.ckpt = None
 
     def path(self, step: int) -> Path:
         return next((self.folder / "segments").glob(f"{step:08d}-*"))

@@ -211,7 +211,8 @@ HOW = """## How it is measured
 - **Time to durable**: a save with no training beside, then fsync of its files and folders, which costs nothing where
   the peer has done so; over a plain write of the same bytes with one fsync, in the same process.
 - **Load, warm**: a fresh process with the model built and its files in the page cache, until all values are in place;
-  values are compared to the bit afterwards. For Driftpoint `attach` and `resume` together, every byte hashed.
+  values are compared to the bit afterwards. For Driftpoint `attach` and `resume` together, every byte hashed; not what
+  its background threads do from then on (they measure the state and touch the memory that saves copy into).
 - **Extra memory**: the peak of proportional set size over the process and its children during a save beside training,
   less that before the first save, over the bytes of the state. Staging buffers that stay are in it.
 - **One flipped byte**: in a copy of the newest save, at shares of its largest file that

@@ -228,9 +228,10 @@ class Training:
                 if isinstance(error, KeyboardInterrupt | SystemExit):
                     raise
                 told.append({"refused": f"{type(error).__name__}: {error}"[:200]})
-                continue
-            seconds = time.perf_counter() - began
-            told.append({"step": found, "seconds": seconds, "digest": self.digest()})
+            else:
+                seconds = time.perf_counter() - began
+                told.append({"step": found, "seconds": seconds, "digest": self.digest()})
+            self.saver.after_load()
         return told
 
     def digest(self) -> str:
