@@ -27,7 +27,7 @@ from monitor.observe.drift_meter import DriftMeter, Measure, Signature, measure_
 from monitor.observe.units import LocalUnit, UnitLayout
 from monitor.save.staging_pool import StagingPool
 from monitor.save.torch_codecs import EncodedCopy
-from monitor.save.write_tracker import TrackedCopy, WriteTracker, write_tracker
+from monitor.save.write_tracker import CopyPlan, TrackedCopy, WriteTracker, write_tracker
 from monitor.types import DecisionResult
 from store.encoding import encoding_named
 from store.errors import SaveError, StateChangedError
@@ -99,19 +99,26 @@ def _on_host(values: Any) -> Any:
     return values.cpu().numpy() if isinstance(values, torch.Tensor) else values
 
 
-class JoinedRegions:
-    """The regions of units, one after the other. Keeps those of the last call, since a job mostly copies the same."""
+class LastPlan:
+    """The regions of units, one after the other, and the plan of their copies, as of the last call.
+
+    A job mostly copies the same into the same buffers."""
 
     def __init__(self) -> None:
         self._layouts: Sequence[UnitLayout] = ()
         self._regions = MemoryRegions.of(())
+        self._plan: CopyPlan | None = None
 
-    def of(self, layouts: Sequence[UnitLayout]) -> MemoryRegions:
-        """Return the regions of ``layouts``."""
+    def regions(self, layouts: Sequence[UnitLayout]) -> MemoryRegions:
         if len(layouts) != len(self._layouts) or not all(map(is_, layouts, self._layouts)):
             self._regions = MemoryRegions.joined([MemoryRegions.of(()), *(layout.regions for layout in layouts)])
             self._layouts = layouts
         return self._regions
+
+    def plan(self, regions: MemoryRegions, targets: npt.NDArray[np.int64]) -> CopyPlan:
+        if self._plan is None or self._plan.regions is not regions or not np.array_equal(self._plan.targets, targets):
+            self._plan = CopyPlan(regions, targets)
+        return self._plan
 
 
 class AsyncCopy:
@@ -180,10 +187,10 @@ class AsyncCopy:
                     if copy.source.device == device:
                         copy.begin()
 
-    def start_tracked(self, tracker: WriteTracker, joined: JoinedRegions) -> bool:
+    def start_tracked(self, tracker: WriteTracker, last: LastPlan) -> bool:
         """Start with every write to the sources tracked. Return False if it cannot be. Training thread."""
         sources = [source for source, _ in self._host]
-        regions = joined.of([part.layout for part, _, _ in self._units])
+        regions = last.regions([part.layout for part, _, _ in self._units])
         regions = MemoryRegions.joined([regions, MemoryRegions.of(sources)]) if sources else regions
         if self._devices or self._encoded or any(device.type != "cpu" for device in regions.devices):
             return False
@@ -192,9 +199,10 @@ class AsyncCopy:
         others = addresses_of([buffer for _, buffer in self._host])
         targets = np.concatenate([*(addresses for _, addresses, _ in self._units), others])
         owners = [*chain.from_iterable(part.sources for part, _, _ in self._units), *sources]
+        plan = last.plan(regions, targets)
         if not tracker.in_use.acquire(blocking=False):
             return False
-        self._tracked = TrackedCopy(tracker, regions, targets, owners)
+        self._tracked = TrackedCopy(tracker, plan, owners)
         self._units.clear()
         return True
 
@@ -294,7 +302,7 @@ class CopyTiming:
         self._lazy = setting == "lazy" or (setting == "auto" and private)
         self._tracker = write_tracker() if setting == "auto" else None
         self._last = AsyncCopy()  # with tracked writes
-        self._joined = JoinedRegions()
+        self._plan = LastPlan()
 
     def start(self, copying: AsyncCopy) -> None:
         """Start the copies, and complete them if they are not made beside training."""
@@ -304,7 +312,7 @@ class CopyTiming:
                 "the state was changed between two optimizer steps, so copies are made before ckpt.step() returns from "
                 "now on, which takes longer. Make such changes before ckpt.step(), or call ckpt.copied() before them"
             )
-        if self._tracker is not None and copying.start_tracked(self._tracker, self._joined):
+        if self._tracker is not None and copying.start_tracked(self._tracker, self._plan):
             self._last = copying
             return
         copying.start()

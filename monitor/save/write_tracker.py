@@ -15,7 +15,6 @@ import platform
 import struct
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -163,27 +162,53 @@ class WriteTracker:
                     raise OSError(ctypes.get_errno(), "memory to be copied is gone")
 
 
+class CopyPlan:
+    """What is copied where, and in which pages most of it lies. Saves of the same memory share one.
+
+    ``targets`` are addresses, one for each of ``regions``."""
+
+    def __init__(self, regions: MemoryRegions, targets: npt.NDArray[np.int64]) -> None:
+        self.regions, self.targets = regions, targets
+        order = np.argsort(regions.addresses, kind="stable")
+        begins, ends = regions.addresses[order], (regions.addresses + regions.sizes)[order]
+        self._order, self._all = order, (begins, ends, targets[order])
+        self.runs = _runs(_blocks(*self._all, regions.pageable[order]))
+        self._whole = self._parts([block for run in self.runs for block in run])
+
+    def parts(self, blocks: Sequence["_Block"]) -> tuple[list[int], "_Addresses"]:
+        """Return which regions blocks hold, and what lies outside their pages: targets, sources and sizes."""
+        return self._whole if len(blocks) == sum(map(len, self.runs)) else self._parts(blocks)
+
+    def _parts(self, blocks: Sequence["_Block"]) -> tuple[list[int], "_Addresses"]:
+        begins, ends, targets = self._all
+        first, last = ends.copy(), ends.copy()
+        held: list[int] = []
+        for block in blocks:  # their edges share pages with other data
+            first[block.members], last[block.members] = block.pages.start, block.pages.stop
+            held += self._order[block.members].tolist()
+        heads, tails = np.minimum(ends, first) - begins, ends - np.maximum(begins, last)
+        sizes = np.maximum(np.concatenate([heads, tails]), 0)
+        sources, where = (
+            np.concatenate([begins, ends - tails]),
+            np.concatenate([targets, targets + ends - tails - begins]),
+        )
+        return held, tuple(which[sizes > 0].tolist() for which in (where, sources, sizes))
+
+
 class TrackedCopy:
     """Copies host memory, most of it in :meth:`finish`, and tells whether any was written before it was copied.
 
     Memory that cannot be tracked is copied at once. The tracker's ``in_use`` is held; :meth:`finish` releases it.
-    ``targets`` are addresses. ``owners`` are the tensors in whose memory each region lies: other memory may take its
-    place meanwhile."""
+    ``owners`` are the tensors in whose memory each region lies: other memory may take its place meanwhile."""
 
-    def __init__(
-        self,
-        tracker: WriteTracker,
-        regions: MemoryRegions,
-        targets: npt.NDArray[np.int64],
-        owners: Sequence[torch.Tensor],
-    ) -> None:
+    def __init__(self, tracker: WriteTracker, plan: CopyPlan, owners: Sequence[torch.Tensor]) -> None:
         self._tracker = tracker
         self._protected: list[range] = []  # the blocks, and what little lies between them
         self._blocks: list[_Block] = []
         self._storages: list[torch.UntypedStorage] = []  # keep the memory
         self._places: list[int] = []
         try:
-            self._begin(regions, targets, owners)
+            self._begin(plan, owners)
         except BaseException:
             self._end()
             raise
@@ -217,34 +242,25 @@ class TrackedCopy:
         except OSError:
             return False
 
-    def _begin(self, regions: MemoryRegions, targets: npt.NDArray[np.int64], owners: Sequence[torch.Tensor]) -> None:
-        order = np.argsort(regions.addresses, kind="stable")
-        begins, ends = regions.addresses[order], (regions.addresses + regions.sizes)[order]
-        targets, pageable = targets[order], regions.pageable[order]
-        blocks = _blocks(begins, ends, targets, pageable)
-        for run in _runs(blocks):
+    def _begin(self, plan: CopyPlan, owners: Sequence[torch.Tensor]) -> None:
+        for run in plan.runs:
             found = [self._tracker.protect(range(run[0].pages.start, run[-1].pages.stop))]
             if found[0] is None and len(run) > 1:  # there may be other memory between them
                 found = [self._tracker.protect(block.pages) for block in run]
             self._protected += [pages for pages in found if pages is not None]
             self._blocks += [b for b, pages in zip(run, found * (len(run) // len(found)), strict=True) if pages]
-        # At once: what is in no block, and the edges of blocks, which share their pages with other data.
-        first, last = ends.copy(), ends.copy()
-        kept: dict[int, torch.Tensor] = {}
-        for block in self._blocks:
-            first[block.members], last[block.members] = block.pages.start, block.pages.stop
-            kept.update((id(owners[index]), owners[index]) for index in order[block.members].tolist())
-        self._storages = [owner.untyped_storage() for owner in kept.values()]
+        held, rest = plan.parts(self._blocks)
+        self._storages = [owner.untyped_storage() for owner in {id(owners[at]): owners[at] for at in held}.values()]
         self._places = [storage.data_ptr() for storage in self._storages]
-        heads, tails = np.minimum(ends, first) - begins, ends - np.maximum(begins, last)
-        sources = np.concatenate([begins, ends - tails])
-        sizes = np.maximum(np.concatenate([heads, tails]), 0)
-        _copy_now(sources, sizes, np.concatenate([targets, targets + (ends - tails - begins)]))
+        _copy_now(*rest)
 
     def _end(self) -> None:
         self._blocks.clear()  # pages that an error left protected only cost a fault each when they are written
         self._storages.clear()
         self._tracker.in_use.release()
+
+
+_Addresses = tuple[list[int], ...]
 
 
 @dataclass(frozen=True)
@@ -304,10 +320,10 @@ _move = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, cty
 """``memmove`` that keeps the interpreter's lock: a small copy takes less time than to get the lock back."""
 
 
-def _copy_now(sources: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]) -> None:
+def _copy_now(targets: list[int], sources: list[int], sizes: list[int]) -> None:
     """Copy many regions of memory that is not gone, of this host or visible to it."""
-    for move, chosen in ((_move, (sizes > 0) & (sizes < _LEAST)), (ctypes.memmove, sizes >= _LEAST)):
-        deque(map(move, *(which[chosen].tolist() for which in (targets, sources, sizes))), maxlen=0)
+    for target, source, size in zip(targets, sources, sizes, strict=True):
+        (_move if size < _LEAST else ctypes.memmove)(target, source, size)
 
 
 def write_tracker() -> WriteTracker | None:

@@ -395,7 +395,7 @@ def test_state_that_is_mostly_pinned_is_not_copied_at_once_for_being_so(monkeypa
     copying = staging.AsyncCopy()
     copying.add(live, buffers)
     tracker = write_tracker()
-    assert tracker is not None and not copying.start_tracked(tracker, staging.JoinedRegions())
+    assert tracker is not None and not copying.start_tracked(tracker, staging.LastPlan())
     assert tracker.in_use.acquire(blocking=False)
     tracker.in_use.release()
 

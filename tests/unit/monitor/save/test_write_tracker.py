@@ -14,7 +14,7 @@ import torch
 
 import monitor.save.write_tracker as write_tracker_module
 from monitor.adapters.identity import MemoryRegions, addresses_of
-from monitor.save.write_tracker import TrackedCopy, WriteTracker, write_tracker
+from monitor.save.write_tracker import CopyPlan, TrackedCopy, WriteTracker, write_tracker
 
 if write_tracker() is None:
     pytest.skip("this kernel does not track writes", allow_module_level=True)
@@ -24,7 +24,8 @@ MIB = 1 << 18  # float32 values
 
 def tracked(tracker: WriteTracker, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> TrackedCopy:
     sources = [source for source, _ in pairs]
-    copy = TrackedCopy(tracker, MemoryRegions.of(sources), addresses_of([buffer for _, buffer in pairs]), sources)
+    plan = CopyPlan(MemoryRegions.of(sources), addresses_of([buffer for _, buffer in pairs]))
+    copy = TrackedCopy(tracker, plan, sources)
     copy.__dict__["pairs"] = pairs  # keeps the buffers
     return copy
 
