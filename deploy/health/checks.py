@@ -67,6 +67,10 @@ def check_kind(facts: Facts) -> Check:
         todo = shell_command("verify", facts.root) if status.saves else ""
         level: Level = "bad" if status.saves else "look"
         return Check(name, level, "nothing", status.problems[0] if status.problems else "", todo)
+    if facts.checked is not None and resume.save in facts.checked.damaged:
+        level = "look" if len(facts.checked.damaged) < facts.checked.commits else "bad"
+        note = "a resume checks every byte, and takes older versions of what is damaged, or an older commit"
+        return Check(name, level, f"not what was saved at step {resume.step}: bytes are damaged", note, _verify(facts))
     if resume.fallbacks:
         units = plural(len(resume.fallbacks), "layer slot")
         note = f"{units} in an older version because of damage: {listed(resume.fallbacks, 4)}"
@@ -472,6 +476,8 @@ def _lost(loss: Loss) -> str:
 def _how(facts: Facts) -> str:
     assert facts.status is not None and facts.status.resume is not None
     resume = facts.status.resume
+    if facts.checked is not None and resume.save in facts.checked.damaged:
+        return "or earlier, because bytes of that commit are damaged"
     if resume.exact or resume.as_found:
         return "bit for bit" if resume.exact else "as it was imported"
     if resume.fallbacks:

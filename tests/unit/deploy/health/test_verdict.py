@@ -11,7 +11,7 @@ import pytest
 
 from deploy.format import ago_text, span_text
 from deploy.health.checks import Verdict, judge, loss_of_node
-from deploy.health.facts import Check, Facts, VerifiedCommits, gather, in_memory
+from deploy.health.facts import Check, Facts, VerifiedCommits, gather, in_memory, verified_now
 from deploy.report.history import read_history
 from store.catalog import mark_suspect, open_catalog
 from store.memory.arena import Arena
@@ -19,6 +19,7 @@ from store.memory.layout import Generation, Tier
 from store.names import SaveId
 from store.session import read_epoch
 from store.storage.local import LocalFiles
+from store.verify import verify
 from tests.support.made_versions import NBYTES, abandon, content, head_of, part_of
 from tests.support.processes import holding_lock
 from tests.support.seen_runs import SeenRun
@@ -340,3 +341,19 @@ def remember(run: SeenRun, save: SaveId, claim: str | None = None) -> Generation
     arena.seal(0, VersionRecord(reader=READER, claim=token, part=part, head=head))
     abandon(arena)
     return Tier(base, store_id).generation(save.epoch)
+
+
+def test_a_commit_whose_bytes_were_found_damaged_is_not_what_a_resume_gives(run: SeenRun) -> None:
+    """Records and sizes are as they should be: only who reads every byte knows."""
+    run.save(590)
+    newest = run.save(600)
+    payload = run.store.payload(newest)
+    flip_byte(payload, payload.stat().st_size - 1)
+    before = check(verdict(run, 600), "A resume gives")
+    assert (before.level, before.text) == ("good", "step 600, exact")
+    checked = verified_now(verify(open_catalog(run.store.files)))
+    found = check(verdict(run, 600, checked=checked), "A resume gives")
+    assert (found.level, found.text) == ("look", "not what was saved at step 600: bytes are damaged")
+    assert verdict(run, 600, checked=checked).sentence.endswith("or earlier, because bytes of that commit are damaged.")
+    alone = check(verdict(run, 600, checked=VerifiedCommits("just now", 1, (newest.name,))), "A resume gives")
+    assert alone.level == "bad"
