@@ -93,6 +93,12 @@ class TraceRecorder(SaveListener):
             self._put_job()
 
     @override
+    def on_epoch(self, epoch: int) -> None:
+        if epoch != self._epoch:  # readers take the lines of the store's newest epoch for those of its job
+            self._epoch = epoch
+            self._put_job()
+
+    @override
     def on_units_changed(self, local: Mapping[Unit, LocalUnit]) -> None:
         self._put_sum()
         self._decision, self._history = None, None

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from deploy.report.history import read_history
 from monitor.config.load import load_config
 from monitor.observe.drift_meter import Signature
 from monitor.observe.sketch_meter import Projection
@@ -470,3 +471,15 @@ def _no_thread_left() -> Iterator[None]:
     for thread in set(threading.enumerate()) - before:
         thread.join(180)
         assert not thread.is_alive()
+
+
+def test_the_trace_knows_the_epoch_of_a_step_that_is_saved_again(tmp_path: Path) -> None:
+    """Otherwise readers take its lines for those of an earlier job."""
+    store = tmp_path / "store"
+    one = Job(store, policy={"name": "parity", "k": 2})
+    trained(one, 2)
+    one.ckpt.close()  # saves the rest of step 2, which has a commit
+    newest = open_catalog(LocalFiles(store)).saves()[0]
+    assert (newest.step, newest.epoch) == (2, 2)
+    found = read_history(beside(store)).job_status
+    assert found is not None and found.job.epoch == newest.epoch
