@@ -101,7 +101,7 @@ def facts_of(checkpoint: Checkpoint) -> EngineFacts:
     if checkpoint.framework != "deepspeed":
         raise UnsupportedError(
             f"{checkpoint.origin} is of a run without DeepSpeed, so the engine's configuration is unknown; write "
-            "layout 'torch', 'hf' or 'dcp', or resume the run's store under DeepSpeed and save it there"
+            "layout 'universal', which an engine of any configuration loads, or 'torch', 'hf' or 'dcp'"
         )
     return engine_facts(checkpoint.facts)
 
