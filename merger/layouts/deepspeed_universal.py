@@ -269,7 +269,11 @@ def _load_lines(checkpoint: Checkpoint, groups: Groups, tag: str) -> tuple[str, 
     if _not_loaded(checkpoint, groups):
         read = f"torch.load(saved + '/{MODEL_FILE}', weights_only=True)['module']"
         lines.append(f"model.load_state_dict({read})  # before initialize")
-    own = "" if _has_engine(checkpoint) else ", load_lr_scheduler_states=False"
+    own = ""
+    if not _has_engine(checkpoint):
+        own = ", load_lr_scheduler_states=False"
+        count = f"len(engine.optimizer.optimizer.param_groups) == {len(groups)}"
+        lines.append(f"assert {count}  # DeepSpeed silently loads the first ones alone")
     setting = '# with "checkpoint": {{"load_universal": true}}'
     lines.append(f"engine.load_checkpoint({{out!r}}, tag={tag!r}{own})  {setting}")
     if _hyper_differs(checkpoint):
