@@ -250,7 +250,7 @@ def _require_valid_name(fqn: str) -> None:
     if fqn in ("", ".", "..", _OPTIMIZER) or "/" in fqn or "\0" in fqn or len(fqn.encode()) > _NAME_BYTES:
         raise UnsupportedError(
             f"the parameter {fqn!r} cannot be in a universal checkpoint, because its name is not a valid directory "
-            "name; write layout 'deepspeed' at the stage and world size you need"
+            "name; write layout 'torch', or of a run with DeepSpeed layout 'deepspeed'"
         )
 
 
@@ -259,7 +259,7 @@ def _require_only_step(fqn: str, scalars: dict[str, Any]) -> None:
     if others:
         raise UnsupportedError(
             f"the optimizer keeps {', '.join(map(repr, others))} for {fqn}, but a universal checkpoint holds only "
-            "'step'; write layout 'deepspeed' at the stage and world size you need"
+            "'step'; write layout 'torch', or of a run with DeepSpeed layout 'deepspeed'"
         )
 
 
@@ -316,7 +316,7 @@ def _notes_on_loading(checkpoint: Checkpoint, facts: EngineFacts, groups: Groups
         yield (
             f"param group {group} has only {counted(numels[group], 'element')}: on more than {counted(ranks, 'rank')} "
             "one of them holds nothing of it, and DeepSpeed's ZeRO-1/2 stops with an IndexError there. Join the group "
-            "to another, load at stage 3, or write layout 'deepspeed'"
+            "to another, or load at stage 3"
         )
     yield from _notes_on_zero3(checkpoint, groups)
 
@@ -343,29 +343,28 @@ def _notes_on_zero3(checkpoint: Checkpoint, groups: Groups) -> Iterator[str]:
         yield (
             f"the param groups differ in {', '.join(differing)}, and DeepSpeed's ZeRO-3 gives every group those of the "
             "first when it loads a universal checkpoint. Set them afterwards from zero/optimizer_state.pt, as the "
-            "lines that load it do, or write layout 'deepspeed' at the stage and world size you need"
+            "lines that load it do"
         )
     common = reshard.common_step(checkpoint, chain.from_iterable(groups))
     if isinstance(common, torch.Tensor):
         yield (
             "DeepSpeed's ZeRO-3 puts one and the same step tensor into every sub-group when it loads a universal "
             "checkpoint, and with several param groups or sub-groups each of them then counts it up. Give each its own "
-            "afterwards, as the lines that load it do, or write layout 'deepspeed'"
+            "afterwards, as the lines that load it do"
         )
     steps = [reshard.common_step(checkpoint, params) for params in groups]
     if len({float(step) for step in steps if step is not None}) > 1:
         step_list = listed(("none" if step is None else f"{float(step):g}" for step in steps), 6)
         yield (
             f"the param groups are at different optimizer steps ({step_list}), and DeepSpeed's ZeRO-3 takes "
-            f"{float(common):g} for all when it loads a universal checkpoint; write layout 'deepspeed' to keep them"
+            f"{float(common):g} for all when it loads a universal checkpoint; load it at stage 1 or 2 to keep them"
         )
     kept = {slot for params in groups for fqn in params for slot in checkpoint.slots(fqn)}
     kept |= set() if common is None else {reshard.STEP}
     if kept != {*_ADAM, reshard.STEP}:
         yield (
             f"the optimizer keeps {', '.join(sorted(kept)) or 'nothing'}, and DeepSpeed's ZeRO-3 loads universal "
-            f"checkpoints of Adam's kind only ({', '.join(_ADAM)}, {reshard.STEP}); load it at stage 1 or 2, or write "
-            "layout 'deepspeed'"
+            f"checkpoints of Adam's kind only ({', '.join(_ADAM)}, {reshard.STEP}); load it at stage 1 or 2"
         )
 
 

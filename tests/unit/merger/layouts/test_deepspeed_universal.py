@@ -102,7 +102,7 @@ def test_groups_alike_make_no_note_and_different_ones_name_what_differs() -> Non
     assert not any("kept" in line for line in alike.load)
     other = laid_out(tensors, [["a.w"], ["b.w"]], hyper=[SAME[0], {**SAME[1], "lr": 0.2, "betas": (0.9, 0.95)}])
     note = next(note for note in other.notes if "ZeRO-3 gives every group" in note)
-    assert "differ in lr, betas" in note and "layout 'deepspeed'" in note
+    assert "differ in lr, betas" in note and "as the lines that load it do" in note
     assert any("kept" in line for line in other.load)
 
 
@@ -167,6 +167,7 @@ def test_a_run_without_an_engine_leaves_to_the_next_one_what_its_configuration_s
     assert "global_samples" not in model and model["global_steps"] == 10
     assert (model["buffer_names"], [*model["frozen_param_shapes"]], model["ds_config"]) == (["c.n"], ["b.w"], {})
     assert any("load_lr_scheduler_states=False" in line for line in laid.load)
+    assert not any("layout 'deepspeed'" in note for note in laid.notes)  # which is refused of such a run
     assert any("bring it to step 10" in note for note in laid.notes)
 
 
