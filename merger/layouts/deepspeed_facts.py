@@ -69,7 +69,6 @@ class EngineFacts(_Facts):
     zero_optimizer: str
     dynamic_loss_scale: bool
     clip_grad: float
-    state_dict_names: tuple[str, ...]
     buffer_names: tuple[str, ...]
     param_groups: tuple[GroupFacts, ...]
     frozen: tuple[str, ...] = ()

@@ -84,39 +84,35 @@ def universal_layout(checkpoint: Checkpoint, _: Target) -> LayoutResult:
     return LayoutResult(tag, files, _load_lines(checkpoint, groups, tag), notes, checkpoint.certificate)
 
 
-def _has_engine(checkpoint: Checkpoint) -> bool:
-    return checkpoint.framework == "deepspeed"
-
-
 def _engine_of(checkpoint: Checkpoint) -> tuple[EngineFacts, Checkpoint]:
     """Return the facts of the engine that trained, and the checkpoint; of a run without one, as an engine has it."""
-    if _has_engine(checkpoint):
+    if checkpoint.framework == "deepspeed":
         return facts_of(checkpoint), checkpoint
     state = checkpoint.framework_state
     groups = state["param_groups"]
     if not groups:
         raise MergeError(f"{checkpoint.origin} has no optimizer state, so no engine can go on from it; write layout hf")
-    if any(group.get("member") for group in groups):
+    several = any(group.get("member") for group in groups)
+    if several or state.get("counters"):
+        kind = f"several optimizers ({state['optimizer']})" if several else "DeepSpeed's PipelineModule"
         raise UnsupportedError(
-            f"{checkpoint.origin} is of several optimizers ({state['optimizer']}), and an engine of DeepSpeed has one; "
-            "write layout 'torch' or 'dcp'"
+            f"{checkpoint.origin} is of {kind}, and a universal checkpoint is for engines of one optimizer and "
+            "without a pipeline; write layout 'torch' or 'dcp'"
         )
     facts = EngineFacts(
         ds_version=deepspeed.__version__,
-        zero_stage=2,
+        zero_stage=2,  # of the file for ZeRO-1/2
         world_size=len(checkpoint.run_states) or 1,
         dtype="fp32",
         ds_config={},
         zero_optimizer=reshard.ZERO_12,
         dynamic_loss_scale=False,
         clip_grad=0.0,
-        state_dict_names=(),
         buffer_names=tuple(fqn for fqn, record in checkpoint.tensors.items() if record.kind == "buffer"),
         param_groups=tuple(GroupFacts(params=tuple(group["params"])) for group in groups),
         frozen=reshard.unoptimized(checkpoint),
     )
-    hypers = [{key: value for key, value in one["hyper"].items() if key not in _IMPLEMENTATION} for one in groups]
-    kept = [{**group, "hyper": hyper} for group, hyper in zip(groups, hypers, strict=True)]
+    kept = [{**one, "hyper": {k: v for k, v in one["hyper"].items() if k not in _IMPLEMENTATION}} for one in groups]
     counters = {"global_steps": checkpoint.step, "skipped_steps": 0}
     return facts, replace(checkpoint, framework_state={**state, "param_groups": kept, "counters": counters})
 
@@ -124,7 +120,7 @@ def _engine_of(checkpoint: Checkpoint) -> tuple[EngineFacts, Checkpoint]:
 def _dtype(checkpoint: Checkpoint, fqn: str, slot: str) -> torch.dtype:
     """Return the dtype to write: the engine's, and fp32 of a run without one. UnsupportedError if that would round."""
     dtype = torch_dtype(checkpoint.dtype(fqn, slot))
-    if _has_engine(checkpoint):
+    if checkpoint.framework == "deepspeed":
         return dtype
     if dtype not in _WIDENED:
         raise UnsupportedError(
@@ -177,7 +173,7 @@ def _optimizer(facts: EngineFacts, checkpoint: Checkpoint, groups: Groups, origi
         constants.CLIP_GRAD: reshard.clip_grad(facts),
     }
     return {
-        **(configured if _has_engine(checkpoint) else {}),
+        **(configured if checkpoint.framework == "deepspeed" else {}),
         "overflow": False,
         constants.ZERO_STAGE: ZeroStageEnum(_stage_12(facts)),
         constants.PARTITION_COUNT: facts.world_size,
@@ -270,7 +266,7 @@ def _load_lines(checkpoint: Checkpoint, groups: Groups, tag: str) -> tuple[str, 
         read = f"torch.load(saved + '/{MODEL_FILE}', weights_only=True)['module']"
         lines.append(f"model.load_state_dict({read})  # before initialize")
     own = ""
-    if not _has_engine(checkpoint):
+    if checkpoint.framework != "deepspeed":
         own = ", load_lr_scheduler_states=False"
         count = f"len(engine.optimizer.optimizer.param_groups) == {len(groups)}"
         lines.append(f"assert {count}  # DeepSpeed silently loads the first ones alone")
@@ -297,7 +293,7 @@ def _notes_on_loading(checkpoint: Checkpoint, facts: EngineFacts, groups: Groups
             f"built. Before deepspeed.initialize run model.load_state_dict(torch.load('.../{tag}/{MODEL_FILE}', "
             "weights_only=True)['module'])"
         )
-    if not _has_engine(checkpoint):
+    if checkpoint.framework != "deepspeed":
         yield (
             "the run had no DeepSpeed engine: one that loads it keeps its own loss scale and gradient clipping, and "
             f"a learning-rate scheduler of its own starts anew: bring it to step {checkpoint.step}"

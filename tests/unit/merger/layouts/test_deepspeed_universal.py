@@ -188,16 +188,20 @@ def test_weights_and_moments_of_a_run_without_an_engine_become_fp32_or_are_refus
 
 
 @pytest.mark.parametrize(
-    ("groups", "error", "told"),
+    ("groups", "counters", "error", "told"),
     [
-        ([{"member": 0}, {"member": 1}], UnsupportedError, "several optimizers (Muon and AdamW)"),
-        ([], MergeError, "no optimizer state"),
+        ([{"member": 0}, {"member": 1}], {}, UnsupportedError, "several optimizers (Muon + AdamW)"),
+        ([{}], {"global_steps": 10}, UnsupportedError, "PipelineModule"),  # an engine's, of which facts are not known
+        ([], {}, MergeError, "no optimizer state"),
     ],
 )
-def test_no_optimizer_and_several_are_refused(groups: list[Any], error: type[Exception], told: str) -> None:
+def test_what_no_engine_of_one_optimizer_can_load_is_refused(
+    groups: list[Any], counters: dict[str, int], error: type[Exception], told: str
+) -> None:
     checkpoint = without_engine({"a.w": Tensor((5,))}, [["a.w"]])
     described = [{"params": [], "hyper": {}, **group} for group in groups]
-    state = {**checkpoint.framework_state, "param_groups": described, "optimizer": "Muon and AdamW"}
+    own = {"param_groups": described, "optimizer": "Muon + AdamW", "counters": counters}
+    state = {**checkpoint.framework_state, **own}
     with pytest.raises(error, match=re.escape(told)):
         universal_layout(replace(checkpoint, framework_state=state), Target("universal"))
 
