@@ -126,12 +126,16 @@ def test_a_share_is_the_part_of_the_full_tensor_that_a_rank_has(saved: Launched)
 def test_a_merge_writes_what_stock_code_loads(
     case: str, directory: Path, universal: dict[str, MergeResult], tmp_path: Path
 ) -> None:
+    from meshes import llama
     from safetensors.torch import load_file
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     whole: dict[str, list[torch.Tensor]] = torch.load(directory / f"{case}.pt", weights_only=True)
-    merge(directory / case, tmp_path / "hf", target=Target("hf"))
+    (model := llama(1)).save_pretrained(tmp_path / "model")
+    merge(directory / case, tmp_path / "hf", target=Target("hf", files=tmp_path / "model"))
     weights = dict(chain.from_iterable(load_file(file).items() for file in (tmp_path / "hf").glob("*.safetensors")))
+    if case != "ep":  # transformers has no such model
+        weights = type(model).from_pretrained(tmp_path / "hf").state_dict()
     assert {name: torch.equal(weights[name], found[0]) for name, found in whole.items()} == dict.fromkeys(whole, True)
     for source in (directory / case, universal[case].out):
         out = tmp_path / f"dcp-{source.name}"
