@@ -36,14 +36,15 @@ LLAMAS = (
     "zero2",
     "zero3",
 )
-MIXTURES = ("moe-ddp", "ep")
+MIXTURES = ("moe-ddp", "ep", "moe-zero1", "moe-zero2", "moe-zero3")
 PAIRS = [
     *((case, case) for case in (*LLAMAS, *MIXTURES)),
     *((case, LLAMAS[(number + shift) % len(LLAMAS)]) for number, case in enumerate(LLAMAS) for shift in (4,)),
-    *(pair for pair in (("fsdp-tp", "pp"), ("pp", "fsdp-tp"), ("moe-ddp", "ep"), ("ep", "moe-ddp"))),
+    *(pair for pair in (("fsdp-tp", "pp"), ("pp", "fsdp-tp"))),
+    *(pair for case in MIXTURES if case != "ep" for pair in ((case, "ep"), ("ep", case))),
 ]
 """(saved by, resumed by): each on itself, and on some of the others; all pairs take minutes."""
-KILLED = [(f"killed-{case}", case) for case in ("hsdp", "tp", "fsdp-tp", "pp", "ep")]
+KILLED = [(f"killed-{case}", case) for case in ("ddp", "fsdp", "hsdp", "tp", "fsdp-tp", "pp", "ep")]
 MERGED = ("ddp", "fsdp", "fsdp-columns", "hsdp", "tp", "fsdp-tp", "pp", "ep")
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 STOCK: list[tuple[str, int, dict[str, Any]]] = [

@@ -294,7 +294,7 @@ def zero(stage: int, seed: int, model: Callable[[int], Any] = llama, **more: Any
 
     def step(number: int) -> float:
         tokens = batch(number, rank())
-        loss = engine(input_ids=tokens, labels=tokens).loss
+        loss = engine(tokens) if model is mixture else engine(input_ids=tokens, labels=tokens).loss
         engine.backward(loss)
         engine.step()
         return float(loss)
@@ -318,7 +318,10 @@ LLAMAS: dict[str, Callable[[int], Job]] = {
     "fsdp-tp": fsdp_tp, "hsdp-tp": hsdp_tp, "pp": pp, "zero1": lambda seed: zero(1, seed),
     "zero2": lambda seed: zero(2, seed), "zero3": lambda seed: zero(3, seed),
 }  # fmt: skip
-MIXTURES: dict[str, Callable[[int], Job]] = {"moe-ddp": moe_ddp, "ep": ep}
+MIXTURES: dict[str, Callable[[int], Job]] = {
+    "moe-ddp": moe_ddp, "ep": ep, "moe-zero1": lambda seed: zero(1, seed, mixture),
+    "moe-zero2": lambda seed: zero(2, seed, mixture), "moe-zero3": lambda seed: zero(3, seed, mixture),
+}  # fmt: skip
 FAMILIES = (LLAMAS, MIXTURES)
 
 
@@ -431,6 +434,8 @@ def stock(results: Results, directory: Path, cases: list[tuple[str, int, list[st
 
 
 KILLS = {
+    "ddp": (3, "write", "rank-00003.safetensors"),
+    "fsdp": (1, "sync", "rank-00001.json"),
     "hsdp": (1, "write", "rank-00001.safetensors"),
     "tp": (2, "link", "rank-00002.json"),
     "fsdp-tp": (3, "sync", "rank-00003.safetensors"),
