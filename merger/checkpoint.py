@@ -53,6 +53,7 @@ class RunStates:
     framework: Mapping[str, Any]  # state of the training framework, the same on all ranks
     ranks: Mapping[int, RankState]  # each rank's own state
     client_state: Mapping[str, Any]  # user values of an imported checkpoint
+    problems: tuple[str, ...] = ()  # values in which ranks differed, so that no output has all of them
 
 
 @dataclass(frozen=True)
@@ -241,12 +242,17 @@ def read_run_states(
             f"the run state of save {parts[0].save} has no framework state, so no checkpoint can be written from it. "
             "Another program wrote it; merge a save that Driftpoint wrote"
         )
+    differing = dict.fromkeys(name for tree in trees.values() for name in tree.get("rank_buffers") or ())
+    scalars = [name for name in differing if "/" in name]
+    problems = (
+        [f"the ranks had different optimizer state, {listed(scalars)}: the first rank's is taken"] if scalars else []
+    )
     ranks = {}
     for rank, tree in trees.items():
         modules = (f"the extra state of module {name!r}" for name in tree.get("modules") or ())
-        held = (*modules, *(f"the values of buffer {name!r} on each rank" for name in tree.get("rank_buffers") or ()))
+        held = (*modules, *(f"the values of buffer {name!r} on each rank" for name in differing if name not in scalars))
         ranks[rank] = RankState(tree.get("rng"), tree.get("user"), held, tree.get("objects"))
-    return RunStates(framework, ranks, trees[0].get("client_state") or {}), None
+    return RunStates(framework, ranks, trees[0].get("client_state") or {}, tuple(problems)), None
 
 
 def own_state_notes(checkpoint: Checkpoint) -> list[str]:

@@ -69,7 +69,6 @@ class EngineFacts(_Facts):
     zero_optimizer: str
     dynamic_loss_scale: bool
     clip_grad: float
-    state_dict_names: tuple[str, ...]
     buffer_names: tuple[str, ...]
     param_groups: tuple[GroupFacts, ...]
     frozen: tuple[str, ...] = ()
@@ -101,7 +100,7 @@ def facts_of(checkpoint: Checkpoint) -> EngineFacts:
     if checkpoint.framework != "deepspeed":
         raise UnsupportedError(
             f"{checkpoint.origin} is of a run without DeepSpeed, so the engine's configuration is unknown; write "
-            "layout 'torch', 'hf' or 'dcp', or resume the run's store under DeepSpeed and save it there"
+            "layout 'universal', which an engine of any configuration loads, or 'torch', 'hf' or 'dcp'"
         )
     return engine_facts(checkpoint.facts)
 

@@ -47,7 +47,7 @@ def model_states(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> dict[
         "lr_scheduler": to_portable(state["lr_scheduler"]),
         "data_sampler": None,
         "random_ltd": None,
-        **{key: counters[key] for key in ("skipped_steps", "global_steps", "global_samples")},
+        **{key: counters[key] for key in ("skipped_steps", "global_steps", "global_samples") if key in counters},
         "dp_world_size": facts.world_size,
         "mp_world_size": facts.mp_world_size,
         constants.CHECKPOINT_PARALLEL_DIMS: {

@@ -50,7 +50,7 @@ def retarget(facts: EngineFacts, checkpoint: Checkpoint, zero_stage: int, world_
         "world_size": world_size,
         "ds_config": config,
         "clip_grad": clip_grad(facts) if zero_stage else facts.clip_grad,
-        "frozen": _unoptimized(checkpoint),
+        "frozen": unoptimized(checkpoint),
         "partition_count": 1,
         "round_robin_gradients": False,
         "param_alignment_paddings": (),
@@ -184,7 +184,7 @@ def optimized_params(checkpoint: Checkpoint, params: Iterable[str]) -> tuple[str
     return tuple(fqn for fqn in params if checkpoint.record(fqn).kind == "trainable" and checkpoint.numel(fqn))
 
 
-def _unoptimized(checkpoint: Checkpoint) -> tuple[str, ...]:
+def unoptimized(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the parameters that DeepSpeed does not optimize, in model order."""
     return tuple(
         fqn

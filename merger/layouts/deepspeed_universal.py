@@ -3,12 +3,17 @@
 The directory is that of ``ds_to_universal``, with everything that the loaders of all stages read, so that an engine
 with ``"checkpoint": {"load_universal": true}`` loads it. Those loaders (DeepSpeed 0.19.8,
 ``runtime/base_optimizer.py`` and ``runtime/zero/stage3.py``) omit some state and load some wrongly. The lines that
-load the checkpoint repair what can be repaired after loading; notes name another way for the rest."""
+load the checkpoint repair what can be repaired after loading; notes name another way for the rest.
+
+Of a run without DeepSpeed, values that only an engine's configuration says (loss scale, clipping, samples) are left
+out: the loaders keep the engine's own where a file has none."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.checkpoint import constants
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
@@ -24,7 +29,7 @@ from merger.layouts.deepspeed_facts import EngineFacts, GroupFacts, PlacedParame
 from merger.layouts.deepspeed_model import CLIENT_KEY, client_state, model_states
 from merger.tensors import torch_dtype
 from merger.writers.torch_zip import PtFile
-from store.errors import UnsupportedError
+from store.errors import MergeError, UnsupportedError
 from store.names import WEIGHTS
 from store.text import counted, listed
 
@@ -41,6 +46,12 @@ _LOAD_HYPER = (
 )
 """Reads the hyperparameters, and allows only the three classes in this file."""
 
+_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable", "param_names"})
+"""Settings of torch's param groups that are no hyperparameters: an engine keeps its own."""
+
+_WIDENED = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes whose values fp32 holds, as DeepSpeed's master weights and moments are."""
+
 _RANKS = 4096  # largest world size checked for param groups without elements on some rank
 _CLASSES = (ZeroStageEnum, LossScaler, DynamicLossScaler)
 _FOLDER = "zero"
@@ -51,9 +62,9 @@ _NAME_BYTES = 255
 def universal_layout(checkpoint: Checkpoint, _: Target) -> LayoutResult:
     """Plan a universal checkpoint.
 
-    Raises MergeError if the checkpoint's facts describe no engine, UnsupportedError for optimizer state or parameter
-    names that the format cannot hold."""
-    facts = facts_of(checkpoint)
+    Raises MergeError if the checkpoint's facts describe no engine or it has no optimizer state, UnsupportedError for
+    optimizer state or parameter names that the format cannot hold."""
+    facts, checkpoint = _engine_of(checkpoint)
     groups = tuple(reshard.optimized_params(checkpoint, group.params) for group in facts.param_groups)
     checkpoint, notes = reshard.with_common_steps(checkpoint, enumerate(groups))
     step = checkpoint.framework_state["counters"]["global_steps"]
@@ -73,12 +84,59 @@ def universal_layout(checkpoint: Checkpoint, _: Target) -> LayoutResult:
     return LayoutResult(tag, files, _load_lines(checkpoint, groups, tag), notes, checkpoint.certificate)
 
 
+def _engine_of(checkpoint: Checkpoint) -> tuple[EngineFacts, Checkpoint]:
+    """Return the facts of the engine that trained, and the checkpoint; of a run without one, as an engine has it."""
+    if checkpoint.framework == "deepspeed":
+        return facts_of(checkpoint), checkpoint
+    state = checkpoint.framework_state
+    groups = state["param_groups"]
+    if not groups:
+        raise MergeError(f"{checkpoint.origin} has no optimizer state, so no engine can go on from it; write layout hf")
+    several = any(group.get("member") for group in groups)
+    if several or state.get("counters"):
+        kind = f"several optimizers ({state['optimizer']})" if several else "DeepSpeed's PipelineModule"
+        raise UnsupportedError(
+            f"{checkpoint.origin} is of {kind}, and a universal checkpoint is for engines of one optimizer and "
+            "without a pipeline; write layout 'torch' or 'dcp'"
+        )
+    facts = EngineFacts(
+        ds_version=deepspeed.__version__,
+        zero_stage=2,  # of the file for ZeRO-1/2
+        world_size=len(checkpoint.run_states) or 1,
+        dtype="fp32",
+        ds_config={},
+        zero_optimizer=reshard.ZERO_12,
+        dynamic_loss_scale=False,
+        clip_grad=0.0,
+        buffer_names=tuple(fqn for fqn, record in checkpoint.tensors.items() if record.kind == "buffer"),
+        param_groups=tuple(GroupFacts(params=tuple(group["params"])) for group in groups),
+        frozen=reshard.unoptimized(checkpoint),
+    )
+    kept = [{**one, "hyper": {k: v for k, v in one["hyper"].items() if k not in _IMPLEMENTATION}} for one in groups]
+    counters = {"global_steps": checkpoint.step, "skipped_steps": 0}
+    return facts, replace(checkpoint, framework_state={**state, "param_groups": kept, "counters": counters})
+
+
+def _dtype(checkpoint: Checkpoint, fqn: str, slot: str) -> torch.dtype:
+    """Return the dtype to write: the engine's, and fp32 of a run without one. UnsupportedError if that would round."""
+    dtype = torch_dtype(checkpoint.dtype(fqn, slot))
+    if checkpoint.framework == "deepspeed":
+        return dtype
+    if dtype not in _WIDENED:
+        raise UnsupportedError(
+            f"{slot} of {fqn} is in {str(dtype).removeprefix('torch.')}, and DeepSpeed's master weights and moments "
+            "are in float32; write layout 'torch' or 'dcp'"
+        )
+    return torch.float32
+
+
 def _parameter_files(checkpoint: Checkpoint, groups: Groups, folder: str, origin: dict[str, Any]) -> Iterator[OutFile]:
     for params in groups:
         known = _first_with_state(checkpoint, params)
         for fqn in params:
             _require_valid_name(fqn)
-            tensors = {WEIGHTS: plan_whole(checkpoint, fqn, WEIGHTS), **_slots(checkpoint, fqn, known)}
+            weights = plan_whole(checkpoint, fqn, WEIGHTS, _dtype(checkpoint, fqn, WEIGHTS))
+            tensors = {WEIGHTS: weights, **_slots(checkpoint, fqn, known)}
             for slot, stored in tensors.items():
                 value = {constants.CAT_DIM: 0, constants.PARAM: stored, CLIENT_KEY: origin}
                 yield OutFile(f"{folder}/{fqn}/{slot}.pt", PtFile(value))
@@ -94,11 +152,11 @@ def _slots(checkpoint: Checkpoint, fqn: str, known: str | None) -> dict[str, Pla
     if known is None:
         return {}
     if reshard.has_state(checkpoint, fqn):
-        return {slot: plan_whole(checkpoint, fqn, slot) for slot in checkpoint.slots(fqn)}
+        return {
+            slot: plan_whole(checkpoint, fqn, slot, _dtype(checkpoint, fqn, slot)) for slot in checkpoint.slots(fqn)
+        }
     shape = tuple(checkpoint.record(fqn).shape)
-    return {
-        slot: PlannedTensor(shape, torch_dtype(checkpoint.dtype(known, slot)), ()) for slot in checkpoint.slots(known)
-    }
+    return {slot: PlannedTensor(shape, _dtype(checkpoint, known, slot), ()) for slot in checkpoint.slots(known)}
 
 
 def _optimizer(facts: EngineFacts, checkpoint: Checkpoint, groups: Groups, origin: dict[str, Any]) -> dict[str, Any]:
@@ -109,11 +167,14 @@ def _optimizer(facts: EngineFacts, checkpoint: Checkpoint, groups: Groups, origi
     ]
     step = reshard.common_step(checkpoint, (fqn for params in groups for fqn in params))
     known = [_first_with_state(checkpoint, params) for params in groups]
-    return {
+    configured = {
         constants.LOSS_SCALER: loss_scaler(checkpoint.framework_state, facts.dtype),
         "dynamic_loss_scale": facts.dynamic_loss_scale,
-        "overflow": False,
         constants.CLIP_GRAD: reshard.clip_grad(facts),
+    }
+    return {
+        **(configured if checkpoint.framework == "deepspeed" else {}),
+        "overflow": False,
         constants.ZERO_STAGE: ZeroStageEnum(_stage_12(facts)),
         constants.PARTITION_COUNT: facts.world_size,
         constants.DS_VERSION: facts.ds_version,
@@ -185,7 +246,7 @@ def _require_valid_name(fqn: str) -> None:
     if fqn in ("", ".", "..", _OPTIMIZER) or "/" in fqn or "\0" in fqn or len(fqn.encode()) > _NAME_BYTES:
         raise UnsupportedError(
             f"the parameter {fqn!r} cannot be in a universal checkpoint, because its name is not a valid directory "
-            "name; write layout 'deepspeed' at the stage and world size you need"
+            "name; write layout 'torch', or of a run with DeepSpeed layout 'deepspeed'"
         )
 
 
@@ -194,7 +255,7 @@ def _require_only_step(fqn: str, scalars: dict[str, Any]) -> None:
     if others:
         raise UnsupportedError(
             f"the optimizer keeps {', '.join(map(repr, others))} for {fqn}, but a universal checkpoint holds only "
-            "'step'; write layout 'deepspeed' at the stage and world size you need"
+            "'step'; write layout 'torch', or of a run with DeepSpeed layout 'deepspeed'"
         )
 
 
@@ -204,7 +265,13 @@ def _load_lines(checkpoint: Checkpoint, groups: Groups, tag: str) -> tuple[str, 
     if _not_loaded(checkpoint, groups):
         read = f"torch.load(saved + '/{MODEL_FILE}', weights_only=True)['module']"
         lines.append(f"model.load_state_dict({read})  # before initialize")
-    lines.append(f'engine.load_checkpoint({{out!r}}, tag={tag!r})  # with "checkpoint": {{{{"load_universal": true}}}}')
+    own = ""
+    if checkpoint.framework != "deepspeed":
+        own = ", load_lr_scheduler_states=False"
+        count = f"len(engine.optimizer.optimizer.param_groups) == {len(groups)}"
+        lines.append(f"assert {count}  # DeepSpeed silently loads the first ones alone")
+    setting = '# with "checkpoint": {{"load_universal": true}}'
+    lines.append(f"engine.load_checkpoint({{out!r}}, tag={tag!r}{own})  {setting}")
     if _hyper_differs(checkpoint):
         lines.extend(_LOAD_HYPER)
         lines.append("for group, own in zip(engine.optimizer.optimizer.param_groups, kept, strict=True):")
@@ -226,6 +293,11 @@ def _notes_on_loading(checkpoint: Checkpoint, facts: EngineFacts, groups: Groups
             f"built. Before deepspeed.initialize run model.load_state_dict(torch.load('.../{tag}/{MODEL_FILE}', "
             "weights_only=True)['module'])"
         )
+    if checkpoint.framework != "deepspeed":
+        yield (
+            "the run had no DeepSpeed engine: one that loads it keeps its own loss scale and gradient clipping, and "
+            f"a learning-rate scheduler of its own starts anew: bring it to step {checkpoint.step}"
+        )
     zero = config_section(facts.ds_config, "zero_optimization")
     if zero.get("round_robin_gradients") and not zero.get("parameter_alignment"):
         yield (
@@ -240,7 +312,7 @@ def _notes_on_loading(checkpoint: Checkpoint, facts: EngineFacts, groups: Groups
         yield (
             f"param group {group} has only {counted(numels[group], 'element')}: on more than {counted(ranks, 'rank')} "
             "one of them holds nothing of it, and DeepSpeed's ZeRO-1/2 stops with an IndexError there. Join the group "
-            "to another, load at stage 3, or write layout 'deepspeed'"
+            "to another, or load at stage 3"
         )
     yield from _notes_on_zero3(checkpoint, groups)
 
@@ -267,29 +339,28 @@ def _notes_on_zero3(checkpoint: Checkpoint, groups: Groups) -> Iterator[str]:
         yield (
             f"the param groups differ in {', '.join(differing)}, and DeepSpeed's ZeRO-3 gives every group those of the "
             "first when it loads a universal checkpoint. Set them afterwards from zero/optimizer_state.pt, as the "
-            "lines that load it do, or write layout 'deepspeed' at the stage and world size you need"
+            "lines that load it do"
         )
     common = reshard.common_step(checkpoint, chain.from_iterable(groups))
     if isinstance(common, torch.Tensor):
         yield (
             "DeepSpeed's ZeRO-3 puts one and the same step tensor into every sub-group when it loads a universal "
             "checkpoint, and with several param groups or sub-groups each of them then counts it up. Give each its own "
-            "afterwards, as the lines that load it do, or write layout 'deepspeed'"
+            "afterwards, as the lines that load it do"
         )
     steps = [reshard.common_step(checkpoint, params) for params in groups]
     if len({float(step) for step in steps if step is not None}) > 1:
         step_list = listed(("none" if step is None else f"{float(step):g}" for step in steps), 6)
         yield (
             f"the param groups are at different optimizer steps ({step_list}), and DeepSpeed's ZeRO-3 takes "
-            f"{float(common):g} for all when it loads a universal checkpoint; write layout 'deepspeed' to keep them"
+            f"{float(common):g} for all when it loads a universal checkpoint; load it at stage 1 or 2 to keep them"
         )
     kept = {slot for params in groups for fqn in params for slot in checkpoint.slots(fqn)}
     kept |= set() if common is None else {reshard.STEP}
     if kept != {*_ADAM, reshard.STEP}:
         yield (
             f"the optimizer keeps {', '.join(sorted(kept)) or 'nothing'}, and DeepSpeed's ZeRO-3 loads universal "
-            f"checkpoints of Adam's kind only ({', '.join(_ADAM)}, {reshard.STEP}); load it at stage 1 or 2, or write "
-            "layout 'deepspeed'"
+            f"checkpoints of Adam's kind only ({', '.join(_ADAM)}, {reshard.STEP}); load it at stage 1 or 2"
         )
 
 

@@ -317,25 +317,26 @@ def build_checkpoint(
     named = model.tensors()
     index = FragmentIndex([*optimized.extents, *model.extents(named)])
     tensors, layers = describe_tensors(named)
+    trained = bool(files.model.at("ds_config").mapping())  # by an engine; a merge of another run writes none
     state = {
         "optimizer": _optimizer(files),
         "param_groups": optimized.groups,
         "scalars": optimized.scalars,
         "slots": optimized.slots,
-        **engine_state(files),
+        **(engine_state(files) if trained else {"counters": {}, "loss_scaler": None, "lr_scheduler": None}),
     }
-    step, tag, folder = state["counters"]["global_steps"], files.folder.name, str(files.folder)
+    step, tag, folder = files.model.at("global_steps").natural(), files.folder.name, str(files.folder)
     unvouched = frozenset(index.names().keys() - optimized.vouched)
     problems = (*optimized.problems, *model.problems)
     checkpoint = Checkpoint(
         origin=folder,
-        framework="deepspeed",
+        framework="deepspeed" if trained else "torch",
         step=step,
         tensors=tensors,
         layers=layers,
         index=index,
         framework_state=state,
-        facts={**_engine_facts(files), **model.facts(named), **optimized.facts},
+        facts={**(_engine_facts(files) | optimized.facts if trained else {}), **model.facts(named)},
         run_states=run_states(files),
         certificate=certificate(tag, step, folder, tensors, index, unvouched=len(unvouched), problems=problems),
         files=beside,

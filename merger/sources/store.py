@@ -82,7 +82,7 @@ class StoreSource:
             stored_steps=_stored_steps(manifest.tensors, units, scalars),
         )
         require_whole(checkpoint)
-        return with_problems(checkpoint, _imported_implausible(resolution))
+        return with_problems(checkpoint, [*_imported_implausible(resolution), *states.problems])
 
     def _extent(self, source: Source) -> Extent:
         part, entry = source.part, source.entry

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from merger.layouts.base import Target
-from merger.merge import merge
+from merger.merge import MergeResult, merge
 from store.catalog import open_catalog
-from store.errors import NothingToResumeError, UnsupportedError
+from store.errors import NothingToResumeError
 from store.names import payload_path
 from store.resolve import resolve
 from store.storage.local import LocalFiles
@@ -36,14 +36,24 @@ LLAMAS = (
     "zero2",
     "zero3",
 )
-MIXTURES = ("moe-ddp", "ep")
+MIXTURES = ("moe-ddp", "ep", "moe-zero1", "moe-zero2", "moe-zero3")
 PAIRS = [
     *((case, case) for case in (*LLAMAS, *MIXTURES)),
     *((case, LLAMAS[(number + shift) % len(LLAMAS)]) for number, case in enumerate(LLAMAS) for shift in (4,)),
-    *(pair for pair in (("fsdp-tp", "pp"), ("pp", "fsdp-tp"), ("moe-ddp", "ep"), ("ep", "moe-ddp"))),
+    *(pair for pair in (("fsdp-tp", "pp"), ("pp", "fsdp-tp"))),
+    *(pair for case in MIXTURES if case != "ep" for pair in ((case, "ep"), ("ep", case))),
 ]
 """(saved by, resumed by): each on itself, and on some of the others; all pairs take minutes."""
-KILLED = [(f"killed-{case}", case) for case in ("fsdp-tp", "pp", "ep")]
+KILLED = [(f"killed-{case}", case) for case in ("ddp", "fsdp", "hsdp", "tp", "fsdp-tp", "pp", "ep")]
+MERGED = ("ddp", "fsdp", "fsdp-columns", "hsdp", "tp", "fsdp-tp", "pp", "ep")
+BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+STOCK: list[tuple[str, int, dict[str, Any]]] = [
+    *((case, stage, {}) for case in ("fsdp-tp", "pp") for stage in (1, 2, 3)),
+    *((case, number % 3 + 1, {}) for number, case in enumerate(MERGED) if case not in ("fsdp-tp", "pp")),
+    ("pp", 1, BF16),
+    ("fsdp-tp", 3, BF16),
+]
+"""(saved by, ZeRO stage that stock DeepSpeed loads it at on 2 ranks, more of its configuration)."""
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +74,20 @@ def resumed(directory: Path, saved: Launched) -> Launched:
     died = torchrun("meshes.py", 4, {"kill": True, "pairs": []}, directory, restarts=len(KILLED))
     assert died.code == 0 and "AssertionError" not in died.output, died.output[-6000:]
     done = torchrun("meshes.py", 4, {"pairs": [*dict.fromkeys(PAIRS), *KILLED]}, directory)
+    assert done.code == 0, done.output[-6000:]
+    return done
+
+
+@pytest.fixture(scope="module")
+def universal(directory: Path, saved: Launched) -> dict[str, MergeResult]:
+    del saved
+    return {case: merge(directory / case, directory / f"u-{case}", target=Target("universal")) for case in MERGED}
+
+
+@pytest.fixture(scope="module")
+def stock(directory: Path, universal: dict[str, MergeResult]) -> Launched:
+    cases = [(case, stage, universal[case].load, more) for case, stage, more in STOCK]
+    done = torchrun("meshes.py", 2, {"stock": cases, "pairs": []}, directory)
     assert done.code == 0, done.output[-6000:]
     return done
 
@@ -99,25 +123,45 @@ def test_a_share_is_the_part_of_the_full_tensor_that_a_rank_has(saved: Launched)
     assert [one["misplaced"] for one in saved.of("shares")] == [[]] * 4
 
 
-@pytest.mark.parametrize("case", ["fsdp-columns", "tp", "fsdp-tp", "pp", "ep"])
-def test_a_merge_writes_what_stock_code_loads(case: str, directory: Path, saved: Launched, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", MERGED)
+def test_a_merge_writes_what_stock_code_loads(
+    case: str, directory: Path, universal: dict[str, MergeResult], tmp_path: Path
+) -> None:
+    from meshes import llama
     from safetensors.torch import load_file
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    del saved
     whole: dict[str, list[torch.Tensor]] = torch.load(directory / f"{case}.pt", weights_only=True)
-    with pytest.raises(UnsupportedError, match="without DeepSpeed, so the engine's configuration is unknown"):
-        merge(directory / case, tmp_path / "universal", target=Target(layout="universal"))
-    for layout in ("hf", "dcp"):
-        merge(directory / case, tmp_path / layout, target=Target(layout=layout))
+    (model := llama(1)).save_pretrained(tmp_path / "model")
+    merge(directory / case, tmp_path / "hf", target=Target("hf", files=tmp_path / "model"))
     weights = dict(chain.from_iterable(load_file(file).items() for file in (tmp_path / "hf").glob("*.safetensors")))
+    if case != "ep":  # transformers has no such model
+        weights = type(model).from_pretrained(tmp_path / "hf").state_dict()
     assert {name: torch.equal(weights[name], found[0]) for name, found in whole.items()} == dict.fromkeys(whole, True)
-    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "dcp.pt")
-    loaded: Any = torch.load(tmp_path / "dcp.pt", weights_only=True)
-    for name, (weight, *moments) in whole.items():
-        state = loaded["optim"]["state"][name]
-        assert torch.equal(loaded["model"][name], weight)
-        assert all(torch.equal(state[slot], one) for slot, one in zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
+    for source in (directory / case, universal[case].out):
+        out = tmp_path / f"dcp-{source.name}"
+        assert merge(source, out, target=Target("dcp")).certificate.whole
+        dcp_to_torch_save(out, tmp_path / "dcp.pt")
+        loaded: Any = torch.load(tmp_path / "dcp.pt", weights_only=True)
+        for name, (weight, *moments) in whole.items():
+            state = loaded["optim"]["state"][name]
+            assert torch.equal(loaded["model"][name], weight) and state["step"] == 2
+            assert all(map(torch.equal, (state["exp_avg"], state["exp_avg_sq"]), moments))
+
+
+@pytest.mark.parametrize("number", range(len(STOCK)), ids=[f"{case}-zero{stage}" for case, stage, _ in STOCK])
+def test_stock_deepspeed_loads_what_a_mesh_saved(number: int, saved: Launched, stock: Launched) -> None:
+    """Weights, master weights, moments and steps bit for bit, into the engine's own configuration."""
+    case, _, more = STOCK[number]
+    ranks = stock.of("stock", number=number)
+    assert [(one["wrong"], one["steps"], one["counters"]) for one in ranks] == [([], [2.0], [2, 2 * 2 * 2, 1e-2])] * 2
+    assert {one["dtype"] for one in ranks} == {"torch.bfloat16" if more else "torch.float32"}
+    if case in ("fsdp-tp", "pp") and not more:  # two data ranks, as here; a pipeline's loss is of two micro-batches
+        first, spacing, batches = (2, 1, 2) if case == "pp" else (0, 2, 1)
+        losses = {one["rank"]: one["losses"] for one in saved.of("trained", case=case)}
+        for one in ranks:
+            was = [loss / batches for loss in losses[first + spacing * one["rank"]]]
+            assert one["losses"] == pytest.approx(was, rel=1e-4)
 
 
 @pytest.mark.parametrize("layout", ["deepspeed", "universal"])

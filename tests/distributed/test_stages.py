@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from merger.merge import merge
 from tests.support.launch import Launched, torchrun
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -18,8 +19,12 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
-    directory: Path = tmp_path_factory.mktemp("stages")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stages")
+
+
+@pytest.fixture(scope="module")
+def launched(directory: Path) -> Launched:
     pytest.importorskip("deepspeed")
     done = torchrun("stages.py", 4, {}, directory)
     assert done.code == 0, done.output[-6000:]
@@ -50,6 +55,12 @@ def test_each_rank_has_its_own_step_count(launched: Launched) -> None:
         assert one["steps"] == [1.0 if one["idle"] else 2.0] * 2
     assert [one["exact"] for one in launched.of("resumed", case="experts")] == [True] * 4
     assert [one["exact"] for one in launched.of("resumed", case="experts elsewhere")] == [False] * 4
+
+
+def test_a_merge_of_different_step_counts_is_not_exact(directory: Path, launched: Launched, tmp_path: Path) -> None:
+    del launched
+    certificate = merge(directory / "experts", tmp_path / "out").certificate
+    assert not certificate.exact and "experts.w/step" in certificate.problems[0]
 
 
 def test_replicas_of_shards_that_differ_are_told(launched: Launched) -> None:

@@ -1,5 +1,5 @@
 """One model on every mesh, 4 ranks: save on each and train on, or, in another launch, resume what each saved on each,
-or die inside a save.
+or die inside a save; 2 ranks load what a merge wrote of it with stock DeepSpeed.
 
 Models: a Llama of transformers with tied embeddings, and a mixture of experts. Usage: meshes.py SPEC.json
 """
@@ -260,16 +260,19 @@ def _stage(self: Any, x: torch.Tensor) -> torch.Tensor:
     return x if self.model.norm is None else self.lm_head(self.model.norm(x))
 
 
-def moe_ddp(seed: int) -> Job:
+def mixture(seed: int) -> Mixture:
     torch.manual_seed(seed)
-    model = replicated(Mixture())
+    return Mixture()
+
+
+def moe_ddp(seed: int) -> Job:
+    model = replicated(mixture(seed))
     return job(model, rank(), loss_of=model)
 
 
 def ep(seed: int) -> Job:
     mesh = mesh_of(data=2, expert=2)
-    torch.manual_seed(seed)
-    model = Mixture()
+    model = mixture(seed)
     for layer in model.layers:
         for name in ("up", "down"):
             whole = getattr(layer, name).detach()
@@ -277,7 +280,7 @@ def ep(seed: int) -> Job:
     return job(model, mesh.get_local_rank("data"), mesh.get_group("data"), model)
 
 
-def zero(stage: int, seed: int, **more: Any) -> Job:
+def zero(stage: int, seed: int, model: Callable[[int], Any] = llama, **more: Any) -> Job:
     import deepspeed
 
     settings = {
@@ -287,11 +290,11 @@ def zero(stage: int, seed: int, **more: Any) -> Job:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         **more,
     }
-    engine, *_ = deepspeed.initialize(model=llama(seed), config=settings)
+    engine, *_ = deepspeed.initialize(model=model(seed), config=settings)
 
     def step(number: int) -> float:
         tokens = batch(number, rank())
-        loss = engine(input_ids=tokens, labels=tokens).loss
+        loss = engine(tokens) if model is mixture else engine(input_ids=tokens, labels=tokens).loss
         engine.backward(loss)
         engine.step()
         return float(loss)
@@ -315,7 +318,10 @@ LLAMAS: dict[str, Callable[[int], Job]] = {
     "fsdp-tp": fsdp_tp, "hsdp-tp": hsdp_tp, "pp": pp, "zero1": lambda seed: zero(1, seed),
     "zero2": lambda seed: zero(2, seed), "zero3": lambda seed: zero(3, seed),
 }  # fmt: skip
-MIXTURES: dict[str, Callable[[int], Job]] = {"moe-ddp": moe_ddp, "ep": ep}
+MIXTURES: dict[str, Callable[[int], Job]] = {
+    "moe-ddp": moe_ddp, "ep": ep, "moe-zero1": lambda seed: zero(1, seed, mixture),
+    "moe-zero2": lambda seed: zero(2, seed, mixture), "moe-zero3": lambda seed: zero(3, seed, mixture),
+}  # fmt: skip
 FAMILIES = (LLAMAS, MIXTURES)
 
 
@@ -399,7 +405,39 @@ def mixed(results: Results, directory: Path) -> None:
         results.tell("mixed", layout=layout, boxes=boxes, wrong=wrong)
 
 
+def stock(results: Results, directory: Path, cases: list[tuple[str, int, list[str], dict[str, Any]]]) -> None:
+    """DeepSpeed's own code loads a universal checkpoint of each mesh with the printed lines, and trains on."""
+    from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    for number, (case, stage, lines, more) in enumerate(cases):
+        model = mixture if case in MIXTURES else llama
+        made = zero(stage, 1, model, checkpoint={"load_universal": True}, gradient_clipping=0.0, **more)
+        engine, was = made.target, torch.load(directory / f"{case}.pt", weights_only=True)
+        exec("\n".join(lines), {"torch": torch, "engine": engine})
+        found = {}
+        for name, parameter in engine.module.named_parameters():
+            with GatheredParameters(parameter, enabled=stage == 3):
+                working = parameter.detach().clone()
+            found[name] = [safe_get_full_fp32_param(parameter)]
+            found[name] += [safe_get_full_optimizer_state(parameter, slot) for slot in SLOTS]
+            found[name].append(working.float())
+        wrong = sorted(was.keys() ^ found.keys())
+        for name, kept in was.items():
+            wanted = [*kept, kept[0].to(working.dtype).float()]
+            wrong += [name] if not all(map(torch.equal, found[name], wanted)) else []
+        steps = {float(state["step"]) for state in engine.optimizer.optimizer.state.values()}
+        counters = [engine.global_steps, engine.global_samples, engine.optimizer.optimizer.param_groups[0]["lr"]]
+        losses = [] if model is mixture else [made.step(step) for step in range(STEPS, STEPS + MORE)]
+        told = {"wrong": wrong, "steps": sorted(steps), "counters": counters, "losses": losses}
+        results.tell("stock", number=number, dtype=str(working.dtype), **told)
+
+
 KILLS = {
+    "ddp": (3, "write", "rank-00003.safetensors"),
+    "fsdp": (1, "sync", "rank-00001.json"),
+    "hsdp": (1, "write", "rank-00001.safetensors"),
+    "tp": (2, "link", "rank-00002.json"),
     "fsdp-tp": (3, "sync", "rank-00003.safetensors"),
     "pp": (2, "create", "rank-00002.json"),
     "ep": (0, "link", "manifests/"),
@@ -450,6 +488,8 @@ def main(spec: Mapping[str, Any]) -> None:
     incarnation = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     if spec.get("kill") and incarnation < len(KILLS):
         die([*KILLS][incarnation], directory)
+    elif spec.get("stock"):
+        stock(results, directory, spec["stock"])
     elif spec["pairs"]:
         resume(results, directory, spec["pairs"])
     elif not spec.get("kill"):

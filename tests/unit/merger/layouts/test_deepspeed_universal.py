@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,14 +15,16 @@ pytest.importorskip("deepspeed")
 
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
+from merger.checkpoint import Checkpoint
 from merger.layouts.base import LayoutResult, Target
 from merger.layouts.deepspeed_universal import universal_layout
 from merger.writers.torch_zip import PtFile
-from store.errors import UnsupportedError
+from store.errors import MergeError, UnsupportedError
 from store.fragments import FragmentIndex
 from tests.support.planned import Tensor, planned
 
 TAG = "global_step10_universal"
+ALL = ("fp32", "exp_avg", "exp_avg_sq")
 SAME = [{"lr": 0.1, "betas": [0.9, 0.99]}, {"lr": 0.1, "betas": (0.9, 0.99)}]
 
 
@@ -99,7 +102,7 @@ def test_groups_alike_make_no_note_and_different_ones_name_what_differs() -> Non
     assert not any("kept" in line for line in alike.load)
     other = laid_out(tensors, [["a.w"], ["b.w"]], hyper=[SAME[0], {**SAME[1], "lr": 0.2, "betas": (0.9, 0.95)}])
     note = next(note for note in other.notes if "ZeRO-3 gives every group" in note)
-    assert "differ in lr, betas" in note and "layout 'deepspeed'" in note
+    assert "differ in lr, betas" in note and "as the lines that load it do" in note
     assert any("kept" in line for line in other.load)
 
 
@@ -145,6 +148,62 @@ def test_a_parameter_without_state_among_others_gets_zeros_and_their_step() -> N
     assert (zeros.shape, zeros.dtype, zeros.placed) == ((3, 2), torch.float32, ())
     assert value(laid, "zero/b.w/step.pt").item() == 10
     assert any("no state yet for b" in note for note in laid.notes)
+
+
+def without_engine(*args: Any, **kwargs: Any) -> Checkpoint:
+    """A state as of FSDP2, tensor or pipeline parallelism: no counters, and facts of no engine."""
+    checkpoint = planned(*args, **kwargs)
+    state = {**checkpoint.framework_state, "counters": {}}
+    return replace(checkpoint, framework="dtensor", framework_state=state, facts={})
+
+
+def test_a_run_without_an_engine_leaves_to_the_next_one_what_its_configuration_says() -> None:
+    tensors = {"a.w": Tensor((500,)), "b.w": Tensor((3,), None, "frozen"), "c.n": Tensor((), None, "buffer")}
+    flags = {"fused": True, "foreach": None, "param_names": ["a.w"]}
+    laid = universal_layout(without_engine(tensors, [["a.w"]], hyper=[{"lr": 0.1, **flags}]), Target("universal"))
+    state, model = value(laid, "zero/optimizer_state.pt"), value(laid, "mp_rank_00_model_states.pt")
+    assert state.keys() & {"loss_scaler", "dynamic_loss_scale", "clip_grad"} == set()
+    assert state["param_groups"] == [{"lr": 0.1, "params": [0]}]
+    assert "global_samples" not in model and model["global_steps"] == 10
+    assert (model["buffer_names"], [*model["frozen_param_shapes"]], model["ds_config"]) == (["c.n"], ["b.w"], {})
+    assert any("load_lr_scheduler_states=False" in line for line in laid.load)
+    assert not any("layout 'deepspeed'" in note for note in laid.notes)  # which is refused of such a run
+    assert any("bring it to step 10" in note for note in laid.notes)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fits"), [("F32", True), ("BF16", True), ("F16", True), ("F64", False), ("I8", False)]
+)
+def test_weights_and_moments_of_a_run_without_an_engine_become_fp32_or_are_refused(dtype: str, fits: bool) -> None:
+    checkpoint = without_engine({"a.w": Tensor((500,)), "b.w": Tensor((5,), None)}, [["a.w", "b.w"]])
+    extents = [replace(one, dtype=dtype) for (one,) in checkpoint.index.names().values()]
+    checkpoint = replace(checkpoint, index=FragmentIndex(extents))
+    if not fits:
+        with pytest.raises(UnsupportedError, match=r"of a\.w is in \w+, and DeepSpeed's master weights"):
+            universal_layout(checkpoint, Target("universal"))
+        return
+    laid = universal_layout(checkpoint, Target("universal"))
+    found = {value(laid, f"zero/{fqn}/{slot}.pt")["param"].dtype for fqn in ["a.w", "b.w"] for slot in ALL}
+    assert found == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("groups", "counters", "error", "told"),
+    [
+        ([{"member": 0}, {"member": 1}], {}, UnsupportedError, "several optimizers (Muon + AdamW)"),
+        ([{}], {"global_steps": 10}, UnsupportedError, "PipelineModule"),  # an engine's, of which facts are not known
+        ([], {}, MergeError, "no optimizer state"),
+    ],
+)
+def test_what_no_engine_of_one_optimizer_can_load_is_refused(
+    groups: list[Any], counters: dict[str, int], error: type[Exception], told: str
+) -> None:
+    checkpoint = without_engine({"a.w": Tensor((5,))}, [["a.w"]])
+    described = [{"params": [], "hyper": {}, **group} for group in groups]
+    own = {"param_groups": described, "optimizer": "Muon + AdamW", "counters": counters}
+    state = {**checkpoint.framework_state, **own}
+    with pytest.raises(error, match=re.escape(told)):
+        universal_layout(replace(checkpoint, framework_state=state), Target("universal"))
 
 
 SCALERS = {
