@@ -63,18 +63,11 @@ class SourceSection(Section):
 
     path: Text | None = None
     step: Step = None
-    tag: Text | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _path_alone(cls, value: Any) -> Any:
         return {"path": value} if isinstance(value, str) else value
-
-    @model_validator(mode="after")
-    def _one_step(self) -> "SourceSection":
-        if self.step is not None and self.tag is not None:
-            raise ValueError("give `step` or `tag`, not both")
-        return self
 
 
 class TakeSection(Section):
@@ -98,25 +91,12 @@ class TakeSection(Section):
         return self
 
 
-class NewestSection(Section):
-    """The short form ``newest``."""
-
-    source: Text
-    step: Step = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _source_alone(cls, value: Any) -> Any:
-        return {"source": value} if isinstance(value, str) else value
-
-
 class RecipeFile(Section):
     """A recipe in our own form."""
 
     sources: dict[Text, SourceSection] = {}
     take: tuple[TakeSection, ...] = ()
     parity: Annotated[tuple[Text, ...], Field(min_length=2)] | None = None
-    newest: NewestSection | None = None
     auxiliary: Annotated[
         dict[Text, Text] | None, BeforeValidator(lambda value: {EVERY: value} if isinstance(value, str) else value)
     ] = None
@@ -167,6 +147,6 @@ def _message(file: YamlFile, item: Any) -> str:
 
 
 def _known_keys(loc: Sequence[str | int]) -> list[str]:
-    kinds: dict[str, type[Section]] = {"sources": SourceSection, "take": TakeSection, "newest": NewestSection}
+    kinds: dict[str, type[Section]] = {"sources": SourceSection, "take": TakeSection}
     model = kinds.get(str(loc[0]), RecipeFile) if loc else RecipeFile
     return [field.alias or name for name, field in model.model_fields.items()]
