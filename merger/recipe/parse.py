@@ -8,7 +8,7 @@ from pathlib import Path
 
 from merger.recipe import model
 from merger.recipe.mergekit import from_mergekit
-from merger.recipe.schema import EVERY, RecipeFile, TakeSection, mistakes_at, recipe_path, validate_recipe
+from merger.recipe.schema import EVERY, RecipeFile, TakeSection, mistakes_at, recipe_path, validate
 from merger.recipe.sources import check_step
 from store.config_file import YamlFile, read_yaml
 from store.errors import ConfigError
@@ -30,7 +30,7 @@ def recipe_from(file: YamlFile) -> model.Recipe:
 
 
 def _own(file: YamlFile) -> model.Recipe:
-    values = validate_recipe(file)
+    values = validate(file, RecipeFile)
     if not values.sources:
         raise ConfigError(f"{file.name}: `sources` is missing; give each a name, a `path` and optionally a `step`")
     sources = {
