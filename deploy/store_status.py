@@ -26,15 +26,15 @@ _PATIENCE = ObjectOptions(retry_seconds=15.0)  # shorter retries than a job's, b
 _TRIES = 4  # attempts to read a store that changes meanwhile
 
 
-def open_store(root: Path) -> Catalog:
-    """Open the catalog of the store at ``root``.
+def open_store(root: Path, options: ObjectOptions = _PATIENCE) -> Catalog:
+    """Open the catalog of the store at ``root``; ``options`` are those of a bucket.
 
     Raises NoStoreError if there is no store, NothingToResumeError if its head record is damaged."""
     if not root.is_dir() and not is_url(root):
         found = "is a file" if root.exists() else "does not exist"
         raise NoStoreError(f"{root.absolute()} {found}: give the directory of a store (`store:` in the job's YAML)")
     try:
-        return open_catalog(files_at(root, _PATIENCE))
+        return open_catalog(files_at(root, options))
     except NoStoreError as error:
         raise NoStoreError(f"{error}{'' if is_url(root) else _nearby(root)}") from error
     except DamagedError as error:

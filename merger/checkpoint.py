@@ -7,7 +7,7 @@ or written here."""
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -350,10 +350,10 @@ def with_steps(
         ChosenStep(group, chosen, tuple(HeldSteps(step, tuple(layers)) for step, layers in sorted(layers_of.items())))
         for (group, chosen), layers_of in had.items()
     )
-    values = {one.name: getattr(certificate, one.name) for one in fields(Certificate)}
+    values = {**vars(certificate), "optimizer_steps": steps}
     if any(one.changes for one in steps):
         values |= {"exact": False, "as_found": False}
-    return StepsCertificate(**values, optimizer_steps=steps)
+    return StepsCertificate(**values)
 
 
 def changed_steps(certificate: Certificate) -> tuple[ChosenStep, ...]:

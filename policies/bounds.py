@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from policies.base import Budget, Choice, Decision, History, Policy, UnitStats, compared, nonfinite_slots, version
+from policies.budget import BudgetPolicy
 from policies.builtin import Observe
 from policies.encodings import explosive
 from policies.validation import check_integer, check_number, check_one_of, check_shown, checked_answer
@@ -80,9 +81,10 @@ class Bounded:
     5    otherwise                                           as the inner policy says
     ===  ==================================================  =======================================
 
-    What rows 2 to 4 demand is stored raw, or, where it moves, as ``encodings`` (slot -> encoding) has it. Only
-    where max_staleness demands what the inner policy saves anyway, the inner policy's encoding stands. Under
-    precision ``any``, the error that a lossy encoding adds shows as drift at the next decision, not before.
+    What is to be stored raw, and moves, is stored as ``encodings`` (slot -> encoding) has it, but for what policy
+    ``budget`` chose, which weighs raw against other encodings itself. Where max_staleness demands what the inner policy
+    saves anyway, the inner policy's encoding stands. Under precision ``any``, the error that a lossy encoding adds
+    shows as drift at the next decision, not before.
 
     The inner policy sees every unit, those that its answer cannot change as well, and is told which of them rows
     2 to 4 demand. Its whole answer is checked. Raises PolicyError where it breaks its contract."""
@@ -106,29 +108,31 @@ class Bounded:
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
         check_shown(self.name, stats)
         rows = self._rows(stats, history.step)
-        stale = self._stored((one, self._stale(one, history.interval)) for one in stats)
+        stale = self._encoded((one, self._stale(one, history.interval)) for one in stats)
         demanded = {unit for unit in (*rows, *stale) if (rows.get(unit) or stale[unit]).saved}
         answer = self.policy.select(stats, replace(budget, demanded=frozenset(demanded)), history)
         inner = checked_answer(self.name, stats, answer, self.bounds.refusal)
         chosen = dict(inner.choices)
         for unit, choice in stale.items():  # the inner policy's encoding stands if it saves the unit anyway
             chosen[unit] = replace(choice, encoding=chosen[unit].encoding or choice.encoding)
+        if not isinstance(self.policy, BudgetPolicy):
+            chosen = dict(self._encoded((one, chosen[one.unit]) for one in stats))
         return Decision({**chosen, **rows})
 
     def _rows(self, stats: Sequence[UnitStats], step: int) -> Mapping[Unit, Choice]:
         """Return the choices of the table that do not depend on the inner policy, except for max_staleness."""
         sick = nonfinite_slots(stats)
         first = all(one.staleness is None for one in stats)
-        return self._stored((one, self._row(one, sick.get(one.unit.layer, ()), first, step)) for one in stats)
+        return self._encoded((one, self._row(one, sick.get(one.unit.layer, ()), first, step)) for one in stats)
 
     def _row(self, one: UnitStats, sick: tuple[str, ...], first: bool, step: int) -> Choice | None:
         return _gated(one, sick, step) or _unversioned(one, first) or _standing(one, step) or self._drifted(one)
 
-    def _stored(self, choices: Iterable[tuple[UnitStats, Choice | None]]) -> Mapping[Unit, Choice]:
-        """Return the choices that there are, those to save a moving unit in the encoding of its slot."""
+    def _encoded(self, choices: Iterable[tuple[UnitStats, Choice | None]]) -> Mapping[Unit, Choice]:
+        """Return the choices that there are, those to store a moving unit raw in the encoding of its slot."""
         return {
-            one.unit: replace(choice, encoding=self.encodings.get(one.unit.slot, RAW))
-            if choice.saved and one.moving
+            one.unit: replace(choice, encoding=self.encodings[one.unit.slot])
+            if choice.encoding == RAW and one.moving and one.unit.slot in self.encodings
             else choice
             for one, choice in choices
             if choice is not None

@@ -14,14 +14,13 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
 
-from policies.base import Budget, Choice, Decision, History, Policy, UnitStats
+from policies.base import Budget, Decision, History, Policy, UnitStats
 from policies.bounds import Bounded, Bounds
 from policies.budget import BudgetPolicy
 from policies.builtin import Filter, Full, Observe, Parity, Threshold
 from policies.validation import check_parameters, described, failure_of
 from store.encoding import encoding_named
 from store.errors import ConfigError
-from store.names import RAW
 from store.text import suggestion
 
 GROUP = "driftpoint.policies"  # entry-point group in which packages register policies: name -> class
@@ -185,35 +184,8 @@ def _run(reference: str, trouble: str, action: Callable[[], T]) -> T:
         raise ConfigError(f"policy {reference} {trouble}: it {failure_of(error).located}; fix that first") from error
 
 
-@dataclass(frozen=True)
-class FixedEncodingPolicy:
-    """Stores the raw choices of a policy in the configured encodings of their slots.
-
-    Frozen units stay raw, since they are stored once, and other encodings that the policy chose are kept. It goes
-    around the bounds, so that units they demand are encoded too."""
-
-    policy: Policy
-    encodings: Mapping[str, str]
-
-    @property
-    def name(self) -> str:
-        return self.policy.name
-
-    @property
-    def needs_drift(self) -> bool:
-        return self.policy.needs_drift
-
-    def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
-        choices = dict(self.policy.select(stats, budget, history).choices)
-        for one in stats:
-            if one.moving and choices[one.unit].encoding == RAW:
-                encoding = self.encodings.get(one.unit.slot, RAW)
-                choices[one.unit] = Choice(encoding, choices[one.unit].reason)
-        return Decision({one.unit: choices[one.unit] for one in stats})
-
-
 def with_fixed_encoding(policy: Policy, encodings: Mapping[str, str], bounds: Bounds) -> Policy:
-    """Apply encodings by slot to a policy. Observe stays outermost.
+    """Apply encodings by slot to a policy, inside its bounds or put into them. Observe stays outermost.
 
     Encoding error counts as drift as soon as it is stored, so max_drift must be at least the error bound. Raises
     ConfigError if the bounds forbid one of the encodings."""
@@ -233,10 +205,10 @@ def with_fixed_encoding(policy: Policy, encodings: Mapping[str, str], bounds: Bo
         return policy
     if isinstance(policy, Observe):
         return Observe(with_fixed_encoding(policy.inner, encodings, bounds))
-    if isinstance(policy, Bounded) and isinstance(policy.policy, BudgetPolicy):
-        # It weighs raw against other encodings itself: only units that bounds demand are encoded here.
-        return replace(policy, policy=replace(policy.policy, encodings=encodings), encodings=encodings)
-    return FixedEncodingPolicy(policy, encodings)
+    bounded = policy if isinstance(policy, Bounded) else Bounded(policy, bounds)
+    if isinstance(bounded.policy, BudgetPolicy):
+        bounded = replace(bounded, policy=replace(bounded.policy, encodings=encodings))
+    return replace(bounded, encodings=encodings)
 
 
 POLICIES: Mapping[str, type[Any]] = MappingProxyType(

@@ -12,7 +12,7 @@ import socket
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
@@ -158,6 +158,7 @@ class Report(Message):
 
 ClientMessage = Register | StatusUpdate | Unregister | AskStatus | AskStop
 DaemonMessage = Welcome | Refused | ShuttingDown | Report
+_M = TypeVar("_M")
 
 _to_daemon: TypeAdapter[ClientMessage] = TypeAdapter(Annotated[ClientMessage, Field(discriminator="kind")])
 _from_daemon: TypeAdapter[DaemonMessage] = TypeAdapter(Annotated[DaemonMessage, Field(discriminator="kind")])
@@ -170,29 +171,18 @@ def to_line(message: Message) -> bytes:
 
 def parse_client_message(line: bytes) -> ClientMessage:
     """Parse a line to the daemon. Raises DaemonError if it is invalid."""
-    body = _parse_object(line, LINE_LIMIT)
-    _require_version(body, "the client")
-    try:
-        return _to_daemon.validate_python(body, strict=False)
-    except ValidationError as error:
-        raise DaemonError(f"no message of this protocol: {first_mistake(error)}") from error
+    return _parse(line, LINE_LIMIT, _to_daemon, "the client")
 
 
 def parse_daemon_message(line: bytes) -> DaemonMessage:
     """Parse a line from the daemon. Raises DaemonError if it is invalid."""
     try:
-        body = _parse_object(line, ANSWER_LIMIT)
+        return _parse(line, ANSWER_LIMIT, _from_daemon, "the daemon")
     except DaemonError as error:
         raise DaemonError(f"the daemon's answer is invalid: {error}") from error
-    if body.get("kind") != "refused":
-        _require_version(body, "the daemon")
-    try:
-        return _from_daemon.validate_python(body, strict=False)
-    except ValidationError as error:
-        raise DaemonError(f"the daemon's answer is invalid: {first_mistake(error)}") from error
 
 
-def _parse_object(line: bytes, limit: int) -> dict[str, Any]:
+def _parse(line: bytes, limit: int, messages: TypeAdapter[_M], sender: str) -> _M:
     if len(line) > limit:
         raise DaemonError(f"a line of more than {limit} bytes")
     try:
@@ -201,16 +191,16 @@ def _parse_object(line: bytes, limit: int) -> dict[str, Any]:
         raise DaemonError("a line that is no JSON") from error
     if not isinstance(body, dict):
         raise DaemonError("a line that is no JSON object")
-    return body
-
-
-def _require_version(body: dict[str, Any], sender: str) -> None:
     version = body.get("version", VERSION)
-    if version != VERSION:
+    if version != VERSION and body.get("kind") != "refused":
         raise DaemonError(
             f"{sender} speaks version {version!r} of the daemon's protocol, this release {VERSION}: end the daemon "
             "with `driftpoint daemon stop`, and let a job of the newer release start it"
         )
+    try:
+        return messages.validate_python(body, strict=False)
+    except ValidationError as error:
+        raise DaemonError(f"no message of this protocol: {first_mistake(error)}") from error
 
 
 def socket_path(base: Path) -> Path:

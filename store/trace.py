@@ -31,6 +31,10 @@ EncodingName = Annotated[str, AfterValidator(lambda name: _SUCCESSOR.get(name, n
 """Name of an encoding; of one that this release only reads, that of the one in its place, so that a replay under the
 recorded configuration is as recorded."""
 
+Count = Annotated[int, Field(ge=0, le=1 << 60)]  # of steps or bytes; a trace is a plain file, which may hold any number
+Seconds = Annotated[float, Field(ge=0, le=1 << 60)]
+Moment = Annotated[float, Field(ge=0, le=253_000_000_000)]  # Unix time that a calendar can represent
+
 
 class _Line(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -43,7 +47,7 @@ class TracedUnit(_Line):
     slot: str
     position: int
     block: bool
-    nbytes: int
+    nbytes: Count
     numel: int
     moving: bool
 
@@ -59,14 +63,14 @@ class JobLine(_Line):
 
     kind: Literal["job"] = "job"
     version: int = VERSION
-    started: float  # begin of the incarnation in seconds since 1970, the same in all its job lines
+    started: Moment  # begin of the incarnation in seconds since 1970, the same in all its job lines
     epoch: int
     framework: str
     world_size: int
     policy: str  # with ``observing`` the observed policy: nothing is saved, and commits are those that it would make
     settings: Mapping[str, Any]  # the configuration that was set
     units: tuple[TracedUnit, ...]
-    seconds: float = 0.0
+    seconds: Moment = 0.0
     observing: bool = False
 
 
@@ -80,10 +84,10 @@ class DecisionLine(_Line):
     """
 
     kind: Literal["decision"] = "decision"
-    step: int
-    seconds: float
+    step: Count
+    seconds: Seconds
     commits: int
-    interval: int | None = None  # steps to the next decision
+    interval: Count | None = None  # steps to the next decision
     offered: float | None = None  # bytes of the budget, null if unlimited
     drift: tuple[float | None, ...] = ()
     staleness: tuple[int | None, ...] = ()
@@ -96,8 +100,8 @@ class DecisionLine(_Line):
     skipped: str | None = None  # reason why no save was started
     forced: bool = False  # the save was requested
     preempted: bool = False  # the end of the job requested it, with limited time
-    stall: float = 0.0  # seconds that training waited for the decision
-    copy_wait: float = 0.0  # seconds that optimizer steps waited for copies since the previous decision
+    stall: Seconds = 0.0  # seconds that training waited for the decision
+    copy_wait: Seconds = 0.0  # seconds that optimizer steps waited for copies since the previous decision
 
 
 class MovedLine(_Line):
@@ -116,19 +120,19 @@ class CommitLine(_Line):
     ``sizes``: unit -> bytes, encoding, error, and drift as staged (null without a previous version)."""
 
     kind: Literal["commit"] = "commit"
-    step: int
-    seconds: float  # time at which training was notified
-    took: float  # duration of the save in seconds
-    written: int  # payload bytes over all ranks
-    sizes: Mapping[int, tuple[int, EncodingName, float, float | None]]
+    step: Count
+    seconds: Seconds  # time at which training was notified
+    took: Seconds  # duration of the save
+    written: Count  # payload bytes over all ranks
+    sizes: Mapping[int, tuple[Count, EncodingName, float, float | None]]
 
 
 class FailedLine(_Line):
     """A save of ``step`` failed."""
 
     kind: Literal["failed"] = "failed"
-    step: int
-    seconds: float
+    step: Count
+    seconds: Seconds
     reason: str
 
 
@@ -136,9 +140,9 @@ class ResumedLine(_Line):
     """The job resumed at ``step``; ``newest`` is the step of the commit, which may be later."""
 
     kind: Literal["resumed"] = "resumed"
-    step: int
-    newest: int
-    seconds: float
+    step: Count
+    newest: Count
+    seconds: Seconds
 
 
 class DrawnLine(_Line):
@@ -193,6 +197,19 @@ def read_lines(data: Iterable[bytes]) -> Trace:
 def iter_lines(data: Iterable[bytes]) -> Iterator[Line | None]:
     """Parse lines lazily; None for each invalid line."""
     return (_parse_line(raw) for raw in data if raw.strip())
+
+
+def fits(line: Line, units: int) -> bool:
+    """Return whether the lists of a line have a place for each of ``units``, and it names no others."""
+    if isinstance(line, DecisionLine):
+        columns = (line.drift, line.staleness, line.error, line.encoding, line.stored_bytes)
+        named = (*line.saved, *line.sick, *line.changed)
+        return all(len(column) in (0, units) for column in columns) and all(0 <= index < units for index in named)
+    if isinstance(line, CommitLine):
+        return all(0 <= index < units for index in line.sizes)
+    if isinstance(line, MovedLine):
+        return all(len(column) == units for column in line.since.values())
+    return True
 
 
 def incarnations(trace: Trace) -> Iterator[tuple[JobLine, tuple[Line, ...]]]:

@@ -1,7 +1,6 @@
 """``driftpoint memory`` and ``rescue``: list, free or commit snapshots in this node's shared memory."""
 
 import sys
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,21 +28,6 @@ app = typer.Typer(
 )
 
 
-@dataclass(frozen=True)
-class StoredSnapshot:
-    """Snapshots of one store in shared memory."""
-
-    store_id: str
-    store: str | None
-    step: int | None
-    ranks: int
-    replicas: int
-    world_size: int
-    nbytes: int
-    alive: bool
-    problems: tuple[str, ...]
-
-
 @app.callback(invoke_without_command=True)
 def memory(
     context: typer.Context,
@@ -56,9 +40,8 @@ def memory(
     if context.invoked_subcommand is None:
         base = base_of(memory)
         paths = seen_stores(base)
-        found = [_stored_snapshot(tier, paths.get(tier.store_id)) for tier in tiers(base)]
-        nbytes = sum(one.nbytes for one in found)
-        body = {"memory": str(base), "nbytes": nbytes, "stores": list(map(asdict, found))}
+        found = [_snapshots_of(tier, paths.get(tier.store_id)) for tier in tiers(base)]
+        body = {"memory": str(base), "nbytes": sum(one["nbytes"] for one in found), "stores": found}
         output.answer(body, lambda console: _draw(console, found), as_json=json)
 
 
@@ -87,33 +70,35 @@ def clear_(
     output.answer(body, lambda console: console.print(f"Freed {size_text(freed)}."), as_json=json)
 
 
-def _draw(console: Console, found: list[StoredSnapshot]) -> None:
+def _draw(console: Console, found: list[dict[str, Any]]) -> None:
     if not found:
         console.print("There are no snapshots in memory.")
         return
     table = output.table(*map(output.fold, ("store", "step", "ranks", "size", "job")))
     for one in found:
-        step = "-" if one.step is None else str(one.step)
-        state = "alive" if one.alive else "dead"
-        ranks = f"{one.ranks} of {one.world_size}" + (f", {one.replicas} as replicas" if one.replicas else "")
-        row = (one.store or one.store_id, step, ranks, size_text(one.nbytes), state)
+        step = "-" if one["step"] is None else str(one["step"])
+        state = "alive" if one["alive"] else "dead"
+        ranks = f"{one['ranks']} of {one['world_size']}" + (f", {one['replicas']} as replicas" * bool(one["replicas"]))
+        row = (one["store"] or one["store_id"], step, ranks, size_text(one["nbytes"]), state)
         table.add_row(*map(output.cell, row))
     console.print(table)
-    output.problems(console, tuple(text for one in found for text in one.problems))
+    output.problems(console, tuple(text for one in found for text in one["problems"]))
 
 
-def _stored_snapshot(tier: Tier, path: Path | None) -> StoredSnapshot:
+def _snapshots_of(tier: Tier, path: Path | None) -> dict[str, Any]:
     node = scan_node(tier)
-    newest = node.newest
-    held = {} if newest is None else node.versions[newest]
-    world_size = max((one.record.part.world_size for one in held.values()), default=0)
-    alive = any(is_owned(place.owner(rank)) for place in tier.generations() for rank in place.ranks())
-    step = None if newest is None else newest.step
-    replicas = sum(one.record.replica for one in held.values())
-    store = None if path is None else str(path)
-    return StoredSnapshot(
-        tier.store_id, store, step, len(held), replicas, world_size, used_bytes(tier), alive, node.problems
-    )
+    held = {} if node.newest is None else node.versions[node.newest]
+    return {
+        "store_id": tier.store_id,
+        "store": None if path is None else str(path),
+        "step": None if node.newest is None else node.newest.step,
+        "ranks": len(held),
+        "replicas": sum(one.record.replica for one in held.values()),
+        "world_size": max((one.record.part.world_size for one in held.values()), default=0),
+        "nbytes": used_bytes(tier),
+        "alive": any(is_owned(place.owner(rank)) for place in tier.generations() for rank in place.ranks()),
+        "problems": list(node.problems),
+    }
 
 
 def _select_tiers(base: Path, store: str | None, *, everything: bool) -> list[Tier]:

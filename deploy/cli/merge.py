@@ -6,9 +6,9 @@ damage succeeds; one that fails because of damage has no result, so its error be
 The merger is imported when the command runs, because it imports torch."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -157,30 +157,25 @@ def merge(
     target = Target(layout, zero_stage, world_size, given, size, files)
     wanted = int(step) if step is not None and step.isascii() and step.isdigit() else step
     rules = None if recipe is None else read_recipe(recipe)
-    request = Request(source, wanted, target, rules, allow_nonfinite)
     if plan:
+        request = Request(source, wanted, target, rules, allow_nonfinite)
         raise typer.Exit(print_plan(request, out, workers, as_json=json))
     assert out is not None  # checked above
-    result = rebuild(request, out, workers)
-    output.answer(_as_json(result), lambda console: _draw(console, result), as_json=json)
-
-
-def rebuild(request: "Request", out: Path, workers: int | None) -> "MergeResult":
-    """Run the merger, with a progress bar on a terminal."""
     from merger.merge import merge as run
 
     with output.stdout_to_stderr(), damage_as_no_result(), byte_progress("Rebuilding") as progress:
-        return run(
-            request.source,
+        result = run(
+            source,
             out,
-            save=request.step,
-            target=request.target,
-            recipe=request.recipe,
+            save=wanted,
+            target=target,
+            recipe=rules,
             workers=workers,
-            allow_nonfinite=request.allow_nonfinite,
+            allow_nonfinite=allow_nonfinite,
             progress=progress,
             planned=lambda plan: progress.begin(plan.bytes_to_read),
         )
+    output.answer(_as_json(result), lambda console: _draw(console, result), as_json=json)
 
 
 def _as_json(result: "MergeResult") -> dict[str, Any]:
@@ -318,16 +313,6 @@ def size_from(text: str) -> int:
     return int(float(match["count"]) * base ** _POWER[match["prefix"].upper()])
 
 
-@dataclass(frozen=True)
-class MergePlanReport:
-    """A drafted merge and its destination."""
-
-    draft: "MergeDraft"
-    out: Path | None
-    workers: int
-    free: int | None
-
-
 def print_plan(request: "Request", out: Path | None, workers: int | None, *, as_json: bool) -> int:
     """Print the plan, write nothing, and return the exit code that the merge would have."""
     from merger.io.output_dir import free_bytes
@@ -338,26 +323,21 @@ def print_plan(request: "Request", out: Path | None, workers: int | None, *, as_
     draft = replace(draft, errors=tuple(damage_error(error) for error in draft.errors))
     if request.recipe is None and not draft.sources:
         raise draft.errors[0]
-    report = MergePlanReport(draft, out, workers or default_workers(), None if out is None else free_bytes(out))
-    output.answer(_to_json(report), lambda console: _draw_plan(console, report), as_json=as_json)
-    return draft.errors[0].exit_code if draft.errors else OK
-
-
-def _to_json(report: MergePlanReport) -> dict[str, Any]:
-    draft, plan = report.draft, report.draft.plan
-    reads = {} if plan is None else plan.reads
-    return {
-        "out": None if report.out is None else str(report.out),
+    plan, reads = draft.plan, {} if draft.plan is None else draft.plan.reads
+    body = {
+        "out": None if out is None else str(out),
         "possible": not draft.errors,
         "missing": [{"type": type(error).__name__, "message": str(error)} for error in draft.errors],
         "sources": [{**asdict(use), "bytes_to_read": reads.get(use.name)} for use in draft.sources],
-        "free_bytes": report.free,
-        **(_planned(plan, report) if plan is not None else {}),
+        "free_bytes": None if out is None else free_bytes(out),
+        **({} if plan is None else _planned(plan, out, workers or default_workers())),
     }
+    output.answer(body, lambda console: _draw_plan(console, draft, body), as_json=as_json)
+    return draft.errors[0].exit_code if draft.errors else OK
 
 
-def _draw_plan(console: Console, report: MergePlanReport) -> None:
-    draft, plan = report.draft, report.draft.plan
+def _draw_plan(console: Console, draft: "MergeDraft", body: Mapping[str, Any]) -> None:
+    plan = draft.plan
     if plan is not None:
         print_certificate(console, plan.checkpoint.certificate, plan.parameters)
     if draft.sources:
@@ -366,16 +346,15 @@ def _draw_plan(console: Console, report: MergePlanReport) -> None:
     if plan is not None:
         console.print(_file_table(plan))
         console.print()
-        console.print(output.facts(_facts(plan, report)))
+        console.print(output.facts(_facts(plan, body)))
         output.problems(console, plan.checkpoint.problems)
         _print_notes(console, plan.notes)
-        if report.out is not None:
-            print_load(console, plan.load(report.out))
+        print_load(console, body["load"])
     if draft.errors:
         output.problems(console, list(dict.fromkeys(map(str, draft.errors))), _FILES, "Missing")
 
 
-def _planned(plan: "MergePlan", report: MergePlanReport) -> dict[str, Any]:
+def _planned(plan: "MergePlan", out: Path | None, workers: int) -> dict[str, Any]:
     return {
         "tag": plan.laid.tag,
         "framework": plan.checkpoint.framework,
@@ -383,39 +362,32 @@ def _planned(plan: "MergePlan", report: MergePlanReport) -> dict[str, Any]:
         "parameters": plan.parameters,
         "bytes_to_read": plan.bytes_to_read,
         "bytes_to_write": plan.bytes_to_write,
-        "memory_bytes": plan.memory(report.workers),
-        "seconds": _seconds(plan),
+        "memory_bytes": plan.memory(workers),
+        "seconds": (plan.bytes_to_read + 2 * plan.bytes_to_write) / _RATE,  # what is written is read back
         "assumed_bytes_per_second": _RATE,
-        "workers": report.workers,
+        "workers": workers,
         "files": [{"path": file.path, "bytes": file.container.nbytes} for file in plan.files],
-        "load": [] if report.out is None else list(plan.load(report.out)),
+        "load": [] if out is None else list(plan.load(out)),
         "notes": list(plan.notes),
         "certificate": plan.checkpoint.certificate.as_json(),
         "problems": list(plan.checkpoint.problems),
     }
 
 
-def _seconds(plan: "MergePlan") -> float:
-    """Return how long the merge takes if devices are as fast as assumed; what is written is read back."""
-    return (plan.bytes_to_read + 2 * plan.bytes_to_write) / _RATE
-
-
-def _facts(plan: "MergePlan", report: MergePlanReport) -> dict[str, Text | str]:
-    certificate = plan.checkpoint.certificate
+def _facts(plan: "MergePlan", body: Mapping[str, Any]) -> dict[str, Text | str]:
+    certificate, workers, free = plan.checkpoint.certificate, body["workers"], body["free_bytes"]
     rows: dict[str, Text | str] = {
         "Result": f"{certificate.save}: step {certificate.step}",
         "Kind": kind_of(certificate),
         "Read": size_text(plan.bytes_to_read),
         "Write": f"about {size_text(plan.bytes_to_write)} in {plural(len(plan.files), 'file')}",
-        "Memory": f"at most {size_text(plan.memory(report.workers))} for tensors, "
-        f"with {plural(report.workers, 'worker')}",
+        "Memory": f"at most {size_text(plan.memory(workers))} for tensors, with {plural(workers, 'worker')}",
+        "Time": f"about {span_text(body['seconds'])} at {size_text(_RATE)}/s",
     }
-    rows["Time"] = f"about {span_text(_seconds(plan))} at {size_text(_RATE)}/s"
-    if report.free is not None:
-        enough = report.free >= plan.bytes_to_write
-        rows["Disk"] = Text(
-            f"{size_text(report.free)} free: {'enough' if enough else 'not enough'}", style="" if enough else "bold red"
-        )
+    if free is not None:
+        enough = free >= plan.bytes_to_write
+        text = f"{size_text(free)} free: {'enough' if enough else 'not enough'}"
+        rows["Disk"] = Text(text, style="" if enough else "bold red")
     return rows
 
 

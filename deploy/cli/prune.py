@@ -3,9 +3,8 @@
 Holds the store's lock meanwhile, so that no job on this machine starts."""
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,23 +26,6 @@ from store.session import StoreLock, newest_epoch, read_epoch
 from store.text import listed
 
 _DEFAULT = Retention()
-
-
-@dataclass(frozen=True)
-class Pruned:
-    """Deleted commits and segments, or those that ``--dry-run`` would delete."""
-
-    root: Path
-    dry_run: bool
-    plan: PrunePlan
-    in_use_by: int | None
-    foreign: str | None
-    resumable: bool
-
-    @property
-    def exit_code(self) -> int:
-        """Return 0, or the code of a store in which nothing may be deleted."""
-        return OK if self.plan.blocked is None else health(resumable=self.resumable, damaged=True)
 
 
 def prune(
@@ -68,33 +50,26 @@ def prune(
 ) -> None:
     """Delete commits that retention does not keep. Keeps the newest valid one and the last one resumed from."""
     retention = Retention(keep_last=keep_last, keep_every=keep_every, log_spaced=log_spaced)
-    found = prune_store(store, retention, dry_run=dry_run, minimum=minimum)
-    output.answer(_as_json(found), lambda console: _draw(console, found), as_json=json)
-    raise typer.Exit(found.exit_code)
-
-
-def prune_store(root: Path, retention: Retention, *, dry_run: bool, minimum: bool = False) -> Pruned:
-    """Prune the store at ``root``; with ``minimum`` to as few commits as may stay.
-
-    Raises StoreInUseError first if a job uses it."""
-    catalog, in_use_by = open_store(root), lock_owner(root)
+    catalog, in_use_by = open_store(store), lock_owner(store)
     with ExitStack() as held:
-        if not dry_run and not is_url(root):
-            held.callback(StoreLock(root, wait_seconds=0).release)
+        if not dry_run and not is_url(store):
+            held.callback(StoreLock(store, wait_seconds=0).release)
         plan = plan_prune(catalog, retention, make_room=EVERYTHING if minimum else 0)
-        resumable = plan.blocked is None or is_resumable(catalog)
+        code = OK if plan.blocked is None else health(resumable=is_resumable(catalog), damaged=True)
         if not dry_run and plan.blocked is None:
             execute(catalog.files, plan)
-    return Pruned(root.absolute(), dry_run, plan, in_use_by, _foreign_owner(catalog), resumable)
+    remarks = list(_remarks(store, plan, in_use_by, _foreign_owner(catalog)))
+    body = _as_json(store, plan, in_use_by, dry_run=dry_run)
+    output.answer(body, lambda console: _draw(console, plan, remarks, dry_run=dry_run), as_json=json)
+    raise typer.Exit(code)
 
 
-def _as_json(found: Pruned) -> dict[str, Any]:
-    plan = found.plan
+def _as_json(root: Path, plan: PrunePlan, in_use_by: int | None, *, dry_run: bool) -> dict[str, Any]:
     return {
-        "store": str(found.root),
-        "dry_run": found.dry_run,
+        "store": str(root.absolute()),
+        "dry_run": dry_run,
         "blocked": plan.blocked,
-        "in_use_by": found.in_use_by or None,
+        "in_use_by": in_use_by or None,
         "keep": [save.name for save in plan.keep],
         "delete": {
             "commits": [save.name for save in plan.manifests],
@@ -106,49 +81,44 @@ def _as_json(found: Pruned) -> dict[str, Any]:
     }
 
 
-def _draw(console: Console, found: Pruned) -> None:
-    plan = found.plan
+def _draw(console: Console, plan: PrunePlan, remarks: Sequence[str], *, dry_run: bool) -> None:
     if plan.blocked is not None:
         console.print(Text(f"Not pruned: {plan.blocked}", style="bold red"))
     else:
-        console.print(output.facts(_rows(found)))
+        console.print(output.facts(_rows(plan, dry_run=dry_run)))
     if plan.unrecognised:
         console.print()
         console.print("Unrecognised files, not deleted:")
         for name in plan.unrecognised:
             console.print(output.cell(f"  {name}"))
-    for remark in _remarks(found):
+    for remark in remarks:
         console.print()
         console.print(output.cell(remark, "yellow"))
 
 
-def _rows(found: Pruned) -> dict[str, Text | str]:
-    plan = found.plan
-    would = "Would delete" if found.dry_run else "Deleted"
-    rows: dict[str, Text | str] = {
+def _rows(plan: PrunePlan, *, dry_run: bool) -> dict[str, Text | str]:
+    deleted = f"{plural(len(plan.manifests), 'commit')}: {_names(plan.manifests)}" if plan.manifests else "no commit"
+    return {
         "Kept": f"{plural(len(plan.keep), 'commit')}: {_names(plan.keep)}",
-        would: f"{plural(len(plan.manifests), 'commit')}: {_names(plan.manifests)}" if plan.manifests else "no commit",
+        "Would delete" if dry_run else "Deleted": deleted,
         "": f"{plural(len(plan.groups), 'segment group')}, {plural(len(plan.temporaries), 'left-over temporary file')}",
+        "Would free" if dry_run else "Freed": Text(size_text(plan.freed_bytes), style="bold"),
     }
-    freed = size_text(plan.freed_bytes)
-    rows["Would free" if found.dry_run else "Freed"] = Text(freed, style="bold")
-    return rows
 
 
 def _names(saves: tuple[SaveId, ...], limit: int = 8) -> str:
     return listed((save.name for save in sorted(saves, reverse=True)), limit, rest="older ones")
 
 
-def _remarks(found: Pruned) -> Iterator[str]:
-    plan = found.plan
-    if found.in_use_by is not None:
-        user = lock_owner_text(found.root, found.in_use_by)
+def _remarks(root: Path, plan: PrunePlan, in_use_by: int | None, foreign: str | None) -> Iterator[str]:
+    if in_use_by is not None:
+        user = lock_owner_text(root, in_use_by)
         yield f"The store is in use {user}: without --dry-run this fails. The job prunes by itself."
     if plan.blocked is None and not plan.freed_bytes and len(plan.keep) > 1:
         yield "This frees nothing. Add --minimum to keep only the newest commit and the last one resumed from."
-    if found.foreign is not None:
-        lock = "An object store has no lock" if is_url(found.root) else "The lock covers this machine only"
-        yield f"The newest job on this store ran on {found.foreign}. {lock}: make sure that no job is saving there."
+    if foreign is not None:
+        lock = "An object store has no lock" if is_url(root) else "The lock covers this machine only"
+        yield f"The newest job on this store ran on {foreign}. {lock}: make sure that no job is saving there."
 
 
 def _foreign_owner(catalog: Catalog) -> str | None:

@@ -1,8 +1,7 @@
 """``driftpoint show``: list the layer versions that a commit consists of."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -17,31 +16,9 @@ from deploy.store_status import find_save, is_resumable, open_store, parameters,
 from store.catalog import Catalog
 from store.certificate import Certificate, CertifiedUnit, certify_record, certify_stored
 from store.errors import DamagedError, StorageError
-from store.names import SaveId, Unit
+from store.names import Unit
 from store.resolve import Resolution, newest_resumable, resolve
 from store.schema import ManifestRecord
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A commit and its certificate."""
-
-    manifest: ManifestRecord
-    certificate: Certificate
-    resumable: bool
-    others_resumable: bool
-    problems: tuple[str, ...]
-    goes_on_at: int | None = None
-    suspect: str = ""
-
-    @property
-    def reasons(self) -> Mapping[Unit, str]:
-        """Return why each unit that this save wrote was written."""
-        return {record.unit: record.reason for record in self.manifest.units}
-
-    @property
-    def exit_code(self) -> int:
-        return health(resumable=self.resumable or self.others_resumable, damaged=bool(self.problems))
 
 
 def show(
@@ -62,42 +39,57 @@ def show(
     _debug: DebugOption = False,
 ) -> None:
     """Show the layer versions of a commit: step, age, drift, bytes and encoding of every slot."""
-    shown = look(store, step)
-    output.answer(_as_json(shown), lambda console: _draw(console, shown, long=long), as_json=json)
-    raise typer.Exit(shown.exit_code)
+    catalog, problems = open_store(store), list[str]()
+    manifest, resolution = _find(catalog, step, problems)
+    reasons = {record.unit: record.reason for record in manifest.units}
+    if resolution is None:
+        units = tuple(certify_record(manifest.step, record) for record in manifest.units)
+        certificate = Certificate(manifest.store_id, manifest.save.name, manifest.step, False, units, problems=())
+    else:
+        certificate = certify_stored(resolution)
+    body = {
+        **_as_json(manifest, certificate, reasons),
+        "resumable": resolution is not None,
+        "suspect": catalog.suspects().why.get(manifest.save),
+        "goes_on_at": None if resolution is None else resume_step(catalog, resolution),
+        "problems": problems,
+    }
+    output.answer(body, lambda console: _draw(console, manifest, certificate, body, reasons, long=long), as_json=json)
+    resumable = resolution is not None or is_resumable(catalog, without=manifest.save)
+    raise typer.Exit(health(resumable=resumable, damaged=bool(problems)))
 
 
-def look(root: Path, wanted: str | None) -> Shown:
-    """Return the commit of a step or save name; without one, the commit that a resume would take."""
-    catalog = open_store(root)
-    if wanted is not None:
-        return _look_at(catalog, find_save(catalog, wanted))
-    resolution, passed_over = newest_resumable(catalog)
-    problems = (*passed_over, *resolution.problems)
-    return _whole(catalog, resolution, problems)
+def _find(catalog: Catalog, wanted: str | None, problems: list[str]) -> tuple[ManifestRecord, Resolution | None]:
+    """Return the commit of a step or save name, by default the one that a resume would take; None if none can."""
+    if wanted is None:
+        resolution, passed_over = newest_resumable(catalog)
+        problems += (*passed_over, *resolution.problems)
+        return resolution.manifest, resolution
+    manifest = catalog.manifest(find_save(catalog, wanted))
+    try:
+        resolution = resolve(catalog, manifest.save)
+    except (DamagedError, StorageError) as error:
+        problems.append(f"cannot be resumed: {error}")
+        return manifest, None
+    problems += resolution.problems
+    return manifest, resolution
 
 
-def _as_json(shown: Shown) -> dict[str, Any]:
-    certificate, reasons = shown.certificate, shown.reasons
-    units = [_unit_json(unit, reasons) for unit in certificate.units]
-    nbytes, count = sum(unit.nbytes for unit in certificate.units), parameters(shown.manifest)
+def _as_json(manifest: ManifestRecord, certificate: Certificate, reasons: Mapping[Unit, str]) -> dict[str, Any]:
+    nbytes, count = sum(unit.nbytes for unit in certificate.units), parameters(manifest)
     return {
         **certificate.as_json(),
-        "epoch": shown.manifest.epoch,
-        "created": shown.manifest.created,
-        "framework": shown.manifest.framework,
-        "policy": shown.manifest.policy,
-        "world_size": shown.manifest.world_size,
-        "resumable": shown.resumable,
-        "suspect": shown.suspect or None,
-        "goes_on_at": shown.goes_on_at,
+        "epoch": manifest.epoch,
+        "created": manifest.created,
+        "framework": manifest.framework,
+        "policy": manifest.policy,
+        "world_size": manifest.world_size,
         "parameters": count,
         "nbytes": nbytes,
         "bytes_per_parameter": tables.bytes_per_parameter(nbytes, count),
-        "bytes_written": written(shown.manifest),
-        "bytes_avoided": shown.manifest.bytes_avoided,
-        "units": units,
-        "problems": list(shown.problems),
+        "bytes_written": written(manifest),
+        "bytes_avoided": manifest.bytes_avoided,
+        "units": [_unit_json(unit, reasons) for unit in certificate.units],
     }
 
 
@@ -107,58 +99,43 @@ def _unit_json(unit: CertifiedUnit, reasons: Mapping[Unit, str]) -> dict[str, An
     return found
 
 
-def _draw(console: Console, shown: Shown, *, long: bool) -> None:
-    certificate = shown.certificate
+def _draw(
+    console: Console,
+    manifest: ManifestRecord,
+    certificate: Certificate,
+    body: Mapping[str, Any],
+    reasons: Mapping[Unit, str],
+    *,
+    long: bool,
+) -> None:
     damaged = "damaged: the tables show the commit as written, not its readable part"
-    kind = resume_kind(certificate) if shown.resumable else damaged
-    rows = {"Commit": _title(shown), "Kind": kind, "Bytes": _bytes(shown)}
-    if shown.suspect:
-        rows["Suspect"] = f"jobs that resumed from it died: {shown.suspect}; a resume prefers older commits"
-    if shown.goes_on_at is not None:
-        going_on = resume_step_text(certificate.step, shown.goes_on_at, certificate.effective_step)
+    kind = resume_kind(certificate) if body["resumable"] else damaged
+    rows = {"Commit": _title(manifest), "Kind": kind, "Bytes": _bytes(manifest)}
+    if body["suspect"]:
+        rows["Suspect"] = f"jobs that resumed from it died: {body['suspect']}; a resume prefers older commits"
+    if body["goes_on_at"] is not None:
+        going_on = resume_step_text(certificate.step, body["goes_on_at"], certificate.effective_step)
         rows |= {"Resume": going_on} if going_on else {}
     console.print(output.facts(rows))
     console.print()
     if long:
-        console.print(tables.unit_table(certificate.units, shown.reasons))
+        console.print(tables.unit_table(certificate.units, reasons))
     else:
         tables.print_layers(console, certificate.units)
     console.print()
-    console.print(tables.slot_table(certificate.units, parameters(shown.manifest)))
-    output.problems(console, shown.problems)
+    console.print(tables.slot_table(certificate.units, parameters(manifest)))
+    output.problems(console, body["problems"])
 
 
-def _look_at(catalog: Catalog, save: SaveId) -> Shown:
-    manifest = catalog.manifest(save)
-    try:
-        resolution = resolve(catalog, save)
-    except (DamagedError, StorageError) as error:
-        units = tuple(certify_record(manifest.step, record) for record in manifest.units)
-        found = Certificate(manifest.store_id, manifest.save.name, manifest.step, exact=False, units=units, problems=())
-        others = is_resumable(catalog, without=save)
-        return Shown(manifest, found, False, others, (f"cannot be resumed: {error}",), suspect=_suspect(catalog, save))
-    return _whole(catalog, resolution, resolution.problems)
-
-
-def _whole(catalog: Catalog, resolution: Resolution, problems: tuple[str, ...]) -> Shown:
-    onward, manifest = resume_step(catalog, resolution), resolution.manifest
-    return Shown(manifest, certify_stored(resolution), True, True, problems, onward, _suspect(catalog, manifest.save))
-
-
-def _suspect(catalog: Catalog, save: SaveId) -> str:
-    return catalog.suspects().why.get(save, "")
-
-
-def _title(shown: Shown) -> str:
-    manifest = shown.manifest
+def _title(manifest: ManifestRecord) -> str:
     return (
         f"{manifest.save}: step {manifest.step}, epoch {manifest.epoch}, {manifest.created}; "
         f"{manifest.framework} on {plural(manifest.world_size, 'rank')}, policy {manifest.policy}"
     )
 
 
-def _bytes(shown: Shown) -> str:
-    own, kept = written(shown.manifest), shown.manifest.bytes_avoided
-    share = tables.bytes_per_parameter(own, parameters(shown.manifest))
+def _bytes(manifest: ManifestRecord) -> str:
+    own, kept = written(manifest), manifest.bytes_avoided
+    share = tables.bytes_per_parameter(own, parameters(manifest))
     each = "" if share is None else f" ({share:.2f} bytes per parameter)"
     return f"this save wrote {size_text(own)}{each}" + (f" and avoided {size_text(kept)}" if kept else "")

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from deploy import console as output
 from deploy.console import DebugOption, JsonOption
-from deploy.format import size_text
+from deploy.format import size_text, span_text
 from store.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ PolicyOption = Annotated[
         "Repeatable; default: the recorded one.",
     ),
 ]
-PlotOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write a plot to this file (needs matplotlib).")]
 MtbfOption = Annotated[
     list[float] | None, typer.Option(metavar="HOURS", help="Mean time between failures (3, 12, 48).")
 ]
@@ -79,22 +78,21 @@ def simulate(
     price_per_tb_written: WrittenPriceOption = None,
     storage_gbps: StorageOption = None,
     copy_gbps: CopyOption = None,
-    plot: PlotOption = None,
     json: JsonOption = False,
     _debug: DebugOption = False,
 ) -> None:
     """Replay a recorded run under other configurations: bytes, stall, and the cost of a failure."""
     with output.stdout_to_stderr():
         from deploy.simulate.simulation import Limits, read_trace, simulated
-        from deploy.simulate.summary import Prices, Terms
+        from deploy.simulate.summary import Terms
 
     speeds = {"storage_gbps": storage_gbps, "copy_gbps": copy_gbps}
     check_numbers(speeds, above_zero=True)
     limits = Limits(bytes_per_hour, stall_share, max_loss_minutes, exact)
-    terms = Terms(tuple(mtbf or ()) or None, restart_seconds, Prices(price_per_gpu_hour, price_per_tb_written))
+    terms = Terms(tuple(mtbf or ()) or None, restart_seconds, price_per_gpu_hour, price_per_tb_written)
     check_options(limits, terms, recommend=recommend)
     found, chosen = simulated(read_trace(trace), policy or (), terms, limits if recommend else None, speeds)
-    answer(found, chosen, plot=plot, as_json=json)
+    answer(found, chosen, as_json=json)
 
 
 def estimate(
@@ -120,7 +118,6 @@ def estimate(
     price_per_tb_written: WrittenPriceOption = None,
     storage_gbps: StorageOption = None,
     copy_gbps: CopyOption = None,
-    plot: PlotOption = None,
     json: JsonOption = False,
     _debug: DebugOption = False,
 ) -> None:
@@ -128,7 +125,7 @@ def estimate(
     with output.stdout_to_stderr():
         from deploy.simulate.assumptions import Assumptions, assumed_trace
         from deploy.simulate.simulation import Limits, simulated
-        from deploy.simulate.summary import Prices, Terms
+        from deploy.simulate.summary import Terms
 
     given = {
         "gpus": gpus, "step_seconds": step_seconds, "drift": drift, "learning_rate": learning_rate, "every": every,
@@ -136,14 +133,14 @@ def estimate(
     }  # fmt: skip
     check_numbers(given, above_zero=True)
     limits = Limits(bytes_per_hour, stall_share, max_loss_minutes, exact)
-    terms = Terms(tuple(mtbf or ()) or None, restart_seconds, Prices(price_per_gpu_hour, price_per_tb_written))
+    terms = Terms(tuple(mtbf or ()) or None, restart_seconds, price_per_gpu_hour, price_per_tb_written)
     check_options(limits, terms, recommend=recommend)
     assumptions = Assumptions.of(model, given)
     between = assumptions.mtbf_hours
     terms = replace(terms, mtbf_hours=terms.mtbf_hours or (between, 4 * between, 16 * between))
     speeds = {"storage_gbps": assumptions.storage_gbps, "copy_gbps": assumptions.copy_gbps}
     found, chosen = simulated(assumed_trace(assumptions), policy or (), terms, limits if recommend else None, speeds)
-    answer(found, chosen, plot=plot, as_json=json, assumed=assumptions.told())
+    answer(found, chosen, as_json=json, assumed=assumptions.told())
 
 
 def check_options(limits: "Limits", terms: "Terms", *, recommend: bool) -> None:
@@ -152,8 +149,8 @@ def check_options(limits: "Limits", terms: "Terms", *, recommend: bool) -> None:
         check_numbers({"mtbf": hours}, above_zero=True)
     from_zero = {
         "restart_seconds": terms.restart_seconds,
-        "price_per_gpu_hour": terms.prices.gpu_hour,
-        "price_per_tb_written": terms.prices.tb_written,
+        "price_per_gpu_hour": terms.price_per_gpu_hour,
+        "price_per_tb_written": terms.price_per_tb_written,
         "bytes_per_hour": limits.bytes_per_hour,
         "stall_share": limits.stall_share,
         "max_loss_minutes": limits.max_loss_minutes,
@@ -172,18 +169,9 @@ def check_numbers(values: Mapping[str, float | None], *, above_zero: bool) -> No
 
 
 def answer(
-    found: "Simulation",
-    chosen: "Recommendation | None",
-    *,
-    plot: Path | None,
-    as_json: bool,
-    assumed: Mapping[str, str] | None = None,
+    found: "Simulation", chosen: "Recommendation | None", *, as_json: bool, assumed: Mapping[str, str] | None = None
 ) -> None:
     """Print the result. ``assumed`` holds the assumptions of an estimate with their sources."""
-    if plot is not None:
-        from deploy.simulate.summary import write_picture
-
-        write_picture(found.summaries, plot)
     body = _simulation_json(found, chosen, assumed)
     output.answer(body, lambda console: draw(console, found, chosen, assumed or {}), as_json=as_json)
 
@@ -226,8 +214,8 @@ def draw(console: Console, found: "Simulation", chosen: "Recommendation | None",
     run = found.run
     steps = [point.line.step for point in run.decisions]
     rows = {
-        "Run": f"{len(run.decisions)} decisions, steps {min(steps)} to {max(steps)}, {_time(run.seconds)}, "
-        f"{_time(step_seconds(run))} per step, {run.segments[-1].job.world_size} ranks",
+        "Run": f"{len(run.decisions)} decisions, steps {min(steps)} to {max(steps)}, {span_text(run.seconds)}, "
+        f"{span_text(step_seconds(run))} per step, {run.segments[-1].job.world_size} ranks",
         "Compared": f"over steps {found.window[0]:.0f} to {found.window[1]:.0f}, from where all have a commit",
     }
     console.print(output.facts(rows))
@@ -300,7 +288,7 @@ def _failure(summaries: "Sequence[Summary]") -> Table:
 def _kept(summaries: "Sequence[Summary]") -> Table:
     times = summaries[0].terms.times if summaries else ()
     priced = bool(summaries) and summaries[0].price(1.0) is not None
-    numbers = [name for hours in times for name in (_time(3600 * hours), *(["price"] if priced else []))]
+    numbers = [name for hours in times for name in (span_text(3600 * hours), *(["price"] if priced else []))]
     found = output.table(output.fold("Goodput, a failure every"), *map(output.number, numbers))
     for one in summaries:
         cells = []
@@ -310,12 +298,3 @@ def _kept(summaries: "Sequence[Summary]") -> Table:
                 cells.append(f"{one.price(hours):,.2f}")
         found.add_row(output.cell(one.name), *cells)
     return found
-
-
-def _time(seconds: float) -> str:
-    if seconds < 1:
-        return f"{1000 * seconds:.3g} ms"
-    for unit, length, upto in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172_800)):
-        if seconds < upto:
-            return f"{seconds / length:.3g} {unit}"
-    return f"{seconds / 86_400:.3g} d"

@@ -1,8 +1,6 @@
 """``driftpoint verify``: read every byte of a store and check every hash."""
 
 from collections.abc import Set
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -22,44 +20,24 @@ _STYLES = {"ok": "green", "fallback": "yellow", "damaged": "bold red"}
 _RESUME = {"ok": "possible", "fallback": "with older versions", "damaged": "impossible"}
 
 
-@dataclass(frozen=True)
-class Verified:
-    """Verification report of a store."""
-
-    root: Path
-    store_id: str
-    report: VerifyReport
-    proven: Set[SaveId]
-    suspects: Set[SaveId]
-    in_use: bool
-
-    @property
-    def exit_code(self) -> int:
-        return health(resumable=self.report.resumable is not None, damaged=not self.report.ok)
-
-
 def verify(store: StoreArgument, *, json: JsonOption = False, _debug: DebugOption = False) -> None:
     """Read every byte of the store and check every hash. Changes nothing."""
-    found = check(store)
-    output.answer(_as_json(found), lambda console: _draw(console, found), as_json=json)
-    raise typer.Exit(found.exit_code)
-
-
-def check(root: Path) -> Verified:
-    """Verify the store at ``root``, with a progress bar on a terminal."""
-    catalog = open_store(root)
-    total = total_bytes(catalog) if watched() else 0
-    with byte_progress("Verifying", total) as progress:
+    catalog = open_store(store)
+    with byte_progress("Verifying", total_bytes(catalog) if watched() else 0) as progress:
         report = verify_store(catalog, progress)
-    proven, suspects = catalog.proven(), catalog.suspects().saves
-    return Verified(root.absolute(), catalog.store_id, report, proven, suspects, lock_owner(root) is not None)
+    body = {
+        "store": str(store.absolute()),
+        "store_id": catalog.store_id,
+        **_as_json(report, catalog.proven(), catalog.suspects().saves),
+        "in_use": lock_owner(store) is not None,
+        "problems": list(report.problems),
+    }
+    output.answer(body, lambda console: _draw(console, report, body), as_json=json)
+    raise typer.Exit(health(resumable=report.resumable is not None, damaged=not report.ok))
 
 
-def _as_json(found: Verified) -> dict[str, Any]:
-    report = found.report
+def _as_json(report: VerifyReport, proven: Set[SaveId], suspects: Set[SaveId]) -> dict[str, Any]:
     return {
-        "store": str(found.root),
-        "store_id": found.store_id,
         "ok": report.ok,
         "resumable": None if report.resumable is None else report.resumable.name,
         "bytes_read": report.bytes_read,
@@ -67,39 +45,36 @@ def _as_json(found: Verified) -> dict[str, Any]:
             {
                 "save": commit.save.name,
                 "state": commit.state,
-                "proven": commit.save in found.proven,
-                "suspect": commit.save in found.suspects,
+                "proven": commit.save in proven,
+                "suspect": commit.save in suspects,
                 "problems": list(commit.problems),
             }
             for commit in report.commits
         ],
-        "in_use": found.in_use,
-        "problems": list(report.problems),
     }
 
 
-def _draw(console: Console, found: Verified) -> None:
-    report = found.report
+def _draw(console: Console, report: VerifyReport, body: dict[str, Any]) -> None:
     if report.commits:
-        console.print(_table(found))
+        console.print(_table(body))
         console.print()
     console.print(_verdict(report))
     output.problems(console, report.problems)
-    if report.problems and found.in_use:
+    if report.problems and body["in_use"]:
         console.print("The store is in use: files that its job deleted meanwhile are listed here too. Verify it again.")
 
 
-def _table(found: Verified) -> Any:
+def _table(body: dict[str, Any]) -> Any:
     words = (output.line("Proven"), output.line("State"), output.wide("Resume"))
     table = output.table(output.line("Commit"), output.number("Step"), *words)
-    for commit in found.report.commits:
-        save = commit.save
+    for commit in body["commits"]:
+        save, state = commit["save"], commit["state"]
         table.add_row(
-            save.name,
-            str(save.step),
-            "suspect" if save in found.suspects else "yes" if save in found.proven else "",
-            Text(commit.state, style=_STYLES[commit.state]),
-            _RESUME[commit.state] + (" <- next" if save == found.report.resumable else ""),
+            save,
+            str(SaveId.parse(save).step),
+            "suspect" if commit["suspect"] else "yes" if commit["proven"] else "",
+            Text(state, style=_STYLES[state]),
+            _RESUME[state] + (" <- next" if save == body["resumable"] else ""),
         )
     return table
 

@@ -4,7 +4,6 @@ The objects have names of interrupted writes, which a store ignores. No store ob
 safe."""
 
 import secrets
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,6 @@ from store.errors import ExistsError, MissingError, StorageError
 from store.storage.atomic import replace_hint, write_new
 from store.storage.object_store import ObjectFiles
 
-_SLOW = 0.5  # seconds from which a request counts as slow
 _WRITERS = 4
 _LIMIT = 1 << 10
 _FIRST = b"driftpoint doctor"
@@ -58,7 +56,6 @@ def _check(probe: Probe[ObjectFiles]) -> Iterator[Finding]:
     began = time.time() - 1.0  # stamps have whole seconds
     _put(probe, first, _FIRST)
     yield clock("the server's", began, probe.files.modified(first), _SYNCHRONISE)
-    yield _latency(probe, first)
     broken = [text for text in (check(probe, first) for check in _PROMISES) if text is not None]
     works = "conditional puts are refused and atomic; puts, replacements and deletions are visible at once"
     yield semantics(broken, works, "use Amazon S3, or a server that supports this")
@@ -118,16 +115,3 @@ def _forgets(probe: Probe[ObjectFiles], first: str) -> str | None:
 
 
 _PROMISES = (_reads_back, _lists, _keeps, _one_wins, _replaces, _forgets)
-
-
-def _latency(probe: Probe[ObjectFiles], first: str) -> Finding:
-    seconds = []
-    for _ in range(5):
-        began = time.perf_counter()
-        probe.files.size(first)
-        seconds.append(time.perf_counter() - began)
-    found = statistics.median(seconds)
-    seen = f"{1000 * found:.0f} ms per request; a commit takes two sequential ones per rank"
-    if found < _SLOW:
-        return Finding("latency", "ok", seen)
-    return Finding("latency", "warn", seen, "use a bucket in the job's region")

@@ -108,25 +108,12 @@ def _renames(probe: Probe[LocalFiles]) -> str | None:
     return None if whole else "a rename copies the file"
 
 
-def _follows_no_link(probe: Probe[LocalFiles], first: str) -> str | None:
-    name = probe.name()
-    try:
-        (probe.files.root / name).symlink_to(first)
-    except OSError:
-        return None  # symbolic links are not supported
-    try:
-        os.close(os.open(probe.files.root / name, os.O_RDONLY | os.O_NOFOLLOW))
-    except OSError as error:
-        return None if error.errno == errno.ELOOP else f"O_NOFOLLOW fails with the wrong error ({error.strerror})"
-    return "O_NOFOLLOW is ignored"
-
-
 def _reads_back(probe: Probe[LocalFiles], first: str) -> str | None:
     same = probe.files.read(first, 1 << 10) == b"driftpoint doctor"
     return None if same and first in probe.files.list_dir("") else "a read does not return what was written"
 
 
-_PROMISES = (_excludes, _links, lambda probe, _: _renames(probe), _follows_no_link, _reads_back)
+_PROMISES = (_excludes, _links, lambda probe, _: _renames(probe), _reads_back)
 
 
 def _refused(action: Callable[[], None], otherwise: str) -> str | None:

@@ -4,13 +4,12 @@ Reads records only, takes no lock and writes nothing, so a store in use is safe.
 
 import os
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 
 from deploy.doctor.base import Finding
 from deploy.format import plural, size_text
 from deploy.store_status import StoreStatus, lock_owner_text, open_store, parameters, resume_kind, store_status
-from store.catalog import Catalog, open_catalog
+from store.catalog import Catalog
 from store.errors import DamagedError, NewerFormatError, NoStoreError, NothingToResumeError, StoreError
 from store.location import files_at, is_url
 from store.names import EPOCHS, MANIFESTS, PROVEN, SEGMENTS, STORE
@@ -19,10 +18,10 @@ from store.storage.atomic import is_temporary
 from store.storage.bucket import ObjectOptions
 from store.text import listed
 
-_FUTURE = 60.0  # accepted seconds by which a commit may be ahead of this machine's clock
+_LOCAL = ObjectOptions()  # of a directory, which needs none
 
 
-def check_store(root: Path, retention: Retention, options: ObjectOptions | None = None) -> Iterator[Finding]:
+def check_store(root: Path, retention: Retention, options: ObjectOptions = _LOCAL) -> Iterator[Finding]:
     """Run all checks of the store at ``root``; ``options`` are those of a bucket."""
     try:
         obstacle = None if is_url(root) else _obstacle(root)
@@ -32,7 +31,7 @@ def check_store(root: Path, retention: Retention, options: ObjectOptions | None 
         if all(is_temporary(name) for name in _names(root, options)):
             yield Finding("store", "ok", f"{root} is empty or missing: the job creates the store")
             return
-        catalog = _catalog(root, options)
+        catalog = open_store(root, options)
         found = store_status(catalog, root)
     except NoStoreError as error:
         yield Finding("store", "fail", str(error), "set `store:` to an empty or new directory")
@@ -48,7 +47,6 @@ def check_store(root: Path, retention: Retention, options: ObjectOptions | None 
         return
     yield _usable(found, root)
     yield _resume(found)
-    yield from _age(found)
     yield _leftovers(catalog, root, retention)
     if not is_url(root):
         yield _allowed(root)
@@ -67,23 +65,19 @@ def _obstacle(root: Path) -> str | None:
     return None
 
 
-def known_parameters(root: Path, options: ObjectOptions | None = None) -> int | None:
+def known_parameters(root: Path, options: ObjectOptions) -> int | None:
     """Return the parameters of the model in the store, None if there is none that can be read."""
     try:
-        newest = store_status(_catalog(root, options), root, counted=False).newest
+        newest = store_status(open_store(root, options), root, counted=False).newest
     except (StoreError, OSError):
         return None
     return None if newest is None else parameters(newest)
 
 
-def _names(root: Path, options: ObjectOptions | None) -> list[str]:
+def _names(root: Path, options: ObjectOptions) -> list[str]:
     if is_url(root):
         return files_at(root, options).list_dir("")
     return os.listdir(root) if os.path.isdir(root) else []  # noqa: PTH112, PTH208
-
-
-def _catalog(root: Path, options: ObjectOptions | None) -> Catalog:
-    return open_catalog(files_at(root, options)) if is_url(root) else open_store(root)
 
 
 def _usable(found: StoreStatus, root: Path) -> Finding:
@@ -109,17 +103,6 @@ def _resume(found: StoreStatus) -> Finding:
     return Finding("resume", "ok", f"{seen} (records only: `driftpoint verify` reads every byte)")
 
 
-def _age(found: StoreStatus) -> Iterator[Finding]:
-    if found.newest is None:
-        return
-    seconds = (datetime.now(UTC) - datetime.fromisoformat(found.newest.created)).total_seconds()
-    if seconds < -_FUTURE:
-        todo = "synchronise the clocks by NTP (chronyd, systemd-timesyncd); resumes are not affected"
-        yield Finding("age", "warn", f"the newest commit is {-seconds:.0f} s in this machine's future", todo)
-    else:
-        yield Finding("age", "ok", f"the newest commit is {_ago(seconds)} old")
-
-
 def _leftovers(catalog: Catalog, root: Path, retention: Retention) -> Finding:
     try:
         plan = plan_prune(catalog, retention)
@@ -142,10 +125,3 @@ def _allowed(root: Path) -> Finding:
         todo = "run as the store's owner, or change it: chown -R, chmod -R u+rwX"
         return Finding("permissions", "fail", f"this user cannot read and write {', '.join(closed)}", todo)
     return Finding("permissions", "ok", "this user can read and write it")
-
-
-def _ago(seconds: float) -> str:
-    for unit, length in (("day", 86400.0), ("hour", 3600.0), ("minute", 60.0)):
-        if seconds >= 2 * length:
-            return plural(int(seconds / length), unit)
-    return plural(max(0, int(seconds)), "second")

@@ -1,16 +1,11 @@
-"""Describe the newest state of a job in its drift trace, and drop the trace's implausible lines.
+"""Describe the newest state of a job in its drift trace."""
 
-A trace is a plain file, and wrong numbers must not stop its reader."""
-
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from store.names import Unit
-from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, ResumedLine
-
-_LATEST = 253_000_000_000.0  # largest Unix time that a calendar can represent
-_MOST = float(1 << 60)  # largest plausible number of steps, bytes or seconds
+from store.trace import JobLine
 
 
 @dataclass(frozen=True)
@@ -80,42 +75,3 @@ class JobStatus:
         ahead = max(0.0, now - last.at) / self.step_seconds if self.step_seconds else 0.0
         most = self.interval if self.interval is not None else ahead
         return last.step + min(ahead, float(most))
-
-
-class TraceValidator:
-    """Checks the lines of one trace, in their order."""
-
-    def __init__(self) -> None:
-        self._units = 0
-
-    def validate(self, lines: Iterable[Line | None]) -> Iterator[Line | None]:
-        """Yield each line, or None if it is not plausible."""
-        for line in lines:
-            if line is None or not _plausible(line, self._units):
-                yield None
-                continue
-            if isinstance(line, JobLine):
-                self._units = len(line.units)
-            yield line
-
-
-def _plausible(line: Line, units: int) -> bool:
-    if isinstance(line, JobLine):
-        numbers = (number for one in line.units for number in (one.nbytes, abs(one.position)))
-        return _within((line.started, line.seconds), _LATEST) and _within(numbers, _MOST)
-    if isinstance(line, DecisionLine):
-        named = (*line.saved, *line.sick, *line.changed)
-        right = len(line.drift) in (0, units) and all(0 <= index < units for index in named)
-        return right and _within((line.step, line.seconds, line.stall, line.copy_wait, line.interval or 0), _MOST)
-    if isinstance(line, CommitLine):
-        sizes = (size[0] for size in line.sizes.values())
-        right = all(0 <= index < units for index in line.sizes)
-        return right and _within((line.step, line.seconds, line.took, line.written, *sizes), _MOST)
-    if isinstance(line, FailedLine):
-        return _within((line.step, line.seconds), _MOST)
-    return not isinstance(line, ResumedLine) or _within((line.step, line.newest, line.seconds), _MOST)
-
-
-def _within(numbers: Iterable[float], most: float) -> bool:
-    """Return whether all numbers are in range; false for NaN."""
-    return all(0 <= number <= most for number in numbers)

@@ -13,11 +13,22 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
-from deploy.health.trace_reader import JobStatus, LastDecision, LastSave, TraceValidator
+from deploy.health.trace_reader import JobStatus, LastDecision, LastSave
 from deploy.report.incidents import Incident, Incidents, nonfinite_incident, restart_incident, skipped_incident
 from store.certificate import is_lossy
 from store.names import Unit
-from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, MovedLine, ResumedLine, iter_lines, opened
+from store.trace import (
+    CommitLine,
+    DecisionLine,
+    FailedLine,
+    JobLine,
+    Line,
+    MovedLine,
+    ResumedLine,
+    fits,
+    iter_lines,
+    opened,
+)
 
 _Floats = npt.NDArray[np.float64]
 _MOVEMENT = b'{"kind":"moved"'  # start of the longest lines, which are not needed here
@@ -134,7 +145,7 @@ class History:
 def read_history(path: Path, most: int = 120, progress: Callable[[int], None] = lambda _: None) -> History:
     """Read a trace file, after the full one before it. ``progress`` gets the bytes of each line. Raises OSError."""
     with opened(path) as file:
-        return history_of(TraceValidator().validate(iter_lines(_needed(file, progress))), most)
+        return history_of(iter_lines(_needed(file, progress)), most)
 
 
 def _needed(file: Iterable[bytes], progress: Callable[[int], None]) -> Iterator[bytes]:
@@ -179,7 +190,7 @@ class _Reader:
         self._interval: int | None = None
 
     def feed(self, line: Line | None) -> None:
-        if line is None:
+        if line is None or not fits(line, len(self._units)):
             self._skipped += 1
             return
         if isinstance(line, JobLine):
@@ -275,7 +286,7 @@ class _Reader:
         self._settle(line.copy_wait)
         self._last_seen, self._last_step = at, line.step
         self._interval = self._interval if line.interval is None else line.interval
-        sick = frozenset(self._units[index] for index in line.sick if index < len(self._units))
+        sick = frozenset(self._units[index] for index in line.sick)
         measured = any(value is not None for value in line.drift)
         self._decisions.append(LastDecision(line.step, at, sick, measured, line.skipped))
         self._gaps.append((line.step, at))
@@ -284,21 +295,21 @@ class _Reader:
         if len(line.drift) == len(rows):
             known = np.array(line.drift, np.float64)  # None becomes NaN
             self._bins.drift[rows, column] = np.fmax(self._bins.drift[rows, column], known)
-        np.add.at(self._bins.sick[:, column], [rows[index] for index in line.sick if index < len(rows)], 1)
+        np.add.at(self._bins.sick[:, column], [rows[index] for index in line.sick], 1)
         if line.saved:
             self._begun = (line.step, number)
             self._saved = frozenset(line.saved)
         stall, held = line.stall + line.copy_wait, self._bins.columns[column]
         held.stall += stall
         held.longest = max(held.longest, stall)
-        copied = float(sum(self._nbytes[index] for index in line.saved if index < len(self._nbytes)))
+        copied = float(sum(self._nbytes[index] for index in line.saved))
         self._waits = (copied, line.stall)
         self._add_incidents(line, at)
 
     def _add_incidents(self, line: DecisionLine, at: float) -> None:
         current: list[Incident] = []
         if line.sick:
-            names = [str(self._units[index]) for index in line.sick if index < len(self._units)]
+            names = [str(self._units[index]) for index in line.sick]
             current.append(nonfinite_incident("not finite", names, line.step, at))
         if line.skipped is not None:
             current += skipped_incident(line.skipped, line.step, at)
@@ -326,8 +337,6 @@ class _Reader:
             names = [str(self._units[index]) for index in lost if index < len(self._units)]
             self._incidents.add(nonfinite_incident("withheld", names, line.step, at))
         for index, (_, encoding, error, drift) in line.sizes.items():
-            if not 0 <= index < len(self._units):
-                continue
             row = self._rows[self._units[index]]
             bins.saved[row, column] += 1
             bins.rounded[row, column] += int(is_lossy(encoding) or error > 0)

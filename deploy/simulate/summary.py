@@ -1,35 +1,26 @@
-"""Summarise a replay: bytes, stall, cost of a failure and money; plot the summaries with matplotlib."""
+"""Summarise a replay: bytes, stall, cost of a failure and money."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from policies.replay.failure_cost import Exposure, Position, Spread, goodput
 from policies.replay.recorded_run import Run
 from policies.replay.state import ReplayResult
-from store.errors import UsageError
 from store.names import WEIGHTS
 
 
 @dataclass(frozen=True)
-class Prices:
-    """Prices in any one currency, of a GPU hour and of 10^12 written bytes."""
-
-    gpu_hour: float | None = None
-    tb_written: float | None = None
-
-
-@dataclass(frozen=True)
 class Terms:
-    """Assumed failures.
+    """Assumed failures, and prices in any one currency.
 
     ``mtbf_hours``: mean times between failures of the whole job, None for 3 h, 12 h and 2 days."""
 
     mtbf_hours: tuple[float, ...] | None = None
     restart_seconds: float = 600.0  # from a failure to the next step, without repeated training
-    prices: Prices = field(default_factory=Prices)
+    price_per_gpu_hour: float | None = None
+    price_per_tb_written: float | None = None  # 10^12 bytes
 
     @property
     def times(self) -> tuple[float, ...]:
@@ -108,11 +99,11 @@ class Summary:
 
     def price(self, mtbf_hours: float) -> float | None:
         """Return the price of stall, failures and written bytes over the run, None without prices."""
-        prices = self.terms.prices
-        if prices.gpu_hour is None and prices.tb_written is None:
+        gpu_hour, tb_written = self.terms.price_per_gpu_hour, self.terms.price_per_tb_written
+        if gpu_hour is None and tb_written is None:
             return None
         wasted = (1.0 - self.goodput(mtbf_hours)) * self.hours * self.gpus
-        return wasted * (prices.gpu_hour or 0.0) + self.written / 1e12 * (prices.tb_written or 0.0)
+        return wasted * (gpu_hour or 0.0) + self.written / 1e12 * (tb_written or 0.0)
 
 
 def summary_of(replayed: ReplayResult, run: Run, terms: Terms) -> Summary:
@@ -168,26 +159,3 @@ def as_json(summary: Summary, baseline: Summary) -> dict[str, Any]:
 
 def _spread(one: Spread) -> Mapping[str, float | None]:
     return {"mean": one.mean, "worst": one.worst} if one.weight else {"mean": None, "worst": None}
-
-
-def write_picture(summaries: Sequence[Summary], path: Path) -> None:
-    """Plot the summaries to ``path``. Raises UsageError without matplotlib, or if the file cannot be written."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError("--plot needs matplotlib: `pip install matplotlib`, or leave --plot out") from error
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
-    damage, lost = figure.subplots(1, 2)
-    for axes, title, values in (
-        (damage, "expected damage", [one.exposure.total.mean for one in summaries]),
-        (lost, "steps lost, mean", [one.rewound.mean for one in summaries]),
-    ):
-        for one, value in zip(summaries, values, strict=True):
-            axes.scatter([one.bytes_per_hour / 1e9], [value], label=one.name)
-        axes.set(xlabel="GB an hour", ylabel=title, xscale="log", yscale="log")
-        axes.grid(visible=True, alpha=0.3)
-    lost.legend(fontsize=7)
-    try:
-        figure.savefig(path, dpi=140)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot write the picture {path}: {error}") from error

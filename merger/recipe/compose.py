@@ -55,19 +55,21 @@ def assemble(sources: OpenSources, flaws: Set[Damage], *, weights_only: bool) ->
     taken = {run_state, *choice.source_of.values()}
     # An unused source need not agree; after a wrong choice, its model may explain the mistake.
     parts = {name: part for name, part in found.items() if choice.errors or name in taken}
-    if run_state in parts:
-        errors += model_errors(parts, run_state)
+    for name, part in parts.items() if run_state in parts else ():
+        errors += model_differences(parts[run_state], part) if name != run_state else ()
     if errors:
         return Assembly(None, choice.source_of, uses, notes, tuple(errors))
-    wanted = CompositeSpec(choice.source_of, run_state, _files(recipe, found, run_state, errors), weights_only)
-    errors += state_errors(parts, wanted)
+    files = _files(recipe, found, run_state, errors)
+    for name, part in parts.items():
+        fqns = [fqn for fqn, source in choice.source_of.items() if source == name]
+        errors += optimizer_differences(parts[run_state], part, fqns, weights_only=weights_only)
     if errors:
         return Assembly(None, choice.source_of, uses, notes, tuple(errors))
     uses = tuple(use for use in uses if use.name in taken)
     if taken == {run_state}:
-        checkpoint = replace(parts[run_state].checkpoint, files=wanted.files)
+        checkpoint = replace(parts[run_state].checkpoint, files=files)
         return Assembly(checkpoint, choice.source_of, uses, notes, ())
-    composed = _compose(parts, wanted)
+    composed = replace(_compose(parts, choice.source_of, run_state, weights_only=weights_only), files=files)
     return Assembly(composed, choice.source_of, uses, (*notes, *_newer(composed, run_state)), ())
 
 
@@ -181,42 +183,33 @@ def _named_twice(recipe: Recipe, model: Model, claims: Mapping[str, list[Rule]])
     return out
 
 
-@dataclass(frozen=True)
-class CompositeSpec:
-    """Parts of a composite."""
-
-    source_of: Mapping[str, str]  # source of every tensor, by fqn
-    run_state: str  # source of the run state
-    files: Path | None  # directory, or None
-    weights_only: bool = False  # optimizer state is neither needed nor taken
-
-
-def _compose(parts: Mapping[str, Part], wanted: CompositeSpec) -> Checkpoint:
-    """Build the composite of parts without :func:`model_errors` and :func:`state_errors`."""
-    reference = parts[wanted.run_state].checkpoint
+def _compose(
+    parts: Mapping[str, Part], source_of: Mapping[str, str], run_state: str, *, weights_only: bool
+) -> Checkpoint:
+    """Build the composite of parts that fit together. With ``weights_only``, no optimizer state is taken."""
+    reference = parts[run_state].checkpoint
     checkpoints = {name: part.checkpoint for name, part in parts.items()}
     taken: dict[str, Sequence[str]] = {}
-    for fqn, name in wanted.source_of.items():
+    for fqn, name in source_of.items():
         source = checkpoints[name]
         own = [SLOT_OF_KIND[source.tensors[fqn].kind]]
-        taken[fqn] = own if wanted.weights_only else held_slots(source, fqn)
-    used = [name for name in checkpoints if name == wanted.run_state or name in wanted.source_of.values()]
+        taken[fqn] = own if weights_only else held_slots(source, fqn)
+    used = [name for name in checkpoints if name == run_state or name in source_of.values()]
     problems = _common_problems({name: checkpoints[name] for name in used})
-    certificate = composite_certificate(parts, wanted.source_of, taken, wanted.run_state, problems)
+    certificate = composite_certificate(parts, source_of, taken, run_state, problems)
     scalars = reference.framework_state.get("scalars") or {}
-    named = ((fqn, checkpoints[name].index.names()) for fqn, name in wanted.source_of.items())
+    named = ((fqn, checkpoints[name].index.names()) for fqn, name in source_of.items())
     return replace(
         reference,
         origin=listed((checkpoints[name].origin for name in used), 3, " and "),
         index=FragmentIndex(extent for fqn, names in named for slot in taken[fqn] for extent in names[fqn, slot]),
-        framework_state=_framework_state(checkpoints, wanted),
+        framework_state=_framework_state(checkpoints, {} if weights_only else source_of, run_state),
         certificate=certificate,
-        files=wanted.files,
         problems=problems,
-        unvouched=unvouched_tensors(parts, wanted.source_of, taken),
+        unvouched=unvouched_tensors(parts, source_of, taken),
         stored_steps={
             fqn: checkpoints[name].stored_steps[fqn]
-            for fqn, name in wanted.source_of.items()
+            for fqn, name in source_of.items()
             if fqn in checkpoints[name].stored_steps
         },
         run_steps={fqn: kept["step"] for fqn, kept in scalars.items() if "step" in kept},
@@ -235,14 +228,16 @@ def _common_problems(checkpoints: Mapping[str, Checkpoint]) -> tuple[str, ...]:
     )
 
 
-def _framework_state(checkpoints: Mapping[str, Checkpoint], wanted: CompositeSpec) -> dict[str, Any]:
+def _framework_state(
+    checkpoints: Mapping[str, Checkpoint], source_of: Mapping[str, str], run_state: str
+) -> dict[str, Any]:
     found: dict[str, dict[str, Any]] = {"scalars": {}, "slots": {}}
-    for fqn, name in () if wanted.weights_only else wanted.source_of.items():
+    for fqn, name in source_of.items():
         for kind, by_fqn in found.items():
             theirs = checkpoints[name].framework_state.get(kind) or {}
             if fqn in theirs:
                 by_fqn[fqn] = theirs[fqn]
-    return {**checkpoints[wanted.run_state].framework_state, **found}
+    return {**checkpoints[run_state].framework_state, **found}
 
 
 def _newer(checkpoint: Checkpoint, run_state: str) -> Iterator[str]:
@@ -364,18 +359,3 @@ def _missing(reference: Part, other: Part, slot: str) -> str:
         f"{other} holds no {slot} of it, which the optimizer of {reference} keeps; take it from a source that has its "
         "optimizer state (a full save), or write weights alone with `--layout hf`"
     )
-
-
-def model_errors(parts: Mapping[str, Part], run_state: str) -> list[MergeError]:
-    """Return every difference between the sources' models and the run state's."""
-    others = [part for name, part in parts.items() if name != run_state]
-    return [error for other in others for error in model_differences(parts[run_state], other)]
-
-
-def state_errors(parts: Mapping[str, Part], wanted: CompositeSpec) -> list[MergeError]:
-    """Return every parameter that cannot be taken, with its optimizer state, from its source."""
-    found: list[MergeError] = []
-    for name, part in parts.items():
-        fqns = [fqn for fqn, source in wanted.source_of.items() if source == name]
-        found += optimizer_differences(parts[wanted.run_state], part, fqns, weights_only=wanted.weights_only)
-    return found

@@ -5,13 +5,15 @@ number or a layer's place (other methods than passthrough, weights, scaling, reo
 because optimizer state belongs to the weights it was made with. Without ``pre_weights`` and ``post_weights`` embeddings
 come from the first slice, and norm and head from the last, as in MergeKit."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AliasChoices, BeforeValidator, Field
 
 from merger.recipe.model import Auxiliary, Blocks, Recipe, Rule, SourceRef, parse_dtype
-from merger.recipe.schema import mistakes_at, recipe_path, unknown_key
+from merger.recipe.schema import EVERY, Section, Text, mistakes_at, recipe_path, validate
 from merger.recipe.sources import check_step
 from store.config_file import Loc, YamlFile
 from store.errors import ConfigError, UnsupportedError
@@ -24,41 +26,131 @@ _UNSUPPORTED = {
     "tokenizer": "name one place for the tokenizer with `tokenizer_source:` or `files:`",
     "chat_template": "a template is copied from `files:` as it is; leave it out",
 }
-_NO_EFFECT = ("name", "description", "metadata")
-_KNOWN = (
-    "slices", "pre_weights", "post_weights", "merge_method", "dtype", "out_dtype", "base_model", "tokenizer_source",
-    "parameters", "run_state", "files", *_NO_EFFECT,
-)  # fmt: skip
+_MODEL = ("model", "source", "sources", "path")  # keys under which a model is named
 
 
-def require_passthrough(file: YamlFile) -> None:
-    """Raise UnsupportedError for anything that changes weights, ConfigError for an unknown key."""
-    values = file.values
-    method = values.get("merge_method", "passthrough")
+def _model_path(given: Any) -> str:
+    """Return the path in ``PATH``, ``{model: …}``, ``{source: …}``, ``{path: …}`` or ``{sources: [{model: …}]}``."""
+    value = given
+    while not isinstance(value, str):
+        inner = [value[key] for key in _MODEL if key in value] if isinstance(value, dict) else value
+        if not isinstance(inner, list) or len(inner) != 1:
+            raise ValueError(f"must name one `model`, a directory, not {given!r}")
+        value = inner[0]
+    if not value:
+        raise ValueError("names no directory")
+    return value
+
+
+def _layer_range(given: Any) -> Any:
+    numbers = given if isinstance(given, list) and all(type(one) is int for one in given) else []
+    if given is not None and not (len(numbers) == 2 and 0 <= numbers[0] <= numbers[1]):
+        raise ValueError(f"must be two numbers, the first block and one after the last, such as [0, 8], not {given!r}")
+    return given
+
+
+def _weights(given: Any) -> Any:
+    """Return one model for all weights, or a mapping of names to models, as the list that it stands for."""
+    if isinstance(given, str) or (isinstance(given, Mapping) and given.keys() <= {*_MODEL}):
+        return [{"name": EVERY, "model": given}]
+    return [{"name": name, "model": model} for name, model in given.items()] if isinstance(given, Mapping) else given
+
+
+ModelPath = Annotated[str, BeforeValidator(_model_path)]
+Parameters = dict[str, Any] | None
+
+
+class SliceSource(Section):
+    """A source of a slice."""
+
+    model: ModelPath
+    layer_range: Annotated[tuple[int, int] | None, BeforeValidator(_layer_range)] = None
+    parameters: Parameters = None
+
+
+class Slice(Section):
+    """An entry of ``slices``."""
+
+    sources: tuple[SliceSource, ...]
+    parameters: Parameters = None
+
+
+class Weight(Section):
+    """An entry of ``pre_weights`` or ``post_weights``."""
+
+    name: Text = Field(validation_alias=AliasChoices("name", "weight", "layer"))
+    model: ModelPath = Field(validation_alias=AliasChoices("model", "source", "sources"))
+    is_embed: Any = None
+
+
+class MergeKitFile(Section):
+    """A recipe in MergeKit's form. ``run_state`` and ``files`` are ours."""
+
+    sections: ClassVar = {"slices": Slice, "sources": SliceSource, "pre_weights": Weight, "post_weights": Weight}
+
+    slices: Annotated[tuple[Slice, ...], Field(min_length=1)]
+    pre_weights: Annotated[tuple[Weight, ...] | None, BeforeValidator(_weights)] = None
+    post_weights: Annotated[tuple[Weight, ...] | None, BeforeValidator(_weights)] = None
+    base_model: ModelPath | None = None
+    tokenizer_source: ModelPath | None = None
+    run_state: ModelPath | None = None
+    files: ModelPath | None = None
+    out_dtype: Text | None = None
+    dtype: Text | None = None
+    parameters: Parameters = None
+    merge_method: Any = None
+    name: Any = None
+    description: Any = None
+    metadata: Any = None
+
+
+def from_mergekit(file: YamlFile) -> Recipe:
+    """Build the recipe. ConfigError for an invalid file, UnsupportedError for a merge that changes the state."""
+    _refuse_unsupported(file)
+    values, notes = validate(file, MergeKitFile), list[str]()
+    _require_neutral(file, ("parameters",), values.parameters)
+    blocks = _blocks(file, values)
+    rules = [
+        *blocks,
+        *_outside(file, "pre_weights", values.pre_weights, blocks[0].source),
+        *_outside(file, "post_weights", values.post_weights, blocks[-1].source),
+    ]
+    where = dict[str, str]()  # place in the file of each source
+    for rule in rules:
+        where.setdefault(rule.source, rule.where)
+    run_state = _run_state(values, where, notes)
+    where |= {} if run_state is None else {run_state: where.get(run_state, file.at(("run_state",)))}
+    files, name = _files(values, where, notes), _short_names(where)
+    return Recipe(
+        {name[path]: _source(path, place) for path, place in where.items()},
+        tuple(replace(rule, source=name[rule.source]) for rule in rules),
+        run_state=None if run_state is None else name[run_state],
+        files=name[files] if isinstance(files, str) else files,
+        dtype=_dtype(file, values),
+        where=file.name,
+        notes=tuple(notes),
+    )
+
+
+def _refuse_unsupported(file: YamlFile) -> None:
+    method = file.values.get("merge_method", "passthrough")
     if method != "passthrough":
         raise UnsupportedError(
             f"{file.at(('merge_method',))}: merge_method {method!r} changes weights, which then no longer fit their "
             "optimizer state; only passthrough is supported"
         )
-    for key in values:
-        if key in _UNSUPPORTED:
-            raise UnsupportedError(f"{file.at((key,))}: {key!r} is not supported: {_UNSUPPORTED[key]}")
-        if key not in _KNOWN:
-            raise ConfigError(unknown_key(file.at((key,)), key, _KNOWN))
-    require_neutral(file, ("parameters",), values.get("parameters"))
-    if "slices" not in values:
-        raise ConfigError(
-            f"{file.name}: a recipe in MergeKit's form needs `slices:`, each with a model and a layer_range"
+    for key, why in _UNSUPPORTED.items():
+        if key in file.values:
+            raise UnsupportedError(f"{file.at((key,))}: {key!r} is not supported: {why}")
+    if file.values.get("tokenizer_source") == "union":
+        raise UnsupportedError(
+            f"{file.at(('tokenizer_source',))}: a union of tokenizers changes rows of the embeddings; name one model"
         )
 
 
-def require_neutral(file: YamlFile, loc: Loc, parameters: Any) -> None:
+def _require_neutral(file: YamlFile, loc: Loc, parameters: Parameters) -> None:
     """Raise UnsupportedError for a parameter that would change weights."""
-    if parameters is None:
-        return
-    if not isinstance(parameters, dict):
-        raise ConfigError(f"{file.at(loc)}: {name_of(loc)} must be a mapping")
-    for key, value in parameters.items():
+    for key, value in (parameters or {}).items():
         neutral = key in _NEUTRAL_PARAMETERS and not isinstance(value, bool) and value in (1, 1.0)
         if key not in _HARMLESS_PARAMETERS and not neutral:
             raise UnsupportedError(
@@ -67,20 +159,116 @@ def require_neutral(file: YamlFile, loc: Loc, parameters: Any) -> None:
             )
 
 
-def path_of(file: YamlFile, loc: Loc, given: Any) -> str:
-    """Return the path in ``PATH``, ``{model: …}``, ``{source: …}``, ``{path: …}`` or ``{sources: [{model: …}]}``."""
-    value = given
-    while not isinstance(value, str):
-        if isinstance(value, list) and len(value) == 1:
-            value = value[0]
+def _blocks(file: YamlFile, values: MergeKitFile) -> list[Rule]:
+    """Return the rules of the slices with a block. Those without one, such as [0, 0], must not contradict the rest."""
+    rules, empty, end = list[Rule](), list[tuple[int, int, str]](), 0
+    for index, one in enumerate(values.slices):
+        loc = ("slices", index)
+        where = f"slices[{index}] ({file.at(loc)})"
+        if len(one.sources) != 1:
+            raise UnsupportedError(
+                f"{file.at(loc)}: slices[{index}] has {len(one.sources)} sources; a passthrough has one: layers are "
+                "taken from one checkpoint, never mixed"
+            )
+        source = one.sources[0]
+        _require_neutral(file, (*loc, "parameters"), one.parameters)
+        _require_neutral(file, (*loc, "sources", 0, "parameters"), source.parameters)
+        if source.layer_range is None and len(values.slices) > 1:
+            raise ConfigError(f"{file.at(loc)}: slices[{index}] needs a `layer_range`, such as [0, 8]")
+        first, stop = source.layer_range or (0, None)
+        if first == stop:
+            empty.append((index, first, source.model))
             continue
-        inner = [value[key] for key in ("model", "source", "sources", "path") if key in value] if value else []
-        if not isinstance(value, dict) or len(inner) != 1:
-            raise ConfigError(f"{file.at(loc)}: {name_of(loc)} must name one `model`, a directory, not {given!r}")
-        value = inner[0]
-    if not value:
-        raise ConfigError(f"{file.at(loc)}: {name_of(loc)} names no directory")
-    return value
+        _require_place(file, index, first, end)
+        end = stop or end
+        rules.append(Rule(source.model, Blocks(first, None if stop is None else stop - 1), where))
+    if not rules:
+        raise ConfigError(f"{file.at(('slices',))}: no slice takes a block; every `layer_range` is empty")
+    _require_agreeing(file, values, empty, end)
+    return rules
+
+
+def _require_place(file: YamlFile, index: int, first: int, end: int) -> None:
+    if first == end:
+        return
+    where = file.at(("slices", index))
+    problem = f"{where}: slices[{index}] begins at block {first}, and the slices before end at block {end}"
+    if first > end:
+        raise ConfigError(f"{problem}: blocks {end} to {first - 1} are in no slice; every block is needed once")
+    raise UnsupportedError(
+        f"{problem}: every block must be used once, at its own place, because optimizer state and schedule do not "
+        "fit a model with repeated or reordered blocks; use MergeKit itself for weights alone"
+    )
+
+
+def _require_agreeing(file: YamlFile, values: MergeKitFile, empty: Sequence[tuple[int, int, str]], blocks: int) -> None:
+    """Raise ConfigError if slices without a block contradict the sources of the layers outside the blocks.
+
+    LLMTailor writes such slices: number 0 stands for the norm, and those behind the blocks for head and embeddings,
+    whose names and sources follow in ``pre_weights`` and ``post_weights``. ``empty``: (index, number, source) of each.
+    """
+    meant = {0: ("norm",), blocks + 1: ("lm_head", "embed"), blocks + 2: ("embed",)}
+    weights = (("pre_weights", values.pre_weights), ("post_weights", values.post_weights))
+    for index, number, source in empty:
+        named = {
+            f"{key}[{position}]": one.model
+            for key, given in weights
+            for position, one in enumerate(given or ())
+            if any(word in one.name for word in meant.get(number, ()))
+        }
+        if named and source not in named.values():
+            raise ConfigError(
+                f"{file.at(('slices', index))}: the empty slices[{index}] means {' or '.join(meant[number])} of "
+                f"{source}, but {next(iter(named))} names another model; give both the same model, or leave the empty "
+                "slice out"
+            )
+
+
+def _outside(file: YamlFile, key: str, given: Sequence[Weight] | None, default: str) -> Iterator[Rule]:
+    """Yield the rules for layers before or after the blocks; ``default``: their source if none is given."""
+    roles, side = (("embeddings",), "first") if key == "pre_weights" else (("norm", "head"), "last")
+    for index, one in enumerate(given or ()):
+        where = f"{key}[{index}] ({file.at((key, index))})"
+        names = roles if one.name == EVERY else (one.name,)
+        yield from (Rule(one.model, Auxiliary(name, required=one.name != EVERY), where) for name in names)
+    for role in roles if given is None else ():  # a tied head is no layer
+        yield Rule(default, Auxiliary(role, required=False), f"the {side} slice ({key} is not given)")
+
+
+def _run_state(values: MergeKitFile, sources: Mapping[str, str], notes: list[str]) -> str | None:
+    """Return the source of the run state: by name, else the base model; None: the newest step."""
+    if len(sources) == 1:
+        return next(iter(sources))
+    if values.run_state is None and values.base_model in sources:
+        notes.append(f"run state (counters, schedule, random generators) is of base_model, {values.base_model}")
+        return values.base_model
+    return values.run_state
+
+
+def _files(values: MergeKitFile, sources: Mapping[str, str], notes: list[str]) -> str | Path | None:
+    """Return the place of configuration and tokenizer: ``files``, ``tokenizer_source`` or ``base_model``."""
+    named = next((one for one in (values.files, values.tokenizer_source) if one not in (None, "base")), None)
+    path = named or values.base_model
+    if path is None or path in sources:
+        return path
+    if named is None:
+        notes.append(f"configuration and tokenizer files are of base_model, {path}")
+    return recipe_path(path)
+
+
+def _dtype(file: YamlFile, values: MergeKitFile) -> str | None:
+    """Return the dtype of exported weights."""
+    key = "dtype" if values.out_dtype is None else "out_dtype"
+    given = values.out_dtype or values.dtype
+    with mistakes_at(file.at((key,))):
+        return None if given is None else parse_dtype(given)
+
+
+def _source(path: str, where: str) -> SourceRef:
+    place, step = split_step(path)
+    with mistakes_at(where):
+        check_step(step)
+    return SourceRef(place, step)
 
 
 def split_step(path: str) -> tuple[Path | None, int | str | None]:
@@ -90,211 +278,6 @@ def split_step(path: str) -> tuple[Path | None, int | str | None]:
     if not at or not where or not step or (whole is not None and whole.exists()):
         return whole, None
     return recipe_path(where), int(step) if step.isascii() and step.isdigit() else step
-
-
-def name_of(loc: Loc) -> str:
-    """Return a location in the file as text, such as ``slices[0].sources``."""
-    return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in loc).lstrip(".")
-
-
-def from_mergekit(file: YamlFile) -> Recipe:
-    """Build the recipe. ConfigError for an invalid file, UnsupportedError for a merge that changes the state."""
-    require_passthrough(file)
-    build = _Translation(file)
-    rules = [*build.slices(), *build.weights("pre_weights", 0), *build.weights("post_weights", -1)]
-    run_state, files = build.run_state(), build.files()
-    name = _short_names(build.sources)
-    return Recipe(
-        {name[path]: ref for path, ref in build.sources.items()},
-        tuple(replace(rule, source=name[rule.source]) for rule in rules),
-        run_state=None if run_state is None else name[run_state],
-        files=name[files] if isinstance(files, str) else files,
-        dtype=build.dtype(),
-        where=file.name,
-        notes=tuple(build.notes),
-    )
-
-
-@dataclass
-class _Translation:
-    """State of the translation: sources seen so far by their path as written, notes, and empty slices."""
-
-    file: YamlFile
-    sources: dict[str, SourceRef] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    _of_slices: list[str] = field(default_factory=list)
-    _empty: list[tuple[int, int, str]] = field(default_factory=list)
-    """Slices without a block, such as [0, 0]: (index, number, source)."""
-
-    def slices(self) -> Iterator[Rule]:
-        slices = self._list(("slices",), self.file.values.get("slices"))
-        if not slices:
-            raise ConfigError(f"{self.file.at(('slices',))}: `slices` names no slice")
-        end = 0
-        for index, one in enumerate(slices):
-            loc = ("slices", index)
-            given = self._mapping(loc, one, ("sources", "parameters"))
-            require_neutral(self.file, (*loc, "parameters"), given.get("parameters"))
-            sources = self._list((*loc, "sources"), given.get("sources"))
-            if len(sources) != 1:
-                raise UnsupportedError(
-                    f"{self.file.at(loc)}: slices[{index}] has {len(sources)} sources; a passthrough has one: layers "
-                    "are taken from one checkpoint, never mixed"
-                )
-            source, first, stop = self._slice_source((*loc, "sources", 0), sources[0], len(slices))
-            if first == stop:
-                self._empty.append((index, first, source))
-                continue
-            self._require_place(loc, first, end)
-            end = stop or end
-            self._of_slices.append(source)
-            where = f"slices[{index}] ({self.file.at(loc)})"
-            yield Rule(source, Blocks(first, None if stop is None else stop - 1), where)
-        if not self._of_slices:
-            raise ConfigError(f"{self.file.at(('slices',))}: no slice takes a block; every `layer_range` is empty")
-        self._require_agreeing(end)
-
-    def weights(self, key: str, default: int) -> Iterator[Rule]:
-        """Yield the rules for layers before or after the blocks; by default of the first or last slice's source."""
-        given, where = self.file.values.get(key), f"{key} ({self.file.at((key,))})"
-        named = isinstance(given, str) or (isinstance(given, Mapping) and set(given) <= {"model", "source", "sources"})
-        if given is None or named:  # one model for all of them
-            source = self._model((key,), given) if named else self._of_slices[default]
-            side = "first" if default == 0 else "last"
-            for role in ("embeddings",) if key == "pre_weights" else ("norm", "head"):
-                selection = Auxiliary(role, required=False)  # a tied head is no layer
-                yield Rule(source, selection, where if named else f"the {side} slice ({key} is not given)")
-        elif isinstance(given, Mapping):
-            for name, value in given.items():
-                place = f"{key}.{name} ({self.file.at((key,))})"
-                yield Rule(self._model((key, name), value), Auxiliary(str(name)), place)
-        else:
-            for index, entry in enumerate(self._list((key,), given)):
-                yield self._weight((key, index), entry)
-
-    def run_state(self) -> str | None:
-        """Return the source of the run state: by name, else the base model; None: the newest step."""
-        values = self.file.values
-        if len(self.sources) == 1:
-            return next(iter(self.sources))
-        if "run_state" in values:
-            return self._model(("run_state",), values["run_state"])
-        base = self._base()
-        if base in self.sources:
-            self.notes.append(f"run state (counters, schedule, random generators) is of base_model, {base}")
-            return base
-        return None
-
-    def files(self) -> str | Path | None:
-        """Return the place of configuration and tokenizer: ``files``, ``tokenizer_source`` or ``base_model``."""
-        values = self.file.values
-        tokenizer = values.get("tokenizer_source")
-        if tokenizer == "union":
-            raise UnsupportedError(
-                f"{self.file.at(('tokenizer_source',))}: a union of tokenizers changes the rows of the embeddings; "
-                "name one model"
-            )
-        for key, given in (("files", values.get("files")), ("tokenizer_source", tokenizer)):
-            if given is not None and given != "base":
-                path = path_of(self.file, (key,), given)
-                return path if path in self.sources else recipe_path(path)
-        base = self._base()
-        if base is None or base in self.sources:
-            return base
-        self.notes.append(f"configuration and tokenizer files are of base_model, {base}")
-        return recipe_path(base)
-
-    def _base(self) -> str | None:
-        given = self.file.values.get("base_model")
-        return None if given is None else path_of(self.file, ("base_model",), given)
-
-    def dtype(self) -> str | None:
-        """Return the dtype of exported weights."""
-        for key in ("out_dtype", "dtype"):
-            given = self.file.values.get(key)
-            if given is not None:
-                with mistakes_at(self.file.at((key,))):
-                    return parse_dtype(str(given))
-        return None
-
-    def _slice_source(self, loc: Loc, entry: Any, slices: int) -> tuple[str, int, int | None]:
-        given = self._mapping(loc, entry, ("model", "layer_range", "parameters"))
-        require_neutral(self.file, (*loc, "parameters"), given.get("parameters"))
-        source, bounds = self._model(loc, given), given.get("layer_range")
-        if bounds is None and slices == 1:
-            return source, 0, None
-        found = bounds if isinstance(bounds, list) and all(type(one) is int for one in bounds) else []
-        if len(found) != 2 or not 0 <= found[0] <= found[1]:
-            raise ConfigError(
-                f"{self.file.at((*loc, 'layer_range'))}: `layer_range` must be two numbers, the first block and "
-                f"the one after the last, such as [0, 8], not {bounds!r}"
-            )
-        return source, found[0], found[1]
-
-    def _require_agreeing(self, blocks: int) -> None:
-        """Raise ConfigError if slices without a block contradict the sources of the layers outside the blocks.
-
-        LLMTailor writes such slices: number 0 stands for the norm, and those behind the blocks for head and embeddings,
-        whose names and sources follow in ``pre_weights`` and ``post_weights``."""
-        meant = {0: ("norm",), blocks + 1: ("lm_head", "embed"), blocks + 2: ("embed",)}
-        for index, number, source in self._empty:
-            named = [
-                (key, position, entry)
-                for key in ("pre_weights", "post_weights")
-                if isinstance(entries := self.file.values.get(key), list)
-                for position, entry in enumerate(entries)
-                if isinstance(entry, dict) and any(one in str(entry.get("name")) for one in meant.get(number, ()))
-            ]
-            others = [(k, i) for k, i, entry in named if path_of(self.file, (k, i), entry) == source]
-            if named and not others:
-                key, position, _ = named[0]
-                raise ConfigError(
-                    f"{self.file.at(('slices', index))}: the empty slices[{index}] means "
-                    f"{' or '.join(meant[number])} of {source}, but {key}[{position}] names another model; give "
-                    "both the same model, or leave the empty slice out"
-                )
-
-    def _require_place(self, loc: Loc, first: int, end: int) -> None:
-        if first == end:
-            return
-        problem = (
-            f"{self.file.at(loc)}: slices[{loc[1]}] begins at block {first}, and the slices before end at block {end}"
-        )
-        if first > end:
-            raise ConfigError(f"{problem}: blocks {end} to {first - 1} are in no slice; every block is needed once")
-        raise UnsupportedError(
-            f"{problem}: every block must be used once, at its own place, because optimizer state and schedule do not "
-            "fit a model with repeated or reordered blocks; use MergeKit itself for weights alone"
-        )
-
-    def _weight(self, loc: Loc, entry: Any) -> Rule:
-        given = self._mapping(loc, entry, ("name", "weight", "layer", "model", "source", "sources", "is_embed"))
-        names = [given[key] for key in ("name", "weight", "layer") if key in given]
-        if len(names) != 1 or not isinstance(names[0], str):
-            raise ConfigError(f"{self.file.at(loc)}: {loc[0]}[{loc[1]}] needs a `name`, such as embed_tokens")
-        return Rule(self._model(loc, given), Auxiliary(names[0]), f"{loc[0]}[{loc[1]}] ({self.file.at(loc)})")
-
-    def _model(self, loc: Loc, given: Any) -> str:
-        path = path_of(self.file, loc, given)
-        if path not in self.sources:
-            where, step = split_step(path)
-            with mistakes_at(self.file.at(loc)):
-                check_step(step)
-            self.sources[path] = SourceRef(where, step)
-        return path
-
-    def _mapping(self, loc: Loc, value: Any, known: tuple[str, ...]) -> Mapping[str, Any]:
-        if not isinstance(value, dict):
-            raise ConfigError(f"{self.file.at(loc)}: {name_of(loc)} must be a mapping with {', '.join(known)}")
-        for key in value:
-            if key not in known:
-                raise ConfigError(unknown_key(f"{self.file.at((*loc, key))}: {name_of(loc)}", str(key), known))
-        return value
-
-    def _list(self, loc: Loc, value: Any) -> list[Any]:
-        if not isinstance(value, list):
-            raise ConfigError(f"{self.file.at(loc)}: {name_of(loc)} must be a list")
-        return value
 
 
 def _short_names(paths: Iterable[str]) -> dict[str, str]:

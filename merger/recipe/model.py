@@ -1,7 +1,7 @@
 """Define recipes: sources, rules, and selections of layers, blocks, parameters and auxiliary layers of a model.
 
 A model's parts are found from names, shapes and the order of layers, never by the name of an architecture. Every form
-of recipe (our own, the short forms, MergeKit's) becomes a :class:`Recipe`. Pure."""
+of recipe (our own, its short form, MergeKit's) becomes a :class:`Recipe`. Pure."""
 
 import fnmatch
 import re

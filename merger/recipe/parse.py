@@ -1,4 +1,4 @@
-"""Parse a recipe file into a :class:`Recipe`: our own form with its short forms, or MergeKit's.
+"""Parse a recipe file into a :class:`Recipe`: our own form with its short form, or MergeKit's.
 
 Checks everything that does not need a model: names of sources, patterns, bounds."""
 
@@ -8,14 +8,13 @@ from pathlib import Path
 
 from merger.recipe import model
 from merger.recipe.mergekit import from_mergekit
-from merger.recipe.schema import EVERY, RecipeFile, TakeSection, mistakes_at, recipe_path, validate_recipe
+from merger.recipe.schema import EVERY, RecipeFile, TakeSection, mistakes_at, recipe_path, validate
 from merger.recipe.sources import check_step
 from store.config_file import YamlFile, read_yaml
 from store.errors import ConfigError
 from store.text import listed
 
 _MERGEKIT = ("slices", "models", "modules", "merge_method")  # keys of MergeKit's form only
-_NEWEST = "newest"
 
 
 def read_recipe(path: Path) -> model.Recipe:
@@ -31,13 +30,11 @@ def recipe_from(file: YamlFile) -> model.Recipe:
 
 
 def _own(file: YamlFile) -> model.Recipe:
-    values = validate_recipe(file)
-    if values.newest is not None:
-        return _newest(file, values)
+    values = validate(file, RecipeFile)
     if not values.sources:
         raise ConfigError(f"{file.name}: `sources` is missing; give each a name, a `path` and optionally a `step`")
     sources = {
-        name: model.SourceRef(recipe_path(one.path), _checked(file, ("sources", name), one.tag or one.step))
+        name: model.SourceRef(recipe_path(one.path), _checked(file, name, one.step))
         for name, one in values.sources.items()
     }
     recipe = model.Recipe(
@@ -56,22 +53,6 @@ def _own(file: YamlFile) -> model.Recipe:
             f"`run_state:` with one of {listed(sources, 6)}"
         )
     return recipe
-
-
-def _newest(file: YamlFile, values: RecipeFile) -> model.Recipe:
-    assert values.newest is not None
-    others = [key for key in ("sources", "take", "parity", "auxiliary", "rest", "run_state") if getattr(values, key)]
-    if others:
-        raise ConfigError(f"{file.at(('newest',))}: `newest` takes everything from one source; leave out {others[0]!r}")
-    step = _checked(file, (_NEWEST,), values.newest.step)
-    return model.Recipe(
-        {_NEWEST: model.SourceRef(recipe_path(values.newest.source), step)},
-        rest=_NEWEST,
-        run_state=_NEWEST,
-        files=recipe_path(values.files),
-        dtype=_dtype(file, values.dtype),
-        where=file.name,
-    )
 
 
 def _rules(file: YamlFile, values: RecipeFile) -> Iterator[model.Rule]:
@@ -108,8 +89,8 @@ def _selections(file: YamlFile, index: int, entry: TakeSection) -> list[model.Se
     return found
 
 
-def _checked(file: YamlFile, loc: tuple[str, ...], step: int | str | None) -> int | str | None:
-    with mistakes_at(file.at((*loc, "step"))):
+def _checked(file: YamlFile, source: str, step: int | str | None) -> int | str | None:
+    with mistakes_at(file.at(("sources", source, "step"))):
         check_step(step)
     return step
 

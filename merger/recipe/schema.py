@@ -1,9 +1,9 @@
 """Validate our own form of recipe files; errors name the line and the nearest known key."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -53,9 +53,13 @@ Step = Annotated[int | str | None, PlainValidator(_step)]
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, without unknown keys."""
+    """Base of all sections: frozen, without unknown keys. ``sections``: those in a file, by the key above them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    sections: ClassVar[Mapping[str, "type[Section]"]] = {}
+
+
+_Section = TypeVar("_Section", bound=Section)
 
 
 class SourceSection(Section):
@@ -63,18 +67,11 @@ class SourceSection(Section):
 
     path: Text | None = None
     step: Step = None
-    tag: Text | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _path_alone(cls, value: Any) -> Any:
         return {"path": value} if isinstance(value, str) else value
-
-    @model_validator(mode="after")
-    def _one_step(self) -> "SourceSection":
-        if self.step is not None and self.tag is not None:
-            raise ValueError("give `step` or `tag`, not both")
-        return self
 
 
 class TakeSection(Section):
@@ -98,25 +95,14 @@ class TakeSection(Section):
         return self
 
 
-class NewestSection(Section):
-    """The short form ``newest``."""
-
-    source: Text
-    step: Step = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _source_alone(cls, value: Any) -> Any:
-        return {"source": value} if isinstance(value, str) else value
-
-
 class RecipeFile(Section):
     """A recipe in our own form."""
+
+    sections: ClassVar = {"sources": SourceSection, "take": TakeSection}
 
     sources: dict[Text, SourceSection] = {}
     take: tuple[TakeSection, ...] = ()
     parity: Annotated[tuple[Text, ...], Field(min_length=2)] | None = None
-    newest: NewestSection | None = None
     auxiliary: Annotated[
         dict[Text, Text] | None, BeforeValidator(lambda value: {EVERY: value} if isinstance(value, str) else value)
     ] = None
@@ -126,17 +112,13 @@ class RecipeFile(Section):
     dtype: Text | None = None
 
 
-def validate_recipe(file: YamlFile) -> RecipeFile:
+def validate(file: YamlFile, kind: type[_Section]) -> _Section:
     """Return the file's values. ConfigError lists everything that is wrong with them."""
     try:
-        return RecipeFile.model_validate(dict(file.values))
+        return kind.model_validate(dict(file.values))
     except ValidationError as error:
-        raise ConfigError(listed(dict.fromkeys(_message(file, item) for item in error.errors()), 3, "; ")) from error
-
-
-def unknown_key(where: str, key: str, known: Sequence[str]) -> str:
-    """Return the message for an unknown key."""
-    return f"{where}: unknown key {key!r}: {suggestion(key, known)} Known here: {', '.join(sorted(known))}"
+        texts = dict.fromkeys(_message(file, kind, item) for item in error.errors())
+        raise ConfigError(listed(texts, 3, "; ")) from error
 
 
 @contextmanager
@@ -153,10 +135,11 @@ def recipe_path(path: str | None) -> Path | None:
     return None if path is None else place_of(path).expanduser()
 
 
-def _message(file: YamlFile, item: Any) -> str:
+def _message(file: YamlFile, kind: type[Section], item: Any) -> str:
     loc, where = item["loc"], file.at(item["loc"])
     if item["type"] == "extra_forbidden":
-        return unknown_key(where, str(loc[-1]), _known_keys(loc[:-1]))
+        key, known = str(loc[-1]), _known_keys(kind, loc[:-1])
+        return f"{where}: unknown key {key!r}: {suggestion(key, known)} Known here: {', '.join(sorted(known))}"
     name = ".".join(str(step) for step in loc)
     if item["type"] == "missing":
         return f"{where}: {name} is missing"
@@ -166,7 +149,6 @@ def _message(file: YamlFile, item: Any) -> str:
     return f"{where}: {name}: {message}{shown}"
 
 
-def _known_keys(loc: Sequence[str | int]) -> list[str]:
-    kinds: dict[str, type[Section]] = {"sources": SourceSection, "take": TakeSection, "newest": NewestSection}
-    model = kinds.get(str(loc[0]), RecipeFile) if loc else RecipeFile
-    return [field.alias or name for name, field in model.model_fields.items()]
+def _known_keys(kind: type[Section], loc: Sequence[str | int]) -> list[str]:
+    above = next((kind.sections[step] for step in map(str, reversed(loc)) if step in kind.sections), kind)
+    return [field.alias or name for name, field in above.model_fields.items()]

@@ -112,23 +112,11 @@ def _require_one_job(job: traces.JobLine, lines: Sequence[traces.Line]) -> None:
     """Raise UsageError if two jobs wrote one file, or the first line of a job is lost."""
     seconds = [line.seconds for line in lines if not isinstance(line, traces.MovedLine | traces.JobLine)]
     back = any(later < earlier for earlier, later in pairwise(seconds))
-    if back or not all(_fits(line, len(job.units)) for line in lines):
+    if back or not all(traces.fits(line, len(job.units)) for line in lines):
         raise UsageError(
             f"the trace mixes several jobs: the lines after the start of epoch {job.epoch} are inconsistent. Two jobs "
             "may have written it, or the first line of one is lost. Set a separate `trace: {path: ...}` for each job"
         )
-
-
-def _fits(line: traces.Line, units: int) -> bool:
-    if isinstance(line, traces.DecisionLine):
-        columns = (line.drift, line.staleness, line.error, line.encoding, line.stored_bytes)
-        named = (*line.saved, *line.sick, *line.changed)
-        return all(len(column) in (0, units) for column in columns) and all(0 <= index < units for index in named)
-    if isinstance(line, traces.CommitLine):
-        return all(0 <= index < units for index in line.sizes)
-    if isinstance(line, traces.MovedLine):
-        return all(len(column) == units for column in line.since.values())
-    return True
 
 
 def _segments(job: traces.JobLine, lines: Sequence[object], again: bool) -> Iterator[RunSegment]:

@@ -7,17 +7,17 @@ A copy or a restored backup of a store has the same store id, and jobs on both m
 a token, which the store and every version hold, and a version names the commit it continues: if that is gone, the store
 was restored to an older state. The memory of one incarnation is accepted as a whole or not at all."""
 
-import json
 import math
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Protocol
+
+from pydantic import BeforeValidator, Field, TypeAdapter
 
 from store.encoding import encoding_named
-from store.errors import DamagedError, MissingError, StorageError, StoreError
+from store.errors import DamagedError, MissingError, StoreError
 from store.memory import layout
 from store.names import MANIFESTS, RAW, SaveId, manifest_path, parse_save_file
 from store.schema import GroupRecord, ManifestRecord, PartRecord, UnitRecord, from_bytes, to_bytes
@@ -275,6 +275,10 @@ _NAME = "stores.json"
 _LIMIT = 1 << 20
 _MOST = 256  # stores that are remembered, the last seen ones
 _COPIES = 8  # locations remembered for one store id: a store and its copies
+_Places = Annotated[
+    list[Path], BeforeValidator(lambda one: one if isinstance(one, list) else [one]), Field(min_length=1)
+]
+_FILE = TypeAdapter(dict[str, _Places])
 
 
 class SeenStore:
@@ -304,8 +308,7 @@ class SeenStore:
             self._write()
 
     def _write(self) -> None:
-        places = {key: [str(one) for one in paths] for key, paths in self._places.items()}
-        layout.write_private(self._path, self._path.with_suffix(".new"), json.dumps(places).encode())
+        layout.write_private(self._path, self._path.with_suffix(".new"), _FILE.dump_json(self._places))
 
 
 def seen_stores(base: Path) -> dict[str, Path]:
@@ -315,14 +318,6 @@ def seen_stores(base: Path) -> dict[str, Path]:
 
 def _read(path: Path) -> dict[str, list[Path]]:
     try:
-        found = json.loads(layout.read_whole(path, _LIMIT))
-    except (StorageError, ValueError, RecursionError):
+        return _FILE.validate_json(layout.read_whole(path, _LIMIT))
+    except (StoreError, ValueError):
         return {}  # the next job that registers writes it again
-    if not isinstance(found, dict):
-        return {}
-    locations = {key: _paths(value if isinstance(value, list) else [value]) for key, value in found.items()}
-    return {key: paths for key, paths in locations.items() if paths}
-
-
-def _paths(values: list[Any]) -> list[Path]:
-    return [Path(one) for one in values if isinstance(one, str) and os.path.isabs(one)]  # noqa: PTH117

@@ -16,13 +16,14 @@ import os
 import re
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from store.errors import DamagedError, MissingError, NewerFormatError, StorageError, system_errors
+from store.errors import DamagedError, NewerFormatError, StorageError, system_errors
 from store.names import SaveId
 from store.schema import READER, Digest, ManifestRecord, Natural, PartRecord, Record, from_bytes, unseal
+from store.storage.local import LocalFiles
 
 SLOTS = (0, 1)  # payloads of a rank: the current version, and the one being written
 BRANCHES = 10  # number of jobs with the same epoch, each on its own copy of a store, that can have memory
@@ -165,28 +166,9 @@ def require_own(place: Path) -> bool:
     return True
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[int]:
-    """Open a file for reading, and close it. Raises MissingError or StorageError, also if reading it fails."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            yield descriptor
-        finally:
-            os.close(descriptor)
-    except FileNotFoundError as error:
-        raise MissingError(f"cannot read {path}: it is not there") from error
-    except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from error
-
-
 def read_whole(path: Path, limit: int) -> bytes:
-    """Read a whole file. Raises StorageError, also for a file above ``limit`` bytes, or MissingError."""
-    with opened(path) as descriptor, os.fdopen(descriptor, "rb", closefd=False) as file:
-        data = file.read(limit + 1)
-    if len(data) > limit:
-        raise StorageError(f"{path} is larger than {limit} bytes")
-    return data
+    """Read a whole file. Raises MissingError, StorageError, or DamagedError if it is larger than ``limit`` bytes."""
+    return LocalFiles(path.parent).read(path.name, limit)
 
 
 def write_private(path: Path, temporary: Path, data: bytes) -> None:

@@ -9,10 +9,9 @@ from typing import NoReturn
 from store.errors import MissingError, StorageError
 from store.fragments import ReadPlan
 from store.memory.index import MemoryVersion
-from store.memory.layout import opened
 from store.names import MANIFESTS, manifest_path, part_path, payload_path, segment_dir
 from store.schema import ManifestRecord, to_bytes
-from store.storage.local import Files, LocalFiles, OpensFiles, read_at
+from store.storage.local import Files, LocalFiles, OpensFiles
 
 
 class Overlay:
@@ -91,10 +90,7 @@ class Overlay:
         """Fill ``target`` from ``offset`` of a rank's payload. Raises StorageError if it is on another node."""
         payload = self._version.payloads.get(rank)
         if payload is not None:
-            with opened(payload) as descriptor:
-                got = read_at(descriptor, offset, target)
-            if got < target.nbytes:
-                raise StorageError(f"{payload} ends at byte {offset + got}")
+            LocalFiles(payload.parent).read_into(payload.name, offset, target)
             return
         far = self._version.far.get(rank)
         if far is not None:

@@ -16,24 +16,21 @@ from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import xxhash
-
 from store import errors, segment
 from store.catalog import Catalog
 from store.commit import Expected, commit, hint_latest, wait_for_group
 from store.memory.arena import Owner, is_owned
 from store.memory.index import HeldSnapshot, MemoryVersion, assemble_version, belonging_to, rank_share, scan_node
-from store.memory.layout import Tier, make_home, opened
+from store.memory.layout import Tier, make_home
 from store.memory.overlay import Overlay
 from store.names import MANIFESTS, SaveId, manifest_path, segment_dir
 from store.resolve import resolve
 from store.schema import Entry, ManifestRecord, PartRecord, StateTensor
 from store.session import lock_holder, require_newest
 from store.storage.atomic import is_temporary
-from store.storage.local import Files, LocalFiles, list_or_empty, read_at
+from store.storage.local import Files, LocalFiles, list_or_empty
 from store.text import listed
 
-_PIECE = 1 << 22
 _STAGED = {field.name for field in fields(segment.StagedFragment)} - {"data"}
 
 
@@ -54,28 +51,16 @@ class _Bytes:
 
     def pieces(self) -> Iterator[memoryview]:
         """Yield the bytes. Raises DamagedError after the last piece if they do not match their hash."""
-        state, buffer = xxhash.xxh3_128(), memoryview(bytearray(min(self.nbytes, _PIECE)))
-        offset, end = self.piece.offset, self.piece.offset + self.nbytes
-        with opened(self.path) as descriptor:
-            while offset < end:
-                self.checked()
-                piece = buffer[: end - offset]
-                got = read_at(descriptor, offset, piece)
-                offset += got
-                if got < len(piece):
-                    raise errors.DamagedError(f"{self.path} ends at byte {offset}")
-                state.update(piece)
-                yield piece
-        if state.hexdigest() != self.piece.xxh3_128:
-            raise errors.DamagedError(
-                f"{self.path}: {self.nbytes} bytes before {end} do not match the hash in their record"
-            )
+        files = LocalFiles(self.path.parent)
+        for _, chunk in segment.read_chunks(files, self.path.name, 0, self.piece):
+            self.checked()
+            yield chunk
 
 
 def write_share(files: Files, version: MemoryVersion, rank: int, checked: Callable[[], None]) -> None:
     """Write the segment of ``rank`` into the store, durably, unless it is there.
 
-    ``checked`` is called between pieces of a few megabytes; its exceptions end the write. Raises DamagedError if memory
+    ``checked`` is called between pieces of a megabyte; its exceptions end the write. Raises DamagedError if memory
     does not match its record."""
     part = version.records[rank]
     if _is_written(files, part):

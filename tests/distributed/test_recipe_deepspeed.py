@@ -42,7 +42,7 @@ RECIPES: dict[str, tuple[str, str, dict[str, Origin], Target]] = {
         Target(),
     ),
     "two-runs": (
-        ("sources: {one: {path: HERE/zero1-bf16/own, tag: global_step4}, three: HERE/zero3-bf16-sub-groups/store}\n"
+        ("sources: {one: {path: HERE/zero1-bf16/own, step: global_step4}, three: HERE/zero3-bf16-sub-groups/store}\n"
         "take: [{layers: blocks.0-1, from: one}, {layers: blocks.2, from: three}]\nrest: one\nrun_state: three"),
         THREE,
         {"blocks.2": (THREE, 4), "": (ONE, 4)},

@@ -206,21 +206,6 @@ def test_a_trace_that_is_too_coarse_is_told(here: Here, trace: Path) -> None:
     assert "not a multiple of the 10 steps" in notes
 
 
-def test_a_picture(here: Here, trace: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    assert here("simulate", trace, "--plot", tmp_path / "out.png").code == 0
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-    assert "cannot write the picture" in here("simulate", trace, "--plot", tmp_path / "no" / "out.png").err
-
-
-def test_no_picture_without_matplotlib(
-    here: Here, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    answer = here("simulate", trace, "--plot", tmp_path / "out.png")
-    assert (answer.code, answer.out) == (2, "") and "pip install matplotlib" in answer.err
-
-
 def test_the_same_again(here: Here, trace: Path) -> None:
     one, other = (here("simulate", trace, "-p", "{name: parity, k: 4}", "--json").out for _ in range(2))
     assert one == other and json.loads(one)

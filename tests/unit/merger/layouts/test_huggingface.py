@@ -245,7 +245,7 @@ def test_what_a_cast_rounds_is_not_called_exact(store: PlainStore, tmp_path: Pat
 
 def test_the_dtype_of_a_recipe_is_the_same_cast(store: PlainStore, tmp_path: Path) -> None:
     store.save(10)
-    (tmp_path / "recipe.yaml").write_text(f"newest: {store.root}\ndtype: float16\n")
+    (tmp_path / "recipe.yaml").write_text(f"sources: {{all: {store.root}}}\nrest: all\ndtype: float16\n")
     recipe = read_recipe(tmp_path / "recipe.yaml")
     result = merge(None, tmp_path / "out", recipe=recipe, target=Target("hf"))
     assert not result.certificate.exact and result.certificate.lossy == ("float16",)

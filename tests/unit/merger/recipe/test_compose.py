@@ -200,11 +200,12 @@ def test_newest_within_a_bound(stores: tuple[PlainStore, PlainStore], tmp_path: 
     a, _ = stores
     for bound, step in (("<= 20", 20), ("< 20", 10), ("<= 19", 10)):
         out = tmp_path / f"out-{step}-{bound[1]}"
-        result = merge(None, out, recipe=recipe(tmp_path, f"newest: {{source: HERE/a, step: '{bound}'}}"))
+        text = f"sources: {{a: {{path: HERE/a, step: '{bound}'}}}}\nrest: a"
+        result = merge(None, out, recipe=recipe(tmp_path, text))
         assert result.certificate.step == step and result.certificate.exact
         assert merge(a.root, tmp_path / f"again{bound}", save=bound).certificate == result.certificate
     with pytest.raises(UsageError, match=r"/a has no checkpoint at a step <= 9; there are steps 20, 10"):
-        run(tmp_path, "newest: {source: HERE/a, step: '<= 9'}")
+        run(tmp_path, "sources: {a: {path: HERE/a, step: '<= 9'}}\nrest: a")
 
 
 def test_a_bound_goes_on_to_the_next_older_one(stores: tuple[PlainStore, PlainStore], tmp_path: Path) -> None:
@@ -215,7 +216,7 @@ def test_a_bound_goes_on_to_the_next_older_one(stores: tuple[PlainStore, PlainSt
     damage(a, SaveId(30, 1), Unit("norm", "fp32"))
     a.save(40, layers=("layers.0",))
     newer = a.save(50)
-    result = run(tmp_path, "newest: {source: HERE/a, step: '<= 60'}")
+    result = run(tmp_path, "sources: {a: {path: HERE/a, step: '<= 60'}}\nrest: a")
     assert result.certificate.save == newer.name
     with pytest.raises(MergeError, match=r"no complete checkpoint at a step <= 45; step 40: .*; step 30: .*; step 2"):
         merge(a.root, tmp_path / "older", save="<= 45")

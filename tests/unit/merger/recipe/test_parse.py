@@ -24,7 +24,7 @@ def test_everything_that_a_recipe_can_say() -> None:
         """
 sources:
   early: {path: run/store, step: 00000110-000002}
-  late: {path: ~/run/checkpoints, tag: global_step120}
+  late: {path: ~/run/checkpoints, step: global_step120}
   near: {path: run/store, step: "<= 115"}
   same: {step: "120"}
 take:
@@ -61,18 +61,13 @@ dtype: bfloat16
     assert found.rules[-1].where == "auxiliary.lm_head (r.yaml:13)"
 
 
-def test_the_short_forms() -> None:
+def test_the_short_form() -> None:
     found = recipe(SOURCES + "parity: [b, a]\nauxiliary: b\n")
     assert [(rule.source, rule.selection) for rule in found.rules] == [
         ("b", EveryKth(2, 0)),
         ("a", EveryKth(2, 1)),
         ("b", Auxiliary(None)),
     ]
-    newest = recipe('newest: {source: run/store, step: "<= 120"}')
-    assert newest == Recipe(
-        {"newest": SourceRef(Path("run/store"), "<= 120")}, rest="newest", run_state="newest", where="r.yaml"
-    )
-    assert recipe("newest: run/store").sources["newest"] == SourceRef(Path("run/store"), None)
 
 
 def test_one_source_is_the_run_state_as_well() -> None:
@@ -96,7 +91,7 @@ def test_files_are_a_source_or_a_directory() -> None:
         ("rest: a", "r.yaml: `sources` is missing; give each a name, a `path` and optionally a `step`"),
         (SOURCES, None),
         (SOURCES + "reste: a", "r.yaml:3: unknown key 'reste': did you mean 'rest'? Known here: auxiliary, dtype"),
-        ("sources:\n  a:\n    pth: x", "r.yaml:3: unknown key 'pth': did you mean 'path'? Known here: path, step, tag"),
+        ("sources:\n  a:\n    pth: x", "r.yaml:3: unknown key 'pth': did you mean 'path'? Known here: path, step"),
         (SOURCES + "take:\n- {layer: x, from: a}", "r.yaml:4: unknown key 'layer': did you mean 'layers'?"),
         (SOURCES + "take:\n- {layers: x}", "r.yaml:4: take.0.from is missing"),
         (SOURCES + "take:\n- {from: a}", "take.0: an entry of `take` needs one of `layers`, `blocks`, `parameters`"),
@@ -114,12 +109,10 @@ def test_files_are_a_source_or_a_directory() -> None:
         (SOURCES + "parity: [a, a]", "parity names the source 'a' twice"),
         (SOURCES + "parity: [a]", "parity: tuple should have at least 2 items"),
         ("sources: {a: x, b: y}\nrest: a", "the source of the run state (counters, schedule, random"),
-        ("sources: {a: {step: 1, tag: x}}", "sources.a: give `step` or `tag`, not both"),
         ("sources: {a: {step: true}}", "a step must be a number, a save's name, a tag or a bound such as"),
         ("sources: {a: {step: -3}}", "not -3"),
         ("sources: {a: {path: x, step: '>= 3'}}\nrest: a", "r.yaml:1: '>= 3' is not a bound on a step; write '<= 120'"),
         ("sources: {a: {path: x, step: '<= x'}}\nrest: a", "'<= x' is not a bound on a step"),
-        (SOURCES + "newest: x", "r.yaml:3: `newest` takes everything from one source; leave out 'sources'"),
         (SOURCES + "dtype: int8", "r.yaml:3: dtype 'int8' is not supported; use float32, bfloat16 or float16"),
     ],
 )  # fmt: skip
@@ -195,5 +188,5 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 def test_the_published_recipes() -> None:
     text = (Path(__file__).resolve().parents[4] / "docs" / "recipes.md").read_text()
     found = [recipe(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.S)]
-    assert [len(one.sources) for one in found] == [3, 2, 1, 2]
-    assert [one.run_state for one in found] == ["late", "odd", "newest", "checkpoint-200"]
+    assert [len(one.sources) for one in found] == [3, 2, 2]
+    assert [one.run_state for one in found] == ["late", "odd", "checkpoint-200"]

@@ -132,7 +132,7 @@ def test_a_folder_where_a_record_should_be_is_told(tier: Tier) -> None:
     tier.generation(1).record(0, 0).unlink()
     tier.generation(1).record(0, 0).mkdir()
     node = scan_node(tier)
-    assert not node.versions and "cannot read" in node.problems[0]
+    assert not node.versions and "is not a regular file" in node.problems[0]
 
 
 OTHERS: dict[str, Callable[[], VersionRecord]] = {
@@ -282,5 +282,5 @@ def test_a_payload_that_vanishes_while_it_is_read_is_a_typed_error(tier: Tier, t
         Overlay(LocalFiles(tmp_path), version).read_into(path, 0, target)
     short = replace(version, payloads={0: tmp_path / "short"})
     (tmp_path / "short").write_bytes(b"x")
-    with pytest.raises(StorageError, match="ends at byte 1"):
+    with pytest.raises(DamagedError, match="ends at byte 1"):
         Overlay(LocalFiles(tmp_path), short).read_into(path, 0, target)
