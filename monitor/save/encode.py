@@ -156,11 +156,6 @@ class Packer:
         self._resting: dict[Fragment, int] = {}
         self._chooser = LevelChooser()
 
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of all bases."""
-        return sum(chunk.nbytes for base in self._bases.values() for chunk in base.chunks)
-
     def begin(self, save: SaveId, nbytes: int, interval: float | None, lasting: bool = True) -> SavePacking:
         """Return the compression of the next save, of about ``nbytes``; ``lasting`` is False for a forced one.
 
