@@ -72,15 +72,7 @@ class DaemonClient(SaveListener):
     def on_attach(self, event: AttachEvent) -> None:
         if not self._settings.enabled or event.store_id is None or self._thread is not None:
             return
-        self._register = protocol.Register(
-            pid=self._pid,
-            rank=event.rank,
-            world_size=event.world_size,
-            store=event.store,
-            store_id=event.store_id,
-            epoch=event.epoch,
-            base=str(self._base),
-        )
+        self._register = protocol.Register(pid=self._pid, base=str(self._base), **vars(event))
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._work, name="driftpoint-daemon-link", daemon=True)
         self._thread.start()

@@ -101,8 +101,7 @@ def seal_snapshot(version: Version) -> float:
     tensors, end = _write_leaves(version, cast("Sequence[Leaf]", segment.run_leaves))
     part = PartRecord(
         store_id=segment.store_id,
-        step=segment.save.step,
-        epoch=segment.save.epoch,
+        **vars(segment.save),
         rank=segment.rank,
         world_size=segment.world_size,
         plan=segment.plan,
@@ -379,11 +378,7 @@ def _require_finite(one: Placement, copy: torch.Tensor, encoded: EncodedCopy | N
 def _entry(one: Placement, copy: torch.Tensor) -> Entry:
     return Entry(
         layer=one.unit.layer,
-        slot=one.unit.slot,
-        fqn=one.fragment.fqn,
-        start=one.fragment.start,
-        numel=one.fragment.numel,
-        box=one.fragment.box,
+        **one.fragment._asdict(),
         dtype=dtype_name(one.dtype),
         encoding=one.encoding,
         offset=one.offset,
@@ -401,7 +396,7 @@ def _lost(version: Version) -> tuple[MeasureRecord, ...]:
             total.error_sq += encoded.lost.error_sq
             total.decoded_sq += encoded.lost.decoded_sq
     return tuple(
-        MeasureRecord(layer=unit.layer, slot=unit.slot, moved_sq=0.0, reference_sq=0.0, finite=True, **vars(lost))
+        MeasureRecord(**unit._asdict(), moved_sq=0.0, reference_sq=0.0, finite=True, **vars(lost))
         for unit, lost in found.items()
     )
 

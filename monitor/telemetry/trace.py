@@ -391,8 +391,7 @@ def traced_units(table: UnitTable) -> tuple[traces.TracedUnit, ...]:
     """Return the units of a job over all ranks, in the order that other lines refer to."""
     return tuple(
         traces.TracedUnit(
-            layer=unit.layer,
-            slot=unit.slot,
+            **unit._asdict(),
             position=table.layer(unit).position,
             block=table.layer(unit).block,
             nbytes=size.nbytes,
