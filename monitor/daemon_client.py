@@ -42,10 +42,6 @@ class _ConnectionLostError(Exception):
     """The daemon is gone."""
 
 
-class _RejectedError(Exception):
-    """The daemon refused this job, or was asked to shut down."""
-
-
 class DaemonClient(SaveListener):
     """Connects one rank to the daemon of its node. Does nothing until the job is attached, or if disabled.
 
@@ -133,7 +129,7 @@ class DaemonClient(SaveListener):
         except _ConnectionLostError as error:
             self._warn(str(error))
             return
-        except (DriftpointError, _RejectedError) as error:
+        except DriftpointError as error:
             self._warn(str(error))
         self._wait(_RETRY_DELAY)
         self._wait(None)
@@ -188,10 +184,10 @@ class DaemonClient(SaveListener):
             message = protocol.parse_daemon_message(line)
             if isinstance(message, protocol.Refused):
                 self._may_start = False
-                raise _RejectedError(f"the node daemon refused this job: {message.why}")
+                raise DaemonError(f"the node daemon refused this job: {message.why}")
             if isinstance(message, protocol.ShuttingDown):
                 self._may_start = False  # stopped on request, or unused
-                raise _RejectedError(
+                raise DaemonError(
                     f"the node daemon (process {message.pid}) was asked to stop; this job does not start another"
                 )
 

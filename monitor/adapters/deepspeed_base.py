@@ -48,7 +48,6 @@ _CHANGING = (
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-_AUTOCAST_STATE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 def engine_state(engine: Any) -> dict[str, Any]:
@@ -101,7 +100,7 @@ def load_engine_state(engine: Any, state: Mapping[str, Any]) -> None:
     values = _scaler_updates(engine.optimizer, state.get("loss_scaler"))
     for name, value in _counters(engine, state).items():
         setattr(engine, name, value)
-    scaler, _ = _live_scaler(engine.optimizer)
+    scaler = _live_scaler(engine.optimizer)
     if values and isinstance(scaler, torch.amp.GradScaler):
         scaler.load_state_dict(dict(values))
     else:
@@ -136,28 +135,25 @@ def _counters_from_steps(engine: Any, state: Mapping[str, Any]) -> dict[str, int
 
 def scaler_state(optimizer: Any) -> dict[str, Any] | None:
     """Return the state of the loss scaler, if there is one."""
-    autocast = getattr(optimizer, "torch_autocast_gradscaler", None)
-    if autocast is not None:
-        return {"class": type(autocast).__name__, **autocast.state_dict()}
-    scaler = getattr(optimizer, "loss_scaler", None)
+    scaler = _live_scaler(optimizer)
     if scaler is None:
         return None
-    plain = {key: value for key, value in vars(scaler).items() if isinstance(value, bool | int | float)}
+    values = scaler.state_dict() if isinstance(scaler, torch.amp.GradScaler) else vars(scaler)
+    plain = {key: value for key, value in values.items() if isinstance(value, bool | int | float)}
     return {"class": type(scaler).__name__, **plain}
 
 
-def _live_scaler(optimizer: Any) -> tuple[Any, tuple[str, ...]]:
-    """Return the loss scaler and the keys of its state that change; no keys if it is static."""
+def _live_scaler(optimizer: Any) -> Any:
     autocast = getattr(optimizer, "torch_autocast_gradscaler", None)
-    if autocast is not None:
-        return autocast, _AUTOCAST_STATE if autocast.is_enabled() else ()
-    scaler = getattr(optimizer, "loss_scaler", None)
-    return scaler, _SCALER_STATE if getattr(scaler, "dynamic", False) else ()
+    return getattr(optimizer, "loss_scaler", None) if autocast is None else autocast
 
 
 def _scaler_updates(optimizer: Any, saved: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the saved values that the live scaler takes. A scaler of another class starts with its configuration."""
-    scaler, keys = _live_scaler(optimizer)
+    scaler = _live_scaler(optimizer)
+    keys: Sequence[str] = _SCALER_STATE if getattr(scaler, "dynamic", False) else ()
+    if isinstance(scaler, torch.amp.GradScaler):
+        keys = [*scaler.state_dict()]  # none if it is disabled
     if saved is None or scaler is None or type(scaler).__name__ != saved["class"]:
         return {}
     missing = [key for key in keys if key not in saved]

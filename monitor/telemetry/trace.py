@@ -353,8 +353,8 @@ class TraceWriter:
     def _abandon(self, error: BaseException) -> None:
         if not self._closed:
             self._closed = True
-            what = "the drift trace of this run ends here, training and saves go on: writing"
-            self._metrics.background_failure(what, error)
+            text = f"the drift trace of this run ends here, training and saves go on: writing failed: {error}"
+            self._metrics.on_background_failure(events.BackgroundFailureEvent("upkeep", text, error))
 
 
 def _open_file(path: Path) -> tuple[int, bool]:

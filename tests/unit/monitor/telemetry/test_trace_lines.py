@@ -20,13 +20,7 @@ def test_settings_are_json_whatever_they_hold() -> None:
     found = as_json({"policy": own, "every": 10})
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert found["every"] == 10
-    assert found["policy"] == {
-        "name": "my.py:Mine",
-        "at": "/x",
-        "most": "inf",
-        "list": [1, None, True, 0.1],
-        "3": 0.5,
-    }
+    assert found["policy"] == {"name": "my.py:Mine", "at": "/x", "most": "inf", "list": [1, None, True, 0.1], "3": 0.5}
 
 
 @pytest.mark.parametrize(
