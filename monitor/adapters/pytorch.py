@@ -185,7 +185,7 @@ class PyTorchAdapter(Adapter):
             {**describe_group(fqns, group), "optimizer": type(member).__name__, "member": number}
             for (fqns, group), (number, member) in zip(self._groups(), self._members(), strict=True)
         ]
-        scalars = self._capture_scalars()
+        scalars = self._keep("stacks", self._stacked_scalars).capture(self._entries(), self._host)
         slots, kind = self._keep("slots", self._slots), kind_of(self.optimizer)
         shared, strides = self._keep("shared", self._shared), self._keep("strides", self._strides)
         return lambda: {
@@ -344,10 +344,6 @@ class PyTorchAdapter(Adapter):
         states = self.optimizer.state
         found = {fqn: unusual_strides(states.get(parameter, {}), parameter) for fqn, parameter, _ in self._optimized()}
         return {fqn: strides for fqn, strides in found.items() if strides}
-
-    def _capture_scalars(self) -> Callable[[], dict[str, dict[str, Any]]]:
-        """Copy the entries of optimizer state that are no slots. Return what puts them together, by fqn."""
-        return self._keep("stacks", self._stacked_scalars).capture(self._entries(), self._host)
 
     def _entries(self) -> Sequence[Any]:
         identity, states = self.identity(), self.optimizer.state.values()

@@ -207,7 +207,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
         Epochs may begin more than once before a step does, if all batches of an iterable are skipped."""
         if self._generators is not None and progress.loaded is not None:
-            before = self._generators if progress.loaded.at_epoch else progress.loaded.epoch_began
+            before = self._generators if progress.loaded["at_epoch"] else progress.loaded.get("epoch_began")
             if before is not None:
                 restore_rng(before)
         progress.at_epoch, progress.epoch_began = True, capture_rng()
@@ -215,7 +215,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
     def _begin_step(self, progress: TrainerProgress) -> None:
         """Restore the generators of the commit, after the Trainer drew from them to skip to its place in the data."""
         if self._generators is not None and progress.loaded is not None:
-            if not progress.loaded.at_epoch:
+            if not progress.loaded["at_epoch"]:
                 restore_rng(self._generators)
             self._generators = None
         progress.at_epoch = False

@@ -13,7 +13,6 @@ from functools import partial
 
 from monitor.adapters.base import Adapter
 from monitor.distributed import Group, node_id, run_on_all_ranks, run_on_rank0
-from monitor.memory.replica_client import RemotePayload
 from monitor.memory.replication import Replication
 from store.catalog import Catalog
 from store.certificate import certify, run_saves
@@ -176,7 +175,7 @@ def _with_remote(found: MemoryVersion, reports: list[_NodeReport], replication: 
     name = found.save.name
     replication.serve({(found.save, rank): payload for rank, payload in found.payloads.items()})
     far = replication.remote_nodes([report.versions.get(name, {}) for report in reports])
-    return replace(found, far={rank: RemotePayload(node, found.save, rank) for rank, node in far.items()})
+    return replace(found, far={rank: partial(node.read, found.save, rank) for rank, node in far.items()})
 
 
 def _replicas_of(name: str, reports: list[_NodeReport]) -> frozenset[int]:
