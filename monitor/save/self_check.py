@@ -343,13 +343,8 @@ class SelfChecker:
         self._unsaved: list[str] = []
         self._described: tuple[Outline, list[str], float] | None = None
         self._current: SelfCheck | None = None
-        self._differs: tuple[str, ...] = ()
+        self.differs: tuple[str, ...] = ()  # what the last check found; recorded with every save that is not checked
         self._shown: Sequence[str] = ()  # those among them that only reading back shows
-
-    @property
-    def differs(self) -> tuple[str, ...]:
-        """What the last check found; recorded with every save that is not checked."""
-        return self._differs
 
     def compare_ranks(self) -> None:
         """Compare what several ranks hold whole, if the units changed; else do nothing. Collective."""
@@ -416,12 +411,12 @@ class SelfChecker:
         if check is None:
             return
         new = tuple(check.found[:_NAMED])
-        if not set(new) <= set(self._differs):
+        if not set(new) <= set(self.differs):
             self._job.listeners.on_background_failure(BackgroundFailureEvent("self_check"))
         if check.done:
-            self._differs, self._shown, self._current = new, check.shown, None
+            self.differs, self._shown, self._current = new, check.shown, None
         else:
-            self._differs = tuple(dict.fromkeys((*self._differs, *new)))[:_NAMED]
+            self.differs = tuple(dict.fromkeys((*self.differs, *new)))[:_NAMED]
         if check.failed:
             self.repeat()
 
