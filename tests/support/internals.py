@@ -15,7 +15,6 @@ from monitor.memory.tier import MemoryTier
 from monitor.save.encode import Packer
 from monitor.save.saver import Saver
 from monitor.save.store_session import StoreSession
-from monitor.telemetry.drift_history import DriftHistory
 from monitor.telemetry.trace import TraceRecorder
 from store.names import Fragment, SaveId, Unit
 from store.storage.local import Files
@@ -64,16 +63,6 @@ def memory_of(ckpt: monitor.Checkpointer) -> MemoryTier | None:
 def tracer_of(ckpt: monitor.Checkpointer) -> TraceRecorder:
     """Return the recorder of the drift trace."""
     return next(one for one in ckpt._job.listeners.all if isinstance(one, TraceRecorder))
-
-
-def signature_bytes(history: DriftHistory | None) -> int:
-    """Return the bytes of all signatures that are kept to be compared with."""
-    return 0 if history is None else sum(one.values.nbytes for one in history._decisions.values())
-
-
-def traced_bytes(ckpt: monitor.Checkpointer) -> int:
-    """Return the bytes of the signatures that the drift trace keeps on this rank."""
-    return signature_bytes(tracer_of(ckpt)._history)
 
 
 def replace_files(ckpt: monitor.Checkpointer, make: Callable[[Files], Files]) -> None:
