@@ -36,14 +36,16 @@ from monitor.save.store_session import open_existing_store, open_store
 from monitor.telemetry.log import SaveLog, log_startup
 from monitor.telemetry.metrics import Metrics
 from monitor.telemetry.rng_check import RngCheck
-from monitor.telemetry.trace import TracedJob, TraceRecorder, plain
+from monitor.telemetry.trace import TraceRecorder
 from policies.builtin import Observe
 from policies.conformance import check_before_training
 from store.encoding import encoding_named
 from store.errors import ConfigError, UnsupportedError
 from store.location import is_url, mount_of, place_of
 from store.names import Unit
+from store.schema import as_json
 from store.text import counted
+from store.trace import JobLine
 
 _COLLECTIVE_SETTINGS = (
     *("every", "auto", "bounds", "budget", "resume", "layers", "encoding", "frozen", "preemption", "self_check"),
@@ -71,8 +73,8 @@ def check_same_config(job: JobContext) -> None:
 
 def _collective_settings(job: JobContext) -> dict[str, Any]:
     # A policy's parameters matter on rank 0 only, and its path may differ between machines: only its name counts.
-    settings = plain(job.config.model_dump(include={*_COLLECTIVE_SETTINGS}))
-    settings["memory"] = plain(job.config.memory.model_dump(include={"enabled", "every", "versions", "peers"}))
+    settings = as_json(job.config.model_dump(include={*_COLLECTIVE_SETTINGS}))
+    settings["memory"] = as_json(job.config.memory.model_dump(include={"enabled", "every", "versions", "peers"}))
     drift = ", needs drift" if job.policy.needs_drift else ""
     return {**settings, "policy": f"{job.policy.name}{', observed' if job.observing else ''}{drift}"}
 
@@ -324,7 +326,8 @@ def _build_job(
     inner = policy.inner if isinstance(policy, Observe) else policy
     metrics = Metrics(settings.metrics.layer_series, group.rank)
     budget_tracker = BudgetTracker(settings.budget.account(), metrics)
-    tracer = TraceRecorder(settings, TracedJob(adapter.framework, inner.name, observing), group, table, metrics)
+    job_line = partial(JobLine, framework=adapter.framework, policy=inner.name, observing=observing)
+    tracer = TraceRecorder(settings, job_line, group, table, metrics)
     pace = schedule_for(settings.every, settings.auto, settings.bounds.max_staleness, group.world_size, metrics)
     daemon = DaemonClient(settings.daemon, settings.memory.path, metrics, settings.metrics.security())
     RngCheck(adapter, tracer, settings.trace_path(), group)

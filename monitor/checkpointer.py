@@ -130,7 +130,7 @@ class Checkpointer:
     @property
     def holds_commits(self) -> bool:
         """Whether the store contained commits when the job attached to it."""
-        return self._opened is not None and self._opened.has_commits
+        return self._opened is not None and self._opened.newest is not None
 
     @without_gc()
     def resume(self, *, memory: bool = True) -> int:
@@ -419,7 +419,7 @@ class Checkpointer:
             raise ConfigError(
                 "resume() failed midway, so the live state is a mixture: call resume() again, or restart the job"
             )
-        if not self._resume_called and self._opened is not None and self._opened.has_commits:
+        if not self._resume_called and self.holds_commits:
             raise ConfigError(
                 f"the store {self.config.store_path} holds commits and resume() was not called, so new saves would "
                 "replace them. Begin the loop with `range(ckpt.resume(), total_steps)`, or name another `store:`"

@@ -42,7 +42,7 @@ class JobContext:
 
     def facts(self, store_id: str) -> JobFacts:
         """Return what the manifests of this job in a store have in common."""
-        layers, tensors = self.table.layer_records, self.table.tensor_records()
+        layers, tensors = self.table.layer_records, dict(self.table.tensor_records())
         return JobFacts(store_id, self.adapter.framework, self.policy.name, layers, tensors, self.began)
 
     def agree(self, local: Mapping[Unit, LocalUnit]) -> None:

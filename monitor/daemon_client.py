@@ -42,10 +42,6 @@ class _ConnectionLostError(Exception):
     """The daemon is gone."""
 
 
-class _RejectedError(Exception):
-    """The daemon refused this job, or was asked to shut down."""
-
-
 class DaemonClient(SaveListener):
     """Connects one rank to the daemon of its node. Does nothing until the job is attached, or if disabled.
 
@@ -72,15 +68,7 @@ class DaemonClient(SaveListener):
     def on_attach(self, event: AttachEvent) -> None:
         if not self._settings.enabled or event.store_id is None or self._thread is not None:
             return
-        self._register = protocol.Register(
-            pid=self._pid,
-            rank=event.rank,
-            world_size=event.world_size,
-            store=event.store,
-            store_id=event.store_id,
-            epoch=event.epoch,
-            base=str(self._base),
-        )
+        self._register = protocol.Register(pid=self._pid, base=str(self._base), **vars(event))
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._work, name="driftpoint-daemon-link", daemon=True)
         self._thread.start()
@@ -141,7 +129,7 @@ class DaemonClient(SaveListener):
         except _ConnectionLostError as error:
             self._warn(str(error))
             return
-        except (DriftpointError, _RejectedError) as error:
+        except DriftpointError as error:
             self._warn(str(error))
         self._wait(_RETRY_DELAY)
         self._wait(None)
@@ -196,10 +184,10 @@ class DaemonClient(SaveListener):
             message = protocol.parse_daemon_message(line)
             if isinstance(message, protocol.Refused):
                 self._may_start = False
-                raise _RejectedError(f"the node daemon refused this job: {message.why}")
+                raise DaemonError(f"the node daemon refused this job: {message.why}")
             if isinstance(message, protocol.ShuttingDown):
                 self._may_start = False  # stopped on request, or unused
-                raise _RejectedError(
+                raise DaemonError(
                     f"the node daemon (process {message.pid}) was asked to stop; this job does not start another"
                 )
 

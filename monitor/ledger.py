@@ -30,14 +30,14 @@ AS_RESUMED = "the state is as it was resumed, which was not exact: the optimizer
 
 @dataclass(frozen=True)
 class JobFacts:
-    """Fields that are equal in all manifests of a job."""
+    """Fields of :class:`store.schema.ManifestRecord` that are equal in all manifests of a job."""
 
     store_id: str
     framework: str
     policy: str
     layers: tuple[schema.LayerRecord, ...]
-    tensors: Mapping[str, schema.TensorRecord]
-    began: float | None = None  # by time.monotonic()
+    tensors: dict[str, schema.TensorRecord]
+    began: float | None = None  # by time.monotonic(); in no manifest
 
 
 @dataclass(frozen=True)
@@ -175,19 +175,14 @@ def manifest_of(
     """Build the manifest of ``units``, with those of the ``groups`` that they are in."""
     referenced = {name for record in units for name in (record.save, *record.bases)}
     return schema.ManifestRecord(
-        store_id=draft.facts.store_id,
-        step=draft.save.step,
-        epoch=draft.save.epoch,
+        **vars(draft.facts),
+        **vars(draft.save),
         commits=draft.commits,
         world_size=draft.world_size,
-        framework=draft.facts.framework,
-        policy=draft.facts.policy,
         created=datetime.now(UTC).isoformat(timespec="milliseconds"),
         uptime=None if draft.facts.began is None else time.monotonic() - draft.facts.began,
         previous=draft.previous.name if draft.previous else None,
         bytes_avoided=bytes_avoided,
-        layers=draft.facts.layers,
-        tensors=dict(draft.facts.tensors),
         groups={name: record for name, record in groups.items() if name in referenced},
         units=tuple(units),
         differs=differs,
@@ -220,19 +215,15 @@ def new_version(
 ) -> schema.UnitRecord:
     """Return the record of a unit that ``save`` holds in ``size.nbytes`` bytes, at no distance from the live state."""
     return schema.UnitRecord(
-        layer=unit.layer,
-        slot=unit.slot,
+        **unit._asdict(),
+        **vars(size),
         save=save.name,
         encoding=encoding,
-        numel=size.numel,
-        nbytes=size.nbytes,
         drift=0.0,
         staleness=0,
         moving=is_moving(unit),
         error=error,
         reason=reason,
-        members=size.members,
-        boxes=size.boxes,
     )
 
 

@@ -17,6 +17,7 @@ import signal
 import threading
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -50,7 +51,6 @@ class SignalWatcher:
         self._clock = clock
         self._owner = os.getpid()
         self._arrivals: dict[int, float] = {}
-        self._handlers: list[_Handler] = []
         self.first: float | None = None  # time of the first signal; None until one arrives
         if threading.current_thread() is threading.main_thread():
             for name in names:
@@ -67,14 +67,16 @@ class SignalWatcher:
             self.first = self._clock()
 
     def close(self) -> None:
-        """Restore the previous handlers."""
-        handlers, self._handlers = self._handlers, []
-        for handler in reversed(handlers):
-            handler.remove()
+        """Restore the previous handlers, unless others listen, or another handler was installed since."""
+        in_main = threading.current_thread() is threading.main_thread()
+        for number in [number for number, watchers in _watchers.items() if self in watchers]:
+            _watchers[number].discard(self)
+            if not _watchers[number] and signal.getsignal(number) is _on_signal and in_main:
+                signal.signal(number, _previous[number])
 
     def heard(self, number: int) -> bool:
         """Record a signal. Return False if it should have its previous effect instead."""
-        if os.getpid() != self._owner or not self._handlers:
+        if os.getpid() != self._owner:
             return False
         now = self._clock()
         if now - self._arrivals.setdefault(number, now) > ECHO:
@@ -84,8 +86,11 @@ class SignalWatcher:
 
     def _install(self, number: signal.Signals) -> None:
         previous = signal.getsignal(number)
-        if previous in _DEFAULT_HANDLERS or isinstance(previous, _Handler):
-            self._handlers.append(_Handler(self, number, previous))
+        if previous in _DEFAULT_HANDLERS:
+            _previous[number] = previous
+            signal.signal(number, _on_signal)
+        if previous in _DEFAULT_HANDLERS or previous is _on_signal:
+            _watchers[number].add(self)
         else:
             _log.warning(
                 "preemption: %s already has a handler, which stays; call ckpt.preempt() in it, or set another signal "
@@ -94,36 +99,21 @@ class SignalWatcher:
             )
 
 
-class _Handler:
-    """Handles one signal. References its watcher weakly, so that a dropped checkpointer stops listening."""
+_previous: dict[int, Any] = {}  # handlers that ours replaced
+_watchers: defaultdict[int, weakref.WeakSet[SignalWatcher]] = defaultdict(weakref.WeakSet)
+"""By signal. Weak, so that a dropped checkpointer stops listening."""
 
-    def __init__(self, owner: SignalWatcher, number: signal.Signals, previous: Any) -> None:
-        self._owner = weakref.ref(owner)
-        self._number = number
-        self._previous = previous
-        signal.signal(number, self)
 
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if self._heard(number):
-            return
-        if callable(self._previous):
-            self._previous(number, frame)
-            return
-        signal.signal(number, self._previous)
-        os.kill(os.getpid(), number)
-
-    def _heard(self, number: int) -> bool:
-        """Return whether any watcher recorded it: earlier checkpointers of this process have handlers below."""
-        owner = self._owner()
-        recorded = owner is not None and owner.heard(number)
-        recorded_below = isinstance(self._previous, _Handler) and self._previous._heard(number)
-        return recorded or recorded_below
-
-    def remove(self) -> None:
-        """Restore the previous handler. If another one was installed since, this one forwards only."""
-        present: object = signal.getsignal(self._number)
-        if present is self and threading.current_thread() is threading.main_thread():
-            signal.signal(self._number, self._previous)
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    """Let all checkpointers of this process record a signal. If none does, it has its previous effect."""
+    recorded = [watcher.heard(number) for watcher in list(_watchers[number])]
+    if any(recorded):
+        return
+    if callable(_previous[number]):
+        _previous[number](number, frame)
+        return
+    signal.signal(number, _previous[number])
+    os.kill(os.getpid(), number)
 
 
 @dataclass(frozen=True)

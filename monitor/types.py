@@ -68,16 +68,16 @@ class DecisionResult:
 SKIP_REASONS: Mapping[str | None, str] = {
     None: "nothing moved",
     "busy": "not enough time",
-    "nothing": "no layer can be saved now",
+    "nothing": "no layer is to be saved",
     "failed": "the save failed",
     "withheld": "layers without any version have NaN or Inf",
-    "fenced": "another job has taken over the store",
-    "storage": "the store cannot be written",
-    "unreachable": "another rank was later than the job's timeout, or is gone",
-    "disagree": "ranks are at different steps",
-    "unsupported": "the model or optimizer is not the one that was attached",
+    "fenced": "another job has taken over the store; stop one of the two",
+    "storage": "the store could not be claimed; the log says why",
+    "unreachable": "another rank was later than the job's timeout, or is gone; restart the job",
+    "disagree": "ranks are at different steps; call ckpt.step() equally often on all of them",
+    "unsupported": "the model or the optimizer cannot be saved as it is now",
 }
-"""What ``StepReport.skipped`` means for a save that must not be skipped."""
+"""What ``StepReport.skipped`` means; ``busy`` and None of a save that must not be skipped."""
 
 
 def newest_text(newest: SaveId | None) -> str:

@@ -6,9 +6,8 @@ from the training thread, between optimizer steps. Tensor, pipeline and expert p
 """
 
 import copy
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -18,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from monitor.adapters.base import FragmentPlace, LiveValue, OneStage, Piece, StateVersions, TensorInfo, wrap_methods
+from monitor.adapters.base import Adapter, FragmentPlace, LiveValue, Piece, StateVersions, TensorInfo, wrap_methods
 from monitor.adapters.hyperparameters import describe_group, group_values, match_groups, restore_groups
-from monitor.adapters.identity import Identity, IdentityReader, OptimizerAttributes, T
+from monitor.adapters.identity import Identity, IdentityReader, OptimizerAttributes
 from monitor.adapters.module_tensors import ModuleTensors, partition_replicated, whole_piece
 from monitor.adapters.optimizer_state import (
     common_scalars,
@@ -49,7 +48,6 @@ _CHANGING = (
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-_AUTOCAST_STATE = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 
 
 def engine_state(engine: Any) -> dict[str, Any]:
@@ -74,7 +72,7 @@ def require_same_engine(engine: Any, module: Any, optimizer: Any) -> None:
             )
 
 
-class EngineAdapter(OneStage):
+class EngineAdapter(Adapter):
     """What the adapters of all engines have in common."""
 
     framework = "deepspeed"
@@ -102,7 +100,7 @@ def load_engine_state(engine: Any, state: Mapping[str, Any]) -> None:
     values = _scaler_updates(engine.optimizer, state.get("loss_scaler"))
     for name, value in _counters(engine, state).items():
         setattr(engine, name, value)
-    scaler, _ = _live_scaler(engine.optimizer)
+    scaler = _live_scaler(engine.optimizer)
     if values and isinstance(scaler, torch.amp.GradScaler):
         scaler.load_state_dict(dict(values))
     else:
@@ -137,28 +135,25 @@ def _counters_from_steps(engine: Any, state: Mapping[str, Any]) -> dict[str, int
 
 def scaler_state(optimizer: Any) -> dict[str, Any] | None:
     """Return the state of the loss scaler, if there is one."""
-    autocast = getattr(optimizer, "torch_autocast_gradscaler", None)
-    if autocast is not None:
-        return {"class": type(autocast).__name__, **autocast.state_dict()}
-    scaler = getattr(optimizer, "loss_scaler", None)
+    scaler = _live_scaler(optimizer)
     if scaler is None:
         return None
-    plain = {key: value for key, value in vars(scaler).items() if isinstance(value, bool | int | float)}
+    values = scaler.state_dict() if isinstance(scaler, torch.amp.GradScaler) else vars(scaler)
+    plain = {key: value for key, value in values.items() if isinstance(value, bool | int | float)}
     return {"class": type(scaler).__name__, **plain}
 
 
-def _live_scaler(optimizer: Any) -> tuple[Any, tuple[str, ...]]:
-    """Return the loss scaler and the keys of its state that change; no keys if it is static."""
+def _live_scaler(optimizer: Any) -> Any:
     autocast = getattr(optimizer, "torch_autocast_gradscaler", None)
-    if autocast is not None:
-        return autocast, _AUTOCAST_STATE if autocast.is_enabled() else ()
-    scaler = getattr(optimizer, "loss_scaler", None)
-    return scaler, _SCALER_STATE if getattr(scaler, "dynamic", False) else ()
+    return getattr(optimizer, "loss_scaler", None) if autocast is None else autocast
 
 
 def _scaler_updates(optimizer: Any, saved: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the saved values that the live scaler takes. A scaler of another class starts with its configuration."""
-    scaler, keys = _live_scaler(optimizer)
+    scaler = _live_scaler(optimizer)
+    keys: Sequence[str] = _SCALER_STATE if getattr(scaler, "dynamic", False) else ()
+    if isinstance(scaler, torch.amp.GradScaler):
+        keys = [*scaler.state_dict()]  # none if it is disabled
     if saved is None or scaler is None or type(scaler).__name__ != saved["class"]:
         return {}
     missing = [key for key in keys if key not in saved]
@@ -193,17 +188,17 @@ class FlatPartition:
     placements: tuple[Placement, ...]  # the pieces on this rank; everything between and behind them is padding
 
 
-class ZeroAdapter(EngineAdapter, ABC):
+class ZeroAdapter(EngineAdapter):
     """Adapter of a ZeRO engine; subclasses describe the layout of their stages."""
 
     state_is_private = True
-    buffers_follow_rank0 = False
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.module: nn.Module = engine.module
         self._zero = engine.optimizer
         self._inventory = ModuleTensors(self.module)
+        self._cache = self._inventory.cache
         self._reader = IdentityReader()
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._check_supported()
@@ -236,27 +231,16 @@ class ZeroAdapter(EngineAdapter, ABC):
     def _facts(self) -> dict[str, Any]:
         """Return JSON values of the layout, without hyperparameters, the same on all ranks."""
 
-    @abstractmethod
-    def finish_load(self) -> None:
-        """Cast the working weights from the masters and gather them. Collective."""
-
     # ---- Adapter
-
-    def cache_lookups(self) -> AbstractContextManager[None]:
-        return self._inventory.cache.enabled()
 
     def flats(self) -> list[FlatPartition]:
         """Return the flat partitions of this rank."""
-        return self._inventory.cache.get("flats", self._known_flats)
+        return self._cache.get("flats", self._known_flats)
 
     def _known_flats(self) -> list[FlatPartition]:
         nothing = torch.empty(0)
         known = self._keep("flats", lambda: [replace(flat, tensor=nothing) for flat in self._flats()])
         return [replace(flat, tensor=master) for flat, master in zip(known, self._masters(), strict=True)]
-
-    def _keep(self, key: str, compute: Callable[[], T]) -> T:
-        """Return ``compute()``, called once for as long as the job has the same tensors."""
-        return self._inventory.cache.keep(self.identity(), key, compute)
 
     def check_attached(self) -> None:
         require_same_engine(self.engine, self.module, self._zero)
@@ -281,18 +265,11 @@ class ZeroAdapter(EngineAdapter, ABC):
                 "deepspeed.initialize, or take them out"
             )
 
-    def identity(self) -> Identity | None:
-        return self._inventory.cache.get("identity", self._read_identity)
-
     def _read_identity(self) -> Identity | None:
         try:
             return self._reader.read(self.module, self._base_optimizer, [*self._masters(), *self._slices()])
         except Exception:  # noqa: BLE001 - of an unusual module or tensor: everything is listed anew, which tells
             return None
-
-    def capture_run_state(self) -> Callable[[], dict[str, Any]]:
-        state = self.run_state()
-        return lambda: state
 
     def before_update(self, hook: Callable[[], None]) -> None:
         # Master weights and moments change only in the optimizer that ZeRO wraps.
@@ -359,21 +336,22 @@ class ZeroAdapter(EngineAdapter, ABC):
                     if slot not in slots.get(place.fqn, {}):
                         state[slot].narrow(0, place.offset, place.numel).zero_()
 
-    def run_state(self) -> dict[str, Any]:
-        """Return the run state, which is the same on all ranks."""
+    def capture_run_state(self) -> Callable[[], dict[str, Any]]:
+        """Copy the run state, which is the same on all ranks."""
         scalars: dict[str, dict[str, Any]] = {}
         slots: dict[str, list[str]] = {}
         for flat in self.flats():
             names, values = self._state_of(flat)
             for fqn in flat.fqns:
                 slots[fqn], scalars[fqn] = names, values  # all share one copy
-        return {
+        state = {
             "optimizer": type(self._base_optimizer).__name__,
             "param_groups": [describe_group(fqns, group) for fqns, group in self._groups()],
             "scalars": scalars,
             "slots": slots,
             **engine_state(self.engine),
         }
+        return lambda: state
 
     def check_run_state(self, state: Mapping[str, Any]) -> None:
         match_groups(state["param_groups"], self._groups())

@@ -8,7 +8,7 @@ rarely change. So what the list depends on is read into plain lists, by loops th
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain, compress
 from operator import attrgetter, methodcaller
@@ -205,14 +205,11 @@ def version_of(tensor: torch.Tensor) -> int:
 
 def versions_of(values: Sequence[Any]) -> tuple[list[int], list[Any]]:
     """Return the identities of values, and tensors' in-place version counters or other values as text."""
-    try:
-        if _PLAIN.issuperset(map(type, values)):
-            versions = list(map(attrgetter("_version"), values))
-        else:
-            versions = [v._version if isinstance(v, torch.Tensor) else repr(v) for v in values]
-    except RuntimeError:  # of a tensor made under inference_mode
-        versions = [version_of(v) if isinstance(v, torch.Tensor) else repr(v) for v in values]
-    return list(map(id, values)), versions
+    ids = list(map(id, values))
+    if _PLAIN.issuperset(map(type, values)):
+        with suppress(RuntimeError):  # of a tensor made under inference_mode
+            return ids, list(map(attrgetter("_version"), values))
+    return ids, [version_of(v) if isinstance(v, torch.Tensor) else repr(v) for v in values]
 
 
 class StepCache:

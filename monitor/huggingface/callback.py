@@ -32,7 +32,7 @@ from monitor.huggingface.resume import (
 from monitor.huggingface.trainer_state import TRAINER, TrainerProgress
 from monitor.run_state import Objects, capture_rng, joined, restore_rng
 from monitor.types import StepReport
-from store.errors import ConfigError, SaveError, StoreError, UnsupportedError, UsageError
+from store.errors import ConfigError, SaveError, StoreError, UsageError
 from store.location import store_place
 from store.names import SaveId
 
@@ -99,7 +99,11 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         callbacks = _callbacks_of_trainer(self, optimizer)
         self._progress = TrainerProgress(state, lr_scheduler, scaler, length, args.process_index)
         self._progress.exported = lambda: _exported_states(callbacks)
-        target = _engine(model, optimizer) if args.deepspeed_plugin is not None else (model, optimizer)
+        target = (model, optimizer)
+        if args.deepspeed_plugin is not None:
+            from monitor.huggingface.deepspeed_engine import engine_of
+
+            target = engine_of(model, optimizer)
         progress, self.preempted = self._progress, False
         self.checkpointer = attach_counted(
             target, self.config, joined({TRAINER: progress}, self._extra), lambda: int(progress.state.global_step)
@@ -195,15 +199,15 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
             groups = {version.save: version.group for version in resumed.resolution.versions.values()}
             group = groups.get(save) or commit.groups[save.name]
             predicted = planned["attributes"]["save"]
-            override = PredictionOverride(commit.store_id, predicted, save.name, group.model_dump())
-            write_override(self.config, override)
+            found = {"store_id": commit.store_id, "foreseen": predicted, "onward": save.name, "group": group}
+            write_override(self.config, PredictionOverride(**found))
 
     def _begin_epoch(self, progress: TrainerProgress) -> None:
         """Restore the generators that the resumed epoch began with, so that its data is drawn in the same order.
 
         Epochs may begin more than once before a step does, if all batches of an iterable are skipped."""
         if self._generators is not None and progress.loaded is not None:
-            before = self._generators if progress.loaded.at_epoch else progress.loaded.epoch_began
+            before = self._generators if progress.loaded["at_epoch"] else progress.loaded.get("epoch_began")
             if before is not None:
                 restore_rng(before)
         progress.at_epoch, progress.epoch_began = True, capture_rng()
@@ -211,7 +215,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
     def _begin_step(self, progress: TrainerProgress) -> None:
         """Restore the generators of the commit, after the Trainer drew from them to skip to its place in the data."""
         if self._generators is not None and progress.loaded is not None:
-            if not progress.loaded.at_epoch:
+            if not progress.loaded["at_epoch"]:
                 restore_rng(self._generators)
             self._generators = None
         progress.at_epoch = False
@@ -238,16 +242,6 @@ def _reseed_workers(loader: Any) -> None:
     if getattr(inner, "persistent_workers", False) and inner.generator is None:
         inner.generator = torch.Generator()
         inner.generator.seed()
-
-
-def _engine(model: Any, optimizer: Any) -> Any:
-    try:
-        from monitor.huggingface.deepspeed_engine import engine_of
-    except ImportError as error:
-        raise UnsupportedError(
-            "DeepSpeed is on, but is not installed: `pip install 'driftpoint[deepspeed]'`"
-        ) from error
-    return engine_of(model, optimizer)
 
 
 def _callbacks_of_trainer(callback: TrainerCallback, optimizer: Any) -> list[TrainerCallback]:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,12 @@ from monitor.resume.select import ResumePoint, read_run_state, resolve_commit, s
 from monitor.run_state import Objects, RunState, UserState, joined
 from monitor.save.store_session import open_existing_store
 from store.catalog import Catalog
-from store.errors import DriftpointError, UsageError
+from store.errors import UsageError
 from store.location import beside, store_place
 from store.memory.layout import Tier
 from store.names import SaveId
 from store.resolve import RejectedVersion
-from store.schema import GroupRecord
+from store.schema import Digest, GroupRecord, Record, SaveName
 
 _log = logging.getLogger("driftpoint")
 
@@ -48,25 +48,22 @@ PLAN = "driftpoint"  # key in the Trainer's ``stateful_callbacks`` by which a ca
 _EMPTY_FILE = "nothing.safetensors"
 
 
-@dataclass(frozen=True)
-class PredictionOverride:
+class PredictionOverride(Record):
     """A wrong prediction and the actual resume point. The field names are the keys of a JSON file."""
 
-    store_id: str
-    foreseen: str  # save whose run state was predicted
-    onward: str  # save whose run state was resumed
-    group: Mapping[str, Any]  # record of the segment group of ``onward``
+    store_id: Digest
+    foreseen: SaveName  # save whose run state was predicted
+    onward: SaveName  # save whose run state was resumed
+    group: GroupRecord  # of ``onward``
 
 
 def read_override(config: Config, store_id: str) -> PredictionOverride | None:
     """Return the override of this store, None if there is none. Rank 0."""
     try:
-        override = PredictionOverride(**json.loads(_path(config).read_text()))
-        GroupRecord(**override.group)
-        SaveId.parse(override.onward)
+        override = PredictionOverride.model_validate_json(_path(config).read_bytes())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, DriftpointError) as error:
+    except (OSError, ValueError) as error:
         _log.warning("%s cannot be read and is ignored: %r", _path(config), error)
         return None
     return override if override.store_id == store_id else None
@@ -75,7 +72,7 @@ def read_override(config: Config, store_id: str) -> PredictionOverride | None:
 def write_override(config: Config, override: PredictionOverride) -> None:
     """Write an override for the next attempt; log a warning if that fails. Rank 0."""
     try:
-        _path(config).write_text(json.dumps(asdict(override)))
+        _path(config).write_text(override.model_dump_json())
     except OSError as error:
         _log.warning("%s cannot be written, so the next attempt may predict a wrong step: %s", _path(config), error)
 
@@ -128,7 +125,7 @@ def _apply_override(predicted: SaveId, catalog: Catalog, config: Config, group: 
     if override is None or override.foreseen != predicted.name:
         return None
     save = SaveId.parse(override.onward)
-    found = read_run_state(catalog, save, GroupRecord(**override.group), group)
+    found = read_run_state(catalog, save, override.group, group)
     return None if found.state is None else ResumePrediction(save, _states(found.state), False)
 
 

@@ -24,15 +24,6 @@ class TrainingLength:
     beyond: int  # a step that no epoch reaches
 
 
-@dataclass(frozen=True)
-class LoadedProgress:
-    """The progress that a resume restored."""
-
-    at_epoch: bool  # :attr:`TrainerProgress.at_epoch` when it was saved
-    epoch_began: Mapping[str, Any] | None
-    """:attr:`TrainerProgress.epoch_began` when it was saved; None in older stores and if ``at_epoch``."""
-
-
 TRAINER = "trainer"  # name of the Trainer's progress among the objects in ``state={...}``
 
 
@@ -46,7 +37,7 @@ class TrainerProgress:
         """Whether the job is between two epochs, so the next batch is the first of an epoch and not drawn yet."""
         self.epoch_began: Mapping[str, Any] | None = None
         """The generators before the current epoch's data was touched; None before the first epoch."""
-        self.loaded: LoadedProgress | None = None  # None if nothing was resumed
+        self.loaded: Mapping[str, Any] | None = None  # the state that a resume loaded
         self.exported: Callable[[], Mapping[str, Any]] = dict
         """States of the Trainer's other callbacks, by class, as the Trainer would store them."""
         self._parts = {"lr_scheduler": scheduler, "scaler": scaler}
@@ -73,7 +64,7 @@ class TrainerProgress:
         for name, part in self._parts.items():
             if part is not None and saved[name] is not None:
                 part.load_state_dict(saved[name])
-        self.loaded = LoadedProgress(bool(saved["at_epoch"]), saved.get("epoch_began"))
+        self.loaded = saved
 
 
 def require_trainer_progress(saved: Any) -> Mapping[str, Any]:

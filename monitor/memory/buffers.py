@@ -17,34 +17,6 @@ from store.names import SaveId
 
 _log = logging.getLogger("driftpoint")
 
-
-class PinnedPayloads:
-    """The payloads that this process has pinned."""
-
-    def __init__(self) -> None:
-        self._pinned: dict[int, torch.Tensor] = {}  # by slot; mapped for as long as they are here
-        self._refused = False
-
-    def pin(self, slot: int, memory: mmap.mmap) -> None:
-        """Pin a payload, unless it is pinned; unpin the smaller one that it replaces."""
-        view, old = torch.frombuffer(memory, dtype=torch.uint8), self._pinned.get(slot)
-        if self._refused or (old is not None and old.data_ptr() == view.data_ptr()):
-            return
-        if old is not None:
-            unpin(self._pinned.pop(slot).data_ptr())
-        self._refused = not pin(view.data_ptr(), view.numel())
-        if not self._refused:
-            self._pinned[slot] = view
-
-    def release(self, *, abandon: bool = False) -> None:
-        """Unpin everything, before it is unmapped. abandon: leave it so, since a device may be writing into it."""
-        if abandon:
-            _abandoned.extend(self._pinned.values())
-        for view in () if abandon else self._pinned.values():
-            unpin(view.data_ptr())
-        self._pinned.clear()
-
-
 _abandoned: list[torch.Tensor] = []  # stays pinned and mapped until the process ends
 
 
@@ -54,7 +26,8 @@ class SharedMemoryBuffers:
     def __init__(self, versions: int) -> None:
         self._versions = versions
         self.pinned = False  # whether to pin them, because the state is on a device
-        self.pins = PinnedPayloads()
+        self._pins: dict[int, torch.Tensor] = {}  # by slot; mapped for as long as they are here
+        self._refused = False  # whether the system refused to pin one
         self.arena: Arena | None = None  # None before :meth:`take` and after :meth:`close`
 
     @property
@@ -86,8 +59,25 @@ class SharedMemoryBuffers:
             raise StorageError("the memory tier was not begun")
         memory = self.arena.room(slot, nbytes)
         if self.pinned:
-            self.pins.pin(slot, memory)
+            self._pin(slot, torch.frombuffer(memory, dtype=torch.uint8))
         return memory
+
+    def _pin(self, slot: int, view: torch.Tensor) -> None:
+        """Pin a payload, unless it is pinned; unpin the smaller one that it replaces."""
+        old = self._pins.get(slot)
+        if self._refused or (old is not None and old.data_ptr() == view.data_ptr()):
+            return
+        if old is not None:
+            unpin(self._pins.pop(slot).data_ptr())
+        self._refused = not pin(view.data_ptr(), view.numel())
+        if not self._refused:
+            self._pins[slot] = view
+
+    def _unpin(self) -> None:
+        """Unpin everything, before it is unmapped."""
+        for view in self._pins.values():
+            unpin(view.data_ptr())
+        self._pins.clear()
 
     def keep_only_version(self, kept: SaveId | None) -> int | None:
         """Drop all versions but the one that the job rolled back to. Return its payload."""
@@ -106,14 +96,17 @@ class SharedMemoryBuffers:
 
     def keep_only(self, slot: int) -> None:
         """Free all payloads but this one, which may hold the newest state."""
-        self.pins.release()
+        self._unpin()
         if self.arena is not None:
             for other in (one for one in self.slots if one != slot):
                 log_errors(partial(self.arena.give_back, other))
 
     def close(self, *, remove: bool, copying: bool = False) -> None:
         """Close the memory, and free it if ``remove``. copying: whether copies into it may be under way."""
-        self.pins.release(abandon=copying)
+        if copying:
+            _abandoned.extend(self._pins.values())
+            self._pins.clear()
+        self._unpin()
         arena, self.arena = self.arena, None
         if arena is not None:
             log_errors(partial(arena.close, remove=remove, unmap=not copying))

@@ -13,7 +13,6 @@ from functools import partial
 
 from monitor.adapters.base import Adapter
 from monitor.distributed import Group, node_id, run_on_all_ranks, run_on_rank0
-from monitor.memory.replica_client import RemotePayload
 from monitor.memory.replication import Replication
 from store.catalog import Catalog
 from store.certificate import certify, run_saves
@@ -66,13 +65,7 @@ class _NodeReport:
     """The snapshots on a rank's node that are newer than the commit on disk."""
 
     node: str
-    versions: Mapping[str, tuple[int, ...]]  # by name, the ranks whose share is there
-    replicas: Mapping[str, tuple[int, ...]]  # by name, those of them that are replicas
-
-    def owners(self, name: str) -> dict[int, bool]:
-        """Return the ranks whose share of a snapshot is there, and whether it is a replica."""
-        replicas = self.replicas.get(name, ())
-        return {rank: rank in replicas for rank in self.versions.get(name, ())}
+    versions: Mapping[str, Mapping[int, bool]]  # by name, the ranks whose share is there, and whether it is a replica
 
 
 def find_newest_snapshot(
@@ -181,13 +174,13 @@ def _with_remote(found: MemoryVersion, reports: list[_NodeReport], replication: 
     """Add the payloads on other nodes to the snapshot, and serve those on this node to other ranks."""
     name = found.save.name
     replication.serve({(found.save, rank): payload for rank, payload in found.payloads.items()})
-    far = replication.remote_nodes([report.owners(name) for report in reports])
-    return replace(found, far={rank: RemotePayload(node, found.save, rank) for rank, node in far.items()})
+    far = replication.remote_nodes([report.versions.get(name, {}) for report in reports])
+    return replace(found, far={rank: partial(node.read, found.save, rank) for rank, node in far.items()})
 
 
 def _replicas_of(name: str, reports: list[_NodeReport]) -> frozenset[int]:
     """Return the ranks whose share of a snapshot exists as a replica only."""
-    owners = [item for report in reports for item in report.owners(name).items()]
+    owners = [item for report in reports for item in report.versions.get(name, {}).items()]
     return frozenset({rank for rank, _ in owners} - {rank for rank, replica in owners if not replica})
 
 
@@ -244,11 +237,8 @@ def _previous(
 
 def _report(tier: Tier, node: NodeIndex, on_disk: _NewestCommit | None) -> _NodeReport:
     newer = {save: held for save, held in node.versions.items() if on_disk is None or save > on_disk.oldest}
-    return _NodeReport(
-        node_id(tier),
-        {save.name: tuple(sorted(held)) for save, held in newer.items()},
-        {save.name: tuple(rank for rank in sorted(held) if held[rank].record.replica) for save, held in newer.items()},
-    )
+    versions = {save.name: {rank: held[rank].record.replica for rank in sorted(held)} for save, held in newer.items()}
+    return _NodeReport(node_id(tier), versions)
 
 
 def _candidates(reports: list[_NodeReport]) -> list[str]:

@@ -184,13 +184,3 @@ class RemoteNode:
         self._connection.send(Request(request=request))
         self._connection.require_ok()
         self._connection.receive_into(target.cast("B") if target.nbytes else target)
-
-
-class RemotePayload:
-    """One rank's payload of one version, on another node."""
-
-    def __init__(self, node: RemoteNode, save: SaveId, rank: int) -> None:
-        self._node, self._save, self._rank = node, save, rank
-
-    def read(self, offset: int, target: memoryview) -> None:
-        self._node.read(self._save, self._rank, offset, target)

@@ -71,16 +71,12 @@ class LeafRoom:
 class Version:
     """One staged snapshot of one rank. Its copies may be incomplete, and its run state is not put together."""
 
-    arena: Arena
-    slot: int
+    loan: "Loan"  # the payload
     segment: SegmentDraft  # without fragments
     finish: Finish  # adds the run state
     room: LeafRoom
     claim: str  # token of the claim of the save's epoch
-    memory: Any  # the payload
-    placements: Sequence[Placement]
     encoded: Mapping[Fragment, EncodedCopy]
-    fragments_end: int  # bytes of all fragments; the tensors of the run state follow
     head: Callable[[], ManifestRecord] | None  # rank 0
     copying: AsyncCopy
 
@@ -90,10 +86,10 @@ def seal_snapshot(version: Version) -> float:
 
     After any error there is no snapshot on this rank. Raises SaveError if values are not finite, or changed while they
     were copied, and StorageError if the memory cannot be written."""
-    began = time.monotonic()
+    began, loan = time.monotonic(), version.loan
     version.copying.finish()
     version.copying.require_whole()
-    copies = [(one, one.copy(version.memory)) for one in version.placements]
+    copies = [(one, one.copy(loan.memory)) for one in loan.placed.placements]
     for one, copy in copies:
         _require_finite(one, copy, version.encoded.get(one.fragment))
     entries = tuple(_entry(one, copy) for one, copy in copies)
@@ -101,8 +97,7 @@ def seal_snapshot(version: Version) -> float:
     tensors, end = _write_leaves(version, cast("Sequence[Leaf]", segment.run_leaves))
     part = PartRecord(
         store_id=segment.store_id,
-        step=segment.save.step,
-        epoch=segment.save.epoch,
+        **vars(segment.save),
         rank=segment.rank,
         world_size=segment.world_size,
         plan=segment.plan,
@@ -116,7 +111,7 @@ def seal_snapshot(version: Version) -> float:
         facts=dict(segment.facts),
     )
     head = None if version.head is None else version.head()
-    version.arena.seal(version.slot, VersionRecord(reader=reader_of(head), claim=version.claim, part=part, head=head))
+    loan.arena.seal(loan.slot, VersionRecord(reader=reader_of(head), claim=version.claim, part=part, head=head))
     return time.monotonic() - began
 
 
@@ -256,20 +251,10 @@ class SnapshotStager:
         copying: AsyncCopy,
         encoded: Mapping[Fragment, EncodedCopy],
     ) -> Version:
-        return Version(
-            loan.arena,
-            loan.slot,
-            segment,
-            finish,
-            self._room,
-            self._session.token,
-            loan.memory,
-            loan.placed.placements,
-            encoded,
-            loan.placed.end,
-            self._manifest.manifest(segment.save, segment.store_id, segment.differs) if segment.rank == 0 else None,
-            copying,
-        )
+        head = None
+        if segment.rank == 0:
+            head = self._manifest.manifest(segment.save, segment.store_id, segment.differs)
+        return Version(loan, segment, finish, self._room, self._session.token, encoded, head, copying)
 
     def _start_copies(
         self, local: Mapping[Unit, LocalUnit], placed: "_Placed", memory: Any, encoded: Mapping[Fragment, EncodedCopy]
@@ -379,11 +364,7 @@ def _require_finite(one: Placement, copy: torch.Tensor, encoded: EncodedCopy | N
 def _entry(one: Placement, copy: torch.Tensor) -> Entry:
     return Entry(
         layer=one.unit.layer,
-        slot=one.unit.slot,
-        fqn=one.fragment.fqn,
-        start=one.fragment.start,
-        numel=one.fragment.numel,
-        box=one.fragment.box,
+        **one.fragment._asdict(),
         dtype=dtype_name(one.dtype),
         encoding=one.encoding,
         offset=one.offset,
@@ -394,28 +375,29 @@ def _entry(one: Placement, copy: torch.Tensor) -> Entry:
 
 def _lost(version: Version) -> tuple[MeasureRecord, ...]:
     found: dict[Unit, EncodingLoss] = {}
-    for one in version.placements:
+    for one in version.loan.placed.placements:
         encoded = version.encoded.get(one.fragment)
         if encoded is not None:
             total = found.setdefault(one.unit, EncodingLoss())
             total.error_sq += encoded.lost.error_sq
             total.decoded_sq += encoded.lost.decoded_sq
     return tuple(
-        MeasureRecord(layer=unit.layer, slot=unit.slot, moved_sq=0.0, reference_sq=0.0, finite=True, **vars(lost))
+        MeasureRecord(**unit._asdict(), moved_sq=0.0, reference_sq=0.0, finite=True, **vars(lost))
         for unit, lost in found.items()
     )
 
 
 def _write_leaves(version: Version, leaves: Sequence[Leaf]) -> tuple[tuple[StateTensor, ...], int]:
-    found, end = [], version.fragments_end
+    loan, found = version.loan, []
+    end = loan.placed.end  # of all fragments
     version.room.nbytes = sum(len(leaf.data) for leaf in leaves)
-    if end + version.room.nbytes > len(version.memory):
+    if end + version.room.nbytes > len(loan.memory):
         raise SaveError(
             f"the run state has grown to {version.room.nbytes} bytes of tensors: memory keeps the version before, and "
             "has room for them at the next one"
         )
     for leaf in leaves:
-        version.arena.write_at(version.slot, end, leaf.data)
+        loan.arena.write_at(loan.slot, end, leaf.data)
         found.append(
             StateTensor(
                 dtype=leaf.dtype, shape=leaf.shape, offset=end, nbytes=len(leaf.data), xxh3_128=digest(leaf.data)

@@ -342,7 +342,7 @@ class MemoryTier:
 
     def _seal(self, version: Version, keep: SaveId | None) -> float:
         seconds = seal_snapshot(version)
-        self._replication.offer(version.arena, version.slot, version.segment.save, keep)
+        self._replication.offer(version.loan.arena, version.loan.slot, version.segment.save, keep)
         return seconds
 
     def _waited(self, seconds: float) -> None:

@@ -194,33 +194,22 @@ def _reconciled(
 def _dropped_state(
     point: ResumePoint, plan: _Plan, adapter: Adapter, settings: ResumeSettings, held: Set[str]
 ) -> list[str]:
-    """Return a note on optimizer state without a parameter to go to. Raise ModelMismatchError if it is not allowed."""
-    unused = _unused_state(point.state.framework, plan, adapter, held)
-    if settings.unused_state == "refuse":
-        _require_state_used(unused)
-    return [f"the optimizer state of {listed(unused)} was dropped (`unused_state: drop`)"] if unused else []
+    """Return a note on stored optimizer state whose parameters no live optimizer holds. The same on all ranks.
 
-
-def _unused_state(saved: Mapping[str, Any], plan: _Plan, adapter: Adapter, held: Set[str]) -> list[str]:
-    """Return the parameters with stored optimizer state that no live optimizer holds. The same on all ranks.
-
-    saved: the framework's run state in the store. held: parameters in the optimizers of all pipeline stages. Those
-    without elements have nothing to lose."""
+    held: parameters in the optimizers of all pipeline stages. Those without elements have nothing to lose. Raises
+    ModelMismatchError if nothing may be dropped."""
     stored = {fqn for fqn, by_slot in plan.slots.items() if by_slot.keys() - NOT_STATE}
-    stored |= {fqn for fqn, scalars in (saved.get("scalars") or {}).items() if scalars}
-    unused = stored - held
-    return sorted(fqn for fqn, info in adapter.tensors().items() if fqn in unused and math.prod(info.shape) > 0)
-
-
-def _require_state_used(unused: Sequence[str]) -> None:
-    """Raise ModelMismatchError if there are parameters whose stored optimizer state would be dropped."""
-    if unused:
+    stored |= {fqn for fqn, scalars in (point.state.framework.get("scalars") or {}).items() if scalars}
+    infos = adapter.tensors()
+    unused = sorted(fqn for fqn in infos.keys() & (stored - held) if math.prod(infos[fqn].shape) > 0)
+    if unused and settings.unused_state == "refuse":
         raise ModelMismatchError(
             f"the store has optimizer state of {listed(unused)}, and this optimizer does not hold "
             f"{'that parameter' if len(unused) == 1 else 'these parameters'}, so it would be lost. If the run that was "
             "saved unfroze layers on its way, do the same (optimizer.add_param_group) before resume(); a parameter may "
             "be in a param group and stay frozen. To go on without that state, set `resume: {unused_state: drop}`"
         )
+    return [f"the optimizer state of {listed(unused)} was dropped (`unused_state: drop`)"] if unused else []
 
 
 def _plan(

@@ -156,11 +156,6 @@ class Packer:
         self._resting: dict[Fragment, int] = {}
         self._chooser = LevelChooser()
 
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of all bases."""
-        return sum(chunk.nbytes for base in self._bases.values() for chunk in base.chunks)
-
     def begin(self, save: SaveId, nbytes: int, interval: float | None, lasting: bool = True) -> SavePacking:
         """Return the compression of the next save, of about ``nbytes``; ``lasting`` is False for a forced one.
 
@@ -259,19 +254,8 @@ def encode_unit(
                 lost.decoded_sq += sum(_squared(piece.float()) for piece in torch.split(copy, CHUNK))
         plain = chosen == RAW and not packing.active
         data = as_bytes(copy) if plain else packing.packed(unit, fragment, source)
-        made.append(
-            StagedFragment(
-                layer=unit.layer,
-                slot=unit.slot,
-                fqn=fragment.fqn,
-                start=fragment.start,
-                numel=fragment.numel,
-                box=fragment.box,
-                dtype=dtype_name(copy.dtype),
-                encoding=chosen,
-                data=data,
-            )
-        )
+        region, dtype = fragment._asdict(), dtype_name(copy.dtype)
+        made.append(StagedFragment(layer=unit.layer, **region, dtype=dtype, encoding=chosen, data=data))
     lossy = any(not encoding_named(one.encoding).lossless for one in made)
     return UnitEncoding(tuple(made), lossy, lost)
 

@@ -106,14 +106,6 @@ def empty_segment(
     return SegmentDraft(store_id, save, rank, world_size, plan, (), None, (), {}, differs)
 
 
-def with_run_state(segment: SegmentDraft, job: JobContext) -> SegmentDraft:
-    """Add the run state as it is now, and on rank 0 the layout. Raises any exception of the user's objects.
-
-    Call ``job.rank_buffers.compare()`` before, on all ranks."""
-    segment, finish = begin_run_state(segment, job)
-    return finish(segment)
-
-
 def require_storable(job: JobContext, store_id: str, survey: Survey) -> None:
     """Raise on all ranks if a part of the job can never be stored; not for trouble that may pass. Collective.
 
@@ -122,7 +114,8 @@ def require_storable(job: JobContext, store_id: str, survey: Survey) -> None:
     def check() -> None:
         if survey.trouble is not None and survey.permanent:
             raise UnstorableError(survey.trouble)
-        with_run_state(empty_segment(job, store_id, SaveId(0, 1), ""), job)
+        segment, finish = begin_run_state(empty_segment(job, store_id, SaveId(0, 1), ""), job)
+        finish(segment)
 
     job.rank_buffers.compare()
     run_on_all_ranks(job.group, check)
@@ -131,9 +124,10 @@ def require_storable(job: JobContext, store_id: str, survey: Survey) -> None:
 def begin_run_state(
     segment: SegmentDraft, job: JobContext, captured: Callable[[CapturedState], None] = lambda _: None
 ) -> tuple[SegmentDraft, Finish]:
-    """Capture what :func:`with_run_state` adds. Return what adds the encoded run state later, in any thread.
+    """Add the layout, on rank 0, and capture the run state. Return what adds it, encoded, later, in any thread.
 
-    captured: called with the run state."""
+    Call ``job.rank_buffers.compare()`` before, on all ranks. Raises any exception of the user's objects. captured:
+    called with the run state."""
     state = capture_run_state(job.adapter, job.user, segment.rank, job.rank_buffers)
     captured(state)
     encode = Once(begin_tree(state))

@@ -53,11 +53,6 @@ class StoreSession:
     newest: SaveId | None = None  # the newest commit when it was opened
     began: float = field(default_factory=time.monotonic)
 
-    @property
-    def has_commits(self) -> bool:
-        """Whether the store had any when it was opened."""
-        return self.newest is not None
-
     def require_unchanged(self) -> None:
         """Raise FencedError if another job committed since this one opened the store without a claim. Rank 0.
 

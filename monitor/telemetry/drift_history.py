@@ -53,7 +53,7 @@ class DriftHistory:
     @property
     def memory_bytes(self) -> int:
         """Bytes of all signatures."""
-        return sum(decision.values.numel() * decision.values.element_size() for decision in self._decisions.values())
+        return sum(decision.values.nbytes for decision in self._decisions.values())
 
     def add(self, step: int, signatures: Sequence[Signature | None]) -> Compared:
         """Compare a decision with earlier ones, and keep it. A second decision of the same step is ignored.

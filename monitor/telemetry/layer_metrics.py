@@ -148,9 +148,6 @@ class SeriesSelector:
     def __contains__(self, unit: Unit) -> bool:
         return unit in self._shown
 
-    def __len__(self) -> int:
-        return len(self._shown)
-
     def set_units(self, units: Iterable[Unit]) -> set[Unit]:
         """Set the units of the job, in model order. Return those that had series and are gone."""
         order = list(units)

@@ -88,10 +88,12 @@ class SaveLog(SaveListener):
         self._count_decision(event)
         if event.skipped is None:
             return
-        level, text = _WHY_SKIPPED[event.skipped]
-        if event.skipped == "busy" and self._config.every == "auto":  # it is retried soon
-            level = logging.INFO
-        _log.log(level, text, *[value for value in (event.step, event.problem) if value is not None])
+        level = logging.DEBUG if event.skipped == "nothing" else logging.ERROR
+        why = SKIP_REASONS[event.skipped]
+        if event.skipped == "busy":
+            level = logging.INFO if self._config.every == "auto" else logging.WARNING  # the first is retried soon
+            why = "the one before is still being written"
+        _log.log(level, "no save at step %d: %s", event.step, f"{why}. {event.problem}" if event.problem else why)
 
     def _count_decision(self, event: events.DecisionEvent) -> None:
         """Say so if several decisions have passed and nothing is committed, in this run or before it."""
@@ -181,14 +183,9 @@ class SaveLog(SaveListener):
     def on_preempted(self, event: events.PreemptedEvent) -> None:
         step, seconds = event.step, event.seconds
         self._held = step  # the messages below name what is lost
-        if event.exact:
-            _log.warning("preempted: full save of step %d committed %.1f s after the signal", step, seconds)
-        elif event.outcome == "full":
-            _log.warning(
-                "preempted: all of step %d committed %.1f s after the signal, in parts or rounded: not exact",
-                step,
-                seconds,
-            )
+        if event.outcome == "full":
+            what, how = ("full save", "") if event.exact else ("all", ", in parts or rounded: not exact")
+            _log.warning("preempted: %s of step %d committed %.1f s after the signal%s", what, step, seconds, how)
         elif event.outcome == "part":
             _log.warning(
                 "preempted: part of step %d committed %.1f s after the signal: %d of %d layer slots, the rest up to %d "
@@ -214,23 +211,6 @@ def _kind(certificate: Certificate) -> str:
         return "all of one step, not bitwise"
     return f"a composite, up to {certificate.max_staleness} steps stale"
 
-
-_WHY_SKIPPED = {
-    "busy": (logging.WARNING, "no save at step %d: the one before is still being written"),
-    "fenced": (logging.ERROR, "no save at step %d: another job has taken over the store; stop one of the two"),
-    "withheld": (logging.ERROR, "no save at step %d: layers without any version have NaN or Inf"),
-    "storage": (logging.ERROR, "no save at step %d: the store could not be claimed; the line before says why"),
-    "disagree": (
-        logging.ERROR,
-        "no save at step %d: ranks are at different steps; call ckpt.step() equally often on all of them",
-    ),
-    "unreachable": (
-        logging.ERROR,
-        "no save at step %d: another rank was later than the job's timeout, or is gone; restart the job",
-    ),
-    "unsupported": (logging.ERROR, "no save at step %d: the model or the optimizer cannot be saved as it is now. %s"),
-    "nothing": (logging.DEBUG, "no save at step %d: no layer needs it"),
-}
 
 PATIENCE = 60.0
 """Seconds that the first decision waits for other ranks before it says so."""

@@ -192,10 +192,6 @@ class Metrics(SaveListener):
             self.trouble = str(error)
             _log.error("no metrics endpoint: %s. Training is not affected", error)
 
-    def background_failure(self, what: str, error: BaseException) -> None:
-        """Count a failure of upkeep, and log "``what`` failed"."""
-        self.on_background_failure(events.BackgroundFailureEvent("upkeep", f"{what} failed: {error}", error))
-
     @override
     def on_attach(self, event: events.AttachEvent) -> None:
         if self._first:

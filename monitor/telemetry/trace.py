@@ -18,10 +18,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from typing_extensions import override
@@ -39,6 +37,7 @@ from monitor.types import DecisionResult, Sizes
 from store import trace as traces
 from store.errors import StorageError
 from store.names import Unit
+from store.schema import as_json
 
 _BACKLOG = 1000  # maximum number of lines that wait for the disk
 _COMPARING = 2  # maximum number of decisions whose signatures wait for the background thread
@@ -46,21 +45,16 @@ _CLOSE_TIMEOUT = 10.0  # maximum seconds that closing waits for the last lines
 _DIGITS = 6  # significant digits of a distance between two decisions; sketches are less precise
 
 
-@dataclass(frozen=True)
-class TracedJob:
-    """The fields of :class:`store.trace.JobLine` that stay the same during an incarnation."""
-
-    framework: str
-    policy: str
-    observing: bool
-
-
 class TraceRecorder(SaveListener):
-    """Records the trace of a job. Runs on every rank; training thread."""
+    """Records the trace of a job. Runs on every rank; training thread.
 
-    def __init__(self, config: Config, job: TracedJob, group: Group, table: UnitTable, metrics: Metrics) -> None:
+    job_line: makes a job line; it has the fields that stay the same during an incarnation."""
+
+    def __init__(
+        self, config: Config, job_line: Callable[..., traces.JobLine], group: Group, table: UnitTable, metrics: Metrics
+    ) -> None:
         self._config = config
-        self._job = job
+        self._job_line = job_line
         self._group = group
         self._table = table
         self._metrics = metrics
@@ -242,16 +236,13 @@ class TraceRecorder(SaveListener):
     def _put_job(self) -> None:
         table, seconds = traced_units(self._table), self._seconds()
         self._put(
-            lambda: traces.JobLine(
+            lambda: self._job_line(
                 started=self._started,
                 epoch=self._epoch,
-                framework=self._job.framework,
                 world_size=self._group.world_size,
-                policy=self._job.policy,
-                settings=plain(self._config.model_dump(exclude_unset=True)),
+                settings=as_json(self._config.model_dump(exclude_unset=True)),
                 units=table,
                 seconds=seconds,
-                observing=self._job.observing,
             ),
             job=True,
         )
@@ -373,8 +364,8 @@ class TraceWriter:
     def _abandon(self, error: BaseException) -> None:
         if not self._closed:
             self._closed = True
-            what = "the drift trace of this run ends here, training and saves go on: writing"
-            self._metrics.background_failure(what, error)
+            text = f"the drift trace of this run ends here, training and saves go on: writing failed: {error}"
+            self._metrics.on_background_failure(events.BackgroundFailureEvent("upkeep", text, error))
 
 
 def _open_file(path: Path) -> tuple[int, bool]:
@@ -402,8 +393,7 @@ def traced_units(table: UnitTable) -> tuple[traces.TracedUnit, ...]:
     """Return the units of a job over all ranks, in the order that other lines refer to."""
     return tuple(
         traces.TracedUnit(
-            layer=unit.layer,
-            slot=unit.slot,
+            **unit._asdict(),
             position=table.layer(unit).position,
             block=table.layer(unit).block,
             nbytes=size.nbytes,
@@ -456,17 +446,6 @@ def moved_line(step: int, compared: Compared, rows_of: Sequence[int | None]) -> 
         ratios = [_ratio(*row) for row in found]
         since[then] = tuple(None if row is None else ratios[row] for row in rows_of)
     return traces.MovedLine(step=step, since=since) if since else None
-
-
-def plain(value: Any) -> Any:
-    """Return settings as JSON types; other values, which a user's policy may take, as text."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else str(value)
-    return value if value is None or isinstance(value, bool | int | str) else repr(value)
 
 
 def _ratio(moved: float, reference: float, unknown: float) -> float | None:

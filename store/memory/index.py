@@ -8,11 +8,11 @@ a token, which the store and every version hold, and a version names the commit 
 was restored to an older state. The memory of one incarnation is accepted as a whole or not at all."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Protocol
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field, TypeAdapter
 
@@ -115,13 +115,6 @@ def _read_snapshot(place: layout.Generation, rank: int, slot: int) -> HeldSnapsh
     return held
 
 
-class Payload(Protocol):
-    """A rank's payload on another node."""
-
-    def read(self, offset: int, target: memoryview) -> None:
-        """Fill ``target`` from ``offset``. Raises StorageError; MissingError if a retry is useless."""
-
-
 Piece = tuple[int, int, int]  # range of a payload: rank, offset, and number of bytes
 
 
@@ -142,7 +135,8 @@ class MemoryVersion:
     records: Mapping[int, PartRecord]
     payloads: Mapping[int, Path]  # payloads on this node
     lent: Mapping[Piece, bytes] = field(default_factory=dict)  # ranges of other payloads that were sent to this node
-    far: Mapping[int, Payload] = field(default_factory=dict)  # payloads on other nodes that can be read from here
+    far: Mapping[int, Callable[[int, memoryview], None]] = field(default_factory=dict)
+    """Payloads on other nodes: fills memory from an offset. Raises StorageError; MissingError if a retry is useless."""
 
     @property
     def save(self) -> SaveId:

@@ -94,7 +94,7 @@ class Overlay:
             return
         far = self._version.far.get(rank)
         if far is not None:
-            far.read(offset, target)
+            far(offset, target)
             return
         for (of, start, nbytes), data in self._version.lent.items():
             if of == rank and start <= offset and offset + target.nbytes <= start + nbytes:

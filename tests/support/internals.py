@@ -43,6 +43,11 @@ def packer_of(ckpt: monitor.Checkpointer) -> Packer:
     return saver_of(ckpt)._packer
 
 
+def base_bytes(packer: Packer) -> int:
+    """Return the bytes of all bases that are kept for differences."""
+    return sum(chunk.nbytes for base in packer._bases.values() for chunk in base.chunks)
+
+
 def session_of(ckpt: monitor.Checkpointer) -> StoreSession:
     """Return the open store."""
     session = ckpt._opened
@@ -150,7 +155,7 @@ def note_difference(ckpt: monitor.Checkpointer, text: str) -> None:
     ckpt.flush()
     saver = saver_of(ckpt)
     saver._collect()
-    saver._checker._differs = saver._checker._shown = (text,)
+    saver._checker.differs = saver._checker._shown = (text,)
 
 
 def listen(ckpt: monitor.Checkpointer, listener: _Listener) -> _Listener:

@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import monitor.memory.replica_client
-from monitor.memory.replica_client import RemoteNode, RemotePayload
+from monitor.memory.replica_client import RemoteNode
 from monitor.memory.replica_server import ReplicaStore
 from monitor.memory.transport import Answer, Put, Request
 from store.errors import MissingError
@@ -156,7 +157,7 @@ def test_a_stopped_peer_costs_the_replica_only(
         assert sender.sent == SaveId(1, 1) and sender.collect()[1]
         assert "silent, or too slow" in caplog.text
         with pytest.raises(MissingError, match="silent"):  # nor does a resume wait for it
-            RemotePayload(RemoteNode(theirs.endpoint, KEY, 0.3), SaveId(1, 1), 0).read(0, memoryview(bytearray(8)))
+            RemoteNode(theirs.endpoint, KEY, 0.3).read(SaveId(1, 1), 0, 0, memoryview(bytearray(8)))
         assert SaveId(1, 1) in scan_node(theirs.tier).versions
         os.kill(theirs.process.pid, signal.SIGCONT)
         sender._timeout = 600.0
@@ -205,18 +206,18 @@ def test_payloads_are_read_from_afar_as_long_as_they_are_shown(mine: Arena, thei
     keep(mine, 0, save)
     theirs.server.serve({(save, 0): mine.files(0)[1]})
     node = RemoteNode(theirs.server.endpoint, KEY, 120.0)
-    payload, target = RemotePayload(node, save, 0), bytearray(100)
-    payload.read(50, memoryview(target))
+    read, target = partial(node.read, save, 0), bytearray(100)
+    read(50, memoryview(target))
     assert bytes(target) == content(save, 0)[50:150]
     theirs.server.break_off()  # between two pieces: it connects anew
-    payload.read(0, memoryview(target))
+    read(0, memoryview(target))
     assert bytes(target) == content(save, 0)[:100]
     theirs.server.serve({})
     with pytest.raises(MissingError, match="not here"):
-        payload.read(0, memoryview(target))
+        read(0, memoryview(target))
     theirs.server.serve({(save, 0): mine.files(0)[1]})
     with pytest.raises(MissingError):  # what failed once is not asked again
-        payload.read(0, memoryview(target))
+        read(0, memoryview(target))
     node.close()
 
 
@@ -228,7 +229,7 @@ def test_threads_read_from_one_node_at_once(mine: Arena, theirs: ReplicaTarget) 
 
     def read(offset: int) -> bytes:
         target = bytearray(50)
-        RemotePayload(node, save, 0).read(offset, memoryview(target))
+        node.read(save, 0, offset, memoryview(target))
         return bytes(target)
 
     offsets = [50 * (turn % 2) for turn in range(200)]
@@ -244,5 +245,5 @@ def test_an_end_beyond_the_payload_is_not_read(mine: Arena, theirs: ReplicaTarge
     theirs.server.serve({(save, 0): mine.files(0)[1]})
     node = RemoteNode(theirs.server.endpoint, KEY, 120.0)
     with pytest.raises(MissingError, match="not so long"):
-        RemotePayload(node, save, 0).read(0, memoryview(bytearray(1 << 20)))
+        node.read(save, 0, 0, memoryview(bytearray(1 << 20)))
     node.close()

@@ -110,7 +110,7 @@ def test_on_cuda_versions_are_copied_into_pinned_shared_memory(store: Path, stag
         ckpt.step()
         wait_for_snapshot(ckpt)
     tier = memory_of(ckpt)
-    assert tier is not None and tier._buffers.pins._pinned
+    assert tier is not None and tier._buffers._pins
     held = scan_node(tier_of(store)).versions
     newest = held[max(held)][0]
     entry = next(one for one in newest.record.part.entries if one.slot == "fp32" and one.fqn == "weight")

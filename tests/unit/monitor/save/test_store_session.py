@@ -19,7 +19,7 @@ def test_each_hold_claims_the_next_epoch(tmp_path: Path) -> None:
     for epoch in (1, 2, 3):
         opened = open_store(path, Group(), 0)
         assert opened.epoch == epoch == newest_epoch(opened.files)
-        assert not opened.has_commits
+        assert opened.newest is None
         opened.release()
 
 
@@ -35,7 +35,7 @@ def test_a_store_with_commits_says_so(tmp_path: Path) -> None:
     with job(tmp_path / "store") as one:
         one.step()
     opened = open_store(str(tmp_path / "store"), Group(), 0)
-    assert opened.has_commits
+    assert opened.newest is not None
     opened.release()
 
 
