@@ -20,6 +20,7 @@ from deploy.health.facts import (
     parse_time,
     shell_command,
 )
+from deploy.store_status import Resume
 from store.certificate import AS_FOUND
 from store.names import SaveId
 from store.text import listed
@@ -67,19 +68,9 @@ def check_kind(facts: Facts) -> Check:
         todo = shell_command("verify", facts.root) if status.saves else ""
         level: Level = "bad" if status.saves else "look"
         return Check(name, level, "nothing", status.problems[0] if status.problems else "", todo)
-    if facts.checked is not None and resume.save in facts.checked.damaged:
-        level = "look" if len(facts.checked.damaged) < facts.checked.commits else "bad"
-        note = "a resume checks every byte, and takes older versions of what is damaged, or an older commit"
-        return Check(name, level, f"not what was saved at step {resume.step}: bytes are damaged", note, _verify(facts))
-    if resume.fallbacks:
-        units = plural(len(resume.fallbacks), "layer slot")
-        note = f"{units} in an older version because of damage: {listed(resume.fallbacks, 4)}"
-        return Check(name, "look", f"step {resume.step}, with older versions of damaged slots", note, _verify(facts))
-    if status.newest is None or resume.save != status.newest.save.name or resume.save != status.saves[0].name:
-        why = "newer ones are suspect" if status.suspects else "newer ones are damaged"
-        told = status.problems[0] if status.problems else ""
-        text = f"step {resume.step}, not the newest commit: {why}"
-        return Check(name, "look", text, told, shell_command("status", facts.root))
+    hurt = _not_as_saved(facts, resume, name)
+    if hurt is not None:
+        return hurt
     if resume.exact or resume.as_found:
         word, note = ("exact", "every layer bit for bit") if resume.exact else ("as found", AS_FOUND)
         return Check(name, "good", f"step {resume.step}, {word}", note)
@@ -92,6 +83,26 @@ def check_kind(facts: Facts) -> Check:
     if resume.goes_on_at != resume.step:
         note += f"; resumes at step {resume.goes_on_at}"
     return Check(name, "good", f"a composite of step {resume.step}", note)
+
+
+def _not_as_saved(facts: Facts, resume: Resume, name: str) -> Check | None:
+    """Return the check of a resume that does not take the newest commit as it was saved."""
+    status = facts.status
+    assert status is not None
+    if facts.checked is not None and resume.save in facts.checked.damaged:
+        level: Level = "look" if len(facts.checked.damaged) < facts.checked.commits else "bad"
+        note = "a resume checks every byte, and takes older versions of what is damaged, or an older commit"
+        return Check(name, level, f"not what was saved at step {resume.step}: bytes are damaged", note, _verify(facts))
+    if resume.fallbacks:
+        units = plural(len(resume.fallbacks), "layer slot")
+        note = f"{units} in an older version because of damage: {listed(resume.fallbacks, 4)}"
+        return Check(name, "look", f"step {resume.step}, with older versions of damaged slots", note, _verify(facts))
+    if status.newest is None or resume.save != status.newest.save.name or resume.save != status.saves[0].name:
+        why = "newer ones are suspect" if status.suspects else "newer ones are damaged"
+        told = status.problems[0] if status.problems else ""
+        text = f"step {resume.step}, not the newest commit: {why}"
+        return Check(name, "look", text, told, shell_command("status", facts.root))
+    return None
 
 
 def check_bytes(facts: Facts) -> Check:
