@@ -5,7 +5,6 @@ damage succeeds; one that fails because of damage has no result, so its error be
 
 The merger is imported when the command runs, because it imports torch."""
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -33,9 +33,7 @@ if TYPE_CHECKING:
     from merger.merge import MergeResult
     from merger.plan import MergeDraft, MergePlan, Request
 
-_SIZE = re.compile(r"(?P<count>\d+(?:\.\d+)?)\s*(?P<prefix>[KMGT]?)(?P<binary>i?)B?", re.IGNORECASE)
 _NAMED = 6  # layers named before the rest are counted
-_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _RATE = 500_000_000  # bytes a second assumed for a plan's time: an ordinary disk
 _FILES = 20  # files and problems listed one by one in the text
 
@@ -306,11 +304,10 @@ def print_load(console: Console, lines: Sequence[str]) -> None:
 
 def size_from(text: str) -> int:
     """Parse a size such as ``5GB``, ``500 MiB`` or ``1000000``. Raises UsageError."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None or (match["binary"] and not match["prefix"]):
-        raise UsageError(f"{text!r} is not a size; write 5GB, 500MB or 4GiB")
-    base = 1024 if match["binary"] else 1000
-    return int(float(match["count"]) * base ** _POWER[match["prefix"].upper()])
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError as error:
+        raise UsageError(f"{text!r} is not a size; write 5GB, 500MB or 4GiB") from error
 
 
 def print_plan(request: "Request", out: Path | None, workers: int | None, *, as_json: bool) -> int:
