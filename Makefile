@@ -43,7 +43,7 @@ test-all: $(READY) ## every test; SKIP_CORE=1 leaves out what `make test` runs
 test-fast: $(READY) ## the tests that take seconds
 	$(BIN)/python -m pytest -q -m 'not slow and not distributed' -n logical
 
-demo: $(READY) ## train, kill a rank, watch the job resume; under five minutes
+demo: $(READY) ## train, kill a rank, watch the job resume; under three minutes
 	$(BIN)/python -m examples.demo
 
 bench: $(READY) ## the benchmarks, each against its goal

@@ -122,7 +122,7 @@ class Conductor:
         elif event["event"] == "start":
             size = f"{event['parameters'] / 1e6:.1f} M parameters in {len(event['layers'])} layers"
             self.say(f"training: {size}; DeepSpeed ZeRO-3, bf16, 2 ranks on CPU")
-        elif event["event"] == "step" and event["step"] % self._args.tell == 0:
+        elif event["event"] == "step" and (event["step"] == 1 or event["step"] % self._args.tell == 0):
             saves = f"   {len(commits)} saves, {_written(commits)}" if commits else ""
             self.say(f"step {event['step']:4d}   loss {event['loss']:.3f}{saves}")
 
@@ -191,8 +191,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("demo-output"), help="removed and made anew")
     parser.add_argument("--config", type=Path, default=Path(__file__).with_name("demo.yaml"))
-    parser.add_argument("--steps", type=int, default=160)
-    parser.add_argument("--hidden", type=int, default=384)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--kill-after", type=int, help="the step after which rank 1 is killed; default: at about 60 %%")

@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def build_model(args: argparse.Namespace) -> LlamaForCausalLM:
-    """A Llama with random weights; 10.8 M parameters unless the flags say otherwise."""
+    """A Llama with random weights; 4.8 M parameters unless the flags say otherwise."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
@@ -126,8 +126,8 @@ def tell_start(journal: Journal, ckpt: monitor.Checkpointer, first: int, model: 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True, help="Driftpoint's settings, a YAML file")
-    parser.add_argument("--steps", type=int, default=160, help="optimizer steps in all")
-    parser.add_argument("--hidden", type=int, default=384, help="width of the model, a multiple of 64")
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps in all")
+    parser.add_argument("--hidden", type=int, default=256, help="width of the model, a multiple of 64")
     parser.add_argument("--blocks", type=int, default=6, help="number of transformer blocks")
     parser.add_argument("--length", type=int, default=128, help="tokens (bytes) in a window")
     parser.add_argument("--batch", type=int, default=2, help="windows in one rank's batch")

@@ -33,11 +33,18 @@ _MODULES = {
     "CheckpointCallback": "huggingface.callback",
     "Checkpointer": "checkpointer",
     "Config": "config.load",
+    "LightningCallback": "integrations.lightning",
     "LoopState": "resume.loop_state",
     "Preempted": "types",
     "StepReport": "types",
+    "TorchtitanCheckpointManager": "integrations.torchtitan",
     "attach": "api",
     "resume_path": "huggingface.callback",
+}
+_NEEDED = dict.fromkeys(("transformers", "accelerate"), "transformers and accelerate: `pip install 'driftpoint[hf]'`")
+_NEEDED |= {
+    "lightning": "lightning: `pip install 'lightning>=2.6'`",
+    "torchtitan": "torchtitan: `pip install torchtitan`",
 }
 
 
@@ -48,11 +55,10 @@ def __getattr__(name: str) -> Any:
         value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     except ImportError as error:
         _require_own("store", "policies")
-        if error.name is None or error.name.partition(".")[0] not in ("transformers", "accelerate"):
+        needed = _NEEDED.get((error.name or "").partition(".")[0])
+        if needed is None:
             raise
-        raise ImportError(
-            "monitor.CheckpointCallback needs transformers and accelerate: `pip install 'driftpoint[hf]'`"
-        ) from error
+        raise ImportError(f"monitor.{name} needs {needed}") from error
     globals()[name] = value
     return value
 

@@ -31,6 +31,7 @@ from monitor.observe.drift_meter import BySlotMeter
 from monitor.observe.layers import Layer, find_layers, join_layers
 from monitor.observe.sketch_meter import SketchMeter
 from monitor.observe.units import LocalUnit, UnitTable
+from monitor.preemption import with_scheduler
 from monitor.run_state import Objects, UserState, capture_run_state, joined, to_tree
 from monitor.save.store_session import open_existing_store, open_store
 from monitor.telemetry.log import SaveLog, log_startup
@@ -91,6 +92,8 @@ def startup_message(job: JobContext, metrics: Metrics, *, has_commits: bool, uns
     parts.append(_metrics_text(job.config, metrics))
     if not job.observing:
         parts.append("ckpt.resume() continues from its newest commit" if has_commits else "nothing to resume")
+    if not job.observing and (scheduler := with_scheduler(job.config.preemption, job.group.world_size)[1]):
+        parts.append(f"SIGTERM, which {scheduler} sends, saves and exits")
     if unset and Path(_DEFAULT_FILE).exists():
         parts.append(f"using default settings: {_DEFAULT_FILE} exists but was not passed to attach()")
     elif unset:

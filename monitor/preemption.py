@@ -3,7 +3,8 @@
 Signal handlers only record the time of the first signal. Python runs them in the main thread between two bytecodes, so
 a signal that arrives while that thread is in C code is noticed when it returns. Handlers replace default actions only:
 a handler of the user's stays, and an ignored signal stays ignored. A second signal that is not an echo of the first,
-or any signal in a forked child, has its previous effect; by default it ends the process.
+or any signal in a forked child, has its previous effect; by default it ends the process. SIGTERM is added where a
+scheduler sends it, and nothing else does: see :func:`with_scheduler`.
 
 At each step boundary every rank contributes to an asynchronous reduction that it reads at the next boundary, so no step
 waits. A signal known to any rank at boundary n is known to all at boundary n + 1. No rank can be two boundaries ahead
@@ -43,12 +44,15 @@ _EXPIRED = b"driftpoint: preempted: grace period expired before the save finishe
 
 _DEFAULT_HANDLERS = (signal.SIG_DFL, signal.default_int_handler)
 
+_SCHEDULERS = {"SLURM_JOB_ID": "Slurm", "KUBERNETES_SERVICE_HOST": "Kubernetes"}
+
 
 class SignalWatcher:
     """Records when the first of the named signals arrived, until closed. clock: monotonic seconds."""
 
-    def __init__(self, names: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self, names: Sequence[str], clock: Callable[[], float] = time.monotonic, ends: int = 0) -> None:
+        """ends: a signal that has its previous effect if another one came more than ``ECHO`` before it. 0: none."""
+        self._clock, self._ends = clock, ends
         self._owner = os.getpid()
         self._arrivals: dict[int, float] = {}
         self.first: float | None = None  # time of the first signal; None until one arrives
@@ -79,7 +83,8 @@ class SignalWatcher:
         if os.getpid() != self._owner:
             return False
         now = self._clock()
-        if now - self._arrivals.setdefault(number, now) > ECHO:
+        first = self._arrivals.setdefault(number, now)
+        if now - (min(self._arrivals.values()) if number == self._ends else first) > ECHO:
             return False
         self.note()
         return True
@@ -162,18 +167,34 @@ def _exit() -> None:
     os._exit(PREEMPTED)
 
 
+def with_scheduler(settings: PreemptionSettings, world_size: int) -> tuple[PreemptionSettings, str | None]:
+    """Return the settings with SIGTERM, and the scheduler that sends it; or as they are, and None.
+
+    Only if the job has one process, ``signals`` is not set, and the script has no handler. With several ranks, SIGTERM
+    may also mean that another rank failed. Those that wait for it in a collective would end by SIGKILL only."""
+    found = next((name for variable, name in _SCHEDULERS.items() if os.environ.get(variable)), None)
+    handler, given = signal.getsignal(signal.SIGTERM), settings.model_fields_set
+    main = threading.current_thread() is threading.main_thread()
+    free = main and (handler is signal.SIG_DFL or handler is _on_signal)
+    if found is None or world_size > 1 or "signals" in given or not free:
+        return settings, None
+    grace = settings.grace_seconds if "grace_seconds" in given else 25.0  # by default both kill after 30 s
+    return settings.model_copy(update={"signals": [*settings.signals, "SIGTERM"], "grace_seconds": grace}), found
+
+
 class Preemption:
     """Watches for signals and agrees with the other ranks on the step to stop at. Construction is collective.
 
     active: False if nothing is saved."""
 
     def __init__(self, settings: PreemptionSettings, group: Group, active: bool = True) -> None:
+        settings, scheduler = with_scheduler(settings, group.world_size) if active else (settings, None)
         self._settings = settings
         self._group = group
         self._active = active and bool(settings.signals)
         self._sum = group.async_sum() if self._active else None
         self._over = not self._active  # whether the ranks agree no more
-        self._watcher = SignalWatcher(settings.signals if self._active else ())
+        self._watcher = SignalWatcher(settings.signals if self._active else (), ends=signal.SIGTERM if scheduler else 0)
 
     def preempt(self) -> None:
         """Record a preemption. Any thread."""

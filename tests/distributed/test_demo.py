@@ -53,6 +53,7 @@ def test_the_demo_loses_a_rank_resumes_a_composite_and_finishes(tmp_path: Path) 
     assert story.lives[1].first in story.resumed_steps
     assert story.lives[1].first <= story.certificate["step"]
     assert "NOT SHOWN" not in done.stdout
+    assert "step    1   loss" in done.stdout, "the first loss is shown at once"
     assert "killed rank 1" in done.stdout
     assert f"resumed step {story.lives[1].first}" in done.stdout
 

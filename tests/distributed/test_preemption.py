@@ -117,6 +117,27 @@ def test_a_save_under_way_is_waited_for(tmp_path: Path) -> None:
     assert steps(tmp_path)[:2] == [5, 4]
 
 
+@pytest.mark.parametrize("variable", ["SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST"])
+def test_a_job_of_one_process_heeds_the_sigterm_of_its_scheduler(tmp_path: Path, variable: str) -> None:
+    spec = {"number": "SIGTERM", "signals": {"0": 5}, "settings": OFTEN, "environment": {variable: "7"}}
+    ended = run(tmp_path, **spec)
+    assert (ended.code, ended.one("left")["step"]) == (75, 5), ended.output
+    assert "full save of step 5 committed" in ended.output
+    assert run(tmp_path, settings=OFTEN).one("resumed")["digest"] == digests(ended)[5]
+    (tmp_path / "set").mkdir()
+    spec["settings"] = OFTEN | {"preemption": {"signals": ["SIGUSR1"]}}
+    assert run(tmp_path / "set", **spec).code == -signal.SIGTERM, "what is set counts"
+
+
+def test_a_rank_that_fails_ends_a_job_under_slurm_as_ever(tmp_path: Path) -> None:
+    """torchrun sends SIGTERM to the other rank. With a handler it would wait until torchrun kills it."""
+    spec = {"steps": 8, "situation": "raises", "settings": OFTEN, "environment": {"SLURM_JOB_ID": "7"}}
+    ended = torchrun("preempt.py", 2, spec, tmp_path)
+    assert ended.code == 1 and "rank 1 fails" in ended.output, ended.output
+    assert "closing signal SIGTERM" in ended.output and "forcefully exiting" not in ended.output
+    assert not ended.of("left") and set(steps(tmp_path)) <= {2, 4}
+
+
 def test_a_second_signal_ends_the_process_at_once(tmp_path: Path) -> None:
     """While the save of step 4 is under way."""
     ended = run(tmp_path, settings=OFTEN, situation="twice", signals={"0": 5})

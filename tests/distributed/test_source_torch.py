@@ -12,6 +12,7 @@ import torch
 from merger.import_checkpoint import import_checkpoint, plan_import
 from merger.layouts.base import Target
 from merger.merge import merge
+from store.errors import ConfigError, UnsupportedError
 from tests.support.launch import Launched, alone, torchrun
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -92,6 +93,42 @@ def test_torchtitan_both_ways(tmp_path: Path) -> None:
     for one in loaded.of("loaded"):
         assert (one["step"], one["last_epoch"], one["differences"]) == (3, 3, [])
         assert one["losses"] == expected[one["rank"]]
+
+
+def test_torchtitan_killed_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """Its optimizers, schedules and data loader, in the loop of its trainer, with the manager that its config names."""
+    pytest.importorskip("torchtitan", reason="torchtitan is not installed")
+    spec = {"role": "torchtitan-train", "seed": 0, "path": sys.path, "steps": 9, "folder": str(tmp_path / "store")}
+    whole = torchrun("source_torch.py", 2, {**spec, "enable": False}, tmp_path)
+    assert whole.code == 0 and not (tmp_path / "store").exists(), whole.output[-6000:]
+    killed = torchrun("source_torch.py", 2, {**spec, "enable": True, "dies": 6}, tmp_path)
+    assert killed.code != 0
+    again = torchrun("source_torch.py", 2, {**spec, "enable": True}, tmp_path)
+    assert again.code == 0, again.output[-6000:]
+    assert {(one["step"], one["resumed"]) for one in again.of("began")} == {(4, True)}
+    assert again.of("done", rank=0) == whole.of("done", rank=0)
+    for rank in (0, 1):
+        expected = whole.of("loss", rank=rank)
+        assert killed.of("loss", rank=rank) == [one for one in expected if one["step"] <= 6]
+        assert again.of("loss", rank=rank) == [one for one in expected if one["step"] > 4]
+    assert "the last step 9 is committed" in again.output
+
+
+def test_torchtitans_settings_are_not_ignored(tmp_path: Path) -> None:
+    pytest.importorskip("torchtitan", reason="torchtitan is not installed")
+    import monitor
+
+    given: dict[str, Any] = {"dataloader": None, "optimizers": None, "lr_schedulers": None, "states": {}}
+    for settings, error, told in (
+        ({"keep_latest_k": 3}, ConfigError, "checkpoint.keep_latest_k"),
+        ({"initial_load_path": "/data/step-9"}, ConfigError, "checkpoint.initial_load_path"),
+        ({}, UnsupportedError, "2 stages"),
+    ):
+        config = monitor.TorchtitanCheckpointManager.Config(enable=True, **settings)
+        with pytest.raises(error, match=told):
+            config.build(model_parts=[torch.nn.Linear(1, 1)] * 2, sd_adapter=None, **given)
+    off = monitor.TorchtitanCheckpointManager.Config().build(model_parts=[], sd_adapter=None, **given)
+    assert off.load() is off.save(1) is False
 
 
 def test_a_trainer_goes_on_from_its_own_folder(tmp_path: Path) -> None:

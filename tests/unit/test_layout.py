@@ -28,7 +28,7 @@ BANNED = frozenset(
 )
 """Names of modules that say nothing to a reader of the field: metaphors, bare participles, and places for anything."""
 
-PARTICIPLES_OF_THE_FIELD = frozenset({"accounting", "encoding", "staging"})
+PARTICIPLES_OF_THE_FIELD = frozenset({"accounting", "encoding", "lightning", "staging"})
 
 
 def modules() -> Mapping[str, Path]:

@@ -35,7 +35,7 @@ def plain(job: Job, step: int) -> None:
 
 
 def announce() -> None:
-    os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), NOW["number"])
 
 
 def hanging(job: Job, step: int) -> None:
@@ -130,6 +130,14 @@ def fails_once(job: Job, step: int) -> None:
         STUCK.fails = True
 
 
+def raises(job: Job, step: int) -> None:
+    """Rank 1 fails, and the other waits for it, as in a collective on GPUs: no step boundary comes any more."""
+    if step == 5 and rank() == 1:
+        raise RuntimeError("rank 1 fails")
+    if step == 5:
+        threading.Event().wait()
+
+
 def own_handler(job: Job, step: int) -> None:
     """The script has a handler of its own; see :func:`main`."""
 
@@ -141,7 +149,7 @@ def own_handler_announces(job: Job, step: int) -> None:
 SITUATIONS: Mapping[str, Callable[[Job, int], None]] = {
     one.__name__: one
     for one in (
-        plain, hanging, slow, under_way, twice, forked, first_thing, stuck, fails_once, own_handler,
+        plain, hanging, slow, under_way, twice, forked, first_thing, stuck, fails_once, raises, own_handler,
         own_handler_announces,
     )
 }  # fmt: skip
@@ -156,6 +164,8 @@ def digest(job: Job) -> str:
 
 def main(spec: Mapping[str, Any]) -> None:
     logging.basicConfig(level=logging.INFO)
+    os.environ |= spec.get("environment", {})
+    NOW["number"] = signal.Signals[spec.get("number", "SIGUSR1")]
     if "RANK" in os.environ:
         start_group(False)
     results = Results(spec["results"])

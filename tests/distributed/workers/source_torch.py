@@ -3,25 +3,29 @@
 Usage: source_torch.py SPEC.json. ``role`` ``save``: writes ``nested``, ``flattened`` and ``sharded`` (Accelerate's own
 code), all of one state, and ``columns``, the same cut along its last dimension; the whole state to ``state.pt``.
 ``resume``: from each of ``stores``. ``torchtitan-save`` and ``torchtitan-load``: the same by torchtitan's own
-checkpoint manager, into or from ``folder``.
+checkpoint manager, into or from ``folder``. ``torchtitan-train``: torchtitan's loop with Driftpoint's manager.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from adapter_model import batches
 from layout_dcp_cases import STEPS, sharded
 from resume_jobs import Results, leave, rank, start_group
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.data import IterableDataset
 
 import monitor
 
@@ -122,7 +126,7 @@ def resume(spec: Mapping[str, Any], results: Results) -> None:
             results.tell("resumed", name=name, **told, losses=train(model, optimizer, range(STEPS, LAST)))
 
 
-def titan(spec: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
+def titan(spec: Mapping[str, Any], config: Any = None, loader: Any = None) -> tuple[Any, Any, Any, Any]:
     """(model, optimizers, checkpoint manager, train state) as torchtitan's trainer builds them."""
     from torch.distributed.checkpoint.stateful import Stateful
     from torchtitan.components.checkpoint import CheckpointManager
@@ -139,7 +143,7 @@ def titan(spec: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
 
     model, _ = sharded(spec["seed"])
     groups = [(r"(embed|up|down)\.weight$", 0.1, 1e-2), (".*", 0.0, 3e-3)]
-    config = OptimizersContainer.Config(
+    optimizing = OptimizersContainer.Config(
         param_groups=[
             ParamGroupConfig(
                 pattern=pattern, optimizer_name="AdamW", optimizer_kwargs={"lr": rate, "weight_decay": decay}
@@ -148,14 +152,14 @@ def titan(spec: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
         ],
         implementation="for-loop",
     )
-    optimizers = OptimizersContainer(config, model_parts=[model])
+    optimizers = OptimizersContainer(optimizing, model_parts=[model])
     schedulers = LRSchedulersContainer.Config(warmup_steps=0).build(optimizers=optimizers, training_steps=1000)
     state = TrainState()
-    manager = CheckpointManager(
-        CheckpointManager.Config(
-            enable=True, folder=spec["folder"], interval=1, keep_latest_k=0, exclude_from_loading=["dataloader"]
-        ),
-        dataloader=None,
+    own = CheckpointManager.Config(
+        enable=True, folder=spec["folder"], interval=1, keep_latest_k=0, exclude_from_loading=["dataloader"]
+    )
+    manager = (config or own).build(
+        dataloader=loader,
         model_parts=[model],
         optimizers=optimizers,
         lr_schedulers=schedulers,
@@ -198,10 +202,57 @@ def titan_load(spec: Mapping[str, Any], results: Results) -> None:
     results.tell("loaded", step=state.step, differences=found, last_epoch=last_epoch, losses=losses)
 
 
+class Numbers(IterableDataset[int]):
+    """Steps, one after the other, with a place of its own."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            self.next += 1
+            yield self.next - 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
+def titan_train(spec: Mapping[str, Any], results: Results) -> None:
+    """The loop of torchtitan's trainer. ``dies``: the step in which rank 1 is killed."""
+    from torchtitan.components.dataloader import ParallelAwareDataloader
+
+    loader = ParallelAwareDataloader(Numbers(), rank(), dist.get_world_size(), batch_size=1)
+    config = monitor.TorchtitanCheckpointManager.Config(enable=spec["enable"], folder=spec["folder"], interval=2)
+    model, both, manager, state = titan(spec, config, loader)
+    resumed = manager.load(step=-1)
+    results.tell("began", step=state.step, resumed=resumed)
+    numbers = iter(loader)
+    while state.step < spec["steps"]:
+        state.step += 1
+        for tokens in batches(int(next(numbers)), rank()):
+            loss = model(tokens) * (1 + 0.1 * torch.rand(()))
+            loss.backward()
+            results.tell("loss", step=state.step, loss=loss.item().hex())
+        if state.step == spec.get("dies"):
+            manager.checkpointer.flush()
+            if rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+        manager.maybe_wait_for_staging()
+        both.step()
+        both.zero_grad()
+        manager.save(state.step, last_step=state.step == spec["steps"])
+    manager.close()
+    results.tell("done", step=state.step, rate=both.schedulers.state_dict()["last_epoch"])
+
+
 def main(spec: Mapping[str, Any]) -> None:
     sys.path.extend(spec.get("path", ()))
     start_group(zero=False)
-    role = {"save": save, "resume": resume, "torchtitan-save": titan_save, "torchtitan-load": titan_load}[spec["role"]]
+    titan_roles = {"torchtitan-save": titan_save, "torchtitan-load": titan_load, "torchtitan-train": titan_train}
+    role = {"save": save, "resume": resume, **titan_roles}[spec["role"]]
     role(spec, Results(spec["results"]))
     leave()
 

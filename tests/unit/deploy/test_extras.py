@@ -92,7 +92,8 @@ print(sorted({name.partition(".")[0] for name in set(sys.modules) - before} - sy
 monitor.attach
 print(sorted({name.partition(".")[0] for name in sys.modules}))
 """
-    done = _hidden({"deepspeed", "transformers", "accelerate", "matplotlib", "obstore"}, code)
+    optional = {"deepspeed", "transformers", "accelerate", "matplotlib", "obstore", "lightning", "torchtitan"}
+    done = _hidden(optional, code)
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
     assert first == "['monitor']"
@@ -106,6 +107,16 @@ def test_public_names_are_there() -> None:
     assert all(getattr(monitor, name).__name__ == name for name in monitor.__all__)
     with pytest.raises(AttributeError, match="no attribute 'atach'"):
         monitor.atach  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["LightningCallback", "TorchtitanCheckpointManager"])
+def test_a_trainer_that_is_not_installed_is_named(name: str) -> None:
+    done = _hidden(
+        {"lightning", "torchtitan"}, f"import monitor\ntry:\n    monitor.{name}\nexcept ImportError as e: print(e)"
+    )
+    assert done.stdout.startswith(
+        f"monitor.{name} needs {name.removesuffix('Callback').removesuffix('CheckpointManager').lower()}"
+    )
 
 
 @pytest.mark.parametrize("command", ["init", "schema", "doctor"])

@@ -51,6 +51,15 @@ def _said(capsys: pytest.CaptureFixture[str], config: Any = None) -> str:
     return err.removesuffix("\n")
 
 
+def test_a_scheduler_whose_sigterm_is_heeded_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"store": str(tmp_path / "store")}
+    assert "SIGTERM" not in _said(capsys, config)
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    assert "SIGTERM, which Slurm sends, saves and exits" in _said(capsys, config)
+
+
 def test_attach_alone(capsys: pytest.CaptureFixture[str]) -> None:
     ckpt = _attached()
     said = capsys.readouterr().err

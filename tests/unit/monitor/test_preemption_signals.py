@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
@@ -12,7 +12,7 @@ import pytest
 
 import monitor
 from monitor.config.load import load_config
-from monitor.preemption import ECHO, SignalWatcher, deadline
+from monitor.preemption import ECHO, SignalWatcher, deadline, with_scheduler
 from store.errors import ConfigError
 from tests.support.jobs import Job
 
@@ -95,6 +95,67 @@ def test_it_is_not_kept_alive_by_its_handlers() -> None:
     signal.raise_signal(USR1)
     assert below.first is not None
     below.close()
+
+
+def _ignored() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def _handled() -> None:
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "before", "heeded"),
+    [
+        ({}, 1, None, (["SIGUSR1", "SIGTERM"], 25.0)),
+        ({"grace_seconds": 90}, 1, None, (["SIGUSR1", "SIGTERM"], 90.0)),
+        ({"signals": ["SIGUSR1"]}, 1, None, None),
+        ({"signals": []}, 1, None, None),
+        ({}, 2, None, None),
+        ({}, 1, _handled, None),
+        ({}, 1, _ignored, None),
+    ],
+)
+@pytest.mark.parametrize("variable", ["SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST"])
+def test_sigterm_is_heeded_where_only_the_scheduler_sends_it(
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    settings: dict[str, object],
+    ranks: int,
+    before: Callable[[], None] | None,
+    heeded: tuple[list[str], float] | None,
+) -> None:
+    given = load_config({"preemption": settings}).preemption
+    was = signal.getsignal(signal.SIGTERM)
+    try:
+        if before is not None:
+            before()
+        assert with_scheduler(given, ranks) == (given, None)
+        monkeypatch.setenv(variable, "12")
+        found, scheduler = with_scheduler(given, ranks)
+    finally:
+        signal.signal(signal.SIGTERM, was)
+    if heeded is None:
+        assert (found, scheduler) == (given, None)
+    else:
+        assert (found.signals, found.grace_seconds) == heeded and scheduler in ("Slurm", "Kubernetes")
+
+
+def test_the_sigterm_of_a_supervisor_whose_grace_is_over_ends_the_process() -> None:
+    """``driftpoint run`` sends SIGUSR1, and SIGTERM after its grace period."""
+    clock = Clock()
+    one = SignalWatcher(["SIGUSR1", "SIGTERM"], clock, ends=signal.SIGTERM)
+    signal.raise_signal(USR1)
+    assert one.heard(signal.SIGTERM), "an echo"
+    clock.now += 2 * ECHO
+    assert not one.heard(signal.SIGTERM)
+    other = SignalWatcher(["SIGUSR1", "SIGTERM"], clock)
+    signal.raise_signal(USR1)
+    clock.now += 2 * ECHO
+    assert other.heard(signal.SIGTERM), "where both are set, each is heeded"
+    other.close()
+    one.close()
 
 
 def test_outside_the_main_thread_there_is_a_way_by_hand(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
