@@ -174,14 +174,11 @@ class TrainerProgress:
 
 def _own_generators(fetcher: Any) -> list[torch.Generator]:
     """Return the generators of the loaders' own, and of their samplers."""
-    found: dict[int, torch.Generator] = {}
-    for loader in fetcher.combined_loader.flattened:
-        batches = getattr(loader, "batch_sampler", None)
-        for owner in (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)):
-            generator = getattr(owner, "generator", None)
-            if isinstance(generator, torch.Generator):
-                found[id(generator)] = generator
-    return list(found.values())
+    loaders = fetcher.combined_loader.flattened
+    samplers = [getattr(loader, name, None) for loader in loaders for name in ("sampler", "batch_sampler")]
+    owners = [*loaders, *samplers, *(getattr(one, "sampler", None) for one in samplers)]
+    found = [getattr(one, "generator", None) for one in owners]
+    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
 
 
 def _require_supported(trainer: Trainer, module: LightningModule) -> None:

@@ -71,10 +71,9 @@ class TorchtitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
         return self.checkpointer.commit_last_step() if last_step else report is not None and report.skipped is None
 
     def _maybe_wait_for_staging(self) -> None:
-        """Return: the optimizers wait by themselves for copies under way."""
+        """Return: the optimizers wait by themselves for copies under way, and ``save_future`` is never set."""
 
-    def _wait_for_saving(self) -> None:
-        """Return: ``save_future`` is never set."""
+    _wait_for_saving = _maybe_wait_for_staging
 
     def _close(self) -> None:
         if self.checkpointer is not None:
