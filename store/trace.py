@@ -219,9 +219,9 @@ def incarnations(trace: Trace) -> Iterator[tuple[JobLine, tuple[Line, ...]]]:
     job: JobLine | None = None
     rest: list[Line] = []
     for line in trace.lines:
-        if line == job:
-            continue  # repeated where a file begins
         if isinstance(line, JobLine):
+            if job is not None and job.units and (line.started, line.units) == (job.started, job.units):
+                continue  # repeated where a file begins, or where the job saves a step again in another epoch
             waits = job is not None and not job.units and job.started == line.started
             if job is not None and not waits:
                 yield job, tuple(rest)
