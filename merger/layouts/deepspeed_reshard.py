@@ -252,6 +252,7 @@ def with_common_steps(
     chosen: list[tuple[int, float, list[tuple[str, float]]]] = []
     for group, fqns in shared:
         known = [fqn for fqn in fqns if has_state(checkpoint, fqn)]
+        missing = [fqn for fqn in fqns if not has_state(checkpoint, fqn)]
         if known:
             _require_same_but_step(checkpoint, known)
             own = {fqn: scalars[fqn][STEP] for fqn in known if STEP in scalars.get(fqn, {})}
@@ -260,12 +261,13 @@ def with_common_steps(
                 common[STEP] = common_step(checkpoint, own)
                 own |= {fqn: checkpoint.stored_steps[fqn] for fqn in own if fqn in checkpoint.stored_steps}
                 had = [(checkpoint.record(fqn).layer, float(step)) for fqn, step in own.items()]
-                chosen.append((group, float(common[STEP]), had))
-                if any(step != chosen[-1][1] for _, step in had):
+                if any(step != float(common[STEP]) for _, step in had):
                     notes[_note_on_steps(checkpoint, group, own, float(common[STEP]))] = None
+                had += [(checkpoint.record(fqn).layer, 0.0) for fqn in missing]
+                chosen.append((group, float(common[STEP]), had))
             scalars |= dict.fromkeys(known, common)
-        if known and len(known) < len(fqns):
-            notes[_note_on_missing(checkpoint, group, [fqn for fqn in fqns if fqn not in set(known)])] = None
+        if known and missing:
+            notes[_note_on_missing(checkpoint, group, missing)] = None
     state = {**checkpoint.framework_state, "scalars": scalars}
     certificate = with_steps(checkpoint.certificate, chosen)
     return replace(checkpoint, framework_state=state, certificate=certificate), tuple(notes)

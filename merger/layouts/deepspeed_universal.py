@@ -66,6 +66,7 @@ def universal_layout(checkpoint: Checkpoint, _: Target) -> LayoutResult:
     optimizer state or parameter names that the format cannot hold."""
     facts, checkpoint = _engine_of(checkpoint)
     groups = tuple(reshard.optimized_params(checkpoint, group.params) for group in facts.param_groups)
+    _require_loadable(checkpoint, facts, groups)
     checkpoint, notes = reshard.with_common_steps(checkpoint, enumerate(groups))
     step = checkpoint.framework_state["counters"]["global_steps"]
     tag = f"global_step{step}_universal"
@@ -239,6 +240,25 @@ def _without_places(facts: EngineFacts, groups: Groups, stage: int) -> EngineFac
     return facts.model_copy(
         update={"zero_stage": stage, "ds_config": config, "param_groups": named, "sub_groups": flat}
     )
+
+
+def _require_loadable(checkpoint: Checkpoint, facts: EngineFacts, groups: Groups) -> None:
+    """Raise UnsupportedError for optimizer state that the files have no place for, or that differs within a group."""
+    named = set(chain.from_iterable(group.params for group in facts.param_groups))
+    frozen = [fqn for fqn in named.difference(*groups) if checkpoint.numel(fqn) and reshard.has_state(checkpoint, fqn)]
+    if frozen:
+        raise UnsupportedError(
+            f"the optimizer keeps state of frozen parameters ({reshard.layers_named(checkpoint, sorted(frozen))}), and "
+            "a universal checkpoint holds that of trained ones only; write layout 'torch' or 'dcp'"
+        )
+    for params in groups:
+        kept = {frozenset(checkpoint.slots(fqn)) for fqn in params if reshard.has_state(checkpoint, fqn)}
+        if len(kept) > 1 or any("/" in slot for slots in kept for slot in slots):
+            slots = listed(sorted(set().union(*kept)), 6)
+            raise UnsupportedError(
+                f"parameters of one param group differ in their optimizer state ({slots}), or a name in it has a "
+                "slash, which DeepSpeed does not load from a universal checkpoint; write layout 'torch' or 'dcp'"
+            )
 
 
 def _require_valid_name(fqn: str) -> None:

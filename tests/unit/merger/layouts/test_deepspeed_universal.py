@@ -148,6 +148,20 @@ def test_a_parameter_without_state_among_others_gets_zeros_and_their_step() -> N
     assert (zeros.shape, zeros.dtype, zeros.placed) == ((3, 2), torch.float32, ())
     assert value(laid, "zero/b.w/step.pt").item() == 10
     assert any("no state yet for b" in note for note in laid.notes)
+    assert not laid.certificate.exact  # zeros at step 10 are no state that the run was in
+
+
+def test_state_of_a_frozen_parameter_has_no_place() -> None:
+    checkpoint = planned({"a.w": Tensor((5,)), "b.w": Tensor((3,), None, "frozen")}, [["a.w", "b.w"]])
+    slots = {**checkpoint.framework_state["slots"], "b.w": ["exp_avg", "exp_avg_sq"]}
+    checkpoint = replace(checkpoint, framework_state={**checkpoint.framework_state, "slots": slots})
+    with pytest.raises(UnsupportedError, match=r"state of frozen parameters \(b\)"):
+        universal_layout(checkpoint, Target("universal"))
+
+
+def test_parameters_of_one_group_keep_the_same() -> None:
+    with pytest.raises(UnsupportedError, match="differ in their optimizer state"):
+        laid_out({"a.w": Tensor((5,)), "b.w": Tensor((3,), slots=("exp_avg",))}, [["a.w", "b.w"]])
 
 
 def without_engine(*args: Any, **kwargs: Any) -> Checkpoint:
