@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from monitor.adapters.identity import Identity, OptimizerAttributes, StepCache, T
+from monitor.adapters.identity import Identity, OptimizerAttributes
 from monitor.distributed import Group, run_on_all_ranks
 from store.errors import UnsupportedError
 from store.names import Fragment
@@ -94,24 +94,19 @@ class Adapter(Protocol):
 
     framework: str
     module: torch.nn.Module
-    state_is_private: bool = False
+    state_is_private: bool
     """Whether weights, as saved, and optimizer state are copies that only the optimizer touches (ZeRO's master
     weights), so that nothing a training script does between two optimizer steps can change them."""
-    leaders: tuple[int, ...] = (0,)  # lowest rank of each pipeline stage, which stores its run state
-    local: Collection[str] | None = None  # of :meth:`tensors`, those that this rank's module has; None: all
-    home: str = ""  # digest of what this rank holds, and of the ranks that it shares tensors with
-    buffers_follow_rank0: bool = False
-    """Whether every forward overwrites the persistent buffers of all ranks with those of rank 0."""
-    _cache: StepCache
-    _optimizer_attributes: Sequence[OptimizerAttributes]
+    leaders: tuple[int, ...]  # lowest rank of each pipeline stage, which stores its run state; (0,) without stages
+    local: Collection[str] | None  # of :meth:`tensors`, those that this rank's module has; None: all
+    home: str  # digest of what this rank holds, and of the ranks that it shares tensors with
+    buffers_follow_rank0: bool  # every forward overwrites the persistent buffers of all ranks with those of rank 0
 
     def completed_steps(self) -> int | None:
         """Return the number of optimizer steps taken, or None if the framework does not count them."""
-        return None
 
     def cache_lookups(self) -> AbstractContextManager[None]:
         """Cache lookups inside the context, in which nothing of the job may change."""
-        return self._cache.enabled()
 
     def check_attached(self) -> None:
         """Raise UnsupportedError if the job is no longer the attached one.
@@ -122,20 +117,11 @@ class Adapter(Protocol):
         """Return version counters of the optimizer's weights and state.
 
         None if a replaced optimizer is always detected without them."""
-        return None
 
     def identity(self) -> Identity | None:
         """Return the tensors of the job now. Where the layout is equal, so are the names and places of all pieces.
 
         None if that cannot be told, so that everything is listed anew."""
-        return self._cache.get("identity", self._read_identity)
-
-    def _read_identity(self) -> Identity | None:
-        """Return :meth:`identity`, which caches it."""
-
-    def _keep(self, key: str, compute: Callable[[], T]) -> T:
-        """Return ``compute()``, called once for as long as the job has the same tensors."""
-        return self._cache.keep(self.identity(), key, compute)
 
     def before_update(self, hook: Callable[[], None]) -> None:
         """Call ``hook`` in the training thread whenever an optimizer step is about to change the state."""
@@ -174,28 +160,23 @@ class Adapter(Protocol):
 
         Plain values and tensors only. Parameters are named by fqn, never by index, so that it fits any stage and world
         size. All are copies, which training does not change."""
-        return self.capture_run_state()()
 
     def capture_run_state(self) -> Callable[[], dict[str, Any]]:
         """Copy what :meth:`run_state` returns. Return what puts it together, in any thread."""
 
     def rank_scalars(self) -> Mapping[str, tuple[str, str, Any]]:
         """Return (fqn, key, number) of optimizer state that may differ between ranks, by a name for messages."""
-        return {}
 
     def objects(self) -> Mapping[str, Any]:
         """Return the framework's objects that load their own state (a learning-rate scheduler).
 
         Keyed as their state is in :meth:`run_state`."""
-        return {}
 
     def attributes(self) -> Mapping[str, OptimizerAttributes]:
         """Return the attributes of this rank's optimizers and of wrappers around them, by name."""
-        return {one.kind: one for one in self._optimizer_attributes}
 
     def replicated_keys(self) -> str | None:
         """Return a hash of the keys of optimizer state that every rank must hold; None if ranks may differ."""
-        return None
 
     def check_run_state(self, state: Mapping[str, Any]) -> None:
         """Raise the errors that :meth:`load_run_state` would raise. Changes nothing."""
@@ -208,6 +189,24 @@ class Adapter(Protocol):
 
     def layout_facts(self) -> dict[str, Any]:
         """Return JSON values from which the merger rebuilds the framework's own checkpoint layout."""
+
+
+class OneStage:
+    """What holds of an adapter whose ranks all hold the same tensors, and the same numbers of optimizer state."""
+
+    leaders: tuple[int, ...] = (0,)
+    local: Collection[str] | None = None
+    home = ""
+    _optimizer_attributes: Sequence[OptimizerAttributes] = ()
+
+    def rank_scalars(self) -> Mapping[str, tuple[str, str, Any]]:
+        return {}
+
+    def attributes(self) -> Mapping[str, OptimizerAttributes]:
+        return {one.kind: one for one in self._optimizer_attributes}
+
+    def replicated_keys(self) -> str | None:
+        return None
 
 
 class Home(NamedTuple):

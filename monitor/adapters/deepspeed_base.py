@@ -6,8 +6,9 @@ from the training thread, between optimizer steps. Tensor, pipeline and expert p
 """
 
 import copy
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -17,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from monitor.adapters.base import Adapter, FragmentPlace, LiveValue, Piece, StateVersions, TensorInfo, wrap_methods
+from monitor.adapters.base import FragmentPlace, LiveValue, OneStage, Piece, StateVersions, TensorInfo, wrap_methods
 from monitor.adapters.hyperparameters import describe_group, group_values, match_groups, restore_groups
-from monitor.adapters.identity import Identity, IdentityReader, OptimizerAttributes
+from monitor.adapters.identity import Identity, IdentityReader, OptimizerAttributes, T
 from monitor.adapters.module_tensors import ModuleTensors, partition_replicated, whole_piece
 from monitor.adapters.optimizer_state import (
     common_scalars,
@@ -72,7 +73,7 @@ def require_same_engine(engine: Any, module: Any, optimizer: Any) -> None:
             )
 
 
-class EngineAdapter(Adapter):
+class EngineAdapter(OneStage):
     """What the adapters of all engines have in common."""
 
     framework = "deepspeed"
@@ -188,17 +189,17 @@ class FlatPartition:
     placements: tuple[Placement, ...]  # the pieces on this rank; everything between and behind them is padding
 
 
-class ZeroAdapter(EngineAdapter):
+class ZeroAdapter(EngineAdapter, ABC):
     """Adapter of a ZeRO engine; subclasses describe the layout of their stages."""
 
     state_is_private = True
+    buffers_follow_rank0 = False
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
         self.module: nn.Module = engine.module
         self._zero = engine.optimizer
         self._inventory = ModuleTensors(self.module)
-        self._cache = self._inventory.cache
         self._reader = IdentityReader()
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._check_supported()
@@ -231,16 +232,27 @@ class ZeroAdapter(EngineAdapter):
     def _facts(self) -> dict[str, Any]:
         """Return JSON values of the layout, without hyperparameters, the same on all ranks."""
 
+    @abstractmethod
+    def finish_load(self) -> None:
+        """Cast the working weights from the masters and gather them. Collective."""
+
     # ---- Adapter
+
+    def cache_lookups(self) -> AbstractContextManager[None]:
+        return self._inventory.cache.enabled()
 
     def flats(self) -> list[FlatPartition]:
         """Return the flat partitions of this rank."""
-        return self._cache.get("flats", self._known_flats)
+        return self._inventory.cache.get("flats", self._known_flats)
 
     def _known_flats(self) -> list[FlatPartition]:
         nothing = torch.empty(0)
         known = self._keep("flats", lambda: [replace(flat, tensor=nothing) for flat in self._flats()])
         return [replace(flat, tensor=master) for flat, master in zip(known, self._masters(), strict=True)]
+
+    def _keep(self, key: str, compute: Callable[[], T]) -> T:
+        """Return ``compute()``, called once for as long as the job has the same tensors."""
+        return self._inventory.cache.keep(self.identity(), key, compute)
 
     def check_attached(self) -> None:
         require_same_engine(self.engine, self.module, self._zero)
@@ -265,11 +277,18 @@ class ZeroAdapter(EngineAdapter):
                 "deepspeed.initialize, or take them out"
             )
 
+    def identity(self) -> Identity | None:
+        return self._inventory.cache.get("identity", self._read_identity)
+
     def _read_identity(self) -> Identity | None:
         try:
             return self._reader.read(self.module, self._base_optimizer, [*self._masters(), *self._slices()])
         except Exception:  # noqa: BLE001 - of an unusual module or tensor: everything is listed anew, which tells
             return None
+
+    def capture_run_state(self) -> Callable[[], dict[str, Any]]:
+        state = self.run_state()
+        return lambda: state
 
     def before_update(self, hook: Callable[[], None]) -> None:
         # Master weights and moments change only in the optimizer that ZeRO wraps.
@@ -336,22 +355,21 @@ class ZeroAdapter(EngineAdapter):
                     if slot not in slots.get(place.fqn, {}):
                         state[slot].narrow(0, place.offset, place.numel).zero_()
 
-    def capture_run_state(self) -> Callable[[], dict[str, Any]]:
-        """Copy the run state, which is the same on all ranks."""
+    def run_state(self) -> dict[str, Any]:
+        """Return the run state, which is the same on all ranks."""
         scalars: dict[str, dict[str, Any]] = {}
         slots: dict[str, list[str]] = {}
         for flat in self.flats():
             names, values = self._state_of(flat)
             for fqn in flat.fqns:
                 slots[fqn], scalars[fqn] = names, values  # all share one copy
-        state = {
+        return {
             "optimizer": type(self._base_optimizer).__name__,
             "param_groups": [describe_group(fqns, group) for fqns, group in self._groups()],
             "scalars": scalars,
             "slots": slots,
             **engine_state(self.engine),
         }
-        return lambda: state
 
     def check_run_state(self, state: Mapping[str, Any]) -> None:
         match_groups(state["param_groups"], self._groups())

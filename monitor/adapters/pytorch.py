@@ -6,6 +6,7 @@ scalers are the user's own objects.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -17,11 +18,11 @@ import torch.distributed as dist
 from torch import nn
 
 from monitor.adapters.base import (
-    Adapter,
     FragmentPlace,
     Home,
     Listing,
     LiveValue,
+    OneStage,
     Piece,
     StateVersions,
     TensorInfo,
@@ -29,7 +30,7 @@ from monitor.adapters.base import (
 )
 from monitor.adapters.frozen import fingerprint
 from monitor.adapters.hyperparameters import LiveGroups, describe_group, group_values, match_groups, restore_groups
-from monitor.adapters.identity import Identity, IdentityReader, OptimizerAttributes, versions_of
+from monitor.adapters.identity import Identity, IdentityReader, OptimizerAttributes, T, versions_of
 from monitor.adapters.module_tensors import ModuleTensors, Replica, partition_replicas, whole_piece, without_wrappers
 from monitor.adapters.optimizer_state import (
     AnyOptimizer,
@@ -58,13 +59,14 @@ from store.schema import digest
 from store.text import listed
 
 
-class PyTorchAdapter(Adapter):
+class PyTorchAdapter(OneStage):
     """Adapter of a module and its optimizer. Raises UnsupportedError for unsupported tensors or optimizers.
 
     The module is unwrapped; its parameter names are the fqns. ``group`` has the ranks that hold replicas; None for all
     ranks, and for one process. ``wrappers`` are those around an optimizer, each with that."""
 
     framework = "torch"
+    state_is_private = False
     _known_tensors: frozenset[type] = frozenset()  # subclasses of tensors that the adapter can save
 
     def __init__(
@@ -83,7 +85,6 @@ class PyTorchAdapter(Adapter):
         holders = [*((one, one) for one in self._optimizers), *wrappers]
         self._optimizer_attributes = [OptimizerAttributes(holder, one) for holder, one in holders]
         self._inventory = self._collect_tensors(module)
-        self._cache = self._inventory.cache
         self._reader = IdentityReader(self._local_memory)
         distributed = dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank(group) if distributed else 0
@@ -110,6 +111,15 @@ class PyTorchAdapter(Adapter):
             self._places = found.places
             if len(found.leaders) > 1:
                 self._whole, self.leaders, self.local = found.tensors, found.leaders, found.places.keys()
+
+    def completed_steps(self) -> int | None:
+        return None  # torch does not count them
+
+    def cache_lookups(self) -> AbstractContextManager[None]:
+        return self._inventory.cache.enabled()
+
+    def identity(self) -> Identity | None:
+        return self._inventory.cache.get("identity", self._read_identity)
 
     def check_attached(self) -> None:
         """Raise UnsupportedError if an optimized parameter is not in the model, or state belongs to no parameter."""
@@ -180,6 +190,9 @@ class PyTorchAdapter(Adapter):
     def finish_load(self) -> None:
         pass  # nothing is derived from the parameters
 
+    def run_state(self) -> dict[str, Any]:
+        return self.capture_run_state()()
+
     def capture_run_state(self) -> Callable[[], dict[str, Any]]:
         groups = [
             {**describe_group(fqns, group), "optimizer": type(member).__name__, "member": number}
@@ -200,6 +213,9 @@ class PyTorchAdapter(Adapter):
             "lr_scheduler": None,
             **({"stages": list(self.leaders)} if len(self.leaders) > 1 else {}),
         }
+
+    def objects(self) -> Mapping[str, Any]:
+        return {}
 
     def replicated_keys(self) -> str | None:
         states = self.optimizer.state
@@ -316,6 +332,10 @@ class PyTorchAdapter(Adapter):
 
     def _own_tensors(self) -> Mapping[str, TensorInfo]:
         return self._keep("infos", lambda: self._inventory.infos(trainable=frozenset()))
+
+    def _keep(self, key: str, compute: Callable[[], T]) -> T:
+        """Return ``compute()``, called once for as long as the job has the same tensors."""
+        return self._inventory.cache.keep(self.identity(), key, compute)
 
     def _check_names(self) -> None:
         counted = Counter(fqn for fqns, _ in self._groups() for fqn in fqns)
