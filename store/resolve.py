@@ -24,7 +24,7 @@ def with_bases(stored: Sequence[tuple[PartRecord, Entry]], groups: Iterable[Load
     """Return stored fragments of one unit with their bases from ``groups``. Raises DamagedError if one is missing."""
     units = {entry.unit for _, entry in stored if entry.base is not None}
     bases = index_bases(pair for group in groups for unit in units for pair in group.by_unit.get(unit, ()))
-    return tuple(Source(part, entry, base_of(part, entry, bases)) for part, entry in stored)
+    return tuple(Source(part, entry, _base_of(part, entry, bases)) for part, entry in stored)
 
 
 def index_bases(stored: Iterable[tuple[PartRecord, Entry]]) -> dict[Key, Source]:
@@ -42,8 +42,7 @@ def whole_key(part: PartRecord, entry: Entry) -> Key:
     return _key(part.save.name, entry)
 
 
-def base_of(part: PartRecord, entry: Entry, bases: Mapping[Key, Source]) -> Source | None:
-    """Return the entry's base in :func:`index_bases`, None if it has none. Raises DamagedError if it is not there."""
+def _base_of(part: PartRecord, entry: Entry, bases: Mapping[Key, Source]) -> Source | None:
     key = base_key(entry)
     if key is None:
         return None

@@ -9,12 +9,14 @@ A lock for each owner separates the server's threads from the training thread, w
 import logging
 import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+
+import xxhash
 
 from monitor.memory.buffers import log_errors, slots_to_reserve
 from monitor.memory.transport import Address, Answer, Connection, Endpoint, Get, Put, Request
@@ -22,13 +24,14 @@ from store.errors import DamagedError, PeerError, StorageError, StoreError
 from store.memory.arena import Arena
 from store.memory.layout import RECORD_LIMIT, Tier, VersionRecord, parse_record
 from store.names import SaveId
-from store.schema import Entry, StateTensor, digest, to_bytes
+from store.schema import to_bytes
 from store.segment import parse_part
 from store.storage.local import Files
 
 _log = logging.getLogger("driftpoint")
 
 _LOCK_TIMEOUT = 5.0  # seconds that the training thread waits for a transfer that was just aborted
+_HASH_CHUNK = 1 << 20
 _MAX_CONNECTIONS = 256
 _ACCEPT_RETRY = 1.0
 _THREAD = "driftpoint-replica"
@@ -155,10 +158,15 @@ class ReplicaStore:
 
 def _verify(record: VersionRecord, memory: memoryview) -> None:
     """Raise DamagedError unless all bytes that the record describes match their hashes."""
-    described: list[Entry | StateTensor] = [*record.part.entries, *record.part.run_tensors]
-    for one in described:
-        if digest(memory[one.offset : one.offset + one.nbytes]) != one.xxh3_128:
-            what = f"{one.fqn} ({one.slot})" if isinstance(one, Entry) else "the run state"
+    pieces: Sequence[tuple[int, int, str, str]] = [
+        *((one.offset, one.nbytes, one.xxh3_128, f"{one.fqn} ({one.slot})") for one in record.part.entries),
+        *((one.offset, one.nbytes, one.xxh3_128, "the run state") for one in record.part.run_tensors),
+    ]
+    for offset, nbytes, expected, what in pieces:
+        state = xxhash.xxh3_128()
+        for begin in range(offset, offset + nbytes, _HASH_CHUNK):
+            state.update(memory[begin : min(begin + _HASH_CHUNK, offset + nbytes)])
+        if state.hexdigest() != expected:
             raise DamagedError(f"{what} did not arrive as rank {record.part.rank} has it: it was changed on the way")
 
 

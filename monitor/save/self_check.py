@@ -32,7 +32,7 @@ from store.encoding import encoding_named
 from store.errors import DamagedError, StorageError
 from store.fragments import FragmentReader, Source
 from store.names import BUFFER, FROZEN, WEIGHTS, Fragment, SaveId
-from store.resolve import base_of, index_bases
+from store.resolve import base_key, index_bases
 from store.schema import digest
 from store.segment import SegmentDraft, read_leaves, read_part
 from store.state_tree import Leaf
@@ -245,13 +245,11 @@ class SelfCheck:
         began, before = time.monotonic(), len(self.found)
         try:
             part = read_part(files, store_id, self.save, rank)
-            names = sorted({entry.base for entry in part.entries if entry.base is not None})
-            earlier = [read_part(files, store_id, SaveId.parse(name), rank) for name in names]  # a rank's own
-            bases = index_bases((one, entry) for one in earlier for entry in one.entries)
+            bases = _Bases(files, store_id, rank)
             for entry in part.entries:
                 if self.stopped.is_set():
                     return
-                self._add(self._compare(files, Source(part, entry, base_of(part, entry, bases))))
+                self._add(self._compare(files, bases.source(Source(part, entry))))
             missing = self.samples.keys() - {entry.fragment for entry in part.entries}
             self._add(f"{one.fqn}/{one.slot} is missing in what was saved" for one in missing)
             if not self.found:
@@ -310,6 +308,26 @@ def _difference(name: str, live: Sample, stored: Sample) -> Iterator[str]:
         yield f"{name} is {live.dtype} and comes back as {stored.dtype}"
     elif stored.data != live.data:
         yield f"{name}, {live.dtype}, comes back with other values"
+
+
+class _Bases:
+    """Finds the fragments that differences refer to; a rank's bases are in its own segments."""
+
+    def __init__(self, files: Files, store_id: str, rank: int) -> None:
+        self._files, self._store_id, self._rank = files, store_id, rank
+        self._known: dict[str, Mapping[Any, Source]] = {}
+
+    def source(self, source: Source) -> Source:
+        name = source.entry.base
+        if name is None:
+            return source
+        if name not in self._known:
+            part = read_part(self._files, self._store_id, SaveId.parse(name), self._rank)
+            self._known[name] = index_bases((part, entry) for entry in part.entries)
+        base = self._known[name].get(base_key(source.entry))
+        if base is None:
+            raise DamagedError(f"{source.entry.fqn}/{source.entry.slot} has no base in save {name}")
+        return Source(source.part, source.entry, base)
 
 
 class SelfChecker:
