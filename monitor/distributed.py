@@ -144,6 +144,11 @@ class AsyncSum:
         self._work: dist.Work | None = None
 
     @property
+    def under_way(self) -> bool:
+        """Whether a sum was begun and not returned."""
+        return self._work is not None
+
+    @property
     def done(self) -> bool:
         """Whether :meth:`finish` returns a sum at once. False where it would raise."""
         return self._work is not None and self._work.is_completed() and self._work.exception() is None

@@ -40,6 +40,7 @@ from store.names import Unit
 from store.schema import as_json
 
 _BACKLOG = 1000  # maximum number of lines that wait for the disk
+_LAST_SUM = 1.0  # most seconds that a clean end waits for the other ranks' part of the last sum
 _COMPARING = 2  # maximum number of decisions whose signatures wait for the background thread
 _CLOSE_TIMEOUT = 10.0  # maximum seconds that closing waits for the last lines
 _DIGITS = 6  # significant digits of a distance between two decisions; sketches are less precise
@@ -218,6 +219,9 @@ class TraceRecorder(SaveListener):
     @override
     def on_close(self, clean: bool, timeout: float) -> None:
         self._put_dry_run()
+        until = time.monotonic() + (min(timeout / 4, _LAST_SUM) if clean else 0.0)
+        while self._sum is not None and self._sum.under_way and not self._sum.done and time.monotonic() < until:
+            time.sleep(0.01)
         if self._sum is not None and self._sum.done:
             self._put_sum()
         self.close(timeout)
