@@ -151,7 +151,7 @@ class TrainerProgress:
         if resumed is None or not loop.restarting:
             self._epoch_began = {"global": capture_rng(), "own": [one.get_state() for one in own]}
             on_run_start(fetcher)
-            if resumed is not None:  # Lightning goes on with the iterator that it made with the loaders
+            if resumed is not None:  # Lightning uses the iterator that it made together with the loaders
                 iter(fetcher)
             return
         on_run_start(fetcher)

@@ -171,7 +171,7 @@ def _beside(submit: Callable[[Callable[[], None]], object], calls: Iterable[Once
 
     def work() -> None:
         while True:
-            with lock, suppress(Exception):  # whoever needs the result calls again, and gets the error
+            with lock, suppress(Exception):  # the thread that needs the result calls again and raises
                 if not left:
                     return
                 left.popleft()()

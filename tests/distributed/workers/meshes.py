@@ -475,9 +475,7 @@ def resume(results: Results, directory: Path, pairs: list[list[str]]) -> None:
         was, now = torch.load(whole, weights_only=True), joined(made)
         wrong = sorted(was.keys() ^ now.keys())
         wrong += [name for name in was.keys() & now.keys() if not all(map(torch.equal, was[name], now[name]))]
-        losses = (
-            [made.step(one) for one in range(step, step + MORE)] if source.removeprefix("killed-") == target else []
-        )
+        losses = [made.step(one) for one in range(step, step + MORE * (source.removeprefix("killed-") == target))]
         results.tell("resumed", source=source, target=target, step=step, exact=exact, wrong=wrong, losses=losses)
 
 
