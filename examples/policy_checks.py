@@ -17,18 +17,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from policies.base import Budget, Decision, History, Policy, UnitStats, nonfinite_slots, worth_saving
+from policies.base import Budget, Choice, Decision, History, Policy, UnitStats, nonfinite_slots, worth_saving
 from policies.bounds import Bounded, Bounds, incomplete
 from policies.budget import spends
 from policies.builtin import Observe
-from policies.conformance import ANY, BrokenError, SyntheticCase, query_policy, require_same, unversioned, with_version
 from policies.encodings import expected_bytes, expected_error
-from policies.validation import failure_of
+from policies.validation import checked_answer, failure_of
 from store.encoding import BF16
-from store.names import FROZEN, WEIGHTS, Unit
+from store.names import FROZEN, RAW, WEIGHTS, Unit
 from store.text import listed
 
+ANY = Bounds(precision="any")  # bounds that allow everything that any policy may do
 SLOTS = (WEIGHTS, "exp_avg", "exp_avg_sq")  # slots of AdamW
+_UNLIMITED, _LATER = Budget(), History(1000, 10)
 _ODD_DRIFTS = (None, 0.0, 0.05, 0.3, math.inf, math.nan)
 
 MODELS = 120  # synthetic models on which promises about single decisions are tried
@@ -36,6 +37,24 @@ PATIENCE = 200  # decisions within which a unit that keeps drifting should be sa
 LARGE = 10_000  # units of the large model: more than the largest models have
 LIMIT = 5.0  # seconds that a decision on the large model may take
 TIMED = "decides on 10 000 units in time"
+
+
+class BrokenError(Exception):
+    """Raised if a policy breaks a promise; the message gives the case and the policy's behaviour."""
+
+
+@dataclass(frozen=True)
+class SyntheticCase:
+    """The arguments of one decision. title: its special property."""
+
+    title: str
+    stats: tuple[UnitStats, ...]
+    budget: Budget = _UNLIMITED
+    history: History = _LATER
+
+    def __str__(self) -> str:
+        size = f"{len(self.stats)} {'unit' if len(self.stats) == 1 else 'units'}"
+        return f"{self.title} ({size}, step {self.history.step}, {self.history.commits} commits)"
 
 
 def check_policy(policy: Policy, bounds: Bounds = ANY) -> None:
@@ -57,6 +76,29 @@ def broken_promises(policy: Policy, bounds: Bounds = ANY) -> dict[str, str]:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the edge to the user's own code, in a simulated run
             broken[promise] = f"in a made-up run it {failure_of(error).located}"
     return broken
+
+
+def query_policy(
+    policy: Policy, case: SyntheticCase, bounds: Bounds = ANY, stats: Sequence[UnitStats] | None = None
+) -> Decision:
+    """Return the policy's decision, checked. stats: replace the case's own. Raises BrokenError."""
+    shown = case.stats if stats is None else stats
+    try:
+        return checked_answer(policy.name, case.stats, policy.select(shown, case.budget, case.history), bounds.refusal)
+    except (Exception, SystemExit) as error:
+        raise BrokenError(f"{case}: it {failure_of(error).located}") from error
+
+
+def require_same(first: Decision, second: Decision, how: str) -> None:
+    """Raise BrokenError with the first difference between two decisions on the same units."""
+    for unit, choice in first.choices.items():
+        other = second.choices[unit]
+        if other != choice:
+            raise BrokenError(f"{how} it says of {unit}: {_format(choice)}, and then {_format(other)}")
+
+
+def _format(choice: Choice) -> str:
+    return f"{choice.encoding or 'skip'} ({choice.reason[:80]})"
 
 
 def _models() -> Iterator[SyntheticCase]:
@@ -239,6 +281,22 @@ def usual_units(layers: int, seed: int = 0) -> tuple[UnitStats, ...]:
         for numel in [chance.randint(1, 1 << 16)]
         for slot in SLOTS
     )
+
+
+def unversioned(stats: Sequence[UnitStats]) -> tuple[UnitStats, ...]:
+    """Return the units as before their first save."""
+    return tuple(
+        replace(one, drift=None, staleness=None, encoding=None, stored_bytes=0, error=0.0, changed_shape=False)
+        for one in stats
+    )
+
+
+def with_version(one: UnitStats, chance: random.Random, numel: int) -> UnitStats:
+    """Return the unit with a version of random age and drift."""
+    age = chance.randint(1, 60)
+    drift = age * 10 ** chance.uniform(-5, -2) if one.moving else 0.0
+    made = replace(one, drift=drift, staleness=age, error=0.0, changed_shape=False)
+    return replace(made, encoding=RAW, stored_bytes=one.nbytes, numel=numel)
 
 
 def _any_unit(chance: random.Random, position: int, slot: str) -> UnitStats:

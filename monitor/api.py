@@ -1,4 +1,4 @@
-"""Implement ``monitor.attach``: build the job, compare settings among ranks, check the policy, log a start-up message.
+"""Implement ``monitor.attach``: build the job, compare settings among ranks, log a start-up message.
 
 Collective; training thread.
 """
@@ -21,12 +21,10 @@ from monitor.config.load import Config, bytes_each, load_config
 from monitor.context import JobContext
 from monitor.daemon_client import DaemonClient
 from monitor.decide.budget_tracker import BudgetTracker
-from monitor.decide.decider import unit_stats
 from monitor.decide.schedule import schedule_for
-from monitor.distributed import Group, current_group, run_on_all_ranks, run_on_rank0
+from monitor.distributed import Group, current_group, run_on_all_ranks
 from monitor.events import Listeners
 from monitor.huggingface.accelerator import is_accelerator, prepared_objects
-from monitor.ledger import Ledger
 from monitor.observe.drift_meter import BySlotMeter
 from monitor.observe.layers import Layer, find_layers, join_layers
 from monitor.observe.sketch_meter import SketchMeter
@@ -39,7 +37,6 @@ from monitor.telemetry.metrics import Metrics
 from monitor.telemetry.rng_check import RngCheck
 from monitor.telemetry.trace import TraceRecorder
 from policies.builtin import Observe
-from policies.conformance import check_before_training
 from store.encoding import encoding_named
 from store.errors import ConfigError, UnsupportedError
 from store.location import is_url, mount_of, place_of
@@ -171,22 +168,6 @@ def _metrics_text(config: Config, metrics: Metrics) -> str:
     return f"no metrics: {metrics.trouble}" if metrics.url is None else f"metrics at {metrics.url}"
 
 
-def check_policy(job: JobContext, local: Mapping[Unit, LocalUnit]) -> None:
-    """Raise ConfigError, on all ranks, if the policy fails on the units of this job. Collective; rank 0 asks it.
-
-    Runs before a store is opened. Slots that the optimizer creates at its first step are not among the units yet."""
-    table = UnitTable(job.adapter, job.table.layers, job.group)  # the job's own table is filled at the first decision
-    table.agree(local)
-
-    def check() -> None:
-        measured = job.policy.needs_drift or job.observing
-        check_before_training(
-            job.policy, unit_stats(table, Ledger(), 0, {}), measured=measured, limited=job.config.budget.limited
-        )
-
-    run_on_rank0(job.group, check)
-
-
 def attach(
     target: Any, config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None, *, state: Objects = ()
 ) -> Checkpointer:
@@ -212,8 +193,7 @@ def attach(
         The checkpointer. Call its ``step()`` after every optimizer step.
 
     Raises:
-        ConfigError: A setting is invalid or differs between ranks, an object in ``state`` cannot be saved, or the
-            policy fails on the units of this job.
+        ConfigError: A setting is invalid or differs between ranks, or an object in ``state`` cannot be saved.
         UnsupportedError: The target, or something in it, is not supported.
         StoreInUseError: Another job on this machine owns the store.
         NoStoreError: There is no store, and ``store: {create: false}`` forbids to make one.
@@ -261,7 +241,6 @@ def attach_counted(
         job.adapter.agree(group)
     with job.adapter.cache_lookups():  # nothing changes
         local = run_on_all_ranks(group, job.table.local)  # raises now if something cannot be stored
-        check_policy(job, local)
         return _open(job, metrics, budget_tracker, local, unset=config is None)
 
 

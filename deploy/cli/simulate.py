@@ -18,7 +18,7 @@ from deploy.format import size_text, span_text
 from store.errors import UsageError
 
 if TYPE_CHECKING:
-    from deploy.simulate.simulation import Limits, Recommendation, Simulation
+    from deploy.simulate.simulation import Simulation
     from deploy.simulate.summary import Summary, Terms
 
 
@@ -41,17 +41,6 @@ GpuPriceOption = Annotated[
     float | None, typer.Option(min=0, metavar="PRICE", help="Price of a GPU hour, in any currency.")
 ]
 WrittenPriceOption = Annotated[float | None, typer.Option(min=0, metavar="PRICE", help="Price of writing 10^12 bytes.")]
-RecommendOption = Annotated[
-    bool, typer.Option("--recommend", help="Find the configuration with the least expected damage; print its YAML.")
-]
-BytesOption = Annotated[float | None, typer.Option(min=0, metavar="BYTES", help="With --recommend: upper limit.")]
-StallOption = Annotated[
-    float | None, typer.Option(min=0, max=1, metavar="SHARE", help="With --recommend: upper limit.")
-]
-LossOption = Annotated[
-    float | None, typer.Option(min=0, metavar="MIN", help="With --recommend: most training lost by a failure.")
-]
-ExactOption = Annotated[bool, typer.Option("--exact", help="With --recommend: only lossless encodings.")]
 StorageOption = Annotated[
     float | None,
     typer.Option(min=0, metavar="GB/S", help="Write speed of all ranks together, in 10^9 bytes per second."),
@@ -67,11 +56,6 @@ def simulate(
     trace: TraceArgument,
     *,
     policy: PolicyOption = None,
-    recommend: RecommendOption = False,
-    bytes_per_hour: BytesOption = None,
-    stall_share: StallOption = None,
-    max_loss_minutes: LossOption = None,
-    exact: ExactOption = False,
     mtbf: MtbfOption = None,
     restart_seconds: RestartOption = 600.0,
     price_per_gpu_hour: GpuPriceOption = None,
@@ -83,16 +67,14 @@ def simulate(
 ) -> None:
     """Replay a recorded run under other configurations: bytes, stall, and the cost of a failure."""
     with output.stdout_to_stderr():
-        from deploy.simulate.simulation import Limits, read_trace, simulated
+        from deploy.simulate.simulation import read_trace, simulated
         from deploy.simulate.summary import Terms
 
     speeds = {"storage_gbps": storage_gbps, "copy_gbps": copy_gbps}
     check_numbers(speeds, above_zero=True)
-    limits = Limits(bytes_per_hour, stall_share, max_loss_minutes, exact)
     terms = Terms(tuple(mtbf or ()) or None, restart_seconds, price_per_gpu_hour, price_per_tb_written)
-    check_options(limits, terms, recommend=recommend)
-    found, chosen = simulated(read_trace(trace), policy or (), terms, limits if recommend else None, speeds)
-    answer(found, chosen, as_json=json)
+    check_terms(terms)
+    answer(simulated(read_trace(trace), policy or (), terms, speeds), as_json=json)
 
 
 def estimate(
@@ -107,11 +89,6 @@ def estimate(
     every: Annotated[int | None, typer.Option(min=1, metavar="N", help="Steps between decisions (25).")] = None,
     hours: Annotated[float | None, typer.Option(min=0, metavar="H", help="Hours of training (24).")] = None,
     policy: PolicyOption = None,
-    recommend: RecommendOption = False,
-    bytes_per_hour: BytesOption = None,
-    stall_share: StallOption = None,
-    max_loss_minutes: LossOption = None,
-    exact: ExactOption = False,
     mtbf: MtbfOption = None,
     restart_seconds: RestartOption = 600.0,
     price_per_gpu_hour: GpuPriceOption = None,
@@ -124,7 +101,7 @@ def estimate(
     """Estimate bytes, stall and the cost of a failure for a model and a cluster, from stated assumptions."""
     with output.stdout_to_stderr():
         from deploy.simulate.assumptions import Assumptions, assumed_trace
-        from deploy.simulate.simulation import Limits, simulated
+        from deploy.simulate.simulation import simulated
         from deploy.simulate.summary import Terms
 
     given = {
@@ -132,32 +109,26 @@ def estimate(
         "hours": hours, "storage_gbps": storage_gbps, "copy_gbps": copy_gbps,
     }  # fmt: skip
     check_numbers(given, above_zero=True)
-    limits = Limits(bytes_per_hour, stall_share, max_loss_minutes, exact)
     terms = Terms(tuple(mtbf or ()) or None, restart_seconds, price_per_gpu_hour, price_per_tb_written)
-    check_options(limits, terms, recommend=recommend)
+    check_terms(terms)
     assumptions = Assumptions.of(model, given)
     between = assumptions.mtbf_hours
     terms = replace(terms, mtbf_hours=terms.mtbf_hours or (between, 4 * between, 16 * between))
     speeds = {"storage_gbps": assumptions.storage_gbps, "copy_gbps": assumptions.copy_gbps}
-    found, chosen = simulated(assumed_trace(assumptions), policy or (), terms, limits if recommend else None, speeds)
-    answer(found, chosen, as_json=json, assumed=assumptions.told())
+    found = simulated(assumed_trace(assumptions), policy or (), terms, speeds)
+    answer(found, as_json=json, assumed=assumptions.told())
 
 
-def check_options(limits: "Limits", terms: "Terms", *, recommend: bool) -> None:
-    """Check shared options. Raises UsageError for a number out of range or a limit without ``--recommend``."""
+def check_terms(terms: "Terms") -> None:
+    """Raise UsageError for a number out of range."""
     for hours in terms.mtbf_hours or ():
         check_numbers({"mtbf": hours}, above_zero=True)
     from_zero = {
         "restart_seconds": terms.restart_seconds,
         "price_per_gpu_hour": terms.price_per_gpu_hour,
         "price_per_tb_written": terms.price_per_tb_written,
-        "bytes_per_hour": limits.bytes_per_hour,
-        "stall_share": limits.stall_share,
-        "max_loss_minutes": limits.max_loss_minutes,
     }
     check_numbers(from_zero, above_zero=False)
-    if (limits.any or limits.exact) and not recommend:
-        raise UsageError("--bytes-per-hour, --stall-share, --max-loss-minutes and --exact need --recommend")
 
 
 def check_numbers(values: Mapping[str, float | None], *, above_zero: bool) -> None:
@@ -168,21 +139,17 @@ def check_numbers(values: Mapping[str, float | None], *, above_zero: bool) -> No
             raise UsageError(f"--{name.replace('_', '-')} must be a number {least}, up to {_LARGEST:g}: got {value}")
 
 
-def answer(
-    found: "Simulation", chosen: "Recommendation | None", *, as_json: bool, assumed: Mapping[str, str] | None = None
-) -> None:
+def answer(found: "Simulation", *, as_json: bool, assumed: Mapping[str, str] | None = None) -> None:
     """Print the result. ``assumed`` holds the assumptions of an estimate with their sources."""
-    body = _simulation_json(found, chosen, assumed)
-    output.answer(body, lambda console: draw(console, found, chosen, assumed or {}), as_json=as_json)
+    body = _simulation_json(found, assumed)
+    output.answer(body, lambda console: draw(console, found, assumed or {}), as_json=as_json)
 
 
-def _simulation_json(
-    found: "Simulation", chosen: "Recommendation | None", assumed: Mapping[str, str] | None
-) -> dict[str, Any]:
+def _simulation_json(found: "Simulation", assumed: Mapping[str, str] | None) -> dict[str, Any]:
     from deploy.simulate.summary import as_json as summary_json
     from deploy.simulate.summary import step_seconds
 
-    body: dict[str, Any] = {
+    return {
         "decisions": len(found.run.decisions),
         "hours": found.run.seconds / 3600,
         "step_seconds": step_seconds(found.run),
@@ -190,19 +157,11 @@ def _simulation_json(
         "compared": {"from_step": found.window[0], "to_step": found.window[1]},
         "assumed": None if assumed is None else dict(assumed),
         "configurations": [summary_json(one, found.baseline) for one in found.summaries],
-        "recommended": None,
         "notes": list(found.notes),
     }
-    if chosen is not None:
-        body["recommended"] = {
-            "settings": dict(chosen.settings),
-            "bytes_per_hour_limit": chosen.limits.bytes_per_hour,
-            "tried": [summary_json(one, found.baseline) for one in chosen.tried],
-        }
-    return body
 
 
-def draw(console: Console, found: "Simulation", chosen: "Recommendation | None", assumed: Mapping[str, str]) -> None:
+def draw(console: Console, found: "Simulation", assumed: Mapping[str, str]) -> None:
     """Print the text of the command. ``assumed`` is empty for a recorded run."""
     from deploy.simulate.summary import step_seconds
 
@@ -220,40 +179,19 @@ def draw(console: Console, found: "Simulation", chosen: "Recommendation | None",
     }
     console.print(output.facts(rows))
     console.print()
-    _draw_all(console, found.summaries, found.baseline)
-    if chosen is not None:
-        _draw_chosen(console, chosen, found.baseline)
+    console.print(_costs(found.summaries, found.baseline))
+    console.print(output.cell("¹ without the first save of a store, which is always full"))
+    console.print()
+    console.print(_failure(found.summaries))
+    console.print()
+    console.print(_kept(found.summaries))
     if found.notes:
         console.print()
         for note in found.notes:
             console.print(output.cell(f"Note: {note}.", "yellow"))
 
 
-def _draw_all(console: Console, summaries: "Sequence[Summary]", baseline: "Summary") -> None:
-    console.print(_costs(summaries, baseline))
-    console.print(output.cell("¹ without the first save of a store, which is always full"))
-    console.print()
-    console.print(_failure(summaries))
-    console.print()
-    console.print(_kept(summaries))
-
-
-def _draw_chosen(console: Console, chosen: "Recommendation", baseline: "Summary") -> None:
-    console.print()
-    limit = chosen.limits.bytes_per_hour
-    most = "" if limit is None else f", at most {size_text(round(limit))} per hour after the first save"
-    console.print(Text(f"Within the limits{most}, least expected damage first", style="bold"))
-    console.print()
-    _draw_all(console, chosen.tried, baseline)
-    console.print()
-    console.print(Text("Recommended", style="bold"))
-    for line in chosen.yaml.splitlines():
-        console.print(output.cell(line))
-
-
 def _costs(summaries: "Sequence[Summary]", baseline: "Summary") -> Table:
-    from deploy.simulate.simulation import later_per_hour
-
     numbers = ("Saves", "Bytes", "per hour¹", "per save", "of full", "Stall")
     found = output.table(output.fold("Configuration"), *map(output.number, numbers))
     for one in summaries:
@@ -262,7 +200,7 @@ def _costs(summaries: "Sequence[Summary]", baseline: "Summary") -> Table:
             output.cell(one.name),
             str(one.saves),
             size_text(one.written),
-            size_text(round(later_per_hour(one))) if one.hours else "?",
+            size_text(round(one.later / one.hours)) if one.hours else "?",
             size_text(round(one.written / one.saves)) if one.saves else "",
             f"{100 * share:.1f} %",
             f"{100 * one.stall_share:.2g} %",

@@ -4,7 +4,6 @@ A YAML file is a whole configuration. A name, ``{name: parity, k: 4}`` or ``{pol
 recorded configuration."""
 
 import itertools
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +23,6 @@ from store.names import RAW, WEIGHTS
 
 _ELSEWHERE = frozenset({"store", "metrics", "retention", "timeouts", "trace", "resume", "layers", "drift"})
 """Sections that do not affect what is saved when."""
-
-_SPARSE = 1.1  # largest ratio of a job's decisions to recorded ones that a replay may represent
 
 
 @dataclass(frozen=True)
@@ -143,27 +140,6 @@ def remarks(one: SimulationRequest, run: Run) -> list[str]:
     if one.config.packing != "none" and packing != (recorded.packing, recorded.differences):
         found.append(f"{one.name}: the recorded run packed differently, so the bytes are those before packing")
     return found
-
-
-def recorded_interval(run: Run) -> int:
-    """Return the usual steps between recorded decisions, as far as a replay can represent them.
-
-    With varying intervals, a job that decides at a fixed interval may need decisions that the trace lacks, and the
-    replay would count too few saves. So the least multiple of the median with hardly any such gap
-    is taken."""
-    every, gaps = recorded_config(run).every, _gaps(run)
-    if not gaps:
-        return every if isinstance(every, int) else 1
-    usual = statistics.median_low(gaps)
-    usual = max(usual, every) if isinstance(every, int) else usual
-    return next(found for found in itertools.count(usual, usual) if _covers(run, found))
-
-
-def _covers(run: Run, every: int) -> bool:
-    """Return whether the trace has nearly all decisions of a job with this interval."""
-    steps = [[point.line.step for point in segment.decisions] for segment in run.segments]
-    due = sum(one[-1] // every - (one[0] - 1) // every for one in steps)
-    return due <= _SPARSE * sum(len(chosen(segment.decisions, every)) for segment in run.segments)
 
 
 def same_configuration(one: Config, other: Config) -> bool:

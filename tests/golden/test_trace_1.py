@@ -23,7 +23,7 @@ POLICIES = (
 
 def summary() -> list[dict[str, Any]]:
     """What a simulation of the golden trace says."""
-    found, _ = simulated(read_trace(FOLDER / "trace.jsonl"), POLICIES, Terms())
+    found = simulated(read_trace(FOLDER / "trace.jsonl"), POLICIES, Terms())
     return [as_json(one, found.baseline) for one in found.summaries]
 
 

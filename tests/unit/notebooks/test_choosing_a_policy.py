@@ -92,13 +92,6 @@ def test_fewer_bytes_cost_more(names: Names) -> None:
         assert 0.5 * names["RATE"] < names["paid"](names["replayed"][name]) < 1.1 * names["RATE"]
 
 
-def test_what_the_replay_recommends_keeps_the_limit_at_least_damage(names: Names) -> None:
-    found = names["recommended"]
-    assert found.chosen.exposure.total.mean == min(one.exposure.total.mean for one in found.tried)
-    assert found.limits.bytes_per_hour == names["per_hour"] and len(found.tried) > 5
-    assert load_config(found.settings) is not None
-
-
 def test_measured_rows_are_those_of_the_raw_results(names: Names) -> None:
     """Cost and bytes of every row that is drawn, worked out again from the lines."""
     records = [json.loads(line) for line in names["RESULTS"].read_text().splitlines()]
@@ -196,7 +189,7 @@ def test_every_kind_ends_in_a_configuration_that_keeps_the_rate(names: Names) ->
     for kind in names["KINDS"]:
         path.write_text(names["yaml"].safe_dump(names["settings_for"](kind, 0.2)))
         load_config(path)
-        found, _ = names["simulated"](names["trace"], [str(path)], names["Terms"](), speeds=names["SPEEDS"])
+        found = names["simulated"](names["trace"], [str(path)], names["Terms"](), speeds=names["SPEEDS"])
         assert 0.5 * 0.2 < names["paid"](found.summaries[1]) < 1.1 * 0.2, kind
 
 

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from examples.policy_checks import any_case, edge_cases, usual_units
+from examples.policy_checks import any_case, edge_cases, unversioned, usual_units
 from policies.base import Budget, Decision, History, UnitStats, nonfinite_slots
 from policies.bounds import Bounds, bound, hurried, incomplete
 from policies.budget import scales
-from policies.conformance import unversioned
 from policies.deadline import SAFETY, UNKNOWN, DeadlinePolicy, Nothing, WriteEstimate
 from policies.encodings import expected_bytes, options
 from policies.registry import with_fixed_encoding

@@ -48,17 +48,9 @@ def test_more_decisions_than_can_be_replayed_are_refused(here: Here) -> None:
     assert "100,000 decisions" in answer.err and len(answer.err.splitlines()) == 1
 
 
-@pytest.mark.slow
-def test_a_recommendation_keeps_its_limit(here: Here) -> None:
-    limit = 5e12
-    shown = here(*MODEL, "--recommend", "--bytes-per-hour", limit, "--json").json
-    first = 12 * 8.03e9  # the first save of a store does not count
-    assert all(one["bytes"] <= limit * shown["hours"] * 1.001 + first * 1.01 for one in shown["recommended"]["tried"])
-
-
 def test_what_cannot_be_estimated_is_one_line(here: Here) -> None:
     for options, told in (
-        ((*MODEL, "--bytes-per-hour", 1), "need --recommend"),
+        ((*MODEL, "--recommend"), "No such option: --recommend"),
         (("estimate",), "Missing argument 'MODEL'"),
         (("estimate", "gpt"), "unknown model 'gpt'"),
     ):

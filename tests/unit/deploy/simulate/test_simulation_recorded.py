@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deploy.simulate.plans import SimulationRequest, plan_of, recorded_config
-from deploy.simulate.simulation import Limits, later_per_hour, read_trace, recommend
+from deploy.simulate.simulation import read_trace
 from deploy.simulate.summary import Terms
 from monitor.config.load import load_config
 from policies.base import UnitStats
@@ -157,19 +157,6 @@ def test_what_another_policy_would_have_done_is_what_it_does(tmp_path: Path, nam
     # Single ones are off by much where steps differ much, as in a model this small; together they are not.
     assert np.median(np.abs(off)) < 0.05
     assert abs(np.mean(np.log1p(off))) < 0.1
-
-
-@pytest.mark.slow
-def test_what_a_run_that_only_observed_recorded_is_enough_for_a_recommendation(tmp_path: Path) -> None:
-    run = run_of(recorded(tmp_path / "store", 40, policy="observe"))
-    full = sum(unit.nbytes for unit in run.segments[-1].units)
-    limits = Limits(bytes_per_hour=full * 40 / 8 / (run.seconds / 3600))
-    found = recommend(run, Terms(), limits)
-    assert found.chosen.exposure.total.mean == min(one.exposure.total.mean for one in found.tried)
-    again = replay(run, plan_of(SimulationRequest("pasted", load_config(found.settings)), run))
-    assert again.seen_from(found.since).exposure == found.chosen.exposure
-    assert all(later_per_hour(one) <= (limits.bytes_per_hour or 0) * 1.0001 for one in found.tried)
-    assert {one.name.split()[0] for one in found.tried} >= {"full", "parity"}
 
 
 def drift_off(plain: Run, truth: Run) -> list[float]:

@@ -60,12 +60,6 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [
         {"policy": "{folder}/my.py:Yours"},
         "policy {folder}/my.py:Yours: {folder}/my.py has no Yours: did you mean 'Mine'?",
     ),
-    (
-        {"policy": MINE},
-        """policy mine failed the check on the layers of this job before training: first save (5 units,
-        step 1, 0 commits): it raised ValueError('no') at my.py:14; fix it, and try
-        `check_policy` of examples/policy_checks.py on it for all checks""",
-    ),
 ]
 
 

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from examples import policy_checks as contract
-from examples.policy_checks import any_case, broken_promises, check_policy, edge_cases, usual_units
+from examples.policy_checks import BrokenError, any_case, broken_promises, check_policy, edge_cases, usual_units
 from policies.bounds import Bounds
-from policies.conformance import BrokenError
 from policies.registry import policy_from
 from store.encoding import ENCODINGS
 from tests.support.policies import SOUND, policy_file, selecting
