@@ -128,16 +128,6 @@ class RescueReport(Message):
     at: float
 
 
-class StoreReport(Message):
-    """Commits of a store that the daemon verified. ``damage``: the problems found, newest last."""
-
-    store: str
-    store_id: str
-    verified: int
-    damaged: tuple[str, ...] = ()
-    damage: tuple[str, ...] = ()
-
-
 class Report(Message):
     """State of the daemon. ``port`` and ``url`` are those of its metrics, None if it serves none."""
 
@@ -150,9 +140,6 @@ class Report(Message):
     url: str | None = None
     jobs: tuple[JobReport, ...]
     rescues: tuple[RescueReport, ...]
-    stores: tuple[StoreReport, ...]
-    verified_bytes: int
-    verifying: str | None
     refused: int
 
 

@@ -2,7 +2,7 @@
 
 A fragment is checked together with all differences to it, chunk by chunk, so memory is a few chunks."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -103,9 +103,6 @@ class _Member:
 Progress = Callable[[int], None]  # called with the number of payload bytes just checked
 
 
-GroupKey = tuple[SaveId, str]  # a segment group and the digest of its parts
-
-
 @dataclass(frozen=True)
 class CommitState:
     """``ok``: as committed. ``fallback``: resumable, with other versions or run states. ``damaged``: not resumable."""
@@ -129,31 +126,26 @@ class VerifyReport:
         return not self.problems and all(commit.state == "ok" for commit in self.commits)
 
 
-def verify(
-    catalog: Catalog,
-    progress: Progress = lambda _: None,
-    *,
-    only: Collection[SaveId] | None = None,
-    checked: Collection[GroupKey] = (),
-) -> VerifyReport:
-    """Check every byte that every commit needs.
+def verify(catalog: Catalog, progress: Progress = lambda _: None) -> VerifyReport:
+    """Check every byte that every commit needs; a commit that is pruned meanwhile is left out.
 
-    ``only``: commits to check instead of all. ``checked``: groups that were checked before and are skipped. Raises
-    NewerFormatError if the store needs a newer release, UnreachableError if an object store does not answer."""
+    Raises NewerFormatError if the store needs a newer release, UnreachableError if an object store does not answer,
+    StorageError if all commits were pruned meanwhile."""
     catalog.forget()
-    checker = _Checker(catalog, progress, checked)
-    saves = [save for save in catalog.saves() if only is None or save in only]
-    checker.check(saves)
+    checker, listed = _Checker(catalog, progress), catalog.saves()
+    checker.check(listed)
+    present = set(catalog.saves())
+    saves = [save for save in listed if save in present]
+    if listed and not saves:
+        raise StorageError(
+            f"all {len(listed)} commits were pruned while they were read, so none is verified: keep more of them "
+            "(`retention:`), or verify a copy of the store"
+        )
     bad = frozenset(checker.bad)
     commits = tuple(_state(catalog, save, checker, bad) for save in saves)
     return VerifyReport(
-        commits, (*checker.problems, *catalog.suspects().problems), _resumable(catalog, bad), checker.bytes_read
+        commits, (*checker.problems(saves), *catalog.suspects().problems), _resumable(catalog, bad), checker.bytes_read
     )
-
-
-def groups_of(catalog: Catalog, save: SaveId) -> set[GroupKey]:
-    """Return all groups that a commit needs. Raises DamagedError or StorageError if its manifest cannot be read."""
-    return {(SaveId.parse(name), record.parts) for name, record in catalog.manifest(save).groups.items()}
 
 
 def total_bytes(catalog: Catalog) -> int:
@@ -166,14 +158,15 @@ def total_bytes(catalog: Catalog) -> int:
 
 
 class _Checker:
-    def __init__(self, catalog: Catalog, progress: Progress, checked: Collection[GroupKey]) -> None:
-        self.problems: list[str] = []
+    def __init__(self, catalog: Catalog, progress: Progress) -> None:
         self.bad: set[RejectedVersion] = set()
         self.harmless: set[SaveId] = set()
         self.bytes_read = 0
         self._catalog = catalog
         self._progress = progress
-        self._checked = checked
+        self._unreadable: dict[SaveId, list[str]] = {}  # problems of manifests
+        self._found: list[tuple[SaveId, str]] = []  # problems of segment groups
+        self._needs: dict[SaveId, set[SaveId]] = {}  # the groups that each commit needs
         self._whole: dict[Key, Source] = {}
         self._differences: dict[Key, list[Source]] = {}
 
@@ -186,19 +179,30 @@ class _Checker:
             if key is not None and key in self._whole:
                 self._differences.setdefault(key, []).append(Source(part, entry, self._whole[key]))
         for group in groups:
-            self.problems.extend(group.problems)
+            self._note(group.save, group.problems)
             if group.problems:
                 self.harmless.add(group.save)
             for part in group.parts.values():
                 self._check_part(part)
 
+    def problems(self, saves: Iterable[SaveId]) -> list[str]:
+        """Return the problems of what these commits need."""
+        manifests = [text for save in saves for text in self._unreadable[save]]
+        needed = set[SaveId]().union(*(self._needs[save] for save in saves))
+        return manifests + [text for group, text in self._found if group in needed]
+
+    def _note(self, group: SaveId, problems: Iterable[str]) -> None:
+        self._found += [(group, text) for text in problems]
+
     def _reached(self, saves: Sequence[SaveId]) -> list[LoadedGroup]:
-        found: dict[GroupKey, LoadedGroup] = {}
+        found: dict[tuple[SaveId, str], LoadedGroup] = {}
         for save in saves:
-            with noting(self.problems):
+            needs, unreadable = self._needs.setdefault(save, set()), self._unreadable.setdefault(save, [])
+            with noting(unreadable):
                 for name, record in self._catalog.manifest(save).groups.items():
                     key = (SaveId.parse(name), record.parts)
-                    if key not in found and key not in self._checked:
+                    needs.add(key[0])
+                    if key not in found:
                         found[key] = self._catalog.group(key[0], record)
         return list(found.values())
 
@@ -209,7 +213,7 @@ class _Checker:
             check_header(self._catalog.files, path, part.header_bytes, part.header_xxh3_128)
         if header:  # our own readers do not need the container's header; others do
             self.harmless.add(part.save)
-        self.problems += header
+        self._note(part.save, header)
         for entry in part.entries:
             self._check_entry(part, entry)
         leaves: list[str] = []
@@ -217,7 +221,7 @@ class _Checker:
             read_leaves(self._catalog.files, part)
         if leaves:
             self.bad.add(RejectedVersion(part.save))
-        self.problems += leaves
+        self._note(part.save, leaves)
         self._read(sum(tensor.nbytes for tensor in part.run_tensors))
 
     def _check_entry(self, part: PartRecord, entry: Entry) -> None:
@@ -238,7 +242,7 @@ class _Checker:
             if isinstance(found.error, UnreachableError):
                 raise found.error
             part, entry = found.source.part, found.source.entry
-            self.problems.append(f"{found.error} ({entry.fqn}/{entry.slot} in {part_path(part.save, part.rank)})")
+            self._note(part.save, [f"{found.error} ({entry.fqn}/{entry.slot} in {part_path(part.save, part.rank)})"])
             self.bad.add(RejectedVersion(part.save, entry.unit, entry.fragment))
         self._read(sum(source.entry.nbytes for source in checked))
 

@@ -15,7 +15,7 @@ from deploy import console as output
 from deploy.console import DebugOption, JsonOption, MemoryOption
 from deploy.daemon.node import Options
 from deploy.exit_codes import EPILOG
-from deploy.format import plural, size_text
+from deploy.format import plural
 from store import daemon_protocol as protocol
 from store.errors import DaemonError, system_errors
 from store.memory.layout import make_home
@@ -35,9 +35,6 @@ def run(
     port: Annotated[
         int, typer.Option(min=0, max=65535, metavar="N", help="Port of the metrics; 0 picks a free one.")
     ] = _DEFAULT.port,
-    verify_rate: Annotated[
-        int, typer.Option(min=0, metavar="BYTES/S", help="Rate at which commits are verified; 0: never.")
-    ] = _DEFAULT.verify_rate,
     exit_idle: Annotated[
         float | None, typer.Option(min=0.0, metavar="SECONDS", help="Exit after this time without a job.")
     ] = None,
@@ -67,7 +64,7 @@ def run(
         tls=Tls(cert=_absolute(tls_cert), key=_absolute(tls_key), client_ca=_absolute(tls_client_ca)), insecure=insecure
     )
     security.check(host, "--host")
-    options = Options(base, port, verify_rate, exit_idle, grace, host=host, security=security)
+    options = Options(base, port, exit_idle, grace, host=host, security=security)
     _log_to(log)
     os.chdir("/")
     Daemon(options).run()
@@ -75,7 +72,7 @@ def run(
 
 @app.command(epilog=EPILOG)
 def status(*, memory: MemoryOption = Path("/dev/shm"), json: JsonOption = False, _debug: DebugOption = False) -> None:
-    """Show the jobs that the node daemon watches, its rescues and its verification results."""
+    """Show the jobs that the node daemon watches, and its rescues."""
     found = _answer(base_of(memory), protocol.AskStatus())
     if not isinstance(found, protocol.Report):
         raise DaemonError(f"the daemon answered {found.kind!r} instead of a report")
@@ -98,8 +95,6 @@ def _draw(console: Console, report: protocol.Report) -> None:
         "Memory": report.base,
         "Metrics": port,
         "Jobs": str(len(report.jobs)),
-        "Verified": f"{plural(sum(one.verified for one in report.stores), 'commit')}, "
-        f"{size_text(report.verified_bytes)} read",
     }
     if report.refused:
         facts["Refused"] = plural(report.refused, "connection")
@@ -110,7 +105,6 @@ def _draw(console: Console, report: protocol.Report) -> None:
     if report.rescues:
         console.print()
         console.print(_rescues(report))
-    output.problems(console, tuple(text for one in report.stores for text in one.damage))
 
 
 def _jobs(jobs: tuple[protocol.JobReport, ...]) -> object:

@@ -60,8 +60,6 @@ def _draw(console: Console, report: VerifyReport, body: dict[str, Any]) -> None:
         console.print()
     console.print(_verdict(report))
     output.problems(console, report.problems)
-    if report.problems and body["in_use"]:
-        console.print("The store is in use: files that its job deleted meanwhile are listed here too. Verify it again.")
 
 
 def _table(body: dict[str, Any]) -> Any:

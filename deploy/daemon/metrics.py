@@ -43,10 +43,6 @@ class DaemonMetrics:
         )
         self.rescues = counter("rescues", "Rescues of snapshots of dead jobs, by outcome", "outcome")
         self.rescued_at = gauge("last_rescue_timestamp_seconds", "Time of the last rescued commit")
-        self.verified_bytes = counter("verified_bytes", "Bytes verified")
-        self.verified = counter("verified_commits", "Commits verified")
-        self.damaged = gauge("damaged_commits", "Commits found damaged", "store")
-        self.verify_failures = counter("verify_failures", "Failed attempts to read a store")
         self.refused = counter("refused", "Refused connections, by reason", "reason")
         self.memory_room = gauge("memory_free_bytes", "Free bytes of shared memory")
         # Prometheus sees no increase from nothing to one.
@@ -81,8 +77,6 @@ class DaemonMetrics:
         with suppress(OSError):  # shared memory was removed; the jobs' reports remain
             found = os.statvfs(base)
             self.memory_room.set(found.f_bavail * found.f_frsize)
-        for read in report.stores:
-            self.damaged.labels(read.store).set(len(read.damaged))
         reports = report.jobs
         self.jobs.set(len(reports))
         for store in self._shown - {one.store for one in reports}:

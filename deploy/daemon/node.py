@@ -1,10 +1,10 @@
-"""State of a node: registered jobs, rescues of dead ones, and verification results.
+"""State of a node: registered jobs, and rescues of dead ones.
 
 A job is all processes with one epoch of a store. It is dead when all its processes on this node ended; its snapshots
 are rescued unless all of them unregistered cleanly. Stopped processes count as alive. A newer epoch on the same store
 (at the same path; a copy is another store) replaces the older one, since it finds the snapshots by itself.
 
-Everything here runs in the event loop's thread; rescuer and verifier hand their results over to it."""
+Everything here runs in the event loop's thread; the rescuer hands its results over to it."""
 
 import asyncio
 import logging
@@ -19,8 +19,7 @@ from pathlib import Path
 
 from deploy.daemon.metrics import DaemonMetrics
 from deploy.daemon.rescuer import Rescuer, RescueRequest, RescueResult
-from deploy.daemon.verifier import Verifier
-from store.daemon_protocol import JobReport, Register, Report, RescueReport, StatusUpdate, StoreReport
+from store.daemon_protocol import JobReport, Register, Report, RescueReport, StatusUpdate
 from store.errors import DaemonError, StorageError
 from store.memory.cleanup import (
     KEEP_SECONDS,
@@ -34,7 +33,6 @@ from store.memory.index import SeenStore
 from store.memory.layout import Tier, tiers
 from store.metrics_server import LOOPBACK, EndpointSecurity
 from store.names import SaveId
-from store.text import listed
 
 TRAINING, DYING, WAITING, RESCUING = "training", "dying", "waiting", "rescuing"
 
@@ -175,7 +173,6 @@ class Options:
 
     base: Path  # shared-memory directory
     port: int = 9465
-    verify_rate: int = 16 << 20  # bytes per second, 0 for never
     exit_idle: float | None = None  # seconds without a job before it exits, None for never
     grace: float = 30.0  # seconds to finish a rescue on exit
     survivors: float = 10.0  # seconds after a death until the surviving ranks are logged
@@ -194,12 +191,9 @@ class Node:
         self._rescues = deque[RescueReport](maxlen=_HISTORY)
         self._retrying = 0  # rescues that wait for their next attempt
         self._cleaning: dict[str, dict[Path, RescueResult | None]] = {}  # by store id: rescues of old memory
-        self._reported: dict[Path, str] = {}
-        self._verified_bytes = 0
         self._started = datetime.now(UTC).isoformat(timespec="seconds")
         self._needed = time.monotonic()
         self._rescuer = Rescuer(options.base, self._in_loop(self._rescued), self._in_loop(self._on_rescue_started))
-        self._verifier = Verifier(options.verify_rate, self._in_loop(self._on_verified), self._in_loop(self._read))
 
     def rescue_leftovers(self) -> None:
         """Rescue snapshots of jobs that died together with the previous daemon."""
@@ -212,8 +206,6 @@ class Node:
                     _log.warning("%s; `driftpoint rescue STORE` commits them", _unknown_place(tier))
         except StorageError as error:
             _log.warning("cannot read the snapshots in memory: %s", error)
-        for store_id, path in self._known.everything():
-            self._verifier.watch(store_id, path)
 
     @property
     def busy(self) -> bool:
@@ -255,7 +247,6 @@ class Node:
 
     def end(self, grace: float) -> bool:
         """Finish the rescues of dead jobs within ``grace`` seconds; return whether that succeeded. Blocks."""
-        self._verifier.end(0.0)
         return self._rescuer.end(grace)
 
     # Jobs.
@@ -286,7 +277,6 @@ class Node:
             self._known.seen(hello.store_id, Path(hello.store))
         except StorageError as error:
             _log.warning("cannot record the path of %s for the next daemon: %s", hello.store, error)
-        self._verifier.watch(hello.store_id, Path(hello.store))
         return job, member
 
     def disconnected(self, job: NodeJob, member: RankConnection) -> None:
@@ -322,7 +312,7 @@ class Node:
                 "%s: a rank died, but %s live: snapshots are rescued only after they end", job.hello.store, living
             )
 
-    # News of the other threads.
+    # News of the rescuer, which runs in a thread of its own.
 
     def _in_loop(self, told: Callable[..., None]) -> Callable[..., None]:
         def hand(*news: object) -> None:
@@ -402,26 +392,6 @@ class Node:
         if not request.dropped.is_set():
             self._rescuer.ask(request)
 
-    def _on_verified(self, store: Path, save: SaveId | None, problems: list[str]) -> None:
-        if save is not None:
-            self.metrics.verified.inc()
-        if save is None and not problems:
-            if not any(Path(job.hello.store) == store for job in self._jobs):
-                return  # removed together with its job
-            problems = ["there is no such directory: is its disk mounted on this node?"]
-        text = listed(problems, 4, "; ")
-        if save is None:
-            self.metrics.verify_failures.inc()
-            if self._reported.get(store) != text:
-                _log.warning("%s cannot be verified: %s", store, text)
-            self._reported[store] = text
-        elif problems:
-            _log.error("%s: commit %s is damaged: %s; run `driftpoint verify %s`", store, save, text, store)
-
-    def _read(self, nbytes: int) -> None:
-        self._verified_bytes += nbytes
-        self.metrics.verified_bytes.inc(nbytes)
-
     def report(self) -> Report:
         return Report(
             pid=os.getpid(),
@@ -431,18 +401,6 @@ class Node:
             url=self.metrics.url,
             jobs=tuple(job.report() for job in self._jobs),
             rescues=tuple(self._rescues),
-            stores=tuple(
-                StoreReport(
-                    store=str(found.path),
-                    store_id=found.store_id,
-                    verified=len(found.saves),
-                    damaged=tuple(save.name for save in found.damaged),
-                    damage=tuple(found.damage),
-                )
-                for found in self._verifier.found()
-            ),
-            verified_bytes=self._verified_bytes,
-            verifying=self._verifier.current,
             refused=self.refused,
         )
 

@@ -118,9 +118,9 @@ def check_bytes(facts: Facts) -> Check:
     if problems:
         return Check(name, worst, f"{plural(len(problems), 'problem')} found", problems[0], _verify(facts))
     if checked is None:
-        return Check(name, "plain", "not verified since written", "records and sizes are consistent", _verify(facts))
+        return Check(name, "plain", "not verified for this page", "records and sizes are consistent", _verify(facts))
     text = f"{checked.commits} of {plural(len(status.saves), 'commit')} verified, all intact"
-    return Check(name, "good", text, f"verified by {checked.who}" if checked.who != "just now" else "verified just now")
+    return Check(name, "good", text, "verified just now")
 
 
 def check_proven(facts: Facts) -> Check:

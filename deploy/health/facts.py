@@ -1,4 +1,4 @@
-"""Gather facts about a run at one parse_time: store, disk, shared memory, daemon and trace.
+"""Gather facts about a run at one parse_time: store, disk, shared memory and trace.
 
 Facts are not judged here. An unreadable part never fails the whole: it is None, and ``trouble`` holds the reason.
 Reads records, no payload."""
@@ -17,8 +17,7 @@ from typing import Literal
 from deploy.health.trace_reader import JobStatus
 from deploy.store_status import StoreStatus, store_status
 from store.catalog import Catalog
-from store.daemon_protocol import AskStatus, Report, query_daemon
-from store.errors import DamagedError, DriftpointError, StorageError, StoreError
+from store.errors import DamagedError, StorageError, StoreError
 from store.location import is_url
 from store.memory.arena import is_owned
 from store.memory.index import HeldSnapshot, belonging_to, scan_node
@@ -38,7 +37,6 @@ LATE, VERY_LATE = 3.0, 10.0
 FLOOR = 60.0  # seconds below which nothing counts as late
 LONG = 3600.0  # seconds without a commit that need attention if the usual interval is unknown
 AHEAD = 120.0  # accepted difference between the clocks of two machines, in seconds
-_PATIENCE = 1.0  # seconds to wait for the daemon's answer
 _NEWEST = 8  # commits from which the usual interval is computed
 
 
@@ -113,9 +111,8 @@ def _world(held: Mapping[int, HeldSnapshot]) -> int:
 
 @dataclass(frozen=True)
 class VerifiedCommits:
-    """Commits whose bytes were verified, and by whom."""
+    """Commits whose bytes were verified."""
 
-    who: str
     commits: int
     damaged: tuple[str, ...]
     problems: tuple[str, ...] = ()
@@ -222,24 +219,10 @@ def gather(
     )
 
 
-def verified_by_daemon(memory: Path, store_id: str) -> VerifiedCommits | None:
-    """Return what the node daemon verified; None if it does not answer or has not read this store."""
-    try:
-        report = query_daemon(memory, AskStatus(), _PATIENCE)
-    except DriftpointError:
-        return None  # there need not be one
-    if not isinstance(report, Report):
-        return None
-    found = next((one for one in report.stores if one.store_id == store_id), None)
-    if found is None or not found.verified:
-        return None
-    return VerifiedCommits("the daemon of this node", found.verified, found.damaged, found.damage)
-
-
 def verified_now(report: VerifyReport) -> VerifiedCommits:
     """Summarise a verification that just ran."""
     damaged = tuple(commit.save.name for commit in report.commits if commit.state != "ok")
-    return VerifiedCommits("just now", len(report.commits), damaged, report.problems)
+    return VerifiedCommits(len(report.commits), damaged, report.problems)
 
 
 def _commit_gap(catalog: Catalog, saves: Sequence[SaveId]) -> float | None:

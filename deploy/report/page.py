@@ -138,11 +138,10 @@ def _build(
     catalog: Catalog, root: Path, path: Path, memory: Path, *, named: bool, verify: bool, clock: Callable[[], float]
 ) -> ReportResult:
     # Slow reads come first, so that the facts are of one moment.
+    checked: health.VerifiedCommits | None = None
     if verify:
         with byte_progress("Verifying", total_bytes(catalog) if watched() else 0) as progress:
-            checked: health.VerifiedCommits | None = health.verified_now(verify_store(catalog, progress))
-    else:
-        checked = health.verified_by_daemon(memory, catalog.store_id)
+            checked = health.verified_now(verify_store(catalog, progress))
     history, missing = _history(path, named=named)
     job_status = None if history is None else history.job_status
     catalog.forget()

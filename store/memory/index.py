@@ -284,10 +284,6 @@ class SeenStore:
         self._path = layout.home(base) / _NAME
         self._places = _read(self._path)
 
-    def everything(self) -> list[tuple[str, Path]]:
-        """Return (store id, location) pairs, the last seen one last."""
-        return [(store_id, path) for store_id, paths in self._places.items() for path in paths]
-
     def places(self, store_id: str) -> list[Path]:
         """Return the known locations of a store and its copies, the last seen one last."""
         return list(self._places.get(store_id, ()))

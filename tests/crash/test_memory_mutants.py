@@ -138,7 +138,7 @@ def age(tmp_path: Path) -> None:
     SeenStore(tier.base).seen(tier.store_id, tmp_path / "away")
 
     async def clean() -> None:
-        beside = node.Node(node.Options(tier.base, verify_rate=0), DaemonMetrics())
+        beside = node.Node(node.Options(tier.base), DaemonMetrics())
         await beside.clean()
         while beside.busy:
             await asyncio.sleep(0.01)

@@ -242,7 +242,6 @@ def test_every_query_of_the_dashboard_has_data(seen: Prometheus, query: str) -> 
         "driftpoint_resume_fallback_units",
         "driftpoint_memory_step",
         "driftpoint_daemon_rescues_total{outcome='written'}",
-        "driftpoint_daemon_verified_commits_total",
         "driftpoint_store_free_bytes",
         "up{job='guarded'}",
     ],

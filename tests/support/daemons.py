@@ -75,7 +75,7 @@ class Running:
 
 def daemon_command(base: Path, *options: object) -> list[str]:
     """As a user runs it, but quiet."""
-    words = ["--memory", base, "--port", 0, "--verify-rate", 0, *options]
+    words = ["--memory", base, "--port", 0, *options]
     return [sys.executable, "-m", "deploy.cli", "daemon", "run", *map(str, words)]
 
 

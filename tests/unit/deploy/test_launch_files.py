@@ -22,14 +22,18 @@ from deploy.cli.app import app
 from deploy.supervisor.processes import KILL_AFTER
 from deploy.supervisor.restart_policy import NO_PROGRESS
 from monitor.config.load import Config
-from store.errors import PREEMPTED, UsageError
+from store.errors import PREEMPTED, DamagedError, NothingToResumeError, UsageError
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+LASTING = [path for path in UNITS if "verify" not in path.name]
+VERIFY = DEPLOY / "systemd" / "driftpoint-verify@.service", DEPLOY / "kubernetes" / "verify-cronjob.yaml"
 SBATCH = DEPLOY / "slurm" / "driftpoint.sbatch"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+STARTING = [path for path in MANIFESTS if path not in VERIFY and path.name != "podmonitor.yaml"]
 MODELS = {
+    "CronJob": known.IoK8sApiBatchV1CronJob,
     "ClusterTrainingRuntime": known.TrainerV1alpha1ClusterTrainingRuntime,
     "JobSet": known.JobsetV1alpha2JobSet,
     "TrainJob": known.TrainerV1alpha1TrainJob,
@@ -91,12 +95,14 @@ def test_the_sbatch_script_goes_by_the_codes_and_options_of_the_code() -> None:
     assert notice and float(notice[1]) >= grace(words) + KILL_AFTER
 
 
-@pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
+@pytest.mark.parametrize("unit", [*UNITS, VERIFY[0].with_suffix(".timer")], ids=lambda path: path.name)
 def test_systemd_takes_the_unit(unit: Path, tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("no systemd-analyze here: the unit is NOT checked")
+    for one in {unit, unit.with_suffix(".service")}:  # a timer starts the service of its name
+        installed = tmp_path / one.name.replace("@", "@one")
+        installed.write_text(re.sub(r"(?m)^ExecStart=\S+", "ExecStart=/bin/true", one.read_text()))
     installed = tmp_path / unit.name.replace("@", "@one")
-    installed.write_text(re.sub(r"(?m)^ExecStart=\S+", "ExecStart=/bin/true", unit.read_text()))
     manner = ["--user"] if "default.target" in unit.read_text() else ["--system"]
     checked = subprocess.run(
         ["systemd-analyze", *manner, "--man=no", "--recursive-errors=no", "verify", installed],
@@ -108,7 +114,7 @@ def test_systemd_takes_the_unit(unit: Path, tmp_path: Path) -> None:
     assert checked.returncode == 0 and not checked.stderr, checked.stderr
 
 
-@pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.name)
+@pytest.mark.parametrize("unit", LASTING, ids=lambda path: path.name)
 def test_a_unit_starts_what_there_is_and_gives_it_time_to_end(unit: Path) -> None:
     said = dict(line.split("=", 1) for line in unit.read_text().splitlines() if re.match(r"[A-Z]\w+=", line))
     words = said["ExecStart"].split()[1:]
@@ -146,7 +152,7 @@ def test_a_job_is_replaced_when_preempted_and_fails_without_progress(made: dict[
         assert codes["FailJob"]["values"] == [UsageError.exit_code, NO_PROGRESS]
 
 
-@pytest.mark.parametrize("name", [path.name for path in MANIFESTS if path.name != "podmonitor.yaml"])
+@pytest.mark.parametrize("name", [path.name for path in STARTING])
 def test_pods_run_what_there_is_and_have_time_to_save(name: str) -> None:
     made = [one for at, one in objects() if at == name]
     commands = [
@@ -169,11 +175,11 @@ def test_the_settings_in_a_manifest_are_settings(made: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", [SBATCH, DEPLOY / "systemd" / "driftpoint-job@.service", *MANIFESTS], ids=lambda p: p.name
+    "path", [SBATCH, DEPLOY / "systemd" / "driftpoint-job@.service", *STARTING], ids=lambda p: p.name
 )
 def test_a_store_that_is_not_mounted_is_refused_after_the_first_start(path: Path) -> None:
     text = path.read_text()
-    assert ("create: false" in text) == (path.name != "podmonitor.yaml")  # which starts nothing
+    assert "create: false" in text
     for setting in re.findall(r"store: (\{path: /\S+, create: false\})", text):
         stored = Config.model_validate({"store": yaml.safe_load(setting)})
         assert f"store: {stored.store_path}\n" in text and not stored.creates_store
@@ -181,12 +187,32 @@ def test_a_store_that_is_not_mounted_is_refused_after_the_first_start(path: Path
 
 def test_shared_memory_is_memory_and_pods_are_nobodys_root() -> None:
     for name, made in objects():
+        if made["kind"] in ("Job", "JobSet", "ClusterTrainingRuntime", "CronJob"):
+            assert list(within(made, "runAsNonRoot")) == [True], name
+        if made["kind"] == "CronJob":  # it reads files only
+            continue
         for spec in within(made, "containers"):
             assert any(one["mountPath"] == "/dev/shm" for container in spec for one in container["volumeMounts"]), name
         for volumes in within(made, "volumes"):
             assert any(one.get("emptyDir", {}).get("medium") == "Memory" for one in volumes), name
-        if made["kind"] in ("Job", "JobSet", "ClusterTrainingRuntime"):
-            assert list(within(made, "runAsNonRoot")) == [True], name
+
+
+def test_a_scheduled_verification_reads_a_store_and_the_alert_knows_its_name() -> None:
+    unit, manifest = (path.read_text() for path in VERIFY)
+    (words,) = re.findall(r"^ExecStart=\S+ (.*)$", unit, re.MULTILINE)
+    takes(words.split())
+    job = yaml.safe_load(manifest)
+    (one,) = next(within(job, "containers"))
+    assert one["command"] == ["driftpoint", *words.split()[:1]]
+    takes([*one["command"][1:], *one["args"]])
+    assert one["volumeMounts"] == [{"name": "checkpoints", "mountPath": "/checkpoints", "readOnly": True}]
+    for text in (unit, manifest):
+        assert f"# {DamagedError.exit_code}: damaged" in text and f"{NothingToResumeError.exit_code}: nothing" in text
+    rules = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"]
+    (expr,) = [rule["expr"] for group in rules for rule in group["rules"] if rule["alert"] == "DriftpointVerifyFailed"]
+    by_job, by_unit = re.findall(r'name=~"(.*?)"', expr)
+    assert re.fullmatch(by_job, f"{job['metadata']['name']}-29001600")
+    assert re.fullmatch(by_unit, VERIFY[0].name.replace("@", "@llama"))
 
 
 def test_what_is_scraped_has_the_names_that_the_alerts_go_by() -> None:

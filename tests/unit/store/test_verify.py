@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from store.catalog import open_catalog, open_or_create
+from store.errors import StorageError
 from store.names import SaveId, manifest_path, part_path, payload_path
 from store.segment import read_part
 from store.verify import VerifyReport, total_bytes, verify
@@ -103,3 +104,31 @@ def test_damage_since_the_last_look_is_seen(job: Job, saves: list[SaveId]) -> No
     assert verify(catalog).ok
     flip(job.files, manifest_path(saves[3]), 40)
     assert not verify(catalog).ok
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_what_is_pruned_while_it_is_read_is_no_damage(job: Job, damaged: bool) -> None:
+    saves = [job.save() for _ in range(8)]
+    files = set(job.files.disk.files())
+    if damaged:
+        flip(job.files, payload_path(saves[-1], 1), -1)
+    pruned: list[bool] = []
+
+    def prune(_: int) -> None:
+        if not pruned:
+            pruned.append(True)
+            job.prune()
+
+    found = verify(open_catalog(job.files), prune)
+    assert payload_path(saves[0], 0) in files - set(job.files.disk.files())
+    assert [commit.save for commit in found.commits] == saves[:-3:-1]
+    assert found.ok is not damaged and all(str(saves[0]) not in problem for problem in found.problems)
+
+
+def test_where_all_are_pruned_meanwhile_none_is_called_whole(job: Job, saves: list[SaveId]) -> None:
+    def prune(_: int) -> None:
+        for save in saves if job.files.disk.find(manifest_path(saves[0])) is not None else ():
+            remove(job.files, manifest_path(save))
+
+    with pytest.raises(StorageError, match="all 4 commits were pruned"):
+        verify(open_catalog(job.files), prune)

@@ -70,7 +70,7 @@ def cleaned(tier: Tier) -> None:
     """What the daemon does once an hour."""
 
     async def work() -> None:
-        beside = Node(Options(tier.base, verify_rate=0), DaemonMetrics())
+        beside = Node(Options(tier.base), DaemonMetrics())
         await beside.clean()
         while beside.busy:
             await asyncio.sleep(0.01)
@@ -215,7 +215,7 @@ def test_a_rescue_of_leftovers_that_fails_is_tried_again(
     monkeypatch.setattr(node, "_RETRIES", (0.2, 0.2))
 
     async def work(*, comes_back: bool) -> None:
-        beside = Node(Options(tier.base, verify_rate=0), DaemonMetrics())
+        beside = Node(Options(tier.base), DaemonMetrics())
         beside.rescue_leftovers()
         await asyncio.sleep(0.1)
         assert beside.idle_seconds() < 0.1, "a daemon that waits to try again is not idle"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import urllib.request
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,8 @@ import pytest
 from store.names import SaveId, payload_path
 from store.retention import Retention, plan_prune
 from store.verify import verify
-from tests.support.cli import driftpoint
 from tests.support.control_groups import group
-from tests.support.daemons import Running, catalog_of, daemon, known, report, resumed, same, steps, trainer, until
+from tests.support.daemons import catalog_of, daemon, known, report, resumed, same, steps, trainer, until
 from tests.support.jobs import Job
 
 pytestmark = pytest.mark.slow
@@ -127,44 +125,6 @@ def test_a_daemon_that_is_killed_for_its_memory(store: Path, base: Path) -> None
         with daemon(base):
             until(lambda: steps(store)[0] == 7, "the rescue by the next one")
     assert verify(catalog_of(store)).ok
-
-
-def served(beside: Running, sample: str) -> bool:
-    found = report(beside.base)
-    assert found is not None
-    with urllib.request.urlopen(f"http://127.0.0.1:{found.port}/metrics", timeout=30) as answer:
-        return sample in answer.read().decode()
-
-
-def test_commits_are_read_again(store: Path, base: Path) -> None:
-    with daemon(base, "--verify-rate", 1 << 30), trainer(store, base, 9):
-        until(lambda: (found := report(base)) and found.stores and found.stores[0].verified == 2, "two commits read")
-        found = report(base)
-        assert found is not None and not found.stores[0].damage
-        sizes = [path.stat().st_size for path in (store / "segments").rglob("*.safetensors")]
-        assert found.verified_bytes > sum(sizes)
-
-
-def test_damage_is_found_and_told(store: Path, base: Path) -> None:
-    with trainer(store, base, 9) as job:
-        path = store / payload_path(SaveId(8, 1), 0)
-        data = bytearray(path.read_bytes())
-        data[-1] ^= 1
-        path.write_bytes(data)
-        with daemon(base, "--verify-rate", 1 << 30) as beside:
-            job.told("step")
-            until(lambda: (found := report(base)) and found.stores and found.stores[0].damage, "the damage")
-            told = driftpoint("daemon", "status", "--memory", base, "--json").json["stores"][0]
-            assert told["damaged"] == [SaveId(8, 1).name] and "rank-00000" in told["damage"][0]
-            until(lambda: "is damaged" in beside.said(), "the warning")
-            until(lambda: served(beside, f'driftpoint_daemon_damaged_commits{{store="{store}"}} 1.0'), "the metric")
-            until(lambda: served(beside, f'driftpoint_daemon_trainers{{store="{store}"}} 1.0'), "the trainer")
-            none = "driftpoint_daemon_verify_failures_total 0.0"
-            assert served(beside, none)
-            away = store.rename(store.parent / "away")
-            until(lambda: not served(beside, none), "a failure to verify a store that is away")
-            until(lambda: "is its disk mounted on this node?" in beside.said(), "what to do about it")
-            away.rename(store)
 
 
 def test_storage_that_refuses_is_asked_again(store: Path, base: Path, slow: tuple[str, ...]) -> None:

@@ -190,9 +190,9 @@ def test_nothing_yet(run: SeenRun) -> None:
 def test_bytes_that_somebody_read(run: SeenRun) -> None:
     save = run.save(600)
     assert check(verdict(run, 601), "Bytes").level == "plain"
-    good = check(verdict(run, 601, checked=VerifiedCommits("the daemon of this node", 1, ())), "Bytes")
+    good = check(verdict(run, 601, checked=VerifiedCommits(1, ())), "Bytes")
     assert (good.level, good.text) == ("good", "1 of 1 commit verified, all intact")
-    hurt = check(verdict(run, 601, checked=VerifiedCommits("just now", 1, (save.name,))), "Bytes")
+    hurt = check(verdict(run, 601, checked=VerifiedCommits(1, (save.name,))), "Bytes")
     assert (hurt.level, hurt.text) == ("look", "1 commit damaged")
 
 
@@ -355,5 +355,5 @@ def test_a_commit_whose_bytes_were_found_damaged_is_not_what_a_resume_gives(run:
     found = check(verdict(run, 600, checked=checked), "A resume gives")
     assert (found.level, found.text) == ("look", "not what was saved at step 600: bytes are damaged")
     assert verdict(run, 600, checked=checked).sentence.endswith("or earlier, because bytes of that commit are damaged.")
-    alone = check(verdict(run, 600, checked=VerifiedCommits("just now", 1, (newest.name,))), "A resume gives")
+    alone = check(verdict(run, 600, checked=VerifiedCommits(1, (newest.name,))), "A resume gives")
     assert alone.level == "bad"

@@ -148,7 +148,7 @@ def test_damage_of_an_older_commit(run: SeenRun) -> None:
     flip_byte(run.store.manifest(old), 100)
     with holding_lock(run.root):
         found = verdict(run, 601)
-        read = verdict(run, 601, checked=VerifiedCommits("just now", 2, (), ("header of x is not what was written",)))
+        read = verdict(run, 601, checked=VerifiedCommits(2, (), ("header of x is not what was written",)))
     assert (found.level, check(found, "Bytes").text) == ("look", "1 problem found")
     assert check(read, "Bytes").text == "2 problems found"
 

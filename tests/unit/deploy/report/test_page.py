@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from deploy.health.facts import verified_by_daemon
 from deploy.report.history import read_history
 from deploy.report.page import build_report, render
 from store.catalog import mark_suspect
-from store.memory.index import SeenStore
 from store.names import Unit
 from tests.support.cli import Here
-from tests.support.daemons import daemon, until
 from tests.support.processes import holding_lock
 from tests.support.seen_runs import SeenRun
 from tests.support.stores import FakeLayer, StoreBuilder, flip_byte
@@ -276,17 +272,3 @@ def test_much_damage_is_told_in_a_few_lines(tmp_path: Path) -> None:
     source = html(run)
     assert source.count('<td class="kind">damage</td>') == 9
     assert f"driftpoint status --json {run.root} lists all" in Page(source).text
-
-
-@pytest.mark.slow
-def test_what_the_daemon_of_the_node_read_is_told(here: Here, base: Path, run: SeenRun) -> None:
-    run.save(590)
-    flip_byte(run.store.payload(run.save(600, layers=("norm",))), -1)
-    base.joinpath(f"driftpoint-{os.getuid()}").mkdir(mode=0o700)
-    SeenStore(base).seen(run.store.store_id, run.root)
-    with daemon(base, "--verify-rate", 1 << 30):
-        until(lambda: verified_by_daemon(base, run.store.store_id) is not None, "a daemon that read a commit")
-        until(lambda: (found := verified_by_daemon(base, run.store.store_id)) and found.commits == 2, "both commits")
-        answer = here("report", run.root, "--memory", base, "--json")
-    found = next(one for one in answer.json["checks"] if one["name"] == "Bytes")
-    assert (answer.code, found["level"], found["text"]) == (12, "look", "1 commit damaged")

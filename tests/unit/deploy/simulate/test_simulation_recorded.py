@@ -13,7 +13,6 @@ import torch
 
 from deploy.simulate.plans import SimulationRequest, plan_of, recorded_config
 from deploy.simulate.simulation import read_trace
-from deploy.simulate.summary import Terms
 from monitor.config.load import load_config
 from policies.base import UnitStats
 from policies.replay.movement import movement_of

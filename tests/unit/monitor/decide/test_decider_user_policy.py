@@ -15,7 +15,7 @@ from store.resolve import newest_resumable
 from store.schema import ManifestRecord
 from store.storage.local import LocalFiles
 from store.verify import verify
-from tests.support.jobs import LAYERS, Job, job, same
+from tests.support.jobs import LAYERS, job, same
 from tests.support.policies import policy_file, selecting
 
 RAISES = "if history.step in (3, 4): raise ValueError(f'at step {history.step}')\n"
