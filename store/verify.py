@@ -185,7 +185,7 @@ class _Checker:
             for part in group.parts.values():
                 self._check_part(part)
 
-    def problems(self, saves: Iterable[SaveId]) -> list[str]:
+    def problems(self, saves: Sequence[SaveId]) -> list[str]:
         """Return the problems of what these commits need."""
         manifests = [text for save in saves for text in self._unreadable[save]]
         needed = set[SaveId]().union(*(self._needs[save] for save in saves))

@@ -18,8 +18,7 @@ from deploy.format import size_text, span_text
 from store.errors import UsageError
 
 if TYPE_CHECKING:
-    from deploy.simulate.simulation import Simulation
-    from deploy.simulate.summary import Summary, Terms
+    from deploy.simulate.simulation import Simulation, Summary, Terms
 
 
 TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE", help="Drift trace of a job, STORE.trace.jsonl.")]
@@ -67,8 +66,7 @@ def simulate(
 ) -> None:
     """Replay a recorded run under other configurations: bytes, stall, and the cost of a failure."""
     with output.stdout_to_stderr():
-        from deploy.simulate.simulation import read_trace, simulated
-        from deploy.simulate.summary import Terms
+        from deploy.simulate.simulation import Terms, read_trace, simulated
 
     speeds = {"storage_gbps": storage_gbps, "copy_gbps": copy_gbps}
     check_numbers(speeds, above_zero=True)
@@ -101,8 +99,7 @@ def estimate(
     """Estimate bytes, stall and the cost of a failure for a model and a cluster, from stated assumptions."""
     with output.stdout_to_stderr():
         from deploy.simulate.assumptions import Assumptions, assumed_trace
-        from deploy.simulate.simulation import simulated
-        from deploy.simulate.summary import Terms
+        from deploy.simulate.simulation import Terms, simulated
 
     given = {
         "gpus": gpus, "step_seconds": step_seconds, "drift": drift, "learning_rate": learning_rate, "every": every,
@@ -146,8 +143,7 @@ def answer(found: "Simulation", *, as_json: bool, assumed: Mapping[str, str] | N
 
 
 def _simulation_json(found: "Simulation", assumed: Mapping[str, str] | None) -> dict[str, Any]:
-    from deploy.simulate.summary import as_json as summary_json
-    from deploy.simulate.summary import step_seconds
+    from deploy.simulate.simulation import step_seconds, summary_json
 
     return {
         "decisions": len(found.run.decisions),
@@ -163,7 +159,7 @@ def _simulation_json(found: "Simulation", assumed: Mapping[str, str] | None) -> 
 
 def draw(console: Console, found: "Simulation", assumed: Mapping[str, str]) -> None:
     """Print the text of the command. ``assumed`` is empty for a recorded run."""
-    from deploy.simulate.summary import step_seconds
+    from deploy.simulate.simulation import step_seconds
 
     for name, text in assumed.items():
         console.print(output.cell(f"{name}: {text}."))

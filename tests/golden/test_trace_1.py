@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from deploy.simulate.simulation import read_trace, simulated
-from deploy.simulate.summary import Terms, as_json
+from deploy.simulate.simulation import Terms, read_trace, simulated, summary_json
 
 FOLDER = Path(__file__).parent / "trace-1"
 
@@ -24,7 +23,7 @@ POLICIES = (
 def summary() -> list[dict[str, Any]]:
     """What a simulation of the golden trace says."""
     found = simulated(read_trace(FOLDER / "trace.jsonl"), POLICIES, Terms())
-    return [as_json(one, found.baseline) for one in found.summaries]
+    return [summary_json(one, found.baseline) for one in found.summaries]
 
 
 def test_the_golden_trace_says_what_it_said() -> None:
