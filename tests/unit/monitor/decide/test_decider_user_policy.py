@@ -62,7 +62,7 @@ def test_a_file_beside_the_configuration(tmp_path: Path, monkeypatch: pytest.Mon
         ("if stats[0].staleness is None: 1 / 0", "raised ZeroDivisionError('division by zero')"),
         ("raise SystemExit(0)", "raised SystemExit('0')"),
         ("return {}", "broke its contract (select returned {}, not a Decision; "),
-        ("return Decision({})", "broke its contract (embed/fp32: shown but not decided on"),
+        ("return Decision({})", "broke its contract (embed/exp_avg: shown but not decided on"),
         ("return Decision({one.unit: Choice('bf16', 'x') for one in stats})", "and precision is 'exact'; use raw)"),
     ],
 )
@@ -74,9 +74,8 @@ def test_one_that_fails_at_the_first_decision_leaves_a_full_commit_and_a_message
         one.ckpt.resume()
         report = one.step()
         assert report is not None and len(report.saved) == 15
-        assert one.metric(FAILURES) == 1 and one.metric("driftpoint_saves_total") == 1
+        assert one.metric(FAILURES) == 1
         kept = one.weights()
-        one.ckpt.close(save=False)
     (record,) = caplog.records
     assert told in record.message and "at step 1: everything is saved at this decision" in record.message
     found = manifest(tmp_path / "store", 1)
