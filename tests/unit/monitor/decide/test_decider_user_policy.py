@@ -63,7 +63,7 @@ def test_a_file_beside_the_configuration(tmp_path: Path, monkeypatch: pytest.Mon
         ("raise SystemExit(0)", "raised SystemExit('0')"),
         ("return {}", "broke its contract (select returned {}, not a Decision; "),
         ("return Decision({})", "broke its contract (embed/exp_avg: shown but not decided on"),
-        ("return Decision({one.unit: Choice('bf16', 'x') for one in stats})", "(embed/exp_avg: encoding 'bf16' may lose bits"),
+        ("return Decision({one.unit: Choice('bf16', 'x') for one in stats})", "encoding 'bf16' may lose bits"),
     ],
 )
 def test_one_that_fails_at_the_first_decision_leaves_a_full_commit_and_a_message(
