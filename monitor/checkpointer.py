@@ -23,9 +23,11 @@ from monitor.events import AttachEvent, DecisionEvent, MeasuredEvent
 from monitor.memory.tier import MemoryTier
 from monitor.observe.units import LocalUnit, Surveyor
 from monitor.preemption import Preemption
+from monitor.resume.journal_replay import resume_with_journal
 from monitor.resume.resume import LiveState, ResumeResult, build_certificate, go_on_from, resume, resume_memory_or_store
 from monitor.save.dry_run import DryRunSaver
 from monitor.save.final_save import FinalSave, LastStep, at_exit, not_committed, unreachable
+from monitor.save.journaled_saver import JournaledSaver
 from monitor.save.saver import Saver
 from monitor.save.store_session import StoreSession
 from monitor.telemetry.log import MisuseNotices, warn_of_beginning
@@ -83,7 +85,7 @@ class Checkpointer:
         self._decider = Decider(job, budget_tracker)
         self._listeners = job.listeners
         self._pace = job.pace
-        saver = None if opened is None else Saver(job, opened)
+        saver = None if opened is None else (JournaledSaver if job.config.journal.enabled else Saver)(job, opened)
         self._saver: Saver | DryRunSaver = saver or DryRunSaver(job)
         run_on_all_ranks(job.group, lambda: self._saver.reserve(local))
         self._memory = MemoryTier(job, opened, saver) if opened and saver and job.config.memory.enabled else None
@@ -92,9 +94,8 @@ class Checkpointer:
         self._resume_called = False
         self._live = LiveState()
         self._trained = False  # whether there is state that no commit may have
-        self._checked = False
         self._misuse = MisuseNotices(job.adapter, job.steps, self._group.rank, self._group.world_size)
-        self._proven = self._closed = False
+        self._checked = self._proven = self._closed = False
         self._cut_off = False  # a rank was late or is gone, so nothing is saved any more
         self._process = os.getpid()
         self._unregister_exit = at_exit(self._close_at_exit)
@@ -165,9 +166,11 @@ class Checkpointer:
             snapshot = self._memory.find(self._catalog) if memory and self._memory is not None else None
             attempt = partial(resume, adapter=job.adapter, group=self._group, user=job.user, live=self._live)
             attempt = partial(attempt, settings=self.config.resume)
-            result = resume_memory_or_store(attempt, self._catalog, snapshot)
+            follow = partial(resume_with_journal, job, self._live)
+            either = follow if job.config.journal.enabled else resume_memory_or_store
+            result = either(attempt, self._catalog, snapshot)
         self._resume_called = True
-        self._trained = result is not None and result.memory is not None
+        self._trained = result is not None and (result.memory is not None or result.replayed > 0)
         self._misuse.restart()
         self._misuse.resumed(sys._getframe(2), job.user.objects)  # below the decorator's frame
         self._pace.restart()
@@ -183,7 +186,7 @@ class Checkpointer:
         self.resumed = result
         self._step = result.resume_point.save.step
         self.certificate = build_certificate(result)
-        self._saver.resumed(self.certificate.exact)
+        self._saver.resumed(self.certificate)
         go_on = partial(go_on_from, needs_drift=self._decider.sees_all, measure_later=self._saver.measure_later)
         go_on(result, self.certificate, self._job, catalog, local)
 
@@ -212,8 +215,7 @@ class Checkpointer:
         if not self._count_step():
             return None
         self._listeners.on_step(self._step, began)
-        step = partial(self._step_on_all_ranks, began)
-        report = self._misuse.watched(lambda: self._on_all_ranks(step, began))
+        report = self._misuse.watched(lambda: self._on_all_ranks(partial(self._step_on_all_ranks, began), began))
         return self._leave() if self._cut_off and self._preemption.requested and not self.preempted else report
 
     def _step_on_all_ranks(self, began: float) -> StepReport | None:
@@ -223,6 +225,7 @@ class Checkpointer:
         if self._preemption.agreed():
             return self._leave()
         with self._job.adapter.cache_lookups(), without_gc(), training_first():
+            self._saver.stepped(self._step)
             report = self._decide(None, began) if self._pace.due(self._step) else None
             if self._memory is not None and self._memory.due(self._step):
                 self._memory.snapshot(self._step, partial(self._surveyor.survey, stepped=report is None))
@@ -473,8 +476,7 @@ class Checkpointer:
             if self._memory is not None:
                 self._memory.on_decision(self._step, ())
             return self._report("nothing", began, decided)
-        refusal = self._saver.claim_name(self._step)
-        if refusal is not None:
+        if (refusal := self._saver.claim_name(self._step)) is not None:
             return self._report(refusal, began, decided)
         lent = {} if self._memory is None else self._memory.lend(self._step, decided, local)
         staged = self._saver.begin(self._step, decided, local, lent)

@@ -108,6 +108,7 @@ class ResumeEvent:
     replicas: int
     fallbacks: int  # units resumed from an older version
     passed_over: int  # newer commits that were not used
+    replayed: int  # steps that were taken again from the journal
     notes: tuple[str, ...]
 
 

@@ -3,7 +3,7 @@
 Pure, like all policies. A save that fails, or a commit that is late, is the caller's to report."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -30,6 +30,9 @@ class Bounds:
     max_drift: float | None = None  # of a unit that a decision leaves unsaved; it keeps growing until the next one
     precision: Literal["exact", "any"] = "exact"  # exact: lossless encodings only
     interval: int | None = None
+    whole_layers: bool = (
+        False  # save all moving slots of a layer or none: the journal brings forward what is of one step
+    )
 
     def __post_init__(self) -> None:
         check_one_of("bounds", "precision", self.precision, ("exact", "any"))
@@ -117,7 +120,8 @@ class Bounded:
             chosen[unit] = replace(choice, encoding=chosen[unit].encoding or choice.encoding)
         if not isinstance(self.policy, BudgetPolicy):
             chosen = dict(self._encoded((one, chosen[one.unit]) for one in stats))
-        return Decision({**chosen, **rows})
+        chosen |= rows
+        return Decision(dict(_with_layers(stats, chosen)) if self.bounds.whole_layers else chosen)
 
     def _rows(self, stats: Sequence[UnitStats], step: int) -> Mapping[Unit, Choice]:
         """Return the choices of the table that do not depend on the inner policy, except for max_staleness."""
@@ -154,6 +158,15 @@ class Bounded:
         if one.staleness is None or most is None or steps is None or one.staleness + steps <= most:
             return None
         return Choice(RAW, f"staleness {one.staleness} + interval {steps} > max_staleness {most}")
+
+
+def _with_layers(stats: Sequence[UnitStats], choices: Mapping[Unit, Choice]) -> Iterator[tuple[Unit, Choice]]:
+    """Yield the choices; where a moving slot of a layer is saved, so are the others."""
+    sick = nonfinite_slots(stats)
+    layers = {one.unit.layer for one in stats if one.moving and choices[one.unit].saved}
+    for one in stats:
+        added = one.moving and one.unit.layer in layers and one.unit.layer not in sick and not choices[one.unit].saved
+        yield one.unit, Choice(RAW, "another slot of its layer is saved") if added else choices[one.unit]
 
 
 def bound(policy: Policy, bounds: Bounds) -> Policy:

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from store.encoding import ENCODINGS, encoding_named
-from store.names import WEIGHTS, SaveId, Unit
+from store.names import BUFFER, WEIGHTS, SaveId, Unit
 from store.resolve import Resolution, Version
 from store.schema import GroupRecord, ManifestRecord, UnitRecord
 
@@ -182,6 +182,25 @@ def mark_memory_sources(certificate: Certificate, save: SaveId, replicas: Collec
         for unit in certificate.units
     ]
     return replace(certificate, units=tuple(marked))
+
+
+JOURNAL = "journal"  # source of units that were brought to a later step by the steps in the journal
+
+
+def certify_replayed(certificate: Certificate, save: SaveId, *, as_saved: bool) -> Certificate:
+    """Return the certificate of a commit whose units were all brought to the step ``save`` by their optimizer.
+
+    as_saved: whether the job found that all that it saved comes back."""
+    moved = [
+        replace(unit, step=save.step, save=save.name, staleness=0, drift=0.0, fallback=False, source=JOURNAL)
+        if unit.moving or unit.slot == BUFFER
+        else unit
+        for unit in certificate.units
+    ]
+    whole = as_saved and all(is_exact(unit, save.name) for unit in moved)
+    exact, as_found = whole and not certificate.as_found, whole and certificate.as_found
+    step = save.step
+    return replace(certificate, units=tuple(moved), save=save.name, step=step, exact=exact, as_found=as_found)
 
 
 def certify(resolution: Resolution) -> Certificate:

@@ -10,6 +10,7 @@ segments/00000120-000003/rank-00007.*     payload (.safetensors) and part (.json
 manifests/00000120-000003.json            the commit
 proven/00000120-000003.json               resumed from, and a step succeeded
 suspect/00000120-000003.json              jobs that resumed from it died repeatedly
+journal/segments/00000121-000003/rank-*   what one optimizer step was made of, if ``journal:`` is on
 LATEST                                    a hint, never trusted
 PROBE                                     in object stores: put once; a second put tests If-None-Match"""
 
@@ -30,6 +31,7 @@ FROZEN = "frozen"  # slot of parameters without gradient. They never move, so on
 LEFT_OUT = "frozen_left_out"  # key in run states and facts: frozen parameters that the script loads and the store lacks
 
 BUFFER = "buffer"  # slot of a module's persistent buffers
+GRADIENT = "grad"  # slot in the journal: the gradient that an optimizer step was given
 RAW = "raw"  # encoding: the bytes as they are
 _SAVE_NAME = re.compile(r"(\d{8,12})-(\d{6,9})\Z")
 
@@ -181,7 +183,8 @@ SEGMENTS = "segments"
 MANIFESTS = "manifests"
 PROVEN = "proven"
 SUSPECT = "suspect"
-TOP_LEVEL = frozenset({STORE, LOCK, LATEST, PROBE, EPOCHS, SEGMENTS, MANIFESTS, PROVEN, SUSPECT})
+JOURNAL = "journal"
+TOP_LEVEL = frozenset({STORE, LOCK, LATEST, PROBE, EPOCHS, SEGMENTS, MANIFESTS, PROVEN, SUSPECT, JOURNAL})
 FOREIGN = frozenset({"lost+found"})  # names that a filesystem creates in its own root, which may be the root of a store
 _EPOCH_FILE = re.compile(r"(\d{6,9})\.json\Z")
 _RANK_FILE = re.compile(r"rank-(\d{5,8})\.(json|safetensors)\Z")

@@ -1,7 +1,8 @@
 """Choose the adapter for a training framework. DeepSpeed and DTensor are imported only when they are used."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -9,14 +10,27 @@ from torch import nn
 
 from monitor.adapters.base import Adapter
 from monitor.adapters.optimizer_state import JointOptimizer
-from monitor.adapters.pytorch import PyTorchAdapter, Unwrapped, unwrap
+from monitor.adapters.pytorch import PyTorchAdapter
 from store.errors import UnsupportedError
+from store.text import listed
 
 _ACCEPTED = (
     "pass a DeepSpeed engine (ZeRO stage 1, 2, 3, or stage 0 in fp32), or one tuple, attach((model, optimizer)), of a "
     "torch module, possibly in DistributedDataParallel or made of DTensors (fully_shard, parallelize_module), and a "
     'torch optimizer or a list of them; of several models a mapping, attach({"generator": (model, optimizer), ...})'
 )
+
+
+@dataclass(frozen=True)
+class Unwrapped:
+    """The module inside DistributedDataParallel and torch.compile.
+
+    group: ranks that hold replicas, None for all. buffers_follow_rank0: as of
+    :class:`monitor.adapters.pytorch.PyTorchAdapter`."""
+
+    module: nn.Module
+    group: dist.ProcessGroup | None = None
+    buffers_follow_rank0: bool = False
 
 
 def adapter_for(target: Any) -> Adapter:
@@ -110,3 +124,28 @@ def _is_sharded(module: nn.Module) -> bool:
         for part in module.modules()
         for base in type(part).__mro__
     ) or any(type(parameter.data).__name__ == "DTensor" for parameter in module.parameters())
+
+
+def unwrap(model: nn.Module) -> Unwrapped:
+    """Return the module inside its wrappers. Raise UnsupportedError if DDP leaves parameters unsynchronized."""
+    group: dist.ProcessGroup | None = None
+    follow = False
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            ignored = set(model.parameters_to_ignore)
+            local = sorted(
+                name for name, part in model.module.named_parameters() if name in ignored and part.requires_grad
+            )
+            if local:
+                raise UnsupportedError(
+                    f"DistributedDataParallel does not synchronize {listed(local)}, so every rank has values of its "
+                    "own, and a store holds one: let it synchronize them, or make them buffers"
+                )
+            follow = model.broadcast_buffers and not ignored and not hasattr(model, "buffer_hook")
+            model, group = model.module, cast("dist.ProcessGroup", model.process_group)
+        elif isinstance(model, nn.parallel.DataParallel):
+            model = model.module
+        elif "_orig_mod" in model._modules:
+            model = model.get_submodule("_orig_mod")
+        else:
+            return Unwrapped(model, group, follow)

@@ -190,6 +190,24 @@ class Adapter(Protocol):
     def layout_facts(self) -> dict[str, Any]:
         """Return JSON values from which the merger rebuilds the framework's own checkpoint layout."""
 
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """Return the optimizers whose steps change the state."""
+
+    def step_inputs(self, number: int) -> tuple[list[dict[str, Any]], list[Piece]]:
+        """Return what optimizer ``number`` begins a step with: param groups as in :meth:`run_state`, and the gradients
+        that this rank saves. Called by its pre-step hook, several times in a step that goes from part to part."""
+
+    def repeat_step(
+        self,
+        number: int,
+        groups: Sequence[Mapping[str, Any]],
+        fqns: Collection[str],
+        fill: Callable[[Sequence[Piece]], None],
+    ) -> None:
+        """Take a step of optimizer ``number`` with the hyperparameters of a recorded one.
+
+        fqns: parameters that had a gradient. fill: loads the gradients of all pieces on this rank."""
+
 
 class OneStage:
     """What holds of an adapter whose ranks all hold the same tensors, and the same numbers of optimizer state."""

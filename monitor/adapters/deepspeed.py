@@ -9,17 +9,8 @@ import torch.distributed as dist
 from torch import nn
 
 from monitor.adapters.base import Adapter, Piece
-from monitor.adapters.deepspeed_base import (
-    EngineAdapter,
-    FlatPartition,
-    Placement,
-    ZeroAdapter,
-    check_engine_state,
-    engine_state,
-    load_engine_state,
-    require_same_engine,
-    scaler_state,
-)
+from monitor.adapters.deepspeed_base import EngineAdapter, FlatPartition, Placement, ZeroAdapter, require_same_engine
+from monitor.adapters.deepspeed_counters import check_engine_state, engine_state, load_engine_state, scaler_state
 from monitor.adapters.module_tensors import ModuleTensors, ParameterNames, slice_piece, whole_piece
 from monitor.adapters.pytorch import PyTorchAdapter
 from store.errors import UnsupportedError
@@ -265,6 +256,14 @@ class Zero3Adapter(ZeroAdapter):
         for index in range(len(self._zero.fp16_groups)):
             self._zero._reassign_or_swap_out_partitioned_parameters(index)
         self._zero.checkpoint_event_epilogue()
+
+    def _step_base_optimizer(self) -> None:
+        # As ZeRO-3 does: sub-group by sub-group. Between steps the param groups are empty.
+        for flat in self.flats():
+            group = self._base_optimizer.param_groups[flat.group]
+            group["params"] = [flat.tensor]
+            self._base_optimizer.step()
+            group["params"] = []
 
     def _flat(self, index: int, names: ParameterNames) -> FlatPartition:
         placements, fqns, offset = [], [], 0

@@ -5,13 +5,12 @@ scalers are the user's own objects.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,7 +53,7 @@ from monitor.adapters.optimizer_state import (
 )
 from monitor.distributed import Group, run_on_all_ranks
 from store.errors import UnsupportedError
-from store.names import BUFFER, FROZEN, WEIGHTS, Fragment
+from store.names import BUFFER, FROZEN, GRADIENT, WEIGHTS, Fragment
 from store.schema import digest
 from store.text import listed
 
@@ -277,6 +276,36 @@ class PyTorchAdapter(OneStage):
                 path = next((("attributes", name, key) for name, found in own_names if key in found), None)
                 yield LiveValue(f"{place}[{key!r}]", whole[key], stored=path)
 
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return self._optimizers
+
+    def step_inputs(self, number: int) -> tuple[list[dict[str, Any]], list[Piece]]:
+        groups = self._groups_of(number)
+        gradients = (
+            self._replica(fqn, GRADIENT, parameter.grad)
+            for fqns, group in groups
+            for fqn, parameter in zip(fqns, group["params"], strict=True)
+            if parameter.grad is not None
+        )
+        return [describe_group(*group) for group in groups], partition_replicas(gradients)
+
+    def repeat_step(
+        self,
+        number: int,
+        groups: Sequence[Mapping[str, Any]],
+        fqns: Collection[str],
+        fill: Callable[[Sequence[Piece]], None],
+    ) -> None:
+        own, pieces = self._groups_of(number), list[Piece]()
+        restore_groups(groups, own)
+        for names, group in own:
+            for fqn, parameter in zip(names, group["params"], strict=True):
+                parameter.grad = torch.empty_like(parameter) if fqn in fqns else None
+                pieces += [] if parameter.grad is None else [self._replica(fqn, GRADIENT, parameter.grad).piece]
+        fill([piece for piece in pieces if piece.fragment.numel])
+        self._optimizers[number].step()
+        self._optimizers[number].zero_grad(set_to_none=True)
+
     def layout_facts(self) -> dict[str, Any]:
         return self._keep("facts", self._facts)
 
@@ -404,6 +433,9 @@ class PyTorchAdapter(OneStage):
             for index, group in enumerate(member.param_groups)
         ]
 
+    def _groups_of(self, number: int) -> list[tuple[list[str], dict[str, Any]]]:
+        return [one for one, (member, _) in zip(self._groups(), self._members(), strict=True) if member == number]
+
     def _members(self) -> list[tuple[int, torch.optim.Optimizer]]:
         """Return the optimizer of each param group, and its number."""
         return [(number, one) for number, one in enumerate(self._optimizers) for _ in one.param_groups]
@@ -442,39 +474,3 @@ class _LoadHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return partial, (chain,)  # takes any arguments and does nothing; unpickling needs no module of this package
-
-
-@dataclass(frozen=True)
-class Unwrapped:
-    """The module inside DistributedDataParallel and torch.compile.
-
-    group: ranks that hold replicas, None for all. buffers_follow_rank0: as of :class:`PyTorchAdapter`."""
-
-    module: nn.Module
-    group: dist.ProcessGroup | None = None
-    buffers_follow_rank0: bool = False
-
-
-def unwrap(model: nn.Module) -> Unwrapped:
-    """Return the module inside its wrappers. Raise UnsupportedError if DDP leaves parameters unsynchronized."""
-    group: dist.ProcessGroup | None = None
-    follow = False
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            ignored = set(model.parameters_to_ignore)
-            local = sorted(
-                name for name, part in model.module.named_parameters() if name in ignored and part.requires_grad
-            )
-            if local:
-                raise UnsupportedError(
-                    f"DistributedDataParallel does not synchronize {listed(local)}, so every rank has values of its "
-                    "own, and a store holds one: let it synchronize them, or make them buffers"
-                )
-            follow = model.broadcast_buffers and not ignored and not hasattr(model, "buffer_hook")
-            model, group = model.module, cast("dist.ProcessGroup", model.process_group)
-        elif isinstance(model, nn.parallel.DataParallel):
-            model = model.module
-        elif "_orig_mod" in model._modules:
-            model = model.get_submodule("_orig_mod")
-        else:
-            return Unwrapped(model, group, follow)

@@ -78,6 +78,7 @@ class Config(sections.Settings):
     drift: sections.DriftSettings = sections.DriftSettings()
     layers: sections.LayerSettings = sections.LayerSettings()
     memory: sections.MemorySettings = sections.MemorySettings()
+    journal: sections.JournalSettings = sections.JournalSettings()
     daemon: sections.DaemonSettings = sections.DaemonSettings()
     retention: sections.RetentionSettings = sections.RetentionSettings()
     resume: sections.ResumeSettings = sections.ResumeSettings()
@@ -116,7 +117,7 @@ class Config(sections.Settings):
         precision = settings.precision or ("any" if lossy else "exact")
         # Under auto an interval is never longer than the bound: the most steps there can be between two decisions.
         longest = settings.max_staleness if self.every == "auto" else self.every
-        return Bounds(settings.max_staleness, settings.max_drift, precision, longest)
+        return Bounds(settings.max_staleness, settings.max_drift, precision, longest, self.journal.enabled)
 
     def _check_budget(self, policy: Policy) -> None:
         limited = self.budget.limited
@@ -124,6 +125,8 @@ class Config(sections.Settings):
             raise ConfigError(
                 "policy budget has no limit: set `budget: {bytes_per_hour: 2.0e+10}`, or stall_share, or storage_share"
             )
+        if limited and self.journal.enabled:
+            raise ConfigError("journal: it needs whole layers, and a budget is spent slot by slot: use another policy")
         if limited and not spends(policy):
             raise ConfigError(
                 "budget: only a policy that spends (budget, or your own with `spends = True`) uses this section, and "
@@ -210,6 +213,10 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
         )
     if config.memory.peers and not config.memory.enabled:
         raise ConfigError("memory.peers replicates the memory tier, which is off: set `memory: {enabled: true}`, too")
+    if config.journal.enabled and any((config.encodings(), config.memory_encodings())):
+        raise ConfigError(
+            "journal: steps continue what is stored without loss: set `encoding: raw`, here and in memory:"
+        )
     if config.differences and config.packing == "none":
         raise ConfigError("differences: true saves bytes only where they are packed: set `packing: auto` or a level")
     return config

@@ -205,6 +205,13 @@ class MemorySettings(Settings):
     """replicate each snapshot to another node; doubles the memory"""
 
 
+class JournalSettings(Settings):
+    """Record of each optimizer step, so that a resume loses none; see docs/journal.md."""
+
+    enabled: bool = False
+    """write gradients to the store at every step; a resume repeats the steps since the last save"""
+
+
 class PreemptionSettings(Settings):
     """On a signal, save as much as the time allows and exit with 75; see docs/preemption.md."""
 

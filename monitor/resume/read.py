@@ -29,7 +29,7 @@ from store.errors import DamagedError, MissingError, ModelMismatchError, Storage
 from store.fragments import Copy, FragmentIndex, FragmentReader, Readable, ReadAhead, Source, byte_range, stored_slot
 from store.location import Kind, mount_of
 from store.names import BUFFER, FROZEN, RAW, WEIGHTS, Fragment, SaveId, payload_path
-from store.resolve import RejectedVersion, Resolution
+from store.resolve import RejectedVersion
 from store.schema import digest
 from store.segment import CHUNK_BYTES, read_chunks
 from store.storage.local import Files, OpensFiles, fill
@@ -288,13 +288,13 @@ class _Wanted(NamedTuple):
         return sum(copy.source.entry.nbytes for copy in self.copies)
 
 
-def read_fragments(payloads: OpenPayloads, resolution: Resolution, places: Sequence[FragmentPlace]) -> ReadResult:
+def read_fragments(payloads: OpenPayloads, index: FragmentIndex[Source], places: Sequence[FragmentPlace]) -> ReadResult:
     """Read and verify the values of ``places``, in the order of the payloads.
 
     Raises ModelMismatchError if the live dtypes cannot represent them, UnreachableError if the object store cannot be
     reached."""
     notes: list[str] = []
-    found = [_wanted(payloads, resolution.index, place, notes) for place in places]
+    found = [_wanted(payloads, index, place, notes) for place in places]
     wanted = sorted((one for one in found if one is not None), key=lambda one: one.span)
     reader = _Reader(payloads)
     _in_threads(reader.read_all, _halves(wanted))

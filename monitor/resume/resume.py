@@ -34,8 +34,9 @@ from monitor.resume.select import (
 )
 from monitor.run_state import RunState, StateLoader, UserState, restore_rng, state_of, unrestored_state
 from store.catalog import Catalog
-from store.certificate import Certificate, certify_stored, mark_memory_sources
+from store.certificate import Certificate, certify_replayed, certify_stored, mark_memory_sources
 from store.errors import DamagedError, DriftpointError, ModelMismatchError, NothingToResumeError, StorageError
+from store.journal import Chain
 from store.names import BUFFER, SaveId, Unit
 from store.resolve import RejectedVersion, Resolution
 from store.schema import digest, seal
@@ -60,6 +61,8 @@ class ResumeResult:
     kept: frozenset[SaveId] = frozenset()  # that snapshot, and an older one that parts of the state come from
     replicas: frozenset[int] = frozenset()  # ranks of the snapshot that were read from a peer's replica
     passed_over: int = 0  # newer commits that were not used, since they are damaged or suspect
+    chain: Chain | None = None  # records of the journal that continue it
+    replayed: int = 0  # steps that were taken again from them
 
 
 @dataclass
@@ -90,11 +93,19 @@ class _Checked:
 
 
 def resume(
-    catalog: Catalog, adapter: Adapter, group: Group, user: UserState, *, settings: ResumeSettings, live: LiveState
+    catalog: Catalog,
+    adapter: Adapter,
+    group: Group,
+    user: UserState,
+    *,
+    settings: ResumeSettings,
+    live: LiveState,
+    follow: Callable[[Resolution], Chain | None] = lambda _: None,
 ) -> ResumeResult | None:
     """Load the newest resumable commit into the live job. Collective. Return None if the store has no commits.
 
-    ``live`` records changes to the live state.
+    ``live`` records changes to the live state. follow: returns what the journal has after a commit. Then the run state
+    is that of its oldest version.
 
     Raises:
         NothingToResumeError: There are commits, but none is complete.
@@ -116,7 +127,9 @@ def resume(
         with OpenPayloads(catalog.files) as payloads:
             with adapter.cache_lookups():  # nothing changes
                 plan = run_on_all_ranks(group, partial(_plan, catalog, SaveId.parse(name), bad, adapter, chosen))
-                found = _check(catalog, plan, payloads, adapter, group, user=user, settings=settings)
+                chain = follow(plan.resolution)
+                at = None if chain is None else chain.oldest
+                found = _check(catalog, plan, payloads, adapter, group, user=user, settings=settings, at=at)
             if isinstance(found, frozenset):
                 bad |= found
                 notes += [one.why for one in found if one.why]
@@ -126,7 +139,8 @@ def resume(
             shared = _over_ranks(group, _load(plan, found, adapter, user=user, group=group, live=live))
             user.recorded = found.constructed
         notes, lost = list(dict.fromkeys([*notes, *shared])), (*found.lost, *shared)
-        return ResumeResult(plan.resolution, found.point, tuple(notes), lost, passed_over=newer)
+        chain = chain if found.point.save.step == at else None
+        return ResumeResult(plan.resolution, found.point, tuple(notes), lost, passed_over=newer, chain=chain)
 
 
 def _check(
@@ -138,6 +152,7 @@ def _check(
     *,
     user: UserState,
     settings: ResumeSettings,
+    at: int | None,
 ) -> _Checked | frozenset[RejectedVersion]:
     """Read and check all that the plan loads. Return the versions that cannot be used, if there are any. Collective."""
     _require_same_versions(plan.resolution, group)
@@ -146,16 +161,16 @@ def _check(
     seen = group.all_gather((local, own if group.rank in adapter.leaders else [], list(extra_states(adapter.module))))
     live, held, modules = (set[str]().union(*found) for found in zip(*seen, strict=True))
     require_slots({slot for slots in plan.slots.values() for slot in slots}, live)
-    point = select_run_state(catalog, plan.resolution, plan.slots, group, user=user, settings=settings)
+    point = select_run_state(catalog, plan.resolution, plan.slots, group, user=user, settings=settings, at=at)
     if isinstance(point, RejectedVersion):
         return frozenset({point})
-    point = replace(point, state=_with_own_scalars(point.state, adapter))
+    point = replace(point, state=with_own_scalars(point.state, adapter))
     dropped = run_on_all_ranks(group, partial(_dropped_state, point, plan, adapter, settings, held))
-    read = run_on_all_ranks(group, partial(read_fragments, payloads, plan.resolution, plan.places))
+    read = run_on_all_ranks(group, partial(read_fragments, payloads, plan.resolution.index, plan.places))
     bad: frozenset[RejectedVersion] = frozenset().union(*group.all_gather(read.bad))
     if bad:
         return bad
-    read = run_on_all_ranks(group, partial(_with_rank_buffers, read, point.state, plan))
+    read = run_on_all_ranks(group, partial(with_rank_buffers, read, point.state, plan.places))
     rounded = _over_ranks(group, read.rounded)
     unrestored = _over_ranks(group, run_on_all_ranks(group, partial(_unrestored, point, adapter, group, modules)))
     saved = point.state.user
@@ -238,12 +253,12 @@ def _over_ranks(group: Group, messages: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(set().union(*group.all_gather(list(messages)))))
 
 
-def _with_rank_buffers(read: ReadResult, state: RunState, plan: _Plan) -> ReadResult:
+def with_rank_buffers(read: ReadResult, state: RunState, places: Sequence[FragmentPlace]) -> ReadResult:
     """Replace rank 0's buffers by those that this rank had of its own."""
-    places = {place.fragment.fqn: place for place in plan.places if place.fragment.slot == BUFFER}
+    own = {place.fragment.fqn: place for place in places if place.fragment.slot == BUFFER}
     values, rounded = dict(read.values), list(read.rounded)
     for fqn, tensor in state.buffers.items():
-        place = places.get(fqn)
+        place = own.get(fqn)
         if place is None or place.fragment.numel != tensor.numel():
             raise ModelMismatchError(
                 f"the store holds {fqn} of this rank with {tensor.numel()} elements, and this model has "
@@ -255,7 +270,7 @@ def _with_rank_buffers(read: ReadResult, state: RunState, plan: _Plan) -> ReadRe
     return replace(read, values=values, rounded=tuple(rounded))
 
 
-def _with_own_scalars(state: RunState, adapter: Adapter) -> RunState:
+def with_own_scalars(state: RunState, adapter: Adapter) -> RunState:
     """Replace the first rank's scalars by those that this rank had of its own, if it holds what it held."""
     scalars, own = state.framework["scalars"], state.rank_scalars if state.home == adapter.home else {}
     merged = {**scalars, **{fqn: {**scalars.get(fqn, {}), **found} for fqn, found in own.items()}}
@@ -431,6 +446,7 @@ def go_on_from(
             replicas=len(result.replicas),
             fallbacks=len(result.resolution.fallbacks),
             passed_over=result.passed_over,
+            replayed=result.replayed,
             notes=result.notes,
         )
     )
@@ -439,6 +455,9 @@ def go_on_from(
 def build_certificate(result: ResumeResult) -> Certificate:
     """Certify the resumed state, including values that the live job cannot hold."""
     certificate = certify_stored(result.resolution)
+    if result.replayed:
+        differs = result.resolution.manifest.differs
+        certificate = certify_replayed(certificate, result.resume_point.save, as_saved=not differs)
     replicated = {
         unit
         for unit, version in result.resolution.versions.items()
@@ -457,6 +476,8 @@ def _reset_ledger(job: JobContext, catalog: Catalog, result: ResumeResult, step:
     A commit cannot refer to an in-memory snapshot. The ledger then takes the newest commit, and since the drift from it
     is unknown, the next save stores every unit that came from memory."""
     below = result.resolution
+    if result.replayed:
+        job.table.lost |= {unit for unit in result.resolution.versions if is_moving(unit)}
     if result.memory is not None:
         versions = result.resolution.versions.items()
         job.table.lost |= {unit for unit, version in versions if version.save in result.kept}

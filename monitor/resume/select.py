@@ -55,14 +55,22 @@ class RunStateRead:
 
 
 def select_run_state(
-    catalog: Catalog, resolution: Resolution, slots: Slots, group: Group, *, user: UserState, settings: ResumeSettings
+    catalog: Catalog,
+    resolution: Resolution,
+    slots: Slots,
+    group: Group,
+    *,
+    user: UserState,
+    settings: ResumeSettings,
+    at: int | None = None,
 ) -> ResumePoint | RejectedVersion:
     """Return the resume point of ``resolution``, or the commit as rejected if its run state is unusable. Collective.
 
-    slots: stored slots of each parameter."""
+    slots: stored slots of each parameter. at: the step to go on from, if it does not follow from the settings."""
     own = resolution.manifest.save
     effective = certify(resolution).effective_step
-    saves = run_saves(resolution, effective if settings.at == "effective" else own.step)
+    wanted = effective if settings.at == "effective" else own.step
+    saves = run_saves(resolution, wanted if at is None else at)
     notes: list[str] = []
     for save, record in saves.items():
         found = read_run_state(catalog, save, record, group)
@@ -76,7 +84,7 @@ def select_run_state(
             notes.append(f"skipped the run state of {save}, near the effective step {effective:.4g}: {problem}")
             continue
         point = ResumePoint(save, state, found.generators, record.world_size, tuple(notes))
-        if save == own or settings.data == "back":
+        if save == own or settings.data == "back" or at is not None:
             return point
         latest = read_run_state(catalog, own, saves[own], group)
         if latest.state is None:
@@ -98,7 +106,7 @@ def _keep_newest_data_position(point: ResumePoint, latest: RunState, generators:
 
 def read_run_state(catalog: Catalog, save: SaveId, record: GroupRecord, group: Group) -> RunStateRead:
     """Read this rank's run state of a save; ``problem`` is that of the first rank that has one. Collective."""
-    found = run_on_all_ranks(group, lambda: _read(catalog, save, record, group.rank))
+    found = run_on_all_ranks(group, lambda: read_own_run_state(catalog, save, record, group.rank))
     problem = _first_problem(group, found.problem)
     return replace(found, problem=problem, state=None if problem else found.state)
 
@@ -107,17 +115,18 @@ def _first_problem(group: Group, problem: str) -> str:
     return next((one for one in group.all_gather(problem) if one), "")
 
 
-def _read(catalog: Catalog, save: SaveId, record: GroupRecord, rank: int) -> RunStateRead:
+def read_own_run_state(catalog: Catalog, save: SaveId, record: GroupRecord, rank: int) -> RunStateRead:
+    """Read the run state of a save for one rank. Not collective."""
     parts = catalog.group(save, record)
     if parts.problems or len(parts.parts) != record.world_size:
         return RunStateRead(None, False, "; ".join(parts.problems) or "parts are missing")
     first = parts.parts[0]
     try:
         # Additional ranks get rank 0's objects and keep their own generators.
-        tree = _tree(catalog, parts.parts.get(rank, first))
+        tree = read_tree(catalog, parts.parts.get(rank, first))
         if tree.get("framework") is None:  # only rank 0 stores it, except in older stores
-            tree["framework"] = _tree(catalog, first).get("framework")
-        state = parse_run_state(join_stages(tree, lambda leader: _tree(catalog, parts.parts[leader])))
+            tree["framework"] = read_tree(catalog, first).get("framework")
+        state = parse_run_state(join_stages(tree, lambda leader: read_tree(catalog, parts.parts[leader])))
     except UnreachableError:
         raise
     except (DamagedError, StorageError) as error:
@@ -125,7 +134,8 @@ def _read(catalog: Catalog, save: SaveId, record: GroupRecord, rank: int) -> Run
     return RunStateRead(state, rank < record.world_size and state.rng is not None)
 
 
-def _tree(catalog: Catalog, part: PartRecord) -> dict[str, Any]:
+def read_tree(catalog: Catalog, part: PartRecord) -> dict[str, Any]:
+    """Read the whole run state of a part, unchecked except for its hashes."""
     with OpenPayloads(catalog.files) as payloads:
         payloads.repeatable(payload_path(part.save, part.rank))  # opens it once for thousands of small tensors
         leaves = read_with_retries(lambda: read_leaves(payloads, part))

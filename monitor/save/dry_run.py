@@ -39,7 +39,7 @@ class DryRunSaver:
 
     reserve = prepare_buffers = finish_copies = resumed = measure_later = upkeep = flush = close = require_storable = (
         abandon
-    ) = _nothing
+    ) = stepped = _nothing
 
     def claim_name(self, step: int) -> str | None: ...
 

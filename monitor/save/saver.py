@@ -41,6 +41,7 @@ from monitor.save.staging import CopyTiming, StagedUnit, Stager, UnfinishedCopy,
 from monitor.save.store_session import StoreSession
 from monitor.types import Chosen, DecisionResult, SaveStatus, newest_text
 from store import errors
+from store.certificate import Certificate
 from store.encoding import encoding_named
 from store.names import SaveId, Unit
 from store.schema import digest, seal
@@ -169,13 +170,16 @@ class Saver:
         self._copies.set(once)
         self.upkeep(once, "measuring the resumed state")
 
-    def resumed(self, exact: bool) -> None:
+    def stepped(self, step: int) -> None:
+        """Take note of an optimizer step. Collective."""
+
+    def resumed(self, certificate: Certificate) -> None:
         """Begin anew. No save is exact if the resume was not, until the optimizer takes a step.
 
         No delta is taken to an earlier save: those of this process may be abandoned or damaged."""
         self._packer.reset()
         self.changed_at, self.dropped = None, ()
-        self._notes = () if exact else (AS_RESUMED,)
+        self._notes = () if certificate.exact else (AS_RESUMED,)
 
     def _updated(self) -> None:
         self._notes = ()

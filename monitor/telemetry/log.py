@@ -166,6 +166,8 @@ class SaveLog(SaveListener):
             where = "memory" if sources <= {MEMORY, PEER} else f"memory and {where}"
         if event.replicas:
             where += f", {event.replicas} of its ranks from replicas on other nodes"
+        if event.replayed:
+            where += f" and {event.replayed} steps of its journal"
         log_startup(f"resumed step {certificate.step} from {where} ({_kind(certificate)})")
         if event.step != certificate.step:
             _log.warning(

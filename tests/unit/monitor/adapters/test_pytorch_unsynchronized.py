@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from monitor.adapters.pytorch import unwrap
+from monitor.adapters import unwrap
 from store.errors import UnsupportedError
 
 

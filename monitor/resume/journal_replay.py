@@ -1,0 +1,236 @@
+"""Bring a resumed state forward by the steps in the journal, through the job's own optimizer.
+
+Each record is read and checked on all ranks before its step is taken, while the step before is taken; where one is
+damaged, all ranks stop at the step before it, which is whole. The versions of a composite are of several steps: the
+replay begins at the oldest, and a unit is set to its own version when the replay reaches that step, so it ends with a
+state of one step. Training thread, in a resume; collective.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from monitor.adapters.base import FragmentPlace, Piece
+from monitor.context import JobContext
+from monitor.distributed import run_on_all_ranks, run_on_rank0
+from monitor.memory.recovery import MemoryCandidate
+from monitor.observe.units import is_moving
+from monitor.resume.read import OpenPayloads, ReadResult, read_fragments
+from monitor.resume.resume import LiveState, ResumeResult, resume_memory_or_store, with_own_scalars, with_rank_buffers
+from monitor.resume.select import RunStateRead, read_own_run_state, read_tree
+from monitor.run_state import StateLoader, restore_rng
+from store.catalog import Catalog
+from store.errors import CollectiveError, DamagedError, StorageError
+from store.fragments import FragmentIndex, Source
+from store.journal import STEPPED, Chain, JournalStep, find_chain, fragments_of, journal_catalog
+from store.names import BUFFER, GRADIENT, WEIGHTS, Fragment, Unit
+from store.resolve import Resolution
+
+_log = logging.getLogger("driftpoint")
+
+_ELEMENTWISE = frozenset(
+    {"SGD", "ASGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop", "Lion"}
+    | {"FusedAdam", "FusedLion", "DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion"}
+)
+"""Classes of optimizers that update each element from that element's own gradient and state."""
+
+_ELSEWHERE = "the steps in the journal were taken by other ranks, or another partition, so last bits may differ"
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A record as one rank needs it. same: whether it recorded the same elements as it updates now."""
+
+    step: JournalStep
+    stepped: Mapping[str, Any]  # see :data:`store.journal.STEPPED`
+    values: ReadResult
+    after: RunStateRead
+    same: bool
+
+
+def resume_with_journal(
+    job: JobContext,
+    live: LiveState,
+    attempt: Callable[..., ResumeResult | None],
+    catalog: Catalog,
+    snapshot: MemoryCandidate | None,
+) -> ResumeResult | None:
+    """Resume as :func:`monitor.resume.resume.resume_memory_or_store`, and follow the journal. Collective."""
+    journal = journal_catalog(catalog, job.config.s3.options())
+    following = partial(attempt, follow=partial(chain_of, journal, job))
+    result = resume_memory_or_store(following, catalog, snapshot)
+    if result is None or result.chain is None:
+        return result
+    live.mixed = True  # until the last step is taken, or all is loaded once more
+    try:
+        replayed = run_on_all_ranks(job.group, partial(Replay, job, journal, result.chain, result)).run()
+    except CollectiveError:
+        raise
+    except Exception as error:  # noqa: BLE001 - alike on all ranks. Without the journal there is a state to go on from
+        _log.warning("resume: the steps in the journal cannot be taken again: %s", error)
+        replayed = None
+    if replayed is None:
+        return resume_memory_or_store(attempt, catalog, snapshot)
+    live.mixed = False
+    return replayed
+
+
+def chain_of(journal: Catalog, job: JobContext, resolution: Resolution) -> Chain | None:
+    """Return the records that continue a commit, the same on all ranks. Collective.
+
+    None for a composite that they cannot bring forward: a layer's weights need the moments of the same step, and an
+    optimizer that is not known to update elements by themselves would mix layers of several steps."""
+    moving = [(unit, version.save) for unit, version in resolution.versions.items() if is_moving(unit)]
+    versions, own = {save for _, save in moving}, resolution.manifest.save
+    of_layer = {unit.layer: save for unit, save in moving}
+
+    def find() -> Chain | None:
+        whole = all(of_layer[unit.layer] == save for unit, save in moving)
+        elementwise = all(type(one).__name__ in _ELEMENTWISE for one in job.adapter.optimizers())
+        if versions - {own} and not (whole and elementwise):
+            return None
+        try:
+            return find_chain(journal, own, versions)
+        except StorageError as error:  # the commit can be read, and is enough
+            _log.warning("resume: the journal cannot be read: %s", error)
+            return None
+
+    return run_on_rank0(job.group, find)
+
+
+class Replay:
+    """Takes the steps of a chain again, from the state of a resume."""
+
+    def __init__(self, job: JobContext, journal: Catalog, chain: Chain, result: ResumeResult) -> None:
+        self._job, self._journal, self._chain, self._result = job, journal, chain, result
+        self._payloads = OpenPayloads(journal.files)
+        self._held = job.adapter.held()
+        self._owned = {_gradient(piece) for piece in job.adapter.owned() if piece.fragment.slot == WEIGHTS}
+
+    def run(self) -> ResumeResult | None:
+        """Return the result of the last whole step; None if the versions of a composite could not be joined."""
+        newest, taken, same = self._result.resolution.manifest.step, list[_Record](), True
+        later = run_on_all_ranks(self._job.group, self._later_versions)
+        with self._payloads, ThreadPoolExecutor(1, "driftpoint-journal") as pool:
+            for reading in self._read_ahead(pool):
+                record = self._agreed(reading)
+                if record is None:
+                    break
+                run_on_all_ranks(self._job.group, partial(self._take, record))
+                self._set_versions(later.pop(record.step.save.step, ()))
+                same = same and record.same
+                taken = [record]
+        done = self._chain.oldest if not taken else taken[0].step.save.step
+        if done < newest:
+            return None
+        return self._finish(taken[0], done - self._chain.oldest, same) if taken else self._result
+
+    def _read_ahead(self, pool: ThreadPoolExecutor) -> Iterator["Future[_Record | None]"]:
+        """Yield the records in order, each while the next one is being read."""
+        waiting = [pool.submit(self._read, step) for step in self._chain.steps[:1]]
+        for step in self._chain.steps[1:]:
+            waiting.append(pool.submit(self._read, step))
+            yield waiting.pop(0)
+        yield from waiting
+
+    def _read(self, step: JournalStep) -> _Record | None:
+        """Read and check a record; None if it is damaged. Not collective, in any thread."""
+        try:
+            after = read_own_run_state(self._journal, step.save, step.record, self._job.group.rank)
+            parts = self._journal.group(step.save, step.record).parts
+            if after.state is None or len(parts) < step.record.world_size:
+                raise DamagedError(after.problem or "parts are missing")
+            own, index = parts.get(self._job.group.rank), fragments_of(parts)
+            stepped = read_tree(self._journal, own or parts[0])[STEPPED]
+            values = read_fragments(self._payloads, index, self._places(index))
+            if values.bad:
+                raise DamagedError("its bytes do not match their hashes")
+        except (DamagedError, StorageError, KeyError) as error:
+            _log.warning(
+                "the journal is followed up to step %d: that of the next is damaged: %s", step.save.step - 1, error
+            )
+            return None
+        known = {entry.fragment for entry in own.entries if entry.slot == GRADIENT} if own else set()
+        recorded = {fqn for fqn, slot in index.names() if slot == GRADIENT}
+        same = self._job.adapter.framework == "torch" or known == {one for one in self._owned if one.fqn in recorded}
+        return _Record(step, stepped, values, after, same)
+
+    def _places(self, index: FragmentIndex[Source]) -> list[FragmentPlace]:
+        """Return what this rank needs of a record, in memory of its own."""
+        gradients = ((_gradient(one), one.tensor) for one in self._held if one.fragment.slot == WEIGHTS)
+        buffers = ((one.fragment, one.tensor) for one in self._held if one.fragment.slot == BUFFER)
+        return [
+            FragmentPlace(fragment, tensor.dtype, new=True)
+            for fragment, tensor in (*gradients, *buffers)
+            if (fragment.fqn, fragment.slot) in index.names()
+        ]
+
+    def _agreed(self, reading: "Future[_Record | None]") -> _Record | None:
+        """Return a record if all ranks have it whole. Collective."""
+        record = run_on_all_ranks(self._job.group, reading.result)
+        return record if all(self._job.group.all_gather(record is not None)) else None
+
+    def _later_versions(self) -> dict[int, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Return (live tensor, its version) of the pieces that the replay reaches later, by step."""
+        manifest, found = self._result.resolution.manifest, dict[int, list[tuple[torch.Tensor, torch.Tensor]]]()
+        for piece in self._held:
+            unit = Unit(manifest.tensors[piece.fragment.fqn].layer, piece.fragment.slot)
+            version = self._result.resolution.versions.get(unit)
+            if version is not None and is_moving(unit) and version.save.step > self._chain.oldest:
+                memory = piece.tensor if piece.target is None else piece.target
+                found.setdefault(version.save.step, []).append((memory, memory.detach().clone()))
+        return found
+
+    @torch.no_grad()
+    def _set_versions(self, versions: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for tensor, values in versions:
+            tensor.copy_(values)
+
+    def _take(self, record: _Record) -> None:
+        """Take the step of a record."""
+        values = record.values
+        fqns = {fragment.fqn for fragment in values.values if fragment.slot == GRADIENT}
+
+        def fill(pieces: Sequence[Piece]) -> None:
+            own = {piece.fragment: values.values[piece.fragment] for piece in pieces}
+            replace(values, values=own).load(pieces)
+
+        if record.stepped["rng"] is not None:
+            restore_rng(record.stepped["rng"])
+        for number in record.stepped["members"]:
+            self._job.adapter.repeat_step(number, record.stepped["groups"], fqns, fill)
+
+    def _finish(self, last: _Record, steps: int, same: bool) -> ResumeResult:
+        """Load the run state of the last step, and the buffers."""
+        job, group, result = self._job, self._job.group, self._result
+        assert last.after.state is not None
+        state, generators = with_own_scalars(last.after.state, job.adapter), last.after.generators
+        loader = run_on_all_ranks(
+            group, lambda: StateLoader(state, job.adapter, job.user, generators, before=job.adapter.run_state())
+        )
+        run_on_all_ranks(group, loader.load)
+
+        def load() -> None:
+            places = [FragmentPlace(one.fragment, one.tensor.dtype) for one in self._held]
+            own = {one: found for one, found in last.values.values.items() if one.slot == BUFFER}
+            read = with_rank_buffers(replace(last.values, values=own), state, places)
+            read.load(self._held)
+            job.adapter.load_run_state(state.framework)
+
+        run_on_all_ranks(group, load)
+        job.adapter.finish_load()
+        if generators and state.rng is not None:
+            restore_rng(state.rng)
+        point = replace(result.resume_point, save=last.step.save, state=state, world_size=last.step.record.world_size)
+        lost = () if all(group.all_gather(same)) else (_ELSEWHERE,)
+        notes = (*result.notes, *lost)
+        return replace(result, resume_point=point, notes=notes, lost=(*result.lost, *lost), replayed=steps)
+
+
+def _gradient(piece: Piece) -> Fragment:
+    return piece.fragment._replace(slot=GRADIENT)

@@ -1,0 +1,269 @@
+"""A saver that also records what each optimizer step is made of, so that a resume can take it again.
+
+A hook copies the gradients and the hyperparameters just before the optimizer's step, in the training thread. At
+``ckpt.step()`` the run state is added, and a background thread writes the record (:mod:`store.journal`). Training does
+not wait for storage longer than for a moment: then the record is left out. There, and wherever the state was changed by
+other means than the optimizer's step, the journal is interrupted, and goes on from the next save.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from monitor.adapters.base import Piece
+from monitor.adapters.module_tensors import as_bytes, dtype_name
+from monitor.background import BackgroundWorker
+from monitor.context import JobContext
+from monitor.observe.units import LocalUnit
+from monitor.run_state import CapturedState, begin_tree, capture_rng, capture_run_state
+from monitor.save.saver import Saver
+from monitor.save.store_session import StoreSession
+from monitor.types import DecisionResult
+from store.certificate import Certificate
+from store.errors import UnsupportedError
+from store.journal import CONTINUES, PLAN, STEPPED, journal_files, prune_journal
+from store.names import BUFFER, RAW, SEGMENTS, Fragment, SaveId, Unit, segment_dir
+from store.segment import SegmentDraft, StagedFragment, write_segment
+from store.session import require_present
+
+_log = logging.getLogger("driftpoint")
+
+_AHEAD, _BYTES = 2, 1 << 28  # records that may be under way; more, while they take no more bytes than that
+_CHANGED = "weights or optimizer state were changed by other means than the optimizer's step"
+_PATIENCE = 0.2  # seconds that training waits for a record to be written, before it goes on without the journal
+
+
+@dataclass
+class _Step:
+    """What was copied before an optimizer step. groups: hyperparameters, as in a run state."""
+
+    members: list[int] = field(default_factory=list)
+    groups: list[Mapping[str, Any]] = field(default_factory=list)
+    rng: Mapping[str, Any] | None = None
+    copies: list[tuple[Fragment, torch.Tensor]] = field(default_factory=list)
+
+
+class JournaledSaver(Saver):
+    """Saves, and records the steps in between. Training thread, except :meth:`_write`."""
+
+    def __init__(self, job: JobContext, session: StoreSession) -> None:
+        super().__init__(job, session)
+        self._journal = journal_files(session.files, job.config.s3.options())
+        self._recorder: BackgroundWorker[None] = BackgroundWorker(f"driftpoint-journal-{job.group.rank}")
+        self._names: frozenset[str] = frozenset()  # of the present state; none if the journal cannot go on from it
+        self._at = -1  # step of the present state
+        self._step = _Step()
+        self._changes = self._updates = 0  # calls that change the state, and those of them that are optimizer steps
+        self._versions: object = None
+        self._free: dict[Fragment, list[torch.Tensor]] = {}
+        self._recording: dict[int, _Step] = {}
+        self._recorded = False  # whether there are records of this epoch
+        self._told: set[str] = set()
+        self._reached: tuple[SaveId | None, deque[int]] = None, deque(maxlen=2)  # last commit, oldest versions of two
+        self._pinned = torch.cuda.is_available()
+        if any(group.get("capturable") for one in job.adapter.optimizers() for group in one.param_groups):
+            raise UnsupportedError(
+                "journal: a CUDA graph repeats a capturable optimizer's steps unseen: capturable=False"
+            )
+        for number, optimizer in enumerate(job.adapter.optimizers()):
+            optimizer.register_step_pre_hook(partial(self._before_step, number))
+            optimizer.register_step_post_hook(lambda *_: self._look())
+        job.adapter.before_change(self._changing)
+
+    def stepped(self, step: int) -> None:
+        """Record the step that was just made. Collective."""
+        self._collect_records()
+        self._prune_records()
+        made, self._step = self._step, _Step()
+        self._job.rank_buffers.compare()
+        follows, names = step == self._at + 1, self._names
+        if step <= self._at:  # the job went back: what it does now needs names of its own
+            self._renewing = True
+        self._at, self._names = step, frozenset()
+        if names and follows and not self._renewing and self._is_whole():
+            self._record(SaveId(step, self._session.epoch), made, names)
+        else:
+            self._give_back(made)
+        self._mark()
+
+    def begin(
+        self,
+        step: int,
+        decided: DecisionResult,
+        local: Mapping[Unit, LocalUnit],
+        lent: Mapping[Unit, list[torch.Tensor]] = MappingProxyType({}),
+    ) -> int:
+        staged = super().begin(step, decided, local, lent)
+        if step == self._at:
+            self._names |= {SaveId(step, self._session.epoch).name}
+            self._mark()
+        return staged
+
+    def resumed(self, certificate: Certificate) -> None:
+        """Go on from the resumed state, if a save or a record holds it as it is; otherwise from the next save."""
+        super().resumed(certificate)
+        self._names = frozenset({certificate.save}) if certificate.whole else frozenset()
+        self._at, self._step = certificate.step, _Step()
+        self._renewing = self._renewing or self._recorded  # the records may be of a branch that this resume leaves
+        self._mark()
+
+    def abandon(self, step: int, timeout: float) -> None:
+        super().abandon(step, timeout)
+        self._recorder.join(timeout)
+
+    def flush(self, timeout: float) -> None:
+        super().flush(timeout)
+        self._recorder.join(timeout)
+
+    def close(self, timeout: float, clean: bool) -> None:
+        super().close(timeout, clean)
+        self._names = frozenset()
+        self._recorder.join(timeout)
+        self._collect_records()
+        self._recorder.stop()
+
+    # ---- before an optimizer step
+
+    def _changing(self) -> None:
+        self._changes += 1
+
+    def _before_step(self, number: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._updates += 1
+        if not self._names:
+            return
+        try:
+            why = self._refusal(optimizer, args, kwargs) or self._copy_step(number)
+        except Exception as error:  # noqa: BLE001 - the edge to the optimizer: training goes on without the journal
+            why = f"the gradients could not be copied: {error!r}"
+        if why is not None:
+            self._interrupt(why)
+
+    def _refusal(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> str | None:
+        first = self._step.rng is None
+        if first and not self._has_room():
+            return "storage takes longer for a record than training for a step"
+        if self._is_changed():
+            return _CHANGED
+        if any(one is not None for one in (*args[1:], *kwargs.values())):
+            return "the optimizer's step is given a closure or other arguments, which a repetition does not have"
+        if getattr(optimizer, "grad_scale", None) is not None:
+            return "a fused optimizer unscales the gradients itself; set fused=False, or use bfloat16"
+        return None
+
+    def _has_room(self) -> bool:
+        """Return whether another record may begin, after a short wait for the oldest one under way."""
+        for patience in (_PATIENCE, 0.0):
+            self._collect_records()
+            waiting = sum(copy.nbytes for made in self._recording.values() for _, copy in made.copies)
+            if len(self._recording) < _AHEAD or waiting <= _BYTES:
+                return True
+            self._recorder.wait(min(self._recording), patience)
+        return False
+
+    def _copy_step(self, number: int) -> str | None:
+        step = self._step
+        groups, pieces = self._job.adapter.step_inputs(number)
+        if {fqn for group in step.groups for fqn in group["params"]} & {fqn for one in groups for fqn in one["params"]}:
+            return "an optimizer took two steps between two calls of ckpt.step()"
+        step.rng = step.rng or capture_rng()
+        step.members += [number] * (number not in step.members)
+        step.groups += groups
+        step.copies += map(self._copied, pieces)
+        return None
+
+    def _copied(self, piece: Piece) -> tuple[Fragment, torch.Tensor]:
+        fragment, tensor = piece.fragment, piece.tensor
+        free = self._free.setdefault(fragment, [])
+        copy = free.pop() if free else torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=self._pinned)
+        return fragment, copy.copy_(tensor, non_blocking=self._pinned)
+
+    # ---- after it
+
+    def _record(self, save: SaveId, made: _Step, names: frozenset[str]) -> None:
+        """Add the state of now, and hand the record to the background thread."""
+        job, rank = self._job, self._group.rank
+        infos = job.adapter.tensors()
+        if any(info.kind == "buffer" for info in infos.values()):
+            made.copies += (self._copied(one) for one in job.adapter.owned() if one.fragment.slot == BUFFER)
+        try:
+            state = capture_run_state(job.adapter, job.user, rank, job.rank_buffers)
+            stepped = {"members": made.members, "groups": made.groups, "rng": made.rng}
+            encode = begin_tree(CapturedState({**state.live, STEPPED: stepped}, state.copies))
+        except Exception as error:  # noqa: BLE001 - the edge to the user's own objects; a save reports it as well
+            self._interrupt(f"the run state could not be captured: {error!r}")
+            self._give_back(made)
+            return
+        copied = torch.cuda.Event() if self._pinned else None  # type: ignore[no-untyped-call]
+        if copied is not None:
+            copied.record()
+        facts = {CONTINUES: sorted(names)} if rank == 0 else {}
+        store_id, size = self._session.catalog.store_id, self._group.world_size
+        draft = SegmentDraft(store_id, save, rank, size, PLAN, list(self._fragments(made)), None, (), facts)
+        self._recording[self._recorder.submit(partial(self._write, draft, encode, copied))] = made
+        self._names, self._recorded = frozenset({save.name}), True
+
+    def _fragments(self, made: _Step) -> Iterator[StagedFragment]:
+        records = self._job.table.tensor_records()
+        for (fqn, slot, start, numel, box), copy in made.copies:
+            dtype = dtype_name(copy.dtype)
+            yield StagedFragment(records[fqn].layer, slot, fqn, start, numel, dtype, RAW, as_bytes(copy), box)
+
+    def _write(self, draft: SegmentDraft, encode: Callable[[], Any], copied: torch.cuda.Event | None) -> None:
+        """Write a record, durable on return. Background thread."""
+        tree, leaves = encode()
+        if copied is not None:
+            copied.synchronize()
+        require_present(self._session.files, draft.save.epoch)
+        self._journal.make_dir("")
+        write_segment(self._journal, replace(draft, run_state=tree, run_leaves=leaves))
+        self._journal.sync_dir(segment_dir(draft.save))
+        self._journal.sync_dir(SEGMENTS)
+
+    def _prune_records(self) -> None:
+        """After a commit, remove the records that led to the versions of the one before."""
+        (last, needed), ledger = self._reached, self._job.ledger
+        if self._group.rank == 0 and ledger.newest is not None and ledger.newest != last:
+            needed.append(min((one.version.step for one in ledger.versions.values() if one.moving), default=0))
+            self._reached, least = (ledger.newest, needed), min(needed)
+            self._recorder.submit(
+                partial(prune_journal, self._journal, self._session.files, self._session.epoch, least)
+            )
+
+    def _is_whole(self) -> bool:
+        """Return whether nothing but optimizer steps changed the state since the journal went on from it."""
+        changed = self._changes != self._updates or self._is_changed()
+        if changed:
+            self._interrupt(_CHANGED)
+        return not changed
+
+    def _is_changed(self) -> bool:
+        return self._versions is not None and self._job.adapter.state_versions() != self._versions
+
+    def _look(self) -> None:
+        self._versions = self._job.adapter.state_versions() if self._names else None
+
+    def _mark(self) -> None:
+        self._changes = self._updates = 0
+        self._look()
+
+    def _interrupt(self, why: str) -> None:
+        self._names = frozenset()
+        if why not in self._told:
+            self._told.add(why)
+            _log.warning("the journal is interrupted, and goes on from the next save: %s", why)
+
+    def _collect_records(self) -> None:
+        for done in self._recorder.finished():
+            self._give_back(self._recording.pop(done.number, _Step()))
+            if done.error is not None:
+                self._interrupt(f"a record could not be written: {done.error}")
+
+    def _give_back(self, made: _Step) -> None:
+        for fragment, copy in made.copies:
+            self._free[fragment].append(copy)

@@ -1,0 +1,128 @@
+"""Read and prune the journal, which brings the state of one step to that of a later one, step by step.
+
+A **record** of step t holds what made the state of step t from that of t - 1: the gradients that the optimizer was
+given, hyperparameters and random states at that moment, and the buffers and the run state after it. It is a segment
+group in ``journal/``, written like those of saves, and counts once the parts of all ranks are there; no manifest names
+it. It says what it continues: all names of the state of step t - 1, which are those of the saves and snapshots of that
+step, and of its record. So records of an abandoned branch are never taken for those of another.
+
+Reads records only. Removing one is safe at any time: what it led to cannot be reached any more, and nothing else."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from store.catalog import Catalog
+from store.commit import Expected, wait_for_group
+from store.errors import DamagedError, SaveError, StorageError
+from store.fragments import FragmentIndex, Source
+from store.location import files_at
+from store.names import JOURNAL, SEGMENTS, SaveId, parse_save_dir, segment_dir
+from store.schema import GroupRecord, PartRecord, digest
+from store.segment import read_part
+from store.session import require_newest
+from store.storage.atomic import remove_all
+from store.storage.bucket import ObjectOptions
+from store.storage.local import Files, list_or_empty
+
+PLAN = digest(b"journal")  # in the parts of all records
+
+CONTINUES = "continues"  # key in the facts of a record: names of the state before it
+STEPPED = "journal"  # key in its run state: what the optimizers had before the step
+
+
+@dataclass(frozen=True)
+class JournalStep:
+    """One record: its name, and the group that all ranks must find."""
+
+    save: SaveId
+    record: GroupRecord
+    continues: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Records, in order, that lead from the oldest version of a commit to a later step."""
+
+    oldest: int  # step of that version
+    steps: tuple[JournalStep, ...]
+
+
+def journal_files(files: Files, options: ObjectOptions | None = None) -> Files:
+    """Return the files of the journal of a store."""
+    root: Any = files.root  # type: ignore[attr-defined]
+    return files_at(root / JOURNAL, options)
+
+
+def journal_catalog(catalog: Catalog, options: ObjectOptions | None = None) -> Catalog:
+    """Return a catalog of the segment groups of the journal."""
+    return Catalog(journal_files(catalog.files, options), catalog.record)
+
+
+def find_chain(journal: Catalog, own: SaveId, versions: Collection[SaveId]) -> Chain | None:
+    """Return the records that continue the state ``own``; None if there are none.
+
+    If ``versions``, of the units that an optimizer updates, are older, the records that lead from the oldest of them to
+    ``own`` come first. Also None if one of those is missing, or a version is of another branch."""
+    listed = [save for name in list_or_empty(journal.files, SEGMENTS) if (save := parse_save_dir(name)) is not None]
+    by_step: dict[int, list[SaveId]] = {}
+    for save in sorted(listed, reverse=True):
+        by_step.setdefault(save.step, []).append(save)
+    oldest = min((save.step for save in versions), default=own.step)
+    names, step, back = frozenset({own.name}), own.step, list[JournalStep]()
+    first = names
+    while True:
+        if not {save.name for save in versions if save.step == step} <= names:
+            return None
+        if step <= oldest:
+            break
+        found = _first(journal, [save for save in by_step.get(step, ()) if save.name in names])
+        if found is None:
+            return None
+        back.append(found)
+        names, step = found.continues, step - 1
+    ahead = list(_ahead(journal, own.step, first, by_step))
+    return Chain(oldest, (*reversed(back), *ahead)) if back or ahead else None
+
+
+def _ahead(
+    journal: Catalog, step: int, names: frozenset[str], by_step: Mapping[int, list[SaveId]]
+) -> Iterator[JournalStep]:
+    while True:
+        step += 1
+        found = _first(journal, by_step.get(step, ()), names)
+        if found is None:
+            return
+        yield found
+        names = frozenset({found.save.name})
+
+
+def _first(journal: Catalog, saves: Collection[SaveId], names: frozenset[str] = frozenset()) -> JournalStep | None:
+    """Return the first whole record, of those that continue one of ``names``, if any are given."""
+    for save in saves:
+        try:
+            first = read_part(journal.files, journal.store_id, save, 0)
+            continues = frozenset(map(str, first.facts.get(CONTINUES, ())))
+            if names and names.isdisjoint(continues):
+                continue
+            expected = Expected(journal.store_id, save, first.world_size, PLAN)
+            return JournalStep(save, wait_for_group(journal.files, expected, 0.0).record, continues)
+        except (DamagedError, SaveError, StorageError):  # torn, damaged or being written: as if it were not there
+            continue
+    return None
+
+
+def fragments_of(parts: Mapping[int, PartRecord]) -> FragmentIndex[Source]:
+    """Return the stored fragments of a record."""
+    return FragmentIndex(Source(part, entry) for part in parts.values() for entry in part.entries)
+
+
+def prune_journal(files: Files, store: Files, epoch: int, step: int) -> None:
+    """Remove the records up to ``step``. Raises FencedError if another job took the store over."""
+    for name in list_or_empty(files, SEGMENTS):
+        save = parse_save_dir(name)
+        if save is not None and save.step <= step:
+            require_newest(store, epoch)
+            folder = segment_dir(save)
+            remove_all(files, [f"{folder}/{one}" for one in list_or_empty(files, folder)])
+            files.remove_dir(folder)

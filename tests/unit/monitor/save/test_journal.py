@@ -1,0 +1,322 @@
+"""The journal of a job of one process: what it brings back, where it stops, and what it never does.
+
+A job ends here without a save, as one that died: its steps since the last save are in the journal only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import monitor
+from store.errors import ConfigError
+
+STEPS = 12
+
+
+class Job:
+    """A small job whose data comes from torch's global generator, with dropout, a buffer and a schedule."""
+
+    def __init__(self, seed: int = 1, kind: Any = torch.optim.AdamW, **hyper: Any) -> None:
+        torch.manual_seed(seed)
+        blocks = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.2)) for _ in range(4)]
+        self.model = nn.Sequential(*blocks)
+        self.optimizer = kind(self.model.parameters(), **{"lr": 1e-2, **hyper})
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, STEPS)
+
+    def attach(self, store: Path, **settings: Any) -> monitor.Checkpointer:
+        settings = {"store": str(store), "every": 4, "journal": {"enabled": True}, **settings}
+        settings.setdefault("metrics", {"enabled": False})
+        return monitor.attach((self.model, self.optimizer), settings, state=[self.schedule])
+
+    def train_one_step(self) -> float:
+        x = torch.randn(5, 6)
+        loss = (self.model(x) - x.roll(1, 1)).pow(2).mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        self.schedule.step()
+        return loss.item()
+
+    def run(
+        self,
+        ckpt: monitor.Checkpointer,
+        last: int,
+        before: Callable[[int], None] = lambda _: None,
+        after: Callable[[int], None] = lambda _: None,
+    ) -> dict[int, float]:
+        """Train up to step ``last`` and die. before, after: called around ``ckpt.step()`` of a step."""
+        losses = {}
+        for step in range(ckpt.resume(), last):
+            losses[step] = self.train_one_step()
+            before(step + 1)
+            ckpt.step()
+            ckpt.flush()
+            after(step + 1)
+        ckpt.finish(clean=False)
+        return losses
+
+    def state(self) -> Mapping[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()["state"]}
+
+
+def straight(**job: Any) -> tuple[dict[int, float], Mapping[str, Any]]:
+    """The losses and the end of a run without Driftpoint."""
+    run = Job(**job)
+    return {step: run.train_one_step() for step in range(STEPS)}, run.state()
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+POLICIES: list[Any] = ["full", {"name": "parity", "k": 2}, {"name": "parity", "k": 4}]
+POLICIES += [{"name": "filter", "n": 1, "m": 3}, {"name": "threshold", "threshold": 0.05}]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_a_job_that_died_goes_on_from_the_step_before(tmp_path: Path, policy: Any) -> None:
+    losses, end = straight()
+    assert Job().run(Job().attach(tmp_path / "x"), 1)  # another store: nothing is shared
+    job = Job()
+    job.run(job.attach(tmp_path / "store", every=2, policy=policy), 7)
+    for died in (10, STEPS):
+        job = Job(seed=2)
+        ckpt = job.attach(tmp_path / "store", every=2, policy=policy)
+        seen = job.run(ckpt, died)
+        assert ckpt.certificate is not None
+        assert ckpt.certificate.exact
+        assert ckpt.certificate.max_staleness == 0
+        assert seen == {step: losses[step] for step in seen}
+        assert min(seen) == (7 if died == 10 else 10)
+    assert same(job.state(), end)
+
+
+OPTIMIZERS = [
+    (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.AdamW, {"fused": True}),
+    (torch.optim.AdamW, {"amsgrad": True, "foreach": True}),
+    (torch.optim.RMSprop, {"centered": True}),
+    (torch.optim.Adagrad, {}),
+    (torch.optim.NAdam, {}),
+    (torch.optim.Rprop, {}),
+]
+
+
+@pytest.mark.parametrize(("kind", "hyper"), OPTIMIZERS)
+def test_the_jobs_own_optimizer_takes_the_steps(tmp_path: Path, kind: Any, hyper: Any) -> None:
+    losses, end = straight(kind=kind, **hyper)
+    job = Job(kind=kind, **hyper)
+    job.run(job.attach(tmp_path), 7)
+    job = Job(seed=2, kind=kind, **hyper)
+    seen = job.run(job.attach(tmp_path), STEPS)
+    assert seen == {step: losses[step] for step in range(7, STEPS)}
+    assert same(job.state(), end)
+
+
+def records(store: Path) -> list[Path]:
+    return sorted((store / "journal/segments").iterdir())
+
+
+def damage(path: Path) -> None:
+    """Flip a bit in the middle of the largest tensor's bytes."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "flipped": lambda one: damage(one / "rank-00000.safetensors"),
+    "torn": lambda one: (one / "rank-00000.safetensors").write_bytes(b"torn"),
+    "part lost": lambda one: (one / "rank-00000.json").unlink(),
+    "part flipped": lambda one: damage(one / "rank-00000.json"),
+    "swapped": lambda one: (one / "rank-00000.safetensors").write_bytes(
+        (one.parent / "00000005-000001/rank-00000.safetensors").read_bytes()
+    ),
+    "gone": lambda one: one.rename(one.parent.parent / "elsewhere"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_record_ends_the_replay_before_it(tmp_path: Path, how: str) -> None:
+    losses, end = straight()
+    job = Job()
+    job.run(job.attach(tmp_path), 8, after=lambda _: None)
+    (tmp_path / "manifests/00000008-000001.json").unlink()
+    assert [one.name for one in records(tmp_path)] == [f"{step:08d}-000001" for step in range(5, 9)]
+    DAMAGE[how](tmp_path / "journal/segments/00000007-000001")
+    job = Job(seed=2)
+    ckpt = job.attach(tmp_path)
+    seen = job.run(ckpt, STEPS)
+    assert min(seen) == 6
+    assert ckpt.certificate is not None
+    assert ckpt.certificate.exact
+    assert seen == {step: losses[step] for step in range(6, STEPS)}
+    assert same(job.state(), end)
+
+
+def test_a_composite_whose_records_are_damaged_is_resumed_as_one(tmp_path: Path) -> None:
+    job = Job()
+    job.run(job.attach(tmp_path, every=2, policy={"name": "parity", "k": 2}), 8)
+    damage(tmp_path / "journal/segments/00000007-000001/rank-00000.safetensors")
+    job = Job(seed=2)
+    ckpt = job.attach(tmp_path, every=2, policy={"name": "parity", "k": 2})
+    ckpt.resume()
+    assert ckpt.certificate is not None
+    assert not ckpt.certificate.exact
+    assert ckpt.certificate.step == 8
+    assert ckpt.certificate.max_staleness == 2
+    ckpt.finish(clean=False)
+
+
+def test_records_of_an_abandoned_branch_are_not_followed(tmp_path: Path) -> None:
+    """A job goes back by a resume in mid-run, sees other data, and saves before the step that it had reached."""
+    job = Job()
+    ckpt = job.attach(tmp_path, every=100)
+    ckpt.resume()
+    job.train_one_step()
+    ckpt.step()
+    ckpt.save(wait=True)
+    for _ in range(5):
+        job.train_one_step()
+        ckpt.step()
+    ckpt.flush()
+    assert len(records(tmp_path)) == 5
+    kept = {one.name: one for one in records(tmp_path)}
+    hidden = tmp_path / "hidden"
+    (tmp_path / "journal/segments").rename(hidden)
+    assert ckpt.resume() == 1
+    hidden.rename(tmp_path / "journal/segments")
+    torch.manual_seed(77)
+    for _ in range(2):
+        job.train_one_step()
+        ckpt.step()
+    ckpt.save(wait=True)
+    reached = {name: value.clone() for name, value in job.model.state_dict().items()}
+    ckpt.finish(clean=False)
+    assert {f"{step:08d}-000001" for step in range(4, 7)} <= kept.keys() & {one.name for one in records(tmp_path)}
+    job = Job(seed=2)
+    ckpt = job.attach(tmp_path, every=100)
+    assert ckpt.resume() == 3
+    assert same(job.model.state_dict(), reached)
+    ckpt.finish(clean=False)
+
+
+def clamp(job: Job) -> None:
+    with torch.no_grad():
+        for parameter in job.model.parameters():
+            parameter.clamp_(-0.2, 0.2)
+
+
+OTHERWISE: dict[str, tuple[Callable[[Job], Any], str]] = {
+    "weights clamped": (clamp, "changed by other means"),
+    "state dict loaded": (lambda job: job.model.load_state_dict(job.model.state_dict()), "by other means"),
+    "two steps": (lambda job: job.train_one_step(), "two steps between two calls"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERWISE)
+def test_a_change_by_other_means_interrupts_the_journal_until_the_next_save(
+    tmp_path: Path, case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    change, message = OTHERWISE[case]
+    job, kept = Job(), dict[int, Any]()
+
+    def after(step: int) -> None:
+        kept[step] = {name: value.clone() for name, value in job.model.state_dict().items()}
+
+    with caplog.at_level(logging.WARNING, "driftpoint"):
+        job.run(job.attach(tmp_path), 7, before=lambda step: change(job) if step == 6 else None, after=after)
+    assert sum(message in one for one in caplog.messages) == 1
+    again = Job(seed=2)
+    ckpt = again.attach(tmp_path)
+    first = ckpt.resume()
+    assert first in (4, 5, 6)
+    assert same(again.model.state_dict(), kept[first])
+    ckpt.finish(clean=False)
+
+
+def test_a_save_after_an_interruption_is_continued(tmp_path: Path) -> None:
+    job, kept = Job(), dict[int, Any]()
+
+    def after(step: int) -> None:
+        kept[step] = {name: value.clone() for name, value in job.model.state_dict().items()}
+
+    job.run(job.attach(tmp_path), 11, before=lambda step: clamp(job) if step == 6 else None, after=after)
+    again = Job(seed=2)
+    ckpt = again.attach(tmp_path)
+    assert ckpt.resume() == 11
+    assert same(again.model.state_dict(), kept[11])
+    ckpt.finish(clean=False)
+
+
+def test_an_optimizer_with_a_closure_is_told_and_training_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(kind=torch.optim.LBFGS, lr=0.1)
+    ckpt = job.attach(tmp_path, self_check=False)
+    ckpt.resume()
+    x = torch.randn(5, 6)
+
+    def closure() -> torch.Tensor:
+        job.optimizer.zero_grad()
+        loss = job.model(x).pow(2).mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    for _ in range(6):
+        job.optimizer.step(closure)
+        ckpt.step()
+    ckpt.flush()
+    assert sum("given a closure" in one for one in caplog.messages) == 1
+    ckpt.finish(clean=False)
+
+
+def test_a_skipped_optimizer_step_is_a_step(tmp_path: Path) -> None:
+    """As a gradient scaler skips one after an overflow: counters go on, weights stay."""
+    job, kept = Job(), dict[int, Any]()
+    ckpt = job.attach(tmp_path)
+    ckpt.resume()
+    for step in range(1, 8):
+        if step == 6:
+            job.schedule.step()
+        else:
+            job.train_one_step()
+        ckpt.step()
+        ckpt.flush()
+        kept[step] = {name: value.clone() for name, value in job.model.state_dict().items()}
+    ckpt.finish(clean=False)
+    again = Job(seed=2)
+    ckpt = again.attach(tmp_path)
+    assert ckpt.resume() == 7
+    assert same(again.model.state_dict(), kept[7])
+    assert again.schedule.last_epoch == job.schedule.last_epoch
+    ckpt.finish(clean=False)
+
+
+def test_records_go_once_two_commits_do_not_need_them(tmp_path: Path) -> None:
+    job = Job()
+    job.run(job.attach(tmp_path), 11)
+    assert [int(one.name[:8]) for one in records(tmp_path)] == list(range(5, 12))
+
+
+def test_what_is_rounded_is_no_base(tmp_path: Path) -> None:
+    for settings in ({"encoding": "compact"}, {"memory": {"enabled": True, "encoding": "compact"}}):
+        with pytest.raises(ConfigError, match="encoding: raw"):
+            Job().attach(tmp_path, **settings)
+
+
+def test_without_the_setting_nothing_is_written(tmp_path: Path) -> None:
+    job = Job()
+    job.run(job.attach(tmp_path, journal={"enabled": False}), 6)
+    assert not (tmp_path / "journal").exists()
