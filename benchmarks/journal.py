@@ -3,8 +3,8 @@
     python benchmarks/journal.py [--stage 2] [--layers 12] [--steps 12] [--rounds 3] [--json FILE]
 
 Two ranks with one thread each, gloo, a Llama of 110 million parameters at ZeRO-2. In turns: a process that trains
-without the journal, and one with it. Then a process that resumes the save before the first recorded step and takes the steps
-again, beside one that resumes without them. Bytes are those of the files.
+without the journal, and one with it. Then a process that resumes the save before the first recorded step and takes
+the steps again, beside one that resumes without them. Bytes are those of the files.
 
 Exits 1 when a goal is missed.
 """

@@ -6,7 +6,6 @@ not wait for storage longer than for a moment: then the record is left out. Ther
 other means than the optimizer's step, the journal is interrupted, and goes on from the next save.
 """
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from monitor.adapters.base import Piece
 from monitor.adapters.module_tensors import as_bytes, dtype_name
 from monitor.background import BackgroundWorker
 from monitor.context import JobContext
+from monitor.events import BackgroundFailureEvent
 from monitor.observe.units import LocalUnit
 from monitor.run_state import CapturedState, begin_tree, capture_rng, capture_run_state
 from monitor.save.saver import Saver
@@ -31,8 +31,6 @@ from store.journal import CONTINUES, PLAN, STEPPED, journal_files, prune_journal
 from store.names import BUFFER, RAW, SEGMENTS, Fragment, SaveId, Unit, segment_dir
 from store.segment import SegmentDraft, StagedFragment, write_segment
 from store.session import require_present
-
-_log = logging.getLogger("driftpoint")
 
 _AHEAD, _BYTES = 2, 1 << 28  # records that may be under way; more, while they take no more bytes than that
 _CHANGED = "weights or optimizer state were changed by other means than the optimizer's step"
@@ -254,9 +252,9 @@ class JournaledSaver(Saver):
 
     def _interrupt(self, why: str) -> None:
         self._names = frozenset()
-        if why not in self._told:
-            self._told.add(why)
-            _log.warning("the journal is interrupted, and goes on from the next save: %s", why)
+        message = "" if why in self._told else f"the journal is interrupted, and goes on from the next save: {why}"
+        self._told.add(why)
+        self._listeners.on_background_failure(BackgroundFailureEvent("journal", message))
 
     def _collect_records(self) -> None:
         for done in self._recorder.finished():

@@ -28,6 +28,7 @@ from monitor.events import SaveListener, unexpected
 from monitor.types import SKIP_REASONS, StepReport, newest_text
 from store.certificate import AS_FOUND, MEMORY, PEER, Certificate
 from store.names import SaveId
+from store.text import counted
 
 _log = logging.getLogger("driftpoint")
 
@@ -167,7 +168,7 @@ class SaveLog(SaveListener):
         if event.replicas:
             where += f", {event.replicas} of its ranks from replicas on other nodes"
         if event.replayed:
-            where += f" and {event.replayed} steps of its journal"
+            where += f" and {counted(event.replayed, 'step')} of its journal"
         log_startup(f"resumed step {certificate.step} from {where} ({_kind(certificate)})")
         if event.step != certificate.step:
             _log.warning(

@@ -416,8 +416,8 @@ def test_fragments_of_one_tensor_in_two_dtypes_are_damaged(tmp_path: Path, dtype
         Entry(**common, start=at * numel, dtype=dtypes[at], **vars(one)) for at, one in enumerate(payload.placed)
     ]
     part: Any = SimpleNamespace(save=save, rank=0, header_bytes=payload.header_bytes)
-    resolution: Any = SimpleNamespace(index=FragmentIndex(Source(part, entry) for entry in entries))
+    index = FragmentIndex(Source(part, entry) for entry in entries)
     live = FragmentPlace(Fragment("w", WEIGHTS, 0, 2 * numel), torch_dtype(dtypes[0]), new)
     with read.OpenPayloads(files) as payloads:
-        found = read.read_fragments(payloads, resolution, [live])
+        found = read.read_fragments(payloads, index, [live])
     assert {one.unit for one in found.bad} == {Unit("l", WEIGHTS)}
