@@ -7,7 +7,7 @@ other means than the optimizer's step, the journal is interrupted, and goes on f
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -26,6 +26,7 @@ from monitor.save.saver import Saver
 from monitor.save.store_session import StoreSession
 from monitor.types import DecisionResult
 from store.certificate import Certificate
+from store.encoding import BF16
 from store.errors import UnsupportedError
 from store.journal import CONTINUES, PLAN, STEPPED, journal_files, prune_journal
 from store.names import BUFFER, RAW, SEGMENTS, Fragment, SaveId, Unit, segment_dir
@@ -33,6 +34,7 @@ from store.segment import SegmentDraft, StagedFragment, write_segment
 from store.session import require_present
 
 _AHEAD, _BYTES = 2, 1 << 28  # records that may be under way; more, while they take no more bytes than that
+_CHUNK = 1 << 16  # elements that are looked at together
 _CHANGED = "weights or optimizer state were changed by other means than the optimizer's step"
 _PATIENCE = 0.2  # seconds that training waits for a record to be written, before it goes on without the journal
 
@@ -202,24 +204,23 @@ class JournaledSaver(Saver):
             copied.record()
         facts = {CONTINUES: sorted(names)} if rank == 0 else {}
         store_id, size = self._session.catalog.store_id, self._group.world_size
-        draft = SegmentDraft(store_id, save, rank, size, PLAN, list(self._fragments(made)), None, (), facts)
-        self._recording[self._recorder.submit(partial(self._write, draft, encode, copied))] = made
+        draft, records = SegmentDraft(store_id, save, rank, size, PLAN, (), None, (), facts), job.table.tensor_records()
+
+        def write() -> None:
+            if copied is not None:
+                copied.synchronize()
+            tree, leaves = encode()
+            fragments = [_staged(records[one.fqn].layer, one, copy) for one, copy in made.copies]
+            self._write(replace(draft, fragments=fragments, run_state=tree, run_leaves=leaves))
+
+        self._recording[self._recorder.submit(write)] = made
         self._names, self._recorded = frozenset({save.name}), True
 
-    def _fragments(self, made: _Step) -> Iterator[StagedFragment]:
-        records = self._job.table.tensor_records()
-        for (fqn, slot, start, numel, box), copy in made.copies:
-            dtype = dtype_name(copy.dtype)
-            yield StagedFragment(records[fqn].layer, slot, fqn, start, numel, dtype, RAW, as_bytes(copy), box)
-
-    def _write(self, draft: SegmentDraft, encode: Callable[[], Any], copied: torch.cuda.Event | None) -> None:
+    def _write(self, draft: SegmentDraft) -> None:
         """Write a record, durable on return. Background thread."""
-        tree, leaves = encode()
-        if copied is not None:
-            copied.synchronize()
         require_present(self._session.files, draft.save.epoch)
         self._journal.make_dir("")
-        write_segment(self._journal, replace(draft, run_state=tree, run_leaves=leaves))
+        write_segment(self._journal, draft)
         self._journal.sync_dir(segment_dir(draft.save))
         self._journal.sync_dir(SEGMENTS)
 
@@ -265,3 +266,14 @@ class JournaledSaver(Saver):
     def _give_back(self, made: _Step) -> None:
         for fragment, copy in made.copies:
             self._free[fragment].append(copy)
+
+
+def _staged(layer: str, fragment: Fragment, copy: torch.Tensor) -> StagedFragment:
+    """Return a copy as it is stored: in two bytes where it is float32 with values of bfloat16, as DeepSpeed's are."""
+    encoding, data = RAW, copy
+    if copy.dtype == torch.float32 and not any(
+        (part.view(torch.int32) & 0xFFFF).any() for part in torch.split(copy, _CHUNK)
+    ):
+        encoding, data = BF16, (copy.view(torch.int32) >> 16).to(torch.int16)
+    fqn, slot, start, numel, box = fragment
+    return StagedFragment(layer, slot, fqn, start, numel, dtype_name(copy.dtype), encoding, as_bytes(data), box)

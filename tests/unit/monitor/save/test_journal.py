@@ -320,3 +320,29 @@ def test_without_the_setting_nothing_is_written(tmp_path: Path) -> None:
     job = Job()
     job.run(job.attach(tmp_path, journal={"enabled": False}), 6)
     assert not (tmp_path / "journal").exists()
+
+
+def test_gradients_of_bfloat16_take_two_bytes(tmp_path: Path) -> None:
+    """As those that DeepSpeed hands to its optimizer in float32; with others beside, each as it needs."""
+    kept: dict[str, torch.Tensor] = {}
+    for name, rounded in (("short", True), ("long", False)):
+        job = Job()
+
+        def round_gradients(*_: Any, model: nn.Module = job.model, rounded: bool = rounded) -> None:
+            for parameter in model.parameters() if rounded else ():
+                assert parameter.grad is not None
+                parameter.grad = parameter.grad.bfloat16().float()
+
+        job.optimizer.register_step_pre_hook(round_gradients)
+        ckpt = job.attach(tmp_path / name)
+        job.run(ckpt, 7)
+        kept[name] = torch.cat([one.flatten() for one in job.model.state_dict().values()])
+    sizes = {name: (records(tmp_path / name)[-1] / "rank-00000.safetensors").stat().st_size for name in kept}
+    count = sum(one.numel() for one in Job().model.parameters())
+    assert 0 < sizes["long"] - sizes["short"] <= 2 * count + 64
+    for name in kept:
+        again = Job(seed=2)
+        ckpt = again.attach(tmp_path / name)
+        assert ckpt.resume() == 7
+        assert torch.equal(torch.cat([one.flatten() for one in again.model.state_dict().values()]), kept[name])
+        ckpt.finish(clean=False)
