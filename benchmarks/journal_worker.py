@@ -46,7 +46,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if options.way == "resume":
         began = time.perf_counter()
         step = ckpt.resume()
-        return {"seconds": slowest(time.perf_counter() - began), "step": step, "parameters": parameters}
+        seconds = slowest(time.perf_counter() - began)
+        ckpt.close(save=False)
+        return {"seconds": seconds, "step": step, "parameters": parameters}
     ckpt.resume()
     for _ in range(2):
         train_step(engine, LENGTH, options.rows)
@@ -64,6 +66,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     training = slowest(time.perf_counter() - began)
     ckpt.flush()
     written = slowest(time.perf_counter() - began)
+    ckpt.close(save=False)
     return {"seconds": training / options.steps, "written": written / options.steps, "parameters": parameters}
 
 
