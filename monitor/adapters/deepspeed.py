@@ -1,6 +1,7 @@
 """Adapt DeepSpeed engines, by ZeRO stage: 0 (no sharding), 1 and 2, 3."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import deepspeed
@@ -9,12 +10,22 @@ import torch.distributed as dist
 from torch import nn
 
 from monitor.adapters.base import Adapter, Piece
-from monitor.adapters.deepspeed_base import EngineAdapter, FlatPartition, Placement, ZeroAdapter, require_same_engine
-from monitor.adapters.deepspeed_counters import check_engine_state, engine_state, load_engine_state, scaler_state
+from monitor.adapters.deepspeed_base import (
+    EngineAdapter,
+    FlatPartition,
+    Placement,
+    ZeroAdapter,
+    check_engine_state,
+    engine_state,
+    load_engine_state,
+    require_same_engine,
+    scaler_state,
+)
+from monitor.adapters.hyperparameters import describe_group, restore_groups
 from monitor.adapters.module_tensors import ModuleTensors, ParameterNames, slice_piece, whole_piece
 from monitor.adapters.pytorch import PyTorchAdapter
 from store.errors import UnsupportedError
-from store.names import FROZEN, WEIGHTS, Fragment
+from store.names import FROZEN, GRADIENT, WEIGHTS, Fragment
 from store.schema import as_json
 
 
@@ -127,7 +138,51 @@ class PipelineAdapter(Stage0Adapter):
         return PyTorchAdapter.layout_facts(self)
 
 
-class Zero12Adapter(ZeroAdapter):
+class _SteppedAdapter(ZeroAdapter):
+    """What the journal needs of an engine: the steps of the optimizer that ZeRO wraps, on its flat partitions."""
+
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return [self._base_optimizer]
+
+    def step_inputs(self, number: int) -> tuple[list[dict[str, Any]], list[Piece]]:  # noqa: ARG002
+        # Within a step the base optimizer has only the param groups, or the parameters, that are updated now.
+        flats, groups, pieces = {id(flat.tensor): flat for flat in self._listed}, [], list[Piece]()
+        for group in self._base_optimizer.param_groups:
+            found = [flats[id(one)] for one in group["params"]]
+            groups += [describe_group((fqn for flat in found for fqn in flat.fqns), group)] if found else []
+            pieces += (piece for flat in found for piece in _gradients(flat))
+        return groups, pieces
+
+    def repeat_step(
+        self,
+        number: int,  # noqa: ARG002
+        groups: Sequence[Mapping[str, Any]],
+        fqns: Collection[str],
+        fill: Callable[[Sequence[Piece]], None],
+    ) -> None:
+        own = self._groups()
+        restore_groups(groups, own)
+        flats = [(flat, flat.tensor.grad) for flat in self.flats()]
+        for flat, _ in flats:
+            if flat.tensor.grad is None:
+                flat.tensor.grad = torch.zeros_like(flat.tensor)
+        fill([piece for flat, _ in flats for piece in _gradients(flat) if piece.fragment.fqn in fqns])
+        self._step_base_optimizer()
+        for flat, before in flats:
+            flat.tensor.grad = None if before is None else before.zero_()
+
+    def _step_base_optimizer(self) -> None:
+        self._base_optimizer.step()
+
+
+def _gradients(flat: FlatPartition) -> Iterator[Piece]:
+    gradient = flat.tensor.grad
+    if gradient is not None:
+        for fqn, start, offset, numel in map(astuple, flat.placements):
+            yield Piece(Fragment(fqn, GRADIENT, start, numel), gradient.narrow(0, offset, numel))
+
+
+class Zero12Adapter(_SteppedAdapter):
     """Adapter of an engine at ZeRO stage 1 or 2, also with DeepSpeed's wrapper ``BF16_Optimizer``.
 
     Each param group is one flat tensor, cut into equal partitions, one per rank. A parameter's offset is derived from
@@ -230,7 +285,7 @@ def _in_memory_order(
     return sorted(out, key=lambda placed: placed[1])
 
 
-class Zero3Adapter(ZeroAdapter):
+class Zero3Adapter(_SteppedAdapter):
     """Adapter of an engine at ZeRO stage 3.
 
     Every parameter is cut into ceil(numel / world size) slices, one per rank; the slices of a sub-group are consecutive

@@ -1,14 +1,15 @@
-"""Implement the adapter that all ZeRO stages share.
+"""Capture and restore the state of a DeepSpeed engine, and implement the adapter that all ZeRO stages share.
 
 A stage describes its flat fp32 partitions and the pieces of parameters in them (:class:`FlatPartition`), and the
 parameters that the optimizer does not hold (mostly frozen ones). DeepSpeed's tensors are read and written in place,
 from the training thread, between optimizer steps. Tensor, pipeline and expert parallelism are not supported.
 """
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +19,6 @@ import torch.distributed as dist
 from torch import nn
 
 from monitor.adapters.base import FragmentPlace, LiveValue, OneStage, Piece, StateVersions, TensorInfo, wrap_methods
-from monitor.adapters.deepspeed_counters import check_engine_state, engine_state, load_engine_state
 from monitor.adapters.hyperparameters import describe_group, group_values, match_groups, restore_groups
 from monitor.adapters.identity import Identity, IdentityReader, OptimizerAttributes, T
 from monitor.adapters.module_tensors import ModuleTensors, partition_replicated, whole_piece
@@ -34,8 +34,8 @@ from monitor.adapters.optimizer_state import (
     slots_of,
     to_host,
 )
-from store.errors import UnsupportedError
-from store.names import BUFFER, GRADIENT, WEIGHTS, Fragment
+from store.errors import ModelMismatchError, UnsupportedError
+from store.names import BUFFER, WEIGHTS, Fragment
 from store.schema import as_json
 
 _CHANGING = (
@@ -46,6 +46,21 @@ _CHANGING = (
     "set_local_hp_param",
 )
 """Methods of a ZeRO optimizer, besides ``step``, that write masters or moments."""
+
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+def engine_state(engine: Any) -> dict[str, Any]:
+    """Return the engine's own run state: ``counters``, ``loss_scaler``, ``lr_scheduler``."""
+    counters = {name: int(getattr(engine, name)) for name in _COUNTERS}
+    counters["gradient_accumulation_steps"] = int(engine.gradient_accumulation_steps())
+    scheduler = engine.lr_scheduler
+    return {
+        "counters": counters,
+        "loss_scaler": scaler_state(engine.optimizer),
+        "lr_scheduler": None if scheduler is None else copy.deepcopy(scheduler.state_dict()),
+    }
 
 
 def require_same_engine(engine: Any, module: Any, optimizer: Any) -> None:
@@ -73,6 +88,82 @@ class EngineAdapter(OneStage):
 
     def objects(self) -> Mapping[str, Any]:
         return {} if self.engine.lr_scheduler is None else {"lr_scheduler": self.engine.lr_scheduler}
+
+
+def check_engine_state(engine: Any, state: Mapping[str, Any]) -> None:
+    """Raise the errors that :func:`load_engine_state` would raise. Changes nothing."""
+    _counters(engine, state)
+    _scaler_updates(engine.optimizer, state.get("loss_scaler"))
+
+
+def load_engine_state(engine: Any, state: Mapping[str, Any]) -> None:
+    """Load a run state, except the scheduler. Without saved counters they are derived from the optimizer's ``step``."""
+    values = _scaler_updates(engine.optimizer, state.get("loss_scaler"))
+    for name, value in _counters(engine, state).items():
+        setattr(engine, name, value)
+    scaler = _live_scaler(engine.optimizer)
+    if values and isinstance(scaler, torch.amp.GradScaler):
+        scaler.load_state_dict(dict(values))
+    else:
+        for name, value in values.items():
+            setattr(scaler, name, value)
+
+
+def _counters(engine: Any, state: Mapping[str, Any]) -> dict[str, int]:
+    saved = state.get("counters") or _counters_from_steps(engine, state)
+    missing = sorted({*_COUNTERS, "gradient_accumulation_steps"} - saved.keys())
+    if missing:
+        raise ModelMismatchError(
+            f"the saved counters lack {', '.join(missing)}: resume with the DeepSpeed version that saved them"
+        )
+    counters = {name: int(saved[name]) for name in _COUNTERS}
+    # Partly accumulated gradients are not saved: the window restarts, and boundaries must stay boundaries.
+    windows = counters["micro_steps"] // int(saved["gradient_accumulation_steps"])
+    return {**counters, "micro_steps": windows * int(engine.gradient_accumulation_steps())}
+
+
+def _counters_from_steps(engine: Any, state: Mapping[str, Any]) -> dict[str, int]:
+    steps = max((int(scalars.get("step", 0)) for scalars in state["scalars"].values()), default=0)
+    accumulation = int(engine.gradient_accumulation_steps())
+    return {
+        "global_steps": steps,
+        "global_samples": steps * int(engine.train_batch_size()),
+        "skipped_steps": 0,
+        "micro_steps": steps * accumulation,
+        "gradient_accumulation_steps": accumulation,
+    }
+
+
+def scaler_state(optimizer: Any) -> dict[str, Any] | None:
+    """Return the state of the loss scaler, if there is one."""
+    scaler = _live_scaler(optimizer)
+    if scaler is None:
+        return None
+    values = scaler.state_dict() if isinstance(scaler, torch.amp.GradScaler) else vars(scaler)
+    plain = {key: value for key, value in values.items() if isinstance(value, bool | int | float)}
+    return {"class": type(scaler).__name__, **plain}
+
+
+def _live_scaler(optimizer: Any) -> Any:
+    autocast = getattr(optimizer, "torch_autocast_gradscaler", None)
+    return getattr(optimizer, "loss_scaler", None) if autocast is None else autocast
+
+
+def _scaler_updates(optimizer: Any, saved: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the saved values that the live scaler takes. A scaler of another class starts with its configuration."""
+    scaler = _live_scaler(optimizer)
+    keys: Sequence[str] = _SCALER_STATE if getattr(scaler, "dynamic", False) else ()
+    if isinstance(scaler, torch.amp.GradScaler):
+        keys = [*scaler.state_dict()]  # none if it is disabled
+    if saved is None or scaler is None or type(scaler).__name__ != saved["class"]:
+        return {}
+    missing = [key for key in keys if key not in saved]
+    if missing:
+        raise ModelMismatchError(
+            f"the saved state of the loss scaler {saved['class']} lacks {', '.join(missing)}: it was saved by a scaler "
+            "with other settings; configure it as in the run that was saved"
+        )
+    return {key: saved[key] for key in keys}
 
 
 @dataclass(frozen=True)
@@ -318,39 +409,6 @@ class ZeroAdapter(EngineAdapter, ABC):
         for key, item in self.objects().items():
             yield LiveValue(f"engine.{key}.state_dict()", item.state_dict(), stored=("framework", key))
 
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        return [self._base_optimizer]
-
-    def step_inputs(self, number: int) -> tuple[list[dict[str, Any]], list[Piece]]:  # noqa: ARG002
-        # Within a step the base optimizer has only the param groups, or the parameters, that are updated now.
-        flats, groups, pieces = {id(flat.tensor): flat for flat in self._listed}, [], list[Piece]()
-        for group in self._base_optimizer.param_groups:
-            found = [flats[id(one)] for one in group["params"]]
-            groups += [describe_group((fqn for flat in found for fqn in flat.fqns), group)] if found else []
-            pieces += (piece for flat in found for piece in _gradients(flat))
-        return groups, pieces
-
-    def repeat_step(
-        self,
-        number: int,  # noqa: ARG002
-        groups: Sequence[Mapping[str, Any]],
-        fqns: Collection[str],
-        fill: Callable[[Sequence[Piece]], None],
-    ) -> None:
-        own = self._groups()
-        restore_groups(groups, own)
-        flats = [(flat, flat.tensor.grad) for flat in self.flats()]
-        for flat, _ in flats:
-            if flat.tensor.grad is None:
-                flat.tensor.grad = torch.zeros_like(flat.tensor)
-        fill([piece for flat, _ in flats for piece in _gradients(flat) if piece.fragment.fqn in fqns])
-        self._step_base_optimizer()
-        for flat, before in flats:
-            flat.tensor.grad = None if before is None else before.zero_()
-
-    def _step_base_optimizer(self) -> None:
-        self._base_optimizer.step()
-
     def layout_facts(self) -> dict[str, Any]:
         facts = self._facts()
         for group, live in zip(facts["param_groups"], self._base_optimizer.param_groups, strict=True):
@@ -419,13 +477,6 @@ class ZeroAdapter(EngineAdapter, ABC):
                     f"{type(self._zero).__name__} of DeepSpeed {deepspeed.__version__} has no {name!r}: this release "
                     "is not supported; install 0.19"
                 )
-
-
-def _gradients(flat: FlatPartition) -> Iterator[Piece]:
-    gradient = flat.tensor.grad
-    if gradient is not None:
-        for fqn, start, offset, numel in map(astuple, flat.placements):
-            yield Piece(Fragment(fqn, GRADIENT, start, numel), gradient.narrow(0, offset, numel))
 
 
 def replay_steps(optimizer: Any) -> None:

@@ -340,9 +340,9 @@ def test_gradients_of_bfloat16_take_two_bytes(tmp_path: Path) -> None:
     sizes = {name: (records(tmp_path / name)[-1] / "rank-00000.safetensors").stat().st_size for name in kept}
     count = sum(one.numel() for one in Job().model.parameters())
     assert 0 < sizes["long"] - sizes["short"] <= 2 * count + 64
-    for name in kept:
+    for name, state in kept.items():
         again = Job(seed=2)
         ckpt = again.attach(tmp_path / name)
         assert ckpt.resume() == 7
-        assert torch.equal(torch.cat([one.flatten() for one in again.model.state_dict().values()]), kept[name])
+        assert torch.equal(torch.cat([one.flatten() for one in again.model.state_dict().values()]), state)
         ckpt.finish(clean=False)
