@@ -91,11 +91,10 @@ class Checkpointer:
         self._memory = MemoryTier(job, opened, saver) if opened and saver and job.config.memory.enabled else None
         self._surveyor = Surveyor(job.adapter, job.table)
         self._step = job.completed_steps() or 0
-        self._resume_called = False
         self._live = LiveState()
         self._trained = False  # whether there is state that no commit may have
         self._misuse = MisuseNotices(job.adapter, job.steps, self._group.rank, self._group.world_size)
-        self._checked = self._proven = self._closed = False
+        self._resume_called = self._checked = self._proven = self._closed = False
         self._cut_off = False  # a rank was late or is gone, so nothing is saved any more
         self._process = os.getpid()
         self._unregister_exit = at_exit(self._close_at_exit)
