@@ -22,12 +22,13 @@ from monitor.context import JobContext
 from monitor.events import BackgroundFailureEvent
 from monitor.observe.units import LocalUnit
 from monitor.run_state import CapturedState, begin_tree, capture_rng, capture_run_state
+from monitor.save.save_task import Finish
 from monitor.save.saver import Saver
 from monitor.save.store_session import StoreSession
 from monitor.types import DecisionResult
 from store.certificate import Certificate
 from store.encoding import BF16
-from store.errors import UnsupportedError
+from store.errors import UnsupportedError, UsageError
 from store.journal import CONTINUES, PLAN, STEPPED, journal_files, prune_journal
 from store.names import BUFFER, RAW, SEGMENTS, Fragment, SaveId, Unit, segment_dir
 from store.segment import SegmentDraft, StagedFragment, write_segment
@@ -64,6 +65,7 @@ class JournaledSaver(Saver):
         self._free: dict[Fragment, list[torch.Tensor]] = {}
         self._recording: dict[int, _Step] = {}
         self._recorded = False  # whether there are records of this epoch
+        self._last = 0  # number of the last record
         self._told: set[str] = set()
         self._reached: tuple[SaveId | None, deque[int]] = None, deque(maxlen=2)  # last commit, oldest versions of two
         self._pinned = torch.cuda.is_available()
@@ -104,6 +106,17 @@ class JournaledSaver(Saver):
             self._names |= {SaveId(step, self._session.epoch).name}
             self._mark()
         return staged
+
+    def _segment(self, save: SaveId, decided: DecisionResult) -> tuple[SegmentDraft, Finish, UsageError | None]:
+        """As the saver does; but the save is written after the records before it, which a composite needs."""
+        segment, finish, error = super()._segment(save, decided)
+        last, timeout = self._last, self._job.config.timeouts.commit
+
+        def after_records(draft: SegmentDraft) -> SegmentDraft:
+            self._recorder.wait(last, timeout)
+            return finish(draft)
+
+        return segment, after_records, error
 
     def resumed(self, certificate: Certificate) -> None:
         """Go on from the resumed state, if a save or a record holds it as it is; otherwise from the next save."""
@@ -213,7 +226,8 @@ class JournaledSaver(Saver):
             fragments = [_staged(records[one.fqn].layer, one, copy) for one, copy in made.copies]
             self._write(replace(draft, fragments=fragments, run_state=tree, run_leaves=leaves))
 
-        self._recording[self._recorder.submit(write)] = made
+        self._last = self._recorder.submit(write)
+        self._recording[self._last] = made
         self._names, self._recorded = frozenset({save.name}), True
 
     def _write(self, draft: SegmentDraft) -> None:

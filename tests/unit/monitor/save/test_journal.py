@@ -6,6 +6,7 @@ A job ends here without a save, as one that died: its steps since the last save 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 
 import monitor
 from store.errors import ConfigError
+from store.segment import write_segment
 
 STEPS = 12
 
@@ -346,3 +348,33 @@ def test_gradients_of_bfloat16_take_two_bytes(tmp_path: Path) -> None:
         assert ckpt.resume() == 7
         assert torch.equal(torch.cat([one.flatten() for one in again.model.state_dict().values()]), state)
         ckpt.finish(clean=False)
+
+
+def test_a_save_is_written_after_the_records_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a composite may be the newest commit, and lack the steps that bring its layers together."""
+    job, slow, written = Job(), threading.Event(), list[str]()
+    ckpt = job.attach(tmp_path, every=2, policy={"name": "parity", "k": 2})
+    ckpt.resume()
+    for _ in range(3):
+        job.train_one_step()
+        ckpt.step()
+        ckpt.flush()
+
+    def recorded(files: Any, draft: Any, *more: Any) -> Any:
+        assert slow.wait(60)
+        part = write_segment(files, draft, *more)
+        written.append(f"record {draft.save.step}")
+        return part
+
+    def saved(files: Any, draft: Any, *more: Any) -> Any:
+        written.append(f"save {draft.save.step}")
+        return write_segment(files, draft, *more)
+
+    monkeypatch.setattr("monitor.save.journaled_saver.write_segment", recorded)
+    monkeypatch.setattr("monitor.save.save_task.write_segment", saved)
+    job.train_one_step()
+    ckpt.step()
+    threading.Timer(0.5, slow.set).start()
+    ckpt.flush()
+    assert written == ["record 4", "save 4"]
+    ckpt.finish(clean=False)
