@@ -11,16 +11,19 @@ from itertools import chain
 from typing import Any
 
 import torch
-from deepspeed.runtime.config import DtypeEnum
 
 from merger.checkpoint import Checkpoint, config_section, gradient_clipping, with_steps
 from merger.layouts.deepspeed_facts import (
+    ZERO_3,
+    ZERO_12,
     EngineFacts,
     GroupFacts,
-    PlacedParameter,
     SubGroupFacts,
     config_for,
+    optimizer_wrapper,
     partition_paddings,
+    place_in_row,
+    round_robin_order,
     slice_numel,
 )
 from merger.tensors import torch_dtype
@@ -32,8 +35,6 @@ PARAMETER_ALIGNMENT = 16
 """Alignment in bytes of all parameters but a group's first with ``zero_optimization.parameter_alignment``."""
 
 SUB_GROUP_SIZE = 10**9  # default of `zero_optimization.sub_group_size`, in elements
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-BF16_OPTIMIZER, ZERO_12, ZERO_3 = "BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"
 STEP = "step"
 _NAMED = 6  # most layers that a note names
 
@@ -68,26 +69,10 @@ def retarget(facts: EngineFacts, checkpoint: Checkpoint, zero_stage: int, world_
     return facts.model_copy(update=engine)
 
 
-def optimizer_wrapper(zero_stage: int, dtype: str, config: Any) -> str:
-    """Return the class that DeepSpeed's engine wraps the optimizer in (``_do_optimizer_sanity_check``)."""
-    if zero_stage == 3:
-        return ZERO_3
-    named = config_section(config, "data_types").get("grad_accum_dtype")
-    accumulation = _DTYPES[dtype] if named is None else DtypeEnum(named).value
-    on_host = config_section(config, "zero_optimization", "offload_optimizer").get("device") == "cpu"
-    if zero_stage == 1 and dtype == "bf16" and accumulation == torch.float32 and not on_host:
-        return BF16_OPTIMIZER
-    return ZERO_12
-
-
 def data_order(params: Sequence[str], zero_stage: int, world_size: int, dtype: str, config: Any) -> list[str]:
-    """Return a param group's parameters in the order of its flat tensor.
-
-    ``round_robin_gradients`` takes every ``world_size``-th parameter from the first, then from the second, and so on.
-    """
-    if not _uses_round_robin(zero_stage, dtype, config):
-        return list(params)
-    return list(chain.from_iterable(params[first::world_size] for first in range(world_size)))
+    """Return a param group's parameters in the order of its flat tensor."""
+    dealt = _uses_round_robin(zero_stage, dtype, config)
+    return round_robin_order(params, world_size) if dealt else list(params)
 
 
 def _uses_round_robin(zero_stage: int, dtype: str, config: Any) -> bool:
@@ -131,15 +116,11 @@ def _paddings(checkpoint: Checkpoint, order: Sequence[str]) -> list[int]:
 def _group(
     checkpoint: Checkpoint, params: tuple[str, ...], order: Sequence[str], paddings: Sequence[int], world_size: int
 ) -> GroupFacts:
-    layout, end = [], 0
-    for fqn, padding in zip(order, paddings, strict=True):
-        numel = checkpoint.numel(fqn)
-        layout.append(PlacedParameter(fqn=fqn, offset=end, numel=numel))
-        end += numel + padding
+    layout, end = place_in_row((fqn, checkpoint.numel(fqn), gap) for fqn, gap in zip(order, paddings, strict=True))
     size = -(-end // (ALIGNMENT * world_size)) * ALIGNMENT
     return GroupFacts(
         params=params,
-        layout=tuple(layout),
+        layout=layout,
         flat_numel=size * world_size,
         partition_size=size,
         group_paddings=partition_paddings(size, end, world_size),

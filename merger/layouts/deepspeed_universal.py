@@ -25,7 +25,15 @@ from merger.io.output_file import OutFile, VerbatimFile
 from merger.layouts import deepspeed_reshard as reshard
 from merger.layouts.base import LayoutResult, Target
 from merger.layouts.deepspeed import loss_scaler
-from merger.layouts.deepspeed_facts import EngineFacts, GroupFacts, PlacedParameter, SubGroupFacts, config_for, facts_of
+from merger.layouts.deepspeed_facts import (
+    ZERO_12,
+    EngineFacts,
+    GroupFacts,
+    SubGroupFacts,
+    config_for,
+    facts_of,
+    place_in_row,
+)
 from merger.layouts.deepspeed_model import CLIENT_KEY, client_state, model_states
 from merger.tensors import torch_dtype
 from merger.writers.torch_zip import PtFile
@@ -106,7 +114,7 @@ def _engine_of(checkpoint: Checkpoint) -> tuple[EngineFacts, Checkpoint]:
         world_size=len(checkpoint.run_states) or 1,
         dtype="fp32",
         ds_config={},
-        zero_optimizer=reshard.ZERO_12,
+        zero_optimizer=ZERO_12,
         dynamic_loss_scale=False,
         clip_grad=0.0,
         buffer_names=tuple(fqn for fqn, record in checkpoint.tensors.items() if record.kind == "buffer"),
@@ -230,7 +238,7 @@ def _without_places(facts: EngineFacts, groups: Groups, stage: int) -> EngineFac
     config = config_for(facts.ds_config, here, (stage, facts.world_size))
     ordered = [reshard.data_order(params, stage, facts.world_size, facts.dtype, config) for params in groups]
     named = tuple(
-        GroupFacts(params=params, layout=tuple(PlacedParameter(fqn=fqn, offset=0, numel=0) for fqn in order))
+        GroupFacts(params=params, layout=place_in_row((fqn, 0, 0) for fqn in order)[0])
         for params, order in zip(groups, ordered, strict=True)
     )
     flat = tuple(

@@ -7,7 +7,7 @@ parameters that ``exclude_frozen_parameters`` left out are detected by names alo
 nor one outside the blocks is found, and gaps in a list of single modules may be modules without parameters."""
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +35,6 @@ OWN_KEYS = frozenset({
 """Top-level keys outside the client state, which includes ``data_sampler`` and ``random_ltd`` if they are used."""
 
 _EXTRA = "_extra_state"  # last part of the name of a module's `get_extra_state` value
-
-
-def missing_parameters(shapes: Mapping[str, Sequence[int]], dangling: Mapping[str, str]) -> tuple[str, ...]:
-    """Return parameters that are missing, or patterns of them, for messages.
-
-    Detects dangling ties, gaps in the numbers of the model's blocks, and the base model of adapters.
-
-    ``dangling``: names of missing parameters by the further names that they are tied under."""
-    found = dict.fromkeys(dangling.values())
-    found |= dict.fromkeys(_gaps(shapes))
-    if shapes and all(_ADAPTER in name for name in shapes):
-        found["all but the adapters"] = None
-    return tuple(found)
 
 
 def _gaps(shapes: Mapping[str, Sequence[int]]) -> list[str]:
@@ -93,7 +80,7 @@ class Model:
             )
         self._tie_buffers()
         self._tie_parameters()
-        self._left_out = self._missing({alias: fqn for alias, fqn in ties.items() if alias not in self._aliases})
+        self._left_out = self._missing(fqn for alias, fqn in ties.items() if alias not in self._aliases)
         if self._left_out:
             seems = "was" if self._unsaved else "seems to have been (stage 1 does not say)"
             self.problems.insert(
@@ -179,11 +166,8 @@ class Model:
         return out
 
     def _require_supported(self) -> None:
-        for nest in self._module.values():
-            if not isinstance(nest.value, FileTensor):
-                raise UnsupportedError(f"{nest.where} is not a tensor: extra state of a module is not supported")
         for fqn, nest in self._module.items():
-            if fqn.rpartition(".")[2] == _EXTRA:
+            if not isinstance(nest.value, FileTensor) or fqn.rpartition(".")[2] == _EXTRA:
                 raise UnsupportedError(
                     f"{nest.where} is extra state of a module, which is not supported. Override get_extra_state to "
                     "leave it out, and save it in the client state"
@@ -207,15 +191,21 @@ class Model:
                 if own.digest != theirs.digest:
                     self.problems.append(f"the buffer {fqn} differs between ranks; rank 0's is taken")
 
-    def _missing(self, dangling: Mapping[str, str]) -> tuple[str, ...]:
-        """Return frozen parameters that were left out, for messages; none if all are known to be there."""
+    def _missing(self, dangling: Iterable[str]) -> tuple[str, ...]:
+        """Return frozen parameters that were left out, or patterns of them; none if all are known to be there.
+
+        Detects gaps in the numbers of the model's blocks, and the base model of adapters. ``dangling``: missing
+        parameters that others are tied to."""
         others = [fqn for fqn in self._parameters() if fqn not in self._trained and fqn not in self._aliases]
         kept = any(self._module[fqn].tensor().numel for fqn in others)
         if (self._files.stage > 1 and not self._unsaved) or (self._files.stage <= 1 and kept):
             return ()
         shapes = {fqn: nest.tensor().shape for fqn, nest in self._module.items()}
-        known = {fqn: shape.shape for fqn, shape in self._trained.items()}
-        return missing_parameters({**shapes, **known}, dangling) or (("whichever there are",) if self._unsaved else ())
+        shapes |= {fqn: shape.shape for fqn, shape in self._trained.items()}
+        found = dict.fromkeys((*dangling, *_gaps(shapes)))
+        if shapes and all(_ADAPTER in name for name in shapes):
+            found["all but the adapters"] = None
+        return tuple(found) or (("whichever there are",) if self._unsaved else ())
 
     def _parameters(self) -> list[str]:
         buffers = set(self._buffers)
@@ -388,9 +378,11 @@ class DeepSpeedSource:
     """A directory of checkpoints, or one checkpoint. ``files``: directory with the files beside the state, or None."""
 
     kind = "deepspeed"
+    latest = "latest"  # file that names the newest one
+    is_one = staticmethod(is_checkpoint)
 
     def __init__(self, root: Path, files: Path | None = None) -> None:
-        self._tags, self._files = self._tags_in(root.absolute()), files
+        self._tags, self._files = Tags(root.absolute(), self.latest, self.is_one), files
 
     def steps(self) -> tuple[int, ...]:
         return self._tags.steps()
@@ -399,9 +391,6 @@ class DeepSpeedSource:
         files, optimized = self._read(self._tags.folder(step))
         built = build_checkpoint(files, param_shapes(files.model), optimized, self._files)
         return self._tags.verified(apply_merge_certificates(built, files), step)
-
-    def _tags_in(self, root: Path) -> Tags:
-        return Tags(root, "latest", is_checkpoint)
 
     def _read(self, folder: Path) -> tuple[RankFiles, OptimizerContents]:
         files = read_files(folder)
