@@ -51,14 +51,13 @@ class PlacedParameter(_Facts):
 
 
 class GroupFacts(_Facts):
-    """A param group at ZeRO-1/2: one flat tensor of ``flat_numel`` elements, cut into equal partitions.
+    """A param group at ZeRO-1/2: one flat tensor, cut into equal partitions of ``partition_size`` elements.
 
     ``params``: in the order of the param group. ``layout``: in the order of the data. ``group_paddings``: elements of
     each rank's partition behind the last parameter."""
 
     params: tuple[str, ...]
     layout: tuple[PlacedParameter, ...] = ()
-    flat_numel: int = 0
     partition_size: int = 0
     group_paddings: tuple[int, ...] = ()
 

@@ -121,7 +121,6 @@ def _group(
     return GroupFacts(
         params=params,
         layout=layout,
-        flat_numel=size * world_size,
         partition_size=size,
         group_paddings=partition_paddings(size, end, world_size),
     )
@@ -294,9 +293,12 @@ def _require_same_but_step(checkpoint: Checkpoint, fqns: Sequence[str]) -> None:
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """Return whether two scalars of an optimizer's state are equal; tensors and numbers compare by value."""
+    """Return whether two values of an optimizer's state or param groups are equal; tensors and numbers by value."""
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(same_value, one, other))
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+        known = one is not None and other is not None
+        return known and torch.equal(torch.as_tensor(one), torch.as_tensor(other))
     return bool(one == other)
 
 

@@ -144,28 +144,27 @@ def _parameter_files(checkpoint: Checkpoint, groups: Groups, folder: str, origin
         known = _first_with_state(checkpoint, params)
         for fqn in params:
             _require_valid_name(fqn)
-            weights = plan_whole(checkpoint, fqn, WEIGHTS, _dtype(checkpoint, fqn, WEIGHTS))
-            tensors = {WEIGHTS: weights, **_slots(checkpoint, fqn, known)}
-            for slot, stored in tensors.items():
+            for slot, stored in _tensors(checkpoint, fqn, known).items():
                 value = {constants.CAT_DIM: 0, constants.PARAM: stored, CLIENT_KEY: origin}
                 yield OutFile(f"{folder}/{fqn}/{slot}.pt", PtFile(value))
-            if known is not None:
-                scalars = checkpoint.framework_state["scalars"].get(known, {})
-                _require_only_step(known, scalars)
-                if reshard.STEP in scalars:
-                    yield OutFile(f"{folder}/{fqn}/{reshard.STEP}.pt", PtFile(to_portable(scalars[reshard.STEP])))
+            scalars = {} if known is None else checkpoint.framework_state["scalars"].get(known, {})
+            if others := sorted(scalars.keys() - {reshard.STEP}):
+                raise UnsupportedError(
+                    f"the optimizer keeps {', '.join(map(repr, others))} for {known}, but a universal checkpoint holds "
+                    "only 'step'; write layout 'torch', or of a run with DeepSpeed layout 'deepspeed'"
+                )
+            if reshard.STEP in scalars:
+                yield OutFile(f"{folder}/{fqn}/{reshard.STEP}.pt", PtFile(to_portable(scalars[reshard.STEP])))
 
 
-def _slots(checkpoint: Checkpoint, fqn: str, known: str | None) -> dict[str, PlannedTensor]:
-    """Return a parameter's optimizer state; zeros if it has none but others of its param group do."""
-    if known is None:
-        return {}
-    if reshard.has_state(checkpoint, fqn):
-        return {
-            slot: plan_whole(checkpoint, fqn, slot, _dtype(checkpoint, fqn, slot)) for slot in checkpoint.slots(fqn)
-        }
-    shape = tuple(checkpoint.record(fqn).shape)
-    return {slot: PlannedTensor(shape, _dtype(checkpoint, known, slot), ()) for slot in checkpoint.slots(known)}
+def _tensors(checkpoint: Checkpoint, fqn: str, known: str | None) -> dict[str, PlannedTensor]:
+    """Return a parameter and its optimizer state; zeros if it has none but ``known`` of its param group does."""
+    slots = (WEIGHTS, *checkpoint.slots(fqn))
+    tensors = {slot: plan_whole(checkpoint, fqn, slot, _dtype(checkpoint, fqn, slot)) for slot in slots}
+    if known is not None and not reshard.has_state(checkpoint, fqn):
+        shape = tuple(checkpoint.record(fqn).shape)
+        tensors |= {slot: PlannedTensor(shape, _dtype(checkpoint, known, slot), ()) for slot in checkpoint.slots(known)}
+    return tensors
 
 
 def _optimizer(facts: EngineFacts, checkpoint: Checkpoint, groups: Groups, origin: dict[str, Any]) -> dict[str, Any]:
@@ -278,15 +277,6 @@ def _require_valid_name(fqn: str) -> None:
         )
 
 
-def _require_only_step(fqn: str, scalars: dict[str, Any]) -> None:
-    others = sorted(scalars.keys() - {reshard.STEP})
-    if others:
-        raise UnsupportedError(
-            f"the optimizer keeps {', '.join(map(repr, others))} for {fqn}, but a universal checkpoint holds only "
-            "'step'; write layout 'torch', or of a run with DeepSpeed layout 'deepspeed'"
-        )
-
-
 def _load_lines(checkpoint: Checkpoint, groups: Groups, tag: str) -> tuple[str, ...]:
     """Return Python that loads the checkpoint completely, at any stage; ``{out}`` is the directory."""
     lines = [f"saved = {{out!r}} + '/{tag}'"]
@@ -396,10 +386,4 @@ def _hyper_differs(checkpoint: Checkpoint) -> list[str]:
     """Return the hyperparameters that differ between param groups."""
     hypers = [group["hyper"] for group in checkpoint.framework_state["param_groups"]]
     keys = dict.fromkeys(key for hyper in hypers for key in hyper)
-    return [key for key in keys if not all(_same(hypers[0].get(key), hyper.get(key)) for hyper in hypers[1:])]
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return one is other or (one is not None and other is not None and reshard.same_value(one, other))
+    return [key for key in keys if not all(reshard.same_value(hypers[0].get(key), one.get(key)) for one in hypers[1:])]

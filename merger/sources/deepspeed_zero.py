@@ -257,7 +257,6 @@ def _group(files: RankFiles, index: int, shapes: list[Shape], gaps: Sequence[int
     return GroupFacts(
         params=tuple(shape.fqn for shape in (in_group_order(shapes, files.world_size) if round_robin else shapes)),
         layout=layout,
-        flat_numel=size * files.world_size,
         partition_size=size,
         group_paddings=paddings,
     )
