@@ -60,12 +60,9 @@ def retarget(facts: EngineFacts, checkpoint: Checkpoint, zero_stage: int, world_
     groups = [optimized_params(checkpoint, group.params) for group in facts.param_groups]
     if zero_stage == 3:
         _require_in_groups(checkpoint, groups)
-    if zero_stage == 0:
-        engine |= {"param_groups": facts.param_groups, "zero_optimizer": facts.zero_optimizer}
-    elif zero_stage == 3:
         engine |= _zero3(checkpoint, groups, world_size, config)
-    else:
-        engine |= _zero12(checkpoint, groups, engine, facts.dtype)
+    elif zero_stage:
+        engine |= _zero12(checkpoint, groups, zero_stage, world_size, dtype=facts.dtype, config=config)
     return facts.model_copy(update=engine)
 
 
@@ -81,9 +78,8 @@ def _uses_round_robin(zero_stage: int, dtype: str, config: Any) -> bool:
 
 
 def _zero12(
-    checkpoint: Checkpoint, groups: Sequence[tuple[str, ...]], engine: Mapping[str, Any], dtype: str
+    checkpoint: Checkpoint, groups: Sequence[tuple[str, ...]], stage: int, world_size: int, *, dtype: str, config: Any
 ) -> dict[str, Any]:
-    stage, world_size, config = engine["zero_stage"], engine["world_size"], engine["ds_config"]
     kind = optimizer_wrapper(stage, dtype, config)
     aligned = kind == ZERO_12 and bool(config_section(config, "zero_optimization").get("parameter_alignment"))
     laid, paddings = [], []
@@ -95,7 +91,10 @@ def _zero12(
             )
         order = data_order(params, stage, world_size, dtype, config)
         behind = _paddings(checkpoint, order) if aligned else [0] * len(order)
-        laid.append(_group(checkpoint, params, order, behind, world_size))
+        layout, end = place_in_row((fqn, checkpoint.numel(fqn), gap) for fqn, gap in zip(order, behind, strict=True))
+        size = -(-end // (ALIGNMENT * world_size)) * ALIGNMENT
+        at_ends = partition_paddings(size, end, world_size)
+        laid.append(GroupFacts(params=params, layout=layout, partition_size=size, group_paddings=at_ends))
         paddings.append(tuple(behind))
     return {
         "zero_optimizer": kind,
@@ -111,19 +110,6 @@ def _paddings(checkpoint: Checkpoint, order: Sequence[str]) -> list[int]:
     itemsize = torch_dtype(checkpoint.record(order[0]).dtype).itemsize
     alignment = PARAMETER_ALIGNMENT // math.gcd(PARAMETER_ALIGNMENT, itemsize)
     return [*(-checkpoint.numel(fqn) % alignment for fqn in order[:-1]), 0]
-
-
-def _group(
-    checkpoint: Checkpoint, params: tuple[str, ...], order: Sequence[str], paddings: Sequence[int], world_size: int
-) -> GroupFacts:
-    layout, end = place_in_row((fqn, checkpoint.numel(fqn), gap) for fqn, gap in zip(order, paddings, strict=True))
-    size = -(-end // (ALIGNMENT * world_size)) * ALIGNMENT
-    return GroupFacts(
-        params=params,
-        layout=layout,
-        partition_size=size,
-        group_paddings=partition_paddings(size, end, world_size),
-    )
 
 
 def _zero3(checkpoint: Checkpoint, groups: Sequence[tuple[str, ...]], world_size: int, config: Any) -> dict[str, Any]:

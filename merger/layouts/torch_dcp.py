@@ -177,7 +177,10 @@ def torch_hyper(checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], tuple[str
     if not _uses_deepspeed_adam(checkpoint):
         return groups, ()
     optimizer = config_section(checkpoint.facts, "ds_config", "optimizer")
-    kind = torch.optim.AdamW if _decoupled(optimizer) else torch.optim.Adam
+    # DeepSpeed's default for both ``Adam`` and ``AdamW`` is decoupled weight decay.
+    decoupled = config_section(optimizer, "params").get("adam_w_mode", True)
+    named = str(optimizer.get("type", "")).lower()
+    kind = torch.optim.AdamW if decoupled or named == "adamw" else torch.optim.Adam
     defaults = kind([torch.zeros(1)]).defaults
     filled = []
     for group in groups:
@@ -254,12 +257,6 @@ def _counts_in_one(checkpoint: Checkpoint, hyper: Mapping[str, Any]) -> bool:
 def _name(checkpoint: Checkpoint) -> str | None:
     name = checkpoint.framework_state.get("optimizer") or checkpoint.facts.get("optimizer")
     return None if name is None else str(name)
-
-
-def _decoupled(optimizer: Mapping[str, Any]) -> bool:
-    """Return whether weight decay was decoupled: DeepSpeed's default for both ``Adam`` and ``AdamW``."""
-    named = str(optimizer.get("type", "")).lower() == "adamw"
-    return named or bool(config_section(optimizer, "params").get("adam_w_mode", True))
 
 
 def torch_layout(checkpoint: Checkpoint, _: Target) -> LayoutResult:

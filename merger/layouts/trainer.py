@@ -200,8 +200,10 @@ def rescale_state(folder: Path, step: int) -> RescaledState:
         return RescaledState(was, step, path.read_bytes(), ())
     notes = [f"{STATE} is that of step {was}, brought to step {step}: its epoch and totals are scaled"]
     state["global_step"] = step
-    if was:
-        _scale(state, step / was)
+    for key in ("epoch", *_TOTALS) if was else ():
+        if isinstance(state.get(key), int | float):
+            scaled = state[key] * step / was
+            state[key] = scaled if key == "epoch" else type(state[key])(scaled)
     _forget_later(state, step, notes)
     if step > was:
         notes.append(f"the log has nothing of steps {was + 1} to {step}")
@@ -269,15 +271,6 @@ def scheduler_file(folder: Path, rescaled: RescaledState, rates: Sequence[Any]) 
     moved = {key: state[key] + by for key in ("last_epoch", "_step_count")}
     state = {**state, **moved, "_last_lr": [float(rate) for rate in rates]}
     return _saved(SCHEDULER, state), f"{SCHEDULER} is that of step {rescaled.was}, brought along"
-
-
-def _scale(state: dict[str, Any], by: float) -> None:
-    epoch = state.get("epoch")
-    if isinstance(epoch, int | float):
-        state["epoch"] = epoch * by
-    for key in _TOTALS:
-        if isinstance(state.get(key), int | float):
-            state[key] = type(state[key])(state[key] * by)
 
 
 def _forget_later(state: dict[str, Any], step: int, notes: list[str]) -> None:

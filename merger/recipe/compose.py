@@ -274,7 +274,13 @@ def _problems(reference: Part, other: Part, fqn: str, *, weights_only: bool) -> 
     # Nothing is stored of a tensor without elements.
     missing = [slot for slot in slots if not theirs.has(fqn, slot) and theirs.numel(fqn)]
     for slot in missing:
-        yield _missing(reference, other, slot)
+        if slot in SLOT_OF_KIND.values():
+            yield f"{other} holds no {slot} values of it; take it from a source that has them"
+        else:
+            yield (
+                f"{other} holds no {slot} of it, which the optimizer of {reference} keeps; take it from a source that "
+                "has its optimizer state (a full save), or write weights alone with `--layout hf`"
+            )
     for slot in slots:
         if slot not in missing and ours.has(fqn, slot) and ours.dtype(fqn, slot) != theirs.dtype(fqn, slot):
             yield (
@@ -306,20 +312,18 @@ def _groups(reference: Part, other: Part) -> Iterator[MergeError]:
     ours, theirs = (_group_of(one.checkpoint) for one in (reference, other))
     if not ours or not theirs:
         return  # weights only: checked for each parameter that is taken
-    met: dict[tuple[str, int], tuple[int, str]] = {}
-    for fqn, number in ours.items():
-        if fqn not in theirs:
-            yield MergeError(
-                f"{fqn}: in a param group of the optimizer in {reference}, but in none in {other}; take checkpoints "
-                "of runs with the same optimizer"
-            )
-            return
-        for side, one, two in (("ours", number, theirs[fqn]), ("theirs", theirs[fqn], number)):
-            partner, first = met.setdefault((side, one), (two, fqn))
-            if partner != two:
-                joint, split = (reference, other) if side == "ours" else (other, reference)
+    if alone := next((fqn for fqn in ours if fqn not in theirs), None):
+        yield MergeError(
+            f"{alone}: in a param group of the optimizer in {reference}, but in none in {other}; take checkpoints of "
+            "runs with the same optimizer"
+        )
+        return
+    for joint, split, one, two in ((reference, other, ours, theirs), (other, reference, theirs, ours)):
+        first: dict[int, str] = {}
+        for fqn in ours:
+            if two[partner := first.setdefault(one[fqn], fqn)] != two[fqn]:
                 yield MergeError(
-                    f"{first} and {fqn}: in one param group in {joint}, in two in {split}; take checkpoints of runs "
+                    f"{partner} and {fqn}: in one param group in {joint}, in two in {split}; take checkpoints of runs "
                     "with the same param groups"
                 )
                 return
@@ -350,12 +354,3 @@ def _key_problems(reference: Part, other: Part, fqn: str) -> Iterator[str]:
                 f"the optimizer keeps the {aspect} {ours} in {reference} and {theirs} in {other}; take checkpoints of "
                 "runs with the same optimizer"
             )
-
-
-def _missing(reference: Part, other: Part, slot: str) -> str:
-    if slot in SLOT_OF_KIND.values():
-        return f"{other} holds no {slot} values of it; take it from a source that has them"
-    return (
-        f"{other} holds no {slot} of it, which the optimizer of {reference} keeps; take it from a source that has its "
-        "optimizer state (a full save), or write weights alone with `--layout hf`"
-    )
