@@ -216,27 +216,22 @@ def plan_parameter(checkpoint: Checkpoint, fqn: str, dtype: torch.dtype | None =
     return plan_whole(checkpoint, fqn, SLOT_OF_KIND[checkpoint.record(fqn).kind], dtype)
 
 
-def read_run_states(
-    files: Files, parts: Mapping[int, PartRecord]
-) -> tuple[RunStates | None, DamagedError | StorageError | None]:
-    """Return (run state, None), or (None, error) if a part of it is damaged or missing."""
+def read_run_states(files: Files, parts: Mapping[int, PartRecord]) -> RunStates | None:
+    """Return the run state of a save; None if a part of it is damaged or missing."""
     trees: dict[int, dict[str, Any]] = {}
-    for rank, part in sorted(parts.items()):
-        try:
+    try:
+        for rank, part in sorted(parts.items()):
             tree = part.run_state if isinstance(part.run_state, dict) else {}
             # The framework's state is large and the same on all ranks of a pipeline stage: its first rank's is enough.
             framework = tree.get("framework")
             leads = rank == 0 or (isinstance(framework, dict) and "stages" in framework)
             own = {key: value for key, value in tree.items() if leads or key != "framework"}
             trees[rank] = decode(own, read_leaves(files, part), from_leaf)
-        except UnreachableError:
-            raise
-        except (DamagedError, StorageError) as error:
-            return None, error
-    try:
         framework = join_stages(trees[0], lambda leader: trees[leader]).get("framework")
-    except DamagedError as error:
-        return None, error
+    except UnreachableError:
+        raise
+    except (DamagedError, StorageError):
+        return None
     if not isinstance(framework, dict):
         raise MergeError(
             f"the run state of save {parts[0].save} has no framework state, so no checkpoint can be written from it. "
@@ -252,7 +247,7 @@ def read_run_states(
         modules = (f"the extra state of module {name!r}" for name in tree.get("modules") or ())
         held = (*modules, *(f"the values of buffer {name!r} on each rank" for name in differing if name not in scalars))
         ranks[rank] = RankState(tree.get("rng"), tree.get("user"), held, tree.get("objects"))
-    return RunStates(framework, ranks, trees[0].get("client_state") or {}, tuple(problems)), None
+    return RunStates(framework, ranks, trees[0].get("client_state") or {}, tuple(problems))
 
 
 def own_state_notes(checkpoint: Checkpoint) -> list[str]:

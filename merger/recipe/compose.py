@@ -50,7 +50,7 @@ def assemble(sources: OpenSources, flaws: Set[Damage], *, weights_only: bool) ->
     run_state, notes = _run_state(recipe, found, errors)
     # With its source missing, another one's model can still tell aspect the recipe leaves open.
     reference = found.get(run_state) or next(iter(found.values()))
-    choice = choose_sources(recipe, Model.of(reference.checkpoint))
+    choice = choose_sources(recipe, Model(reference.checkpoint.tensors, reference.checkpoint.layers))
     errors += choice.errors
     taken = {run_state, *choice.source_of.values()}
     # An unused source need not agree; after a wrong choice, its model may explain the mistake.

@@ -36,7 +36,7 @@ class StoreSource:
         known = {flaw.bad for flaw in flaws if flaw.store == self.root}
         while True:
             resolution, passed_over = _resolution(self.catalog, save, known)
-            states, _ = read_run_states(self.catalog.files, resolution.run_parts)
+            states = read_run_states(self.catalog.files, resolution.run_parts)
             if states is not None:
                 break
             known.add(RejectedVersion(resolution.manifest.save))
