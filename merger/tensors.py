@@ -16,6 +16,8 @@ _TORCH_OF: dict[str, torch.dtype] = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 
+_NAME_OF = {dtype: name for name, dtype in _TORCH_OF.items()}
+
 SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
 """Slots of torch's and DeepSpeed's optimizers that hold means or sums of squares."""
 
@@ -31,10 +33,9 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the safetensors name of a dtype. UnsupportedError if there is none."""
-    for name, known in _TORCH_OF.items():
-        if known == dtype:
-            return name
-    raise UnsupportedError(f"tensors of {dtype} are not supported; use one of {', '.join(_TORCH_OF)}")
+    if dtype not in _NAME_OF:
+        raise UnsupportedError(f"tensors of {dtype} are not supported; use one of {', '.join(_TORCH_OF)}")
+    return _NAME_OF[dtype]
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:

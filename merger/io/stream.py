@@ -72,7 +72,12 @@ class Reading:
     def take(self, most: int) -> memoryview:
         """Return the next bytes: at least one, at most ``most``; valid until the next call."""
         if not len(self._chunk):
-            self._chunk = self._next()
+            found = next(self._chunks, None)
+            if found is None:
+                raise DamagedError(
+                    f"{self._block.name} of {self._block.path} ends at byte {self._position} of {self._block.nbytes}"
+                )
+            self._chunk = found
         piece, self._chunk = self._chunk[:most], self._chunk[most:]
         self._position += len(piece)
         return piece
@@ -90,14 +95,6 @@ class Reading:
         self._chunk = memoryview(b"")
         if next(self._chunks, None) is not None:  # the checksum is compared when the chunks end
             raise DamagedError(f"{self._block.name} of {self._block.path} does not end at byte {self._block.nbytes}")
-
-    def _next(self) -> memoryview:
-        found = next(self._chunks, None)
-        if found is None:
-            raise DamagedError(
-                f"{self._block.name} of {self._block.path} ends at byte {self._position} of {self._block.nbytes}"
-            )
-        return found
 
 
 def fragment_streams(

@@ -99,7 +99,7 @@ def deepspeed_files(facts: EngineFacts, checkpoint: Checkpoint, tag: str) -> lis
         if not facts.is_bf16_optimizer:
             states = {constants.LOSS_SCALER: loss_scaler(checkpoint.framework_state, facts.dtype), **states}
         value = {constants.OPTIMIZER_STATE_DICT: states, "ds_config": facts.ds_config, "ds_version": facts.ds_version}
-        name = f"{facts.optim_prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        name = f"{'bf16_' if facts.dtype == 'bf16' else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         files.append(OutFile(f"{tag}/{name}", PtFile(value, CLASSES)))
     return files
 

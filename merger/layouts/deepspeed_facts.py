@@ -114,11 +114,6 @@ class EngineFacts(_Facts):
     sub_groups: tuple[SubGroupFacts, ...] = ()
 
     @property
-    def optim_prefix(self) -> str:
-        """Prefix of the names of optimizer files."""
-        return "bf16_" if self.dtype == "bf16" else ""
-
-    @property
     def is_bf16_optimizer(self) -> bool:
         """Whether DeepSpeed wrapped the optimizer in ``BF16_Optimizer``, whose files differ."""
         return self.zero_optimizer == BF16_OPTIMIZER

@@ -114,24 +114,21 @@ def _plan_files(state: dict[str, Any], file_bytes: int) -> tuple[dict[str, DcpFi
     aliases: dict[dcp.MetadataIndex, dcp.MetadataIndex] = {}
     names: dict[int, str] = {}
     for name, value in flat.items():
+        blobs: list[tuple[tuple[Any, ...], Any]] = [((), value)]
         if isinstance(value, PlannedTensor | torch.Tensor):
             chunks = list(_chunks(value))
             described[name] = dcp.TensorStorageMetadata(
                 dcp.TensorProperties(dtype=value.dtype), torch.Size(value.shape), [chunk for chunk, _ in chunks]
             )
-            first = names.setdefault(id(value), name)
-            for number, (chunk, part) in enumerate(chunks):
-                index = dcp.MetadataIndex(name, chunk.offsets, number)
-                if first == name:
-                    items.append(Item(index, part))
-                else:
-                    aliases[index] = dcp.MetadataIndex(first, chunk.offsets, number)
+            blobs = [((chunk.offsets, number), part) for number, (chunk, part) in enumerate(chunks)]
         else:
             described[name] = dcp.BytesStorageMetadata()
-            if names.setdefault(id(value), name) == name:
-                items.append(Item(dcp.MetadataIndex(name), value))
+        first = names.setdefault(id(value), name)
+        for place, blob in blobs:
+            if first == name:
+                items.append(Item(dcp.MetadataIndex(name, *place), blob))
             else:
-                aliases[dcp.MetadataIndex(name)] = dcp.MetadataIndex(names[id(value)])
+                aliases[dcp.MetadataIndex(name, *place)] = dcp.MetadataIndex(first, *place)
     items.sort(key=lambda one: isinstance(one.value, PlannedTensor))  # plain values are in the first file
     parts = grouped(items, lambda item: item.nbytes, file_bytes)
     files = {f"__{number}_0.distcp": DcpFile(part) for number, part in enumerate(parts)}
