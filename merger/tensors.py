@@ -48,6 +48,13 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
+def whole_elements(rest: bytes, piece: memoryview, itemsize: int) -> tuple[memoryview, bytes]:
+    """Return the elements that end in ``rest`` and ``piece``, and the bytes of one that does not end in them."""
+    data = memoryview(bytearray(rest) + piece) if rest else piece
+    whole = len(data) - len(data) % itemsize
+    return data[:whole], bytes(data[whole:])
+
+
 def to_leaf(value: object) -> Leaf | None:
     """Return a tensor, shape or dtype as a run-state leaf with its own memory; None for any other value."""
     if type(value) is torch.dtype:

@@ -22,7 +22,7 @@ from store.names import Box, Fragment
 from store.resolve import RejectedVersion
 from store.schema import digest
 
-READ = 1 << 22  # bytes read at a time
+READ = 1 << 22  # bytes read at a time: enough for the device, few enough for a processor's cache
 Progress = Callable[[int], None]
 """Called with the number of stored bytes just read."""
 
