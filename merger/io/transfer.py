@@ -189,28 +189,22 @@ class _Sink:
             return None
         first, cut = divmod(start - move.start, move.source.itemsize)
         rest = self.rests.pop(move) if cut else b""
-        whole, rest = whole_elements(rest, read[start - begin : stop - begin], move.source.itemsize)
+        data, rest = whole_elements(rest, read[start - begin : stop - begin], move.source.itemsize)
         if rest:
             self.rests[move] = rest
-        if not whole:
+        if not data:
             return None
-        data = torch.frombuffer(whole, dtype=torch.uint8)
-        if move.checked is not None and (kinds := implausible_values(_typed(data, move.source), move.checked[1])):
+        values = torch.frombuffer(data, dtype=move.source)
+        if move.checked is not None and (kinds := implausible_values(values, move.checked[1])):
             self.implausible.setdefault(move.checked, set()).update(kinds)
         if move.source != move.target:
-            before = _typed(data, move.source)
-            cast = before.to(move.target)
+            cast = values.to(move.target)
             if move.finite is not None and not self.overflows:
-                self.overflows.extend(overflow_errors(move.finite, before, cast))
-            data = cast.view(torch.uint8)
-        memory, offset = memory_of(data), move.offset + first * move.target.itemsize
-        self.files.write(move.file, offset, memory)
-        return Piece(offset, len(memory), isal_zlib.crc32(memory))
-
-
-def _typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return bytes as elements. A view needs memory aligned to its dtype, which an offset in a file need not be."""
-    return (data.clone() if data.data_ptr() % dtype.itemsize else data).view(dtype)
+                self.overflows.extend(overflow_errors(move.finite, values, cast))
+            data = memory_of(cast)
+        offset = move.offset + first * move.target.itemsize
+        self.files.write(move.file, offset, data)
+        return Piece(offset, len(data), isal_zlib.crc32(data))
 
 
 def checksums(pieces: Iterable[Piece], holes: Sequence[Hole]) -> dict[int, int]:
