@@ -359,18 +359,14 @@ def _engine_facts(files: RankFiles) -> dict[str, Any]:
     half = config.get("fp16")
     fp16 = half is not None and bool(half.mapping().get("enabled"))
     return {
-        "framework": "deepspeed",
         "ds_version": files.model.at("ds_version").text(),
         "zero_stage": files.stage,
         "world_size": files.world_size,
-        "mp_world_size": 1,
         "dtype": "bf16" if files.bf16 else "fp16" if fp16 else "fp32",
         "ds_config": config.value,
         "optimizer": _optimizer(files),
-        "loss_scaler": loss_scaler(files),
         "dynamic_loss_scale": bool(first.get("dynamic_loss_scale", False)),
         "clip_grad": float(first["clip_grad"]) if "clip_grad" in first else gradient_clipping(config.value),
-        "elastic_checkpoint": False,
     }
 
 

@@ -7,6 +7,7 @@ find a parameter."""
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from merger.io.blocks import Extent
@@ -152,15 +153,20 @@ def _is_scalar(value: Any) -> bool:
     return not isinstance(value, FileTensor) or not value.shape
 
 
-def base_groups(base: Nest) -> list[tuple[list[int], dict[str, Any]]]:
-    """Return (indices of flat partitions, hyperparameters) of each of the base optimizer's param groups."""
-    return [
-        (
-            list(group.at("params").naturals()),
-            {key: read_values(value) for key, value in group.mapping().items() if key != "params"},
+def base_groups(base: Nest, model: Nest, *, one_each: bool = False) -> list[tuple[list[int], dict[str, Any]]]:
+    """Return (indices of flat partitions, hyperparameters) of each of the base optimizer's param groups.
+
+    ``one_each``: whether each has one, in order. Raises MergeError if param_shapes has other partitions."""
+    groups = base.at("param_groups").entries()
+    held = [list(group.at("params").naturals()) for group in groups]
+    flat, count = sorted(chain.from_iterable(held)), len(model.at("param_shapes").entries())
+    if flat != list(range(count)) or (one_each and held != [[index] for index in flat]):
+        raise MergeError(
+            f"{base.where} has {len(groups)} param groups with {counted(len(flat), 'flat partition')}, but "
+            f"{model.where} has {count}, so they are of different saves; name another tag, or copy the checkpoint again"
         )
-        for group in base.at("param_groups").entries()
-    ]
+    hyper = [{key: read_values(value) for key, value in one.mapping().items() if key != "params"} for one in groups]
+    return list(zip(held, hyper, strict=True))
 
 
 def state_of(base: Nest, index: int) -> Nest:
@@ -173,12 +179,7 @@ def read_zero12(files: RankFiles) -> OptimizerContents:
     """Read the optimizer files of ZeRO-1/2. MergeError, UnsupportedError, DamagedError."""
     bases = [_base(optim) for optim in files.optims]
     require_equal(bases, "param_groups", lambda base: comparable(base.at("param_groups").value))
-    hyper, shapes = base_groups(bases[0]), param_shapes(files.model)
-    if [indices for indices, _ in hyper] != [[i] for i in range(len(shapes))]:
-        raise MergeError(
-            f"{bases[0].where} has {len(hyper)} param groups, but {files.model.where} has {len(shapes)}; name another "
-            "tag"
-        )
+    hyper, shapes = base_groups(bases[0], files.model, one_each=True), param_shapes(files.model)
     out = OptimizerContents()
     round_robin = not _is_wrapper(files) and is_round_robin(files.model)
     gaps = [_gaps(files, index, len(group)) for index, group in enumerate(shapes)]
@@ -195,10 +196,9 @@ def read_zero12(files: RankFiles) -> OptimizerContents:
     out.facts = {
         "zero_optimizer": BF16_OPTIMIZER if _is_wrapper(files) else ZERO_12,
         "partition_count": [files.world_size] * len(groups),
-        "nccl_start_alignment_factor": 2,
         "round_robin_gradients": round_robin,
-        "param_alignment_paddings": gaps if aligned else [],
-        "param_groups": [group.model_dump() for group in groups],
+        "param_alignment_paddings": [list(group) for group in gaps] if aligned else [],
+        "param_groups": [group.model_dump(mode="json") for group in groups],
     }
     out.problems += step_problems(files.model, files.optims[0].where, out.steps())
     out.compare_weights(files.model)
@@ -298,13 +298,8 @@ def read_zero3(files: RankFiles) -> OptimizerContents:
     _refuse_variants(files)
     bases = [optim.at("optimizer_state_dict") for optim in files.optims]
     require_equal(bases, "param_groups", lambda base: comparable(base.at("param_groups").value))
-    hyper, shapes = base_groups(bases[0]), param_shapes(files.model)
+    hyper, shapes = base_groups(bases[0], files.model), param_shapes(files.model)
     home = {index: group for group, (indices, _) in enumerate(hyper) for index in indices}
-    if sorted(home) != list(range(len(shapes))):
-        raise MergeError(
-            f"{bases[0].where} has {len(home)} flat partitions, but {files.model.where} has {len(shapes)}; name "
-            "another tag"
-        )
     out = OptimizerContents(groups=[{"params": [], "hyper": values} for _, values in hyper])
     sub_groups = []
     for index, sub_group in enumerate(shapes):
