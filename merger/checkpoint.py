@@ -26,12 +26,8 @@ from store.state_tree import decode, join_stages
 from store.storage.local import Files
 from store.text import listed
 
-SLOT_OF_KIND = {"trainable": WEIGHTS, "frozen": FROZEN, "buffer": BUFFER}
-"""Slot of the tensor itself, by its record's kind."""
-
-IMPORTED_WITH = f"{IMPORTED_AS_FOUND}, with "
-"""Beginning of the reason of units in which implausible values were allowed; their kinds follow."""
-
+SLOT_OF_KIND = {"trainable": WEIGHTS, "frozen": FROZEN, "buffer": BUFFER}  # slot of the tensor itself, by kind
+IMPORTED_WITH = f"{IMPORTED_AS_FOUND}, with "  # begins the reason of units with implausible values; their kinds follow
 DEFAULT_CLIPPING = 1.0  # DeepSpeed 0.19's gradient clipping without a configured value (`runtime/constants.py`)
 
 

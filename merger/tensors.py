@@ -18,9 +18,7 @@ _TORCH_OF: dict[str, torch.dtype] = {
 
 _NAME_OF = {dtype: name for name, dtype in _TORCH_OF.items()}
 
-SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
-"""Slots of torch's and DeepSpeed's optimizers that hold means or sums of squares."""
-
+SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})  # means or sums of squares
 Implausible = Literal["NaN", "infinite values", "negative values"]
 
 

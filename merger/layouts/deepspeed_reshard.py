@@ -31,9 +31,7 @@ from store.errors import UnsupportedError
 from store.text import counted, listed
 
 ALIGNMENT = 2  # `nccl_start_alignment_factor`: a flat group is a multiple of this many elements per rank
-PARAMETER_ALIGNMENT = 16
-"""Alignment in bytes of all parameters but a group's first with ``zero_optimization.parameter_alignment``."""
-
+PARAMETER_ALIGNMENT = 16  # alignment in bytes of all but a group's first with `parameter_alignment`
 SUB_GROUP_SIZE = 10**9  # default of `zero_optimization.sub_group_size`, in elements
 STEP = "step"
 _NAMED = 6  # most layers that a note names

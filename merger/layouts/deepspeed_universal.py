@@ -57,9 +57,7 @@ _LOAD_HYPER = (
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable", "param_names"})
 """Settings of torch's param groups that are no hyperparameters: an engine keeps its own."""
 
-_WIDENED = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes whose values fp32 holds, as DeepSpeed's master weights and moments are."""
-
+_WIDENED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that DeepSpeed's fp32 masters and moments can hold
 _RANKS = 4096  # largest world size checked for param groups without elements on some rank
 _CLASSES = (ZeroStageEnum, LossScaler, DynamicLossScaler)
 _FOLDER = "zero"

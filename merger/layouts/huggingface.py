@@ -27,9 +27,7 @@ from store.text import listed
 _NAMED = 6  # most layers that a note names
 CONFIG = "config.json"
 
-_LARGEST = 1 << 28
-"""Largest file that is copied, in bytes. Tokenizers have a few tens of megabytes."""
-
+_LARGEST = 1 << 28  # largest file that is copied, in bytes; tokenizers have a few tens of megabytes
 _SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py", ".bpe", ".vocab", ".spm", ".md")
 _NAMES = frozenset({"LICENSE", "NOTICE"})
 _FOLDERS = ("chat_templates", "additional_chat_templates")

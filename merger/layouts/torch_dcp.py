@@ -38,17 +38,11 @@ from merger.writers.torch_zip import PtFile
 from store.errors import UnsupportedError
 from store.state_tree import PACKED
 
-_ADAMS = frozenset({"FusedAdam", "DeepSpeedCPUAdam"})
-"""Optimizers that compute what torch's AdamW or Adam does, by their ``adam_w_mode``."""
-
-_AMBIGUOUS = frozenset({"adam", "adamw", "unknown"})
-"""Names of these in foreign checkpoints, which have the configuration's name, or none."""
-
+_ADAMS = frozenset({"FusedAdam", "DeepSpeedCPUAdam"})  # torch's AdamW or Adam, by their `adam_w_mode`
+_AMBIGUOUS = frozenset({"adam", "adamw", "unknown"})  # their names in foreign checkpoints: the configuration's
 STEP = "step"
 
-CHUNK_BYTES = 1 << 26
-"""Approximate size of the blobs that tensors are cut into along their first dimension; ranks read whole blobs."""
-
+CHUNK_BYTES = 1 << 26  # size of the blobs that tensors are cut into along their first dimension: ranks read whole ones
 _TORCHTITAN = (
     "torchtitan loads it under the name step-N in its checkpoint folder, with exclude_from_loading=[dataloader]; the "
     "schedule continues at the step, and ntokens_seen starts at 0"

@@ -15,9 +15,7 @@ from store.errors import ConfigError, UsageError
 from store.schema import LayerRecord, TensorRecord
 from store.text import listed, suggestion
 
-ROLES = ("embeddings", "norm", "head")
-"""Roles of auxiliary layers (those that are no block). See :attr:`Model.role`."""
-
+ROLES = ("embeddings", "norm", "head")  # roles of layers that are no block: see `Model.role`
 _DTYPES = {
     "float32": "F32", "float": "F32", "fp32": "F32", "f32": "F32",
     "bfloat16": "BF16", "bf16": "BF16",

@@ -41,9 +41,7 @@ def _step(value: Any) -> int | str | None:
     raise ValueError(f"a step must be a number, a save's name, a tag or a bound such as '<= 120', not {value!r}")
 
 
-Texts = Annotated[tuple[Text, ...], BeforeValidator(_as_list), Field(min_length=1)]
-"""One pattern or a list of patterns."""
-
+Texts = Annotated[tuple[Text, ...], BeforeValidator(_as_list), Field(min_length=1)]  # one or several
 Ranges = Annotated[
     tuple[Annotated[str, StringConstraints(pattern=r"^\d+(-\d+)?$")], ...],
     BeforeValidator(lambda value: [str(item) for item in _as_list(value)] if not isinstance(value, dict) else value),

@@ -41,9 +41,7 @@ from store.names import BUFFER, FROZEN, WEIGHTS
 from store.storage.local import LocalFiles
 from store.text import listed
 
-CONVERTED = ("exp_avg", "exp_avg_sq")
-"""Slots that DeepSpeed's converter writes for every parameter; it fails for other optimizers."""
-
+CONVERTED = ("exp_avg", "exp_avg_sq")  # slots that DeepSpeed's converter writes for every parameter, or fails
 _UNFINISHED = "tmp"  # working directory of the converter beside `zero`, removed when all of `zero` is written
 _STEP = "step"
 
