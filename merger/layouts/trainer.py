@@ -56,9 +56,19 @@ def trainer_layout(engine: Layout | None, checkpoint: Checkpoint, target: Target
     folder = _trainer_folder(checkpoint)
     rescaled = rescale_state(folder, checkpoint.step)
     state = _plain(checkpoint, folder) if engine is None else engine(checkpoint, target)
-    others, notes = _other_files(checkpoint, target, folder, rescaled, with_engine=engine is not None)
+    with_engine, world_size, notes = engine is not None, _world_size(checkpoint, target), list[str]()
+    own = [*state.files, OutFile(STATE, VerbatimFile(rescaled.document)), *model_files(folder, None)]
+    for found, note in (
+        _copy(folder, (_ARGUMENTS,), _ARGUMENT_CLASSES),
+        rng_files(checkpoint, folder, world_size, same_step=rescaled.same_step, distributed=with_engine),
+        _scheduler(checkpoint, folder, rescaled, with_engine=with_engine),
+        _scaler(folder, rescaled),
+        _weights_beside(checkpoint, target, folder) if with_engine else ((), None),
+    ):
+        own += found
+        notes += [note] if note else []
     tag = f"checkpoint-{checkpoint.step}"
-    files = {file.path: file for file in (*state.files, *others)}
+    files = {file.path: file for file in own}
     return LayoutResult(
         tag,
         tuple(replace(file, path=f"{tag}/{path}") for path, file in files.items()),
@@ -93,28 +103,6 @@ def _trainer_folder(checkpoint: Checkpoint) -> Path:
         hint = f"name one of those in it: {', '.join(inside)}" if inside else "name a checkpoint-N folder of the run"
         raise UsageError(f"{folder} is not a checkpoint folder of a Trainer: it has no {STATE}; {hint} (--files)")
     return folder
-
-
-def _other_files(
-    checkpoint: Checkpoint, target: Target, folder: Path, rescaled: "RescaledState", *, with_engine: bool
-) -> tuple[list[OutFile], list[str]]:
-    """Return the files beside the framework's, and notes on them."""
-    notes: list[str] = []
-    files = [OutFile(STATE, VerbatimFile(rescaled.document)), *model_files(folder, None)]
-    world_size = _world_size(checkpoint, target)
-    for found, note in (
-        _copy(folder, (_ARGUMENTS,), _ARGUMENT_CLASSES),
-        rng_files(checkpoint, folder, world_size, same_step=rescaled.same_step, distributed=with_engine),
-        _scheduler(checkpoint, folder, rescaled, with_engine=with_engine),
-        _scaler(folder, rescaled),
-    ):
-        files += found
-        notes += [note] if note else []
-    if with_engine:
-        weights, note = _weights_beside(checkpoint, target, folder)
-        files += weights
-        notes += [note] if note else []
-    return files, notes
 
 
 def _weights_beside(checkpoint: Checkpoint, target: Target, folder: Path) -> tuple[Sequence[OutFile], str | None]:
