@@ -275,12 +275,6 @@ def _accumulation(config: Nest, world_size: int) -> int:
     return 1
 
 
-def client_state(files: RankFiles) -> dict[str, Any]:
-    """Return the user's client state, rank 0's."""
-    own = OWN_KEYS | {key for key in ("data_sampler", "random_ltd") if files.model.get(key) is None}
-    return {key: read_values(value) for key, value in files.model.mapping().items() if key not in own}
-
-
 def run_states(files: RankFiles) -> dict[int, RankState]:
     """Return the run state that a merge put into the client state of every rank; else empty."""
     out = {}
@@ -302,7 +296,10 @@ def build_checkpoint(
     ``shapes``: of the parameters that the optimizer holds. ``beside``: directory with the files beside the state.
 
     Raises MergeError for incomplete or contradictory files, UnsupportedError."""
-    refuse_parallelism(files)
+    if files.model.at("mp_world_size").natural() != 1:
+        raise UnsupportedError(f"{files.folder} uses tensor or pipeline parallelism, which is not supported")
+    if files.model.mapping().get("num_experts"):
+        raise UnsupportedError(f"{files.folder} is of a model with experts (MoE), which is not supported")
     model = Model(files, {shape.fqn: shape for group in shapes for shape in group})
     named = model.tensors()
     index = FragmentIndex([*optimized.extents, *model.extents(named)])
@@ -318,6 +315,7 @@ def build_checkpoint(
     step, tag, folder = files.model.at("global_steps").natural(), files.folder.name, str(files.folder)
     unvouched = frozenset(index.names().keys() - optimized.vouched)
     problems = (*optimized.problems, *model.problems)
+    own = OWN_KEYS | {key for key in ("data_sampler", "random_ltd") if files.model.get(key) is None}
     checkpoint = Checkpoint(
         origin=folder,
         framework="deepspeed" if trained else "torch",
@@ -330,21 +328,12 @@ def build_checkpoint(
         run_states=run_states(files),
         certificate=certificate(tag, step, folder, tensors, index, unvouched=len(unvouched), problems=problems),
         files=beside,
-        client_state=client_state(files),
+        client_state={key: read_values(one) for key, one in files.model.mapping().items() if key not in own},
         problems=problems,
         unvouched=unvouched,
     )
     require_whole(checkpoint)
     return checkpoint
-
-
-def refuse_parallelism(files: RankFiles) -> None:
-    """Raise UnsupportedError for tensor, pipeline and expert parallelism."""
-    if files.model.at("mp_world_size").natural() != 1:
-        raise UnsupportedError(f"{files.folder} uses tensor or pipeline parallelism, which is not supported")
-    experts = files.model.mapping().get("num_experts")
-    if experts:
-        raise UnsupportedError(f"{files.folder} is of a model with experts (MoE), which is not supported")
 
 
 def _optimizer(files: RankFiles) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from merger.io.blocks import Extent
 from merger.layouts.deepspeed_facts import BF16_OPTIMIZER, ZERO_3, ZERO_12, optimizer_wrapper, slice_numel
+from merger.sources import deepspeed_zero as zero
 from merger.sources.base import FileTensor, Nest, checked_name, read_values
 from merger.sources.deepspeed import DeepSpeedSource
 from merger.sources.deepspeed_files import (
@@ -24,16 +25,7 @@ from merger.sources.deepspeed_files import (
     refuse,
     sample_ranges,
 )
-from merger.sources.deepspeed_zero import (
-    OptimizerContents,
-    Shape,
-    base_groups,
-    in_group_order,
-    is_round_robin,
-    param_shapes,
-    scalars_of,
-    state_of,
-)
+from merger.sources.deepspeed_zero import OptimizerContents, Shape
 from merger.sources.torch_file import read_pt
 from merger.tensors import memory_of
 from store.errors import DamagedError, MergeError
@@ -59,8 +51,8 @@ class UniversalSource(DeepSpeedSource):
 
 
 def _read_optimizer(files: RankFiles) -> OptimizerContents:
-    shapes, state = param_shapes(files.model), files.optims[0]
-    own, groups = state.get("driftpoint"), base_groups(state, files.model)
+    shapes, state = zero.param_shapes(files.model), files.optims[0]
+    own, groups = state.get("driftpoint"), zero.base_groups(state, files.model)
     out, local = OptimizerContents(), LocalFiles(files.folder)
     for members, hyper in groups:
         fqns = [shape.fqn for index in members for shape in _in_order(files, shapes[index])]
@@ -68,7 +60,7 @@ def _read_optimizer(files: RankFiles) -> OptimizerContents:
     for index, group in enumerate(shapes):
         # Only ZeRO-3 keeps the scalars of a sub-group together: there is no ``step.pt``.
         base = files.optims[0].get("optimizer_state_dict") if own is None else None
-        common = {} if base is None or base.get("state") is None else scalars_of(state_of(base, index))
+        common = {} if base is None or base.get("state") is None else zero.scalars_of(zero.state_of(base, index))
         for shape in group:
             out.scalars[shape.fqn], found = _parameter(local, shape, common, own)
             out.slots[shape.fqn] = sorted(extent.slot for extent in found if extent.slot != WEIGHTS)
@@ -102,9 +94,9 @@ def _is_wrapped(files: RankFiles) -> bool:
 
 def _in_order(files: RankFiles, group: list[Shape]) -> list[Shape]:
     """Return a (sub-)group's parameters in the order of the param group. MergeError if the converter broke it."""
-    if files.stage == 3 or _is_wrapped(files) or not is_round_robin(files.model):
+    if files.stage == 3 or _is_wrapped(files) or not zero.is_round_robin(files.model):
         return group
-    ordered = in_group_order(group, files.world_size)
+    ordered = zero.in_group_order(group, files.world_size)
     gaps = files.optims[0].get("param_alignment_paddings")
     aligned = gaps is not None and any(any(entry.naturals()) for entry in gaps.entries())
     # A run may pass on a merge's client state; this file is always written anew by DeepSpeed.
@@ -197,7 +189,7 @@ def _rank0_partitions(files: RankFiles, index: int, group: Sequence[Shape]) -> M
     masters, base = optim.get("fp32_flat_groups"), optim.get("optimizer_state_dict")
     if masters is None or base is None or base.get("state") is None:
         return {}
-    state, numel = state_of(base, index), sum(slice_numel(shape.numel, files.world_size) for shape in group)
+    state, numel = zero.state_of(base, index), sum(slice_numel(shape.numel, files.world_size) for shape in group)
     tensors = {
         key: nest.value for key, nest in state.items() if isinstance(nest.value, FileTensor) and nest.value.shape
     }
@@ -272,13 +264,13 @@ def _refuse_surplus(files: RankFiles, found: OptimizerContents) -> None:
 
     The converter gives everything else in the model (frozen parameters, buffers, other names of tied parameters) a
     directory with only its value. Those are read from the model states, which have them in their own dtype."""
-    zero, local, module = files.folder / "zero", LocalFiles(files.folder), files.model.get("module")
+    place, local, module = files.folder / "zero", LocalFiles(files.folder), files.model.get("module")
     of_the_model = set(module.mapping()) if module is not None else set()
     for name in local.list_dir("zero"):
         value_only = name in of_the_model and list(local.list_dir(f"zero/{name}")) == ["fp32.pt"]
-        if name not in found.slots and not value_only and (zero / name).is_dir():
+        if name not in found.slots and not value_only and (place / name).is_dir():
             raise MergeError(
-                f"{zero / name} is not a parameter of {files.model.where}: it may be of another model or save; remove "
+                f"{place / name} is not a parameter of {files.model.where}: it may be of another model or save; remove "
                 "it if it does not belong there"
             )
 
