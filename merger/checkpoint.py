@@ -94,7 +94,6 @@ class Checkpoint:
         return found
 
     def numel(self, fqn: str) -> int:
-        """Return the number of elements of a parameter or buffer."""
         return math.prod(self.record(fqn).shape)
 
     def has(self, fqn: str, slot: str) -> bool:

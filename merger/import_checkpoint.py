@@ -56,7 +56,6 @@ class ImportPlan:
 
     @property
     def bytes_of_values(self) -> int:
-        """Bytes of the tensors without encoding."""
         return sum(extent.nbytes for extent in self._extents())
 
     @cached_property

@@ -58,7 +58,6 @@ def deepspeed_layout(checkpoint: Checkpoint, target: Target) -> LayoutResult:
 
 
 def _notes(saved: EngineFacts, facts: EngineFacts) -> Iterator[str]:
-    """Yield what to know before loading files for the engine of ``facts``."""
     if saved.world_size != facts.world_size:
         yield (
             f"the run had {counted(saved.world_size, 'rank')}, the files are for {facts.world_size}: random-number "

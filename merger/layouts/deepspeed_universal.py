@@ -267,7 +267,6 @@ def _require_loadable(checkpoint: Checkpoint, facts: EngineFacts, groups: Groups
 
 
 def _require_valid_name(fqn: str) -> None:
-    """Raise UnsupportedError for a name that cannot be a directory's."""
     if fqn in ("", ".", "..", _OPTIMIZER) or "/" in fqn or "\0" in fqn or len(fqn.encode()) > _NAME_BYTES:
         raise UnsupportedError(
             f"the parameter {fqn!r} cannot be in a universal checkpoint, because its name is not a valid directory "
@@ -381,7 +380,6 @@ def _notes_on_zero3(checkpoint: Checkpoint, groups: Groups) -> Iterator[str]:
 
 
 def _hyper_differs(checkpoint: Checkpoint) -> list[str]:
-    """Return the hyperparameters that differ between param groups."""
     hypers = [group["hyper"] for group in checkpoint.framework_state["param_groups"]]
     keys = dict.fromkeys(key for hyper in hypers for key in hyper)
     return [key for key in keys if not all(reshard.same_value(hypers[0].get(key), one.get(key)) for one in hypers[1:])]

@@ -262,7 +262,6 @@ def scheduler_file(folder: Path, rescaled: RescaledState, rates: Sequence[Any]) 
 
 
 def _forget_later(state: dict[str, Any], step: int, notes: list[str]) -> None:
-    """Drop entries after the step."""
     log = state.get("log_history")
     if isinstance(log, list):
         at = [one.get("step") if isinstance(one, Mapping) else None for one in log]

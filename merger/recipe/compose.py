@@ -341,7 +341,6 @@ def _keys(checkpoint: Checkpoint, kind: str, fqn: str) -> Iterable[str]:
 
 
 def _key_problems(reference: Part, other: Part, fqn: str) -> Iterator[str]:
-    """Yield differences in the names of a parameter's optimizer slots and scalars."""
     for aspect in ("slots", "scalars"):
         ours, theirs = (sorted(set(_keys(one.checkpoint, aspect, fqn))) for one in (reference, other))
         if ours != theirs and not ours:

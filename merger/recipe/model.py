@@ -84,7 +84,6 @@ class Model:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks."""
         return len(set(self.positions.values()))
 
     @cached_property
@@ -107,7 +106,6 @@ class Model:
         }
 
     def names(self, fqn: str) -> tuple[str, ...]:
-        """Return all names of a tensor: tied ones have several."""
         return (fqn, *self.tensors[fqn].aliases)
 
     def matching(self, fqns: Iterable[str], pattern: str) -> list[str]:

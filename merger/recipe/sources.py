@@ -103,7 +103,6 @@ class OpenSources:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Paths of the sources, each once."""
         return tuple(dict.fromkeys(one.path for one in self.by_name.values()))
 
 

@@ -53,7 +53,6 @@ class RankFiles:
 
     @property
     def model(self) -> Nest:
-        """Rank 0's model states."""
         return self.models[0]
 
 
