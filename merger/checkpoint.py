@@ -37,8 +37,7 @@ class RankState:
 
     rng: Any
     user: Any
-    own: tuple[str, ...] = ()
-    """State that no output holds: the extra state of modules, and buffers in which ranks differ."""
+    own: tuple[str, ...] = ()  # state that no output holds: extra state of modules, buffers in which ranks differ
     objects: Any = None  # [name, class] of each of the user's objects, where known
 
 

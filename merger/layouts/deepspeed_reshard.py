@@ -231,7 +231,12 @@ def with_common_steps(
                 chosen.append((group, float(common[STEP]), had))
             scalars |= dict.fromkeys(known, common)
         if known and missing:
-            notes[_note_on_missing(checkpoint, group, missing)] = None
+            note = (
+                f"the optimizer had no state yet for {layers_named(checkpoint, missing)} "
+                f"({counted(len(missing), 'parameter')} of param group {group}): their moments start as zeros, at the "
+                "step of the others, which share their flat partition"
+            )
+            notes[note] = None
     state = {**checkpoint.framework_state, "scalars": scalars}
     certificate = with_steps(checkpoint.certificate, chosen)
     return replace(checkpoint, framework_state=state, certificate=certificate), tuple(notes)
@@ -296,12 +301,4 @@ def _note_on_steps(checkpoint: Checkpoint, group: int, own: Mapping[str, Any], c
     return (
         f"DeepSpeed keeps one optimizer step for parameters that share a flat partition: those of param group {group} "
         f"get the run's, {chosen:g}; it was {step_list}. Only Adam's bias correction depends on it"
-    )
-
-
-def _note_on_missing(checkpoint: Checkpoint, group: int, fqns: Sequence[str]) -> str:
-    return (
-        f"the optimizer had no state yet for {layers_named(checkpoint, fqns)} ({counted(len(fqns), 'parameter')} of "
-        f"param group {group}): their moments start as zeros, at the step of the others, which share their flat "
-        "partition"
     )

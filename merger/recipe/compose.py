@@ -252,7 +252,20 @@ def _newer(checkpoint: Checkpoint, run_state: str) -> Iterator[str]:
 
 def model_differences(reference: Part, other: Part) -> Iterator[MergeError]:
     """Yield the differences of two models. ``reference``: the source of the run state."""
-    yield from _tensors(reference, other)
+    ours, theirs = reference.checkpoint.tensors, other.checkpoint.tensors
+    for one, two, more in ((reference, other, ours.keys() - theirs.keys()), (other, reference, theirs.keys() - ours)):
+        if more:
+            names = [fqn for fqn in one.checkpoint.tensors if fqn in more]
+            yield MergeError(f"{listed(names)}: in {one}, but not in {two}; take checkpoints of one model")
+    for aspect, part in _COMPARED.items():
+        differing = [fqn for fqn in ours if fqn in theirs and part(ours[fqn]) != part(theirs[fqn])]
+        if differing:
+            first = differing[0]
+            yield MergeError(
+                f"{listed(differing)}: {aspect} {part(ours[first])} in {reference} and {part(theirs[first])} in "
+                f"{other}; take checkpoints of one model, saved by runs with the same precision and the same frozen "
+                "parameters"
+            )
     yield from _groups(reference, other)
 
 
@@ -289,23 +302,6 @@ def _problems(reference: Part, other: Part, fqn: str, *, weights_only: bool) -> 
             )
     if not weights_only and not missing:
         yield from _key_problems(reference, other, fqn)
-
-
-def _tensors(reference: Part, other: Part) -> Iterator[MergeError]:
-    ours, theirs = reference.checkpoint.tensors, other.checkpoint.tensors
-    for one, two, more in ((reference, other, ours.keys() - theirs.keys()), (other, reference, theirs.keys() - ours)):
-        if more:
-            names = [fqn for fqn in one.checkpoint.tensors if fqn in more]
-            yield MergeError(f"{listed(names)}: in {one}, but not in {two}; take checkpoints of one model")
-    for aspect, part in _COMPARED.items():
-        differing = [fqn for fqn in ours if fqn in theirs and part(ours[fqn]) != part(theirs[fqn])]
-        if differing:
-            first = differing[0]
-            yield MergeError(
-                f"{listed(differing)}: {aspect} {part(ours[first])} in {reference} and {part(theirs[first])} in "
-                f"{other}; take checkpoints of one model, saved by runs with the same precision and the same frozen "
-                "parameters"
-            )
 
 
 def _groups(reference: Part, other: Part) -> Iterator[MergeError]:

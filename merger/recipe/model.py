@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
@@ -119,16 +120,9 @@ class Model:
     def outline(self) -> str:
         """Return the layers for messages, runs of blocks abbreviated."""
         parts: list[str] = []
-        run: list[str] = []
-        for layer in (*self.layers, None):
-            if layer is not None and layer.block:
-                run.append(layer.name)
-                continue
-            if run:
-                parts.append(run[0] if len(run) == 1 else f"{run[0]} … {run[-1]}")
-                run = []
-            if layer is not None:
-                parts.append(layer.name)
+        for block, layers in groupby(self.layers, lambda layer: layer.block):
+            names = [layer.name for layer in layers]
+            parts += [f"{names[0]} … {names[-1]}"] if block and len(names) > 1 else names
         return listed(parts, 6)
 
 

@@ -17,7 +17,7 @@ from pydantic import (
 )
 
 from merger.recipe.model import SourceRef, parse_dtype
-from merger.recipe.sources import check_step
+from merger.recipe.sources import step_bound
 from store.config_file import YamlFile
 from store.errors import ConfigError, UsageError
 from store.location import place_of
@@ -123,7 +123,7 @@ def validate(file: YamlFile, kind: type[_Section]) -> _Section:
 def source_at(where: str, path: Path | None, step: int | str | None) -> SourceRef:
     """Build a source. ConfigError, naming the place ``where`` in the recipe, for an invalid bound."""
     try:
-        check_step(step)
+        step_bound(step)
     except UsageError as error:
         raise ConfigError(f"{where}: {error}") from error
     return SourceRef(path, step)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from merger.checkpoint import Checkpoint, RankState, gradient_clipping, require_whole
+from merger.checkpoint import Checkpoint, RankState, config_section, gradient_clipping, require_whole
 from merger.io.blocks import Damage, Extent
 from merger.layers import group_layers
 from merger.layouts.deepspeed_facts import slice_numel, slice_pieces
@@ -338,15 +338,13 @@ def build_checkpoint(
 
 def _optimizer(files: RankFiles) -> str:
     """Return the base optimizer's name from the configuration; the files do not have it."""
-    section = files.model.at("ds_config").get("optimizer")
-    kind = None if section is None else section.get("type")
-    return "unknown" if kind is None else kind.text()
+    kind = config_section(files.model.at("ds_config").value, "optimizer").get("type")
+    return "unknown" if kind is None else str(kind)
 
 
 def _engine_facts(files: RankFiles) -> dict[str, Any]:
     first, config = files.optims[0].mapping(), files.model.at("ds_config")
-    half = config.get("fp16")
-    fp16 = half is not None and bool(half.mapping().get("enabled"))
+    fp16 = bool(config_section(config.value, "fp16").get("enabled"))
     return {
         "ds_version": files.model.at("ds_version").text(),
         "zero_stage": files.stage,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+from merger.checkpoint import config_section
 from merger.io.blocks import Extent
 from merger.layouts.deepspeed_facts import (
     BF16_OPTIMIZER,
@@ -226,8 +227,8 @@ def _is_wrapper(files: RankFiles) -> bool:
 
 def is_round_robin(model: Nest) -> bool:
     """Return whether the run used ``round_robin_gradients``."""
-    config = model.at("ds_config").get("zero_optimization")
-    return config is not None and config.mapping().get("round_robin_gradients") is True
+    config = config_section(model.at("ds_config").value, "zero_optimization")
+    return config.get("round_robin_gradients") is True
 
 
 def in_group_order(dealt: Sequence[Shape], world_size: int) -> list[Shape]:

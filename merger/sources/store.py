@@ -96,7 +96,12 @@ class StoreSource:
             stored_steps=_stored_steps(manifest.tensors, units, scalars),
         )
         require_whole(checkpoint)
-        return with_problems(checkpoint, [*_imported_implausible(resolution), *states.problems])
+        implausible = [
+            f"layer {record.layer}: {record.reason.removeprefix(IMPORTED_WITH)} in {record.slot} when it was imported"
+            for record in (version.record for version in resolution.versions.values())
+            if record.reason.startswith(IMPORTED_WITH)
+        ]
+        return with_problems(checkpoint, [*implausible, *states.problems])
 
     def _extent(self, source: Source) -> Extent:
         part, entry = source.part, source.entry
@@ -113,16 +118,6 @@ class StoreSource:
             None if plain else StoredFragment(self.catalog.files, source, self.root),
         )
         return Extent(entry.fqn, entry.slot, entry.start, entry.stop, entry.dtype, block, 0, entry.box)
-
-
-def _imported_implausible(resolution: Resolution) -> list[str]:
-    """Return a line for each unit that was imported with values that no healthy training state holds."""
-    records = [version.record for version in resolution.versions.values()]
-    return [
-        f"layer {record.layer}: {record.reason.removeprefix(IMPORTED_WITH)} in {record.slot} when it was imported"
-        for record in records
-        if record.reason.startswith(IMPORTED_WITH)
-    ]
 
 
 def _stored_steps(

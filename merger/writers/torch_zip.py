@@ -36,12 +36,9 @@ class PtFile:
 
     value: Any
     classes: Sequence[Any] = ()  # other classes in it, which a reader with ``weights_only=True`` must allow
-    _literals: dict[int, int] = field(default_factory=dict, init=False)
-    """CRC-32 of the tensors written with the file, by offset."""
-    _data: tuple[tuple[int, int], ...] = field(default=(), init=False)
-    """(offset, bytes) of all tensors, in the order of the file."""
-    _rest: tuple[int, int] = field(default=(0, 0), init=False)
-    """Size of the file, and CRC-32 of everything but tensors, as last written."""
+    _literals: dict[int, int] = field(default_factory=dict, init=False)  # CRC-32 of its own tensors, by offset
+    _data: tuple[tuple[int, int], ...] = field(default=(), init=False)  # (offset, bytes) of all tensors, in order
+    _rest: tuple[int, int] = field(default=(0, 0), init=False)  # size, and CRC-32 of everything but tensors
 
     def tensors(self) -> Iterable[PlannedTensor]:
         return {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, PlannedTensor)}.values()
@@ -229,21 +226,18 @@ def read_records_from(file: BinaryIO, path: Path) -> list[Record]:
 def patch_checksum(file: BinaryIO, record: Record, crc: int) -> None:
     """Set a record's CRC-32 at all its places in a file open for reading and writing."""
     value = struct.pack("<I", crc)
-    _write(file, record.entry + 16, value)
+    file.seek(record.entry + 16)
+    file.write(value)
     file.seek(record.header)
     flags = struct.unpack("<4sHH", file.read(8))[2]
     if not flags & 8:
-        _write(file, record.header + 14, value)
+        file.seek(record.header + 14)
+        file.write(value)
         return
     file.seek(record.offset + record.nbytes)
     if file.read(4) != _DESCRIPTOR:
         raise DamagedError(f"record {record.name} has no data descriptor")
     file.write(value)
-
-
-def _write(file: BinaryIO, offset: int, data: bytes) -> None:
-    file.seek(offset)
-    file.write(data)
 
 
 def _size_of(file: BinaryIO, offset: int, path: Path, begins: bytes, lengths: str) -> int:
