@@ -90,7 +90,6 @@ class SubGroupFacts(_Facts):
     params: tuple[str, ...]
     param_group: int = Field(ge=0)
     partition_numels: tuple[int, ...]
-    flat_numel: int = Field(ge=0)
 
 
 class EngineFacts(_Facts):

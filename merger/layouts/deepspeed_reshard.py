@@ -119,9 +119,7 @@ def _zero3(checkpoint: Checkpoint, groups: Sequence[tuple[str, ...]], world_size
         for members in _cut(slices, limit):
             numels = tuple(numel for _, numel in members)
             names = tuple(fqn for fqn, _ in members)
-            sub_groups.append(
-                SubGroupFacts(params=names, param_group=index, partition_numels=numels, flat_numel=sum(numels))
-            )
+            sub_groups.append(SubGroupFacts(params=names, param_group=index, partition_numels=numels))
     return {
         "zero_optimizer": ZERO_3,
         "param_groups": tuple(GroupFacts(params=params) for params in groups),

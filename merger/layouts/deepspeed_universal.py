@@ -239,7 +239,7 @@ def _without_places(facts: EngineFacts, groups: Groups, stage: int) -> EngineFac
         for params, order in zip(groups, ordered, strict=True)
     )
     flat = tuple(
-        SubGroupFacts(params=params, param_group=i, partition_numels=(0,) * len(params), flat_numel=0)
+        SubGroupFacts(params=params, param_group=i, partition_numels=(0,) * len(params))
         for i, params in enumerate(groups)
     )
     return facts.model_copy(

@@ -320,9 +320,7 @@ def read_zero3(files: RankFiles) -> OptimizerContents:
         fqns = [shape.fqn for shape in sub_group]
         out.groups[home[index]]["params"] += fqns
         out.add_state(fqns, state)
-        sub_groups.append(
-            {"params": fqns, "param_group": home[index], "partition_numels": parts, "flat_numel": sum(parts)}
-        )
+        sub_groups.append({"params": fqns, "param_group": home[index], "partition_numels": parts})
     out.facts = {
         "zero_optimizer": ZERO_3,
         "partition_count": files.world_size,
