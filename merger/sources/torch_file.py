@@ -97,7 +97,7 @@ def read_pt(
                 torch.serialization.safe_globals([(kind, known) for known, kind in STAND_INS.items()]),
                 FakeTensorMode(),
             ):
-                loaded = torch.load(window, map_location="cpu", weights_only=True)
+                loaded = torch.load(cast("BinaryIO", window), map_location="cpu", weights_only=True)
         except UNPICKLING_ERRORS as error:
             raise DamagedError(f"{path} does not hold what torch.save writes: {error}") from error
         value = _Converter(str(path), blocks).of(loaded)
