@@ -105,8 +105,9 @@ def _rows(
         for slot in taken[fqn]:
             key = (ours, slot, name, theirs)
             if key not in rows:
-                unit = known[name].get((theirs, slot)) or CertifiedUnit(
-                    theirs, slot, source.step, source.certificate.save, 0, RAW, None, slot != FROZEN, False, 0
+                place = (theirs, slot, source.step, source.certificate.save)
+                unit = known[name].get((theirs, slot)) or CertifiedUnit(  # of which it certifies nothing
+                    *place, staleness=0, encoding=RAW, drift=None, moving=slot != FROZEN, fallback=False, nbytes=0
                 )
                 own = known[run_state].get((ours, slot)) if parts[name].lineage == parts[run_state].lineage else None
                 if own is None or _version(own) != _version(unit):
