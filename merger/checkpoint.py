@@ -26,12 +26,8 @@ from store.state_tree import decode, join_stages
 from store.storage.local import Files
 from store.text import listed
 
-SLOT_OF_KIND = {"trainable": WEIGHTS, "frozen": FROZEN, "buffer": BUFFER}
-"""Slot of the tensor itself, by its record's kind."""
-
-IMPORTED_WITH = f"{IMPORTED_AS_FOUND}, with "
-"""Beginning of the reason of units in which implausible values were allowed; their kinds follow."""
-
+SLOT_OF_KIND = {"trainable": WEIGHTS, "frozen": FROZEN, "buffer": BUFFER}  # slot of the tensor itself, by kind
+IMPORTED_WITH = f"{IMPORTED_AS_FOUND}, with "  # begins the reason of units with implausible values; their kinds follow
 DEFAULT_CLIPPING = 1.0  # DeepSpeed 0.19's gradient clipping without a configured value (`runtime/constants.py`)
 
 
@@ -41,8 +37,7 @@ class RankState:
 
     rng: Any
     user: Any
-    own: tuple[str, ...] = ()
-    """State that no output holds: the extra state of modules, and buffers in which ranks differ."""
+    own: tuple[str, ...] = ()  # state that no output holds: extra state of modules, buffers in which ranks differ
     objects: Any = None  # [name, class] of each of the user's objects, where known
 
 
@@ -98,7 +93,6 @@ class Checkpoint:
         return found
 
     def numel(self, fqn: str) -> int:
-        """Return the number of elements of a parameter or buffer."""
         return math.prod(self.record(fqn).shape)
 
     def has(self, fqn: str, slot: str) -> bool:
@@ -216,27 +210,22 @@ def plan_parameter(checkpoint: Checkpoint, fqn: str, dtype: torch.dtype | None =
     return plan_whole(checkpoint, fqn, SLOT_OF_KIND[checkpoint.record(fqn).kind], dtype)
 
 
-def read_run_states(
-    files: Files, parts: Mapping[int, PartRecord]
-) -> tuple[RunStates | None, DamagedError | StorageError | None]:
-    """Return (run state, None), or (None, error) if a part of it is damaged or missing."""
+def read_run_states(files: Files, parts: Mapping[int, PartRecord]) -> RunStates | None:
+    """Return the run state of a save; None if a part of it is damaged or missing."""
     trees: dict[int, dict[str, Any]] = {}
-    for rank, part in sorted(parts.items()):
-        try:
+    try:
+        for rank, part in sorted(parts.items()):
             tree = part.run_state if isinstance(part.run_state, dict) else {}
             # The framework's state is large and the same on all ranks of a pipeline stage: its first rank's is enough.
             framework = tree.get("framework")
             leads = rank == 0 or (isinstance(framework, dict) and "stages" in framework)
             own = {key: value for key, value in tree.items() if leads or key != "framework"}
             trees[rank] = decode(own, read_leaves(files, part), from_leaf)
-        except UnreachableError:
-            raise
-        except (DamagedError, StorageError) as error:
-            return None, error
-    try:
         framework = join_stages(trees[0], lambda leader: trees[leader]).get("framework")
-    except DamagedError as error:
-        return None, error
+    except UnreachableError:
+        raise
+    except (DamagedError, StorageError):
+        return None
     if not isinstance(framework, dict):
         raise MergeError(
             f"the run state of save {parts[0].save} has no framework state, so no checkpoint can be written from it. "
@@ -252,7 +241,7 @@ def read_run_states(
         modules = (f"the extra state of module {name!r}" for name in tree.get("modules") or ())
         held = (*modules, *(f"the values of buffer {name!r} on each rank" for name in differing if name not in scalars))
         ranks[rank] = RankState(tree.get("rng"), tree.get("user"), held, tree.get("objects"))
-    return RunStates(framework, ranks, trees[0].get("client_state") or {}, tuple(problems)), None
+    return RunStates(framework, ranks, trees[0].get("client_state") or {}, tuple(problems))
 
 
 def own_state_notes(checkpoint: Checkpoint) -> list[str]:

@@ -56,7 +56,6 @@ class ImportPlan:
 
     @property
     def bytes_of_values(self) -> int:
-        """Bytes of the tensors without encoding."""
         return sum(extent.nbytes for extent in self._extents())
 
     @cached_property
@@ -255,7 +254,11 @@ def _write_segments(
             _read_back(files, part)
         return _manifest(plan, catalog.store_id, save, group, implausible), lines
     except BaseException:
-        _discard(files, save, world_size)
+        for rank in range(world_size):
+            with suppress(StorageError):
+                remove_segment(files, save, rank)
+        with suppress(StorageError):
+            files.remove_dir(segment_dir(save))
         raise
 
 
@@ -330,11 +333,3 @@ def _clean_up(catalog: Catalog, save: SaveId) -> list[str]:
     except (StorageError, DamagedError) as error:
         return [f"the import is committed, but the cleanup after it failed: {error}"]
     return []
-
-
-def _discard(files: Files, save: SaveId, world_size: int) -> None:
-    for rank in range(world_size):
-        with suppress(StorageError):
-            remove_segment(files, save, rank)
-    with suppress(StorageError):
-        files.remove_dir(segment_dir(save))

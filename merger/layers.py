@@ -78,7 +78,10 @@ def _split_module(node: _Node) -> Iterator[tuple[str, bool, Iterable[str]]]:
         elif child.is_list or _holds_stack(child):
             yield from _split_module(child)
         else:
-            yield _deepest(child).path, False, child.fqns()
+            innermost = child  # that still holds everything
+            while not innermost.own and len(innermost.children) == 1:
+                innermost = next(iter(innermost.children.values()))
+            yield innermost.path, False, child.fqns()
 
 
 def _block_names(node: _Node) -> set[str]:
@@ -105,10 +108,3 @@ def _similar(nodes: Mapping[str, _Node]) -> set[str]:
 
 def _holds_stack(node: _Node) -> bool:
     return bool(_block_names(node)) or any(_holds_stack(child) for child in node.children.values())
-
-
-def _deepest(node: _Node) -> _Node:
-    """Return the innermost module that still holds everything."""
-    while not node.own and len(node.children) == 1:
-        node = next(iter(node.children.values()))
-    return node

@@ -25,8 +25,7 @@ from store.errors import MergeError
 from store.fragments import FragmentIndex
 from store.names import SaveId
 
-Planned = Callable[[MergePlan], None]
-"""Called with each plan before it is executed: the first one, and one more after each discovery of damage."""
+Planned = Callable[[MergePlan], None]  # called with each plan before it is executed: a new one after each damage found
 
 
 @dataclass(frozen=True)

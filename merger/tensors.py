@@ -16,9 +16,9 @@ _TORCH_OF: dict[str, torch.dtype] = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 
-SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})
-"""Slots of torch's and DeepSpeed's optimizers that hold means or sums of squares."""
+_NAME_OF = {dtype: name for name, dtype in _TORCH_OF.items()}
 
+SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})  # means or sums of squares
 Implausible = Literal["NaN", "infinite values", "negative values"]
 
 
@@ -31,10 +31,9 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the safetensors name of a dtype. UnsupportedError if there is none."""
-    for name, known in _TORCH_OF.items():
-        if known == dtype:
-            return name
-    raise UnsupportedError(f"tensors of {dtype} are not supported; use one of {', '.join(_TORCH_OF)}")
+    if dtype not in _NAME_OF:
+        raise UnsupportedError(f"tensors of {dtype} are not supported; use one of {', '.join(_TORCH_OF)}")
+    return _NAME_OF[dtype]
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -45,6 +44,13 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     if flat.data_ptr() != tensor.data_ptr():
         raise ValueError("the tensor is not contiguous: writing to its bytes would change a copy")
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def whole_elements(rest: bytes, piece: memoryview, itemsize: int) -> tuple[memoryview, bytes]:
+    """Return the elements that end in ``rest`` and ``piece``, and the bytes of one that does not end in them."""
+    data = memoryview(bytearray(rest) + piece) if rest else piece
+    whole = len(data) - len(data) % itemsize
+    return data[:whole], bytes(data[whole:])
 
 
 def to_leaf(value: object) -> Leaf | None:

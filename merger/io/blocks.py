@@ -22,12 +22,9 @@ from store.names import Box, Fragment
 from store.resolve import RejectedVersion
 from store.schema import digest
 
-READ = 1 << 22  # bytes read at a time
-Progress = Callable[[int], None]
-"""Called with the number of stored bytes just read."""
-
-_CHUNKS_PER_PASS = 14
-"""Most chunks in memory during a pass, measured: stored, unpacked, decoded, the base's, and malloc's reserve."""
+READ = 1 << 22  # bytes read at a time: enough for the device, few enough for a processor's cache
+Progress = Callable[[int], None]  # called with the number of stored bytes just read
+_CHUNKS_PER_PASS = 14  # most in memory, measured: stored, unpacked, decoded, the base's, and malloc's reserve
 
 
 class RunningHash(Protocol):
@@ -60,8 +57,7 @@ class Unchecked:
         return ""
 
 
-xxh3: Callable[[], RunningHash] = xxhash.xxh3_128
-"""The checksum of stores."""
+xxh3: Callable[[], RunningHash] = xxhash.xxh3_128  # the checksum of stores
 
 
 @dataclass(frozen=True)

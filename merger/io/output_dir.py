@@ -43,7 +43,6 @@ class OutputDir:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def clear(self) -> None:
-        """Remove everything written so far."""
         with storage_errors(self.folder):
             for path in self.folder.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

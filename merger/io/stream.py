@@ -11,7 +11,7 @@ import torch
 
 from merger.io.blocks import Block, BlockPass, Extent, Progress
 from merger.io.transfer import is_checked
-from merger.tensors import Implausible, implausible_values, torch_dtype
+from merger.tensors import Implausible, implausible_values, torch_dtype, whole_elements
 from store.errors import DamagedError
 
 FRAGMENT_BYTES = 1 << 25  # largest fragment: a rank that needs a part of a tensor reads whole fragments
@@ -49,16 +49,13 @@ class FragmentStream:
             self.reading.finish()
 
     def _check(self, rest: bytes, piece: memoryview) -> bytes:
-        """Check the elements that end in ``rest`` and ``piece``. Returns the bytes of one that does not end in them."""
-        extent = self.extent
+        extent, dtype = self.extent, torch_dtype(self.extent.dtype)
         if not is_checked(extent):
             return b""
-        data = memoryview(bytearray(rest) + piece) if rest else piece
-        dtype = torch_dtype(extent.dtype)
-        whole = len(data) - len(data) % dtype.itemsize
-        if whole and (kinds := implausible_values(torch.frombuffer(data[:whole], dtype=dtype), extent.slot)):
+        data, rest = whole_elements(rest, piece, dtype.itemsize)
+        if data and (kinds := implausible_values(torch.frombuffer(data, dtype=dtype), extent.slot)):
             self.implausible.setdefault((extent.fqn, extent.slot), set()).update(kinds)
-        return bytes(data[whole:])
+        return rest
 
 
 class Reading:
@@ -72,7 +69,12 @@ class Reading:
     def take(self, most: int) -> memoryview:
         """Return the next bytes: at least one, at most ``most``; valid until the next call."""
         if not len(self._chunk):
-            self._chunk = self._next()
+            found = next(self._chunks, None)
+            if found is None:
+                raise DamagedError(
+                    f"{self._block.name} of {self._block.path} ends at byte {self._position} of {self._block.nbytes}"
+                )
+            self._chunk = found
         piece, self._chunk = self._chunk[:most], self._chunk[most:]
         self._position += len(piece)
         return piece
@@ -90,14 +92,6 @@ class Reading:
         self._chunk = memoryview(b"")
         if next(self._chunks, None) is not None:  # the checksum is compared when the chunks end
             raise DamagedError(f"{self._block.name} of {self._block.path} does not end at byte {self._block.nbytes}")
-
-    def _next(self) -> memoryview:
-        found = next(self._chunks, None)
-        if found is None:
-            raise DamagedError(
-                f"{self._block.name} of {self._block.path} ends at byte {self._position} of {self._block.nbytes}"
-            )
-        return found
 
 
 def fragment_streams(

@@ -1,8 +1,8 @@
 """Move tensors: read every block of the sources once, front to back, check it, and write each part where it belongs.
 
-A block passes through memory chunk by chunk, decoded if necessary, so memory does not grow with a tensor, a rank or a
+A block passes through memory piece by piece, decoded if necessary, so memory does not grow with a tensor, a rank or a
 model. A block is known to be correct only at its end; the output has no name until all blocks are. Blocks are spread
-over threads. A thread holds one chunk, one more if a dtype changes, and the decoder's chunks."""
+over threads. A thread holds one piece, one more if a dtype changes, and the decoder's chunks."""
 
 import threading
 from bisect import bisect_left
@@ -16,16 +16,14 @@ from typing import TypeVar
 import torch
 from isal import isal_zlib
 
-from merger.io.blocks import Block, BlockPass, Damage, Extent, Progress, read_chunks
+from merger.io.blocks import READ, Block, BlockPass, Damage, Extent, Progress
 from merger.io.output_file import Hole, OutFiles, read_back_error
-from merger.tensors import Implausible, implausible_values, memory_of, torch_dtype
+from merger.tensors import Implausible, implausible_values, memory_of, torch_dtype, whole_elements
 from store.errors import DamagedError, MergeError, StorageError, UnreachableError, UsageError
 from store.fragments import FragmentIndex
 from store.names import BUFFER
 
 _EXPORT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # dtypes that `--dtype` accepts
-CHUNK = 1 << 22  # bytes read at a time: enough for the device, few enough for a processor's cache
-_TAIL = 16  # bytes of the previous chunk kept for an element that ends in this one: the size of the largest dtype
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class TransferPlan:
     def memory(self) -> int:
         """Most bytes that one thread takes."""
         decoding = max((block.coded.memory for block in self.moves if block.coded is not None), default=0)
-        return 2 * CHUNK + decoding
+        return 2 * READ + decoding
 
 
 def plan_transfer(index: FragmentIndex[Extent], holes: Iterable[tuple[int, Hole]]) -> TransferPlan:
@@ -125,10 +123,9 @@ def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: 
                 check_cancelled(stop)
                 progress(count)
 
-        reading = BlockPass(report, block.flaw)
-        chunks = _stored(block, report) if block.coded is None else _decoded(reading.pieces(block))
+        reading = BlockPass(report)
         try:
-            pieces, implausible = _move_block(block, chunks, plan.moves[block], paths)
+            pieces, implausible = _move_block(block, reading.pieces(block), plan.moves[block], paths)
         except UnreachableError:
             raise
         except (DamagedError, StorageError) as error:
@@ -148,37 +145,25 @@ def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: 
     return result
 
 
-@dataclass(frozen=True)
-class _Chunk:
-    """Bytes [begin, end) of a block, in ``buffer`` after ``front`` preceding bytes of the block.
-
-    Valid until the next chunk is drawn."""
-
-    buffer: torch.Tensor
-    front: int
-    begin: int
-    end: int
-
-
 def _move_block(
-    block: Block, chunks: Iterable[_Chunk], moves: Sequence[Move], paths: Sequence[Path]
+    block: Block, read: Iterable[memoryview], moves: Sequence[Move], paths: Sequence[Path]
 ) -> tuple[list[tuple[int, Piece]], dict[tuple[str, str], set[Implausible]]]:
     """Write all moves of a block. Returns (pieces by file, implausible values).
 
-    Errors that ``chunks`` raises at its end, after the last write, count as well."""
+    Errors that ``read`` raises at its end, after the last write, count as well."""
     pieces, first, position = [], 0, 0
     with closing(OutFiles(paths)) as files:
         sink = _Sink(files)
-        for chunk in chunks:
-            while first < len(moves) and moves[first].start + moves[first].nbytes <= chunk.begin:
+        for data in read:
+            while first < len(moves) and moves[first].start + moves[first].nbytes <= position:
                 first += 1
             for i in range(first, len(moves)):
-                if moves[i].start >= chunk.end:
+                if moves[i].start >= position + len(data):
                     break
-                piece = sink.put(moves[i], chunk)
+                piece = sink.put(moves[i], data, position)
                 if piece is not None:
                     pieces.append((moves[i].file, piece))
-            position = chunk.end
+            position += len(data)
     if position != block.nbytes:
         raise DamagedError(f"{block.name} of {block.path} decoded to {position} bytes instead of {block.nbytes}")
     if sink.overflows:
@@ -186,56 +171,40 @@ def _move_block(
     return pieces, sink.implausible
 
 
-def _stored(block: Block, progress: Progress) -> Iterator[_Chunk]:
-    """Yield the chunks of a block that is stored as is. DamagedError at the end if its checksum differs."""
-    # The end of the previous chunk precedes each chunk, so that elements across the boundary are contiguous.
-    buffer = torch.empty(_TAIL + min(CHUNK, block.nbytes), dtype=torch.uint8)
-    for begin, end in read_chunks(block, memory_of(buffer)[_TAIL:]):
-        yield _Chunk(buffer, _TAIL, begin, end)
-        progress(end - begin)
-        buffer[:_TAIL] = buffer[end - begin : end - begin + _TAIL].clone()
-
-
-def _decoded(pieces: Iterable[memoryview]) -> Iterator[_Chunk]:
-    """Yield the chunks of a block that is decoded: whole elements each, so none crosses a boundary."""
-    begin = 0
-    for piece in pieces:
-        yield _Chunk(torch.frombuffer(piece, dtype=torch.uint8), 0, begin, begin + len(piece))
-        begin += len(piece)
-
-
 @dataclass(frozen=True)
 class _Sink:
-    """Writes elements of a block. ``overflows`` of casts and ``implausible`` values count only if it is intact."""
+    """Writes elements of a block. ``overflows`` of casts and ``implausible`` values count only if it is intact.
+
+    ``rests``: the bytes so far of an element of a move that ends in the next piece of the block."""
 
     files: OutFiles
+    rests: dict[Move, bytes] = field(default_factory=dict)
     overflows: list[UsageError] = field(default_factory=list)
     implausible: dict[tuple[str, str], set[Implausible]] = field(default_factory=dict)
 
-    def put(self, move: Move, chunk: _Chunk) -> Piece | None:
-        """Write the elements of a move that end in a chunk of the block."""
-        size = move.source.itemsize
-        first = max(0, (chunk.begin - move.start) // size)
-        after = (min(move.start + move.nbytes, chunk.end) - move.start) // size
-        if first >= after:
+    def put(self, move: Move, read: memoryview, begin: int) -> Piece | None:
+        """Write the elements of a move that end in what was ``read`` from byte ``begin`` of the block."""
+        start, stop = max(move.start, begin), min(move.start + move.nbytes, begin + len(read))
+        if start >= stop:
             return None
-        data = chunk.buffer.narrow(0, move.start + first * size - chunk.begin + chunk.front, (after - first) * size)
-        if move.checked is not None and (kinds := implausible_values(_typed(data, move.source), move.checked[1])):
+        first, cut = divmod(start - move.start, move.source.itemsize)
+        rest = self.rests.pop(move) if cut else b""
+        data, rest = whole_elements(rest, read[start - begin : stop - begin], move.source.itemsize)
+        if rest:
+            self.rests[move] = rest
+        if not data:
+            return None
+        values = torch.frombuffer(data, dtype=move.source)
+        if move.checked is not None and (kinds := implausible_values(values, move.checked[1])):
             self.implausible.setdefault(move.checked, set()).update(kinds)
         if move.source != move.target:
-            before = _typed(data, move.source)
-            cast = before.to(move.target)
+            cast = values.to(move.target)
             if move.finite is not None and not self.overflows:
-                self.overflows.extend(overflow_errors(move.finite, before, cast))
-            data = cast.view(torch.uint8)
-        memory, offset = memory_of(data), move.offset + first * move.target.itemsize
-        self.files.write(move.file, offset, memory)
-        return Piece(offset, len(memory), isal_zlib.crc32(memory))
-
-
-def _typed(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return bytes as elements. A view needs memory aligned to its dtype, which an offset in a file need not be."""
-    return (data.clone() if data.storage_offset() % dtype.itemsize else data).view(dtype)
+                self.overflows.extend(overflow_errors(move.finite, values, cast))
+            data = memory_of(cast)
+        offset = move.offset + first * move.target.itemsize
+        self.files.write(move.file, offset, data)
+        return Piece(offset, len(data), isal_zlib.crc32(data))
 
 
 def checksums(pieces: Iterable[Piece], holes: Sequence[Hole]) -> dict[int, int]:
@@ -257,7 +226,7 @@ def checksums(pieces: Iterable[Piece], holes: Sequence[Hole]) -> dict[int, int]:
 
 def check_hole(path: Path, hole: Hole, expected: int, stop: threading.Event | None = None) -> None:
     """Read a filled hole back. MergeError unless its CRC-32 is ``expected``."""
-    crc, buffer = 0, memoryview(bytearray(min(CHUNK, hole.stored.nbytes)))
+    crc, buffer = 0, memoryview(bytearray(min(READ, hole.stored.nbytes)))
     with path.open("rb", buffering=0) as file:
         file.seek(hole.offset)
         left = hole.stored.nbytes

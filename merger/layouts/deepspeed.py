@@ -5,8 +5,7 @@ save (random-number states, the user's objects) is in the client state under ``d
 group is one flat tensor, cut into equal partitions."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from merger.checkpoint import Checkpoint, config_section
 from merger.io.output_file import OutFile, VerbatimFile
 from merger.layouts.base import LayoutResult, Target
-from merger.layouts.deepspeed_facts import (
-    ACCUMULATION,
-    MICRO,
-    EngineFacts,
-    GroupFacts,
-    Piece,
-    PlacedParameter,
-    batch_of,
-    facts_of,
-    partition_pieces,
-)
+from merger.layouts.deepspeed_facts import ACCUMULATION, MICRO, EngineFacts, batch_of, facts_of
 from merger.layouts.deepspeed_model import (
     CLIENT_KEY,
     FlatState,
@@ -69,7 +58,6 @@ def deepspeed_layout(checkpoint: Checkpoint, target: Target) -> LayoutResult:
 
 
 def _notes(saved: EngineFacts, facts: EngineFacts) -> Iterator[str]:
-    """Yield what to know before loading files for the engine of ``facts``."""
     if saved.world_size != facts.world_size:
         yield (
             f"the run had {counted(saved.world_size, 'rank')}, the files are for {facts.world_size}: random-number "
@@ -110,7 +98,7 @@ def deepspeed_files(facts: EngineFacts, checkpoint: Checkpoint, tag: str) -> lis
         if not facts.is_bf16_optimizer:
             states = {constants.LOSS_SCALER: loss_scaler(checkpoint.framework_state, facts.dtype), **states}
         value = {constants.OPTIMIZER_STATE_DICT: states, "ds_config": facts.ds_config, "ds_version": facts.ds_version}
-        name = f"{facts.optim_prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        name = f"{'bf16_' if facts.dtype == 'bf16' else ''}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         files.append(OutFile(f"{tag}/{name}", PtFile(value, CLASSES)))
     return files
 
@@ -124,62 +112,37 @@ def _recovery_scripts() -> list[OutFile]:
 
 def zero12_states(facts: EngineFacts, checkpoint: Checkpoint, kept: Sequence[FlatState], rank: int) -> dict[str, Any]:
     """Return ``optimizer.state_dict()`` of a rank without the loss scaler. ``kept``: by param group."""
-    groups = facts.param_groups
-    masters, states = [], []
-    for group, state in zip(groups, kept, strict=True):
-        pieces = _pieces(group.layout, group, rank)
+    groups, gaps = facts.param_groups, facts.param_alignment_paddings
+    masters, states, paddings, mappings = [], [], [], []
+    for index, (group, state) in enumerate(zip(groups, kept, strict=True)):
+        pieces = group.pieces(rank)
         lean = group.partition_size - (0 if facts.is_bf16_optimizer else group.group_paddings[rank])
         # DeepSpeed strips the padding behind the masters, but not behind the moments.
         masters.append(flat_tensor(WEIGHTS, pieces, lean, state.masters))
         states.append(flat_slots(state, pieces, group.partition_size))
+        # ``BF16_Optimizer`` counts all padding as the last rank's.
+        all_on_last = sum(group.group_paddings) if rank == facts.world_size - 1 else 0
+        paddings.append(all_on_last if facts.is_bf16_optimizer else group.group_paddings[rank])
+        mapped = group.mapped_pieces(rank, gaps[index] if gaps else (), round_robin=facts.round_robin_gradients)
+        addresses = ((one.fqn, fragment_address(numel=one.stop - one.start, start=one.offset)) for one in mapped)
+        mappings.append(OrderedDict(addresses))
     out: dict[str, Any] = {
         constants.CLIP_GRAD: facts.clip_grad,
         constants.BASE_OPTIMIZER_STATE: base_optimizer_state(checkpoint, states, [[i] for i in range(len(groups))]),
         constants.SINGLE_PARTITION_OF_FP32_GROUPS: masters,
-        constants.GROUP_PADDINGS: [_group_padding(facts, group, rank) for group in groups],
+        constants.GROUP_PADDINGS: paddings,
         constants.PARTITION_COUNT: list(facts.partition_count) if isinstance(facts.partition_count, tuple) else None,
         constants.DS_VERSION: facts.ds_version,
-        constants.PARAM_SLICE_MAPPINGS: [_slice_mapping(facts, i, rank) for i in range(len(groups))],
+        constants.PARAM_SLICE_MAPPINGS: mappings,
     }
     if not facts.is_bf16_optimizer:
         out |= {
             "dynamic_loss_scale": facts.dynamic_loss_scale,
             "overflow": False,
             constants.ZERO_STAGE: ZeroStageEnum(facts.zero_stage),
-            constants.PARAM_ALIGNMENT_PADDINGS: [list(group) for group in facts.param_alignment_paddings],
+            constants.PARAM_ALIGNMENT_PADDINGS: [list(group) for group in gaps],
         }
     return out
-
-
-def _group_padding(facts: EngineFacts, group: GroupFacts, rank: int) -> int:
-    """Return the padding that DeepSpeed records for a rank; ``BF16_Optimizer`` counts all as the last rank's."""
-    if not facts.is_bf16_optimizer:
-        return group.group_paddings[rank]
-    return sum(group.group_paddings) if rank == facts.world_size - 1 else 0
-
-
-def _pieces(layout: Iterable[PlacedParameter], group: GroupFacts, rank: int) -> list[Piece]:
-    return partition_pieces(((one.fqn, one.offset, one.numel) for one in layout), group.partition_size, rank)
-
-
-def _slice_mapping(facts: EngineFacts, index: int, rank: int) -> OrderedDict[str, fragment_address]:
-    pieces = _pieces(_mapped_layout(facts, index), facts.param_groups[index], rank)
-    return OrderedDict((one.fqn, fragment_address(numel=one.stop - one.start, start=one.offset)) for one in pieces)
-
-
-def _mapped_layout(facts: EngineFacts, index: int) -> tuple[PlacedParameter, ...]:
-    """Return the offsets that DeepSpeed writes into ``param_slice_mappings``, in the order of the param group.
-
-    With ``round_robin_gradients`` and no paddings these are not the offsets of the data: DeepSpeed computes them as if
-    the data were in the group's order. Native loading does not use them."""
-    group = facts.param_groups[index]
-    place = {placed.fqn: placed for placed in group.layout}
-    paddings = facts.param_alignment_paddings[index] if facts.param_alignment_paddings else ()
-    placed = [place[fqn] for fqn in group.params]
-    if any(paddings) or not facts.round_robin_gradients:
-        return tuple(placed)
-    offsets = accumulate((one.numel for one in placed), initial=0)
-    return tuple(one.model_copy(update={"offset": at}) for one, at in zip(placed, offsets, strict=False))
 
 
 def loss_scaler(state: Mapping[str, Any], dtype: str) -> LossScaler | DynamicLossScaler:

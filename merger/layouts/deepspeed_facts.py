@@ -3,9 +3,10 @@
 The configuration in the files is a record: ``engine.load_checkpoint`` does not read it, and the loading engine has its
 own. It is still kept valid for the new stage and world size."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate, chain
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -13,6 +14,10 @@ from merger.checkpoint import Checkpoint, config_section
 from store.errors import MergeError, UnsupportedError
 from store.schema import first_mistake
 
+T = TypeVar("T")
+
+BF16_OPTIMIZER, ZERO_12, ZERO_3 = "BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"
+_FP32 = ("fp32", "float32", "float", "torch.float32")  # names of float32 in DeepSpeed's configuration
 TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 _NOT_AT_STAGE: Mapping[int, tuple[str, ...]] = {
@@ -21,6 +26,16 @@ _NOT_AT_STAGE: Mapping[int, tuple[str, ...]] = {
     3: ("elastic_checkpoint", "compute_grad_norm"),
 }
 """Options of ``zero_optimization`` that DeepSpeed refuses or ignores at a stage."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, stop) of a flattened parameter, from ``offset`` of a flat partition."""
+
+    fqn: str
+    start: int
+    stop: int
+    offset: int
 
 
 class _Facts(BaseModel):
@@ -36,16 +51,37 @@ class PlacedParameter(_Facts):
 
 
 class GroupFacts(_Facts):
-    """A param group at ZeRO-1/2: one flat tensor of ``flat_numel`` elements, cut into equal partitions.
+    """A param group at ZeRO-1/2: one flat tensor, cut into equal partitions of ``partition_size`` elements.
 
     ``params``: in the order of the param group. ``layout``: in the order of the data. ``group_paddings``: elements of
     each rank's partition behind the last parameter."""
 
     params: tuple[str, ...]
     layout: tuple[PlacedParameter, ...] = ()
-    flat_numel: int = 0
     partition_size: int = 0
     group_paddings: tuple[int, ...] = ()
+
+    def pieces(self, rank: int) -> list[Piece]:
+        """Return what a rank's partition holds of the parameters, in the order of the data."""
+        return self._cut(((one.fqn, one.offset, one.numel) for one in self.layout), rank)
+
+    def mapped_pieces(self, rank: int, gaps: Iterable[int], *, round_robin: bool) -> list[Piece]:
+        """Return the pieces as DeepSpeed writes them into ``param_slice_mappings``, in the order of the param group.
+
+        With ``round_robin_gradients`` and no gaps these are not the offsets of the data: DeepSpeed computes them as if
+        the data were in the group's order. Native loading does not use them.
+
+        ``gaps``: elements that ``parameter_alignment`` leaves behind each parameter."""
+        placed = {one.fqn: (one.fqn, one.offset, one.numel) for one in self.layout}
+        if not round_robin or any(gaps):
+            return self._cut((placed[fqn] for fqn in self.params), rank)
+        numels = [placed[fqn][2] for fqn in self.params]
+        return self._cut(zip(self.params, accumulate(numels, initial=0), numels, strict=False), rank)
+
+    def _cut(self, placed: Iterable[tuple[str, int, int]], rank: int) -> list[Piece]:
+        first, end = rank * self.partition_size, (rank + 1) * self.partition_size
+        cut = ((fqn, at, max(at, first), min(at + numel, end)) for fqn, at, numel in placed)
+        return [Piece(fqn, start - at, stop - at, start - first) for fqn, at, start, stop in cut if start < stop]
 
 
 class SubGroupFacts(_Facts):
@@ -54,7 +90,6 @@ class SubGroupFacts(_Facts):
     params: tuple[str, ...]
     param_group: int = Field(ge=0)
     partition_numels: tuple[int, ...]
-    flat_numel: int = Field(ge=0)
 
 
 class EngineFacts(_Facts):
@@ -78,14 +113,9 @@ class EngineFacts(_Facts):
     sub_groups: tuple[SubGroupFacts, ...] = ()
 
     @property
-    def optim_prefix(self) -> str:
-        """Prefix of the names of optimizer files."""
-        return "bf16_" if self.dtype == "bf16" else ""
-
-    @property
     def is_bf16_optimizer(self) -> bool:
         """Whether DeepSpeed wrapped the optimizer in ``BF16_Optimizer``, whose files differ."""
-        return self.zero_optimizer == "BF16_Optimizer"
+        return self.zero_optimizer == BF16_OPTIMIZER
 
     @property
     def has_layout(self) -> bool:
@@ -173,21 +203,30 @@ def _fitted_batch(config: Mapping[str, Any], before: int, after: int) -> dict[st
     return {TRAIN: batch.micro * batch.accumulation * after}
 
 
-@dataclass(frozen=True)
-class Piece:
-    """Elements [start, stop) of a flattened parameter, from ``offset`` of a flat partition."""
+def optimizer_wrapper(zero_stage: int, dtype: str, config: Any) -> str:
+    """Return the class that DeepSpeed's engine wraps the optimizer in (``_do_optimizer_sanity_check``)."""
+    if zero_stage == 3:
+        return ZERO_3
+    accumulates_fp32 = config_section(config, "data_types").get("grad_accum_dtype") in _FP32
+    on_host = config_section(config, "zero_optimization", "offload_optimizer").get("device") == "cpu"
+    return BF16_OPTIMIZER if zero_stage == 1 and dtype == "bf16" and accumulates_fp32 and not on_host else ZERO_12
 
-    fqn: str
-    start: int
-    stop: int
-    offset: int
+
+def round_robin_order(params: Sequence[T], world_size: int) -> list[T]:
+    """Return a param group's parameters as ``round_robin_gradients`` orders their data.
+
+    It takes every ``world_size``-th from the first, then those from the second, and so on."""
+    return list(chain.from_iterable(params[first::world_size] for first in range(world_size)))
 
 
-def partition_pieces(placed: Iterable[tuple[str, int, int]], size: int, rank: int) -> list[Piece]:
-    """Return what a rank's partition of ``size`` elements holds of a flat tensor's (fqn, offset, numel)."""
-    first = rank * size
-    cut = ((fqn, at, max(at, first), min(at + numel, first + size)) for fqn, at, numel in placed)
-    return [Piece(fqn, start - at, stop - at, start - first) for fqn, at, start, stop in cut if start < stop]
+def place_in_row(params: Iterable[tuple[str, int, int]]) -> tuple[tuple[PlacedParameter, ...], int]:
+    """Place (fqn, numel, elements left free behind it) one behind the other. Returns them, and where the last ends."""
+    layout, free, end = [], 0, 0
+    for fqn, numel, gap in params:
+        layout.append(PlacedParameter(fqn=fqn, offset=free, numel=numel))
+        end = free + numel
+        free = end + gap
+    return tuple(layout), end
 
 
 def partition_paddings(size: int, end: int, world_size: int) -> tuple[int, ...]:

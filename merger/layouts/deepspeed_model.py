@@ -92,8 +92,9 @@ def zero3_states(facts: EngineFacts, checkpoint: Checkpoint, kept: "Sequence[Fla
     for sub_group, state in zip(facts.sub_groups, kept, strict=True):
         sizes = zip(sub_group.params, sub_group.partition_numels, strict=True)
         pieces = slice_pieces(((fqn, checkpoint.numel(fqn), part) for fqn, part in sizes), rank)
-        masters.append(flat_tensor(WEIGHTS, pieces, sub_group.flat_numel, state.masters))
-        states.append(flat_slots(state, pieces, sub_group.flat_numel))
+        numel = sum(sub_group.partition_numels)
+        masters.append(flat_tensor(WEIGHTS, pieces, numel, state.masters))
+        states.append(flat_slots(state, pieces, numel))
     members: list[list[int]] = [[] for _ in facts.param_groups]
     for index, sub_group in enumerate(facts.sub_groups):
         members[sub_group.param_group].append(index)

@@ -11,16 +11,19 @@ from itertools import chain
 from typing import Any
 
 import torch
-from deepspeed.runtime.config import DtypeEnum
 
 from merger.checkpoint import Checkpoint, config_section, gradient_clipping, with_steps
 from merger.layouts.deepspeed_facts import (
+    ZERO_3,
+    ZERO_12,
     EngineFacts,
     GroupFacts,
-    PlacedParameter,
     SubGroupFacts,
     config_for,
+    optimizer_wrapper,
     partition_paddings,
+    place_in_row,
+    round_robin_order,
     slice_numel,
 )
 from merger.tensors import torch_dtype
@@ -28,12 +31,8 @@ from store.errors import UnsupportedError
 from store.text import counted, listed
 
 ALIGNMENT = 2  # `nccl_start_alignment_factor`: a flat group is a multiple of this many elements per rank
-PARAMETER_ALIGNMENT = 16
-"""Alignment in bytes of all parameters but a group's first with ``zero_optimization.parameter_alignment``."""
-
+PARAMETER_ALIGNMENT = 16  # alignment in bytes of all but a group's first with `parameter_alignment`
 SUB_GROUP_SIZE = 10**9  # default of `zero_optimization.sub_group_size`, in elements
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-BF16_OPTIMIZER, ZERO_12, ZERO_3 = "BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"
 STEP = "step"
 _NAMED = 6  # most layers that a note names
 
@@ -59,35 +58,16 @@ def retarget(facts: EngineFacts, checkpoint: Checkpoint, zero_stage: int, world_
     groups = [optimized_params(checkpoint, group.params) for group in facts.param_groups]
     if zero_stage == 3:
         _require_in_groups(checkpoint, groups)
-    if zero_stage == 0:
-        engine |= {"param_groups": facts.param_groups, "zero_optimizer": facts.zero_optimizer}
-    elif zero_stage == 3:
         engine |= _zero3(checkpoint, groups, world_size, config)
-    else:
-        engine |= _zero12(checkpoint, groups, engine, facts.dtype)
+    elif zero_stage:
+        engine |= _zero12(checkpoint, groups, zero_stage, world_size, dtype=facts.dtype, config=config)
     return facts.model_copy(update=engine)
 
 
-def optimizer_wrapper(zero_stage: int, dtype: str, config: Any) -> str:
-    """Return the class that DeepSpeed's engine wraps the optimizer in (``_do_optimizer_sanity_check``)."""
-    if zero_stage == 3:
-        return ZERO_3
-    named = config_section(config, "data_types").get("grad_accum_dtype")
-    accumulation = _DTYPES[dtype] if named is None else DtypeEnum(named).value
-    on_host = config_section(config, "zero_optimization", "offload_optimizer").get("device") == "cpu"
-    if zero_stage == 1 and dtype == "bf16" and accumulation == torch.float32 and not on_host:
-        return BF16_OPTIMIZER
-    return ZERO_12
-
-
 def data_order(params: Sequence[str], zero_stage: int, world_size: int, dtype: str, config: Any) -> list[str]:
-    """Return a param group's parameters in the order of its flat tensor.
-
-    ``round_robin_gradients`` takes every ``world_size``-th parameter from the first, then from the second, and so on.
-    """
-    if not _uses_round_robin(zero_stage, dtype, config):
-        return list(params)
-    return list(chain.from_iterable(params[first::world_size] for first in range(world_size)))
+    """Return a param group's parameters in the order of its flat tensor."""
+    dealt = _uses_round_robin(zero_stage, dtype, config)
+    return round_robin_order(params, world_size) if dealt else list(params)
 
 
 def _uses_round_robin(zero_stage: int, dtype: str, config: Any) -> bool:
@@ -96,9 +76,8 @@ def _uses_round_robin(zero_stage: int, dtype: str, config: Any) -> bool:
 
 
 def _zero12(
-    checkpoint: Checkpoint, groups: Sequence[tuple[str, ...]], engine: Mapping[str, Any], dtype: str
+    checkpoint: Checkpoint, groups: Sequence[tuple[str, ...]], stage: int, world_size: int, *, dtype: str, config: Any
 ) -> dict[str, Any]:
-    stage, world_size, config = engine["zero_stage"], engine["world_size"], engine["ds_config"]
     kind = optimizer_wrapper(stage, dtype, config)
     aligned = kind == ZERO_12 and bool(config_section(config, "zero_optimization").get("parameter_alignment"))
     laid, paddings = [], []
@@ -110,7 +89,10 @@ def _zero12(
             )
         order = data_order(params, stage, world_size, dtype, config)
         behind = _paddings(checkpoint, order) if aligned else [0] * len(order)
-        laid.append(_group(checkpoint, params, order, behind, world_size))
+        layout, end = place_in_row((fqn, checkpoint.numel(fqn), gap) for fqn, gap in zip(order, behind, strict=True))
+        size = -(-end // (ALIGNMENT * world_size)) * ALIGNMENT
+        at_ends = partition_paddings(size, end, world_size)
+        laid.append(GroupFacts(params=params, layout=layout, partition_size=size, group_paddings=at_ends))
         paddings.append(tuple(behind))
     return {
         "zero_optimizer": kind,
@@ -128,24 +110,6 @@ def _paddings(checkpoint: Checkpoint, order: Sequence[str]) -> list[int]:
     return [*(-checkpoint.numel(fqn) % alignment for fqn in order[:-1]), 0]
 
 
-def _group(
-    checkpoint: Checkpoint, params: tuple[str, ...], order: Sequence[str], paddings: Sequence[int], world_size: int
-) -> GroupFacts:
-    layout, end = [], 0
-    for fqn, padding in zip(order, paddings, strict=True):
-        numel = checkpoint.numel(fqn)
-        layout.append(PlacedParameter(fqn=fqn, offset=end, numel=numel))
-        end += numel + padding
-    size = -(-end // (ALIGNMENT * world_size)) * ALIGNMENT
-    return GroupFacts(
-        params=params,
-        layout=tuple(layout),
-        flat_numel=size * world_size,
-        partition_size=size,
-        group_paddings=partition_paddings(size, end, world_size),
-    )
-
-
 def _zero3(checkpoint: Checkpoint, groups: Sequence[tuple[str, ...]], world_size: int, config: Any) -> dict[str, Any]:
     limit = config_section(config, "zero_optimization").get("sub_group_size")
     limit = SUB_GROUP_SIZE if limit is None else int(limit)
@@ -155,9 +119,7 @@ def _zero3(checkpoint: Checkpoint, groups: Sequence[tuple[str, ...]], world_size
         for members in _cut(slices, limit):
             numels = tuple(numel for _, numel in members)
             names = tuple(fqn for fqn, _ in members)
-            sub_groups.append(
-                SubGroupFacts(params=names, param_group=index, partition_numels=numels, flat_numel=sum(numels))
-            )
+            sub_groups.append(SubGroupFacts(params=names, param_group=index, partition_numels=numels))
     return {
         "zero_optimizer": ZERO_3,
         "param_groups": tuple(GroupFacts(params=params) for params in groups),
@@ -267,7 +229,12 @@ def with_common_steps(
                 chosen.append((group, float(common[STEP]), had))
             scalars |= dict.fromkeys(known, common)
         if known and missing:
-            notes[_note_on_missing(checkpoint, group, missing)] = None
+            note = (
+                f"the optimizer had no state yet for {layers_named(checkpoint, missing)} "
+                f"({counted(len(missing), 'parameter')} of param group {group}): their moments start as zeros, at the "
+                "step of the others, which share their flat partition"
+            )
+            notes[note] = None
     state = {**checkpoint.framework_state, "scalars": scalars}
     certificate = with_steps(checkpoint.certificate, chosen)
     return replace(checkpoint, framework_state=state, certificate=certificate), tuple(notes)
@@ -313,9 +280,12 @@ def _require_same_but_step(checkpoint: Checkpoint, fqns: Sequence[str]) -> None:
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """Return whether two scalars of an optimizer's state are equal; tensors and numbers compare by value."""
+    """Return whether two values of an optimizer's state or param groups are equal; tensors and numbers by value."""
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(same_value, one, other))
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+        known = one is not None and other is not None
+        return known and torch.equal(torch.as_tensor(one), torch.as_tensor(other))
     return bool(one == other)
 
 
@@ -329,12 +299,4 @@ def _note_on_steps(checkpoint: Checkpoint, group: int, own: Mapping[str, Any], c
     return (
         f"DeepSpeed keeps one optimizer step for parameters that share a flat partition: those of param group {group} "
         f"get the run's, {chosen:g}; it was {step_list}. Only Adam's bias correction depends on it"
-    )
-
-
-def _note_on_missing(checkpoint: Checkpoint, group: int, fqns: Sequence[str]) -> str:
-    return (
-        f"the optimizer had no state yet for {layers_named(checkpoint, fqns)} ({counted(len(fqns), 'parameter')} of "
-        f"param group {group}): their moments start as zeros, at the step of the others, which share their flat "
-        "partition"
     )

@@ -25,7 +25,15 @@ from merger.io.output_file import OutFile, VerbatimFile
 from merger.layouts import deepspeed_reshard as reshard
 from merger.layouts.base import LayoutResult, Target
 from merger.layouts.deepspeed import loss_scaler
-from merger.layouts.deepspeed_facts import EngineFacts, GroupFacts, PlacedParameter, SubGroupFacts, config_for, facts_of
+from merger.layouts.deepspeed_facts import (
+    ZERO_12,
+    EngineFacts,
+    GroupFacts,
+    SubGroupFacts,
+    config_for,
+    facts_of,
+    place_in_row,
+)
 from merger.layouts.deepspeed_model import CLIENT_KEY, client_state, model_states
 from merger.tensors import torch_dtype
 from merger.writers.torch_zip import PtFile
@@ -49,9 +57,7 @@ _LOAD_HYPER = (
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable", "param_names"})
 """Settings of torch's param groups that are no hyperparameters: an engine keeps its own."""
 
-_WIDENED = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes whose values fp32 holds, as DeepSpeed's master weights and moments are."""
-
+_WIDENED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that DeepSpeed's fp32 masters and moments can hold
 _RANKS = 4096  # largest world size checked for param groups without elements on some rank
 _CLASSES = (ZeroStageEnum, LossScaler, DynamicLossScaler)
 _FOLDER = "zero"
@@ -106,7 +112,7 @@ def _engine_of(checkpoint: Checkpoint) -> tuple[EngineFacts, Checkpoint]:
         world_size=len(checkpoint.run_states) or 1,
         dtype="fp32",
         ds_config={},
-        zero_optimizer=reshard.ZERO_12,
+        zero_optimizer=ZERO_12,
         dynamic_loss_scale=False,
         clip_grad=0.0,
         buffer_names=tuple(fqn for fqn, record in checkpoint.tensors.items() if record.kind == "buffer"),
@@ -136,28 +142,27 @@ def _parameter_files(checkpoint: Checkpoint, groups: Groups, folder: str, origin
         known = _first_with_state(checkpoint, params)
         for fqn in params:
             _require_valid_name(fqn)
-            weights = plan_whole(checkpoint, fqn, WEIGHTS, _dtype(checkpoint, fqn, WEIGHTS))
-            tensors = {WEIGHTS: weights, **_slots(checkpoint, fqn, known)}
-            for slot, stored in tensors.items():
+            for slot, stored in _tensors(checkpoint, fqn, known).items():
                 value = {constants.CAT_DIM: 0, constants.PARAM: stored, CLIENT_KEY: origin}
                 yield OutFile(f"{folder}/{fqn}/{slot}.pt", PtFile(value))
-            if known is not None:
-                scalars = checkpoint.framework_state["scalars"].get(known, {})
-                _require_only_step(known, scalars)
-                if reshard.STEP in scalars:
-                    yield OutFile(f"{folder}/{fqn}/{reshard.STEP}.pt", PtFile(to_portable(scalars[reshard.STEP])))
+            scalars = {} if known is None else checkpoint.framework_state["scalars"].get(known, {})
+            if others := sorted(scalars.keys() - {reshard.STEP}):
+                raise UnsupportedError(
+                    f"the optimizer keeps {', '.join(map(repr, others))} for {known}, but a universal checkpoint holds "
+                    "only 'step'; write layout 'torch', or of a run with DeepSpeed layout 'deepspeed'"
+                )
+            if reshard.STEP in scalars:
+                yield OutFile(f"{folder}/{fqn}/{reshard.STEP}.pt", PtFile(to_portable(scalars[reshard.STEP])))
 
 
-def _slots(checkpoint: Checkpoint, fqn: str, known: str | None) -> dict[str, PlannedTensor]:
-    """Return a parameter's optimizer state; zeros if it has none but others of its param group do."""
-    if known is None:
-        return {}
-    if reshard.has_state(checkpoint, fqn):
-        return {
-            slot: plan_whole(checkpoint, fqn, slot, _dtype(checkpoint, fqn, slot)) for slot in checkpoint.slots(fqn)
-        }
-    shape = tuple(checkpoint.record(fqn).shape)
-    return {slot: PlannedTensor(shape, _dtype(checkpoint, known, slot), ()) for slot in checkpoint.slots(known)}
+def _tensors(checkpoint: Checkpoint, fqn: str, known: str | None) -> dict[str, PlannedTensor]:
+    """Return a parameter and its optimizer state; zeros if it has none but ``known`` of its param group does."""
+    slots = (WEIGHTS, *checkpoint.slots(fqn))
+    tensors = {slot: plan_whole(checkpoint, fqn, slot, _dtype(checkpoint, fqn, slot)) for slot in slots}
+    if known is not None and not reshard.has_state(checkpoint, fqn):
+        shape = tuple(checkpoint.record(fqn).shape)
+        tensors |= {slot: PlannedTensor(shape, _dtype(checkpoint, known, slot), ()) for slot in checkpoint.slots(known)}
+    return tensors
 
 
 def _optimizer(facts: EngineFacts, checkpoint: Checkpoint, groups: Groups, origin: dict[str, Any]) -> dict[str, Any]:
@@ -230,11 +235,11 @@ def _without_places(facts: EngineFacts, groups: Groups, stage: int) -> EngineFac
     config = config_for(facts.ds_config, here, (stage, facts.world_size))
     ordered = [reshard.data_order(params, stage, facts.world_size, facts.dtype, config) for params in groups]
     named = tuple(
-        GroupFacts(params=params, layout=tuple(PlacedParameter(fqn=fqn, offset=0, numel=0) for fqn in order))
+        GroupFacts(params=params, layout=place_in_row((fqn, 0, 0) for fqn in order)[0])
         for params, order in zip(groups, ordered, strict=True)
     )
     flat = tuple(
-        SubGroupFacts(params=params, param_group=i, partition_numels=(0,) * len(params), flat_numel=0)
+        SubGroupFacts(params=params, param_group=i, partition_numels=(0,) * len(params))
         for i, params in enumerate(groups)
     )
     return facts.model_copy(
@@ -262,20 +267,10 @@ def _require_loadable(checkpoint: Checkpoint, facts: EngineFacts, groups: Groups
 
 
 def _require_valid_name(fqn: str) -> None:
-    """Raise UnsupportedError for a name that cannot be a directory's."""
     if fqn in ("", ".", "..", _OPTIMIZER) or "/" in fqn or "\0" in fqn or len(fqn.encode()) > _NAME_BYTES:
         raise UnsupportedError(
             f"the parameter {fqn!r} cannot be in a universal checkpoint, because its name is not a valid directory "
             "name; write layout 'torch', or of a run with DeepSpeed layout 'deepspeed'"
-        )
-
-
-def _require_only_step(fqn: str, scalars: dict[str, Any]) -> None:
-    others = sorted(scalars.keys() - {reshard.STEP})
-    if others:
-        raise UnsupportedError(
-            f"the optimizer keeps {', '.join(map(repr, others))} for {fqn}, but a universal checkpoint holds only "
-            "'step'; write layout 'torch', or of a run with DeepSpeed layout 'deepspeed'"
         )
 
 
@@ -385,13 +380,6 @@ def _notes_on_zero3(checkpoint: Checkpoint, groups: Groups) -> Iterator[str]:
 
 
 def _hyper_differs(checkpoint: Checkpoint) -> list[str]:
-    """Return the hyperparameters that differ between param groups."""
     hypers = [group["hyper"] for group in checkpoint.framework_state["param_groups"]]
     keys = dict.fromkeys(key for hyper in hypers for key in hyper)
-    return [key for key in keys if not all(_same(hypers[0].get(key), hyper.get(key)) for hyper in hypers[1:])]
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return one is other or (one is not None and other is not None and reshard.same_value(one, other))
+    return [key for key in keys if not all(reshard.same_value(hypers[0].get(key), one.get(key)) for one in hypers[1:])]

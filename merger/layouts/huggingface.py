@@ -7,7 +7,7 @@ weights."""
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,7 @@ from store.text import listed
 _NAMED = 6  # most layers that a note names
 CONFIG = "config.json"
 
-_LARGEST = 1 << 28
-"""Largest file that is copied, in bytes. Tokenizers have a few tens of megabytes."""
-
+_LARGEST = 1 << 28  # largest file that is copied, in bytes; tokenizers have a few tens of megabytes
 _SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py", ".bpe", ".vocab", ".spm", ".md")
 _NAMES = frozenset({"LICENSE", "NOTICE"})
 _FOLDERS = ("chat_templates", "additional_chat_templates")
@@ -122,9 +120,15 @@ def weight_files(weights: Mapping[str, PlannedTensor], shard_bytes: int) -> list
     shards = [dict(part) for part in grouped(weights.items(), lambda item: item[1].nbytes, shard_bytes)]
     if len(shards) == 1:
         return [OutFile("model.safetensors", SafetensorsFile(shards[0], _METADATA))]
-    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
-    files = [OutFile(name, SafetensorsFile(shard, _METADATA)) for name, shard in zip(names, shards, strict=True)]
-    return [*files, OutFile("model.safetensors.index.json", VerbatimFile(_index(names, shards)))]
+    named = {f"model-{number:05}-of-{len(shards):05}.safetensors": one for number, one in enumerate(shards, start=1)}
+    metadata = {
+        "total_parameters": sum(stored.numel for stored in weights.values()),
+        "total_size": sum(stored.nbytes for stored in weights.values()),
+    }
+    table = {name: file for file, shard in named.items() for name in shard}
+    index = json.dumps({"metadata": metadata, "weight_map": table}, indent=2, sort_keys=True) + "\n"
+    files = [OutFile(name, SafetensorsFile(shard, _METADATA)) for name, shard in named.items()]
+    return [*files, OutFile("model.safetensors.index.json", VerbatimFile(index.encode()))]
 
 
 def weights_dtype(weights: Mapping[str, PlannedTensor]) -> str | None:
@@ -134,16 +138,6 @@ def weights_dtype(weights: Mapping[str, PlannedTensor]) -> str | None:
         if stored.dtype.is_floating_point:
             numels[_text(stored.dtype)] += stored.numel
     return numels.most_common(1)[0][0] if numels else None
-
-
-def _index(names: Sequence[str], shards: Sequence[Mapping[str, PlannedTensor]]) -> bytes:
-    every = [stored for shard in shards for stored in shard.values()]
-    metadata = {
-        "total_parameters": sum(stored.numel for stored in every),
-        "total_size": sum(stored.nbytes for stored in every),
-    }
-    table = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
-    return (json.dumps({"metadata": metadata, "weight_map": table}, indent=2, sort_keys=True) + "\n").encode()
 
 
 def _load(checkpoint: Checkpoint) -> str:
@@ -205,14 +199,14 @@ def weights_certificate(checkpoint: Checkpoint, weights: Mapping[str, PlannedTen
                     rounded[record.layer, slot] = _text(stored.dtype)
     whole = checkpoint.certificate
     kept = tuple(unit for unit in whole.units if unit.slot in SLOT_OF_KIND.values())
-    values = {one.name: getattr(whole, one.name) for one in fields(Certificate)}
-    values["units"] = tuple(_rounded(unit, rounded.get((unit.layer, unit.slot))) for unit in kept)
-    values["exact"] = _is_exact(whole, kept) and not rounded
-    values["as_found"] = whole.as_found and not rounded
     written_tensors = {(one.fragment.fqn, one.fragment.slot) for stored in weights.values() for one in stored.placed}
-    values["unvouched"] = len(checkpoint.unvouched & written_tensors)
-    written = tuple(WrittenDtype(*cast, tuple(names)) for cast, names in layers.items())
-    return WeightsCertificate(**values, written=written)
+    values = {one.name: getattr(whole, one.name) for one in fields(Certificate)} | {
+        "units": tuple(_rounded(unit, rounded.get((unit.layer, unit.slot))) for unit in kept),
+        "exact": _is_exact(whole, kept) and not rounded,
+        "as_found": whole.as_found and not rounded,
+        "unvouched": len(checkpoint.unvouched & written_tensors),
+    }
+    return WeightsCertificate(**values, written=tuple(WrittenDtype(*cast, tuple(own)) for cast, own in layers.items()))
 
 
 def working_dtypes(certificate: Certificate) -> tuple[str, ...]:
@@ -273,12 +267,9 @@ def model_files(files: Path, dtype: str | None) -> list[OutFile]:
 
     ``dtype``: torch's name of the weights' dtype, for ``config.json``; None leaves that file as it is."""
     require_folder(files)
-    found = [path for path in sorted(files.iterdir()) if _belongs(path)]
-    for folder in _FOLDERS:
-        if (files / folder).is_dir():
-            found += [path for path in sorted((files / folder).iterdir()) if _belongs(path)]
     out = []
-    for path in found:
+    folders = [files, *(files / name for name in _FOLDERS if (files / name).is_dir())]
+    for path in (path for folder in folders for path in sorted(folder.iterdir()) if _belongs(path)):
         data = _with_dtype(path, dtype) if path == files / CONFIG and dtype else path.read_bytes()
         out.append(OutFile(path.relative_to(files).as_posix(), VerbatimFile(data)))
     return out

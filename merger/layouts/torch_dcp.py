@@ -38,17 +38,11 @@ from merger.writers.torch_zip import PtFile
 from store.errors import UnsupportedError
 from store.state_tree import PACKED
 
-_ADAMS = frozenset({"FusedAdam", "DeepSpeedCPUAdam"})
-"""Optimizers that compute what torch's AdamW or Adam does, by their ``adam_w_mode``."""
-
-_AMBIGUOUS = frozenset({"adam", "adamw", "unknown"})
-"""Names of these in foreign checkpoints, which have the configuration's name, or none."""
-
+_ADAMS = frozenset({"FusedAdam", "DeepSpeedCPUAdam"})  # torch's AdamW or Adam, by their `adam_w_mode`
+_AMBIGUOUS = frozenset({"adam", "adamw", "unknown"})  # their names in foreign checkpoints: the configuration's
 STEP = "step"
 
-CHUNK_BYTES = 1 << 26
-"""Approximate size of the blobs that tensors are cut into along their first dimension; ranks read whole blobs."""
-
+CHUNK_BYTES = 1 << 26  # size of the blobs that tensors are cut into along their first dimension: ranks read whole ones
 _TORCHTITAN = (
     "torchtitan loads it under the name step-N in its checkpoint folder, with exclude_from_loading=[dataloader]; the "
     "schedule continues at the step, and ntokens_seen starts at 0"
@@ -114,24 +108,21 @@ def _plan_files(state: dict[str, Any], file_bytes: int) -> tuple[dict[str, DcpFi
     aliases: dict[dcp.MetadataIndex, dcp.MetadataIndex] = {}
     names: dict[int, str] = {}
     for name, value in flat.items():
+        blobs: list[tuple[tuple[Any, ...], Any]] = [((), value)]
         if isinstance(value, PlannedTensor | torch.Tensor):
             chunks = list(_chunks(value))
             described[name] = dcp.TensorStorageMetadata(
                 dcp.TensorProperties(dtype=value.dtype), torch.Size(value.shape), [chunk for chunk, _ in chunks]
             )
-            first = names.setdefault(id(value), name)
-            for number, (chunk, part) in enumerate(chunks):
-                index = dcp.MetadataIndex(name, chunk.offsets, number)
-                if first == name:
-                    items.append(Item(index, part))
-                else:
-                    aliases[index] = dcp.MetadataIndex(first, chunk.offsets, number)
+            blobs = [((chunk.offsets, number), part) for number, (chunk, part) in enumerate(chunks)]
         else:
             described[name] = dcp.BytesStorageMetadata()
-            if names.setdefault(id(value), name) == name:
-                items.append(Item(dcp.MetadataIndex(name), value))
+        first = names.setdefault(id(value), name)
+        for place, blob in blobs:
+            if first == name:
+                items.append(Item(dcp.MetadataIndex(name, *place), blob))
             else:
-                aliases[dcp.MetadataIndex(name)] = dcp.MetadataIndex(names[id(value)])
+                aliases[dcp.MetadataIndex(name, *place)] = dcp.MetadataIndex(first, *place)
     items.sort(key=lambda one: isinstance(one.value, PlannedTensor))  # plain values are in the first file
     parts = grouped(items, lambda item: item.nbytes, file_bytes)
     files = {f"__{number}_0.distcp": DcpFile(part) for number, part in enumerate(parts)}
@@ -177,7 +168,10 @@ def torch_hyper(checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], tuple[str
     if not _uses_deepspeed_adam(checkpoint):
         return groups, ()
     optimizer = config_section(checkpoint.facts, "ds_config", "optimizer")
-    kind = torch.optim.AdamW if _decoupled(optimizer) else torch.optim.Adam
+    # DeepSpeed's default for both ``Adam`` and ``AdamW`` is decoupled weight decay.
+    decoupled = config_section(optimizer, "params").get("adam_w_mode", True)
+    named = str(optimizer.get("type", "")).lower()
+    kind = torch.optim.AdamW if decoupled or named == "adamw" else torch.optim.Adam
     defaults = kind([torch.zeros(1)]).defaults
     filled = []
     for group in groups:
@@ -254,12 +248,6 @@ def _counts_in_one(checkpoint: Checkpoint, hyper: Mapping[str, Any]) -> bool:
 def _name(checkpoint: Checkpoint) -> str | None:
     name = checkpoint.framework_state.get("optimizer") or checkpoint.facts.get("optimizer")
     return None if name is None else str(name)
-
-
-def _decoupled(optimizer: Mapping[str, Any]) -> bool:
-    """Return whether weight decay was decoupled: DeepSpeed's default for both ``Adam`` and ``AdamW``."""
-    named = str(optimizer.get("type", "")).lower() == "adamw"
-    return named or bool(config_section(optimizer, "params").get("adam_w_mode", True))
 
 
 def torch_layout(checkpoint: Checkpoint, _: Target) -> LayoutResult:

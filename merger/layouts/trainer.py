@@ -56,9 +56,19 @@ def trainer_layout(engine: Layout | None, checkpoint: Checkpoint, target: Target
     folder = _trainer_folder(checkpoint)
     rescaled = rescale_state(folder, checkpoint.step)
     state = _plain(checkpoint, folder) if engine is None else engine(checkpoint, target)
-    others, notes = _other_files(checkpoint, target, folder, rescaled, with_engine=engine is not None)
+    with_engine, world_size, notes = engine is not None, _world_size(checkpoint, target), list[str]()
+    own = [*state.files, OutFile(STATE, VerbatimFile(rescaled.document)), *model_files(folder, None)]
+    for found, note in (
+        _copy(folder, (_ARGUMENTS,), _ARGUMENT_CLASSES),
+        rng_files(checkpoint, folder, world_size, same_step=rescaled.same_step, distributed=with_engine),
+        _scheduler(checkpoint, folder, rescaled, with_engine=with_engine),
+        _scaler(folder, rescaled),
+        _weights_beside(checkpoint, target, folder) if with_engine else ((), None),
+    ):
+        own += found
+        notes += [note] if note else []
     tag = f"checkpoint-{checkpoint.step}"
-    files = {file.path: file for file in (*state.files, *others)}
+    files = {file.path: file for file in own}
     return LayoutResult(
         tag,
         tuple(replace(file, path=f"{tag}/{path}") for path, file in files.items()),
@@ -93,28 +103,6 @@ def _trainer_folder(checkpoint: Checkpoint) -> Path:
         hint = f"name one of those in it: {', '.join(inside)}" if inside else "name a checkpoint-N folder of the run"
         raise UsageError(f"{folder} is not a checkpoint folder of a Trainer: it has no {STATE}; {hint} (--files)")
     return folder
-
-
-def _other_files(
-    checkpoint: Checkpoint, target: Target, folder: Path, rescaled: "RescaledState", *, with_engine: bool
-) -> tuple[list[OutFile], list[str]]:
-    """Return the files beside the framework's, and notes on them."""
-    notes: list[str] = []
-    files = [OutFile(STATE, VerbatimFile(rescaled.document)), *model_files(folder, None)]
-    world_size = _world_size(checkpoint, target)
-    for found, note in (
-        _copy(folder, (_ARGUMENTS,), _ARGUMENT_CLASSES),
-        rng_files(checkpoint, folder, world_size, same_step=rescaled.same_step, distributed=with_engine),
-        _scheduler(checkpoint, folder, rescaled, with_engine=with_engine),
-        _scaler(folder, rescaled),
-    ):
-        files += found
-        notes += [note] if note else []
-    if with_engine:
-        weights, note = _weights_beside(checkpoint, target, folder)
-        files += weights
-        notes += [note] if note else []
-    return files, notes
 
 
 def _weights_beside(checkpoint: Checkpoint, target: Target, folder: Path) -> tuple[Sequence[OutFile], str | None]:
@@ -200,8 +188,10 @@ def rescale_state(folder: Path, step: int) -> RescaledState:
         return RescaledState(was, step, path.read_bytes(), ())
     notes = [f"{STATE} is that of step {was}, brought to step {step}: its epoch and totals are scaled"]
     state["global_step"] = step
-    if was:
-        _scale(state, step / was)
+    for key in ("epoch", *_TOTALS) if was else ():
+        if isinstance(state.get(key), int | float):
+            scaled = state[key] * step / was
+            state[key] = scaled if key == "epoch" else type(state[key])(scaled)
     _forget_later(state, step, notes)
     if step > was:
         notes.append(f"the log has nothing of steps {was + 1} to {step}")
@@ -271,17 +261,7 @@ def scheduler_file(folder: Path, rescaled: RescaledState, rates: Sequence[Any]) 
     return _saved(SCHEDULER, state), f"{SCHEDULER} is that of step {rescaled.was}, brought along"
 
 
-def _scale(state: dict[str, Any], by: float) -> None:
-    epoch = state.get("epoch")
-    if isinstance(epoch, int | float):
-        state["epoch"] = epoch * by
-    for key in _TOTALS:
-        if isinstance(state.get(key), int | float):
-            state[key] = type(state[key])(state[key] * by)
-
-
 def _forget_later(state: dict[str, Any], step: int, notes: list[str]) -> None:
-    """Drop entries after the step."""
     log = state.get("log_history")
     if isinstance(log, list):
         at = [one.get("step") if isinstance(one, Mapping) else None for one in log]

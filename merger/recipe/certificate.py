@@ -105,44 +105,22 @@ def _rows(
         for slot in taken[fqn]:
             key = (ours, slot, name, theirs)
             if key not in rows:
-                unit = known[name].get((theirs, slot)) or _unknown(source, fqn, slot)
+                place = (theirs, slot, source.step, source.certificate.save)
+                unit = known[name].get((theirs, slot)) or CertifiedUnit(  # of which it certifies nothing
+                    *place, staleness=0, encoding=RAW, drift=None, moving=slot != FROZEN, fallback=False, nbytes=0
+                )
                 own = known[run_state].get((ours, slot)) if parts[name].lineage == parts[run_state].lineage else None
-                rows[key] = _row(unit, own, ours, name, together=_commit(source) == _commit(reference))
+                if own is None or _version(own) != _version(unit):
+                    # Equal names of frozen units in different versions do not make them equal.
+                    rows[key] = _Row(replace(unit, source=name, drift=None, moving=True), ours, own=False)
+                else:  # only within one commit do moving units have the same scalars (step counts)
+                    together = (source.certificate.save, source.step) == (reference.certificate.save, reference.step)
+                    rows[key] = _Row(replace(own, source=name), ours, own=together or not unit.moving)
             rows[key].numel += source.numel(fqn)
             rows[key].nbytes += source.numel(fqn) * itemsize(source.dtype(fqn, slot))
     places = {layer.name: place for place, layer in enumerate(reference.layers)}
     return sorted(rows.values(), key=lambda row: places.get(row.layer, len(places)))
 
 
-def _row(unit: CertifiedUnit, own: CertifiedUnit | None, layer: str, source: str, *, together: bool) -> _Row:
-    """Build a row from a source's unit, and the run state's ``own`` if it is of the same lineage.
-
-    ``together``: whether both are one commit, and so have the same scalars (step counts) for moving units."""
-    if own is None or _version(own) != _version(unit):
-        # Equal names of frozen units in different versions do not make them equal.
-        return _Row(replace(unit, source=source, drift=None, moving=True), layer, own=False)
-    return _Row(replace(own, source=source, nbytes=unit.nbytes), layer, own=together or not unit.moving)
-
-
 def _version(unit: CertifiedUnit) -> tuple[str, int, str, bool]:
     return unit.save, unit.step, unit.encoding, unit.fallback
-
-
-def _commit(checkpoint: Checkpoint) -> tuple[str, int]:
-    return checkpoint.certificate.save, checkpoint.step
-
-
-def _unknown(checkpoint: Checkpoint, fqn: str, slot: str) -> CertifiedUnit:
-    """Return the unit for a (layer, slot) that the source's certificate lacks."""
-    return CertifiedUnit(
-        layer=checkpoint.tensors[fqn].layer,
-        slot=slot,
-        step=checkpoint.step,
-        save=checkpoint.certificate.save,
-        staleness=0,
-        encoding=RAW,
-        drift=None,
-        moving=slot != FROZEN,
-        fallback=False,
-        nbytes=0,
-    )

@@ -50,7 +50,7 @@ def assemble(sources: OpenSources, flaws: Set[Damage], *, weights_only: bool) ->
     run_state, notes = _run_state(recipe, found, errors)
     # With its source missing, another one's model can still tell aspect the recipe leaves open.
     reference = found.get(run_state) or next(iter(found.values()))
-    choice = choose_sources(recipe, Model.of(reference.checkpoint))
+    choice = choose_sources(recipe, Model(reference.checkpoint.tensors, reference.checkpoint.layers))
     errors += choice.errors
     taken = {run_state, *choice.source_of.values()}
     # An unused source need not agree; after a wrong choice, its model may explain the mistake.
@@ -252,7 +252,20 @@ def _newer(checkpoint: Checkpoint, run_state: str) -> Iterator[str]:
 
 def model_differences(reference: Part, other: Part) -> Iterator[MergeError]:
     """Yield the differences of two models. ``reference``: the source of the run state."""
-    yield from _tensors(reference, other)
+    ours, theirs = reference.checkpoint.tensors, other.checkpoint.tensors
+    for one, two, more in ((reference, other, ours.keys() - theirs.keys()), (other, reference, theirs.keys() - ours)):
+        if more:
+            names = [fqn for fqn in one.checkpoint.tensors if fqn in more]
+            yield MergeError(f"{listed(names)}: in {one}, but not in {two}; take checkpoints of one model")
+    for aspect, part in _COMPARED.items():
+        differing = [fqn for fqn in ours if fqn in theirs and part(ours[fqn]) != part(theirs[fqn])]
+        if differing:
+            first = differing[0]
+            yield MergeError(
+                f"{listed(differing)}: {aspect} {part(ours[first])} in {reference} and {part(theirs[first])} in "
+                f"{other}; take checkpoints of one model, saved by runs with the same precision and the same frozen "
+                "parameters"
+            )
     yield from _groups(reference, other)
 
 
@@ -274,7 +287,13 @@ def _problems(reference: Part, other: Part, fqn: str, *, weights_only: bool) -> 
     # Nothing is stored of a tensor without elements.
     missing = [slot for slot in slots if not theirs.has(fqn, slot) and theirs.numel(fqn)]
     for slot in missing:
-        yield _missing(reference, other, slot)
+        if slot in SLOT_OF_KIND.values():
+            yield f"{other} holds no {slot} values of it; take it from a source that has them"
+        else:
+            yield (
+                f"{other} holds no {slot} of it, which the optimizer of {reference} keeps; take it from a source that "
+                "has its optimizer state (a full save), or write weights alone with `--layout hf`"
+            )
     for slot in slots:
         if slot not in missing and ours.has(fqn, slot) and ours.dtype(fqn, slot) != theirs.dtype(fqn, slot):
             yield (
@@ -285,41 +304,22 @@ def _problems(reference: Part, other: Part, fqn: str, *, weights_only: bool) -> 
         yield from _key_problems(reference, other, fqn)
 
 
-def _tensors(reference: Part, other: Part) -> Iterator[MergeError]:
-    ours, theirs = reference.checkpoint.tensors, other.checkpoint.tensors
-    for one, two, more in ((reference, other, ours.keys() - theirs.keys()), (other, reference, theirs.keys() - ours)):
-        if more:
-            names = [fqn for fqn in one.checkpoint.tensors if fqn in more]
-            yield MergeError(f"{listed(names)}: in {one}, but not in {two}; take checkpoints of one model")
-    for aspect, part in _COMPARED.items():
-        differing = [fqn for fqn in ours if fqn in theirs and part(ours[fqn]) != part(theirs[fqn])]
-        if differing:
-            first = differing[0]
-            yield MergeError(
-                f"{listed(differing)}: {aspect} {part(ours[first])} in {reference} and {part(theirs[first])} in "
-                f"{other}; take checkpoints of one model, saved by runs with the same precision and the same frozen "
-                "parameters"
-            )
-
-
 def _groups(reference: Part, other: Part) -> Iterator[MergeError]:
     ours, theirs = (_group_of(one.checkpoint) for one in (reference, other))
     if not ours or not theirs:
         return  # weights only: checked for each parameter that is taken
-    met: dict[tuple[str, int], tuple[int, str]] = {}
-    for fqn, number in ours.items():
-        if fqn not in theirs:
-            yield MergeError(
-                f"{fqn}: in a param group of the optimizer in {reference}, but in none in {other}; take checkpoints "
-                "of runs with the same optimizer"
-            )
-            return
-        for side, one, two in (("ours", number, theirs[fqn]), ("theirs", theirs[fqn], number)):
-            partner, first = met.setdefault((side, one), (two, fqn))
-            if partner != two:
-                joint, split = (reference, other) if side == "ours" else (other, reference)
+    if alone := next((fqn for fqn in ours if fqn not in theirs), None):
+        yield MergeError(
+            f"{alone}: in a param group of the optimizer in {reference}, but in none in {other}; take checkpoints of "
+            "runs with the same optimizer"
+        )
+        return
+    for joint, split, one, two in ((reference, other, ours, theirs), (other, reference, theirs, ours)):
+        first: dict[int, str] = {}
+        for fqn in ours:
+            if two[partner := first.setdefault(one[fqn], fqn)] != two[fqn]:
                 yield MergeError(
-                    f"{first} and {fqn}: in one param group in {joint}, in two in {split}; take checkpoints of runs "
+                    f"{partner} and {fqn}: in one param group in {joint}, in two in {split}; take checkpoints of runs "
                     "with the same param groups"
                 )
                 return
@@ -337,7 +337,6 @@ def _keys(checkpoint: Checkpoint, kind: str, fqn: str) -> Iterable[str]:
 
 
 def _key_problems(reference: Part, other: Part, fqn: str) -> Iterator[str]:
-    """Yield differences in the names of a parameter's optimizer slots and scalars."""
     for aspect in ("slots", "scalars"):
         ours, theirs = (sorted(set(_keys(one.checkpoint, aspect, fqn))) for one in (reference, other))
         if ours != theirs and not ours:
@@ -350,12 +349,3 @@ def _key_problems(reference: Part, other: Part, fqn: str) -> Iterator[str]:
                 f"the optimizer keeps the {aspect} {ours} in {reference} and {theirs} in {other}; take checkpoints of "
                 "runs with the same optimizer"
             )
-
-
-def _missing(reference: Part, other: Part, slot: str) -> str:
-    if slot in SLOT_OF_KIND.values():
-        return f"{other} holds no {slot} values of it; take it from a source that has them"
-    return (
-        f"{other} holds no {slot} of it, which the optimizer of {reference} keeps; take it from a source that has its "
-        "optimizer state (a full save), or write weights alone with `--layout hf`"
-    )

@@ -12,9 +12,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AliasChoices, BeforeValidator, Field
 
-from merger.recipe.model import Auxiliary, Blocks, Recipe, Rule, SourceRef, parse_dtype
-from merger.recipe.schema import EVERY, Section, Text, mistakes_at, recipe_path, validate
-from merger.recipe.sources import check_step
+from merger.recipe.model import Auxiliary, Blocks, Recipe, Rule
+from merger.recipe.schema import EVERY, Section, Text, dtype_at, recipe_path, source_at, validate
 from store.config_file import Loc, YamlFile
 from store.errors import ConfigError, UnsupportedError
 
@@ -121,12 +120,13 @@ def from_mergekit(file: YamlFile) -> Recipe:
     run_state = _run_state(values, where, notes)
     where |= {} if run_state is None else {run_state: where.get(run_state, file.at(("run_state",)))}
     files, name = _files(values, where, notes), _short_names(where)
+    key = "dtype" if values.out_dtype is None else "out_dtype"
     return Recipe(
-        {name[path]: _source(path, place) for path, place in where.items()},
+        {name[path]: source_at(place, *split_step(path)) for path, place in where.items()},
         tuple(replace(rule, source=name[rule.source]) for rule in rules),
         run_state=None if run_state is None else name[run_state],
         files=name[files] if isinstance(files, str) else files,
-        dtype=_dtype(file, values),
+        dtype=dtype_at(file.at((key,)), values.out_dtype or values.dtype),
         where=file.name,
         notes=tuple(notes),
     )
@@ -254,21 +254,6 @@ def _files(values: MergeKitFile, sources: Mapping[str, str], notes: list[str]) -
     if named is None:
         notes.append(f"configuration and tokenizer files are of base_model, {path}")
     return recipe_path(path)
-
-
-def _dtype(file: YamlFile, values: MergeKitFile) -> str | None:
-    """Return the dtype of exported weights."""
-    key = "dtype" if values.out_dtype is None else "out_dtype"
-    given = values.out_dtype or values.dtype
-    with mistakes_at(file.at((key,))):
-        return None if given is None else parse_dtype(given)
-
-
-def _source(path: str, where: str) -> SourceRef:
-    place, step = split_step(path)
-    with mistakes_at(where):
-        check_step(step)
-    return SourceRef(place, step)
 
 
 def split_step(path: str) -> tuple[Path | None, int | str | None]:

@@ -8,17 +8,15 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Protocol
 
-from merger.checkpoint import Checkpoint
 from store.errors import ConfigError, UsageError
 from store.schema import LayerRecord, TensorRecord
 from store.text import listed, suggestion
 
-ROLES = ("embeddings", "norm", "head")
-"""Roles of auxiliary layers (those that are no block). See :attr:`Model.role`."""
-
+ROLES = ("embeddings", "norm", "head")  # roles of layers that are no block: see `Model.role`
 _DTYPES = {
     "float32": "F32", "float": "F32", "fp32": "F32", "f32": "F32",
     "bfloat16": "BF16", "bf16": "BF16",
@@ -70,11 +68,6 @@ class Model:
     tensors: Mapping[str, TensorRecord]
     layers: tuple[LayerRecord, ...]
 
-    @classmethod
-    def of(cls, checkpoint: Checkpoint) -> "Model":
-        """Return the model of a checkpoint."""
-        return cls(checkpoint.tensors, checkpoint.layers)
-
     @cached_property
     def members(self) -> Mapping[str, tuple[str, ...]]:
         """fqns by layer, in model order."""
@@ -92,7 +85,6 @@ class Model:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks."""
         return len(set(self.positions.values()))
 
     @cached_property
@@ -107,14 +99,14 @@ class Model:
         ``norm``: all its tensors have at most one dimension. Of the others, ``embeddings`` come before the first block,
         ``head`` after it."""
         first = next((i for i, layer in enumerate(self.layers) if layer.block), len(self.layers))
+        flat = {name: all(len(self.tensors[fqn].shape) < 2 for fqn in fqns) for name, fqns in self.members.items()}
         return {
-            layer.name: "norm" if self._flat(layer.name) else "embeddings" if i < first else "head"
+            layer.name: "norm" if flat[layer.name] else "embeddings" if i < first else "head"
             for i, layer in enumerate(self.layers)
             if not layer.block
         }
 
     def names(self, fqn: str) -> tuple[str, ...]:
-        """Return all names of a tensor: tied ones have several."""
         return (fqn, *self.tensors[fqn].aliases)
 
     def matching(self, fqns: Iterable[str], pattern: str) -> list[str]:
@@ -128,20 +120,10 @@ class Model:
     def outline(self) -> str:
         """Return the layers for messages, runs of blocks abbreviated."""
         parts: list[str] = []
-        run: list[str] = []
-        for layer in (*self.layers, None):
-            if layer is not None and layer.block:
-                run.append(layer.name)
-                continue
-            if run:
-                parts.append(run[0] if len(run) == 1 else f"{run[0]} … {run[-1]}")
-                run = []
-            if layer is not None:
-                parts.append(layer.name)
+        for block, layers in groupby(self.layers, lambda layer: layer.block):
+            names = [layer.name for layer in layers]
+            parts += [f"{names[0]} … {names[-1]}"] if block and len(names) > 1 else names
         return listed(parts, 6)
-
-    def _flat(self, layer: str) -> bool:
-        return all(len(self.tensors[fqn].shape) < 2 for fqn in self.members[layer])
 
 
 def _outermost(name: str, blocks: Set[str]) -> str:
@@ -241,7 +223,9 @@ class Auxiliary:
         if not found and self.required:
             missing = "auxiliary layer" if self.name is None else repr(self.name)
             roles = listed((f"{layer} ({model.role[layer]})" for layer in model.auxiliary), 6) or "none"
-            raise ConfigError(f"the model has no {missing}; its auxiliary layers: {roles}{self._tied(model)}")
+            ties = [f"; {alias} is tied to {fqn}" for fqn, one in model.tensors.items() for alias in one.aliases]
+            tied = "".join(ties[:1]) if self.name == "head" else ""
+            raise ConfigError(f"the model has no {missing}; its auxiliary layers: {roles}{tied}")
         return found
 
     def _named(self, layer: str, fqn: str, model: Model) -> bool:
@@ -251,10 +235,6 @@ class Auxiliary:
             return model.role[layer] == self.name
         # A tied tensor belongs to one layer, but has names in both.
         return any(f".{self.name}." in f".{name}." for name in (layer, *model.names(fqn)))
-
-    def _tied(self, model: Model) -> str:
-        tied = [(fqn, alias) for fqn, record in model.tensors.items() for alias in record.aliases]
-        return "".join(f"; {alias} is tied to {fqn}" for fqn, alias in tied[:1]) if self.name == "head" else ""
 
 
 def exclude(fqns: Sequence[str], globs: Iterable[str], model: Model) -> list[str]:

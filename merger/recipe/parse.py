@@ -8,8 +8,7 @@ from pathlib import Path
 
 from merger.recipe import model
 from merger.recipe.mergekit import from_mergekit
-from merger.recipe.schema import EVERY, RecipeFile, TakeSection, mistakes_at, recipe_path, validate
-from merger.recipe.sources import check_step
+from merger.recipe.schema import EVERY, RecipeFile, TakeSection, dtype_at, recipe_path, source_at, validate
 from store.config_file import YamlFile, read_yaml
 from store.errors import ConfigError
 from store.text import listed
@@ -34,7 +33,7 @@ def _own(file: YamlFile) -> model.Recipe:
     if not values.sources:
         raise ConfigError(f"{file.name}: `sources` is missing; give each a name, a `path` and optionally a `step`")
     sources = {
-        name: model.SourceRef(recipe_path(one.path), _checked(file, name, one.step))
+        name: source_at(file.at(("sources", name, "step")), recipe_path(one.path), one.step)
         for name, one in values.sources.items()
     }
     recipe = model.Recipe(
@@ -43,7 +42,7 @@ def _own(file: YamlFile) -> model.Recipe:
         rest=values.rest,
         run_state=values.run_state or (next(iter(sources)) if len(sources) == 1 else None),
         files=values.files if values.files in sources else recipe_path(values.files),
-        dtype=_dtype(file, values.dtype),
+        dtype=dtype_at(file.at(("dtype",)), values.dtype),
         where=file.name,
     )
     _require_known(file, values, sources)
@@ -87,17 +86,6 @@ def _selections(file: YamlFile, index: int, entry: TakeSection) -> list[model.Se
             raise ConfigError(f"{file.at(('take', index, 'blocks'))}: blocks {text} end before they begin")
         found.append(model.Blocks(int(first), int(last or first)))
     return found
-
-
-def _checked(file: YamlFile, source: str, step: int | str | None) -> int | str | None:
-    with mistakes_at(file.at(("sources", source, "step"))):
-        check_step(step)
-    return step
-
-
-def _dtype(file: YamlFile, text: str | None) -> str | None:
-    with mistakes_at(file.at(("dtype",))):
-        return None if text is None else model.parse_dtype(text)
 
 
 def _require_known(file: YamlFile, values: RecipeFile, sources: dict[str, model.SourceRef]) -> None:

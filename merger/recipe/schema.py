@@ -1,7 +1,6 @@
 """Validate our own form of recipe files; errors name the line and the nearest known key."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -17,6 +16,8 @@ from pydantic import (
     model_validator,
 )
 
+from merger.recipe.model import SourceRef, parse_dtype
+from merger.recipe.sources import step_bound
 from store.config_file import YamlFile
 from store.errors import ConfigError, UsageError
 from store.location import place_of
@@ -40,9 +41,7 @@ def _step(value: Any) -> int | str | None:
     raise ValueError(f"a step must be a number, a save's name, a tag or a bound such as '<= 120', not {value!r}")
 
 
-Texts = Annotated[tuple[Text, ...], BeforeValidator(_as_list), Field(min_length=1)]
-"""One pattern or a list of patterns."""
-
+Texts = Annotated[tuple[Text, ...], BeforeValidator(_as_list), Field(min_length=1)]  # one or several
 Ranges = Annotated[
     tuple[Annotated[str, StringConstraints(pattern=r"^\d+(-\d+)?$")], ...],
     BeforeValidator(lambda value: [str(item) for item in _as_list(value)] if not isinstance(value, dict) else value),
@@ -121,11 +120,19 @@ def validate(file: YamlFile, kind: type[_Section]) -> _Section:
         raise ConfigError(listed(texts, 3, "; ")) from error
 
 
-@contextmanager
-def mistakes_at(where: str) -> Iterator[None]:
-    """Turn UsageErrors about a value of a recipe into ConfigErrors that name its place."""
+def source_at(where: str, path: Path | None, step: int | str | None) -> SourceRef:
+    """Build a source. ConfigError, naming the place ``where`` in the recipe, for an invalid bound."""
     try:
-        yield
+        step_bound(step)
+    except UsageError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return SourceRef(path, step)
+
+
+def dtype_at(where: str, text: str | None) -> str | None:
+    """Return the safetensors name of an export dtype. ConfigError, naming the place ``where``, for any other."""
+    try:
+        return None if text is None else parse_dtype(text)
     except UsageError as error:
         raise ConfigError(f"{where}: {error}") from error
 

@@ -66,7 +66,7 @@ class OpenSource:
         """Return the steps to ask the source for, best first; only a bound has several.
 
         A checkpoint given by its tag need not have a step in its name."""
-        bound = _bound(self.step) if isinstance(self.step, str) else None
+        bound = step_bound(self.step)
         if bound is None and (self.step is None or self.source.kind != "store"):
             return [self.step]
         steps = self.source.steps()  # newest first: a later epoch outranks a later step
@@ -103,7 +103,6 @@ class OpenSources:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Paths of the sources, each once."""
         return tuple(dict.fromkeys(one.path for one in self.by_name.values()))
 
 
@@ -155,20 +154,15 @@ def _with_source_name(recipe: Recipe, name: str, error: DriftpointError) -> Drif
     return type(error)(f"source {name!r}: {error}")
 
 
-def check_step(step: int | str | None) -> None:
-    """Raise UsageError for an invalid bound."""
-    if isinstance(step, str):
-        _bound(step)
-
-
-def _bound(text: str) -> Callable[[int], bool] | None:
-    match = _BOUND.match(text.strip())
+def step_bound(step: int | str | None) -> Callable[[int], bool] | None:
+    """Return whether a step is within the bound; None if there is none. UsageError for an invalid bound."""
+    match = _BOUND.match(step.strip()) if isinstance(step, str) else None
     if match is None:
         return None
     sign, limit = match["sign"], match["step"].strip()
     if sign not in _HOLDS or not (limit.isascii() and limit.isdigit()):
-        raise UsageError(f"{text!r} is not a bound on a step; write '<= 120' or '< 120'")
-    return lambda step: _HOLDS[sign](step, int(limit))
+        raise UsageError(f"{step!r} is not a bound on a step; write '<= 120' or '< 120'")
+    return lambda one: _HOLDS[sign](one, int(limit))
 
 
 def _step_of(step: int | str) -> int | None:

@@ -7,11 +7,11 @@ parameters that ``exclude_frozen_parameters`` left out are detected by names alo
 nor one outside the blocks is found, and gaps in a list of single modules may be modules without parameters."""
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from merger.checkpoint import Checkpoint, RankState, gradient_clipping, require_whole
+from merger.checkpoint import Checkpoint, RankState, config_section, gradient_clipping, require_whole
 from merger.io.blocks import Damage, Extent
 from merger.layers import group_layers
 from merger.layouts.deepspeed_facts import slice_numel, slice_pieces
@@ -35,19 +35,6 @@ OWN_KEYS = frozenset({
 """Top-level keys outside the client state, which includes ``data_sampler`` and ``random_ltd`` if they are used."""
 
 _EXTRA = "_extra_state"  # last part of the name of a module's `get_extra_state` value
-
-
-def missing_parameters(shapes: Mapping[str, Sequence[int]], dangling: Mapping[str, str]) -> tuple[str, ...]:
-    """Return parameters that are missing, or patterns of them, for messages.
-
-    Detects dangling ties, gaps in the numbers of the model's blocks, and the base model of adapters.
-
-    ``dangling``: names of missing parameters by the further names that they are tied under."""
-    found = dict.fromkeys(dangling.values())
-    found |= dict.fromkeys(_gaps(shapes))
-    if shapes and all(_ADAPTER in name for name in shapes):
-        found["all but the adapters"] = None
-    return tuple(found)
 
 
 def _gaps(shapes: Mapping[str, Sequence[int]]) -> list[str]:
@@ -93,7 +80,7 @@ class Model:
             )
         self._tie_buffers()
         self._tie_parameters()
-        self._left_out = self._missing({alias: fqn for alias, fqn in ties.items() if alias not in self._aliases})
+        self._left_out = self._missing(fqn for alias, fqn in ties.items() if alias not in self._aliases)
         if self._left_out:
             seems = "was" if self._unsaved else "seems to have been (stage 1 does not say)"
             self.problems.insert(
@@ -179,11 +166,8 @@ class Model:
         return out
 
     def _require_supported(self) -> None:
-        for nest in self._module.values():
-            if not isinstance(nest.value, FileTensor):
-                raise UnsupportedError(f"{nest.where} is not a tensor: extra state of a module is not supported")
         for fqn, nest in self._module.items():
-            if fqn.rpartition(".")[2] == _EXTRA:
+            if not isinstance(nest.value, FileTensor) or fqn.rpartition(".")[2] == _EXTRA:
                 raise UnsupportedError(
                     f"{nest.where} is extra state of a module, which is not supported. Override get_extra_state to "
                     "leave it out, and save it in the client state"
@@ -207,15 +191,21 @@ class Model:
                 if own.digest != theirs.digest:
                     self.problems.append(f"the buffer {fqn} differs between ranks; rank 0's is taken")
 
-    def _missing(self, dangling: Mapping[str, str]) -> tuple[str, ...]:
-        """Return frozen parameters that were left out, for messages; none if all are known to be there."""
+    def _missing(self, dangling: Iterable[str]) -> tuple[str, ...]:
+        """Return frozen parameters that were left out, or patterns of them; none if all are known to be there.
+
+        Detects gaps in the numbers of the model's blocks, and the base model of adapters. ``dangling``: missing
+        parameters that others are tied to."""
         others = [fqn for fqn in self._parameters() if fqn not in self._trained and fqn not in self._aliases]
         kept = any(self._module[fqn].tensor().numel for fqn in others)
         if (self._files.stage > 1 and not self._unsaved) or (self._files.stage <= 1 and kept):
             return ()
         shapes = {fqn: nest.tensor().shape for fqn, nest in self._module.items()}
-        known = {fqn: shape.shape for fqn, shape in self._trained.items()}
-        return missing_parameters({**shapes, **known}, dangling) or (("whichever there are",) if self._unsaved else ())
+        shapes |= {fqn: shape.shape for fqn, shape in self._trained.items()}
+        found = dict.fromkeys((*dangling, *_gaps(shapes)))
+        if shapes and all(_ADAPTER in name for name in shapes):
+            found["all but the adapters"] = None
+        return tuple(found) or (("whichever there are",) if self._unsaved else ())
 
     def _parameters(self) -> list[str]:
         buffers = set(self._buffers)
@@ -285,12 +275,6 @@ def _accumulation(config: Nest, world_size: int) -> int:
     return 1
 
 
-def client_state(files: RankFiles) -> dict[str, Any]:
-    """Return the user's client state, rank 0's."""
-    own = OWN_KEYS | {key for key in ("data_sampler", "random_ltd") if files.model.get(key) is None}
-    return {key: read_values(value) for key, value in files.model.mapping().items() if key not in own}
-
-
 def run_states(files: RankFiles) -> dict[int, RankState]:
     """Return the run state that a merge put into the client state of every rank; else empty."""
     out = {}
@@ -312,7 +296,10 @@ def build_checkpoint(
     ``shapes``: of the parameters that the optimizer holds. ``beside``: directory with the files beside the state.
 
     Raises MergeError for incomplete or contradictory files, UnsupportedError."""
-    refuse_parallelism(files)
+    if files.model.at("mp_world_size").natural() != 1:
+        raise UnsupportedError(f"{files.folder} uses tensor or pipeline parallelism, which is not supported")
+    if files.model.mapping().get("num_experts"):
+        raise UnsupportedError(f"{files.folder} is of a model with experts (MoE), which is not supported")
     model = Model(files, {shape.fqn: shape for group in shapes for shape in group})
     named = model.tensors()
     index = FragmentIndex([*optimized.extents, *model.extents(named)])
@@ -328,6 +315,7 @@ def build_checkpoint(
     step, tag, folder = files.model.at("global_steps").natural(), files.folder.name, str(files.folder)
     unvouched = frozenset(index.names().keys() - optimized.vouched)
     problems = (*optimized.problems, *model.problems)
+    own = OWN_KEYS | {key for key in ("data_sampler", "random_ltd") if files.model.get(key) is None}
     checkpoint = Checkpoint(
         origin=folder,
         framework="deepspeed" if trained else "torch",
@@ -340,7 +328,7 @@ def build_checkpoint(
         run_states=run_states(files),
         certificate=certificate(tag, step, folder, tensors, index, unvouched=len(unvouched), problems=problems),
         files=beside,
-        client_state=client_state(files),
+        client_state={key: read_values(one) for key, one in files.model.mapping().items() if key not in own},
         problems=problems,
         unvouched=unvouched,
     )
@@ -348,39 +336,24 @@ def build_checkpoint(
     return checkpoint
 
 
-def refuse_parallelism(files: RankFiles) -> None:
-    """Raise UnsupportedError for tensor, pipeline and expert parallelism."""
-    if files.model.at("mp_world_size").natural() != 1:
-        raise UnsupportedError(f"{files.folder} uses tensor or pipeline parallelism, which is not supported")
-    experts = files.model.mapping().get("num_experts")
-    if experts:
-        raise UnsupportedError(f"{files.folder} is of a model with experts (MoE), which is not supported")
-
-
 def _optimizer(files: RankFiles) -> str:
     """Return the base optimizer's name from the configuration; the files do not have it."""
-    section = files.model.at("ds_config").get("optimizer")
-    kind = None if section is None else section.get("type")
-    return "unknown" if kind is None else kind.text()
+    kind = config_section(files.model.at("ds_config").value, "optimizer").get("type")
+    return "unknown" if kind is None else str(kind)
 
 
 def _engine_facts(files: RankFiles) -> dict[str, Any]:
     first, config = files.optims[0].mapping(), files.model.at("ds_config")
-    half = config.get("fp16")
-    fp16 = half is not None and bool(half.mapping().get("enabled"))
+    fp16 = bool(config_section(config.value, "fp16").get("enabled"))
     return {
-        "framework": "deepspeed",
         "ds_version": files.model.at("ds_version").text(),
         "zero_stage": files.stage,
         "world_size": files.world_size,
-        "mp_world_size": 1,
         "dtype": "bf16" if files.bf16 else "fp16" if fp16 else "fp32",
         "ds_config": config.value,
         "optimizer": _optimizer(files),
-        "loss_scaler": loss_scaler(files),
         "dynamic_loss_scale": bool(first.get("dynamic_loss_scale", False)),
         "clip_grad": float(first["clip_grad"]) if "clip_grad" in first else gradient_clipping(config.value),
-        "elastic_checkpoint": False,
     }
 
 
@@ -388,9 +361,11 @@ class DeepSpeedSource:
     """A directory of checkpoints, or one checkpoint. ``files``: directory with the files beside the state, or None."""
 
     kind = "deepspeed"
+    latest = "latest"  # file that names the newest one
+    is_one = staticmethod(is_checkpoint)
 
     def __init__(self, root: Path, files: Path | None = None) -> None:
-        self._tags, self._files = self._tags_in(root.absolute()), files
+        self._tags, self._files = Tags(root.absolute(), self.latest, self.is_one), files
 
     def steps(self) -> tuple[int, ...]:
         return self._tags.steps()
@@ -399,9 +374,6 @@ class DeepSpeedSource:
         files, optimized = self._read(self._tags.folder(step))
         built = build_checkpoint(files, param_shapes(files.model), optimized, self._files)
         return self._tags.verified(apply_merge_certificates(built, files), step)
-
-    def _tags_in(self, root: Path) -> Tags:
-        return Tags(root, "latest", is_checkpoint)
 
     def _read(self, folder: Path) -> tuple[RankFiles, OptimizerContents]:
         files = read_files(folder)

@@ -6,10 +6,10 @@ sampled element differs in the working dtype: tiny updates, embeddings of unseen
 the optimizer's slots only as far as they lie in the same file as the masters."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -22,6 +22,8 @@ from store.errors import MergeError, UnsupportedError
 from store.names import WEIGHTS
 from store.storage.local import LocalFiles
 from store.text import counted, listed
+
+T = TypeVar("T")
 
 _OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -51,7 +53,6 @@ class RankFiles:
 
     @property
     def model(self) -> Nest:
-        """Rank 0's model states."""
         return self.models[0]
 
 
@@ -146,32 +147,28 @@ def _by_rank(folder: Path, names: Sequence[str]) -> tuple[dict[int, str], dict[i
     """Return (model files, optimizer files) by data-parallel rank, and whether the latter are bf16."""
     models: dict[int, str] = {}
     optims: dict[int, str] = {}
-    prefixes = set()
     for name in names:
-        optim, model = _OPTIM.fullmatch(name), _MODEL.fullmatch(name)
-        if optim:
-            prefixes.add(optim[1] or "")
-            _put(folder, optims, int(optim[2]), name)
-        elif model:
-            _put(folder, models, int(model[1] or 0), name)
+        optim = _OPTIM.fullmatch(name)
+        match = optim or _MODEL.fullmatch(name)
+        if match is None:
+            continue
+        found, rank = (optims, int(match[2])) if optim else (models, int(match[1] or 0))
+        if rank in found:
+            raise MergeError(
+                f"{folder} has two files of rank {rank}, {found[rank]} and {name}: remove that of the other run"
+            )
+        found[rank] = name
     if not models:
         raise MergeError(
             f"{folder} has no model states (mp_rank_00_model_states.pt), so it is incomplete; name another tag"
         )
+    prefixes = {name.partition("zero_")[0] for name in optims.values()}
     if len({name.startswith("zero_pp_rank_") for name in models.values()}) > 1 or len(prefixes) > 1:
         raise MergeError(
             f"{folder} holds files of two different runs ({listed(sorted([*models.values(), *optims.values()]), 6)}): "
             "remove those of the other run"
         )
     return models, optims, prefixes == {"bf16_"}
-
-
-def _put(folder: Path, found: dict[int, str], rank: int, name: str) -> None:
-    if rank in found:
-        raise MergeError(
-            f"{folder} has two files of rank {rank}, {found[rank]} and {name}: remove that of the other run"
-        )
-    found[rank] = name
 
 
 def _require_ranks(folder: Path, found: dict[int, str], world_size: int, name: str) -> None:
@@ -190,12 +187,9 @@ def _require_ranks(folder: Path, found: dict[int, str], world_size: int, name: s
 
 
 def _stage(model: Nest, optim: Nest, sharded: bool) -> int:
-    saved = optim.get("zero_stage")
-    if saved is None:  # BF16_Optimizer does not store it
-        zero = model.at("ds_config").get("zero_optimization")
-        stage = 1 if zero is None else zero.at("stage").natural()
-    else:
-        stage = saved.natural()
+    zero = model.at("ds_config").get("zero_optimization")
+    saved = optim.get("zero_stage") or (zero and zero.at("stage"))  # BF16_Optimizer does not store it
+    stage = 1 if saved is None else saved.natural()
     if stage not in (1, 2, 3) or (stage == 3) != sharded:
         raise MergeError(
             f"{model.where} and {optim.where} are of different ZeRO stages, so of two runs; name another tag"
@@ -210,18 +204,21 @@ def _require_one_save(files: RankFiles, optims: Sequence[Nest]) -> None:
         "param_shapes": lambda nest: nest.at("param_shapes").value,
     }
     for name, value in equal.items():
-        _require_equal(files.models, name, value)
-    _require_equal((*files.models, *optims), "ds_version", lambda nest: nest.at("ds_version").text())
+        require_equal(files.models, name, value)
+    require_equal((*files.models, *optims), "ds_version", lambda nest: nest.at("ds_version").text())
     for name in ("zero_stage", "partition_count", "dynamic_loss_scale", "clip_grad", "loss_scaler"):
-        _require_equal(files.optims, name, lambda nest, name=name: comparable(nest.mapping().get(name)))  # type: ignore[misc]
+        require_equal(files.optims, name, lambda nest, name=name: comparable(nest.mapping().get(name)))  # type: ignore[misc]
 
 
-def _require_equal(nests: Sequence[Nest], name: str, value: Callable[[Nest], Any]) -> None:
+def require_equal(nests: Sequence[Nest], name: str, value: Callable[[Nest], T]) -> T:
+    """Return the value that all ranks' files have in common. MergeError, naming two files, if they differ in it."""
+    first = value(nests[0])
     for nest in nests[1:]:
-        if value(nest) != value(nests[0]):
+        if value(nest) != first:
             raise MergeError(
                 f"{nests[0].where} and {nest.where} differ in {name}, so they are of different saves; name another tag"
             )
+    return first
 
 
 def comparable(value: Any) -> Any:
@@ -237,8 +234,8 @@ def comparable(value: Any) -> Any:
     return [comparable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def step_problems(model: Nest, optimizer: str, steps: Iterable[float | None]) -> list[str]:
-    """Return what is doubtful about the optimizer's steps, given those that the engine took.
+def step_problems(model: Nest, optimizer: str, steps: Iterable[float | None]) -> Iterator[str]:
+    """Yield what is doubtful about the optimizer's steps, given those that the engine took.
 
     An optimizer cannot count more steps than the engine took, except for one more, which older releases counted when
     they created the state. It counts fewer in a run that loaded weights alone.
@@ -249,26 +246,19 @@ def step_problems(model: Nest, optimizer: str, steps: Iterable[float | None]) ->
     Raises MergeError if the optimizer counts more steps than possible."""
     taken = model.at("global_steps").natural() - model.at("skipped_steps").natural()
     found = sorted({step for step in steps if step})
-    if not found:
-        return []
-    if found[-1] > taken + 1:
+    if found and found[-1] > taken + 1:
         raise MergeError(
             f"{optimizer} counts {counted(found[-1], 'step')} of the optimizer, but {model.where} counts {taken}, so "
             "they are of different saves; name another tag"
         )
-    if found[-1] != taken:
-        return [
-            (
-                f"the optimizer counts {counted(found[-1], 'step')}, the engine {taken}: the optimizer's state was "
-                f"made anew during the run, or {optimizer} is of another save than {model.where}"
-            )
-        ]
-    if len(found) > 1:
+    if found and found[-1] != taken:
+        yield (
+            f"the optimizer counts {counted(found[-1], 'step')}, the engine {taken}: the optimizer's state was made "
+            f"anew during the run, or {optimizer} is of another save than {model.where}"
+        )
+    elif len(found) > 1:
         counts = listed((f"{step:g}" for step in found), 6)
-        return [
-            f"param groups of {optimizer} count different steps ({counts}): some were trained for a part of the run"
-        ]
-    return []
+        yield f"param groups of {optimizer} count different steps ({counts}): some were trained for a part of the run"
 
 
 def stored_step(scalars: Mapping[str, Any], hyper: Mapping[str, Any]) -> float | None:
@@ -282,12 +272,12 @@ def stored_step(scalars: Mapping[str, Any], hyper: Mapping[str, Any]) -> float |
     return None
 
 
-def weight_problems(module: Mapping[str, Any], extents: Iterable[Extent]) -> list[str]:
-    """Compare samples of the working weights with the cast masters. Returns what could not be compared.
+def compare_weights(model: Nest, extents: Iterable[Extent]) -> tuple[set[tuple[str, str]], list[str]]:
+    """Compare samples of the working weights in the model states with the cast masters, which are among ``extents``.
 
-    ``module``: working weights as saved, by fqn. ``extents``: of the masters, among others. Raises MergeError, naming
-    the parameter, if they differ; DamagedError if a damaged record is the reason; StorageError if reading failed."""
-    skipped = {}
+    Returns (fqn and slot of the compared masters, what could not be compared). Raises MergeError, naming the parameter,
+    if they differ; DamagedError if a damaged record is the reason; StorageError if reading failed."""
+    module, skipped, compared = model.at("module").mapping(), dict[str, str](), set[tuple[str, str]]()
     for extent in extents:
         weights = module.get(extent.fqn)
         if extent.slot != WEIGHTS or not isinstance(weights, FileTensor):
@@ -295,20 +285,14 @@ def weight_problems(module: Mapping[str, Any], extents: Iterable[Extent]) -> lis
         if not weights.contiguous or weights.lazy:
             skipped[extent.fqn] = weights.where
             continue
+        compared.add((extent.fqn, extent.slot))
+        working = weights.extent(extent.fqn, "working", extent.start, extent.stop, extent.start)
         for start, stop in sample_ranges(extent.start, extent.stop):
-            _require_cast(
-                weights.extent(extent.fqn, "working", extent.start, extent.stop, extent.start), extent, start, stop
-            )
-    return [
+            _require_cast(working, extent, start, stop)
+    return compared, [
         f"{where}, the working weights of {fqn}, could not be compared with the optimizer's copy"
         for fqn, where in skipped.items()
     ]
-
-
-def compared_weights(module: Mapping[str, Any], extents: Iterable[Extent]) -> set[tuple[str, str]]:
-    """Return the (fqn, slot) of the masters for which :func:`weight_problems` found working weights to compare."""
-    saved = {fqn for fqn, one in module.items() if isinstance(one, FileTensor) and one.contiguous and not one.lazy}
-    return {(one.fqn, one.slot) for one in extents if one.slot == WEIGHTS and one.fqn in saved}
 
 
 def sample_ranges(start: int, stop: int) -> list[tuple[int, int]]:
@@ -324,12 +308,11 @@ def _require_cast(working: Extent, master: Extent, start: int, stop: int) -> Non
     other = other.to(one.dtype)
     if bool(((one == other) | (one.isnan() & other.isnan())).all()):
         return
-    for block in (working.block, master.block):
-        require_block(block)
-    raise MergeError(
+    refuse(
+        (working.block, master.block),
         f"{working.fqn}: the weights in {working.block.name} are not the cast of those in {master.block.name} "
         f"(elements {start} to {stop}): files of different saves are mixed, or weights were changed outside the "
-        "optimizer; name another tag"
+        "optimizer; name another tag",
     )
 
 
@@ -341,10 +324,12 @@ def read_elements(extent: Extent, start: int, stop: int) -> torch.Tensor:
     return out
 
 
-def require_block(block: Block) -> None:
-    """Read a block of any size in chunks. DamagedError unless it matches its checksum; StorageError."""
-    for _ in read_chunks(block, memoryview(bytearray(min(CHUNK, block.nbytes)))):
-        pass
+def refuse(blocks: Iterable[Block], why: str) -> NoReturn:
+    """Raise MergeError for values that were read unchecked; DamagedError if a damaged block is the reason."""
+    for block in blocks:
+        for _ in read_chunks(block, memoryview(bytearray(min(CHUNK, block.nbytes)))):
+            pass
+    raise MergeError(why)
 
 
 @dataclass(frozen=True)
@@ -376,7 +361,11 @@ class Tags:
             if step is not None and not _means(step, self.root.name):
                 raise MergeError(f"{self.root} is one checkpoint, and not {step}; name its parent directory")
             return self.root
-        tag = next((tag for tag in self.all() if _means(step, tag)), str(step)) if step is not None else self._newest()
+        tag = read_name(self.root, self.latest) if step is None else str(step)
+        if tag is None:
+            raise MergeError(f"{self.root} has no file {self.latest!r}: name one of its checkpoints, {self._names()}")
+        if step is not None:
+            tag = next((one for one in self.all() if _means(step, one)), tag)
         name = checked_name(tag, "the requested tag")
         folder = self.root / name
         if folder.is_symlink() or not self.is_one(folder):
@@ -396,12 +385,6 @@ class Tags:
         if step is None and self.is_one(self.root):
             return replace(checkpoint, problems=(*checkpoint.problems, line))
         raise MergeError(f"{line}: restore its name, or name that directory itself to merge it as it is")
-
-    def _newest(self) -> str:
-        found = read_name(self.root, self.latest)
-        if found is None:
-            raise MergeError(f"{self.root} has no file {self.latest!r}: name one of its checkpoints, {self._names()}")
-        return found
 
     def _names(self) -> str:
         links = [path.name for path in self.root.iterdir() if path.is_symlink() and self.is_one(path)]

@@ -10,34 +10,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from merger.checkpoint import config_section
 from merger.io.blocks import Extent
-from merger.layouts.deepspeed_facts import slice_numel
+from merger.layouts.deepspeed_facts import BF16_OPTIMIZER, ZERO_3, ZERO_12, optimizer_wrapper, slice_numel
+from merger.sources import deepspeed_zero as zero
 from merger.sources.base import FileTensor, Nest, checked_name, read_values
 from merger.sources.deepspeed import DeepSpeedSource
 from merger.sources.deepspeed_files import (
     CHUNK,
     RankFiles,
-    Tags,
     comparable,
-    compared_weights,
     is_universal,
     read_elements,
     read_universal,
-    require_block,
+    refuse,
     sample_ranges,
-    weight_problems,
 )
-from merger.sources.deepspeed_zero import (
-    OptimizerContents,
-    Shape,
-    base_groups,
-    in_group_order,
-    is_round_robin,
-    param_shapes,
-    scalars_of,
-    state_of,
-)
+from merger.sources.deepspeed_zero import OptimizerContents, Shape
 from merger.sources.torch_file import read_pt
 from merger.tensors import memory_of
 from store.errors import DamagedError, MergeError
@@ -45,21 +33,16 @@ from store.names import BUFFER, FROZEN, WEIGHTS
 from store.storage.local import LocalFiles
 from store.text import listed
 
-CONVERTED = ("exp_avg", "exp_avg_sq")
-"""Slots that DeepSpeed's converter writes for every parameter; it fails for other optimizers."""
-
+CONVERTED = ("exp_avg", "exp_avg_sq")  # slots that DeepSpeed's converter writes for every parameter, or fails
 _UNFINISHED = "tmp"  # working directory of the converter beside `zero`, removed when all of `zero` is written
 _STEP = "step"
-_FP32 = ("fp32", "float32", "float", "torch.float32")  # names of float32 in DeepSpeed's configuration
 
 
 class UniversalSource(DeepSpeedSource):
     """A directory of universal checkpoints, or one of them."""
 
-    kind = "universal"
-
-    def _tags_in(self, root: Path) -> Tags:
-        return Tags(root, "latest_universal", is_universal)
+    kind, latest = "universal", "latest_universal"
+    is_one = staticmethod(is_universal)
 
     def _read(self, folder: Path) -> tuple[RankFiles, OptimizerContents]:
         require_converted(folder)
@@ -68,38 +51,34 @@ class UniversalSource(DeepSpeedSource):
 
 
 def _read_optimizer(files: RankFiles) -> OptimizerContents:
-    shapes, state = param_shapes(files.model), files.optims[0]
-    own, groups = state.get("driftpoint"), base_groups(state)
-    indices = sorted(index for members, _ in groups for index in members)
-    if indices != list(range(len(shapes))):
-        raise MergeError(
-            f"{state.where} has {len(indices)} flat partitions, but {files.model.where} has {len(shapes)}; copy the "
-            "checkpoint again"
-        )
+    shapes, state = zero.param_shapes(files.model), files.optims[0]
+    own, groups = state.get("driftpoint"), zero.base_groups(state, files.model)
     out, local = OptimizerContents(), LocalFiles(files.folder)
     for members, hyper in groups:
         fqns = [shape.fqn for index in members for shape in _in_order(files, shapes[index])]
         out.groups.append({"params": fqns, "hyper": hyper})
     for index, group in enumerate(shapes):
+        # Only ZeRO-3 keeps the scalars of a sub-group together: there is no ``step.pt``.
+        base = files.optims[0].get("optimizer_state_dict") if own is None else None
+        common = {} if base is None or base.get("state") is None else zero.scalars_of(zero.state_of(base, index))
         for shape in group:
-            common = _common_scalars(files, index) if own is None else {}
             out.scalars[shape.fqn], found = _parameter(local, shape, common, own)
             out.slots[shape.fqn] = sorted(extent.slot for extent in found if extent.slot != WEIGHTS)
             out.extents += found
     held = {shape.fqn for group in shapes for shape in group if shape.numel}
     whole = [[fqn for fqn in group["params"] if fqn in held] for group in out.groups]
-    out.problems += require_whole_groups(files, whole, out, own)
+    require_whole_groups(files, whole, out, own)
+    if own is None:
+        out.problems += _doubts(files, out)
     if own is not None and own.get("contents") is not None:  # every file notes a checksum of the whole state
         out.vouched |= {(extent.fqn, extent.slot) for extent in out.extents}
     if files.stage != 3:
-        module = files.model.at("module").mapping()
-        out.problems += weight_problems(module, out.extents)
-        out.vouched |= compared_weights(module, out.extents)
+        out.compare_weights(files.model)
     elif own is None:
         out.problems += slice_problems(files, shapes, out.extents)
-    plain = "BF16_Optimizer" if _is_wrapped(files) else "DeepSpeedZeroOptimizer"
+    plain = BF16_OPTIMIZER if _is_wrapped(files) else ZERO_12
     out.facts = {
-        "zero_optimizer": "DeepSpeedZeroOptimizer_Stage3" if files.stage == 3 else plain,
+        "zero_optimizer": ZERO_3 if files.stage == 3 else plain,
         "partition_count": files.world_size if files.stage == 3 else [files.world_size] * len(shapes),
         "param_groups": [{"params": list(group["params"])} for group in out.groups],
     }
@@ -109,17 +88,15 @@ def _read_optimizer(files: RankFiles) -> OptimizerContents:
 def _is_wrapped(files: RankFiles) -> bool:
     """Return whether the run used ``BF16_Optimizer``: its own file has no stage; else by configuration."""
     config = files.model.at("ds_config").mapping()
-    named = config_section(config, "data_types").get("grad_accum_dtype")
-    on_host = config_section(config, "zero_optimization", "offload_optimizer").get("device") == "cpu"
-    configured = files.stage == 1 and files.bf16 and named in _FP32 and not on_host
-    return configured or files.optims[0].get("zero_stage") is None
+    wrapper = optimizer_wrapper(files.stage, "bf16" if files.bf16 else "", config)
+    return wrapper == BF16_OPTIMIZER or files.optims[0].get("zero_stage") is None
 
 
 def _in_order(files: RankFiles, group: list[Shape]) -> list[Shape]:
     """Return a (sub-)group's parameters in the order of the param group. MergeError if the converter broke it."""
-    if files.stage == 3 or _is_wrapped(files) or not is_round_robin(files.model):
+    if files.stage == 3 or _is_wrapped(files) or not zero.is_round_robin(files.model):
         return group
-    ordered = in_group_order(group, files.world_size)
+    ordered = zero.in_group_order(group, files.world_size)
     gaps = files.optims[0].get("param_alignment_paddings")
     aligned = gaps is not None and any(any(entry.naturals()) for entry in gaps.entries())
     # A run may pass on a merge's client state; this file is always written anew by DeepSpeed.
@@ -129,13 +106,6 @@ def _in_order(files: RankFiles, group: list[Shape]) -> list[Shape]:
             "cuts at the wrong offsets: its tensors hold parts of others. Merge the original checkpoint"
         )
     return ordered
-
-
-def _common_scalars(files: RankFiles, index: int) -> dict[str, Any]:
-    """Return the scalars of a sub-group, which only ZeRO-3 keeps together: there is no ``step.pt``."""
-    base = files.optims[0].get("optimizer_state_dict")
-    states = None if base is None else base.get("state")
-    return {} if states is None or index not in states.mapping() else scalars_of(states.at(index))
 
 
 def _parameter(
@@ -188,8 +158,8 @@ def require_one_save(found: Nest, own: Nest | None) -> None:
         )
 
 
-def slice_problems(files: RankFiles, shapes: Sequence[Sequence[Shape]], extents: Sequence[Extent]) -> list[str]:
-    """Compare the parameters' files with rank 0's slices. Returns what could not be verified.
+def slice_problems(files: RankFiles, shapes: Sequence[Sequence[Shape]], extents: Sequence[Extent]) -> Iterator[str]:
+    """Compare the parameters' files with rank 0's slices. Yields what could not be verified.
 
     ``extents``: the parameters' files, each whole. Raises MergeError, naming the parameter, if they differ;
     DamagedError if a damaged record is the reason; StorageError if reading failed."""
@@ -206,13 +176,11 @@ def slice_problems(files: RankFiles, shapes: Sequence[Sequence[Shape]], extents:
             if shape.numel and (len(own) < len(found.get(shape.fqn, ())) or not _is_verified(pairs, part)):
                 unverified.append(shape.fqn)
             offset += slice_numel(shape.numel, files.world_size)
-    if not unverified:
-        return []
-    line = (
-        f"nothing tells whether all files of {listed(unverified, 6)} in {files.folder / 'zero'} are of one save: "
-        f"{files.optims[0].where} has nothing of the optimizer's to compare them with"
-    )
-    return [line]
+    if unverified:
+        yield (
+            f"nothing tells whether all files of {listed(unverified, 6)} in {files.folder / 'zero'} are of one save: "
+            f"{files.optims[0].where} has nothing of the optimizer's to compare them with"
+        )
 
 
 def _rank0_partitions(files: RankFiles, index: int, group: Sequence[Shape]) -> Mapping[str, FileTensor]:
@@ -221,7 +189,7 @@ def _rank0_partitions(files: RankFiles, index: int, group: Sequence[Shape]) -> M
     masters, base = optim.get("fp32_flat_groups"), optim.get("optimizer_state_dict")
     if masters is None or base is None or base.get("state") is None:
         return {}
-    state, numel = state_of(base, index), sum(slice_numel(shape.numel, files.world_size) for shape in group)
+    state, numel = zero.state_of(base, index), sum(slice_numel(shape.numel, files.world_size) for shape in group)
     tensors = {
         key: nest.value for key, nest in state.items() if isinstance(nest.value, FileTensor) and nest.value.shape
     }
@@ -247,7 +215,8 @@ def _is_verified(pairs: Sequence[tuple[Extent, Extent]], part: int) -> bool:
         if not unproven:
             return True
     # A parameter that is never trained has no moments anywhere, and the same weights in every save.
-    return all(not _any(own, part) for own, _ in pairs if own.slot in unproven)
+    rest = [(own, chunk) for own, _ in pairs if own.slot in unproven for chunk in _chunks(part, own.stop)]
+    return not any(bool(read_elements(own, *chunk).any()) for own, chunk in rest)
 
 
 def _chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -259,18 +228,13 @@ def _chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
 def _require_same(own: Extent, slice_: Extent, start: int, stop: int) -> bool:
     """Compare elements [start, stop), bit for bit. Returns whether any of them is not zero."""
     one, other = read_elements(own, start, stop), read_elements(slice_, start, stop)
-    if one.dtype == other.dtype and memory_of(one) == memory_of(other):
-        return bool(one.any())
-    for block in (own.block, slice_.block):
-        require_block(block)
-    raise MergeError(
-        f"{own.fqn}: {own.slot} in {own.block.name} differs from {slice_.block.name} (elements {start} to {stop}), so "
-        "files of different saves are mixed; convert the checkpoint again into an empty directory"
-    )
-
-
-def _any(extent: Extent, start: int) -> bool:
-    return any(bool(read_elements(extent, *chunk).any()) for chunk in _chunks(start, extent.stop))
+    if one.dtype != other.dtype or memory_of(one) != memory_of(other):
+        refuse(
+            (own.block, slice_.block),
+            f"{own.fqn}: {own.slot} in {own.block.name} differs from {slice_.block.name} (elements {start} to {stop}), "
+            "so files of different saves are mixed; convert the checkpoint again into an empty directory",
+        )
+    return bool(one.any())
 
 
 def _save_note(own: Nest) -> tuple[Any, ...]:
@@ -280,11 +244,10 @@ def _save_note(own: Nest) -> tuple[Any, ...]:
 
 def require_whole_groups(
     files: RankFiles, groups: Sequence[Sequence[str]], found: OptimizerContents, own: Nest | None
-) -> list[str]:
-    """Check that all parameters of a param group have the same slots and step, and that no file is surplus.
+) -> None:
+    """Raise MergeError unless all parameters of a param group have the same slots and step, and no file is surplus.
 
-    ``groups``: parameters that have elements. Returns why the files may not be of one save; MergeError names a
-    parameter whose files are not."""
+    ``groups``: parameters that have elements."""
     _refuse_surplus(files, found)
     if own is not None and own.at("step").value != files.model.at("global_steps").natural():
         raise MergeError(
@@ -294,7 +257,6 @@ def require_whole_groups(
     for i, group in enumerate(groups):
         expected = set(CONVERTED) if own is None else {slot.text() for slot in own.at("slots").at(i).entries()}
         _require_equal(files, group, expected.union(*(found.slots[fqn] for fqn in group)), found.scalars)
-    return [] if own is not None else _doubts(files, found)
 
 
 def _refuse_surplus(files: RankFiles, found: OptimizerContents) -> None:
@@ -302,13 +264,13 @@ def _refuse_surplus(files: RankFiles, found: OptimizerContents) -> None:
 
     The converter gives everything else in the model (frozen parameters, buffers, other names of tied parameters) a
     directory with only its value. Those are read from the model states, which have them in their own dtype."""
-    zero, local, module = files.folder / "zero", LocalFiles(files.folder), files.model.get("module")
+    place, local, module = files.folder / "zero", LocalFiles(files.folder), files.model.get("module")
     of_the_model = set(module.mapping()) if module is not None else set()
     for name in local.list_dir("zero"):
         value_only = name in of_the_model and list(local.list_dir(f"zero/{name}")) == ["fp32.pt"]
-        if name not in found.slots and not value_only and (zero / name).is_dir():
+        if name not in found.slots and not value_only and (place / name).is_dir():
             raise MergeError(
-                f"{zero / name} is not a parameter of {files.model.where}: it may be of another model or save; remove "
+                f"{place / name} is not a parameter of {files.model.where}: it may be of another model or save; remove "
                 "it if it does not belong there"
             )
 
@@ -331,22 +293,18 @@ def _require_equal(files: RankFiles, group: Sequence[str], slots: set[str], scal
             )
 
 
-def _doubts(files: RankFiles, found: OptimizerContents) -> list[str]:
-    """Return doubts from step counts: an optimizer not loaded with its model restarts at 0, which proves nothing."""
+def _doubts(files: RankFiles, found: OptimizerContents) -> Iterator[str]:
+    """Yield doubts from step counts: an optimizer not loaded with its model restarts at 0, which proves nothing."""
     counted = files.model.at("global_steps").natural() - files.model.at("skipped_steps").natural()
     each = found.steps()
     steps = {step for step in each if step is not None}
-    step_list = listed((f"{step:g}" for step in sorted(steps)), 6)
     if not steps and each and files.stage == 3:
-        line = (
+        yield (
             "the optimizer counts no steps, and ZeRO-3 saves the weights once: nothing tells whether "
             f"{files.folder / 'zero'} and {files.model.where} are of one save"
         )
-    elif steps <= {float(counted)}:
-        return []
-    else:
-        line = (
-            f"the optimizer in {files.folder / 'zero'} has made {step_list} steps, and {files.model.where} counts "
-            f"{counted}: it was started anew in between, or is of another save"
+    elif not steps <= {float(counted)}:
+        yield (
+            f"the optimizer in {files.folder / 'zero'} has made {listed((f'{step:g}' for step in sorted(steps)), 6)} "
+            f"steps, and {files.model.where} counts {counted}: it was started anew in between, or is of another save"
         )
-    return [line]

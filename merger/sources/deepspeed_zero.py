@@ -7,28 +7,38 @@ find a parameter."""
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any
 
+from merger.checkpoint import config_section
 from merger.io.blocks import Extent
-from merger.layouts.deepspeed_facts import Piece, partition_paddings, partition_pieces, slice_numel, slice_pieces
+from merger.layouts.deepspeed_facts import (
+    BF16_OPTIMIZER,
+    ZERO_3,
+    ZERO_12,
+    GroupFacts,
+    Piece,
+    partition_paddings,
+    place_in_row,
+    round_robin_order,
+    slice_numel,
+    slice_pieces,
+)
 from merger.sources.base import FileTensor, Nest, read_values
 from merger.sources.deepspeed_files import (
     RankFiles,
     comparable,
-    compared_weights,
+    compare_weights,
     read_elements,
-    require_block,
+    refuse,
+    require_equal,
     step_problems,
     stored_step,
-    weight_problems,
 )
 from merger.sources.torch_file import FragmentAddress
 from store.errors import MergeError, UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS
 from store.text import counted
-
-T = TypeVar("T")
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # slots that stay zero where gradients are zero
 
@@ -61,6 +71,12 @@ class OptimizerContents:
         self.scalars |= {fqn: dict(state.scalars) for fqn in fqns}
         self.slots |= {fqn: list(state.slots) for fqn in fqns}
 
+    def compare_weights(self, model: Nest) -> None:
+        """Compare the masters with the working weights in the model states. Raises as :func:`compare_weights`."""
+        compared, problems = compare_weights(model, self.extents)
+        self.vouched |= compared
+        self.problems += problems
+
     def steps(self) -> list[float | None]:
         """Return the steps that the optimizer counts for each parameter."""
         groups = ((group["hyper"], group["params"]) for group in self.groups)
@@ -88,18 +104,13 @@ def flat_state(ranks: Sequence[Nest], masters: Sequence[FileTensor], numel: int)
     ``ranks`` and ``masters``: its state and its master weights on each rank.
 
     Raises MergeError if ranks differ in slots or scalars; UnsupportedError for state of another shape."""
-    first = _slots_and_scalars(ranks[0], numel)
-    for nest in ranks[1:]:
-        other = _slots_and_scalars(nest, numel)
-        if other[0] != first[0] or comparable(other[1]) != comparable(first[1]):
-            raise MergeError(
-                f"{ranks[0].where} and {nest.where} differ, so they are of different saves; name another tag"
-            )
+    slots = require_equal(ranks, "slots", lambda nest: _slots(nest, numel))
+    require_equal(ranks, "scalars", lambda nest: comparable(scalars_of(nest)))
     tensors = [
-        {WEIGHTS: master, **{slot: nest.at(slot).tensor() for slot in first[0]}}
+        {WEIGHTS: master, **{slot: nest.at(slot).tensor() for slot in slots}}
         for master, nest in zip(masters, ranks, strict=True)
     ]
-    return FlatState(tuple(first[0]), first[1], tensors)
+    return FlatState(tuple(slots), scalars_of(ranks[0]), tensors)
 
 
 @dataclass(frozen=True)
@@ -118,11 +129,11 @@ class FlatState:
                     yield tensor.extent(piece.fqn, slot, piece.start, piece.stop, piece.offset)
 
 
-def _slots_and_scalars(state: Nest, numel: int) -> tuple[list[str], dict[str, Any]]:
-    """Return (slots, scalars) of a flat partition's state."""
-    slots, scalars = [], scalars_of(state)
+def _slots(state: Nest, numel: int) -> list[str]:
+    """Return the slots of a flat partition's state: its tensors over the elements."""
+    slots = []
     for key, nest in state.items():
-        if key in scalars:
+        if _is_scalar(nest.value):
             continue
         tensor = nest.tensor()
         if tensor.shape != (numel,) or key in ("step", WEIGHTS, FROZEN, BUFFER):
@@ -131,35 +142,32 @@ def _slots_and_scalars(state: Nest, numel: int) -> tuple[list[str], dict[str, An
                 "cannot be split by parameter; only optimizers with state per element, such as AdamW, are supported"
             )
         slots.append(key)
-    return sorted(slots), scalars
+    return sorted(slots)
 
 
 def scalars_of(state: Nest) -> dict[str, Any]:
     """Return the base optimizer's state for a flat partition without tensors over its elements."""
-    plain = ((key, nest.value) for key, nest in state.items())
-    return {key: read_values(value) for key, value in plain if not isinstance(value, FileTensor) or not value.shape}
+    return {key: read_values(nest.value) for key, nest in state.items() if _is_scalar(nest.value)}
 
 
-def base_groups(base: Nest) -> list[tuple[list[int], dict[str, Any]]]:
-    """Return (indices of flat partitions, hyperparameters) of each of the base optimizer's param groups."""
-    return [
-        (
-            list(group.at("params").naturals()),
-            {key: read_values(value) for key, value in group.mapping().items() if key != "params"},
+def _is_scalar(value: Any) -> bool:
+    return not isinstance(value, FileTensor) or not value.shape
+
+
+def base_groups(base: Nest, model: Nest, *, one_each: bool = False) -> list[tuple[list[int], dict[str, Any]]]:
+    """Return (indices of flat partitions, hyperparameters) of each of the base optimizer's param groups.
+
+    ``one_each``: whether each has one, in order. Raises MergeError if param_shapes has other partitions."""
+    groups = base.at("param_groups").entries()
+    held = [list(group.at("params").naturals()) for group in groups]
+    flat, count = sorted(chain.from_iterable(held)), len(model.at("param_shapes").entries())
+    if flat != list(range(count)) or (one_each and held != [[index] for index in flat]):
+        raise MergeError(
+            f"{base.where} has {len(groups)} param groups with {counted(len(flat), 'flat partition')}, but "
+            f"{model.where} has {count}, so they are of different saves; name another tag, or copy the checkpoint again"
         )
-        for group in base.at("param_groups").entries()
-    ]
-
-
-def require_same_groups(bases: Sequence[Nest]) -> None:
-    """Raise MergeError unless all ranks have the same param groups with the same hyperparameters."""
-    first = comparable(bases[0].at("param_groups").value)
-    for base in bases[1:]:
-        if comparable(base.at("param_groups").value) != first:
-            raise MergeError(
-                f"{bases[0].where} and {base.where} differ in param_groups, so they are of different saves; name "
-                "another tag"
-            )
+    hyper = [{key: read_values(value) for key, value in one.mapping().items() if key != "params"} for one in groups]
+    return list(zip(held, hyper, strict=True))
 
 
 def state_of(base: Nest, index: int) -> Nest:
@@ -168,47 +176,33 @@ def state_of(base: Nest, index: int) -> Nest:
     return states.at(index) if index in states.mapping() else Nest({}, f"{states.where}, {index}")
 
 
-@dataclass(frozen=True)
-class _Group:
-    """A param group. ``params``: in its own order, with DeepSpeed's mapped offsets. ``layout``: offsets of the data."""
-
-    params: tuple[tuple[Shape, int], ...]
-    layout: tuple[tuple[Shape, int], ...]
-    size: int
-    paddings: tuple[int, ...]
-
-    def pieces(self, placed: Sequence[tuple[Shape, int]], rank: int) -> list[Piece]:
-        """Return the part of each parameter in a rank's partition, by the offsets ``placed``."""
-        return partition_pieces(((shape.fqn, offset, shape.numel) for shape, offset in placed), self.size, rank)
-
-
 def read_zero12(files: RankFiles) -> OptimizerContents:
     """Read the optimizer files of ZeRO-1/2. MergeError, UnsupportedError, DamagedError."""
     bases = [_base(optim) for optim in files.optims]
-    require_same_groups(bases)
-    hyper, shapes = base_groups(bases[0]), param_shapes(files.model)
-    if [indices for indices, _ in hyper] != [[i] for i in range(len(shapes))]:
-        raise MergeError(
-            f"{bases[0].where} has {len(hyper)} param groups, but {files.model.where} has {len(shapes)}; name another "
-            "tag"
-        )
+    require_equal(bases, "param_groups", lambda base: comparable(base.at("param_groups").value))
+    hyper, shapes = base_groups(bases[0], files.model, one_each=True), param_shapes(files.model)
     out = OptimizerContents()
     round_robin = not _is_wrapper(files) and is_round_robin(files.model)
-    groups = [_group(files, index, group, round_robin) for index, group in enumerate(shapes)]
+    gaps = [_gaps(files, index, len(group)) for index, group in enumerate(shapes)]
+    groups = [_group(files, index, group, gaps[index], round_robin) for index, group in enumerate(shapes)]
     for index, group in enumerate(groups):
         masters = [_master(optim, index) for optim in files.optims]
-        state = flat_state([state_of(base, index) for base in bases], masters, group.size)
+        state = flat_state([state_of(base, index) for base in bases], masters, group.partition_size)
         for rank in range(files.world_size):
-            out.extents += state.extents(rank, group.pieces(group.layout, rank))
-        fqns = [shape.fqn for shape, _ in group.params]
-        out.groups.append({"params": fqns, "hyper": hyper[index][1]})
-        out.add_state(fqns, state)
-    _check_mappings(files, groups)
-    out.facts = _facts(files, groups, round_robin)
+            out.extents += state.extents(rank, group.pieces(rank))
+            _check_mapping(files, rank, index, group.mapped_pieces(rank, gaps[index], round_robin=round_robin))
+        out.groups.append({"params": list(group.params), "hyper": hyper[index][1]})
+        out.add_state(group.params, state)
+    aligned = files.optims[0].get("param_alignment_paddings") is not None
+    out.facts = {
+        "zero_optimizer": BF16_OPTIMIZER if _is_wrapper(files) else ZERO_12,
+        "partition_count": [files.world_size] * len(groups),
+        "round_robin_gradients": round_robin,
+        "param_alignment_paddings": [list(group) for group in gaps] if aligned else [],
+        "param_groups": [group.model_dump(mode="json") for group in groups],
+    }
     out.problems += step_problems(files.model, files.optims[0].where, out.steps())
-    module = files.model.at("module").mapping()
-    out.problems += weight_problems(module, out.extents)
-    out.vouched |= compared_weights(module, out.extents)
+    out.compare_weights(files.model)
     return out
 
 
@@ -233,30 +227,27 @@ def _is_wrapper(files: RankFiles) -> bool:
 
 def is_round_robin(model: Nest) -> bool:
     """Return whether the run used ``round_robin_gradients``."""
-    config = model.at("ds_config").get("zero_optimization")
-    return config is not None and config.mapping().get("round_robin_gradients") is True
+    config = config_section(model.at("ds_config").value, "zero_optimization")
+    return config.get("round_robin_gradients") is True
 
 
-def in_group_order(dealt: Sequence[T], world_size: int) -> list[T]:
-    """Return parameters in the order of the param group, before ``round_robin_gradients`` distributed them.
-
-    It takes every ``world_size``-th from the first, then those from the second, and so on."""
-    order = [i for first in range(world_size) for i in range(first, len(dealt), world_size)]
-    return [dealt[at] for at in sorted(range(len(dealt)), key=order.__getitem__)]
+def in_group_order(dealt: Sequence[Shape], world_size: int) -> list[Shape]:
+    """Return parameters in the order of the param group, before ``round_robin_gradients`` distributed them."""
+    places = round_robin_order(range(len(dealt)), world_size)
+    return [shape for _, shape in sorted(zip(places, dealt, strict=True), key=lambda pair: pair[0])]
 
 
-def _group(files: RankFiles, index: int, shapes: list[Shape], round_robin: bool) -> _Group:
-    gaps = _gaps(files, index, len(shapes))
-    starts = accumulate((shape.numel + gap for shape, gap in zip(shapes, gaps, strict=True)), initial=0)
-    layout = tuple(zip(shapes, starts, strict=False))
-    end = layout[-1][1] + shapes[-1].numel if layout else 0
+def _group(files: RankFiles, index: int, shapes: list[Shape], gaps: Sequence[int], round_robin: bool) -> GroupFacts:
+    layout, end = place_in_row((shape.fqn, shape.numel, gap) for shape, gap in zip(shapes, gaps, strict=True))
     paddings = tuple(optim.at("group_paddings").at(index).natural() for optim in files.optims)
     sizes = {
         _master(optim, index).numel + (0 if _is_wrapper(files) else padding)
         for optim, padding in zip(files.optims, paddings, strict=True)
     }
     size = max(sizes)
-    expected = _paddings(files, size, end)
+    expected = partition_paddings(size, end, files.world_size)
+    if _is_wrapper(files):  # all of them on the last rank, even where they begin before it
+        expected = (*([0] * (files.world_size - 1)), files.world_size * size - end)
     counts = {optim.at("partition_count").at(index).natural() for optim in files.optims}
     if len(sizes) > 1 or paddings != expected or size * files.world_size < end or counts != {files.world_size}:
         raise MergeError(
@@ -264,15 +255,12 @@ def _group(files: RankFiles, index: int, shapes: list[Shape], round_robin: bool)
             f"{list(paddings)} on {counted(files.world_size, 'rank')} cannot hold the {counted(end, 'element')} of "
             "its parameters; files of different saves are mixed, or the layout is unknown"
         )
-    return _Group(_in_group_order(layout, gaps, round_robin, files.world_size), layout, size, paddings)
-
-
-def _paddings(files: RankFiles, size: int, end: int) -> tuple[int, ...]:
-    """Return the padding of each rank, as DeepSpeed counts the elements behind the last parameter."""
-    ranks = files.world_size
-    if _is_wrapper(files):  # all of them on the last rank, even where they begin before it
-        return (*([0] * (ranks - 1)), ranks * size - end)
-    return partition_paddings(size, end, ranks)
+    return GroupFacts(
+        params=tuple(shape.fqn for shape in (in_group_order(shapes, files.world_size) if round_robin else shapes)),
+        layout=layout,
+        partition_size=size,
+        group_paddings=paddings,
+    )
 
 
 def _gaps(files: RankFiles, index: int, count: int) -> tuple[int, ...]:
@@ -286,36 +274,17 @@ def _gaps(files: RankFiles, index: int, count: int) -> tuple[int, ...]:
     return found.pop()
 
 
-def _in_group_order(
-    layout: tuple[tuple[Shape, int], ...], gaps: tuple[int, ...], round_robin: bool, world_size: int
-) -> tuple[tuple[Shape, int], ...]:
-    """Return the parameters in the param group's order, with the offsets that DeepSpeed writes into its mappings.
-
-    Without gaps, DeepSpeed maps round-robin parameters as if they lay in the group's order."""
-    if not round_robin:
-        return layout
-    placed = in_group_order(layout, world_size)
-    if any(gaps):
-        return tuple(placed)
-    starts = accumulate((shape.numel for shape, _ in placed), initial=0)
-    return tuple((shape, start) for (shape, _), start in zip(placed, starts, strict=False))
-
-
-def _check_mappings(files: RankFiles, groups: Sequence[_Group]) -> None:
-    for rank, optim in enumerate(files.optims):
-        for index, group in enumerate(groups):
-            nest = optim.at("param_slice_mappings").at(index)
-            found = [(fqn, *_address(address)) for fqn, address in nest.items()]
-            expected = [
-                (piece.fqn, piece.offset, piece.stop - piece.start) for piece in group.pieces(group.params, rank)
-            ]
-            if found != expected:
-                pairs = zip([*found, None], [*expected, None], strict=False)
-                one, other = next(pair for pair in pairs if pair[0] != pair[1])
-                raise MergeError(
-                    f"{nest.where} contradicts param_shapes and round_robin_gradients in {files.model.where}, so the "
-                    f"parameters cannot be located: (name, start, elements) {one} instead of {other}"
-                )
+def _check_mapping(files: RankFiles, rank: int, index: int, pieces: Sequence[Piece]) -> None:
+    nest = files.optims[rank].at("param_slice_mappings").at(index)
+    found = [(fqn, *_address(address)) for fqn, address in nest.items()]
+    expected = [(piece.fqn, piece.offset, piece.stop - piece.start) for piece in pieces]
+    if found != expected:
+        pairs = zip([*found, None], [*expected, None], strict=False)
+        one, other = next(pair for pair in pairs if pair[0] != pair[1])
+        raise MergeError(
+            f"{nest.where} contradicts param_shapes and round_robin_gradients in {files.model.where}, so the "
+            f"parameters cannot be located: (name, start, elements) {one} instead of {other}"
+        )
 
 
 def _address(nest: Nest) -> tuple[int, int]:
@@ -325,41 +294,13 @@ def _address(nest: Nest) -> tuple[int, int]:
     return plain.at("start").natural(), plain.at("numel").natural()
 
 
-def _facts(files: RankFiles, groups: Sequence[_Group], round_robin: bool) -> dict[str, Any]:
-    paddings = files.optims[0].get("param_alignment_paddings")
-    return {
-        "zero_optimizer": "BF16_Optimizer" if _is_wrapper(files) else "DeepSpeedZeroOptimizer",
-        "partition_count": [files.world_size] * len(groups),
-        "nccl_start_alignment_factor": 2,
-        "round_robin_gradients": round_robin,
-        "param_alignment_paddings": [list(paddings.at(i).naturals()) for i in range(len(groups)) if paddings],
-        "param_groups": [
-            {
-                "params": [shape.fqn for shape, _ in group.params],
-                "layout": [
-                    {"fqn": shape.fqn, "offset": offset, "numel": shape.numel} for shape, offset in group.layout
-                ],
-                "flat_numel": group.size * files.world_size,
-                "partition_size": group.size,
-                "group_paddings": list(group.paddings),
-            }
-            for group in groups
-        ],
-    }
-
-
 def read_zero3(files: RankFiles) -> OptimizerContents:
     """Read the optimizer files of ZeRO-3. MergeError, UnsupportedError, DamagedError."""
     _refuse_variants(files)
     bases = [optim.at("optimizer_state_dict") for optim in files.optims]
-    require_same_groups(bases)
-    hyper, shapes = base_groups(bases[0]), param_shapes(files.model)
+    require_equal(bases, "param_groups", lambda base: comparable(base.at("param_groups").value))
+    hyper, shapes = base_groups(bases[0], files.model), param_shapes(files.model)
     home = {index: group for group, (indices, _) in enumerate(hyper) for index in indices}
-    if sorted(home) != list(range(len(shapes))):
-        raise MergeError(
-            f"{bases[0].where} has {len(home)} flat partitions, but {files.model.where} has {len(shapes)}; name "
-            "another tag"
-        )
     out = OptimizerContents(groups=[{"params": [], "hyper": values} for _, values in hyper])
     sub_groups = []
     for index, sub_group in enumerate(shapes):
@@ -379,11 +320,9 @@ def read_zero3(files: RankFiles) -> OptimizerContents:
         fqns = [shape.fqn for shape in sub_group]
         out.groups[home[index]]["params"] += fqns
         out.add_state(fqns, state)
-        sub_groups.append(
-            {"params": fqns, "param_group": home[index], "partition_numels": parts, "flat_numel": sum(parts)}
-        )
+        sub_groups.append({"params": fqns, "param_group": home[index], "partition_numels": parts})
     out.facts = {
-        "zero_optimizer": "DeepSpeedZeroOptimizer_Stage3",
+        "zero_optimizer": ZERO_3,
         "partition_count": files.world_size,
         "param_groups": [{"params": list(group["params"])} for group in out.groups],
         "sub_groups": sub_groups,
@@ -417,11 +356,10 @@ def _refuse_swapped(
                 ranks[other], placed, held[rank], held[other]
             ):
                 continue
-            for block in {ranks[one][slot].block for one in (rank, other) for slot in _MOMENTS if slot in ranks[one]}:
-                require_block(block)
-            raise MergeError(
+            refuse(
+                {ranks[one][slot].block for one in (rank, other) for slot in _MOMENTS if slot in ranks[one]},
                 f"{files[rank]} has moments where rank {rank} holds only padding, and {files[other]} has zeros there: "
-                "the optimizer files of these ranks were exchanged. Copy the checkpoint again, or restore their names"
+                "the optimizer files of these ranks were exchanged. Copy the checkpoint again, or restore their names",
             )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from merger.checkpoint import IMPORTED_WITH, Checkpoint, RunStates, read_run_states, require_whole, with_problems
 from merger.io.blocks import Block, Damage, Extent, StoredFragment, put_together, xxh3
-from store.catalog import Catalog, open_catalog
+from store.catalog import open_catalog
 from store.certificate import CertifiedUnit, certify, imported_as_found
 from store.encoding import itemsize
 from store.errors import DamagedError, MergeError, StorageError
@@ -35,8 +35,17 @@ class StoreSource:
         save = None if step is None else self._save(step)
         known = {flaw.bad for flaw in flaws if flaw.store == self.root}
         while True:
-            resolution, passed_over = _resolution(self.catalog, save, known)
-            states, _ = read_run_states(self.catalog.files, resolution.run_parts)
+            try:
+                resolution, passed_over = (
+                    newest_resumable(self.catalog, known) if save is None else (resolve(self.catalog, save, known), ())
+                )
+            except (DamagedError, StorageError) as error:
+                if save is None:
+                    raise
+                raise MergeError(
+                    f"commit {save} cannot be rebuilt: {error}; name no save to merge the newest one that can"
+                ) from error
+            states = read_run_states(self.catalog.files, resolution.run_parts)
             if states is not None:
                 break
             known.add(RejectedVersion(resolution.manifest.save))
@@ -52,7 +61,12 @@ class StoreSource:
 
     def _checkpoint(self, resolution: Resolution, states: RunStates, passed_over: tuple[str, ...]) -> Checkpoint:
         manifest = resolution.manifest
-        _require_frozen(manifest.save, resolution.run_parts[0].facts.get(LEFT_OUT))
+        if left_out := resolution.run_parts[0].facts.get(LEFT_OUT):
+            raise MergeError(
+                f"commit {manifest.save} was saved with `frozen: skip`, so {len(left_out)} frozen parameters "
+                f"({left_out[0]}, ...) are not in the store. Resume with the training script and save the model there, "
+                "or train with `frozen: save`"
+            )
         certificate = certify(resolution)
         units = tuple(replace(unit, source=str(self.root)) for unit in certificate.units)
         stored = resolution.index.names().values()
@@ -82,7 +96,12 @@ class StoreSource:
             stored_steps=_stored_steps(manifest.tensors, units, scalars),
         )
         require_whole(checkpoint)
-        return with_problems(checkpoint, [*_imported_implausible(resolution), *states.problems])
+        implausible = [
+            f"layer {record.layer}: {record.reason.removeprefix(IMPORTED_WITH)} in {record.slot} when it was imported"
+            for record in (version.record for version in resolution.versions.values())
+            if record.reason.startswith(IMPORTED_WITH)
+        ]
+        return with_problems(checkpoint, [*implausible, *states.problems])
 
     def _extent(self, source: Source) -> Extent:
         part, entry = source.part, source.entry
@@ -101,16 +120,6 @@ class StoreSource:
         return Extent(entry.fqn, entry.slot, entry.start, entry.stop, entry.dtype, block, 0, entry.box)
 
 
-def _imported_implausible(resolution: Resolution) -> list[str]:
-    """Return a line for each unit that was imported with values that no healthy training state holds."""
-    records = [version.record for version in resolution.versions.values()]
-    return [
-        f"layer {record.layer}: {record.reason.removeprefix(IMPORTED_WITH)} in {record.slot} when it was imported"
-        for record in records
-        if record.reason.startswith(IMPORTED_WITH)
-    ]
-
-
 def _stored_steps(
     tensors: Mapping[str, TensorRecord], units: Iterable[CertifiedUnit], scalars: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, float]:
@@ -124,23 +133,3 @@ def _stored_steps(
         for fqn, kept in scalars.items()
         if "step" in kept and fqn in tensors and tensors[fqn].layer in ages
     }
-
-
-def _require_frozen(save: SaveId, left_out: list[str] | None) -> None:
-    if left_out:
-        raise MergeError(
-            f"commit {save} was saved with `frozen: skip`, so {len(left_out)} frozen parameters ({left_out[0]}, ...) "
-            "are not in the store. Resume with the training script and save the model there, or train with `frozen: "
-            "save`"
-        )
-
-
-def _resolution(catalog: Catalog, save: SaveId | None, bad: Set[RejectedVersion]) -> tuple[Resolution, tuple[str, ...]]:
-    if save is None:
-        return newest_resumable(catalog, bad)
-    try:
-        return resolve(catalog, save, bad), ()
-    except (DamagedError, StorageError) as error:
-        raise MergeError(
-            f"commit {save} cannot be rebuilt: {error}; name no save to merge the newest one that can"
-        ) from error

@@ -79,14 +79,28 @@ def read_pt(
         records = read_records_from(cast("BinaryIO", window), path)
         found = [replace(one, offset=start + one.offset) for one in records]
         structure = _check_structure(files, name, found)
-        blocks = {one.offset - start: _block(files, name, one) for one in found if _is_data(one)}
+        blocks = {
+            one.offset - start: Block(
+                files, name, one.offset, one.nbytes, Crc32, f"{one.crc:08x}", f"{path}, record {one.name}"
+            )
+            for one in found
+            if _is_data(one)
+        }
         alike = None if tensors is None else tensors.get(structure)
         if alike is not None and [one.nbytes for one in blocks.values()] == [alike.block.nbytes]:
             block = next(iter(blocks.values()))
             return replace(alike, block=block, where=block.name), ""
         _refuse_classes(str(path), structure)
         window.seek(0)
-        value = _Converter(str(path), blocks).of(_load(window, path))
+        try:
+            with (
+                torch.serialization.safe_globals([(kind, known) for known, kind in STAND_INS.items()]),
+                FakeTensorMode(),
+            ):
+                loaded = torch.load(cast("BinaryIO", window), map_location="cpu", weights_only=True)
+        except UNPICKLING_ERRORS as error:
+            raise DamagedError(f"{path} does not hold what torch.save writes: {error}") from error
+        value = _Converter(str(path), blocks).of(loaded)
     if tensors is not None and isinstance(value, FileTensor):
         tensors[structure] = value
     return value, found[0].name.partition("/")[0]
@@ -94,11 +108,6 @@ def read_pt(
 
 def _is_data(record: Record) -> bool:
     return record.name.split("/", 1)[-1].startswith("data/")
-
-
-def _block(files: LocalFiles, name: str, record: Record) -> Block:
-    what = f"{files.root / name}, record {record.name}"
-    return Block(files, name, record.offset, record.nbytes, Crc32, f"{record.crc:08x}", what)
 
 
 def _check_structure(files: LocalFiles, name: str, found: list[Record]) -> bytes:
@@ -145,15 +154,6 @@ def _refuse_classes(path: str, structure: bytes, others: str = "") -> None:
         raise DamagedError(f"{path}: data.pkl is not a pickle: {error}") from error
 
 
-def _load(file: Any, path: Path) -> Any:
-    allowed: list[Any] = [(kind, name) for name, kind in STAND_INS.items()]
-    try:
-        with torch.serialization.safe_globals(allowed), FakeTensorMode():
-            return torch.load(file, map_location="cpu", weights_only=True)
-    except UNPICKLING_ERRORS as error:
-        raise DamagedError(f"{path} does not hold what torch.save writes: {error}") from error
-
-
 class _Converter:
     """Converts the nest of one file; tensors become places in it. Shared parts stay shared.
 
@@ -161,8 +161,7 @@ class _Converter:
 
     def __init__(self, path: str, blocks: Mapping[int, Block]) -> None:
         self._path, self._blocks = path, blocks
-        self._seen: dict[int, Any] = {}
-        self._alive: list[Any] = []
+        self._seen: dict[int, tuple[Any, Any]] = {}  # of each value by its id; what is kept keeps its id
 
     def of(self, value: Any) -> Any:
         try:
@@ -172,9 +171,8 @@ class _Converter:
 
     def _of(self, value: Any) -> Any:
         if id(value) not in self._seen:
-            self._seen[id(value)] = self._new(value)
-            self._alive.append(value)  # keeps ids unique
-        return self._seen[id(value)]
+            self._seen[id(value)] = value, self._new(value)
+        return self._seen[id(value)][1]
 
     def _new(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

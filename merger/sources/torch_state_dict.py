@@ -274,7 +274,14 @@ def optimizer_file(folder: Path) -> str | None:
 
 def read_state(path: Path) -> TrainingState:
     """Read a file of ``torch.save`` with model and optimizer, or a folder with the optimizer beside the weights."""
-    return _read_file(path) if path.is_file() else _read_folder(path)
+    if path.is_file():
+        return _read_file(path)
+    name, model, notes = optimizer_file(path) or "", _weights(path, LocalFiles(path)), list[str]()
+    nest = Nest(read_pt(LocalFiles(path), name)[0], str(path / name))
+    found = named_groups(nest, model, lambda: _known_names(path, notes))
+    state = TrainingState(path, "torch", model, *found, {}, notes=notes)
+    add_folder_values(state)
+    return state
 
 
 def _read_file(path: Path) -> TrainingState:
@@ -299,15 +306,6 @@ def _take_objects(state: TrainingState) -> None:
         name = key.removesuffix("_state_dict")
         if name in _OBJECTS and isinstance(state.others[key], Mapping):
             state.objects[name] = None, state.others.pop(key)
-
-
-def _read_folder(folder: Path) -> TrainingState:
-    name, model, notes = optimizer_file(folder) or "", _weights(folder, LocalFiles(folder)), list[str]()
-    nest = Nest(read_pt(LocalFiles(folder), name)[0], str(folder / name))
-    found = named_groups(nest, model, lambda: _known_names(folder, notes))
-    state = TrainingState(folder, "torch", model, *found, {}, notes=notes)
-    add_folder_values(state)
-    return state
 
 
 def _weights(folder: Path, files: LocalFiles) -> Mapping[str, StoredTensor]:

@@ -111,7 +111,6 @@ class DcpFile:
             raise read_back_error(path)
 
     def _planned(self) -> list[tuple[Record, PlannedTensor]]:
-        """Return the planned tensors, with their records."""
         pairs = zip(self.blobs, self.items, strict=True)
         return [(blob.planned, item.value) for blob, item in pairs if blob.planned is not None]
 
@@ -144,7 +143,6 @@ class DcpMetadata(VerbatimFile):
 
 
 def _write(file: BinaryIO, value: Any, path: Path) -> _Blob:
-    """Append a blob."""
     start = file.seek(0, os.SEEK_END)
     if isinstance(value, PlannedTensor):
         with torch.serialization.skip_data(materialize_fake_tensors=True):

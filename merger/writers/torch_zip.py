@@ -36,12 +36,9 @@ class PtFile:
 
     value: Any
     classes: Sequence[Any] = ()  # other classes in it, which a reader with ``weights_only=True`` must allow
-    _literals: dict[int, int] = field(default_factory=dict, init=False)
-    """CRC-32 of the tensors written with the file, by offset."""
-    _data: tuple[tuple[int, int], ...] = field(default=(), init=False)
-    """(offset, bytes) of all tensors, in the order of the file."""
-    _rest: tuple[int, int] = field(default=(0, 0), init=False)
-    """Size of the file, and CRC-32 of everything but tensors, as last written."""
+    _literals: dict[int, int] = field(default_factory=dict, init=False)  # CRC-32 of its own tensors, by offset
+    _data: tuple[tuple[int, int], ...] = field(default=(), init=False)  # (offset, bytes) of all tensors, in order
+    _rest: tuple[int, int] = field(default=(0, 0), init=False)  # size, and CRC-32 of everything but tensors
 
     def tensors(self) -> Iterable[PlannedTensor]:
         return {id(leaf): leaf for leaf in self._leaves if isinstance(leaf, PlannedTensor)}.values()
@@ -212,11 +209,11 @@ def read_records_from(file: BinaryIO, path: Path) -> list[Record]:
             for info in directory.infolist():
                 if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
                     raise DamagedError(f"{path}: record {info.filename} is compressed, which torch.save never does")
-                offset = info.header_offset + _header_size(file, info.header_offset, path)
+                offset = info.header_offset + _size_of(file, info.header_offset, path, _LOCAL, "<26x2H")
                 if offset + info.file_size > directory.start_dir:
                     raise DamagedError(f"{path}: record {info.filename} ends beyond the file's data")
                 found.append(Record(info.filename, offset, info.file_size, info.CRC, info.header_offset, entry))
-                entry += _entry_size(file, entry, path)
+                entry += _size_of(file, entry, path, _ENTRY, "<28x3H12x")
             return found
     except (zipfile.BadZipFile, struct.error, NotImplementedError, ValueError, OverflowError) as error:
         raise DamagedError(f"{path} is damaged, or in another format than torch.save's since 1.6: {error}") from error
@@ -229,11 +226,13 @@ def read_records_from(file: BinaryIO, path: Path) -> list[Record]:
 def patch_checksum(file: BinaryIO, record: Record, crc: int) -> None:
     """Set a record's CRC-32 at all its places in a file open for reading and writing."""
     value = struct.pack("<I", crc)
-    _write(file, record.entry + 16, value)
+    file.seek(record.entry + 16)
+    file.write(value)
     file.seek(record.header)
     flags = struct.unpack("<4sHH", file.read(8))[2]
     if not flags & 8:
-        _write(file, record.header + 14, value)
+        file.seek(record.header + 14)
+        file.write(value)
         return
     file.seek(record.offset + record.nbytes)
     if file.read(4) != _DESCRIPTOR:
@@ -241,24 +240,10 @@ def patch_checksum(file: BinaryIO, record: Record, crc: int) -> None:
     file.write(value)
 
 
-def _write(file: BinaryIO, offset: int, data: bytes) -> None:
+def _size_of(file: BinaryIO, offset: int, path: Path, begins: bytes, lengths: str) -> int:
+    """Return the bytes of a zip structure: its fixed part, and the parts behind it whose ``lengths`` are in that."""
     file.seek(offset)
-    file.write(data)
-
-
-def _header_size(file: BinaryIO, offset: int, path: Path) -> int:
-    file.seek(offset)
-    head = file.read(30)
-    if head[:4] != _LOCAL:
-        raise DamagedError(f"{path} has no zip record at byte {offset}")
-    name, extra = struct.unpack("<HH", head[26:30])
-    return 30 + int(name) + int(extra)
-
-
-def _entry_size(file: BinaryIO, offset: int, path: Path) -> int:
-    file.seek(offset)
-    head = file.read(46)
-    if head[:4] != _ENTRY:
-        raise DamagedError(f"{path} has no zip directory entry at byte {offset}")
-    name, extra, comment = struct.unpack("<HHH", head[28:34])
-    return 46 + int(name) + int(extra) + int(comment)
+    head = file.read(struct.calcsize(lengths))
+    if head[:4] != begins:
+        raise DamagedError(f"{path} has no zip record or directory entry at byte {offset}")
+    return len(head) + sum(map(int, struct.unpack(lengths, head)))

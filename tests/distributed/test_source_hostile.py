@@ -275,7 +275,7 @@ def test_ranks_that_count_otherwise(copy: Callable[[str], Path]) -> None:
     path = tag(root) / OPTIM[ZERO1].format(1)
     for step in (torch.tensor(2.0), torch.tensor(3, dtype=torch.int64), 10**30):
         edited(path, lambda value, step=step: _states(value)[1].update(step=step))
-        refused(root, MergeError, "differ, so they are of different saves")
+        refused(root, MergeError, "differ in scalars, so they are of different saves")
 
 
 def _states(value: dict[str, Any]) -> dict[int, Any]:

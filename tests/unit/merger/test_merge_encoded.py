@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import merger.io.blocks
 import merger.io.transfer
 from merger.import_checkpoint import import_checkpoint, plan_import
 from merger.io.output_dir import CERTIFICATE
@@ -117,7 +118,7 @@ def test_every_stored_byte_is_read_once_and_a_base_with_each_difference(store: P
     raw = PlainStore(store.root.parent / "raw")
     raw.save(10)
     request = Request(raw.root)
-    assert plan.memory(1) > plan_merge(open_request(request), request).memory(1) == 2 * merger.io.transfer.CHUNK
+    assert plan.memory(1) > plan_merge(open_request(request), request).memory(1) == 2 * merger.io.blocks.READ
 
 
 def test_versions_stored_in_different_ways_make_one_checkpoint(store: PlainStore, tmp_path: Path) -> None:

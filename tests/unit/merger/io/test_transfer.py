@@ -9,10 +9,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import merger.io.blocks
 import merger.io.output_file
-import merger.io.transfer
 from merger.checkpoint import PlannedTensor
-from merger.io.transfer import CHUNK, TransferPlan, TransferResult, transfer
+from merger.io.blocks import READ
+from merger.io.transfer import TransferPlan, TransferResult, transfer
 from tests.support.extents import DTYPES, Spread, all_of, require_transferred, run_transfer, values, wanted
 
 
@@ -26,7 +27,7 @@ def test_cast_between_all_dtypes_in_small_chunks(
     spread.tensor("a", elements, before=13)
     content = [[(5, all_of("a", elements, target))]]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(merger.io.transfer, "CHUNK", 96)
+        patch.setattr(merger.io.blocks, "READ", 96)
         require_transferred(spread, content, *run_transfer(spread, content, workers=workers))
 
 
@@ -40,22 +41,22 @@ def test_an_element_may_lie_in_two_chunks(spread: Spread, gap: int, target: torc
     content = [[(0, all_of("a", one, target)), (1000, all_of("b", two, target))]]
     for chunk in (16, 20, 64):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(merger.io.transfer, "CHUNK", chunk)
+            patch.setattr(merger.io.blocks, "READ", chunk)
             require_transferred(spread, content, *run_transfer(spread, content))
 
 
 def test_a_block_of_several_chunks_at_an_unaligned_offset(spread: Spread) -> None:
-    elements = values(CHUNK // 4 * 2 + 12345, torch.float32, 3)
+    elements = values(READ // 4 * 2 + 12345, torch.float32, 3)
     spread.tensor("a", elements, before=3)
     content = [
         [(7, all_of("a", elements))],
         [(64, all_of("a", elements, torch.bfloat16))],
-        [(1, wanted(CHUNK // 4 + 2, torch.float32, ("a", CHUNK // 8 + 1, CHUNK // 4, 1)))],
+        [(1, wanted(READ // 4 + 2, torch.float32, ("a", READ // 8 + 1, READ // 4, 1)))],
     ]
     reported: list[int] = []
     paths, moved = run_transfer(spread, content, reported=reported)
     require_transferred(spread, content, paths, moved)
-    assert reported == [CHUNK, CHUNK, 4 * elements.numel() - 2 * CHUNK]
+    assert reported == [READ, READ, 4 * elements.numel() - 2 * READ]
 
 
 @pytest.mark.parametrize("workers", [1, 4])
@@ -142,7 +143,7 @@ def test_random_layouts(
             offset += stored.nbytes + gap
         content.append(places)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(merger.io.transfer, "CHUNK", chunk)
+        patch.setattr(merger.io.blocks, "READ", chunk)
         patch.setattr(merger.io.output_file, "OPEN_FILES", 2)
         reported: list[int] = []
         paths, moved = run_transfer(spread, content, workers=workers, reported=reported)

@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from merger.io.blocks import Block, Extent
-from merger.io.transfer import CHUNK
+from merger.io.blocks import READ, Block, Extent
 from store.errors import DamagedError, StorageError
 from tests.support.extents import Spread, all_of, require_transferred, run_transfer, some_flaw, values
 
 
 @pytest.mark.parametrize("workers", [1, 4])
-@pytest.mark.parametrize("place", [0, CHUNK + 5, 2 * CHUNK + 99])
+@pytest.mark.parametrize("place", [0, READ + 5, 2 * READ + 99])
 def test_damage_is_an_error_if_no_older_version_can_replace_the_block(spread: Spread, place: int, workers: int) -> None:
-    elements = values(CHUNK // 4 * 2 + 100, torch.float32, 6)
+    elements = values(READ // 4 * 2 + 100, torch.float32, 6)
     block = spread.tensor("a", elements, before=50)
     spread.damage(block, place)
     with pytest.raises(DamagedError, match=rf"bytes 50 to {50 + block.nbytes} of source-0"):
@@ -27,11 +26,11 @@ def test_damage_is_an_error_if_no_older_version_can_replace_the_block(spread: Sp
 
 @pytest.mark.parametrize("workers", [1, 4])
 @pytest.mark.parametrize("crc", [False, True])
-@pytest.mark.parametrize("place", [0, 2 * CHUNK + 99])
+@pytest.mark.parametrize("place", [0, 2 * READ + 99])
 def test_damage_is_collected_if_an_older_version_can_replace_the_block(
     spread: Spread, place: int, workers: int, crc: bool
 ) -> None:
-    elements = values(CHUNK // 4 * 2 + 100, torch.float32, 7)
+    elements = values(READ // 4 * 2 + 100, torch.float32, 7)
     flaw = some_flaw(spread.root)
     bad = spread.tensor("bad", elements, crc=crc, flaw=flaw)
     others = {f"good{i}": values(1000 + i, torch.float32, i) for i in range(6)}

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import merger.io.transfer
+import merger.io.blocks
 from merger.io.output_file import Hole
 from merger.io.transfer import plan_transfer, transfer
 from store.errors import UsageError
@@ -21,7 +21,7 @@ def moved(spread: Spread, elements: torch.Tensor, target: torch.dtype, *, stays_
     out = spread.root / "out"
     out.write_bytes(bytes(stored.nbytes))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(merger.io.transfer, "CHUNK", 64)
+        patch.setattr(merger.io.blocks, "READ", 64)
         found = transfer(plan_transfer(spread.index, [(0, Hole(0, stored))]), [out], 2, lambda _: None)
     assert bool(found.flaws) != bool(found.pieces)
     return torch.frombuffer(bytearray(out.read_bytes()), dtype=target)
