@@ -26,7 +26,7 @@ _PATIENCE = ObjectOptions(retry_seconds=15.0)  # shorter retries than a job's, b
 _TRIES = 4  # attempts to read a store that changes meanwhile
 
 
-def open_store(root: Path, options: ObjectOptions = _PATIENCE) -> Catalog:
+def open_store(root: Path, options: ObjectOptions | None = _PATIENCE) -> Catalog:
     """Open the catalog of the store at ``root``; ``options`` are those of a bucket.
 
     Raises NoStoreError if there is no store, NothingToResumeError if its head record is damaged."""
