@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from deploy.simulate.simulation import Simulation, Summary, Terms
 
 
-TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE", help="Drift trace of a job, STORE.trace.jsonl.")]
 PolicyOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -52,7 +51,7 @@ _LARGEST = 1e18  # largest accepted number, so that the product of two stays fin
 
 
 def simulate(
-    trace: TraceArgument,
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="Drift trace of a job, STORE.trace.jsonl.")],
     *,
     policy: PolicyOption = None,
     mtbf: MtbfOption = None,
