@@ -7,7 +7,6 @@ The training thread updates the metrics, with three exceptions: series of layers
 since there are many; free space on the store's disk is read in another, since a file server that hangs would block any
 other; and the time of a step is computed at each scrape. A reader of the registry sees all events so far."""
 
-import errno
 import logging
 import os
 import threading
@@ -27,8 +26,8 @@ from monitor.events import SaveListener, unexpected
 from monitor.ledger import staleness_of
 from monitor.telemetry.layer_metrics import LayerMetrics
 from policies.anomaly import DriftReading
-from store.errors import ConfigError, NotFiniteError
-from store.metrics_server import EndpointSecurity, MetricsServer
+from store.errors import NotFiniteError
+from store.metrics_server import EndpointSecurity, ServedMetrics
 from store.names import WEIGHTS, Unit
 
 _log = logging.getLogger("driftpoint")
@@ -135,7 +134,7 @@ _TABLE = (
 )
 
 
-class Metrics(SaveListener):
+class Metrics(SaveListener, ServedMetrics):
     """Updates the metrics of a job from its events, and serves them after :meth:`serve`.
 
     layer_series: units with series of their own, see :mod:`monitor.telemetry.layer_metrics`. Ranks other than 0 count
@@ -148,10 +147,6 @@ class Metrics(SaveListener):
         self._metrics = {row.name: _make(row, self.registry) for row in _TABLE}
         self._first = rank == 0
         self.layers = LayerMetrics(self.gauge, self.counter, layer_series)
-        self._server: MetricsServer | None = None
-        self.port: int | None = None  # port of the endpoint, also after it closed; None without one
-        self.url: str | None = None  # URL of the endpoint
-        self.trouble: str | None = None  # why the endpoint could not be started, or None
 
     def counter(self, name: str) -> Counter:
         return cast(Counter, self._metrics[name])
@@ -176,21 +171,8 @@ class Metrics(SaveListener):
 
     def serve(self, host: str, port: int, security: EndpointSecurity | None = None) -> None:
         """Start the endpoint; ``port`` 0 chooses a free one. On failure, log a warning and continue without it."""
-        try:
-            self._server = MetricsServer(self.registry, host, port, security or EndpointSecurity())
-            self.port, self.url = self._server.port, self._server.url
-        except OSError as error:
-            self.trouble = f"port {port} is taken" if error.errno == errno.EADDRINUSE else f"cannot listen on {host}"
-            _log.warning(
-                "no metrics endpoint: cannot listen on %s port %d (%s). Training is not affected; "
-                "set `metrics: {port: ...}` to a free one",
-                host,
-                port,
-                error.strerror or error,
-            )
-        except ConfigError as error:
-            self.trouble = str(error)
-            _log.error("no metrics endpoint: %s. Training is not affected", error)
+        whose, todo = "of the job (training is not affected)", "set `metrics: {port: ...}` to a free one"
+        self._serve(host, port, security or EndpointSecurity(), whose, todo)
 
     @override
     def on_attach(self, event: events.AttachEvent) -> None:
@@ -335,9 +317,7 @@ class Metrics(SaveListener):
         if self._worker is not None:
             self._worker.stop()
             self._worker = None
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        super().close()
 
     def _later(self, update: Callable[[], None]) -> None:
         """Update series of many units in the background, in order."""
