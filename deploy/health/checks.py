@@ -20,22 +20,13 @@ from deploy.health.facts import (
     parse_time,
     shell_command,
 )
+from deploy.health.trace_reader import SKIPPED
 from deploy.store_status import Resume, StoreStatus
 from store.certificate import AS_FOUND
 from store.names import SaveId
 from store.text import listed
 
 _FEW_SAVES = 3  # full saves for which a disk should have space
-_REFUSED: Mapping[str, tuple[Level, str]] = {
-    "storage": ("look", "the store could not be claimed"),
-    "unreachable": ("bad", "a rank was later than the job's timeout, or is gone: restart the job"),
-    "disagree": ("bad", "the ranks are at different steps"),
-    "unsupported": ("bad", "the job changed after attach"),
-    "fenced": ("bad", "another job took over the store"),
-    "withheld": ("bad", "layers that were never saved contain NaN or Inf"),
-}
-"""Level and text for each reason why a decision began no save."""
-
 _LOG = "read the job's log: the disk may be full or read-only, or a rank may hang"
 
 
@@ -295,8 +286,8 @@ def check_saving(facts: Facts) -> Check:
         reasons = ", ".join(dict.fromkeys(job_status.failed))
         return Check(name, level, f"{plural(len(job_status.failed), 'save')} failed since", reasons, _LOG)
     newest = job_status.newest
-    refused = None if newest is None or newest.skipped is None else _REFUSED.get(newest.skipped)
-    if refused is not None:
+    refused = None if newest is None else SKIPPED.get(newest.skipped)
+    if refused is not None and refused[0] != "plain":
         return Check(name, refused[0], "none at the last decision", refused[1], _LOG)
     if job_status.job.observing:
         return Check(name, "look", "none: policy observe saves nothing", "it reports what would be saved", "")

@@ -1,11 +1,25 @@
 """Describe the newest state of a job in its drift trace."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Literal
 
 from store.names import Unit
 from store.trace import JobLine
+
+Severity = Literal["plain", "look", "bad"]
+
+SKIPPED: Mapping[str | None, tuple[Severity, str]] = {
+    "busy": ("plain", "the previous one was still being written"),
+    "withheld": ("bad", "layers that were never saved contain NaN or Inf"),
+    "storage": ("look", "the store could not be claimed"),
+    "unreachable": ("bad", "a rank was later than the job's timeout, or is gone: restart the job"),
+    "disagree": ("bad", "the ranks are at different steps"),
+    "unsupported": ("bad", "the job changed after attach"),
+    "fenced": ("bad", "another job took over the store"),
+}
+"""Why a decision began no save where it should have, and how bad that is."""
 
 
 @dataclass(frozen=True)

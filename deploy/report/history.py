@@ -13,8 +13,8 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
-from deploy.health.trace_reader import JobStatus, LastDecision, LastSave
-from deploy.report.incidents import Incident, Incidents, nonfinite_incident, restart_incident, skipped_incident
+from deploy.health.trace_reader import SKIPPED, JobStatus, LastDecision, LastSave
+from deploy.report.incidents import Incident, Incidents, nonfinite_incident, restart_incident
 from store.certificate import is_lossy
 from store.names import Unit
 from store.trace import (
@@ -311,8 +311,10 @@ class _Reader:
         if line.sick:
             names = [str(self._units[index]) for index in line.sick]
             current.append(nonfinite_incident("not finite", names, line.step, at))
-        if line.skipped is not None:
-            current += skipped_incident(line.skipped, line.step, at)
+        if line.skipped in SKIPPED:
+            severity, text = SKIPPED[line.skipped]
+            key = f"skipped {line.skipped}"
+            current.append(Incident("skipped", severity, f"no save: {text}", line.step, at, key=key))
         self._incidents.update(current, line.step)
         if line.preempted:
             text = "the job was preempted and saved what the grace period allowed"
