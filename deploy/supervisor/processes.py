@@ -8,7 +8,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,12 +46,17 @@ def handles_signal(pid: int, number: signal.Signals) -> bool:
 
 
 def processes_handling(top: int, number: signal.Signals) -> list[psutil.Process]:
-    """Return the processes in the tree of ``top`` that handle the signal, but none below such a process.
+    """Return the processes in the tree of ``top`` that handle the signal, but none below such a process or a daemon.
 
     Forked children (data-loader workers) inherit their parent's handler, and a launcher with a handler
     forwards the signal."""
     with suppress(psutil.NoSuchProcess):
-        return list(_walk_handling(psutil.Process(top), number))
+        process = psutil.Process(top)
+        if is_daemon(process):
+            return []
+        if handles_signal(top, number):
+            return [process]
+        return [one for child in process.children() for one in processes_handling(child.pid, number)]
     return []
 
 
@@ -118,17 +123,6 @@ def _runs(process: psutil.Process) -> bool:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
-
-
-def _walk_handling(process: psutil.Process, number: signal.Signals) -> Iterator[psutil.Process]:
-    if is_daemon(process):
-        return
-    if handles_signal(process.pid, number):
-        yield process
-        return
-    with suppress(psutil.NoSuchProcess):
-        for child in process.children():
-            yield from _walk_handling(child, number)
 
 
 @dataclass(frozen=True)
