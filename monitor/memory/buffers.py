@@ -47,7 +47,7 @@ class SharedMemoryBuffers:
         log_errors(lambda: clear_old(tier.base, wanted=without_versions))
         try:
             self.arena = Arena(tier, session.epoch, rank, self._versions, session.files)
-            for slot in slots_to_reserve(self.arena, kept):
+            for slot in self.arena.take_over(kept):
                 self.at(slot, nbytes)
         except (StoreError, OSError) as error:
             return str(error)
@@ -110,13 +110,6 @@ class SharedMemoryBuffers:
         arena, self.arena = self.arena, None
         if arena is not None:
             log_errors(partial(arena.close, remove=remove, unmap=not copying))
-
-
-def slots_to_reserve(arena: Arena, kept: SaveId | None) -> tuple[int, ...]:
-    """Take over the memory of earlier incarnations, except ``kept``. Return the payloads that need memory now."""
-    arena.take_over(kept)
-    # The memory of an older snapshot that is kept becomes the last payload later.
-    return arena.slots[: -1 if arena.spares(kept) else None]
 
 
 def log_errors(action: Callable[[], object]) -> None:

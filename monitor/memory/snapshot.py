@@ -32,7 +32,7 @@ from policies.base import Choice
 from store.encoding import encoding_named
 from store.errors import SaveError
 from store.memory.arena import Arena
-from store.memory.layout import VersionRecord, reader_of
+from store.memory.layout import VersionRecord
 from store.names import BUFFER, FROZEN, RAW, Fragment, SaveId, Unit
 from store.schema import Entry, ManifestRecord, MeasureRecord, PartRecord, StateTensor, digest, seal
 from store.segment import SegmentDraft
@@ -111,7 +111,8 @@ def seal_snapshot(version: Version) -> float:
         facts=dict(segment.facts),
     )
     head = None if version.head is None else version.head()
-    loan.arena.seal(loan.slot, VersionRecord(reader=reader_of(head), claim=version.claim, part=part, head=head))
+    reader = 1 if head is None else head.reader
+    loan.arena.seal(loan.slot, VersionRecord(reader=reader, claim=version.claim, part=part, head=head))
     return time.monotonic() - began
 
 

@@ -103,7 +103,7 @@ class Arena:
     ) -> None:
         self._tier = tier
         self._rank = rank
-        self._slots = SLOTS[:versions]
+        self.slots = SLOTS[:versions]
         self._maps: dict[int, mmap.mmap] = {}
         # Reads the store only here, while the job starts: a store that hangs later must not stop training.
         node = scan_node(tier)
@@ -118,17 +118,13 @@ class Arena:
         self._owner.mark(replica=replica)
         self._date()
 
-    @property
-    def slots(self) -> tuple[int, ...]:
-        return self._slots
-
     def files(self, slot: int) -> tuple[Path, Path]:
         """Return the paths of a slot's record and payload."""
         return self._place.record(self._rank, slot), self._place.payload(self._rank, slot)
 
     def holding(self, save: SaveId) -> int | None:
         """Return the slot that holds this version."""
-        return next((slot for slot in self._slots if version_in(self._place, self._rank, slot) == save), None)
+        return next((slot for slot in self.slots if version_in(self._place, self._rank, slot) == save), None)
 
     def room(self, slot: int, nbytes: int) -> mmap.mmap:
         """Drop the slot's version and return its memory of at least ``nbytes`` reserved bytes.
@@ -155,18 +151,18 @@ class Arena:
         """Remove the record, so that the payload is no version any more. Raises StorageError."""
         _remove([self._place.record(self._rank, slot)])
 
-    def take_over(self, keep: SaveId | None) -> None:
-        """Take over this rank's memory of earlier incarnations, except the version ``keep``. Raises StorageError."""
+    def take_over(self, keep: SaveId | None) -> Sequence[int]:
+        """Take over this rank's memory of earlier incarnations, except the version ``keep``. Raises StorageError.
+
+        Return the slots that need memory now: memory of ``keep`` on this node becomes the last one later."""
+        spared = False
         for old in self._older():
             for slot in SLOTS:
-                if keep is None or version_in(old, self._rank, slot) != keep:
+                if keep is not None and version_in(old, self._rank, slot) == keep:
+                    spared = True
+                else:
                     self._take(old, slot)
-
-    def spares(self, keep: SaveId | None) -> bool:
-        """Return whether an earlier incarnation's memory of this rank holds the version ``keep`` on this node."""
-        if keep is None:
-            return False
-        return any(version_in(old, self._rank, slot) == keep for old in self._older() for slot in SLOTS)
+        return self.slots[: -1 if spared else None]
 
     def take_rest(self, world_size: int) -> None:
         """Take over or remove all memory of earlier incarnations, once every rank has a version of this one.
@@ -221,7 +217,7 @@ class Arena:
         """Rename a payload to a free slot of this incarnation, or remove it if there is none."""
         _remove([old.record(self._rank, slot), old.unsealed(self._rank, slot)])
         payload = old.payload(self._rank, slot)
-        free = [one for one in self._slots if not self._place.payload(self._rank, one).exists()]
+        free = [one for one in self.slots if not self._place.payload(self._rank, one).exists()]
         with system_errors("take over", payload), suppress(FileNotFoundError):
             if free:
                 payload.rename(self._place.payload(self._rank, free[0]))
