@@ -79,7 +79,6 @@ class NodeJob:
 
     @property
     def died(self) -> bool:
-        """Return whether any process ended without unregistering."""
         return any(not one.alive and not one.clean for one in self.members.values())
 
     def apply(self, note: StatusUpdate, now: float) -> None:
@@ -208,7 +207,6 @@ class Node:
 
     @property
     def busy(self) -> bool:
-        """Return whether a rescue runs or waits."""
         return self._rescuer.busy
 
     def idle_seconds(self) -> float:

@@ -73,7 +73,6 @@ class Rescuer:
 
     @property
     def busy(self) -> bool:
-        """Return whether a rescue runs or waits."""
         return bool(self._requests)
 
     def ask(self, request: RescueRequest) -> None:

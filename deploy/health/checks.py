@@ -409,7 +409,6 @@ class Verdict:
 
     @property
     def concerns(self) -> tuple[Check, ...]:
-        """Return the checks that need attention, worst first."""
         found = [check for check in self.checks if check.level in ("look", "bad")]
         return tuple(sorted(found, key=lambda check: -ORDER.index(check.level)))
 

@@ -51,7 +51,6 @@ class Column:
     longest: float = 0.0
 
     def merge(self, other: "Column") -> None:
-        """Merge the following column into this one."""
         self.last_step = other.last_step
         self.decisions += other.decisions
         self.saves += other.saves
@@ -78,7 +77,6 @@ class Bins:
         self.saved, self.rounded, self.sick = np.zeros((3, 0, self.most), np.int64)
 
     def grow(self, units: int = 0, columns: int = 0) -> None:
-        """Append empty rows and columns."""
         more = ((0, units), (0, columns))
         self.drift = np.pad(self.drift, more, constant_values=np.nan)
         self.saved, self.rounded, self.sick = (np.pad(old, more) for old in (self.saved, self.rounded, self.sick))

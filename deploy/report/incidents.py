@@ -65,7 +65,6 @@ class Incidents:
         self._open.clear()
 
     def listed(self) -> tuple[Incident, ...]:
-        """Return the incidents, oldest first."""
         extra = max(0, len(self._found) - self._most)
         self.dropped += extra
         return tuple(self._found[extra:])

@@ -91,7 +91,6 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         train_dataloader: Any = None,
         **_: Any,
     ) -> None:
-        """Attach and resume."""
         for one in _callbacks_of_store(self.config):
             one.close(clean=False)  # left by a train() that failed
         scaler = getattr(optimizer, "scaler", None)

@@ -90,7 +90,6 @@ class SharedMemoryBuffers:
         return found
 
     def take_rest(self, world_size: int) -> None:
-        """Call :meth:`store.memory.arena.Arena.take_rest`, and log errors."""
         if self.arena is not None:
             log_errors(partial(self.arena.take_rest, world_size))
 

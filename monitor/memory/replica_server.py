@@ -198,7 +198,6 @@ class ReplicaServer:
                 connection.abort()
 
     def close(self) -> None:
-        """Stop listening and end all connections."""
         self._closing.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread

@@ -206,7 +206,6 @@ class SnapshotStager:
         self._last: _Placed | None = None
 
     def payload_bytes(self, local: Mapping[Unit, LocalUnit]) -> int:
-        """Return the bytes to reserve for a payload."""
         return self._placed(_moving(local)).end + _MARGIN
 
     def lend(self, local: Mapping[Unit, LocalUnit], arena: Arena, slot: int, allocate: Callable[[int], Any]) -> "Loan":
@@ -320,7 +319,6 @@ class Loan:
     memory: Any
 
     def buffers(self) -> dict[Unit, list[torch.Tensor]]:
-        """Return the buffers of each unit."""
         return {unit: _copies(places, self.memory) for unit, places in self.placed.by_unit.items()}
 
 

@@ -52,7 +52,6 @@ class DriftHistory:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of all signatures."""
         return sum(decision.values.nbytes for decision in self._decisions.values())
 
     def add(self, step: int, signatures: Sequence[Signature | None]) -> Compared:

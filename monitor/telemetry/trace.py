@@ -211,7 +211,6 @@ class TraceRecorder(SaveListener):
         self._put(lambda: line)
 
     def put_drawn(self, step: int, digest: str) -> None:
-        """Write a :class:`store.trace.DrawnLine`."""
         ranks = self._group.world_size
         line = traces.DrawnLine(step=step, seconds=self._seconds(), world_size=ranks, digest=digest)
         self._put(lambda: line)
@@ -234,7 +233,6 @@ class TraceRecorder(SaveListener):
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the signatures kept on this rank."""
         return 0 if self._history is None else self._history.memory_bytes
 
     def _put_job(self) -> None:

@@ -123,7 +123,6 @@ class Arena:
         return self._place.record(self._rank, slot), self._place.payload(self._rank, slot)
 
     def holding(self, save: SaveId) -> int | None:
-        """Return the slot that holds this version."""
         return next((slot for slot in self.slots if version_in(self._place, self._rank, slot) == save), None)
 
     def room(self, slot: int, nbytes: int) -> mmap.mmap:

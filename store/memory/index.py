@@ -50,7 +50,6 @@ class NodeIndex:
     others: tuple[HeldSnapshot, ...] = ()
 
     def everything(self) -> Iterator[HeldSnapshot]:
-        """Yield all snapshots."""
         for held in self.versions.values():
             yield from held.values()
         yield from self.others

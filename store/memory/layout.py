@@ -107,7 +107,6 @@ class Generation:
         return (*made, self.owner(rank))
 
     def ranks(self) -> list[int]:
-        """Return the ranks that have files here, sorted."""
         return sorted({rank for _, rank, _ in self.files()})
 
     def files(self) -> Iterator[tuple[Path, int, int | None]]:

@@ -181,7 +181,6 @@ class Bucket:
         self._retry("put", key, put)
 
     def replace(self, key: str, data: bytes) -> None:
-        """Put an object, replacing any other."""
         self._retry("put", key, lambda: self._lib.put(self._store, key, data, use_multipart=False))
 
     def get(self, key: str, limit: int) -> bytes | None:
