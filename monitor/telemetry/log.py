@@ -9,7 +9,6 @@ costs a few integers and no collective."""
 import dis
 import gc
 import logging
-import math
 import sys
 import threading
 import time
@@ -237,9 +236,8 @@ class MisuseNotices:
         self._framework_calls = _framework_calls(adapter, steps)
         self._said: set[str] = set()
         self._called, self._most = False, 0
-        self._entered: float | None = None  # when ``ckpt.step()`` began to wait for other ranks
-        # One of the ranks 0 and 1 has to wait for the other, or for a third. Set once all have decided.
-        self._met = threading.Event() if world_size > 1 and rank <= 1 else None
+        # One of the ranks 0 and 1 has to wait for the other, or for a third, until all have decided once.
+        self._may_wait = world_size > 1 and rank <= 1
         self.restart()
         adapter.before_update(self._before_update)
 
@@ -261,17 +259,17 @@ class MisuseNotices:
 
     def watched(self, action: Callable[[], StepReport | None]) -> StepReport | None:
         """Run the collective part of ``ckpt.step()``. Until all ranks have decided once, tell if it waits for long."""
-        if self._met is None:
+        if not self._may_wait:
             return action()
-        if self._entered is None:
-            threading.Thread(target=self._watch, args=(self._met,), name="driftpoint-watch", daemon=True).start()
-        self._entered = time.monotonic()
+        watch = threading.Timer(PATIENCE, self._warn_of_waiting)
+        watch.daemon = True
+        watch.start()
         try:
             report = action()
         finally:
-            self._entered = math.inf
+            watch.cancel()
         if report is not None and report.skipped != "unreachable":
-            self._end_watch()
+            self._may_wait = False
         return report
 
     def resumed(self, caller: FrameType | None, objects: Sequence[Any]) -> None:
@@ -283,8 +281,7 @@ class MisuseNotices:
             )
 
     def close(self) -> None:
-        """End the watch. Tell of a rank that never called ``ckpt.step()`` although it trained."""
-        self._end_watch()
+        """Tell of a rank that never called ``ckpt.step()`` although it trained."""
         if not self._called and self.updates > 1 and self._rank:
             text = "rank %d took %d optimizer steps without ckpt.step(): call it on every rank"
             _log.warning(text, self._rank, self.updates)
@@ -336,20 +333,10 @@ class MisuseNotices:
             self._said.add(text)
             _log.warning("%s", text)
 
-    def _end_watch(self) -> None:
-        met, self._met = self._met, None
-        if met is not None:
-            met.set()
-
-    def _watch(self, met: threading.Event) -> None:
-        while not met.wait(PATIENCE / 10):
-            if self._entered is not None and time.monotonic() - self._entered > PATIENCE:
-                text = (
-                    "rank %d waits in ckpt.step() for other ranks, for %.0f s by now: all ranks must call it after the "
-                )
-                text += "same optimizer steps, not rank 0 alone"
-                _log.warning(text, self._rank, PATIENCE)
-                return
+    def _warn_of_waiting(self) -> None:
+        self._may_wait = False
+        text = "rank %d waits in ckpt.step() for other ranks, for %.0f s by now: all ranks must call it after the same "
+        _log.warning(f"{text}optimizer steps, not rank 0 alone", self._rank, PATIENCE)
 
 
 def is_discarded(caller: FrameType | None) -> bool:
