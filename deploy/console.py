@@ -6,7 +6,7 @@ that a closed pipe (``| head``) is detected in one place."""
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,13 +41,6 @@ def answer(body: Mapping[str, Any], render: Callable[[Console], None], *, as_jso
         render(console)
     text = drawn.get()
     _write(text if console.is_terminal else "".join(f"{line.rstrip()}\n" for line in text.splitlines()))
-
-
-@contextmanager
-def stdout_to_stderr() -> Iterator[None]:
-    """Redirect stdout to stderr inside the block, because libraries (DeepSpeed) log to stdout."""
-    with redirect_stdout(sys.stderr):
-        yield
 
 
 def answer_error(kind: str, message: str, *, as_json: bool) -> None:

@@ -7,6 +7,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deploy.exit_codes import health
 from deploy.format import count_text, kind_text, plural
@@ -192,6 +193,16 @@ def written(manifest: ManifestRecord) -> int:
     """Return the payload bytes of a save's own segments."""
     own = manifest.groups.get(manifest.save.name)
     return 0 if own is None else own.payload_bytes
+
+
+def commit_json(manifest: ManifestRecord) -> dict[str, Any]:
+    """Return what the commands print of a commit with ``--json``."""
+    names = ("step", "epoch", "created", "framework", "policy", "world_size", "bytes_avoided")
+    return {
+        **{name: getattr(manifest, name) for name in names},
+        **{"save": manifest.save.name, "layers": len(manifest.layers), "parameters": parameters(manifest)},
+        **{"commits_ever": manifest.commits, "bytes_written": written(manifest)},
+    }
 
 
 def _resume(catalog: Catalog, problems: list[str]) -> tuple[Resume, ManifestRecord] | tuple[None, None]:

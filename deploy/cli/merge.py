@@ -3,10 +3,11 @@
 ``DamagedError`` has the exit code of a store that is damaged but resumable. A merge or an import that can work around
 damage succeeds; one that fails because of damage has no result, so its error becomes a NothingToResumeError.
 
-The merger is imported when the command runs, because it imports torch."""
+The merger is imported when the command runs, because it imports torch. Libraries (DeepSpeed) log to stdout."""
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -151,7 +152,7 @@ def merge(
     assert out is not None  # checked above
     from merger.merge import merge as run
 
-    with output.stdout_to_stderr(), damage_as_no_result(), byte_progress("Rebuilding") as progress:
+    with redirect_stdout(sys.stderr), damage_as_no_result(), byte_progress("Rebuilding") as progress:
         result = run(
             source,
             out,
@@ -305,7 +306,7 @@ def print_plan(request: "Request", out: Path | None, workers: int | None, *, as_
     from merger.io.output_dir import free_bytes
     from merger.plan import default_workers, draft_merge
 
-    with output.stdout_to_stderr():
+    with redirect_stdout(sys.stderr):
         draft = draft_merge(request, out)
     draft = replace(draft, errors=tuple(damage_error(error) for error in draft.errors))
     if request.recipe is None and not draft.sources:

@@ -12,7 +12,16 @@ from deploy import tables
 from deploy.console import DebugOption, JsonOption, StoreArgument
 from deploy.exit_codes import health
 from deploy.format import plural, resume_step_text, size_text
-from deploy.store_status import find_save, is_resumable, open_store, parameters, resume_kind, resume_step, written
+from deploy.store_status import (
+    commit_json,
+    find_save,
+    is_resumable,
+    open_store,
+    parameters,
+    resume_kind,
+    resume_step,
+    written,
+)
 from store.catalog import Catalog
 from store.certificate import Certificate, CertifiedUnit, certify_record, certify_stored
 from store.errors import DamagedError, StorageError
@@ -76,19 +85,12 @@ def _find(catalog: Catalog, wanted: str | None, problems: list[str]) -> tuple[Ma
 
 
 def _as_json(manifest: ManifestRecord, certificate: Certificate, reasons: Mapping[Unit, str]) -> dict[str, Any]:
-    nbytes, count = sum(unit.nbytes for unit in certificate.units), parameters(manifest)
+    nbytes = sum(unit.nbytes for unit in certificate.units)
     return {
         **certificate.as_json(),
-        "epoch": manifest.epoch,
-        "created": manifest.created,
-        "framework": manifest.framework,
-        "policy": manifest.policy,
-        "world_size": manifest.world_size,
-        "parameters": count,
+        **commit_json(manifest),
         "nbytes": nbytes,
-        "bytes_per_parameter": tables.bytes_per_parameter(nbytes, count),
-        "bytes_written": written(manifest),
-        "bytes_avoided": manifest.bytes_avoided,
+        "bytes_per_parameter": tables.bytes_per_parameter(nbytes, parameters(manifest)),
         "units": [_unit_json(unit, reasons) for unit in certificate.units],
     }
 
