@@ -4,7 +4,6 @@ The files have names of interrupted writes: a store ignores them, and pruning re
 file is opened, so a store in use is safe. Does not need root."""
 
 import errno
-import fcntl
 import os
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from deploy.format import size_text
 from deploy.store_status import bytes_below
 from store.errors import StorageError
 from store.location import mount_of
+from store.session import FileLock
 from store.storage.local import LocalFiles
 
 _SYNCHRONISE = (
@@ -143,13 +143,10 @@ def _locked(path: Path) -> Iterator[str | None]:
 
 
 def _lockable(path: Path) -> bool:
-    descriptor = os.open(path, os.O_RDWR)
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        FileLock(path, 0o600).release()
     except OSError:
         return False
-    finally:
-        os.close(descriptor)
     return True
 
 

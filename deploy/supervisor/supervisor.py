@@ -121,8 +121,10 @@ class Supervisor:
                 raise
             self._log.message(str(error))  # it could be started before: a disk or a machine that is short of something
             return _CANNOT_START, None
-        options = processes.StopOptions(self._options.grace, self._options.notice, self._others)
-        stopping = processes.ProcessStopper(child.pid, options, self._log.message)
+        grace, notice = self._options.grace, self._options.notice
+        stopping = processes.ProcessStopper(
+            child.pid, self._log.message, grace=grace, notice=notice, others=self._others
+        )
         code = self._watch(child, stopping)
         return code, stopping.exit_request(code)
 
