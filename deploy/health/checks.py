@@ -319,7 +319,7 @@ def check_memory(facts: Facts) -> Check:
 def check_finite(facts: Facts) -> Check:
     """Check that all layers are finite."""
     job_status = facts.current
-    if job_status is None or not job_status.decisions:
+    if job_status is None or job_status.newest is None:
         return Check("Finite", "plain", "unknown", "needs the drift trace")
     if job_status.sick:
         units = sorted(map(str, job_status.sick))

@@ -24,12 +24,10 @@ SKIPPED: Mapping[str | None, tuple[Severity, str]] = {
 
 @dataclass(frozen=True)
 class LastDecision:
-    """A decision. ``at`` is Unix time. ``measured``: whether units were, then or when its save was staged."""
+    """A decision. ``at`` is Unix time."""
 
     step: int
     at: float
-    sick: frozenset[Unit]
-    measured: bool
     skipped: str | None
 
 
@@ -49,8 +47,9 @@ class JobStatus:
 
     job: JobLine
     last_seen: float
-    decisions: Sequence[LastDecision]  # the last few, newest last; ``saves`` likewise
-    saves: Sequence[LastSave]
+    newest: LastDecision | None
+    sick: frozenset[Unit]  # with NaN or Inf at the last decision that measured, then or when its save was staged
+    saves: Sequence[LastSave]  # the last few, newest last
     failed: tuple[str, ...]  # reasons of the saves that failed since the newest commit
     step_seconds: float | None  # seconds per step, None if unknown
     decision_gap: float | None
@@ -58,20 +57,10 @@ class JobStatus:
     full_bytes: int  # raw bytes of a save of everything that changes
 
     @property
-    def newest(self) -> LastDecision | None:
-        return self.decisions[-1] if self.decisions else None
-
-    @property
     def save_gap(self) -> float | None:
         """Return the median seconds between commits, None with fewer than two."""
         gaps = [one.gap for one in self.saves if one.gap is not None]
         return median(gaps) if gaps else None
-
-    @property
-    def sick(self) -> frozenset[Unit]:
-        """Return the units with NaN or Inf at the last decision that measured."""
-        measured = next((one for one in reversed(self.decisions) if one.measured or one.sick), None)
-        return frozenset() if measured is None else measured.sick
 
     @property
     def next_gap(self) -> float | None:
