@@ -17,7 +17,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from typing_extensions import override
 
 from monitor import events
 from monitor.adapters.base import Adapter
@@ -69,7 +68,6 @@ class SaveLog(SaveListener):
         self._newest: SaveId | None = None  # commit
         self._observing = False
 
-    @override
     def on_measured(self, event: events.MeasuredEvent) -> None:
         if self._encodings_checked:
             return
@@ -80,7 +78,6 @@ class SaveLog(SaveListener):
         if unused:
             _log.warning("encoding: there is no slot %s; this job has %s", ", ".join(unused), ", ".join(sorted(slots)))
 
-    @override
     def on_decision(self, event: events.DecisionEvent) -> None:
         if self._rank != 0:
             return
@@ -107,7 +104,6 @@ class SaveLog(SaveListener):
                 event.step,
             )
 
-    @override
     def on_close(self, clean: bool, timeout: float) -> None:
         if self._rank == 0 and self._decisions and not self._commits:
             _log.error("this job ends without any commit in %s", self._store)
@@ -115,11 +111,9 @@ class SaveLog(SaveListener):
             text, newest = "the job ends, and its step %d is not committed to %s; %s", newest_text(self._newest)
             _log.warning(text, self._step, self._store, newest)
 
-    @override
     def on_step(self, step: int, at: float) -> None:
         self._step = step
 
-    @override
     def on_save_begin(self, event: events.SaveBeginEvent) -> None:
         if event.dry_run is not None:
             self._observing = True
@@ -132,7 +126,6 @@ class SaveLog(SaveListener):
                 sum(size.nbytes for size in event.sizes.values()),
             )
 
-    @override
     def on_commit(self, event: events.CommitEvent) -> None:
         self._commits += 1
         step, dropped = event.save.step, event.drawn.dropped
@@ -146,14 +139,12 @@ class SaveLog(SaveListener):
         level, late = (logging.WARNING, "preempted: ") if self._unfinished else (logging.INFO, "")
         _log.log(level, "%scommitted step %d: %d bytes, %.2f s", late, step, event.written_bytes, event.seconds)
 
-    @override
     def on_save_failed(self, event: events.SaveFailedEvent) -> None:
         text = f"the save of step %d failed ({newest_text(event.newest)}): %s"
         if self._rank != 0:
             text = f"rank {self._rank} could not write its segment of step %d: %s"
         _log.warning(text, event.step, event.error, exc_info=unexpected(event.error))
 
-    @override
     def on_resume(self, event: events.ResumeEvent) -> None:
         if self._rank != 0:
             return
@@ -178,7 +169,6 @@ class SaveLog(SaveListener):
         if event.fallbacks:
             _log.error("resume: %d layer slots fell back to an older version; see driftpoint show", event.fallbacks)
 
-    @override
     def on_preempted(self, event: events.PreemptedEvent) -> None:
         step, seconds = event.step, event.seconds
         self._held = step  # the messages below name what is lost

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
-from typing_extensions import override
 
 from monitor import events
 from monitor.background import BackgroundWorker
@@ -174,26 +173,21 @@ class Metrics(SaveListener, ServedMetrics):
         whose, todo = "of the job (training is not affected)", "set `metrics: {port: ...}` to a free one"
         self._serve(host, port, security or EndpointSecurity(), whose, todo)
 
-    @override
     def on_attach(self, event: events.AttachEvent) -> None:
         if self._first:
             self.on_epoch(event.epoch)
             self.gauge("attached_timestamp_seconds").set(time.time())
 
-    @override
     def on_epoch(self, epoch: int) -> None:
         self.gauge("epoch").set(epoch)
 
-    @override
     def on_step(self, step: int, at: float) -> None:
         if self._first:
             self._set_step(step)
 
-    @override
     def on_policy_failed(self, error: BaseException) -> None:
         self.counter("policy_failures").inc()
 
-    @override
     def on_measured(self, event: events.MeasuredEvent) -> None:
         self._later(partial(self._update_measured, event, frozenset(event.committed)))
 
@@ -207,13 +201,11 @@ class Metrics(SaveListener, ServedMetrics):
         self.layers.detect_spikes(event.step, _readings(drift, staleness))
         self.layers.update_health(decided.drift.keys(), [one.unit for one in decided.stats if not one.finite])
 
-    @override
     def on_decision(self, event: events.DecisionEvent) -> None:
         if self._first and event.skipped is not None:
             self.counter("saves_skipped").labels(event.skipped).inc()
         self.histogram("stall_seconds").observe(event.stall)
 
-    @override
     def on_save_begin(self, event: events.SaveBeginEvent) -> None:
         if event.dry_run is not None:
             full = sum(size.nbytes for size in event.sizes.values())
@@ -221,13 +213,11 @@ class Metrics(SaveListener, ServedMetrics):
             self.counter("observed_written_bytes").inc(event.dry_run_bytes)
             self.counter("observed_avoided_bytes").inc(max(0, full - event.dry_run_bytes))
 
-    @override
     def on_copy_wait(self, seconds: float) -> None:
         self.histogram("copy_wait_seconds").observe(seconds)
 
     on_snapshot_copy_wait = on_copy_wait
 
-    @override
     def on_commit(self, event: events.CommitEvent) -> None:
         drawn, manifest = event.drawn, event.drawn.manifest
         self.counter("saves").inc()
@@ -247,7 +237,6 @@ class Metrics(SaveListener, ServedMetrics):
         fresh = {unit for unit, record in manifest.versions.items() if record.version == save}
         self.layers.update_health(fresh, drawn.dropped)
 
-    @override
     def on_save_failed(self, event: events.SaveFailedEvent) -> None:
         if not self._first:
             return
@@ -257,18 +246,15 @@ class Metrics(SaveListener, ServedMetrics):
         if isinstance(event.error, NotFiniteError):
             self._later(partial(self.layers.update_health, (), event.error.units))
 
-    @override
     def on_store_check(self, root: Path) -> None:
         self._update_space("store", root)
 
-    @override
     def on_background_failure(self, event: events.BackgroundFailureEvent) -> None:
         self.counter("failures").labels(event.reason).inc()
         if event.message:
             level = logging.ERROR if event.severe else logging.WARNING
             _log.log(level, "%s", event.message, exc_info=unexpected(event.error))
 
-    @override
     def on_memory(self, event: events.MemoryEvent) -> None:
         if not self._first:
             return
@@ -279,14 +265,12 @@ class Metrics(SaveListener, ServedMetrics):
         self.gauge("memory_on").set(event.on)
         self._update_space("memory", event.path)
 
-    @override
     def on_replication(self, seconds: Sequence[float], step: int | None) -> None:
         for one in seconds:
             self.histogram("peer_duration_seconds").observe(one)
         if step is not None:
             self._set_step(step, "peer_")
 
-    @override
     def on_resume(self, event: events.ResumeEvent) -> None:
         if not self._first:
             return
@@ -304,11 +288,9 @@ class Metrics(SaveListener, ServedMetrics):
             made = 0.0 if event.from_memory else datetime.fromisoformat(event.created).timestamp()
             self._set_step(event.newest.step, "last_commit_", made)
 
-    @override
     def on_preempted(self, event: events.PreemptedEvent) -> None:
         self.counter("preemptions").labels(event.outcome).inc()
 
-    @override
     def on_close(self, clean: bool, timeout: float) -> None:
         self.close()
 
@@ -358,7 +340,6 @@ class _Registry(CollectorRegistry):
         super().__init__()
         self._settle = catch_up
 
-    @override
     def collect(self) -> Iterator[Metric]:
         self._settle()
         return iter(super().collect())

@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from typing_extensions import override
 
 from monitor import events
 from monitor.background import BackgroundWorker, Once
@@ -77,7 +76,6 @@ class TraceRecorder(SaveListener):
         self.saved_step: int | None = None  # until :func:`monitor.telemetry.rng_check.check_rng` takes it; rank 0
         self.resumed_step: int | None = None  # likewise
 
-    @override
     def on_attach(self, event: events.AttachEvent) -> None:
         path = self._config.trace_path()
         self._anchors = self._group.broadcast(self._config.trace.anchors if path is not None else 0)
@@ -87,13 +85,11 @@ class TraceRecorder(SaveListener):
             self._writer = TraceWriter(Path(path), self._metrics, self._config.trace.max_mib << 20)
             self._put_job()
 
-    @override
     def on_epoch(self, epoch: int) -> None:
         if epoch != self._epoch:  # readers take the lines of the store's newest epoch for those of its job
             self._epoch = epoch
             self._put_job()
 
-    @override
     def on_units_changed(self, local: Mapping[Unit, LocalUnit]) -> None:
         self._put_sum()
         self._decision, self._history = None, None
@@ -102,7 +98,6 @@ class TraceRecorder(SaveListener):
         self._local = tuple(unit for unit in self._moving if unit in local)
         self._put_job()
 
-    @override
     def on_decision(self, event: events.DecisionEvent) -> None:
         decided = event.decided
         if decided is not None and self._anchors:
@@ -130,13 +125,11 @@ class TraceRecorder(SaveListener):
             self._no_reference = frozenset(no_reference) | self._table.lost
         self._put(lambda: line if decided is None else decision_line(line, decided, begun=event.skipped is None))
 
-    @override
     def on_save_begin(self, event: events.SaveBeginEvent) -> None:
         self.saved_step = event.step
         if event.dry_run is not None:
             self._dry_run = event.step, event.dry_run
 
-    @override
     def on_settled(self, signatures: Mapping[Unit, Signature]) -> None:
         self._put_dry_run()
         self._put_sum()
@@ -180,7 +173,6 @@ class TraceRecorder(SaveListener):
         if summed is not None:
             self._put(partial(self._summed_line, summed))
 
-    @override
     def on_commit(self, event: events.CommitEvent) -> None:
         save, drawn = event.save, event.drawn
 
@@ -193,16 +185,13 @@ class TraceRecorder(SaveListener):
 
         self._put_commit(save.step, event.seconds, event.written_bytes, sizes)
 
-    @override
     def on_save_failed(self, event: events.SaveFailedEvent) -> None:
         line = traces.FailedLine(step=event.step, seconds=self._seconds(), reason=event.reason)
         self._put(lambda: line)
 
-    @override
     def on_copy_wait(self, seconds: float) -> None:
         self._copy_wait += seconds
 
-    @override
     def on_resume(self, event: events.ResumeEvent) -> None:
         self._put_sum()
         self._decision, self._history = None, None  # their signatures are of another branch
@@ -215,7 +204,6 @@ class TraceRecorder(SaveListener):
         line = traces.DrawnLine(step=step, seconds=self._seconds(), world_size=ranks, digest=digest)
         self._put(lambda: line)
 
-    @override
     def on_close(self, clean: bool, timeout: float) -> None:
         self._put_dry_run()
         until = time.monotonic() + (min(timeout / 4, _LAST_SUM) if clean else 0.0)
