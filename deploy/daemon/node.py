@@ -91,10 +91,7 @@ class NodeJob:
 
     def report(self) -> JobReport:
         return JobReport(
-            store=self.hello.store,
-            store_id=self.hello.store_id,
-            epoch=self.hello.epoch,
-            world_size=self.hello.world_size,
+            **self.hello.model_dump(include={"store", "store_id", "epoch", "world_size"}),
             alive=tuple(one.rank for one in self.living),
             dead=tuple(sorted(one.rank for one in self.members.values() if not one.alive)),
             state=self.state,

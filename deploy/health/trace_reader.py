@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Literal
 
@@ -33,12 +34,11 @@ class LastDecision:
 
 @dataclass(frozen=True)
 class LastSave:
-    """A commit. ``full``: raw bytes of a full save; ``gap``: seconds since the previous commit of this run, or None."""
+    """A commit. ``full``: raw bytes of a full save."""
 
     at: float
     written: int
     full: int
-    gap: float | None
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class JobStatus:
     @property
     def save_gap(self) -> float | None:
         """Return the median seconds between commits, None with fewer than two."""
-        gaps = [one.gap for one in self.saves if one.gap is not None]
+        gaps = [later.at - earlier.at for earlier, later in pairwise(self.saves)]
         return median(gaps) if gaps else None
 
     @property

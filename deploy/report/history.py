@@ -326,7 +326,7 @@ class _Reader:
     def _on_commit(self, line: CommitLine, at: float) -> None:
         self._last_seen = at
         full = sum(self._nbytes) + max(0, line.written - sum(size[0] for size in line.sizes.values()))
-        self._saves.append(LastSave(at, line.written, full, at - self._saves[-1].at if self._saves else None))
+        self._saves.append(LastSave(at, line.written, full))
         self._failed.clear()
         if line.step > self._sick[0] and any(drift is not None for *_, drift in line.sizes.values()):
             self._sick = line.step, frozenset()  # measured when the save was staged
