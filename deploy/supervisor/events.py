@@ -21,9 +21,7 @@ class EventLog:
     """Reports events as lines for people, and JSON lines in ``events``."""
 
     def __init__(self, line: Callable[[str], None], events: Path | None = None, root: Path | None = None) -> None:
-        self._line = line
-        self._events = events
-        self._root = root
+        self._line, self._events, self._root = line, events, root
         self._ends: list[str] = []
 
     def message(self, text: str) -> None:

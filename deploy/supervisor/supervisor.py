@@ -43,9 +43,7 @@ class Supervisor:
     """Supervises one job on one store."""
 
     def __init__(self, options: RunOptions, store: StoreProbe, log: EventLog) -> None:
-        self._options = options
-        self._store = store
-        self._log = log
+        self._options, self._store, self._log = options, store, log
         self._signals = {
             number for number in (*processes.ENDS, *processes.NOTICES) if signal.getsignal(number) != signal.SIG_IGN
         }

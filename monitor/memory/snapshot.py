@@ -122,8 +122,7 @@ class SnapshotManifest:
     The saver knows of a commit before the ledger does, which advances at decisions only."""
 
     def __init__(self, job: JobContext, saver: Saver) -> None:
-        self._job = job
-        self._saver = saver
+        self._job, self._saver = job, saver
         self._frozen_versions: Any = None
         self._changed_at: dict[Unit, int] = {}
 
@@ -197,10 +196,7 @@ class SnapshotStager:
     def __init__(
         self, job: JobContext, session: StoreSession, manifest: SnapshotManifest, copy_timing: CopyTiming
     ) -> None:
-        self._job = job
-        self._session = session
-        self._manifest = manifest
-        self._copy_timing = copy_timing
+        self._job, self._session, self._manifest, self._copy_timing = job, session, manifest, copy_timing
         self._encodings = job.config.memory_encodings()
         self._room = LeafRoom()
         self._last: _Placed | None = None

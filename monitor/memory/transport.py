@@ -77,9 +77,7 @@ class Connection:
     everything must be done, or None."""
 
     def __init__(self, connection: socket.socket, silence: float, deadline: float | None = None) -> None:
-        self._socket = connection
-        self._silence = silence
-        self._deadline = deadline
+        self._socket, self._silence, self._deadline = connection, silence, deadline
         with suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

@@ -53,10 +53,7 @@ class TraceRecorder(SaveListener):
     def __init__(
         self, config: Config, job_line: Callable[..., traces.JobLine], group: Group, table: UnitTable, metrics: Metrics
     ) -> None:
-        self._config = config
-        self._job_line = job_line
-        self._group = group
-        self._table = table
+        self._config, self._job_line, self._group, self._table = config, job_line, group, table
         self._metrics = metrics
         self._began, self._started = time.monotonic(), time.time()
         self._epoch = 0
@@ -263,8 +260,7 @@ class TraceFile:
     most: bytes above which it is renamed to :func:`store.trace.rotated_path`, and a new one begun."""
 
     def __init__(self, path: Path, most: int = sys.maxsize) -> None:
-        self.path = path
-        self._most = most
+        self.path, self._most = path, most
         self._descriptor = -1
         self._job = b""  # last job line, which every file begins with
 

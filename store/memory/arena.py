@@ -101,8 +101,7 @@ class Arena:
     def __init__(
         self, tier: Tier, epoch: int, rank: int, versions: int = 2, files: Files | None = None, *, replica: bool = False
     ) -> None:
-        self._tier = tier
-        self._rank = rank
+        self._tier, self._rank = tier, rank
         self.slots = SLOTS[:versions]
         self._maps: dict[int, mmap.mmap] = {}
         # Reads the store only here, while the job starts: a store that hangs later must not stop training.
