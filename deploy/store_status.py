@@ -179,7 +179,7 @@ def _read_status(catalog: Catalog, root: Path, *, counted: bool) -> StoreStatus:
         suspects=tuple(save for save in saves if save in suspects),
         newest=newest,
         epoch=epoch,
-        owner=_owner(catalog, epoch, problems),
+        owner=epoch_owner(catalog, epoch, problems),
         in_use_by=lock_owner(root),
         # Listing a bucket's objects would take one request per thousand.
         size_bytes=(total_bytes(catalog) if is_url(root) else bytes_below(root)) if counted else 0,
@@ -235,7 +235,8 @@ def _newest_readable(catalog: Catalog, problems: list[str]) -> ManifestRecord | 
     return newest
 
 
-def _owner(catalog: Catalog, epoch: int, problems: list[str]) -> EpochRecord | None:
+def epoch_owner(catalog: Catalog, epoch: int, problems: list[str]) -> EpochRecord | None:
+    """Return who claimed an epoch; None for epoch 0, and for a record that cannot be read, which is in ``problems``."""
     if epoch == 0:
         return None
     try:

@@ -1,6 +1,5 @@
 """``driftpoint status``: show a store's commits, its user, and the resume point."""
 
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -21,14 +20,9 @@ _RESUME = (
 
 def status(store: StoreArgument, *, json: JsonOption = False, _debug: DebugOption = False) -> None:
     """Show the commits of a store, the job that uses it, and the commit that a resume would take."""
-    found = look(store)
+    found = store_status.store_status(store_status.open_store(store), store)
     output.answer(_as_json(found), lambda console: _draw(console, found), as_json=json)
     raise typer.Exit(found.exit_code)
-
-
-def look(root: Path) -> store_status.StoreStatus:
-    """Return the status of the store at ``root``. Raises NoStoreError."""
-    return store_status.store_status(store_status.open_store(root), root)
 
 
 def _as_json(found: store_status.StoreStatus) -> dict[str, Any]:
