@@ -110,23 +110,26 @@ class MetricsServer:
 class ServedMetrics:
     """Metrics with an endpoint; if it cannot be started, that is logged, and only the endpoint is missing."""
 
+    whose: str  # and ``todo``: for the messages about that
+    todo: str
     registry: "CollectorRegistry"
     port: int | None = None  # of the endpoint, also after it closed; None without one
     url: str | None = None
     trouble: str | None = None  # why the endpoint could not be started
     _server: MetricsServer | None = None
 
-    def _serve(self, host: str, port: int, security: EndpointSecurity, whose: str, todo: str) -> None:
+    def serve(self, host: str, port: int, security: EndpointSecurity | None = None) -> None:
+        """Start the endpoint; ``port`` 0 takes a free one."""
         try:
-            self._server = MetricsServer(self.registry, host, port, security)
+            self._server = MetricsServer(self.registry, host, port, security or EndpointSecurity())
             self.port, self.url = self._server.port, self._server.url
         except OSError as error:
             self.trouble = f"port {port} is taken" if error.errno == errno.EADDRINUSE else f"cannot listen on {host}"
             why = error.strerror or error
-            _log.warning("no metrics %s: cannot listen on %s port %d (%s); %s", whose, host, port, why, todo)
+            _log.warning("no metrics %s: cannot listen on %s port %d (%s); %s", self.whose, host, port, why, self.todo)
         except ConfigError as error:
             self.trouble = str(error)
-            _log.error("no metrics %s: %s", whose, error)
+            _log.error("no metrics %s: %s", self.whose, error)
 
     def close(self) -> None:
         """Close the endpoint."""

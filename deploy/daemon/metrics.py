@@ -7,11 +7,13 @@ from pathlib import Path
 
 from deploy.daemon.rescuer import OUTCOMES
 from store.daemon_protocol import Report
-from store.metrics_server import EndpointSecurity, ServedMetrics
+from store.metrics_server import ServedMetrics
 
 
 class DaemonMetrics(ServedMetrics):
     """Metrics of the node daemon. Without :meth:`serve` they are only counted."""
+
+    whose, todo = "of the daemon", "choose another with --port"
 
     def __init__(self) -> None:
         from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -43,10 +45,6 @@ class DaemonMetrics(ServedMetrics):
             self.refused.labels(reason)
         self._shown: set[str] = set()
         self.up.set(1)
-
-    def serve(self, host: str, port: int, security: EndpointSecurity) -> None:
-        """Serve the metrics; port 0 takes a free one."""
-        self._serve(host, port, security, "of the daemon", "choose another with --port")
 
     def show(self, report: Report, base: Path) -> None:
         """Update the gauges. ``base`` is the shared-memory directory."""

@@ -26,7 +26,7 @@ from monitor.ledger import staleness_of
 from monitor.telemetry.layer_metrics import LayerMetrics
 from policies.anomaly import DriftReading
 from store.errors import NotFiniteError
-from store.metrics_server import EndpointSecurity, ServedMetrics
+from store.metrics_server import ServedMetrics
 from store.names import WEIGHTS, Unit
 
 _log = logging.getLogger("driftpoint")
@@ -139,6 +139,9 @@ class Metrics(SaveListener, ServedMetrics):
     layer_series: units with series of their own, see :mod:`monitor.telemetry.layer_metrics`. Ranks other than 0 count
     stalls and failures only."""
 
+    whose = "of the job (training is not affected)"
+    todo = "set `metrics: {port: ...}` to a free one"
+
     def __init__(self, layer_series: int = LAYER_SERIES, rank: int = 0) -> None:
         self.registry = _Registry(self._catch_up)
         self._worker: BackgroundWorker[None] | None = None
@@ -167,11 +170,6 @@ class Metrics(SaveListener, ServedMetrics):
             for sample in family.samples
             if not sample.name.endswith(("_bucket", "_created"))
         }
-
-    def serve(self, host: str, port: int, security: EndpointSecurity | None = None) -> None:
-        """Start the endpoint; ``port`` 0 chooses a free one. On failure, log a warning and continue without it."""
-        whose, todo = "of the job (training is not affected)", "set `metrics: {port: ...}` to a free one"
-        self._serve(host, port, security or EndpointSecurity(), whose, todo)
 
     def on_attach(self, event: events.AttachEvent) -> None:
         if self._first:
