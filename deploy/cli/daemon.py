@@ -98,26 +98,18 @@ def _draw(console: Console, report: protocol.Report) -> None:
     console.print(output.facts(facts))
     if report.jobs:
         console.print()
-        console.print(_jobs(report.jobs))
+        jobs = output.table(*map(output.fold, ("store", "state", "alive", "committed", "in memory")))
+        for one in report.jobs:
+            alive = f"{len(one.alive)} of {one.world_size}"
+            jobs.add_row(*map(output.cell, (one.store, one.state, alive, one.committed or "-", one.memory or "-")))
+        console.print(jobs)
     if report.rescues:
         console.print()
-        console.print(_rescues(report))
-
-
-def _jobs(jobs: tuple[protocol.JobReport, ...]) -> object:
-    table = output.table(*map(output.fold, ("store", "state", "alive", "committed", "in memory")))
-    for one in jobs:
-        alive = f"{len(one.alive)} of {one.world_size}"
-        table.add_row(*map(output.cell, (one.store, one.state, alive, one.committed or "-", one.memory or "-")))
-    return table
-
-
-def _rescues(report: protocol.Report) -> object:
-    table = output.table(*map(output.fold, ("rescue of", "at", "outcome", "why")))
-    for one in reversed(report.rescues):
-        at = datetime.fromtimestamp(one.at).astimezone().isoformat(timespec="seconds")
-        table.add_row(*map(output.cell, (one.store, at, one.outcome, one.why)))
-    return table
+        rescues = output.table(*map(output.fold, ("rescue of", "at", "outcome", "why")))
+        for done in reversed(report.rescues):
+            at = datetime.fromtimestamp(done.at).astimezone().isoformat(timespec="seconds")
+            rescues.add_row(*map(output.cell, (done.store, at, done.outcome, done.why)))
+        console.print(rescues)
 
 
 def _answer(base: Path, question: protocol.AskStatus | protocol.AskStop, kind: type[_Answer]) -> _Answer:

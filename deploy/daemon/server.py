@@ -259,15 +259,11 @@ def ensure_daemon(base: Path, command: Sequence[str]) -> str | None:
         protocol.connect(base, _ANSWER_SECONDS).close()
     except StorageError as error:
         return f"no daemon: {error}"
-    except DaemonError:
-        return _start(command)
+    except DaemonError:  # none answers
+        nothing = subprocess.DEVNULL
+        try:
+            made = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
+        except OSError as error:
+            return f"cannot start the node daemon: {error}"
+        return f"started the node's daemon (process {made.pid})"
     return None
-
-
-def _start(command: Sequence[str]) -> str:
-    nothing = subprocess.DEVNULL
-    try:
-        process = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
-    except OSError as error:
-        return f"cannot start the node daemon: {error}"
-    return f"started the node's daemon (process {process.pid})"

@@ -115,7 +115,12 @@ def decide_restart(
     else:
         went = _failed(history, attempt)
     stop = _limit(went, limits)
-    return (went, stop) if stop is not None else _again(went, attempt, limits, draw)
+    if stop is not None:
+        return went, stop
+    seconds, suspect = backoff(went.in_a_row, limits, draw), went.suspected
+    if went.deaths < SUSPECT_AFTER or attempt.after.instead is None or suspect is None:
+        return went, Restart(seconds)
+    return replace(went, suspected=None, deaths=0, marked=(*went.marked, suspect)), Restart(seconds, suspect)
 
 
 def _limit(history: RestartHistory, limits: Limits) -> GiveUp | None:
@@ -125,16 +130,6 @@ def _limit(history: RestartHistory, limits: Limits) -> GiveUp | None:
         row = " in a row" if history.in_a_row > 1 else ""
         return GiveUp(NO_PROGRESS, f"the command died {_times(history.in_a_row)}{row} without progress", history.marked)
     return None
-
-
-def _again(
-    history: RestartHistory, attempt: Attempt, limits: Limits, draw: Callable[[], float]
-) -> tuple[RestartHistory, Restart | GiveUp]:
-    seconds, suspect = backoff(history.in_a_row, limits, draw), history.suspected
-    if history.deaths < SUSPECT_AFTER or attempt.after.instead is None or suspect is None:
-        return history, Restart(seconds)
-    marked = replace(history, suspected=None, deaths=0, marked=(*history.marked, suspect))
-    return marked, Restart(seconds, suspect)
 
 
 def backoff(in_a_row: int, limits: Limits, draw: Callable[[], float]) -> float:
