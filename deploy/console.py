@@ -154,13 +154,8 @@ def byte_progress(label: str, total: int | None = None) -> Iterator[ByteBar]:
     """Show a progress bar on a terminal. With ``total=None``, call :meth:`ByteBar.begin` once the total is known."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    done = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True)
+    rate = TransferSpeedColumn(), TimeRemainingColumn()
+    bar = Progress(*done, *rate, console=Console(stderr=True), transient=True)
     with bar if watched() else nullcontext():  # only an entered one draws
         yield ByteBar(bar, label, total)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 
@@ -344,12 +344,8 @@ class _Registry(CollectorRegistry):
 
 
 def _make(row: _Row, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
-    name = f"driftpoint_{row.name}"
-    made: Counter | Gauge | Histogram
-    if row.kind is Histogram:
-        made = Histogram(name, row.help, row.labels, registry=registry, buckets=row.buckets)
-    else:
-        made = row.kind(name, row.help, row.labels, registry=registry)
+    more: dict[str, Any] = {"buckets": row.buckets} if row.kind is Histogram else {}
+    made = row.kind(f"driftpoint_{row.name}", row.help, row.labels, registry=registry, **more)
     for value in row.served:
         made.labels(value)
     return made

@@ -274,7 +274,10 @@ class TraceFile:
                 line = b"\n" * torn + line
             size = os.fstat(self._descriptor).st_size
             if size > 2 * len(self._job) and size + len(line) > self._most:
-                line = self._rotate() + (b"" if job else line)
+                self.path.replace(traces.rotated_path(self.path))
+                self.close()
+                self._descriptor, _ = _open_file(self.path)
+                line = self._job if job else self._job + line
             written = os.write(self._descriptor, line)
         except OSError as error:
             raise StorageError(f"cannot write {self.path}: {error.strerror or error}") from error
@@ -282,13 +285,6 @@ class TraceFile:
             raise StorageError(
                 f"only {written} of {len(line)} bytes of a line went into {self.path}: is the disk full?"
             )
-
-    def _rotate(self) -> bytes:
-        """Rename the full file and open a new one. Return its first line."""
-        self.path.replace(traces.rotated_path(self.path))
-        self.close()
-        self._descriptor, _ = _open_file(self.path)
-        return self._job
 
     def close(self) -> None:
         if self._descriptor >= 0:
