@@ -154,7 +154,7 @@ class Arena:
 
         Return the slots that need memory now: memory of ``keep`` on this node becomes the last one later."""
         spared = False
-        for old in self._older():
+        for old in (one for one in self._earlier if self._may_take(one, self._rank)):
             for slot in SLOTS:
                 if keep is not None and version_in(old, self._rank, slot) == keep:
                     spared = True
@@ -169,8 +169,12 @@ class Arena:
         rank. Raises StorageError."""
         for old in self._earlier:
             for rank in old.ranks():
-                if rank == self._rank or rank >= world_size or not is_owned(self._place.owner(rank)):
-                    self._clear(old, rank)
+                own = rank == self._rank
+                unused = own or rank >= world_size or not is_owned(self._place.owner(rank))
+                if unused and self._may_take(old, rank):
+                    for slot in SLOTS if own else ():
+                        self._take(old, slot)
+                    _remove(old.of(rank))
             with suppress(OSError):  # it may still hold files of other ranks
                 old.folder.rmdir()
 
@@ -183,11 +187,9 @@ class Arena:
             with suppress(BufferError):  # a view still exists; the mapping ends with the process
                 buffer.close()
         self._maps.clear()
-        owner = self._place.owner(self._rank)
         try:
-            if remove:
-                _remove(path for path in self._place.of(self._rank) if path != owner)
-                _remove([owner])  # while it is locked: afterwards it may belong to another process
+            if remove:  # the owner file last, while it is locked: afterwards it may belong to another process
+                _remove(self._place.of(self._rank))
         finally:
             self._owner.release()
         if remove:
@@ -205,9 +207,6 @@ class Arena:
         with suppress(OSError):  # then the wall clock is used
             touch(self._place.owner(self._rank))
 
-    def _older(self) -> Sequence[Generation]:
-        return [one for one in self._earlier if self._may_take(one, self._rank)]
-
     def _may_take(self, old: Generation, rank: int) -> bool:
         return (old.folder, rank) not in self._foreign and not is_owned(old.owner(rank))
 
@@ -221,13 +220,6 @@ class Arena:
                 payload.rename(self._place.payload(self._rank, free[0]))
             else:
                 payload.unlink()
-
-    def _clear(self, old: Generation, rank: int) -> None:
-        if not self._may_take(old, rank):
-            return
-        for slot in SLOTS if rank == self._rank else ():
-            self._take(old, slot)
-        _remove(old.of(rank))
 
     def _map(self, slot: int, nbytes: int) -> mmap.mmap:
         path = self._place.payload(self._rank, slot)
