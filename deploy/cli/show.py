@@ -23,7 +23,7 @@ from deploy.store_status import (
     written,
 )
 from store.catalog import Catalog
-from store.certificate import Certificate, CertifiedUnit, certify_record, certify_stored
+from store.certificate import Certificate, certify_record, certify_stored
 from store.errors import DamagedError, StorageError
 from store.names import Unit
 from store.resolve import Resolution, newest_resumable, resolve
@@ -86,19 +86,16 @@ def _find(catalog: Catalog, wanted: str | None, problems: list[str]) -> tuple[Ma
 
 def _as_json(manifest: ManifestRecord, certificate: Certificate, reasons: Mapping[Unit, str]) -> dict[str, Any]:
     nbytes = sum(unit.nbytes for unit in certificate.units)
+    units = [asdict(unit) | {"reason": reasons.get(Unit(unit.layer, unit.slot), "")} for unit in certificate.units]
+    for unit in units:
+        del unit["source"]  # all of it is of the store at hand
     return {
         **certificate.as_json(),
         **commit_json(manifest),
         "nbytes": nbytes,
         "bytes_per_parameter": tables.bytes_per_parameter(nbytes, parameters(manifest)),
-        "units": [_unit_json(unit, reasons) for unit in certificate.units],
+        "units": units,
     }
-
-
-def _unit_json(unit: CertifiedUnit, reasons: Mapping[Unit, str]) -> dict[str, Any]:
-    found = {**asdict(unit), "reason": reasons.get(Unit(unit.layer, unit.slot), "")}
-    del found["source"]  # all of it is of the store at hand
-    return found
 
 
 def _draw(

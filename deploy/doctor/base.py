@@ -6,7 +6,7 @@ need less. The number of commits comes from the retention rule itself, applied t
 import re
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Generic, Literal, TypeVar
@@ -88,11 +88,6 @@ def clock(whose: str, began: float, stamped: float, todo: str) -> Finding:
     if abs(seconds) <= _SKEW:
         return Finding("clock", "ok", f"{whose} clock agrees with this machine's within seconds")
     return Finding("clock", "warn", f"{whose} clock differs by {seconds:+.0f} s from this machine's", todo)
-
-
-def healthy(findings: Iterable[Finding]) -> bool:
-    """Return whether no check failed."""
-    return all(one.state != "fail" for one in findings)
 
 
 class Probe(Generic[F]):
