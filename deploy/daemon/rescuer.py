@@ -35,6 +35,7 @@ OUTCOMES = ("written", "nothing", "incomplete", "fenced", "in use", "damaged", "
 """``failed``: storage refused, or the store is damaged; the rescue is retried a few times."""
 
 THREADS = 16  # most stores written at a time
+_THREAD = "driftpoint-rescuer"
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,7 @@ class Rescuer:
             self._begun(request)
             began, found = time.monotonic(), Future[tuple[str, str]]()
             found.set_running_or_notify_cancel()  # a loop that ends does not wait for it
-            work = threading.Thread(target=lambda: found.set_result(self._done(request)), daemon=True)
-            work.start()
+            threading.Thread(target=lambda: found.set_result(self._done(request)), name=_THREAD, daemon=True).start()
             outcome, why = await asyncio.wrap_future(found)
         self._tell(RescueResult(request, outcome, why, time.monotonic() - began))
 
