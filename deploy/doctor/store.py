@@ -16,7 +16,6 @@ from store.names import EPOCHS, MANIFESTS, PROVEN, SEGMENTS, STORE
 from store.retention import Retention, plan_prune
 from store.storage.atomic import is_temporary
 from store.storage.bucket import ObjectOptions
-from store.storage.local import list_or_empty
 from store.text import listed
 
 
@@ -27,7 +26,7 @@ def check_store(root: Path, retention: Retention, options: ObjectOptions | None 
         if obstacle is not None:
             yield Finding("store", "fail", obstacle, "set `store:` to a directory, or to a path to create")
             return
-        if all(is_temporary(name) for name in list_or_empty(files_at(root, options), "")):
+        if all(is_temporary(name) for name in _names(root, options)):
             yield Finding("store", "ok", f"{root} is empty or missing: the job creates the store")
             return
         catalog = open_store(root, options)
@@ -71,6 +70,12 @@ def known_parameters(root: Path, options: ObjectOptions) -> int | None:
     except (StoreError, OSError):
         return None
     return None if newest is None else parameters(newest)
+
+
+def _names(root: Path, options: ObjectOptions | None) -> list[str]:
+    if is_url(root):
+        return files_at(root, options).list_dir("")
+    return os.listdir(root) if os.path.isdir(root) else []  # noqa: PTH112, PTH208
 
 
 def _usable(found: StoreStatus, root: Path) -> Finding:
