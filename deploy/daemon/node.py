@@ -376,8 +376,7 @@ class Node:
 
     def _ask_again(self, request: RescueRequest) -> None:
         self._retrying -= 1
-        if not request.dropped.is_set():
-            self._rescuer.ask(request)
+        self._rescuer.ask(request)
 
     def report(self) -> Report:
         return Report(
