@@ -6,7 +6,7 @@ that a closed pipe (``| head``) is detected in one place."""
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,13 +41,6 @@ def answer(body: Mapping[str, Any], render: Callable[[Console], None], *, as_jso
         render(console)
     text = drawn.get()
     _write(text if console.is_terminal else "".join(f"{line.rstrip()}\n" for line in text.splitlines()))
-
-
-@contextmanager
-def stdout_to_stderr() -> Iterator[None]:
-    """Redirect stdout to stderr inside the block, because libraries (DeepSpeed) log to stdout."""
-    with redirect_stdout(sys.stderr):
-        yield
 
 
 def answer_error(kind: str, message: str, *, as_json: bool) -> None:
@@ -161,13 +154,8 @@ def byte_progress(label: str, total: int | None = None) -> Iterator[ByteBar]:
     """Show a progress bar on a terminal. With ``total=None``, call :meth:`ByteBar.begin` once the total is known."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    done = TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True)
+    rate = TransferSpeedColumn(), TimeRemainingColumn()
+    bar = Progress(*done, *rate, console=Console(stderr=True), transient=True)
     with bar if watched() else nullcontext():  # only an entered one draws
         yield ByteBar(bar, label, total)

@@ -7,6 +7,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deploy.exit_codes import health
 from deploy.format import count_text, kind_text, plural
@@ -26,7 +27,7 @@ _PATIENCE = ObjectOptions(retry_seconds=15.0)  # shorter retries than a job's, b
 _TRIES = 4  # attempts to read a store that changes meanwhile
 
 
-def open_store(root: Path, options: ObjectOptions = _PATIENCE) -> Catalog:
+def open_store(root: Path, options: ObjectOptions | None = _PATIENCE) -> Catalog:
     """Open the catalog of the store at ``root``; ``options`` are those of a bucket.
 
     Raises NoStoreError if there is no store, NothingToResumeError if its head record is damaged."""
@@ -178,7 +179,7 @@ def _read_status(catalog: Catalog, root: Path, *, counted: bool) -> StoreStatus:
         suspects=tuple(save for save in saves if save in suspects),
         newest=newest,
         epoch=epoch,
-        owner=_owner(catalog, epoch, problems),
+        owner=epoch_owner(catalog, epoch, problems),
         in_use_by=lock_owner(root),
         # Listing a bucket's objects would take one request per thousand.
         size_bytes=(total_bytes(catalog) if is_url(root) else bytes_below(root)) if counted else 0,
@@ -192,6 +193,16 @@ def written(manifest: ManifestRecord) -> int:
     """Return the payload bytes of a save's own segments."""
     own = manifest.groups.get(manifest.save.name)
     return 0 if own is None else own.payload_bytes
+
+
+def commit_json(manifest: ManifestRecord) -> dict[str, Any]:
+    """Return what the commands print of a commit with ``--json``."""
+    names = ("step", "epoch", "created", "framework", "policy", "world_size", "bytes_avoided")
+    return {
+        **{name: getattr(manifest, name) for name in names},
+        **{"save": manifest.save.name, "layers": len(manifest.layers), "parameters": parameters(manifest)},
+        **{"commits_ever": manifest.commits, "bytes_written": written(manifest)},
+    }
 
 
 def _resume(catalog: Catalog, problems: list[str]) -> tuple[Resume, ManifestRecord] | tuple[None, None]:
@@ -224,7 +235,8 @@ def _newest_readable(catalog: Catalog, problems: list[str]) -> ManifestRecord | 
     return newest
 
 
-def _owner(catalog: Catalog, epoch: int, problems: list[str]) -> EpochRecord | None:
+def epoch_owner(catalog: Catalog, epoch: int, problems: list[str]) -> EpochRecord | None:
+    """Return who claimed an epoch; None for epoch 0, and for a record that cannot be read, which is in ``problems``."""
     if epoch == 0:
         return None
     try:

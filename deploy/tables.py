@@ -43,13 +43,10 @@ def print_layers(console: Console, units: Sequence[CertifiedUnit]) -> None:
         names = max(_NAME_WIDTH, room - width * len(group) + _NAME_WIDTH) - 3
         console.print(_layer_table(by_row, group, names, lossy=lossy, sources=sources))
         console.print()
-    console.print(LEGEND, style="dim")
-    if lossy:
-        console.print(ERROR_LEGEND, style="dim")
-    if any(unit.moving and unit.staleness < 0 for unit in units):
-        console.print(NEWER_LEGEND, style="dim")
-    if any(unit.fallback for unit in units):
-        console.print(FALLBACK_LEGEND, style="dim")
+    newer, fallback = any(unit.moving and unit.staleness < 0 for unit in units), any(unit.fallback for unit in units)
+    shown = ((LEGEND, True), (ERROR_LEGEND, lossy), (NEWER_LEGEND, newer), (FALLBACK_LEGEND, fallback))
+    for legend in (text for text, holds in shown if holds):
+        console.print(legend, style="dim")
 
 
 def unit_table(units: Sequence[CertifiedUnit], reasons: Mapping[Unit, str]) -> Table:

@@ -34,7 +34,7 @@ from monitor.run_state import Objects, UserState, capture_run_state, joined, to_
 from monitor.save.store_session import open_existing_store, open_store
 from monitor.telemetry.log import SaveLog, log_startup
 from monitor.telemetry.metrics import Metrics
-from monitor.telemetry.rng_check import RngCheck
+from monitor.telemetry.rng_check import check_rng
 from monitor.telemetry.trace import TraceRecorder
 from policies.builtin import Observe
 from store.encoding import encoding_named
@@ -312,7 +312,7 @@ def _build_job(
     tracer = TraceRecorder(settings, job_line, group, table, metrics)
     pace = schedule_for(settings.every, settings.auto, settings.bounds.max_staleness, group.world_size, metrics)
     daemon = DaemonClient(settings.daemon, settings.memory.path, metrics, settings.metrics.security())
-    RngCheck(adapter, tracer, settings.trace_path(), group)
+    check_rng(adapter, tracer, settings.trace_path(), group)
     listeners = Listeners(budget_tracker, pace, metrics, SaveLog(settings, group.rank), tracer, daemon)
     job = JobContext(settings, inner, group, adapter, table, meter, user, pace, listeners, observing, steps)
     job.ledger.full_after_rollback = not settings.budget.limited

@@ -159,6 +159,11 @@ def unexpected(error: BaseException | None) -> BaseException | None:
 class SaveListener:
     """Follows a job. Subclasses override the events that concern them. Those marked (0) are sent on rank 0 alone."""
 
+    def __init_subclass__(cls) -> None:
+        for name in vars(cls):
+            if name.startswith("on_") and not hasattr(SaveListener, name):
+                raise TypeError(f"{cls.__name__}.{name} follows no event")
+
     def on_attach(self, event: AttachEvent) -> None:
         """Collective."""
 

@@ -2,6 +2,7 @@
 
 Addresses other than loopback need TLS or ``insecure: true``; a client CA makes client certificates mandatory."""
 
+import errno
 import io
 import ipaddress
 import logging
@@ -104,6 +105,37 @@ class MetricsServer:
         threading.Thread(target=self._server.shutdown, daemon=True).start()
         self._thread.join(_CLOSE_TIMEOUT)
         self._server.server_close()
+
+
+class ServedMetrics:
+    """Metrics with an endpoint; if it cannot be started, that is logged, and only the endpoint is missing."""
+
+    whose: str  # and ``todo``: for the messages about that
+    todo: str
+    registry: "CollectorRegistry"
+    port: int | None = None  # of the endpoint, also after it closed; None without one
+    url: str | None = None
+    trouble: str | None = None  # why the endpoint could not be started
+    _server: MetricsServer | None = None
+
+    def serve(self, host: str, port: int, security: EndpointSecurity | None = None) -> None:
+        """Start the endpoint; ``port`` 0 takes a free one."""
+        try:
+            self._server = MetricsServer(self.registry, host, port, security or EndpointSecurity())
+            self.port, self.url = self._server.port, self._server.url
+        except OSError as error:
+            self.trouble = f"port {port} is taken" if error.errno == errno.EADDRINUSE else f"cannot listen on {host}"
+            why = error.strerror or error
+            _log.warning("no metrics %s: cannot listen on %s port %d (%s); %s", self.whose, host, port, why, self.todo)
+        except ConfigError as error:
+            self.trouble = str(error)
+            _log.error("no metrics %s: %s", self.whose, error)
+
+    def close(self) -> None:
+        """Close the endpoint."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
 
 def is_loopback(host: str) -> bool:

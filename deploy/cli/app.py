@@ -37,12 +37,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _early in (init.init, doctor.doctor, init.schema):  # commands that need no store
-    app.command(epilog=EPILOG)(_early)
-for _command in (status.status, show.show, verify.verify, merge.merge, prune.prune, memory.rescue, simulate.simulate):
+for _command in (
+    *(init.init, doctor.doctor, init.schema),  # need no store
+    *(status.status, show.show, verify.verify, merge.merge, prune.prune, memory.rescue),
+    *(simulate.simulate, simulate.estimate, report.report),
+):
     app.command(epilog=EPILOG)(_command)
-for _late in (simulate.estimate, report.report):
-    app.command(epilog=EPILOG)(_late)
 app.command("import", epilog=EPILOG)(import_checkpoint.import_)
 # Everything after the first word that is not an option belongs to the training command.
 app.command(epilog=EPILOG, context_settings={"allow_interspersed_args": False})(run_.run)
@@ -133,15 +133,12 @@ def _failed(error: Exception, *, as_json: bool) -> int:
     if isinstance(error, DriftpointError):
         kind, message, code = type(error).__name__, str(error), error.exit_code
     elif isinstance(error, _WrongUsage):
-        kind, message, code = UsageError.__name__, _usage(error), error.exit_code
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context is not None else "driftpoint"
+        message = f"{error.format_message().rstrip('.')}; see `{command} --help`"
+        kind, code = UsageError.__name__, error.exit_code
     else:
         kind, code = type(error).__name__, DriftpointError.exit_code
         message = f"internal {kind}: {error} (run it again with --debug to see the traceback)"
     answer_error(kind, " ".join(message.split()), as_json=as_json)
     return code
-
-
-def _usage(error: _WrongUsage) -> str:
-    context = getattr(error, "ctx", None)
-    command = context.command_path if context is not None else "driftpoint"
-    return f"{error.format_message().rstrip('.')}; see `{command} --help`"

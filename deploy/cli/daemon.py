@@ -5,7 +5,7 @@ import os
 from datetime import datetime
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from rich.console import Console
@@ -26,6 +26,7 @@ app = typer.Typer(epilog=EPILOG, no_args_is_help=False, help="Run, query and sto
 _PATIENCE = 10.0  # seconds to wait for the daemon's answer
 _LOG_BYTES = 1 << 20
 _DEFAULT = Options(Path())
+_Answer = TypeVar("_Answer", protocol.Report, protocol.ShuttingDown)
 
 
 @app.command(epilog=EPILOG)
@@ -73,18 +74,14 @@ def run(
 @app.command(epilog=EPILOG)
 def status(*, memory: MemoryOption = Path("/dev/shm"), json: JsonOption = False, _debug: DebugOption = False) -> None:
     """Show the jobs that the node daemon watches, and its rescues."""
-    found = _answer(base_of(memory), protocol.AskStatus())
-    if not isinstance(found, protocol.Report):
-        raise DaemonError(f"the daemon answered {found.kind!r} instead of a report")
+    found = _answer(base_of(memory), protocol.AskStatus(), protocol.Report)
     output.answer(found.model_dump(mode="json"), lambda console: _draw(console, found), as_json=json)
 
 
 @app.command(epilog=EPILOG)
 def stop(*, memory: MemoryOption = Path("/dev/shm"), json: JsonOption = False, _debug: DebugOption = False) -> None:
     """Stop the node daemon after the rescue in progress. Running jobs continue and do not start another one."""
-    found = _answer(base_of(memory), protocol.AskStop())
-    if not isinstance(found, protocol.ShuttingDown):
-        raise DaemonError(f"the daemon answered {found.kind!r} instead of confirming the stop")
+    found = _answer(base_of(memory), protocol.AskStop(), protocol.ShuttingDown)
     output.answer({"pid": found.pid}, lambda console: console.print(f"Stopping process {found.pid}."), as_json=json)
 
 
@@ -101,32 +98,26 @@ def _draw(console: Console, report: protocol.Report) -> None:
     console.print(output.facts(facts))
     if report.jobs:
         console.print()
-        console.print(_jobs(report.jobs))
+        jobs = output.table(*map(output.fold, ("store", "state", "alive", "committed", "in memory")))
+        for one in report.jobs:
+            alive = f"{len(one.alive)} of {one.world_size}"
+            jobs.add_row(*map(output.cell, (one.store, one.state, alive, one.committed or "-", one.memory or "-")))
+        console.print(jobs)
     if report.rescues:
         console.print()
-        console.print(_rescues(report))
+        rescues = output.table(*map(output.fold, ("rescue of", "at", "outcome", "why")))
+        for done in reversed(report.rescues):
+            at = datetime.fromtimestamp(done.at).astimezone().isoformat(timespec="seconds")
+            rescues.add_row(*map(output.cell, (done.store, at, done.outcome, done.why)))
+        console.print(rescues)
 
 
-def _jobs(jobs: tuple[protocol.JobReport, ...]) -> object:
-    table = output.table(*map(output.fold, ("store", "state", "alive", "committed", "in memory")))
-    for one in jobs:
-        alive = f"{len(one.alive)} of {one.world_size}"
-        table.add_row(*map(output.cell, (one.store, one.state, alive, one.committed or "-", one.memory or "-")))
-    return table
-
-
-def _rescues(report: protocol.Report) -> object:
-    table = output.table(*map(output.fold, ("rescue of", "at", "outcome", "why")))
-    for one in reversed(report.rescues):
-        at = datetime.fromtimestamp(one.at).astimezone().isoformat(timespec="seconds")
-        table.add_row(*map(output.cell, (one.store, at, one.outcome, one.why)))
-    return table
-
-
-def _answer(base: Path, question: protocol.Message) -> protocol.Welcome | protocol.ShuttingDown | protocol.Report:
+def _answer(base: Path, question: protocol.AskStatus | protocol.AskStop, kind: type[_Answer]) -> _Answer:
     found = protocol.query_daemon(base, question, _PATIENCE)
     if isinstance(found, protocol.Refused):
         raise DaemonError(f"the daemon refused: {found.why}")
+    if not isinstance(found, kind):
+        raise DaemonError(f"the daemon answered {found.kind!r} to {question.kind!r}")
     return found
 
 

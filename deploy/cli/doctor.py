@@ -48,7 +48,7 @@ def doctor(
     _debug: DebugOption = False,
 ) -> None:
     """Check this machine, the disk or bucket, and the store, and suggest fixes. All test files are removed."""
-    from deploy.doctor.base import Plan, healthy, parse_count
+    from deploy.doctor.base import Plan, parse_count
     from deploy.doctor.store import known_parameters
     from monitor.config.load import load_config
 
@@ -61,10 +61,11 @@ def doctor(
     count = known_parameters(root, options) if parameters is None else parse_count(parameters)
     plan = Plan(settings, count, nodes)
     with _exit_on_signals():
-        findings = list(_bucket_findings(root, options, plan) if is_url(root) else _findings(root, plan))
-    body = {"store": str(root.absolute()), "ok": healthy(findings), "findings": list(map(asdict, findings))}
+        findings = list(_findings(root, options, plan))
+    healthy = all(one.state != "fail" for one in findings)
+    body = {"store": str(root.absolute()), "ok": healthy, "findings": list(map(asdict, findings))}
     output.answer(body, lambda console: _draw(console, root, findings), as_json=json)
-    raise typer.Exit(OK if healthy(findings) else DriftpointError.exit_code)
+    raise typer.Exit(OK if healthy else DriftpointError.exit_code)
 
 
 @contextmanager
@@ -98,26 +99,16 @@ def _draw(console: Console, root: Path, findings: "list[Finding]") -> None:
     console.print(output.cell(f"{root.absolute()}: {verdict}" + (f", {plural(warned, 'warning')}" if warned else "")))
 
 
-def _findings(root: Path, plan: "Plan") -> "Iterator[Finding]":
-    from deploy.doctor.disk import check_disk
-    from deploy.doctor.machine import check_machine
-    from deploy.doctor.store import check_store
-
-    yield from check_machine(plan)
-    yield from check_disk(root, plan)
-    yield from check_store(root, plan.config.retention_rule())
-
-
-def _bucket_findings(root: Path, options: ObjectOptions, plan: "Plan") -> "Iterator[Finding]":
+def _findings(root: Path, options: ObjectOptions, plan: "Plan") -> "Iterator[Finding]":
     from deploy.doctor.bucket import check_bucket
+    from deploy.doctor.disk import check_disk
     from deploy.doctor.machine import check_machine
     from deploy.doctor.store import check_store
     from store.storage.object_store import ObjectFiles
 
     files = files_at(root, options)
-    assert isinstance(files, ObjectFiles)
     yield from check_machine(plan)
-    tried = list(check_bucket(files, plan))
+    tried = list(check_bucket(files, plan) if isinstance(files, ObjectFiles) else check_disk(root, plan))
     yield from tried
-    if tried[0].state == "ok":
+    if not is_url(root) or tried[0].state == "ok":
         yield from check_store(root, plan.config.retention_rule(), options)

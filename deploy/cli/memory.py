@@ -134,19 +134,13 @@ def rescue(
         )
     catalog = open_store(store)
     done = rescue_newest(Tier(base_of(memory), catalog.store_id), catalog)
-    output.answer(_rescue_json(store, done), lambda console: console.print(_text(done)), as_json=json)
-    raise typer.Exit(DriftpointError.exit_code if done.outcome == INCOMPLETE else OK)
-
-
-def _rescue_json(store: Path, done: RescueResult) -> dict[str, Any]:
     save = None if done.manifest is None else done.manifest.save
-    return {
-        "store": str(store.absolute()),
-        "outcome": done.outcome,
-        "why": done.why,
-        "save": None if save is None else save.name,
-        "step": None if save is None else save.step,
+    body = {
+        **{"store": str(store.absolute()), "outcome": done.outcome, "why": done.why},
+        **{"save": None if save is None else save.name, "step": None if save is None else save.step},
     }
+    output.answer(body, lambda console: console.print(_text(done)), as_json=json)
+    raise typer.Exit(DriftpointError.exit_code if done.outcome == INCOMPLETE else OK)
 
 
 def _text(done: RescueResult) -> str:

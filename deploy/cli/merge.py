@@ -3,10 +3,11 @@
 ``DamagedError`` has the exit code of a store that is damaged but resumable. A merge or an import that can work around
 damage succeeds; one that fails because of damage has no result, so its error becomes a NothingToResumeError.
 
-The merger is imported when the command runs, because it imports torch."""
+The merger is imported when the command runs, because it imports torch. Libraries (DeepSpeed) log to stdout."""
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -57,56 +58,6 @@ def damage_error(error: DriftpointError) -> DriftpointError:
     )
 
 
-SourceArgument = Annotated[
-    StorePath | None,
-    typer.Argument(
-        metavar="SOURCE",
-        parser=place_of,
-        help="A store (a directory, s3:// or az:// URL), or a checkpoint of a framework (or the directory of "
-        "several). Not needed with a recipe that names its sources.",
-    ),
-]
-OutOption = Annotated[Path | None, typer.Option(metavar="DIR", help="Directory to write; it must not exist yet.")]
-StepOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="STEP",
-        help="A step, a save such as 00000120-000003, a tag, or a bound such as '<= 120'. "
-        "Default: the newest that can be rebuilt of a store, `latest` of a DeepSpeed directory, the newest complete "
-        "Trainer checkpoint.",
-    ),
-]
-LayoutOption = Annotated[
-    str, typer.Option(metavar="LAYOUT", help="native, deepspeed, universal, hf, dcp, trainer or torch.")
-]
-StageOption = Annotated[
-    int | None, typer.Option(metavar="N", help="ZeRO stage to write, 1 to 3 (deepspeed).", show_default="the source's")
-]
-WorldOption = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Number of ranks to write for (deepspeed, trainer).", show_default="the source's"),
-]
-DtypeOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DTYPE", help="dtype of the hf weights: float32, bfloat16 or float16.", show_default="as trained"
-    ),
-]
-ShardOption = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Largest file size (hf, dcp).", show_default="5GB")
-]
-FilesOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR", help="Directory with configuration and tokenizer (hf, trainer).", show_default="the source's"
-    ),
-]
-RecipeOption = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Recipe that combines layers of several checkpoints.")
-]
-WorkersOption = Annotated[
-    int | None, typer.Option(metavar="N", min=1, help="Number of threads.", show_default="processors, up to 8")
-]
 NonfiniteOption = Annotated[
     bool,
     typer.Option(
@@ -115,26 +66,66 @@ NonfiniteOption = Annotated[
         "refusing them.",
     ),
 ]
-PlanOption = Annotated[
-    bool, typer.Option("--plan", help="Only list what would be read and written, and what is missing.")
-]
 
 
 def merge(
-    source: SourceArgument = None,
+    source: Annotated[
+        StorePath | None,
+        typer.Argument(
+            metavar="SOURCE",
+            parser=place_of,
+            help="A store (a directory, s3:// or az:// URL), or a checkpoint of a framework (or the directory of "
+            "several). Not needed with a recipe that names its sources.",
+        ),
+    ] = None,
     *,
-    out: OutOption = None,
-    step: StepOption = None,
-    layout: LayoutOption = "native",
-    zero_stage: StageOption = None,
-    world_size: WorldOption = None,
-    dtype: DtypeOption = None,
-    shard_size: ShardOption = None,
-    files: FilesOption = None,
-    recipe: RecipeOption = None,
-    workers: WorkersOption = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory to write; it must not exist yet.")] = None,
+    step: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STEP",
+            help="A step, a save such as 00000120-000003, a tag, or a bound such as '<= 120'. Default: the newest that "
+            "can be rebuilt of a store, `latest` of a DeepSpeed directory, the newest complete Trainer checkpoint.",
+        ),
+    ] = None,
+    layout: Annotated[
+        str, typer.Option(metavar="LAYOUT", help="native, deepspeed, universal, hf, dcp, trainer or torch.")
+    ] = "native",
+    zero_stage: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="ZeRO stage to write, 1 to 3 (deepspeed).", show_default="the source's"),
+    ] = None,
+    world_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Number of ranks to write for (deepspeed, trainer).", show_default="the source's"
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DTYPE", help="dtype of the hf weights: float32, bfloat16 or float16.", show_default="as trained"
+        ),
+    ] = None,
+    shard_size: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Largest file size (hf, dcp).", show_default="5GB")
+    ] = None,
+    files: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Directory with configuration and tokenizer (hf, trainer).", show_default="the source's"
+        ),
+    ] = None,
+    recipe: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Recipe that combines layers of several checkpoints.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Number of threads.", show_default="processors, up to 8")
+    ] = None,
     allow_nonfinite: NonfiniteOption = False,
-    plan: PlanOption = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Only list what would be read and written, and what is missing.")
+    ] = False,
     json: JsonOption = False,
     _debug: DebugOption = False,
 ) -> None:
@@ -161,7 +152,7 @@ def merge(
     assert out is not None  # checked above
     from merger.merge import merge as run
 
-    with output.stdout_to_stderr(), damage_as_no_result(), byte_progress("Rebuilding") as progress:
+    with redirect_stdout(sys.stderr), damage_as_no_result(), byte_progress("Rebuilding") as progress:
         result = run(
             source,
             out,
@@ -315,7 +306,7 @@ def print_plan(request: "Request", out: Path | None, workers: int | None, *, as_
     from merger.io.output_dir import free_bytes
     from merger.plan import default_workers, draft_merge
 
-    with output.stdout_to_stderr():
+    with redirect_stdout(sys.stderr):
         draft = draft_merge(request, out)
     draft = replace(draft, errors=tuple(damage_error(error) for error in draft.errors))
     if request.recipe is None and not draft.sources:

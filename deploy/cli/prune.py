@@ -16,13 +16,12 @@ from deploy import console as output
 from deploy.console import DebugOption, JsonOption, StoreArgument
 from deploy.exit_codes import OK, health
 from deploy.format import plural, size_text
-from deploy.store_status import is_resumable, lock_owner, lock_owner_text, open_store
+from deploy.store_status import epoch_owner, is_resumable, lock_owner, lock_owner_text, open_store
 from store.catalog import Catalog
-from store.errors import DamagedError, StorageError
 from store.location import is_url
 from store.names import SaveId
 from store.retention import EVERYTHING, PrunePlan, Retention, execute, plan_prune
-from store.session import StoreLock, newest_epoch, read_epoch
+from store.session import StoreLock, newest_epoch
 from store.text import listed
 
 _DEFAULT = Retention()
@@ -122,9 +121,5 @@ def _remarks(root: Path, plan: PrunePlan, in_use_by: int | None, foreign: str | 
 
 
 def _foreign_owner(catalog: Catalog) -> str | None:
-    epoch = newest_epoch(catalog.files)
-    try:
-        host = read_epoch(catalog.files, epoch).host if epoch else None
-    except (DamagedError, StorageError):
-        return None
-    return host if host != socket.gethostname() else None
+    owner = epoch_owner(catalog, newest_epoch(catalog.files), [])
+    return None if owner is None or owner.host == socket.gethostname() else owner.host

@@ -17,19 +17,18 @@ if TYPE_CHECKING:
     from deploy.report.page import ReportResult
 
 
-OutOption = Annotated[
-    Path | None, typer.Option("--out", "-o", metavar="FILE", help="File to write (STORE.report.html).")
-]
-TraceOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Drift trace of the job (STORE.trace.jsonl).")]
-VerifyOption = Annotated[bool, typer.Option("--verify", help="Verify every byte first, like `driftpoint verify`.")]
-
-
 def report(
     store: StoreArgument,
     *,
-    out: OutOption = None,
-    trace: TraceOption = None,
-    verify: VerifyOption = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="File to write (STORE.report.html).")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Drift trace of the job (STORE.trace.jsonl).")
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Verify every byte first, like `driftpoint verify`.")
+    ] = False,
     memory: MemoryOption = Path("/dev/shm"),
     json: JsonOption = False,
     _debug: DebugOption = False,

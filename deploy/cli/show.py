@@ -12,9 +12,18 @@ from deploy import tables
 from deploy.console import DebugOption, JsonOption, StoreArgument
 from deploy.exit_codes import health
 from deploy.format import plural, resume_step_text, size_text
-from deploy.store_status import find_save, is_resumable, open_store, parameters, resume_kind, resume_step, written
+from deploy.store_status import (
+    commit_json,
+    find_save,
+    is_resumable,
+    open_store,
+    parameters,
+    resume_kind,
+    resume_step,
+    written,
+)
 from store.catalog import Catalog
-from store.certificate import Certificate, CertifiedUnit, certify_record, certify_stored
+from store.certificate import Certificate, certify_record, certify_stored
 from store.errors import DamagedError, StorageError
 from store.names import Unit
 from store.resolve import Resolution, newest_resumable, resolve
@@ -76,27 +85,17 @@ def _find(catalog: Catalog, wanted: str | None, problems: list[str]) -> tuple[Ma
 
 
 def _as_json(manifest: ManifestRecord, certificate: Certificate, reasons: Mapping[Unit, str]) -> dict[str, Any]:
-    nbytes, count = sum(unit.nbytes for unit in certificate.units), parameters(manifest)
+    nbytes = sum(unit.nbytes for unit in certificate.units)
+    units = [asdict(unit) | {"reason": reasons.get(Unit(unit.layer, unit.slot), "")} for unit in certificate.units]
+    for unit in units:
+        del unit["source"]  # all of it is of the store at hand
     return {
         **certificate.as_json(),
-        "epoch": manifest.epoch,
-        "created": manifest.created,
-        "framework": manifest.framework,
-        "policy": manifest.policy,
-        "world_size": manifest.world_size,
-        "parameters": count,
+        **commit_json(manifest),
         "nbytes": nbytes,
-        "bytes_per_parameter": tables.bytes_per_parameter(nbytes, count),
-        "bytes_written": written(manifest),
-        "bytes_avoided": manifest.bytes_avoided,
-        "units": [_unit_json(unit, reasons) for unit in certificate.units],
+        "bytes_per_parameter": tables.bytes_per_parameter(nbytes, parameters(manifest)),
+        "units": units,
     }
-
-
-def _unit_json(unit: CertifiedUnit, reasons: Mapping[Unit, str]) -> dict[str, Any]:
-    found = {**asdict(unit), "reason": reasons.get(Unit(unit.layer, unit.slot), "")}
-    del found["source"]  # all of it is of the store at hand
-    return found
 
 
 def _draw(

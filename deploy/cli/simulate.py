@@ -2,7 +2,9 @@
 
 ``simulate`` replays a recorded run, ``estimate`` one that is built from stated assumptions."""
 
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +23,6 @@ if TYPE_CHECKING:
     from deploy.simulate.simulation import Simulation, Summary, Terms
 
 
-TraceArgument = Annotated[Path, typer.Argument(metavar="TRACE", help="Drift trace of a job, STORE.trace.jsonl.")]
 PolicyOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -52,7 +53,7 @@ _LARGEST = 1e18  # largest accepted number, so that the product of two stays fin
 
 
 def simulate(
-    trace: TraceArgument,
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="Drift trace of a job, STORE.trace.jsonl.")],
     *,
     policy: PolicyOption = None,
     mtbf: MtbfOption = None,
@@ -65,7 +66,7 @@ def simulate(
     _debug: DebugOption = False,
 ) -> None:
     """Replay a recorded run under other configurations: bytes, stall, and the cost of a failure."""
-    with output.stdout_to_stderr():
+    with redirect_stdout(sys.stderr):
         from deploy.simulate.simulation import Terms, read_trace, simulated
 
     speeds = {"storage_gbps": storage_gbps, "copy_gbps": copy_gbps}
@@ -97,7 +98,7 @@ def estimate(
     _debug: DebugOption = False,
 ) -> None:
     """Estimate bytes, stall and the cost of a failure for a model and a cluster, from stated assumptions."""
-    with output.stdout_to_stderr():
+    with redirect_stdout(sys.stderr):
         from deploy.simulate.assumptions import Assumptions, assumed_trace
         from deploy.simulate.simulation import Terms, simulated
 

@@ -1,7 +1,5 @@
 """``driftpoint status``: show a store's commits, its user, and the resume point."""
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -22,14 +20,9 @@ _RESUME = (
 
 def status(store: StoreArgument, *, json: JsonOption = False, _debug: DebugOption = False) -> None:
     """Show the commits of a store, the job that uses it, and the commit that a resume would take."""
-    found = look(store)
+    found = store_status.store_status(store_status.open_store(store), store)
     output.answer(_as_json(found), lambda console: _draw(console, found), as_json=json)
     raise typer.Exit(found.exit_code)
-
-
-def look(root: Path) -> store_status.StoreStatus:
-    """Return the status of the store at ``root``. Raises NoStoreError."""
-    return store_status.store_status(store_status.open_store(root), root)
 
 
 def _as_json(found: store_status.StoreStatus) -> dict[str, Any]:
@@ -39,7 +32,7 @@ def _as_json(found: store_status.StoreStatus) -> dict[str, Any]:
         "store_id": found.store_id,
         "commits": [save.name for save in found.saves],
         "suspects": [save.name for save in found.suspects],
-        "newest": None if found.newest is None else _newest_json(found.newest),
+        "newest": None if found.newest is None else store_status.commit_json(found.newest),
         "epoch": found.epoch,
         "owner": None if owner is None else {"host": owner.host, "pid": owner.pid, "started": owner.started},
         "in_use": found.in_use_by is not None,
@@ -61,23 +54,6 @@ def _draw(console: Console, found: store_status.StoreStatus) -> None:
     rows["Resume"] = _resume_text(found)
     console.print(output.facts(rows))
     output.problems(console, found.problems)
-
-
-def _newest_json(manifest: ManifestRecord) -> Mapping[str, Any]:
-    return {
-        "save": manifest.save.name,
-        "step": manifest.step,
-        "epoch": manifest.epoch,
-        "created": manifest.created,
-        "framework": manifest.framework,
-        "policy": manifest.policy,
-        "world_size": manifest.world_size,
-        "layers": len(manifest.layers),
-        "parameters": store_status.parameters(manifest),
-        "commits_ever": manifest.commits,
-        "bytes_written": store_status.written(manifest),
-        "bytes_avoided": manifest.bytes_avoided,
-    }
 
 
 def _commits(found: store_status.StoreStatus) -> str:

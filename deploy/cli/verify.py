@@ -1,6 +1,5 @@
 """``driftpoint verify``: read every byte of a store and check every hash."""
 
-from collections.abc import Set
 from typing import Any
 
 import typer
@@ -25,19 +24,10 @@ def verify(store: StoreArgument, *, json: JsonOption = False, _debug: DebugOptio
     catalog = open_store(store)
     with byte_progress("Verifying", total_bytes(catalog) if watched() else 0) as progress:
         report = verify_store(catalog, progress)
+    proven, suspects = catalog.proven(), catalog.suspects().saves
     body = {
         "store": str(store.absolute()),
         "store_id": catalog.store_id,
-        **_as_json(report, catalog.proven(), catalog.suspects().saves),
-        "in_use": lock_owner(store) is not None,
-        "problems": list(report.problems),
-    }
-    output.answer(body, lambda console: _draw(console, report, body), as_json=json)
-    raise typer.Exit(health(resumable=report.resumable is not None, damaged=not report.ok))
-
-
-def _as_json(report: VerifyReport, proven: Set[SaveId], suspects: Set[SaveId]) -> dict[str, Any]:
-    return {
         "ok": report.ok,
         "resumable": None if report.resumable is None else report.resumable.name,
         "bytes_read": report.bytes_read,
@@ -51,7 +41,11 @@ def _as_json(report: VerifyReport, proven: Set[SaveId], suspects: Set[SaveId]) -
             }
             for commit in report.commits
         ],
+        "in_use": lock_owner(store) is not None,
+        "problems": list(report.problems),
     }
+    output.answer(body, lambda console: _draw(console, report, body), as_json=json)
+    raise typer.Exit(health(resumable=report.resumable is not None, damaged=not report.ok))
 
 
 def _draw(console: Console, report: VerifyReport, body: dict[str, Any]) -> None:

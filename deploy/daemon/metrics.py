@@ -1,8 +1,5 @@
-"""Prometheus metrics of the node daemon, in a registry of their own.
+"""Prometheus metrics of the node daemon, in a registry of their own."""
 
-If the port is in use, only the endpoint is missing."""
-
-import logging
 import os
 import time
 from contextlib import suppress
@@ -10,22 +7,18 @@ from pathlib import Path
 
 from deploy.daemon.rescuer import OUTCOMES
 from store.daemon_protocol import Report
-from store.errors import ConfigError
-from store.metrics_server import EndpointSecurity, MetricsServer
-
-_log = logging.getLogger("driftpoint")
+from store.metrics_server import ServedMetrics
 
 
-class DaemonMetrics:
+class DaemonMetrics(ServedMetrics):
     """Metrics of the node daemon. Without :meth:`serve` they are only counted."""
+
+    whose, todo = "of the daemon", "choose another with --port"
 
     def __init__(self) -> None:
         from prometheus_client import CollectorRegistry, Counter, Gauge
 
         self.registry = CollectorRegistry()
-        self._server: MetricsServer | None = None
-        self.port: int | None = None
-        self.url: str | None = None
 
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(f"driftpoint_daemon_{name}", text, labels, registry=self.registry)
@@ -52,25 +45,6 @@ class DaemonMetrics:
             self.refused.labels(reason)
         self._shown: set[str] = set()
         self.up.set(1)
-
-    def serve(self, host: str, port: int, security: EndpointSecurity) -> None:
-        """Serve the metrics; port 0 takes a free one."""
-        try:
-            self._server = MetricsServer(self.registry, host, port, security)
-            self.port, self.url = self._server.port, self._server.url
-        except OSError as error:
-            _log.warning(
-                "no metrics of the daemon: cannot listen on %s port %d (%s); choose another with --port",
-                host,
-                port,
-                error.strerror or error,
-            )
-        except ConfigError as error:
-            _log.error("no metrics of the daemon: %s", error)
-
-    def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
 
     def show(self, report: Report, base: Path) -> None:
         """Update the gauges. ``base`` is the shared-memory directory."""

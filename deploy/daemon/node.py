@@ -4,15 +4,14 @@ A job is all processes with one epoch of a store. It is dead when all its proces
 are rescued unless all of them unregistered cleanly. Stopped processes count as alive. A newer epoch on the same store
 (at the same path; a copy is another store) replaces the older one, since it finds the snapshots by itself.
 
-Everything here runs in the event loop's thread; the rescuer hands its results over to it."""
+Everything here runs in the event loop's thread."""
 
 import asyncio
 import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -80,7 +79,6 @@ class NodeJob:
 
     @property
     def died(self) -> bool:
-        """Return whether any process ended without unregistering."""
         return any(not one.alive and not one.clean for one in self.members.values())
 
     def apply(self, note: StatusUpdate, now: float) -> None:
@@ -93,10 +91,7 @@ class NodeJob:
 
     def report(self) -> JobReport:
         return JobReport(
-            store=self.hello.store,
-            store_id=self.hello.store_id,
-            epoch=self.hello.epoch,
-            world_size=self.hello.world_size,
+            **self.hello.model_dump(include={"store", "store_id", "epoch", "world_size"}),
             alive=tuple(one.rank for one in self.living),
             dead=tuple(sorted(one.rank for one in self.members.values() if not one.alive)),
             state=self.state,
@@ -193,7 +188,7 @@ class Node:
         self._cleaning: dict[str, dict[Path, RescueResult | None]] = {}  # by store id: rescues of old memory
         self._started = datetime.now(UTC).isoformat(timespec="seconds")
         self._needed = time.monotonic()
-        self._rescuer = Rescuer(options.base, self._in_loop(self._rescued), self._in_loop(self._on_rescue_started))
+        self._rescuer = Rescuer(options.base, self._rescued, self._on_rescue_started)
 
     def rescue_leftovers(self) -> None:
         """Rescue snapshots of jobs that died together with the previous daemon."""
@@ -209,7 +204,6 @@ class Node:
 
     @property
     def busy(self) -> bool:
-        """Return whether a rescue runs or waits."""
         return self._rescuer.busy
 
     def idle_seconds(self) -> float:
@@ -245,9 +239,9 @@ class Node:
         while any(job.living for job in self._jobs) and time.monotonic() < deadline:
             await asyncio.sleep(_POLL_SECONDS)
 
-    def end(self, grace: float) -> bool:
-        """Finish the rescues of dead jobs within ``grace`` seconds; return whether that succeeded. Blocks."""
-        return self._rescuer.end(grace)
+    async def end(self, grace: float) -> bool:
+        """Finish the rescues of dead jobs within ``grace`` seconds; return whether that succeeded."""
+        return await self._rescuer.end(grace)
 
     # Jobs.
 
@@ -312,14 +306,7 @@ class Node:
                 "%s: a rank died, but %s live: snapshots are rescued only after they end", job.hello.store, living
             )
 
-    # News of the rescuer, which runs in a thread of its own.
-
-    def _in_loop(self, told: Callable[..., None]) -> Callable[..., None]:
-        def hand(*news: object) -> None:
-            with suppress(RuntimeError):  # the loop has ended
-                self._loop.call_soon_threadsafe(told, *news)
-
-        return hand
+    # News of the rescuer.
 
     def _job_of(self, request: RescueRequest) -> NodeJob | None:
         return None if request.epoch is None else self._jobs.get((str(request.store), request.store_id, request.epoch))
@@ -389,8 +376,7 @@ class Node:
 
     def _ask_again(self, request: RescueRequest) -> None:
         self._retrying -= 1
-        if not request.dropped.is_set():
-            self._rescuer.ask(request)
+        self._rescuer.ask(request)
 
     def report(self) -> Report:
         return Report(

@@ -2,13 +2,15 @@
 
 A hanging store does not block others; a store and its copies share a lock and wait for each other. The thread owns the
 store while it writes (see :mod:`store.memory.rescue`). Threads never keep the process alive: an interrupted rescue is
-completed by the next one."""
+completed by the next one. All but the rescues themselves runs in the event loop's thread."""
 
+import asyncio
 import logging
 import threading
 import time
-from collections import deque
+from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,6 +35,7 @@ OUTCOMES = ("written", "nothing", "incomplete", "fenced", "in use", "damaged", "
 """``failed``: storage refused, or the store is damaged; the rescue is retried a few times."""
 
 THREADS = 16  # most stores written at a time
+_THREAD = "driftpoint-rescuer"
 
 
 @dataclass(frozen=True)
@@ -58,79 +61,52 @@ class RescueResult:
 
 
 class Rescuer:
-    """Runs rescues in threads. :meth:`ask` and :meth:`drop` may be called from any thread."""
+    """Runs rescues, each in a thread of its own. ``begun`` and ``tell`` are called when one begins and has ended."""
 
     def __init__(
         self, base: Path, tell: Callable[[RescueResult], None], begun: Callable[[RescueRequest], None]
     ) -> None:
-        self._base, self._tell, self._on_rescue_started = base, tell, begun
-        self._changed = threading.Condition()
-        self._requests: deque[RescueRequest] = deque()
-        self._current: dict[str, RescueRequest] = {}
-        self._threads: list[threading.Thread] = []
+        self._base, self._tell, self._begun = base, tell, begun
+        self._requests: dict[asyncio.Task[None], RescueRequest] = {}
+        self._locks = defaultdict[str, asyncio.Lock](asyncio.Lock)  # by store id
+        self._threads = asyncio.Semaphore(THREADS)
         self._ending = False
 
     @property
     def busy(self) -> bool:
-        """Return whether a rescue runs or waits."""
-        with self._changed:
-            return bool(self._current) or bool(self._requests)
+        return bool(self._requests)
 
     def ask(self, request: RescueRequest) -> None:
         """Queue a request, after earlier ones for the same store."""
-        with self._changed:
-            self._requests.append(request)
-            if len(self._current) + len(self._requests) > len(self._threads) < THREADS:
-                thread = threading.Thread(target=self._work, name="driftpoint-rescuer", daemon=True)
-                self._threads.append(thread)
-                thread.start()
-            self._changed.notify_all()
+        task = asyncio.create_task(self._rescue(request))
+        self._requests[task] = request
+        task.add_done_callback(self._requests.pop)
 
     def drop(self, store: Path) -> bool:
         """Cancel the requests for a store that a new job uses; return whether there were any."""
-        with self._changed:
-            found = [request for request in (*self._requests, *self._current.values()) if request.store == store]
-            self._requests = deque(request for request in self._requests if request.store != store)
+        found = [request for request in self._requests.values() if request.store == store]
         for request in found:
             request.dropped.set()
         return bool(found)
 
-    def end(self, grace: float) -> bool:
+    async def end(self, grace: float) -> bool:
         """Finish rescues of jobs that were seen to die and cancel all others; return whether that took less than
         ``grace`` s."""
-        with self._changed:
-            self._ending = True
-            self._requests = deque(request for request in self._requests if request.epoch is not None)
-            self._changed.notify_all()
-            threads = list(self._threads)
-        deadline = time.monotonic() + grace
-        for one in threads:
-            one.join(max(0.0, deadline - time.monotonic()))
-        return not any(one.is_alive() for one in threads)
+        self._ending, deadline = True, time.monotonic() + grace
+        while self._requests and (left := deadline - time.monotonic()) > 0:
+            await asyncio.wait(self._requests, timeout=left)
+        return not self._requests
 
-    def _work(self) -> None:
-        while (request := self._next()) is not None:
-            self._on_rescue_started(request)
-            began = time.monotonic()
-            outcome, why = self._done(request)
-            done = RescueResult(request, outcome, why, time.monotonic() - began)
-            with self._changed:
-                del self._current[request.store_id]
-                self._changed.notify_all()
-            self._tell(done)
-
-    def _next(self) -> RescueRequest | None:
-        """Wait for a request whose store has no rescue in progress; None at the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._ending or self._next_possible() is not None)
-            found = self._next_possible()
-            if found is not None:
-                self._requests.remove(found)
-                self._current[found.store_id] = found
-            return found
-
-    def _next_possible(self) -> RescueRequest | None:
-        return next((one for one in self._requests if one.store_id not in self._current), None)
+    async def _rescue(self, request: RescueRequest) -> None:
+        async with self._locks[request.store_id], self._threads:
+            if request.dropped.is_set() or (self._ending and request.epoch is None):
+                return
+            self._begun(request)
+            began, found = time.monotonic(), Future[tuple[str, str]]()
+            found.set_running_or_notify_cancel()  # a loop that ends does not wait for it
+            threading.Thread(target=lambda: found.set_result(self._done(request)), name=_THREAD, daemon=True).start()
+            outcome, why = await asyncio.wrap_future(found)
+        self._tell(RescueResult(request, outcome, why, time.monotonic() - began))
 
     def _done(self, request: RescueRequest) -> tuple[str, str]:
         try:

@@ -50,10 +50,15 @@ class InstanceLock:
             raise DaemonError(
                 f"a daemon already runs for {base}: see `driftpoint daemon status --memory {base}`"
             ) from error
+        self.socket = socket.socket(socket.AF_UNIX)
         try:
-            self.socket = _listening(self._path)
+            self._path.unlink(missing_ok=True)
+            self.socket.bind(str(self._path))
+            self._path.chmod(0o600)
+            self.socket.listen()
             self._inode = self._path.stat().st_ino
         except OSError as error:
+            self.socket.close()
             self._lock.release()
             raise StorageError(f"cannot listen at {self._path}: {error.strerror or error}") from error
 
@@ -70,23 +75,6 @@ class InstanceLock:
                 self._path.unlink()
         self.socket.close()
         self._lock.release()
-
-
-def _listening(path: Path) -> socket.socket:
-    path.unlink(missing_ok=True)
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        before = os.umask(0o177)
-        try:
-            made.bind(str(path))
-        finally:
-            os.umask(before)
-        made.listen()
-        made.setblocking(False)
-    except OSError:
-        made.close()
-        raise
-    return made
 
 
 def peer_pid(connection: socket.socket) -> int:
@@ -171,7 +159,7 @@ class Daemon:
                 await self._send(one, protocol.ShuttingDown(pid=os.getpid()))
             one.writer.close()
         await self._node.wait_for_deaths(self._deaths_seconds)
-        if not await asyncio.to_thread(self._node.end, self._options.grace):
+        if not await self._node.end(self._options.grace):
             _log.warning(
                 "the rescue in progress did not finish within %.0f s; the next daemon completes it", self._options.grace
             )
@@ -271,15 +259,11 @@ def ensure_daemon(base: Path, command: Sequence[str]) -> str | None:
         protocol.connect(base, _ANSWER_SECONDS).close()
     except StorageError as error:
         return f"no daemon: {error}"
-    except DaemonError:
-        return _start(command)
+    except DaemonError:  # none answers
+        nothing = subprocess.DEVNULL
+        try:
+            made = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
+        except OSError as error:
+            return f"cannot start the node daemon: {error}"
+        return f"started the node's daemon (process {made.pid})"
     return None
-
-
-def _start(command: Sequence[str]) -> str:
-    nothing = subprocess.DEVNULL
-    try:
-        process = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=nothing, start_new_session=True)
-    except OSError as error:
-        return f"cannot start the node daemon: {error}"
-    return f"started the node's daemon (process {process.pid})"

@@ -5,10 +5,8 @@ safe."""
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from functools import partial
 
 from deploy.doctor.base import Finding, Plan, Probe, clock, semantics
 from deploy.format import plural, size_text
@@ -34,7 +32,7 @@ def check_bucket(files: ObjectFiles, plan: Plan) -> Iterator[Finding]:
         return
     yield Finding("bucket", "ok", f"{files.root} is reachable and can be listed: {plural(held, 'name')} at its top")
     try:
-        with Probe(files, partial(_remove, files)) as probe:
+        with Probe(files) as probe:
             yield from _check(probe)
             large = bytes(files.part_bytes + 1)
             write_new(files, probe.name(), large, most=len(large))  # in parts, which needs a right of its own
@@ -46,28 +44,19 @@ def check_bucket(files: ObjectFiles, plan: Plan) -> Iterator[Finding]:
         yield Finding("space", "ok", f"{seen}: {size_text(plan.store_bytes)}; a bucket does not report its free space")
 
 
-def _remove(files: ObjectFiles, names: Sequence[str]) -> None:
-    with suppress(StorageError):  # _forgets reports failing deletions
-        files.unlink_all(names)
-
-
 def _check(probe: Probe[ObjectFiles]) -> Iterator[Finding]:
     first = probe.name()
     began = time.time() - 1.0  # stamps have whole seconds
-    _put(probe, first, _FIRST)
+    write_new(probe.files, first, _FIRST)
     yield clock("the server's", began, probe.files.modified(first), _SYNCHRONISE)
     broken = [text for text in (check(probe, first) for check in _PROMISES) if text is not None]
     works = "conditional puts are refused and atomic; puts, replacements and deletions are visible at once"
     yield semantics(broken, works, "use Amazon S3, or a server that supports this")
 
 
-def _put(probe: Probe[ObjectFiles], name: str, data: bytes) -> None:
-    write_new(probe.files, name, data)
-
-
 def _keeps(probe: Probe[ObjectFiles], first: str) -> str | None:
     try:
-        _put(probe, first, secrets.token_bytes(16))
+        write_new(probe.files, first, secrets.token_bytes(16))
     except ExistsError:
         return None if probe.files.read(first, _LIMIT) == _FIRST else "an object changed although its put was refused"
     return "If-None-Match: * is ignored and objects are overwritten: two jobs could overwrite each other's commits"
@@ -78,7 +67,7 @@ def _one_wins(probe: Probe[ObjectFiles], _: str) -> str | None:
 
     def put(data: bytes) -> bytes | None:
         try:
-            _put(probe, name, data)
+            write_new(probe.files, name, data)
         except ExistsError:
             return None
         return data

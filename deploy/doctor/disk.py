@@ -4,13 +4,12 @@ The files have names of interrupted writes: a store ignores them, and pruning re
 file is opened, so a store in use is safe. Does not need root."""
 
 import errno
-import fcntl
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from deploy.doctor.base import Finding, Plan, Probe, clock, semantics
@@ -18,6 +17,7 @@ from deploy.format import size_text
 from deploy.store_status import bytes_below
 from store.errors import StorageError
 from store.location import mount_of
+from store.session import FileLock
 from store.storage.local import LocalFiles
 
 _SYNCHRONISE = (
@@ -32,35 +32,19 @@ sys.stdin.read()
 """
 
 
-def nearest_directory(root: Path) -> Path:
-    """Return the store's directory or its nearest existing parent."""
-    places = (root.absolute(), *root.absolute().parents)
-    return next(place for place in places if os.path.isdir(place))  # noqa: PTH112 - also False without permission
-
-
 def check_disk(root: Path, plan: Plan) -> Iterator[Finding]:
     """Run all checks of the disk that holds ``root``, or will hold it."""
-    place = nearest_directory(root)
+    above = (root.absolute(), *root.absolute().parents)
+    place = next(one for one in above if os.path.isdir(one))  # noqa: PTH112 - also False without permission
     yield _filesystem(place)
     try:
-        with probe_in(place) as probe:
+        with Probe(LocalFiles(place)) as probe:
             yield from _writes(probe, place)
     except (OSError, StorageError) as error:
         reason = (error.strerror or error) if isinstance(error, OSError) else error
         todo = "check the owner and mode of the directory, free space, quota, and that it is not mounted read-only"
         yield Finding("writing", "fail", f"cannot write a file in {place}: {reason}", todo)
     yield _space(place, plan, bytes_below(root, OSError))  # what the store has already is part of the plan
-
-
-def probe_in(place: Path) -> Probe[LocalFiles]:
-    """Return a probe for temporary files in ``place``."""
-
-    def remove(names: Sequence[str]) -> None:
-        for name in names:
-            with suppress(OSError):
-                (place / name).unlink()
-
-    return Probe(LocalFiles(place), remove)
 
 
 def _writes(probe: Probe[LocalFiles], place: Path) -> Iterator[Finding]:
@@ -159,13 +143,10 @@ def _locked(path: Path) -> Iterator[str | None]:
 
 
 def _lockable(path: Path) -> bool:
-    descriptor = os.open(path, os.O_RDWR)
     try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        FileLock(path, 0o600).release()
     except OSError:
         return False
-    finally:
-        os.close(descriptor)
     return True
 
 

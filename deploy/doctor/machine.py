@@ -58,19 +58,15 @@ def _torch() -> Finding:
 def _limits(plan: Plan) -> Iterator[Finding]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = "no limit" if files == resource.RLIM_INFINITY else f"limit {files} per process"
-    if files != resource.RLIM_INFINITY and files < _FILES:
-        yield Finding("open files", "warn", limit, f"raise it: ulimit -n {4 * _FILES}")
-    else:
-        yield Finding("open files", "ok", limit)
+    few = files != resource.RLIM_INFINITY and files < _FILES
+    yield Finding("open files", "warn" if few else "ok", limit, f"raise it: ulimit -n {4 * _FILES}" if few else "")
     size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if size == resource.RLIM_INFINITY:
         return
     limit = f"limit {size_text(size)} per file"
-    if plan.commit_bytes is not None and plan.commit_bytes <= size:
-        yield Finding("file size", "ok", limit)
-    else:
-        todo = "a rank writes its share of a save into one file: raise it with ulimit -f unlimited"
-        yield Finding("file size", "warn", limit, todo)
+    fits = plan.commit_bytes is not None and plan.commit_bytes <= size
+    todo = "a rank writes its share of a save into one file: raise it with ulimit -f unlimited"
+    yield Finding("file size", "ok" if fits else "warn", limit, "" if fits else todo)
 
 
 def _shared_memory(plan: Plan) -> Finding:

@@ -18,10 +18,8 @@ from store.storage.atomic import is_temporary
 from store.storage.bucket import ObjectOptions
 from store.text import listed
 
-_LOCAL = ObjectOptions()  # of a directory, which needs none
 
-
-def check_store(root: Path, retention: Retention, options: ObjectOptions = _LOCAL) -> Iterator[Finding]:
+def check_store(root: Path, retention: Retention, options: ObjectOptions | None = None) -> Iterator[Finding]:
     """Run all checks of the store at ``root``; ``options`` are those of a bucket."""
     try:
         obstacle = None if is_url(root) else _obstacle(root)
@@ -74,7 +72,7 @@ def known_parameters(root: Path, options: ObjectOptions) -> int | None:
     return None if newest is None else parameters(newest)
 
 
-def _names(root: Path, options: ObjectOptions) -> list[str]:
+def _names(root: Path, options: ObjectOptions | None) -> list[str]:
     if is_url(root):
         return files_at(root, options).list_dir("")
     return os.listdir(root) if os.path.isdir(root) else []  # noqa: PTH112, PTH208

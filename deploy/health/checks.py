@@ -20,22 +20,13 @@ from deploy.health.facts import (
     parse_time,
     shell_command,
 )
-from deploy.store_status import Resume
+from deploy.health.trace_reader import SKIPPED
+from deploy.store_status import Resume, StoreStatus
 from store.certificate import AS_FOUND
 from store.names import SaveId
 from store.text import listed
 
 _FEW_SAVES = 3  # full saves for which a disk should have space
-_REFUSED: Mapping[str, tuple[Level, str]] = {
-    "storage": ("look", "the store could not be claimed"),
-    "unreachable": ("bad", "a rank was later than the job's timeout, or is gone: restart the job"),
-    "disagree": ("bad", "the ranks are at different steps"),
-    "unsupported": ("bad", "the job changed after attach"),
-    "fenced": ("bad", "another job took over the store"),
-    "withheld": ("bad", "layers that were never saved contain NaN or Inf"),
-}
-"""Level and text for each reason why a decision began no save."""
-
 _LOG = "read the job's log: the disk may be full or read-only, or a rank may hang"
 
 
@@ -59,16 +50,14 @@ def check_commit(facts: Facts) -> Check:
     return Check("Newest commit", level, text, note, todo)
 
 
-def check_kind(facts: Facts) -> Check:
+def check_kind(facts: Facts, status: StoreStatus) -> Check:
     """Check the commit that a resume would take."""
-    status = facts.status
-    assert status is not None
     resume, name = status.resume, "A resume gives"
     if resume is None:
         todo = shell_command("verify", facts.root) if status.saves else ""
         level: Level = "bad" if status.saves else "look"
         return Check(name, level, "nothing", status.problems[0] if status.problems else "", todo)
-    hurt = _not_as_saved(facts, resume, name)
+    hurt = _not_as_saved(facts, status, resume, name)
     if hurt is not None:
         return hurt
     if resume.exact or resume.as_found:
@@ -85,10 +74,8 @@ def check_kind(facts: Facts) -> Check:
     return Check(name, "good", f"a composite of step {resume.step}", note)
 
 
-def _not_as_saved(facts: Facts, resume: Resume, name: str) -> Check | None:
+def _not_as_saved(facts: Facts, status: StoreStatus, resume: Resume, name: str) -> Check | None:
     """Return the check of a resume that does not take the newest commit as it was saved."""
-    status = facts.status
-    assert status is not None
     if facts.checked is not None and resume.save in facts.checked.damaged:
         level: Level = "look" if len(facts.checked.damaged) < facts.checked.commits else "bad"
         note = "a resume checks every byte, and takes older versions of what is damaged, or an older commit"
@@ -105,11 +92,9 @@ def _not_as_saved(facts: Facts, resume: Resume, name: str) -> Check | None:
     return None
 
 
-def check_bytes(facts: Facts) -> Check:
+def check_bytes(facts: Facts, status: StoreStatus) -> Check:
     """Check whether the stored bytes were verified."""
     checked, name = facts.checked, "Bytes"
-    status = facts.status
-    assert status is not None
     worst: Level = "look" if status.resume is not None or not status.saves else "bad"
     if checked is not None and checked.damaged:
         text = f"{plural(len(checked.damaged), 'commit')} damaged"
@@ -151,10 +136,8 @@ def check_disk(facts: Facts) -> Check:
     return Check(name, level, text, f"space for {shown} full saves of {size_text(need)}", todo)
 
 
-def check_kept(facts: Facts) -> Check:
+def check_kept(facts: Facts, status: StoreStatus) -> Check:
     """Report the commits that retention keeps."""
-    status = facts.status
-    assert status is not None
     saves = status.saves
     if not saves:
         return Check("Kept", "plain", "nothing yet")
@@ -303,8 +286,8 @@ def check_saving(facts: Facts) -> Check:
         reasons = ", ".join(dict.fromkeys(job_status.failed))
         return Check(name, level, f"{plural(len(job_status.failed), 'save')} failed since", reasons, _LOG)
     newest = job_status.newest
-    refused = None if newest is None or newest.skipped is None else _REFUSED.get(newest.skipped)
-    if refused is not None:
+    refused = None if newest is None else SKIPPED.get(newest.skipped)
+    if refused is not None and refused[0] != "plain":
         return Check(name, refused[0], "none at the last decision", refused[1], _LOG)
     if job_status.job.observing:
         return Check(name, "look", "none: policy observe saves nothing", "it reports what would be saved", "")
@@ -336,7 +319,7 @@ def check_memory(facts: Facts) -> Check:
 def check_finite(facts: Facts) -> Check:
     """Check that all layers are finite."""
     job_status = facts.current
-    if job_status is None or not job_status.decisions:
+    if job_status is None or job_status.newest is None:
         return Check("Finite", "plain", "unknown", "needs the drift trace")
     if job_status.sick:
         units = sorted(map(str, job_status.sick))
@@ -394,19 +377,20 @@ def _cost(steps: float | None, seconds: float | None) -> str:
 
 def checks(facts: Facts) -> Iterator[Check]:
     """Yield all checks, most important first."""
-    if facts.status is None:
+    status = facts.status
+    if status is None:
         yield Check("Store", "bad", "cannot be opened", facts.trouble)
     else:
         yield check_commit(facts)
         yield check_loss(facts)
-        yield check_kind(facts)
+        yield check_kind(facts, status)
         yield check_saving(facts)
-        yield check_bytes(facts)
+        yield check_bytes(facts, status)
         yield check_proven(facts)
         yield check_memory(facts)
     yield check_disk(facts)
-    if facts.status is not None:
-        yield check_kept(facts)
+    if status is not None:
+        yield check_kept(facts, status)
         yield check_finite(facts)
     yield check_job(facts)
 
@@ -425,7 +409,6 @@ class Verdict:
 
     @property
     def concerns(self) -> tuple[Check, ...]:
-        """Return the checks that need attention, worst first."""
         found = [check for check in self.checks if check.level in ("look", "bad")]
         return tuple(sorted(found, key=lambda check: -ORDER.index(check.level)))
 
@@ -445,8 +428,8 @@ def sentence(facts: Facts) -> str:
         return f"The store cannot be opened: {facts.trouble}"
     node = loss_of_node(facts)
     if status.resume is None:
-        return _nothing(facts, node)
-    how = _how(facts)
+        return _nothing(facts, status, node)
+    how = _how(facts, status.resume)
     if not facts.running:
         behind = f", {steps_text(node.steps)} before the last known step" if node.steps and round(node.steps) else ""
         seen = (
@@ -464,9 +447,7 @@ def sentence(facts: Facts) -> str:
     return f"If the job failed now, it would resume at step {node.back_to}{_lost(node)}, {how}."
 
 
-def _nothing(facts: Facts, node: Loss) -> str:
-    status = facts.status
-    assert status is not None
+def _nothing(facts: Facts, status: StoreStatus, node: Loss) -> str:
     if status.saves:
         return f"None of {plural(len(status.saves), 'commit')} can be resumed: a restart now would lose the whole run."
     so_far = f" ({steps_text(node.steps)} so far)" if node.steps else ""
@@ -484,9 +465,7 @@ def _lost(loss: Loss) -> str:
     return f" and lose {steps_text(loss.steps)}{took}"
 
 
-def _how(facts: Facts) -> str:
-    assert facts.status is not None and facts.status.resume is not None
-    resume = facts.status.resume
+def _how(facts: Facts, resume: Resume) -> str:
     if facts.checked is not None and resume.save in facts.checked.damaged:
         return "or earlier, because bytes of that commit are damaged"
     if resume.exact or resume.as_found:

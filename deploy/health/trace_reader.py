@@ -1,32 +1,44 @@
 """Describe the newest state of a job in its drift trace."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
+from typing import Literal
 
 from store.names import Unit
 from store.trace import JobLine
 
+Severity = Literal["plain", "look", "bad"]
+
+SKIPPED: Mapping[str | None, tuple[Severity, str]] = {
+    "busy": ("plain", "the previous one was still being written"),
+    "withheld": ("bad", "layers that were never saved contain NaN or Inf"),
+    "storage": ("look", "the store could not be claimed"),
+    "unreachable": ("bad", "a rank was later than the job's timeout, or is gone: restart the job"),
+    "disagree": ("bad", "the ranks are at different steps"),
+    "unsupported": ("bad", "the job changed after attach"),
+    "fenced": ("bad", "another job took over the store"),
+}
+"""Why a decision began no save where it should have, and how bad that is."""
+
 
 @dataclass(frozen=True)
 class LastDecision:
-    """A decision. ``at`` is Unix time. ``measured``: whether units were, then or when its save was staged."""
+    """A decision. ``at`` is Unix time."""
 
     step: int
     at: float
-    sick: frozenset[Unit]
-    measured: bool
     skipped: str | None
 
 
 @dataclass(frozen=True)
 class LastSave:
-    """A commit. ``full``: raw bytes of a full save; ``gap``: seconds since the previous commit of this run, or None."""
+    """A commit. ``full``: raw bytes of a full save."""
 
     at: float
     written: int
     full: int
-    gap: float | None
 
 
 @dataclass(frozen=True)
@@ -35,8 +47,9 @@ class JobStatus:
 
     job: JobLine
     last_seen: float
-    decisions: Sequence[LastDecision]  # the last few, newest last; ``saves`` likewise
-    saves: Sequence[LastSave]
+    newest: LastDecision | None
+    sick: frozenset[Unit]  # with NaN or Inf at the last decision that measured, then or when its save was staged
+    saves: Sequence[LastSave]  # the last few, newest last
     failed: tuple[str, ...]  # reasons of the saves that failed since the newest commit
     step_seconds: float | None  # seconds per step, None if unknown
     decision_gap: float | None
@@ -44,20 +57,10 @@ class JobStatus:
     full_bytes: int  # raw bytes of a save of everything that changes
 
     @property
-    def newest(self) -> LastDecision | None:
-        return self.decisions[-1] if self.decisions else None
-
-    @property
     def save_gap(self) -> float | None:
         """Return the median seconds between commits, None with fewer than two."""
-        gaps = [one.gap for one in self.saves if one.gap is not None]
+        gaps = [later.at - earlier.at for earlier, later in pairwise(self.saves)]
         return median(gaps) if gaps else None
-
-    @property
-    def sick(self) -> frozenset[Unit]:
-        """Return the units with NaN or Inf at the last decision that measured."""
-        measured = next((one for one in reversed(self.decisions) if one.measured or one.sick), None)
-        return frozenset() if measured is None else measured.sick
 
     @property
     def next_gap(self) -> float | None:

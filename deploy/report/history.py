@@ -5,7 +5,7 @@ skipped."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -13,8 +13,8 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
-from deploy.health.trace_reader import JobStatus, LastDecision, LastSave
-from deploy.report.incidents import Incident, Incidents, nonfinite_incident, restart_incident, skipped_incident
+from deploy.health.trace_reader import SKIPPED, JobStatus, LastDecision, LastSave
+from deploy.report.incidents import Incident, Incidents, nonfinite_incident, restart_incident
 from store.certificate import is_lossy
 from store.names import Unit
 from store.trace import (
@@ -33,7 +33,6 @@ from store.trace import (
 _Floats = npt.NDArray[np.float64]
 _MOVEMENT = b'{"kind":"moved"'  # start of the longest lines, which are not needed here
 _ALL = 0.99  # share of all bytes from which a save counts as full
-_DECISIONS = 64  # newest decisions kept for the state of the job
 _FEW = 32  # newest saves and intervals from which its rates are computed
 
 
@@ -51,7 +50,6 @@ class Column:
     longest: float = 0.0
 
     def merge(self, other: "Column") -> None:
-        """Merge the following column into this one."""
         self.last_step = other.last_step
         self.decisions += other.decisions
         self.saves += other.saves
@@ -78,7 +76,6 @@ class Bins:
         self.saved, self.rounded, self.sick = np.zeros((3, 0, self.most), np.int64)
 
     def grow(self, units: int = 0, columns: int = 0) -> None:
-        """Append empty rows and columns."""
         more = ((0, units), (0, columns))
         self.drift = np.pad(self.drift, more, constant_values=np.nan)
         self.saved, self.rounded, self.sick = (np.pad(old, more) for old in (self.saved, self.rounded, self.sick))
@@ -183,7 +180,8 @@ class _Reader:
         self._first_at: float | None = None
         self._skipped = 0
         self._newest_at = 0.0  # time of the newest line of this incarnation
-        self._decisions: deque[LastDecision] = deque(maxlen=_DECISIONS)
+        self._newest: LastDecision | None = None
+        self._sick: tuple[int, frozenset[Unit]] = (-1, frozenset())  # at the last step of this job that was measured
         self._gaps: deque[tuple[int, float]] = deque(maxlen=_FEW)  # steps and times of decisions
         self._saves: deque[LastSave] = deque(maxlen=_FEW)
         self._failed: list[str] = []
@@ -241,7 +239,8 @@ class _Reader:
         return JobStatus(
             job=job,
             last_seen=self._newest_at,
-            decisions=tuple(self._decisions),
+            newest=self._newest,
+            sick=self._sick[1],
             saves=tuple(self._saves),
             failed=tuple(self._failed[-_FEW:]),
             step_seconds=median(paces) if paces else None,
@@ -273,6 +272,7 @@ class _Reader:
 
     def _on_resumed(self, line: ResumedLine, job: JobLine) -> None:
         self._gaps.clear()
+        self._sick = -1, self._sick[1]
         if line.step == 0 and line.newest == 0 and self._last_step is None:
             return
         at, number = job.started + line.seconds, self._bins.count
@@ -286,9 +286,9 @@ class _Reader:
         self._settle(line.copy_wait)
         self._last_seen, self._last_step = at, line.step
         self._interval = self._interval if line.interval is None else line.interval
-        sick = frozenset(self._units[index] for index in line.sick)
-        measured = any(value is not None for value in line.drift)
-        self._decisions.append(LastDecision(line.step, at, sick, measured, line.skipped))
+        self._newest = LastDecision(line.step, at, line.skipped)
+        if line.sick or any(value is not None for value in line.drift):
+            self._sick = line.step, frozenset(self._units[index] for index in line.sick)
         self._gaps.append((line.step, at))
         number = self._bins.add(line.step)
         column, rows = number // self._bins.width, [self._rows[unit] for unit in self._units]
@@ -311,8 +311,10 @@ class _Reader:
         if line.sick:
             names = [str(self._units[index]) for index in line.sick]
             current.append(nonfinite_incident("not finite", names, line.step, at))
-        if line.skipped is not None:
-            current += skipped_incident(line.skipped, line.step, at)
+        if line.skipped in SKIPPED:
+            severity, text = SKIPPED[line.skipped]
+            key = f"skipped {line.skipped}"
+            current.append(Incident("skipped", severity, f"no save: {text}", line.step, at, key=key))
         self._incidents.update(current, line.step)
         if line.preempted:
             text = "the job was preempted and saved what the grace period allowed"
@@ -324,9 +326,10 @@ class _Reader:
     def _on_commit(self, line: CommitLine, at: float) -> None:
         self._last_seen = at
         full = sum(self._nbytes) + max(0, line.written - sum(size[0] for size in line.sizes.values()))
-        self._saves.append(LastSave(at, line.written, full, at - self._saves[-1].at if self._saves else None))
+        self._saves.append(LastSave(at, line.written, full))
         self._failed.clear()
-        self._note_staged(line)
+        if line.step > self._sick[0] and any(drift is not None for *_, drift in line.sizes.values()):
+            self._sick = line.step, frozenset()  # measured when the save was staged
         if self._begun is None or self._begun[0] != line.step:
             return  # not of the save in progress, of which there is one at a time
         bins, column = self._bins, self._begun[1] // self._bins.width
@@ -342,13 +345,6 @@ class _Reader:
             bins.rounded[row, column] += int(is_lossy(encoding) or error > 0)
             if drift is not None:
                 bins.drift[row, column] = np.fmax(bins.drift[row, column], drift)
-
-    def _note_staged(self, line: CommitLine) -> None:
-        """Note at the decision of the commit that units were measured when its save was staged."""
-        if any(drift is not None for *_, drift in line.sizes.values()):
-            place = next((i for i, one in enumerate(reversed(self._decisions), 1) if one.step == line.step), None)
-            if place is not None:
-                self._decisions[-place] = replace(self._decisions[-place], measured=True)
 
     def _settle(self, copy_wait: float) -> None:
         """Complete the previous decision's stall, now that its copy wait is known."""

@@ -7,20 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from deploy.format import plural, span_text
+from deploy.health.trace_reader import Severity
 from store.text import listed
 from store.trace import ResumedLine
-
-Severity = Literal["plain", "look", "bad"]
-
-_SKIPPED: dict[str, tuple[Severity, str]] = {
-    "busy": ("plain", "no save: the previous one was still being written"),
-    "withheld": ("bad", "no save: all layers to be saved contained NaN or Inf"),
-    "storage": ("look", "no save: storage failed"),
-    "unreachable": ("bad", "no save: a rank was later than the job's timeout, or is gone"),
-    "disagree": ("bad", "no save: the ranks disagreed"),
-    "unsupported": ("bad", "no save: the job changed after attach"),
-    "fenced": ("bad", "no save: another job took over the store"),
-}
 
 
 @dataclass(frozen=True)
@@ -76,18 +65,9 @@ class Incidents:
         self._open.clear()
 
     def listed(self) -> tuple[Incident, ...]:
-        """Return the incidents, oldest first."""
         extra = max(0, len(self._found) - self._most)
         self.dropped += extra
         return tuple(self._found[extra:])
-
-
-def skipped_incident(reason: str, step: int, at: float) -> list[Incident]:
-    """Return the incident of a decision without a save, none if the reason is normal."""
-    if reason not in _SKIPPED:
-        return []
-    severity, text = _SKIPPED[reason]
-    return [Incident("skipped", severity, text, step, at, key=f"skipped {reason}")]
 
 
 def nonfinite_incident(kind: Literal["not finite", "withheld"], units: Sequence[str], step: int, at: float) -> Incident:

@@ -21,9 +21,7 @@ class EventLog:
     """Reports events as lines for people, and JSON lines in ``events``."""
 
     def __init__(self, line: Callable[[str], None], events: Path | None = None, root: Path | None = None) -> None:
-        self._line = line
-        self._events = events
-        self._root = root
+        self._line, self._events, self._root = line, events, root
         self._ends: list[str] = []
 
     def message(self, text: str) -> None:
@@ -45,7 +43,6 @@ class EventLog:
         self._event("end", attempt=number, code=attempt.code, commit=_name(newest), committed=attempt.committed)
 
     def on_suspect_marked(self, save: SaveId, instead: SaveId | None, trouble: str) -> None:
-        """Report a commit marked as suspect, or the failure to mark it."""
         if trouble:
             self.message(f"commit {save} could not be marked as suspect: {trouble}")
             return
@@ -54,7 +51,6 @@ class EventLog:
         self._event("suspect", commit=save.name, instead=_name(instead))
 
     def on_suspect_withdrawn(self, save: SaveId, trouble: str) -> None:
-        """Report a removed suspect mark, or the failure to remove it."""
         if trouble:
             self.message(f"commit {save} is not the cause, but its suspect mark could not be removed: {trouble}")
             return

@@ -8,9 +8,8 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -46,12 +45,17 @@ def handles_signal(pid: int, number: signal.Signals) -> bool:
 
 
 def processes_handling(top: int, number: signal.Signals) -> list[psutil.Process]:
-    """Return the processes in the tree of ``top`` that handle the signal, but none below such a process.
+    """Return the processes in the tree of ``top`` that handle the signal, but none below such a process or a daemon.
 
     Forked children (data-loader workers) inherit their parent's handler, and a launcher with a handler
     forwards the signal."""
     with suppress(psutil.NoSuchProcess):
-        return list(_walk_handling(psutil.Process(top), number))
+        process = psutil.Process(top)
+        if is_daemon(process):
+            return []
+        if handles_signal(top, number):
+            return [process]
+        return [one for child in process.children() for one in processes_handling(child.pid, number)]
     return []
 
 
@@ -120,36 +124,24 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-def _walk_handling(process: psutil.Process, number: signal.Signals) -> Iterator[psutil.Process]:
-    if is_daemon(process):
-        return
-    if handles_signal(process.pid, number):
-        yield process
-        return
-    with suppress(psutil.NoSuchProcess):
-        for child in process.children():
-            yield from _walk_handling(child, number)
-
-
-@dataclass(frozen=True)
-class StopOptions:
-    """How to end a command."""
-
-    grace: float = 30.0  # seconds for its final save
-    notice: signal.Signals = signal.SIGUSR1  # signal that the trainer handles
-    others: Collection[psutil.Process] = ()  # children of this process that are not the command's
-
-
 class ProcessStopper:
-    """Handles the signals during one attempt. ``clock`` is monotonic."""
+    """Handles the signals during one attempt of the command, whose process is ``pid``.
+
+    ``grace``: seconds for its final save. ``notice``: signal that the trainer handles. ``others``: children of this
+    process that are not the command's. ``clock`` is monotonic."""
 
     def __init__(
-        self, pid: int, options: StopOptions, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+        self,
+        pid: int,
+        say: Callable[[str], None],
+        *,
+        grace: float = 30.0,
+        notice: signal.Signals = signal.SIGUSR1,
+        others: Collection[psutil.Process] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._pid = pid
-        self._options = options
-        self._say = say
-        self._clock = clock
+        self._pid, self._say, self._clock = pid, say, clock
+        self._grace, self._notice, self._others = grace, notice, others
         self._exit_request: int | None = None
         self._noticed: float | None = None
         self._asked = 0
@@ -164,7 +156,7 @@ class ProcessStopper:
         """Return the exit code that a received signal demands after the command ended with ``code``, or None."""
         if self._exit_request is not None or self._noticed is None:
             return self._exit_request
-        answers = code == PREEMPTED or self._clock() - self._noticed <= self._options.grace + ATTRIBUTION_SECONDS
+        answers = code == PREEMPTED or self._clock() - self._noticed <= self._grace + ATTRIBUTION_SECONDS
         return PREEMPTED if answers else None
 
     def act(self) -> None:
@@ -201,7 +193,7 @@ class ProcessStopper:
             self._send(number)
             self._say("SIGINT: forwarded; a second one sends SIGTERM to the command, a third SIGKILL")
             return
-        grace, notice = self._options.grace, self._options.notice
+        grace, notice = self._grace, self._notice
         told = send(processes_handling(self._pid, notice), notice) if notice != signal.SIGTERM else 0
         if told:
             self._say(
@@ -222,7 +214,7 @@ class ProcessStopper:
     def _kill(self, why: str) -> None:
         self._say(f"{why}: SIGKILL to all processes of the command")
         self._due = []
-        send(descendants(self._options.others), signal.SIGKILL)
+        send(descendants(self._others), signal.SIGKILL)
 
     def _send(self, number: signal.Signals) -> None:
         with suppress(psutil.NoSuchProcess):

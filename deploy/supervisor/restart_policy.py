@@ -103,16 +103,24 @@ def decide_restart(
     history: RestartHistory, attempt: Attempt, limits: Limits, draw: Callable[[], float]
 ) -> tuple[RestartHistory, Restart | GiveUp]:
     """Decide after an attempt, and return the updated history. ``draw`` returns a random number in [0, 1)."""
-    if attempt.exit_request is not None:
-        return history, _requested_exit(attempt, attempt.exit_request)
-    if attempt.code == OK:
+    if attempt.code == OK and attempt.exit_request in (None, PREEMPTED):
         return history, GiveUp(OK, "the command ended")
+    if attempt.exit_request is not None:
+        why = "interrupted" if attempt.exit_request == INTERRUPTED else "preempted: start it again to continue"
+        return history, GiveUp(attempt.exit_request, why)
     if attempt.code == PREEMPTED and attempt.committed:
         return _preempted(history, attempt), Restart(0.0)
-    # A command that always exits as preempted without saving must not be restarted forever.
-    went = _unsaved(history, attempt) if attempt.code == PREEMPTED else _failed(history, attempt)
+    if attempt.code == PREEMPTED:  # without a save: no failure, but no progress either, so it must not go on forever
+        went = replace(_preempted(history, attempt), in_a_row=history.in_a_row + 1)
+    else:
+        went = _failed(history, attempt)
     stop = _limit(went, limits)
-    return (went, stop) if stop is not None else _again(went, attempt, limits, draw)
+    if stop is not None:
+        return went, stop
+    seconds, suspect = backoff(went.in_a_row, limits, draw), went.suspected
+    if went.deaths < SUSPECT_AFTER or attempt.after.instead is None or suspect is None:
+        return went, Restart(seconds)
+    return replace(went, suspected=None, deaths=0, marked=(*went.marked, suspect)), Restart(seconds, suspect)
 
 
 def _limit(history: RestartHistory, limits: Limits) -> GiveUp | None:
@@ -122,16 +130,6 @@ def _limit(history: RestartHistory, limits: Limits) -> GiveUp | None:
         row = " in a row" if history.in_a_row > 1 else ""
         return GiveUp(NO_PROGRESS, f"the command died {_times(history.in_a_row)}{row} without progress", history.marked)
     return None
-
-
-def _again(
-    history: RestartHistory, attempt: Attempt, limits: Limits, draw: Callable[[], float]
-) -> tuple[RestartHistory, Restart | GiveUp]:
-    seconds, suspect = backoff(history.in_a_row, limits, draw), history.suspected
-    if history.deaths < SUSPECT_AFTER or attempt.after.instead is None or suspect is None:
-        return history, Restart(seconds)
-    marked = replace(history, suspected=None, deaths=0, marked=(*history.marked, suspect))
-    return marked, Restart(seconds, suspect)
 
 
 def backoff(in_a_row: int, limits: Limits, draw: Callable[[], float]) -> float:
@@ -150,13 +148,6 @@ def ending(code: int) -> str:
         return f"signal {-code}"
 
 
-def _requested_exit(attempt: Attempt, exit_request: int) -> GiveUp:
-    if exit_request == PREEMPTED and attempt.code == OK:
-        return GiveUp(OK, "the command ended")
-    why = "interrupted" if exit_request == INTERRUPTED else "preempted: start it again to continue"
-    return GiveUp(exit_request, why)
-
-
 def _progressed(history: RestartHistory, attempt: Attempt) -> bool:
     return attempt.committed and attempt.after.step > max(history.step, attempt.before.step)
 
@@ -165,11 +156,6 @@ def _preempted(history: RestartHistory, attempt: Attempt) -> RestartHistory:
     if _progressed(history, attempt):
         return RestartHistory(failures=history.failures, step=attempt.after.step)
     return replace(history, step=max(history.step, attempt.before.step))
-
-
-def _unsaved(history: RestartHistory, attempt: Attempt) -> RestartHistory:
-    """Count a preemption without a save: not a failure, but no progress either."""
-    return replace(_preempted(history, attempt), in_a_row=history.in_a_row + 1)
 
 
 def _failed(history: RestartHistory, attempt: Attempt) -> RestartHistory:

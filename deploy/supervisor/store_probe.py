@@ -33,10 +33,7 @@ class StoreProbe:
     def __init__(
         self, root: Path, memory: Path | None = None, patience: float = 120.0, options: ObjectOptions | None = None
     ) -> None:
-        self.root = root
-        self._options = options
-        self._memory = memory
-        self._patience = patience
+        self.root, self._options, self._memory, self._patience = root, options, memory, patience
 
     def look(self) -> StoreSnapshot:
         """Return the current state. Never raises because of the store's content."""

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import FrameType
 
 from deploy.supervisor import processes, restart_policy
 from deploy.supervisor.events import EventLog
@@ -44,9 +43,7 @@ class Supervisor:
     """Supervises one job on one store."""
 
     def __init__(self, options: RunOptions, store: StoreProbe, log: EventLog) -> None:
-        self._options = options
-        self._store = store
-        self._log = log
+        self._options, self._store, self._log = options, store, log
         self._signals = {
             number for number in (*processes.ENDS, *processes.NOTICES) if signal.getsignal(number) != signal.SIG_IGN
         }
@@ -122,8 +119,10 @@ class Supervisor:
                 raise
             self._log.message(str(error))  # it could be started before: a disk or a machine that is short of something
             return _CANNOT_START, None
-        options = processes.StopOptions(self._options.grace, self._options.notice, self._others)
-        stopping = processes.ProcessStopper(child.pid, options, self._log.message)
+        grace, notice = self._options.grace, self._options.notice
+        stopping = processes.ProcessStopper(
+            child.pid, self._log.message, grace=grace, notice=notice, others=self._others
+        )
         code = self._watch(child, stopping)
         return code, stopping.exit_request(code)
 
@@ -153,8 +152,10 @@ class Supervisor:
             number = self._next_signal(max(0.0, deadline - time.monotonic()))
             if number is None and time.monotonic() >= deadline:
                 return None
-            if number not in (None, signal.SIGCHLD):
-                return _stop_for_signal(number)
+            if number == signal.SIGINT:
+                return restart_policy.GiveUp(restart_policy.INTERRUPTED, "interrupted")
+            if number is not None and number != signal.SIGCHLD:
+                return restart_policy.GiveUp(PREEMPTED, f"{number.name} received while no attempt was running")
 
     def _wait_for_store(self, seconds: float) -> restart_policy.GiveUp | None:
         deadline, told = time.monotonic() + seconds, False
@@ -184,7 +185,7 @@ class Supervisor:
         The handlers installed are never called; they show an outer supervisor that this process handles the signals."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {*self._signals, signal.SIGCHLD})
         self._mask = {signal.Signals(number) for number in before}
-        handlers = {number: signal.signal(number, _ignore_signal) for number in self._signals}
+        handlers = {number: signal.signal(number, lambda *_: None) for number in self._signals}
         handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         try:
             yield
@@ -194,15 +195,3 @@ class Supervisor:
             for number, handler in handlers.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _ignore_signal(number: int, frame: FrameType | None) -> None:
-    """Do nothing: signals stay blocked while this is their handler."""
-
-
-def _stop_for_signal(number: signal.Signals | None) -> restart_policy.GiveUp:
-    if number == signal.SIGINT:
-        return restart_policy.GiveUp(restart_policy.INTERRUPTED, "interrupted")
-    return restart_policy.GiveUp(
-        PREEMPTED, f"{number.name if number else 'a signal'} received while no attempt was running"
-    )

@@ -90,12 +90,10 @@ class Config(sections.Settings):
 
     @property
     def store_path(self) -> str:
-        """The path or URL in ``store:``."""
         return self.store if isinstance(self.store, str) else self.store.path
 
     @property
     def creates_store(self) -> bool:
-        """Whether a store is made where there is none."""
         return isinstance(self.store, str) or self.store.create
 
     def bounded_policy(self) -> Policy:

@@ -115,7 +115,6 @@ class BudgetSettings(Settings):
 
     @property
     def limited(self) -> bool:
-        """Whether any limit is set."""
         return bool(self._rates())
 
     def account(self, clock: Callable[[], float] = time.monotonic) -> Account:
@@ -267,7 +266,6 @@ class S3Settings(Settings):
     """directory for packed payloads until they are uploaded; null: the temporary directory"""
 
     def options(self) -> ObjectOptions:
-        """Return the settings as options of the object store."""
         return ObjectOptions(**self.model_dump())
 
 

@@ -24,7 +24,6 @@ class StepCounter:
         optimizer.step = self._count
 
     def __call__(self) -> int:
-        """Return the number of steps."""
         return self._steps
 
     def calls(self) -> int:
@@ -32,11 +31,9 @@ class StepCounter:
         return self._calls + (not self._optimizer.gradient_state.sync_gradients)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the number of steps as state."""
         return {"updates": self._steps}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue from a saved count."""
         self._steps = int(state["updates"])
 
     def _count(self, *args: Any, **kwargs: Any) -> Any:

@@ -31,7 +31,6 @@ from monitor.huggingface.resume import (
 )
 from monitor.huggingface.trainer_state import TRAINER, TrainerProgress
 from monitor.run_state import Objects, capture_rng, joined, restore_rng
-from monitor.types import StepReport
 from store.errors import ConfigError, SaveError, StoreError, UsageError
 from store.location import store_place
 from store.names import SaveId
@@ -91,7 +90,6 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         train_dataloader: Any = None,
         **_: Any,
     ) -> None:
-        """Attach and resume."""
         for one in _callbacks_of_store(self.config):
             one.close(clean=False)  # left by a train() that failed
         scaler = getattr(optimizer, "scaler", None)
@@ -220,12 +218,11 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
             self._generators = None
         progress.at_epoch = False
 
-    def _report_step(self, state: Any, *, at_epoch: bool) -> StepReport | None:
-        if not self._pending or self.checkpointer is None or self._progress is None:
-            return None
-        self._pending = False
-        self._progress.state, self._progress.at_epoch = state, at_epoch
-        return self.checkpointer.step()
+    def _report_step(self, state: Any, *, at_epoch: bool) -> None:
+        if self._pending and self.checkpointer is not None and self._progress is not None:
+            self._pending = False
+            self._progress.state, self._progress.at_epoch = state, at_epoch
+            self.checkpointer.step()
 
     def _drop_plan(self) -> None:
         plan, self._plan = self._plan, None

@@ -47,7 +47,7 @@ class SharedMemoryBuffers:
         log_errors(lambda: clear_old(tier.base, wanted=without_versions))
         try:
             self.arena = Arena(tier, session.epoch, rank, self._versions, session.files)
-            for slot in slots_to_reserve(self.arena, kept):
+            for slot in self.arena.take_over(kept):
                 self.at(slot, nbytes)
         except (StoreError, OSError) as error:
             return str(error)
@@ -90,7 +90,6 @@ class SharedMemoryBuffers:
         return found
 
     def take_rest(self, world_size: int) -> None:
-        """Call :meth:`store.memory.arena.Arena.take_rest`, and log errors."""
         if self.arena is not None:
             log_errors(partial(self.arena.take_rest, world_size))
 
@@ -110,13 +109,6 @@ class SharedMemoryBuffers:
         arena, self.arena = self.arena, None
         if arena is not None:
             log_errors(partial(arena.close, remove=remove, unmap=not copying))
-
-
-def slots_to_reserve(arena: Arena, kept: SaveId | None) -> tuple[int, ...]:
-    """Take over the memory of earlier incarnations, except ``kept``. Return the payloads that need memory now."""
-    arena.take_over(kept)
-    # The memory of an older snapshot that is kept becomes the last payload later.
-    return arena.slots[: -1 if arena.spares(kept) else None]
 
 
 def log_errors(action: Callable[[], object]) -> None:

@@ -128,7 +128,6 @@ def newest_on_disk(catalog: Catalog, group: Group) -> Resolution | None:
     """Return the newest intact commit in the store, which the next saves build on. Collective.
 
     None, on all ranks, if there is none: then the next save is a full one."""
-
     found = run_on_rank0(group, partial(_newest_commit, catalog))
     if found is None:
         return None

@@ -49,7 +49,6 @@ class ReplicaSender:
 
     @property
     def busy(self) -> bool:
-        """Whether a version is being sent."""
         return not self.wait(0.0)
 
     def wait(self, timeout: float) -> bool:
@@ -84,7 +83,6 @@ class ReplicaSender:
         self._writer.join(_JOIN_TIMEOUT)
 
     def close(self) -> None:
-        """Abort all transfers and accept no more."""
         self._stopped = True
         self.break_off()
         self._writer.stop()

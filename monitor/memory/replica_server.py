@@ -18,7 +18,7 @@ from types import MappingProxyType
 
 import xxhash
 
-from monitor.memory.buffers import log_errors, slots_to_reserve
+from monitor.memory.buffers import log_errors
 from monitor.memory.transport import Address, Answer, Connection, Endpoint, Get, Put, Request
 from store.errors import DamagedError, PeerError, StorageError, StoreError
 from store.memory.arena import Arena
@@ -65,7 +65,7 @@ class ReplicaStore:
             for rank, nbytes in needs.items():
                 arena = Arena(tier, epoch, rank, self._versions, files, replica=True)
                 self._sources[rank] = _Source(arena)
-                for slot in slots_to_reserve(arena, kept):
+                for slot in arena.take_over(kept):
                     arena.room(slot, nbytes)
         except (StoreError, OSError) as error:
             return str(error)
@@ -198,7 +198,6 @@ class ReplicaServer:
                 connection.abort()
 
     def close(self) -> None:
-        """Stop listening and end all connections."""
         self._closing.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread

@@ -162,7 +162,6 @@ class Replication:
         return self.replicated
 
     def serve(self, payloads: ServedPayloads) -> None:
-        """Let other ranks read these payloads, and no others."""
         if self._server is not None:
             self._server.serve(payloads)
 

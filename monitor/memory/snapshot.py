@@ -32,7 +32,7 @@ from policies.base import Choice
 from store.encoding import encoding_named
 from store.errors import SaveError
 from store.memory.arena import Arena
-from store.memory.layout import VersionRecord, reader_of
+from store.memory.layout import VersionRecord
 from store.names import BUFFER, FROZEN, RAW, Fragment, SaveId, Unit
 from store.schema import Entry, ManifestRecord, MeasureRecord, PartRecord, StateTensor, digest, seal
 from store.segment import SegmentDraft
@@ -111,7 +111,8 @@ def seal_snapshot(version: Version) -> float:
         facts=dict(segment.facts),
     )
     head = None if version.head is None else version.head()
-    loan.arena.seal(loan.slot, VersionRecord(reader=reader_of(head), claim=version.claim, part=part, head=head))
+    reader = 1 if head is None else head.reader
+    loan.arena.seal(loan.slot, VersionRecord(reader=reader, claim=version.claim, part=part, head=head))
     return time.monotonic() - began
 
 
@@ -121,8 +122,7 @@ class SnapshotManifest:
     The saver knows of a commit before the ledger does, which advances at decisions only."""
 
     def __init__(self, job: JobContext, saver: Saver) -> None:
-        self._job = job
-        self._saver = saver
+        self._job, self._saver = job, saver
         self._frozen_versions: Any = None
         self._changed_at: dict[Unit, int] = {}
 
@@ -196,16 +196,12 @@ class SnapshotStager:
     def __init__(
         self, job: JobContext, session: StoreSession, manifest: SnapshotManifest, copy_timing: CopyTiming
     ) -> None:
-        self._job = job
-        self._session = session
-        self._manifest = manifest
-        self._copy_timing = copy_timing
+        self._job, self._session, self._manifest, self._copy_timing = job, session, manifest, copy_timing
         self._encodings = job.config.memory_encodings()
         self._room = LeafRoom()
         self._last: _Placed | None = None
 
     def payload_bytes(self, local: Mapping[Unit, LocalUnit]) -> int:
-        """Return the bytes to reserve for a payload."""
         return self._placed(_moving(local)).end + _MARGIN
 
     def lend(self, local: Mapping[Unit, LocalUnit], arena: Arena, slot: int, allocate: Callable[[int], Any]) -> "Loan":
@@ -319,7 +315,6 @@ class Loan:
     memory: Any
 
     def buffers(self) -> dict[Unit, list[torch.Tensor]]:
-        """Return the buffers of each unit."""
         return {unit: _copies(places, self.memory) for unit, places in self.placed.by_unit.items()}
 
 

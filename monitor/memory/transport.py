@@ -77,9 +77,7 @@ class Connection:
     everything must be done, or None."""
 
     def __init__(self, connection: socket.socket, silence: float, deadline: float | None = None) -> None:
-        self._socket = connection
-        self._silence = silence
-        self._deadline = deadline
+        self._socket, self._silence, self._deadline = connection, silence, deadline
         with suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -208,25 +206,18 @@ def own_address() -> Address:
 
     It is that of the interface in GLOO_SOCKET_IFNAME, else of the host's name, else the loopback's. Raises OSError if
     the interface does not exist."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip()
-    found = _interface_addresses(interface) if interface else _host_addresses()
+    interface, found = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip(), list[Address]()
+    if interface:
+        known = psutil.net_if_addrs()
+        if interface not in known:
+            raise OSError(f"there is no network interface {interface!r}, which GLOO_SOCKET_IFNAME names")
+        families = (socket.AF_INET, socket.AF_INET6)
+        found = [(int(kind), one.address) for kind in families for one in known[interface] if one.family == kind]
+    else:
+        with suppress(OSError):
+            places = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
+            found = [(int(family), str(address[0])) for family, _, _, _, address in places]
     return next((address for address in found if _can_bind(address)), _LOOPBACK)
-
-
-def _interface_addresses(name: str) -> list[Address]:
-    families = (socket.AF_INET, socket.AF_INET6)
-    known = psutil.net_if_addrs().get(name)
-    if known is None:
-        raise OSError(f"there is no network interface {name!r}, which GLOO_SOCKET_IFNAME names")
-    return [(int(family), one.address) for family in families for one in known if one.family == family]
-
-
-def _host_addresses() -> list[Address]:
-    try:
-        found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return [(int(family), str(address[0])) for family, _, _, _, address in found]
 
 
 def _can_bind(address: Address) -> bool:

@@ -44,15 +44,13 @@ class DriftHistory:
     decisions ago. It changes rarely, so few have to be kept. ``width`` is the length of the longest signature."""
 
     def __init__(self, anchors: int, width: int) -> None:
-        self._anchors = anchors
-        self._width = width
+        self._anchors, self._width = anchors, width
         self._number = 0
         self._newest: int | None = None
         self._decisions: dict[int, _DecisionSignatures] = {}
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of all signatures."""
         return sum(decision.values.nbytes for decision in self._decisions.values())
 
     def add(self, step: int, signatures: Sequence[Signature | None]) -> Compared:

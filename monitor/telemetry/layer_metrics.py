@@ -72,7 +72,6 @@ class LayerMetrics:
             )
 
     def update(self, drift: Mapping[Unit, float], staleness: Mapping[Unit, int]) -> None:
-        """Update drift and staleness."""
         for series, values in ((self._drift_of, drift), (self._staleness_of, staleness)):
             for unit, value in values.items():
                 if unit in self._shown:

@@ -9,7 +9,6 @@ costs a few integers and no collective."""
 import dis
 import gc
 import logging
-import math
 import sys
 import threading
 import time
@@ -18,7 +17,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from typing_extensions import override
 
 from monitor import events
 from monitor.adapters.base import Adapter
@@ -71,7 +69,6 @@ class SaveLog(SaveListener):
         self._newest: SaveId | None = None  # commit
         self._observing = False
 
-    @override
     def on_measured(self, event: events.MeasuredEvent) -> None:
         if self._encodings_checked:
             return
@@ -82,7 +79,6 @@ class SaveLog(SaveListener):
         if unused:
             _log.warning("encoding: there is no slot %s; this job has %s", ", ".join(unused), ", ".join(sorted(slots)))
 
-    @override
     def on_decision(self, event: events.DecisionEvent) -> None:
         if self._rank != 0:
             return
@@ -109,7 +105,6 @@ class SaveLog(SaveListener):
                 event.step,
             )
 
-    @override
     def on_close(self, clean: bool, timeout: float) -> None:
         if self._rank == 0 and self._decisions and not self._commits:
             _log.error("this job ends without any commit in %s", self._store)
@@ -117,11 +112,9 @@ class SaveLog(SaveListener):
             text, newest = "the job ends, and its step %d is not committed to %s; %s", newest_text(self._newest)
             _log.warning(text, self._step, self._store, newest)
 
-    @override
     def on_step(self, step: int, at: float) -> None:
         self._step = step
 
-    @override
     def on_save_begin(self, event: events.SaveBeginEvent) -> None:
         if event.dry_run is not None:
             self._observing = True
@@ -134,7 +127,6 @@ class SaveLog(SaveListener):
                 sum(size.nbytes for size in event.sizes.values()),
             )
 
-    @override
     def on_commit(self, event: events.CommitEvent) -> None:
         self._commits += 1
         step, dropped = event.save.step, event.drawn.dropped
@@ -148,14 +140,12 @@ class SaveLog(SaveListener):
         level, late = (logging.WARNING, "preempted: ") if self._unfinished else (logging.INFO, "")
         _log.log(level, "%scommitted step %d: %d bytes, %.2f s", late, step, event.written_bytes, event.seconds)
 
-    @override
     def on_save_failed(self, event: events.SaveFailedEvent) -> None:
         text = f"the save of step %d failed ({newest_text(event.newest)}): %s"
         if self._rank != 0:
             text = f"rank {self._rank} could not write its segment of step %d: %s"
         _log.warning(text, event.step, event.error, exc_info=unexpected(event.error))
 
-    @override
     def on_resume(self, event: events.ResumeEvent) -> None:
         if self._rank != 0:
             return
@@ -182,7 +172,6 @@ class SaveLog(SaveListener):
         if event.fallbacks:
             _log.error("resume: %d layer slots fell back to an older version; see driftpoint show", event.fallbacks)
 
-    @override
     def on_preempted(self, event: events.PreemptedEvent) -> None:
         step, seconds = event.step, event.seconds
         self._held = step  # the messages below name what is lost
@@ -240,9 +229,8 @@ class MisuseNotices:
         self._framework_calls = _framework_calls(adapter, steps)
         self._said: set[str] = set()
         self._called, self._most = False, 0
-        self._entered: float | None = None  # when ``ckpt.step()`` began to wait for other ranks
-        # One of the ranks 0 and 1 has to wait for the other, or for a third. Set once all have decided.
-        self._met = threading.Event() if world_size > 1 and rank <= 1 else None
+        # One of the ranks 0 and 1 has to wait for the other, or for a third, until all have decided once.
+        self._may_wait = world_size > 1 and rank <= 1
         self.restart()
         adapter.before_update(self._before_update)
 
@@ -264,17 +252,17 @@ class MisuseNotices:
 
     def watched(self, action: Callable[[], StepReport | None]) -> StepReport | None:
         """Run the collective part of ``ckpt.step()``. Until all ranks have decided once, tell if it waits for long."""
-        if self._met is None:
+        if not self._may_wait:
             return action()
-        if self._entered is None:
-            threading.Thread(target=self._watch, args=(self._met,), name="driftpoint-watch", daemon=True).start()
-        self._entered = time.monotonic()
+        watch = threading.Timer(PATIENCE, self._warn_of_waiting)
+        watch.daemon = True
+        watch.start()
         try:
             report = action()
         finally:
-            self._entered = math.inf
+            watch.cancel()
         if report is not None and report.skipped != "unreachable":
-            self._end_watch()
+            self._may_wait = False
         return report
 
     def resumed(self, caller: FrameType | None, objects: Sequence[Any]) -> None:
@@ -286,8 +274,7 @@ class MisuseNotices:
             )
 
     def close(self) -> None:
-        """End the watch. Tell of a rank that never called ``ckpt.step()`` although it trained."""
-        self._end_watch()
+        """Tell of a rank that never called ``ckpt.step()`` although it trained."""
         if not self._called and self.updates > 1 and self._rank:
             text = "rank %d took %d optimizer steps without ckpt.step(): call it on every rank"
             _log.warning(text, self._rank, self.updates)
@@ -339,20 +326,10 @@ class MisuseNotices:
             self._said.add(text)
             _log.warning("%s", text)
 
-    def _end_watch(self) -> None:
-        met, self._met = self._met, None
-        if met is not None:
-            met.set()
-
-    def _watch(self, met: threading.Event) -> None:
-        while not met.wait(PATIENCE / 10):
-            if self._entered is not None and time.monotonic() - self._entered > PATIENCE:
-                text = (
-                    "rank %d waits in ckpt.step() for other ranks, for %.0f s by now: all ranks must call it after the "
-                )
-                text += "same optimizer steps, not rank 0 alone"
-                _log.warning(text, self._rank, PATIENCE)
-                return
+    def _warn_of_waiting(self) -> None:
+        self._may_wait = False
+        text = "rank %d waits in ckpt.step() for other ranks, for %.0f s by now: all ranks must call it after the same "
+        _log.warning(f"{text}optimizer steps, not rank 0 alone", self._rank, PATIENCE)
 
 
 def is_discarded(caller: FrameType | None) -> bool:

@@ -7,7 +7,6 @@ The training thread updates the metrics, with three exceptions: series of layers
 since there are many; free space on the store's disk is read in another, since a file server that hangs would block any
 other; and the time of a step is computed at each scrape. A reader of the registry sees all events so far."""
 
-import errno
 import logging
 import os
 import threading
@@ -16,10 +15,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
-from typing_extensions import override
 
 from monitor import events
 from monitor.background import BackgroundWorker
@@ -27,8 +25,8 @@ from monitor.events import SaveListener, unexpected
 from monitor.ledger import staleness_of
 from monitor.telemetry.layer_metrics import LayerMetrics
 from policies.anomaly import DriftReading
-from store.errors import ConfigError, NotFiniteError
-from store.metrics_server import EndpointSecurity, MetricsServer
+from store.errors import NotFiniteError
+from store.metrics_server import ServedMetrics
 from store.names import WEIGHTS, Unit
 
 _log = logging.getLogger("driftpoint")
@@ -135,11 +133,14 @@ _TABLE = (
 )
 
 
-class Metrics(SaveListener):
+class Metrics(SaveListener, ServedMetrics):
     """Updates the metrics of a job from its events, and serves them after :meth:`serve`.
 
     layer_series: units with series of their own, see :mod:`monitor.telemetry.layer_metrics`. Ranks other than 0 count
     stalls and failures only."""
+
+    whose = "of the job (training is not affected)"
+    todo = "set `metrics: {port: ...}` to a free one"
 
     def __init__(self, layer_series: int = LAYER_SERIES, rank: int = 0) -> None:
         self.registry = _Registry(self._catch_up)
@@ -148,10 +149,6 @@ class Metrics(SaveListener):
         self._metrics = {row.name: _make(row, self.registry) for row in _TABLE}
         self._first = rank == 0
         self.layers = LayerMetrics(self.gauge, self.counter, layer_series)
-        self._server: MetricsServer | None = None
-        self.port: int | None = None  # port of the endpoint, also after it closed; None without one
-        self.url: str | None = None  # URL of the endpoint
-        self.trouble: str | None = None  # why the endpoint could not be started, or None
 
     def counter(self, name: str) -> Counter:
         return cast(Counter, self._metrics[name])
@@ -174,44 +171,21 @@ class Metrics(SaveListener):
             if not sample.name.endswith(("_bucket", "_created"))
         }
 
-    def serve(self, host: str, port: int, security: EndpointSecurity | None = None) -> None:
-        """Start the endpoint; ``port`` 0 chooses a free one. On failure, log a warning and continue without it."""
-        try:
-            self._server = MetricsServer(self.registry, host, port, security or EndpointSecurity())
-            self.port, self.url = self._server.port, self._server.url
-        except OSError as error:
-            self.trouble = f"port {port} is taken" if error.errno == errno.EADDRINUSE else f"cannot listen on {host}"
-            _log.warning(
-                "no metrics endpoint: cannot listen on %s port %d (%s). Training is not affected; "
-                "set `metrics: {port: ...}` to a free one",
-                host,
-                port,
-                error.strerror or error,
-            )
-        except ConfigError as error:
-            self.trouble = str(error)
-            _log.error("no metrics endpoint: %s. Training is not affected", error)
-
-    @override
     def on_attach(self, event: events.AttachEvent) -> None:
         if self._first:
             self.on_epoch(event.epoch)
             self.gauge("attached_timestamp_seconds").set(time.time())
 
-    @override
     def on_epoch(self, epoch: int) -> None:
         self.gauge("epoch").set(epoch)
 
-    @override
     def on_step(self, step: int, at: float) -> None:
         if self._first:
             self._set_step(step)
 
-    @override
     def on_policy_failed(self, error: BaseException) -> None:
         self.counter("policy_failures").inc()
 
-    @override
     def on_measured(self, event: events.MeasuredEvent) -> None:
         self._later(partial(self._update_measured, event, frozenset(event.committed)))
 
@@ -225,13 +199,11 @@ class Metrics(SaveListener):
         self.layers.detect_spikes(event.step, _readings(drift, staleness))
         self.layers.update_health(decided.drift.keys(), [one.unit for one in decided.stats if not one.finite])
 
-    @override
     def on_decision(self, event: events.DecisionEvent) -> None:
         if self._first and event.skipped is not None:
             self.counter("saves_skipped").labels(event.skipped).inc()
         self.histogram("stall_seconds").observe(event.stall)
 
-    @override
     def on_save_begin(self, event: events.SaveBeginEvent) -> None:
         if event.dry_run is not None:
             full = sum(size.nbytes for size in event.sizes.values())
@@ -239,13 +211,11 @@ class Metrics(SaveListener):
             self.counter("observed_written_bytes").inc(event.dry_run_bytes)
             self.counter("observed_avoided_bytes").inc(max(0, full - event.dry_run_bytes))
 
-    @override
     def on_copy_wait(self, seconds: float) -> None:
         self.histogram("copy_wait_seconds").observe(seconds)
 
     on_snapshot_copy_wait = on_copy_wait
 
-    @override
     def on_commit(self, event: events.CommitEvent) -> None:
         drawn, manifest = event.drawn, event.drawn.manifest
         self.counter("saves").inc()
@@ -265,7 +235,6 @@ class Metrics(SaveListener):
         fresh = {unit for unit, record in manifest.versions.items() if record.version == save}
         self.layers.update_health(fresh, drawn.dropped)
 
-    @override
     def on_save_failed(self, event: events.SaveFailedEvent) -> None:
         if not self._first:
             return
@@ -275,18 +244,15 @@ class Metrics(SaveListener):
         if isinstance(event.error, NotFiniteError):
             self._later(partial(self.layers.update_health, (), event.error.units))
 
-    @override
     def on_store_check(self, root: Path) -> None:
         self._update_space("store", root)
 
-    @override
     def on_background_failure(self, event: events.BackgroundFailureEvent) -> None:
         self.counter("failures").labels(event.reason).inc()
         if event.message:
             level = logging.ERROR if event.severe else logging.WARNING
             _log.log(level, "%s", event.message, exc_info=unexpected(event.error))
 
-    @override
     def on_memory(self, event: events.MemoryEvent) -> None:
         if not self._first:
             return
@@ -297,14 +263,12 @@ class Metrics(SaveListener):
         self.gauge("memory_on").set(event.on)
         self._update_space("memory", event.path)
 
-    @override
     def on_replication(self, seconds: Sequence[float], step: int | None) -> None:
         for one in seconds:
             self.histogram("peer_duration_seconds").observe(one)
         if step is not None:
             self._set_step(step, "peer_")
 
-    @override
     def on_resume(self, event: events.ResumeEvent) -> None:
         if not self._first:
             return
@@ -322,11 +286,9 @@ class Metrics(SaveListener):
             made = 0.0 if event.from_memory else datetime.fromisoformat(event.created).timestamp()
             self._set_step(event.newest.step, "last_commit_", made)
 
-    @override
     def on_preempted(self, event: events.PreemptedEvent) -> None:
         self.counter("preemptions").labels(event.outcome).inc()
 
-    @override
     def on_close(self, clean: bool, timeout: float) -> None:
         self.close()
 
@@ -335,9 +297,7 @@ class Metrics(SaveListener):
         if self._worker is not None:
             self._worker.stop()
             self._worker = None
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        super().close()
 
     def _later(self, update: Callable[[], None]) -> None:
         """Update series of many units in the background, in order."""
@@ -378,19 +338,14 @@ class _Registry(CollectorRegistry):
         super().__init__()
         self._settle = catch_up
 
-    @override
     def collect(self) -> Iterator[Metric]:
         self._settle()
         return iter(super().collect())
 
 
 def _make(row: _Row, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
-    name = f"driftpoint_{row.name}"
-    made: Counter | Gauge | Histogram
-    if row.kind is Histogram:
-        made = Histogram(name, row.help, row.labels, registry=registry, buckets=row.buckets)
-    else:
-        made = row.kind(name, row.help, row.labels, registry=registry)
+    more: dict[str, Any] = {"buckets": row.buckets} if row.kind is Histogram else {}
+    made = row.kind(f"driftpoint_{row.name}", row.help, row.labels, registry=registry, **more)
     for value in row.served:
         made.labels(value)
     return made

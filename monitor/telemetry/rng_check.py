@@ -8,7 +8,6 @@ Generators of devices are not compared, nor python's, which libraries draw from.
 import logging
 import os
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,32 +24,29 @@ _log = logging.getLogger("driftpoint")
 _TAIL = 4 << 20  # bytes at the end of a trace in which the line of a step is looked for
 
 
-class RngCheck:
-    """Records the digests at optimizer steps, and warns once after a resume whose loop draws otherwise.
+def check_rng(adapter: Adapter, recorder: TraceRecorder, path: Path | None, group: Group) -> None:
+    """Record the digests at optimizer steps, and warn once after a resume whose loop draws otherwise.
 
     path: of the trace."""
 
-    def __init__(self, adapter: Adapter, recorder: TraceRecorder, path: Path | None, group: Group) -> None:
-        self._recorder, self._ranks = recorder, group.world_size
-        if group.rank == 0 and path is not None:
-            adapter.before_update(partial(self._before_update, path))
-
-    def _before_update(self, path: Path) -> None:
-        recorder = self._recorder
-        if recorder.saved_step is None and recorder.resumed_step is None:
-            return
+    def before_update() -> None:
         saved, resumed = recorder.saved_step, recorder.resumed_step
+        if saved is None and resumed is None:
+            return
         recorder.saved_step = recorder.resumed_step = None
         found = generators_digest()
-        line = None if resumed is None else last_drawn(path, resumed)
+        line = None if resumed is None or path is None else last_drawn(path, resumed)
         if saved is not None:
             recorder.put_drawn(saved, found)
-        if line is not None and line.world_size == self._ranks and line.digest != found:
+        if line is not None and line.world_size == group.world_size and line.digest != found:
             _log.warning(
                 "after this resume the loop has drawn more or fewer random numbers than the saved run had at the same "
                 "optimizer step, so it does not go on as that run did: does it fetch a batch ahead, or begin an "
                 "iterator anew? See docs/loops.md"
             )
+
+    if group.rank == 0 and path is not None:
+        adapter.before_update(before_update)
 
 
 def generators_digest() -> str:

@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from typing_extensions import override
 
 from monitor import events
 from monitor.background import BackgroundWorker, Once
@@ -54,10 +53,7 @@ class TraceRecorder(SaveListener):
     def __init__(
         self, config: Config, job_line: Callable[..., traces.JobLine], group: Group, table: UnitTable, metrics: Metrics
     ) -> None:
-        self._config = config
-        self._job_line = job_line
-        self._group = group
-        self._table = table
+        self._config, self._job_line, self._group, self._table = config, job_line, group, table
         self._metrics = metrics
         self._began, self._started = time.monotonic(), time.time()
         self._epoch = 0
@@ -74,10 +70,9 @@ class TraceRecorder(SaveListener):
         self._no_reference: frozenset[Unit] = frozenset()
         self._copy_wait = 0.0
         self._dry_run: tuple[int, Sizes] | None = None
-        self.saved_step: int | None = None  # until :class:`monitor.telemetry.rng_check.RngCheck` takes it; rank 0
+        self.saved_step: int | None = None  # until :func:`monitor.telemetry.rng_check.check_rng` takes it; rank 0
         self.resumed_step: int | None = None  # likewise
 
-    @override
     def on_attach(self, event: events.AttachEvent) -> None:
         path = self._config.trace_path()
         self._anchors = self._group.broadcast(self._config.trace.anchors if path is not None else 0)
@@ -87,13 +82,11 @@ class TraceRecorder(SaveListener):
             self._writer = TraceWriter(Path(path), self._metrics, self._config.trace.max_mib << 20)
             self._put_job()
 
-    @override
     def on_epoch(self, epoch: int) -> None:
         if epoch != self._epoch:  # readers take the lines of the store's newest epoch for those of its job
             self._epoch = epoch
             self._put_job()
 
-    @override
     def on_units_changed(self, local: Mapping[Unit, LocalUnit]) -> None:
         self._put_sum()
         self._decision, self._history = None, None
@@ -102,7 +95,6 @@ class TraceRecorder(SaveListener):
         self._local = tuple(unit for unit in self._moving if unit in local)
         self._put_job()
 
-    @override
     def on_decision(self, event: events.DecisionEvent) -> None:
         decided = event.decided
         if decided is not None and self._anchors:
@@ -130,13 +122,11 @@ class TraceRecorder(SaveListener):
             self._no_reference = frozenset(no_reference) | self._table.lost
         self._put(lambda: line if decided is None else decision_line(line, decided, begun=event.skipped is None))
 
-    @override
     def on_save_begin(self, event: events.SaveBeginEvent) -> None:
         self.saved_step = event.step
         if event.dry_run is not None:
             self._dry_run = event.step, event.dry_run
 
-    @override
     def on_settled(self, signatures: Mapping[Unit, Signature]) -> None:
         self._put_dry_run()
         self._put_sum()
@@ -180,7 +170,6 @@ class TraceRecorder(SaveListener):
         if summed is not None:
             self._put(partial(self._summed_line, summed))
 
-    @override
     def on_commit(self, event: events.CommitEvent) -> None:
         save, drawn = event.save, event.drawn
 
@@ -193,16 +182,13 @@ class TraceRecorder(SaveListener):
 
         self._put_commit(save.step, event.seconds, event.written_bytes, sizes)
 
-    @override
     def on_save_failed(self, event: events.SaveFailedEvent) -> None:
         line = traces.FailedLine(step=event.step, seconds=self._seconds(), reason=event.reason)
         self._put(lambda: line)
 
-    @override
     def on_copy_wait(self, seconds: float) -> None:
         self._copy_wait += seconds
 
-    @override
     def on_resume(self, event: events.ResumeEvent) -> None:
         self._put_sum()
         self._decision, self._history = None, None  # their signatures are of another branch
@@ -211,12 +197,10 @@ class TraceRecorder(SaveListener):
         self._put(lambda: line)
 
     def put_drawn(self, step: int, digest: str) -> None:
-        """Write a :class:`store.trace.DrawnLine`."""
         ranks = self._group.world_size
         line = traces.DrawnLine(step=step, seconds=self._seconds(), world_size=ranks, digest=digest)
         self._put(lambda: line)
 
-    @override
     def on_close(self, clean: bool, timeout: float) -> None:
         self._put_dry_run()
         until = time.monotonic() + (min(timeout / 4, _LAST_SUM) if clean else 0.0)
@@ -234,7 +218,6 @@ class TraceRecorder(SaveListener):
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the signatures kept on this rank."""
         return 0 if self._history is None else self._history.memory_bytes
 
     def _put_job(self) -> None:
@@ -277,8 +260,7 @@ class TraceFile:
     most: bytes above which it is renamed to :func:`store.trace.rotated_path`, and a new one begun."""
 
     def __init__(self, path: Path, most: int = sys.maxsize) -> None:
-        self.path = path
-        self._most = most
+        self.path, self._most = path, most
         self._descriptor = -1
         self._job = b""  # last job line, which every file begins with
 
@@ -292,7 +274,10 @@ class TraceFile:
                 line = b"\n" * torn + line
             size = os.fstat(self._descriptor).st_size
             if size > 2 * len(self._job) and size + len(line) > self._most:
-                line = self._rotate() + (b"" if job else line)
+                self.path.replace(traces.rotated_path(self.path))
+                self.close()
+                self._descriptor, _ = _open_file(self.path)
+                line = self._job if job else self._job + line
             written = os.write(self._descriptor, line)
         except OSError as error:
             raise StorageError(f"cannot write {self.path}: {error.strerror or error}") from error
@@ -300,13 +285,6 @@ class TraceFile:
             raise StorageError(
                 f"only {written} of {len(line)} bytes of a line went into {self.path}: is the disk full?"
             )
-
-    def _rotate(self) -> bytes:
-        """Rename the full file and open a new one. Return its first line."""
-        self.path.replace(traces.rotated_path(self.path))
-        self.close()
-        self._descriptor, _ = _open_file(self.path)
-        return self._job
 
     def close(self) -> None:
         if self._descriptor >= 0:

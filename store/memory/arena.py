@@ -101,9 +101,8 @@ class Arena:
     def __init__(
         self, tier: Tier, epoch: int, rank: int, versions: int = 2, files: Files | None = None, *, replica: bool = False
     ) -> None:
-        self._tier = tier
-        self._rank = rank
-        self._slots = SLOTS[:versions]
+        self._tier, self._rank = tier, rank
+        self.slots = SLOTS[:versions]
         self._maps: dict[int, mmap.mmap] = {}
         # Reads the store only here, while the job starts: a store that hangs later must not stop training.
         node = scan_node(tier)
@@ -118,17 +117,12 @@ class Arena:
         self._owner.mark(replica=replica)
         self._date()
 
-    @property
-    def slots(self) -> tuple[int, ...]:
-        return self._slots
-
     def files(self, slot: int) -> tuple[Path, Path]:
         """Return the paths of a slot's record and payload."""
         return self._place.record(self._rank, slot), self._place.payload(self._rank, slot)
 
     def holding(self, save: SaveId) -> int | None:
-        """Return the slot that holds this version."""
-        return next((slot for slot in self._slots if version_in(self._place, self._rank, slot) == save), None)
+        return next((slot for slot in self.slots if version_in(self._place, self._rank, slot) == save), None)
 
     def room(self, slot: int, nbytes: int) -> mmap.mmap:
         """Drop the slot's version and return its memory of at least ``nbytes`` reserved bytes.
@@ -155,18 +149,18 @@ class Arena:
         """Remove the record, so that the payload is no version any more. Raises StorageError."""
         _remove([self._place.record(self._rank, slot)])
 
-    def take_over(self, keep: SaveId | None) -> None:
-        """Take over this rank's memory of earlier incarnations, except the version ``keep``. Raises StorageError."""
-        for old in self._older():
-            for slot in SLOTS:
-                if keep is None or version_in(old, self._rank, slot) != keep:
-                    self._take(old, slot)
+    def take_over(self, keep: SaveId | None) -> Sequence[int]:
+        """Take over this rank's memory of earlier incarnations, except the version ``keep``. Raises StorageError.
 
-    def spares(self, keep: SaveId | None) -> bool:
-        """Return whether an earlier incarnation's memory of this rank holds the version ``keep`` on this node."""
-        if keep is None:
-            return False
-        return any(version_in(old, self._rank, slot) == keep for old in self._older() for slot in SLOTS)
+        Return the slots that need memory now: memory of ``keep`` on this node becomes the last one later."""
+        spared = False
+        for old in (one for one in self._earlier if self._may_take(one, self._rank)):
+            for slot in SLOTS:
+                if keep is not None and version_in(old, self._rank, slot) == keep:
+                    spared = True
+                else:
+                    self._take(old, slot)
+        return self.slots[: -1 if spared else None]
 
     def take_rest(self, world_size: int) -> None:
         """Take over or remove all memory of earlier incarnations, once every rank has a version of this one.
@@ -175,8 +169,12 @@ class Arena:
         rank. Raises StorageError."""
         for old in self._earlier:
             for rank in old.ranks():
-                if rank == self._rank or rank >= world_size or not is_owned(self._place.owner(rank)):
-                    self._clear(old, rank)
+                own = rank == self._rank
+                unused = own or rank >= world_size or not is_owned(self._place.owner(rank))
+                if unused and self._may_take(old, rank):
+                    for slot in SLOTS if own else ():
+                        self._take(old, slot)
+                    _remove(old.of(rank))
             with suppress(OSError):  # it may still hold files of other ranks
                 old.folder.rmdir()
 
@@ -189,11 +187,9 @@ class Arena:
             with suppress(BufferError):  # a view still exists; the mapping ends with the process
                 buffer.close()
         self._maps.clear()
-        owner = self._place.owner(self._rank)
         try:
-            if remove:
-                _remove(path for path in self._place.of(self._rank) if path != owner)
-                _remove([owner])  # while it is locked: afterwards it may belong to another process
+            if remove:  # the owner file last, while it is locked: afterwards it may belong to another process
+                _remove(self._place.of(self._rank))
         finally:
             self._owner.release()
         if remove:
@@ -211,9 +207,6 @@ class Arena:
         with suppress(OSError):  # then the wall clock is used
             touch(self._place.owner(self._rank))
 
-    def _older(self) -> Sequence[Generation]:
-        return [one for one in self._earlier if self._may_take(one, self._rank)]
-
     def _may_take(self, old: Generation, rank: int) -> bool:
         return (old.folder, rank) not in self._foreign and not is_owned(old.owner(rank))
 
@@ -221,19 +214,12 @@ class Arena:
         """Rename a payload to a free slot of this incarnation, or remove it if there is none."""
         _remove([old.record(self._rank, slot), old.unsealed(self._rank, slot)])
         payload = old.payload(self._rank, slot)
-        free = [one for one in self._slots if not self._place.payload(self._rank, one).exists()]
+        free = [one for one in self.slots if not self._place.payload(self._rank, one).exists()]
         with system_errors("take over", payload), suppress(FileNotFoundError):
             if free:
                 payload.rename(self._place.payload(self._rank, free[0]))
             else:
                 payload.unlink()
-
-    def _clear(self, old: Generation, rank: int) -> None:
-        if not self._may_take(old, rank):
-            return
-        for slot in SLOTS if rank == self._rank else ():
-            self._take(old, slot)
-        _remove(old.of(rank))
 
     def _map(self, slot: int, nbytes: int) -> mmap.mmap:
         path = self._place.payload(self._rank, slot)

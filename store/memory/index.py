@@ -50,7 +50,6 @@ class NodeIndex:
     others: tuple[HeldSnapshot, ...] = ()
 
     def everything(self) -> Iterator[HeldSnapshot]:
-        """Yield all snapshots."""
         for held in self.versions.values():
             yield from held.values()
         yield from self.others
@@ -295,10 +294,7 @@ class SeenStore:
         while len(self._places) > _MOST:
             del self._places[next(iter(self._places))]
         if self._places[store_id] != before:
-            self._write()
-
-    def _write(self) -> None:
-        layout.write_private(self._path, self._path.with_suffix(".new"), _FILE.dump_json(self._places))
+            layout.write_private(self._path, self._path.with_suffix(".new"), _FILE.dump_json(self._places))
 
 
 def seen_stores(base: Path) -> dict[str, Path]:

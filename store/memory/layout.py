@@ -107,7 +107,6 @@ class Generation:
         return (*made, self.owner(rank))
 
     def ranks(self) -> list[int]:
-        """Return the ranks that have files here, sorted."""
         return sorted({rank for _, rank, _ in self.files()})
 
     def files(self) -> Iterator[tuple[Path, int, int | None]]:
@@ -190,15 +189,10 @@ def write_private(path: Path, temporary: Path, data: bytes) -> None:
 RECORD_LIMIT = 1 << 28  # largest record in bytes, like a part
 
 
-def reader_of(head: ManifestRecord | None) -> int:
-    """Return the oldest reader version that can read a record with this head."""
-    return 1 if head is None else head.reader
-
-
 class VersionRecord(Record):
     """One rank's share of a version."""
 
-    reader: Natural
+    reader: Natural  # oldest reader version that can read it
     claim: Digest  # token of the claim of its epoch, which differs from that of a job on a copy of the store
     part: PartRecord  # as in a store; offsets count from the payload's beginning
     head: ManifestRecord | None = None  # rank 0's: manifest of a commit of it, without the group of its own segments

@@ -24,9 +24,7 @@ class Overlay:
         self, below: Files, version: MemoryVersion, manifest: ManifestRecord | None = None, *, alone: bool = False
     ) -> None:
         shown = manifest or version.manifest
-        self._below = below
-        self._version = version
-        self._alone = alone
+        self._below, self._version, self._alone = below, version, alone
         self._folder = segment_dir(version.save)
         self._records: dict[str, bytes] = {manifest_path(shown.save): to_bytes(shown)}
         self._manifest = manifest_path(shown.save).rpartition("/")

@@ -151,7 +151,11 @@ def rescue_newest(tier: Tier, catalog: Catalog, *, aborted: Callable[[], bool] =
         SaveError: ``aborted`` returned True.
         StorageError: Storage failed, or the store is damaged, so that nothing is said of the memory.
     """
-    lock = _lock(tier)
+    place = make_home(tier.base) / RESCUE_LOCK.format(tier.store_id)
+    try:
+        lock = Owner(place)
+    except errors.StorageError as error:
+        raise errors.StoreInUseError(f"another rescue of it is under way on this node, wait for it: {error}") from error
     try:
         catalog.forget()
         return _rescue_newest(tier, catalog, aborted)
@@ -270,14 +274,6 @@ def _missing_ranks(held: Mapping[int, HeldSnapshot]) -> str | None:
     world_size = next(iter(held.values())).record.part.world_size
     lacking = sorted(set(range(world_size)) - {rank for rank, one in held.items() if not one.record.replica})
     return f"ranks {lacking[:8]} of {world_size} are not in the memory of this node" if lacking else None
-
-
-def _lock(tier: Tier) -> Owner:
-    place = make_home(tier.base)
-    try:
-        return Owner(place / RESCUE_LOCK.format(tier.store_id))
-    except errors.StorageError as error:
-        raise errors.StoreInUseError(f"another rescue of it is under way on this node, wait for it: {error}") from error
 
 
 def _manifest(files: Files, catalog: Catalog, version: MemoryVersion) -> ManifestRecord:

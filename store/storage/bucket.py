@@ -181,7 +181,6 @@ class Bucket:
         self._retry("put", key, put)
 
     def replace(self, key: str, data: bytes) -> None:
-        """Put an object, replacing any other."""
         self._retry("put", key, lambda: self._lib.put(self._store, key, data, use_multipart=False))
 
     def get(self, key: str, limit: int) -> bytes | None:
@@ -269,24 +268,21 @@ class Bucket:
         """Run an idempotent request with retries; obstore does not retry those that it considers changes.
 
         Refusals with 409 or 412 are repeated too: a request without a condition met another one, and one with a
-        condition has looked for itself who has the name."""
+        condition has looked for itself who has the name. The error after the last retry never claims that a name is
+        free or taken."""
         deadline = time.monotonic() + self.options.retry_seconds
         for pause in chain((0.1, 0.2, 0.5, 1.0, 2.0), repeat(5.0)):
             try:
                 return ask()
             except self.failures as error:
+                found = storage_error(error, verb, self.where(key))
                 if not (is_passing(error) or is_taken(error)):
-                    raise storage_error(error, verb, self.where(key)) from error
+                    raise found from error
                 if time.monotonic() >= deadline:
-                    raise self._gave_up(error, verb, key) from error
+                    contradicted = "" if type(found) is StorageError else ", and the answers contradict each other"
+                    raise UnreachableError(f"{found}{contradicted}") from error
             time.sleep(pause)
         raise AssertionError("there is always another pause")
-
-    def _gave_up(self, error: BaseException, verb: str, key: str) -> StorageError:
-        """Return the error after the last retry, which never claims that a name is free or taken."""
-        found = storage_error(error, verb, self.where(key))
-        contradicted = "" if type(found) is StorageError else ", and the answers contradict each other"
-        return UnreachableError(f"{found}{contradicted}")
 
     def _open(self) -> Any:
         given, azure = self.options, self._scheme == "az"

@@ -213,8 +213,7 @@ _WRITE_BACK = 1 << 24
 
 class _LocalNewFile:
     def __init__(self, descriptor: int, path: str) -> None:
-        self._descriptor = descriptor
-        self._path = path
+        self._descriptor, self._path = descriptor, path
         self._written = 0
         self._write_back_from = 0
 

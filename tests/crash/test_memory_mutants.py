@@ -143,7 +143,7 @@ def age(tmp_path: Path) -> None:
         while beside.busy:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
-        await asyncio.to_thread(beside.end, 30.0)
+        await beside.end(30.0)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(node, "oldest_version_seconds", lambda _: 2 * KEEP_SECONDS)

@@ -36,3 +36,8 @@ def test_what_a_listener_raises_is_not_swallowed() -> None:
     with pytest.raises(OSError, match="b"):
         Listeners(*made).on_epoch(3)
     assert [name for name, _ in calls] == ["a", "b"]
+
+
+def test_a_listener_that_follows_no_event_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Wrong\.on_comit follows no event"):
+        type("Wrong", (SaveListener,), {"on_comit": lambda self, event: None})

@@ -22,7 +22,7 @@ import typer
 from typer.testing import CliRunner
 
 import store.errors
-from deploy.cli import status
+from deploy import store_status
 from deploy.cli.app import app
 from deploy.exit_codes import EPILOG, MEANINGS
 from tests.support.cli import ROOT, Here, driftpoint, environment
@@ -146,7 +146,7 @@ def test_an_unexpected_exception(here: Here, builder: StoreBuilder, monkeypatch:
     def broken(root: Path) -> None:
         raise ZeroDivisionError("twice\nover")
 
-    monkeypatch.setattr(status, "look", broken)
+    monkeypatch.setattr(store_status, "open_store", broken)
     answer = here("status", builder.root)
     assert (answer.code, answer.out) == (1, "")
     assert answer.err == (
@@ -159,7 +159,7 @@ def test_an_unexpected_exception(here: Here, builder: StoreBuilder, monkeypatch:
 
 
 def test_ctrl_c(here: Here, builder: StoreBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(status, "look", lambda root: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(store_status, "open_store", lambda root: signal.raise_signal(signal.SIGINT))
     answer = here("status", builder.root)
     assert (answer.code, answer.out, answer.err) == (130, "", "interrupted\n")
 

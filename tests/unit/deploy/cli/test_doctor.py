@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from deploy.doctor import disk, machine
-from deploy.doctor.base import Finding, Plan, parse_count
+from deploy.doctor.base import Finding, Plan, Probe, parse_count
 from deploy.doctor.disk import check_disk
 from deploy.doctor.store import check_store
 from monitor.config.load import Config, bytes_each
@@ -212,7 +212,7 @@ class TestDisk:
 
     def test_what_a_killed_doctor_leaves_is_pruned_or_ignored(self, builder: StoreBuilder) -> None:
         builder.save(10)
-        probe = disk.probe_in(builder.root)
+        probe = Probe(LocalFiles(builder.root))
         disk._written(probe, probe.name())
         found = list(check_store(builder.root, Retention()))
         assert {one.state for one in found} == {"ok"}

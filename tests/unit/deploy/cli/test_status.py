@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.cli.status import look
+from deploy.store_status import open_store, store_status
 from store.catalog import open_or_create
 from store.session import StoreLock
 from store.storage.local import LocalFiles
@@ -164,7 +164,9 @@ def test_looking_does_not_take_or_drop_the_lock(builder: StoreBuilder) -> None:
     builder.save(10)
     lock = StoreLock(builder.root, wait_seconds=0)
     try:
-        look(builder.root)  # in the process that holds it: closing a descriptor of LOCK would drop it
+        store_status(
+            open_store(builder.root), builder.root
+        )  # in the process that holds it: closing a descriptor of LOCK would drop it
         assert driftpoint("status", builder.root, "--json").json["in_use"]
     finally:
         lock.release()

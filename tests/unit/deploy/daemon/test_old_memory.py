@@ -75,7 +75,7 @@ def cleaned(tier: Tier) -> None:
         while beside.busy:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)  # its news are handled
-        await asyncio.to_thread(beside.end, 30.0)
+        await beside.end(30.0)
 
     asyncio.run(work())
 
@@ -224,7 +224,7 @@ def test_a_rescue_of_leftovers_that_fails_is_tried_again(
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and not beside.report().rescues:
             await asyncio.sleep(0.05)
-        await asyncio.to_thread(beside.end, 30.0)
+        await beside.end(30.0)
 
     asyncio.run(work(comes_back=False))
     assert "no store" in errors(caplog)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 from pathlib import Path
@@ -127,12 +128,13 @@ def test_a_daemon_that_is_killed_for_its_memory(store: Path, base: Path) -> None
     assert verify(catalog_of(store)).ok
 
 
-def test_storage_that_refuses_is_asked_again(store: Path, base: Path, slow: tuple[str, ...]) -> None:
-    refusing = (*slow[:-1], "inject=fsync:error=EIO:when=2")
-    with daemon(base, prefix=refusing) as beside, trainer(store, base, 7) as job:
+def test_storage_that_refuses_is_asked_again(store: Path, base: Path) -> None:
+    with daemon(base) as beside, trainer(store, base, 7, width=600) as job:
         known(base)
+        resource.prlimit(beside.process.pid, resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
         job.kill()
         assert beside.rescued() == "failed"
+        resource.prlimit(beside.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
         assert steps(store) == [4] and groups(store) == {SaveId(4, 1).name}
         assert beside.rescued(2) == "written"
     assert steps(store) == [7, 4]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from deploy.cli.run import places
-from deploy.supervisor.processes import ATTRIBUTION_SECONDS, ProcessStopper, StopOptions
+from deploy.supervisor.processes import ATTRIBUTION_SECONDS, ProcessStopper
 from store.errors import PREEMPTED, ConfigError
 
 HANDLES = """
@@ -48,7 +48,7 @@ class Clock:
 def test_a_notice_is_answered_by_an_end_soon_after_or_by_its_code(trainer: subprocess.Popen[str]) -> None:
     """A handler may be there for something else, and the job die of something else: that is a failure like any."""
     clock = Clock()
-    stopping = ProcessStopper(trainer.pid, StopOptions(grace=30.0), lambda _: None, clock)
+    stopping = ProcessStopper(trainer.pid, lambda _: None, clock=clock)
     assert stopping.exit_request(1) is None
     stopping.take(signal.SIGUSR1)
     assert said(trainer) == "USR1"
@@ -62,7 +62,7 @@ def test_a_notice_is_answered_by_an_end_soon_after_or_by_its_code(trainer: subpr
 
 def test_the_end_that_was_asked_for_stays_asked_for(trainer: subprocess.Popen[str]) -> None:
     clock = Clock()
-    stopping = ProcessStopper(trainer.pid, StopOptions(grace=30.0), lambda _: None, clock)
+    stopping = ProcessStopper(trainer.pid, lambda _: None, clock=clock)
     stopping.take(signal.SIGTERM)
     clock.now += 1e6
     assert said(trainer) == "USR1" and stopping.exit_request(1) == PREEMPTED
@@ -76,7 +76,7 @@ def test_the_trainer_gets_the_notice_that_its_settings_name(
     yaml = tmp_path / "job.yaml"
     yaml.write_text(f"store: s\npreemption: {{signals: {signals}}}\n")
     _, _, notice = places(yaml, None)
-    ProcessStopper(trainer.pid, StopOptions(notice=notice), lambda _: None).take(signal.SIGTERM)
+    ProcessStopper(trainer.pid, lambda _: None, notice=notice).take(signal.SIGTERM)
     assert said(trainer) == first
 
 

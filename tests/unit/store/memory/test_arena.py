@@ -337,9 +337,8 @@ def test_what_stays_of_an_earlier_incarnation_needs_no_room(tier: Tier) -> None:
     """Its payload is taken later; where it lies on another node there is nothing to wait for."""
     dead_job(tier, 1, 1, 7, 8)
     arena = Arena(tier, 2, 0)
-    assert arena.spares(SaveId(8, 1)) and not arena.spares(SaveId(9, 1)) and not arena.spares(None)
-    arena.take_over(SaveId(8, 1))
-    assert arena.spares(SaveId(8, 1))
+    assert arena.take_over(SaveId(8, 1)) == arena.slots[:-1]
+    assert arena.take_over(SaveId(8, 1)) == arena.slots[:-1]
     arena.take_rest(1)
-    assert not arena.spares(SaveId(8, 1))
+    assert arena.take_over(SaveId(8, 1)) == arena.take_over(SaveId(9, 1)) == arena.take_over(None) == arena.slots
     arena.close(remove=True)
