@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from monitor.background import Once
 from monitor.context import JobContext
@@ -22,6 +23,7 @@ from monitor.run_state import CapturedState, begin_tree, capture_run_state
 from monitor.save.encode import SavePacking, encode_unit
 from monitor.save.self_check import SelfCheck
 from monitor.save.staging import AsyncCopy, StagedUnit
+from monitor.types import DecisionResult
 from store.catalog import Catalog
 from store.commit import Expected, commit, hint_latest, wait_for_group
 from store.encoding import encoding_named
@@ -48,6 +50,25 @@ class CommitPlan:
     catalog: Catalog
     retention: Retention
     give_up: threading.Event = field(default_factory=threading.Event)
+
+
+def commit_plan(
+    job: JobContext, catalog: Catalog, retention: Retention, save: SaveId, decided: DecisionResult
+) -> CommitPlan:
+    """Return rank 0's part of a save."""
+    draft = CommitDraft(
+        facts=job.facts(catalog.store_id),
+        save=save,
+        world_size=job.group.world_size,
+        commits=job.ledger.commits + 1,
+        previous=job.ledger.newest,
+        find_kept=partial(replace(job.ledger).kept, save.step, decided.drift, job.table.sizes),
+        saved=decided.saved,
+        sizes=job.table.sizes,
+        groups=dict(job.ledger.groups),
+        partial=job.config.bounds.nonfinite == "hold",
+    )
+    return CommitPlan(draft, job.config.timeouts.commit, catalog, retention)
 
 
 @dataclass

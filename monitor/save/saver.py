@@ -18,17 +18,17 @@ from monitor.background import BackgroundWorker, Once, TaskResult
 from monitor.context import JobContext
 from monitor.distributed import collect_messages
 from monitor.events import BackgroundFailureEvent, CommitEvent, SaveBeginEvent, SaveFailedEvent
-from monitor.ledger import AS_RESUMED, CommitDraft, PreparedCommit
+from monitor.ledger import AS_RESUMED, PreparedCommit
 from monitor.observe.drift_meter import Signature
 from monitor.observe.units import LocalUnit, Survey
 from monitor.save.encode import Packer, SavePacking
 from monitor.save.save_task import (
-    CommitPlan,
     Finish,
     SaveResult,
     SaveTask,
     begin_run_state,
     check_after_commit,
+    commit_plan,
     discard,
     empty_segment,
     make_room,
@@ -274,7 +274,7 @@ class Saver:
         self._copies.set(copying)  # now: the next change of state completes them, even if an error follows
         plan = None
         if self._group.rank == 0:
-            plan = self._commit_plan(save, decided)
+            plan = commit_plan(self._job, self._session.catalog, self._retention, save, decided)
             first = self._job.ledger.newest is None
             self._listeners.on_save_begin(SaveBeginEvent(step, decided, self._job.table.sizes, first))
         segment, finish, error = self._segment(save, decided)
@@ -477,22 +477,6 @@ class Saver:
             return segment, replace, error
         except Exception as error:  # noqa: BLE001 - the edge to the user's own objects: kept as the save's failure
             return segment, replace, errors.UnsupportedError(f"the run state could not be captured: {error!r}")
-
-    def _commit_plan(self, save: SaveId, decided: DecisionResult) -> CommitPlan:
-        draft = CommitDraft(
-            facts=self._job.facts(self._session.catalog.store_id),
-            save=save,
-            world_size=self._group.world_size,
-            commits=self._job.ledger.commits + 1,
-            previous=self._job.ledger.newest,
-            find_kept=partial(replace(self._job.ledger).kept, save.step, decided.drift, self._job.table.sizes),
-            saved=decided.saved,
-            sizes=self._job.table.sizes,
-            groups=dict(self._job.ledger.groups),
-            partial=self._job.config.bounds.nonfinite == "hold",
-        )
-        config = self._job.config
-        return CommitPlan(draft, config.timeouts.commit, self._session.catalog, self._retention)
 
 
 def _commit_of(pending: _Pending, done: TaskResult[SaveResult | None] | None) -> PreparedCommit | None:

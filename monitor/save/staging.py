@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from itertools import chain
-from operator import is_
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -27,7 +26,7 @@ from monitor.observe.drift_meter import DriftMeter, Measure, Signature, measure_
 from monitor.observe.units import LocalUnit, UnitLayout
 from monitor.save.staging_pool import StagingPool
 from monitor.save.torch_codecs import EncodedCopy
-from monitor.save.write_tracker import CopyPlan, TrackedCopy, WriteTracker, write_tracker
+from monitor.save.write_tracker import LastPlan, SourceSample, TrackedCopy, WriteTracker, write_tracker
 from monitor.types import DecisionResult
 from store.encoding import encoding_named
 from store.errors import SaveError, StateChangedError
@@ -37,88 +36,6 @@ from store.schema import MeasureRecord
 _log = logging.getLogger("driftpoint")
 
 T = TypeVar("T")
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SAMPLED = 64
-
-
-class _Sample:
-    """Elements of tensors on one device, compared bit by bit with what they were.
-
-    At most 64 of each tensor, evenly spread, the first and the last among them.
-
-    It finds what autograd's version counters do not count: writes through ``.data``, or by code outside PyTorch. A
-    change between the sampled elements is not found. Built and compared in the stream of the copies. ``pairs`` are
-    sources that are copied as they are, and their buffers in host memory; ``others`` are encoded."""
-
-    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], others: Sequence[torch.Tensor]) -> None:
-        self._pairs = pairs
-        self._copied, self._encoded = _sampled([source for source, _ in pairs]), _sampled(others)
-        self._before = self._after = _values(self._copied), _values(self._encoded)
-
-    def read_again(self) -> None:
-        """Read the sources, after their copies and before anything that may change them."""
-        self._after = _values(self._copied), _values(self._encoded)
-
-    def holds(self) -> bool:
-        """Return whether the sources, when last read, and the filled buffers have the values of the beginning."""
-        buffers = _values(_sampled([buffer for _, buffer in self._pairs]))
-        found = (self._before[0], buffers), *zip(self._before, self._after, strict=True)
-        return all(_equal(before, now) for before, now in found)
-
-
-_Words = dict[int, list[Any]]
-"""Views by the size of an element: of numpy in host memory, where many small ones cost less, else of torch."""
-
-
-def _sampled(tensors: Sequence[torch.Tensor]) -> _Words:
-    found: _Words = {}
-    for tensor in tensors:
-        last = tensor.numel() - 1
-        if last >= 0:
-            size = tensor.element_size()
-            bits = tensor.view(_WORDS[size])  # integers are equal where all bits are, those of NaN too
-            words: Any = bits if bits.is_cuda else bits.numpy()
-            stride = max(1, -(-last // (_SAMPLED - 2)))
-            found.setdefault(size, []).extend((words[:1], words[last % stride :: stride]))
-    return found
-
-
-def _values(sampled: _Words) -> dict[int, Any]:
-    return {
-        size: torch.cat(views) if isinstance(views[0], torch.Tensor) else np.concatenate(views)
-        for size, views in sampled.items()
-    }
-
-
-def _equal(one: dict[int, Any], other: dict[int, Any]) -> bool:
-    return all(np.array_equal(_on_host(values), _on_host(other[size])) for size, values in one.items())
-
-
-def _on_host(values: Any) -> Any:
-    return values.cpu().numpy() if isinstance(values, torch.Tensor) else values
-
-
-class LastPlan:
-    """The regions of units, one after the other, and the plan of their copies, as of the last call.
-
-    A job mostly copies the same into the same buffers."""
-
-    def __init__(self) -> None:
-        self._layouts: Sequence[UnitLayout] = ()
-        self._regions = MemoryRegions.of(())
-        self._plan: CopyPlan | None = None
-
-    def regions(self, layouts: Sequence[UnitLayout]) -> MemoryRegions:
-        if len(layouts) != len(self._layouts) or not all(map(is_, layouts, self._layouts)):
-            self._regions = MemoryRegions.joined([MemoryRegions.of(()), *(layout.regions for layout in layouts)])
-            self._layouts = layouts
-        return self._regions
-
-    def plan(self, regions: MemoryRegions, targets: npt.NDArray[np.int64]) -> CopyPlan:
-        if self._plan is None or self._plan.regions is not regions or not np.array_equal(self._plan.targets, targets):
-            self._plan = CopyPlan(regions, targets)
-        return self._plan
 
 
 class AsyncCopy:
@@ -132,7 +49,7 @@ class AsyncCopy:
         self._units: list[tuple[LocalUnit, npt.NDArray[np.int64], Callable[[], Sequence[torch.Tensor]]]] = []
         """Units that are added and not started, the addresses of their buffers, and what returns the buffers."""
         self._versions: list[tuple[torch.Tensor, int]] = []
-        self._samples: list[_Sample] = []
+        self._samples: list[SourceSample] = []
         self._torn = self._checked = self._differ = False
         self.torn = False  # whether tracked copies are over, and not those of one state
         self._host: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -244,7 +161,7 @@ class AsyncCopy:
                 _side_stream(device).synchronize()
             for copy in self._encoded:
                 copy.finish()
-            self._torn = self._check() or not all(self._of_samples(_Sample.holds))
+            self._torn = self._check() or not all(self._of_samples(SourceSample.holds))
             self._samples.clear()
 
     def consolidate(self, stop: Callable[[], bool]) -> None:
@@ -271,7 +188,7 @@ class AsyncCopy:
 
     def _sample(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device | str) -> None:
         encoded = [copy.source for copy in self._encoded if copy.source.device == torch.device(device)]
-        self._samples.append(_Sample(pairs, encoded))
+        self._samples.append(SourceSample(pairs, encoded))
 
     def _check(self) -> bool:
         """Return whether the versions of sources differ from when they were added, and read their samples. Once."""
@@ -279,10 +196,10 @@ class AsyncCopy:
             self._checked = True
             self._differ = any(version_of(source) != version for source, version in self._versions)
             self._versions.clear()
-            self._of_samples(_Sample.read_again)
+            self._of_samples(SourceSample.read_again)
         return self._differ
 
-    def _of_samples(self, call: Callable[[_Sample], T]) -> list[T]:
+    def _of_samples(self, call: Callable[[SourceSample], T]) -> list[T]:
         """Call a method of each sample in the stream of the copies. There are none if these were not started."""
         streams: list[Any] = [nullcontext(), *(torch.cuda.stream(_side_stream(device)) for device in self._devices)]
         found = []

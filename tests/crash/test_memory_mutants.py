@@ -23,7 +23,7 @@ import torch
 import monitor.memory.snapshot
 import monitor.memory.tier
 import monitor.resume.read
-import monitor.save.staging
+import monitor.save.write_tracker
 import store.memory.cleanup
 import store.segment
 from deploy.daemon import node
@@ -240,7 +240,7 @@ def do_not_wait_before_the_update(patch: pytest.MonkeyPatch) -> None:
 
 
 def do_not_compare_the_sample(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(monitor.save.staging._Sample, "holds", lambda _: True)
+    patch.setattr(monitor.save.write_tracker.SourceSample, "holds", lambda _: True)
 
 
 def do_not_check_hashes(patch: pytest.MonkeyPatch) -> None:
