@@ -21,7 +21,7 @@ from monitor.events import BackgroundFailureEvent, CommitEvent, SaveBeginEvent, 
 from monitor.ledger import AS_RESUMED, CommitDraft, PreparedCommit
 from monitor.observe.drift_meter import Signature
 from monitor.observe.units import LocalUnit, Survey
-from monitor.save.encode import Packer, SavePacking
+from monitor.save.encode import Packer, SavePacking, StagedUnit, encoded_bytes
 from monitor.save.save_task import (
     CommitPlan,
     Finish,
@@ -37,7 +37,7 @@ from monitor.save.save_task import (
     run_save,
 )
 from monitor.save.self_check import SelfChecker
-from monitor.save.staging import CopyTiming, StagedUnit, Stager, UnfinishedCopy, encoded_bytes
+from monitor.save.staging import CopyTiming, Stager, UnfinishedCopy, WaveCopy
 from monitor.save.store_session import StoreSession
 from monitor.types import Chosen, DecisionResult, SaveStatus, newest_text
 from store import errors
@@ -99,14 +99,14 @@ class Saver:
         self._meter = job.meter
         self._listeners = job.listeners
         self._session = session
-        self._stager = Stager(job.meter, job.config.encode, keeps=not job.config.shares_memory())
+        self._stager = Stager(job.meter, job.config)
         self._packer = Packer(job.config.packing, job.config.differences)
         self._began: float | None = None
         self._writer: BackgroundWorker[SaveResult | None] = BackgroundWorker(f"driftpoint-writer-{job.group.rank}")
         self._mover: BackgroundWorker[None] = BackgroundWorker(f"driftpoint-pages-{job.group.rank}")
         self._pending: _Pending | None = None
         self._outcome: TaskResult[SaveResult | None] | None = None
-        self.copy_timing = CopyTiming(job.config.staging, private=job.adapter.state_is_private)
+        self.copy_timing = CopyTiming(job.config.copies.mode, private=job.adapter.state_is_private)
         self._upkeep: dict[int, tuple[str, int]] = {}  # names and epochs of short jobs, by number
         self._fenced = self._committed = self._closing = False
         self._renewing = not session.claimed
@@ -191,7 +191,7 @@ class Saver:
         self._copies.finish()
         self._collect()
         pending, done = self._pending, self._outcome
-        rank0 = self._group.rank == 0
+        rank0, over = self._group.rank == 0, pending is None or done is not None
         if rank0 and pending is not None and done is not None:
             pending = self._pending = self._report(pending, done)
         error = None if done is None else done.error
@@ -206,9 +206,7 @@ class Saver:
             trouble=trouble,
             buffers=self._job.rank_buffers.note(),
             outcome=self._outcome_of(pending, done) if pending and done and rank0 else None,
-            proposed=propose()
-            if rank0 and not (changed or trouble) and (pending is None or done is not None)
-            else None,
+            proposed=propose() if rank0 and over and not (changed or trouble) else None,
         )
         ranks = self._group.all_gather(status)
         self._buffers = [one.buffers for one in ranks]
@@ -299,6 +297,9 @@ class Saver:
             self._checker.stop()
         else:
             self.upkeep(partial(self._consolidate, task), "moving memory to huge pages")
+        if isinstance(copying, WaveCopy) and not (copying.lazy or decided.preempted):  # then the save is waited for
+            self._writer.wait(self._pending.number, 0.0)  # hands it over
+            copying.let_change()
         return sum(unit.layout.nbytes for unit in staged)
 
     def claim_name(self, step: int, *, snapshot: bool = False) -> str | None:
@@ -359,14 +360,11 @@ class Saver:
 
     def _consolidate(self, task: SaveTask) -> None:
         """Begin to move memory to huge pages, until the save is settled or the job ends. Background thread."""
-
-        def over() -> bool:
-            return self._closing or self._pending is None or self._pending.task is not task
-
-        self._mover.submit(partial(task.copying.consolidate, over))
+        self._mover.submit(partial(task.copying.consolidate, lambda: self._closing or self.task is not task))
 
     def finish_copies(self) -> None:
         self._copies.finish()
+        self._copies.before_update()
 
     def close(self, timeout: float, clean: bool) -> None:
         """Wait ``timeout`` seconds for the pending save, report its outcome and release the store.
