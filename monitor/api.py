@@ -86,6 +86,8 @@ def startup_message(job: JobContext, metrics: Metrics, *, has_commits: bool, uns
         parts.append(_room_text(job))
     if job.config.memory.enabled:
         parts.append(f"in-memory snapshots in {job.config.memory.path}")
+    if job.config.copies.max_bytes is not None:
+        parts.append(f"copying {shortened(job.config.copies.max_bytes)}B at a time, so training waits for storage")
     parts.append(_metrics_text(job.config, metrics))
     if not job.observing:
         parts.append("ckpt.resume() continues from its newest commit" if has_commits else "nothing to resume")
@@ -295,12 +297,12 @@ def _build_job(
         schedules = {key: settings_of(item) for key, item in {**user.schedules, **adapter.objects()}.items()}
         user.script = user.recorded = Constructed(constructed(state["framework"]), schedules)
         if any(group["hyper"].get("capturable") for group in state["framework"]["param_groups"]):
-            if settings.staging == "lazy":
+            if settings.copies.mode == "lazy":
                 raise UnsupportedError(
                     "the optimizer is capturable: a CUDA graph may replay its steps without a call that could wait for "
                     "the copies of `staging: lazy`. Set `staging: auto`, or capturable=False"
                 )
-            settings = settings.model_copy(update={"staging": "eager"})
+            settings = settings.model_copy(update={"staging": settings.copies.model_copy(update={"mode": "eager"})})
         table = UnitTable(adapter, layers, group)
     meter = BySlotMeter(SketchMeter(settings.drift.width, settings.drift.seed))
     policy = settings.bounded_policy()

@@ -193,8 +193,8 @@ class Checkpointer:
         """Count an optimizer step; if a decision is due (``every``), decide what to save and begin the save.
 
         Call it after every optimizer step. It copies what the policy chose and returns; writing happens in the
-        background. It never waits for storage, except when the job is preempted: then all ranks save as much as the
-        grace period allows. Collective.
+        background. It waits for storage only under ``staging: {max_bytes}``, and when the job is preempted: then all
+        ranks save as much as the grace period allows. Collective.
 
         A rank that is late beyond the timeout of the job's process group raises nothing: an error is logged, and the
         job trains on, but saves nothing more until it is restarted (``skipped="unreachable"``).

@@ -7,7 +7,7 @@ JSON schema, for ``driftpoint init`` and the docs.
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, LiteralString
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
@@ -31,39 +31,38 @@ from store.retention import Retention, most_commits
 from store.text import suggestion
 
 
-def _interval(value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
+def _union(text: LiteralString) -> WrapValidator:
     """Raise one message instead of one per member of the union."""
-    try:
-        return validated(value)
-    except ValidationError as error:
-        raise PydanticCustomError("interval", "it must be a number of steps >= 1, or auto") from error
+
+    def validate(value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validated(value)
+        except ValidationError as error:
+            raise PydanticCustomError("union", text) from error
+
+    return WrapValidator(validate)
 
 
-def _store(value: Any, validated: ValidatorFunctionWrapHandler) -> Any:
-    """Likewise."""
-    try:
-        return validated(value)
-    except ValidationError as error:
-        raise PydanticCustomError("store", "it must be a path, or a mapping: {{path: DIR, create: false}}") from error
+_STEPS = _union("it must be a number of steps >= 1, or auto")
+_STORE = _union("it must be a path, or a mapping: {{path: DIR, create: false}}")
+_STAGING = _union("it must be auto, eager, lazy, or a mapping: {{mode: auto, max_bytes: 8.0e+9}}, at least 2.0e+7")
 
 
 class Config(sections.Settings):
     """All settings of a job: the YAML file that `monitor.attach` takes; see docs/configuration.md."""
 
-    store: Annotated[Annotated[str, Field(min_length=1)] | sections.StoreSettings, WrapValidator(_store)] = (
-        "./driftpoint-checkpoints"
-    )
+    store: Annotated[Annotated[str, Field(min_length=1)] | sections.StoreSettings, _STORE] = "./driftpoint-checkpoints"
     """a directory on a disk of all nodes, s3://BUCKET/PREFIX, az://CONTAINER/PREFIX; or {path: DIR, create: false}"""
-    every: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], WrapValidator(_interval)] = "auto"
+    every: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], _STEPS] = "auto"
     """optimizer steps between decisions; auto: the interval that loses least, see docs/interval.md"""
     policy: str | dict[str, Any] = Field(default="full", json_schema_extra=sections.policies_schema)
     """a name, or a mapping: {name: threshold, threshold: 0.01}; see docs/policies.md"""
-    staging: Literal["auto", "eager", "lazy"] = "auto"
-    """eager: copy before step() returns. lazy: copy during the next forward and backward"""
+    staging: Annotated[Literal["auto", "eager", "lazy"] | sections.StagingSettings, _STAGING] = "auto"
+    """eager: copy before step() returns. lazy: copy during the next forward and backward; or {max_bytes: 8.0e+9}"""
     encoding: str | dict[str, str] = Field(default="raw", json_schema_extra=sections.encodings_schema)
     """or compact, careful, or a mapping: {exp_avg: int8-block}; see docs/encodings.md"""
     encode: Literal["staging", "saving"] = "saving"
-    """saving: in the background. staging: on the device while copying (on CUDA: a third to copy)"""
+    """saving: in the background. staging: on the device while copying (a third to copy), unless staging.max_bytes"""
     packing: Literal["auto", "none"] | Annotated[int, Field(ge=1, le=19)] = "none"
     """zstd level 1 to 19 on byte planes; auto: the highest that fits between saves"""
     differences: bool = False
@@ -91,6 +90,11 @@ class Config(sections.Settings):
     @property
     def store_path(self) -> str:
         return self.store if isinstance(self.store, str) else self.store.path
+
+    @property
+    def copies(self) -> sections.StagingSettings:
+        """The settings in ``staging:``."""
+        return sections.StagingSettings(mode=self.staging) if isinstance(self.staging, str) else self.staging
 
     @property
     def creates_store(self) -> bool:
@@ -215,6 +219,8 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
         raise ConfigError(
             "journal: steps continue what is stored without loss: set `encoding: raw`, here and in memory:"
         )
+    if config.memory.enabled and config.copies.max_bytes is not None:
+        raise ConfigError("staging.max_bytes: the memory tier keeps whole copies of the state: remove it, or memory:")
     if config.differences and config.packing == "none":
         raise ConfigError("differences: true saves bytes only where they are packed: set `packing: auto` or a level")
     return config

@@ -77,6 +77,15 @@ class StoreSettings(Settings):
     """false: refuse to start where there is no store, for example because a disk is not mounted"""
 
 
+class StagingSettings(Settings):
+    """The copies that saves are written from, where there is no room for all of them; see docs/operations.md."""
+
+    mode: Literal["auto", "eager", "lazy"] = "auto"
+    """when they are made"""
+    max_bytes: int | None = Field(default=None, ge=20_000_000)
+    """most bytes of them on a rank; for the rest training waits until they are written. null: no limit"""
+
+
 class BoundSettings(Settings):
     """Limits that hold under every policy; see docs/policies.md."""
 
@@ -298,5 +307,7 @@ class TimeoutSettings(Settings):
     """for the save in progress when training ends"""
     lock: float = Field(default=15.0, ge=0, le=_LONGEST)
     """for a store that another process on this machine has locked"""
+    staging: float = Field(default=300.0, gt=0, le=_LONGEST)
+    """for storage that training waits for under staging.max_bytes; then the save is given up"""
     peer: float = Field(default=60.0, gt=0, le=_LONGEST)
     """for a snapshot to arrive on its peer"""

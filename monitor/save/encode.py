@@ -15,18 +15,21 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from monitor.adapters.module_tensors import as_bytes, dtype_name
+from monitor.observe.drift_meter import Signature
+from monitor.observe.units import UnitLayout
 from monitor.save.torch_codecs import EncodedCopy, EncodingLoss, encoder_named, in_range
 from store.encoding import CHUNK, Encoding, encoding_named
 from store.encoding.base import Bytes
 from store.encoding.stream import EncodedEntry, Packing
 from store.errors import SaveError
 from store.names import BUFFER, FROZEN, RAW, Fragment, SaveId, Unit
+from store.schema import MeasureRecord
 from store.segment import StagedFragment
 
 LEVELS: tuple[int | None, ...] = (None, 1, 3, 6)
@@ -217,6 +220,58 @@ def _retaining(chunks: Callable[[], Iterable[Bytes]], retained: list[Bytes]) -> 
     return copied
 
 
+@dataclass
+class LateCopy:
+    """A fragment that is copied while it is written, in an encoding that can hold its values."""
+
+    copy: torch.Tensor  # the buffer, of its dtype
+    encoding: str
+    parts: Callable[[], Iterable[torch.Tensor]]  # copies of it in order; each is valid until the next
+    written: Callable[[], object] = lambda: None  # called at the end
+
+    def chunks(self, lost: EncodingLoss) -> Iterator[Bytes]:
+        """Yield the encoded chunks."""
+        known = encoding_named(self.encoding)
+        for copy in self.parts():
+            yield from _raw_chunks(copy) if known.lossless else _lossy_chunks(copy, known, lost)
+        self.written()
+
+
+class StagedUnit(NamedTuple):
+    """A unit's copies on this rank, one for each fragment.
+
+    Once they are written, the copies hold the decoded values."""
+
+    unit: Unit
+    encoding: str
+    layout: UnitLayout
+    copies: tuple[torch.Tensor, ...]
+    measure: MeasureRecord | None  # if the live tensors were measured
+    encoded: tuple[EncodedCopy, ...] = ()
+    """If the unit is encoded while it is staged: one for each fragment, writing to ``copies``. Implies ``measure``."""
+    signature: Signature | None = None  # if the live tensors were measured
+    lent: bool = False  # whether the copies are in memory of a snapshot
+    late: tuple[LateCopy, ...] = ()
+    """If the unit is copied in waves: one for each fragment. Then ``copies`` are of buffers, else the live tensors."""
+
+    @property
+    def fragments(self) -> tuple[Fragment, ...]:
+        return self.layout.fragments
+
+
+def encoded_bytes(unit: StagedUnit) -> int:
+    """Return the encoded bytes of a unit on this rank, before compression."""
+    encoding, layout = encoding_named(unit.encoding), unit.layout
+    if encoding.lossless:
+        return layout.nbytes
+    return sum(
+        encoding.stored_bytes(fragment.numel, dtype_name(dtype))
+        if encoding.applies(dtype_name(dtype))
+        else fragment.numel * dtype.itemsize
+        for fragment, dtype in zip(layout.fragments, layout.dtypes, strict=True)
+    )
+
+
 @dataclass(frozen=True)
 class UnitEncoding:
     """A unit's fragments on this rank, ready to be written. ``lost`` is complete once they are."""
@@ -230,7 +285,7 @@ def encode_unit(
     unit: Unit,
     encoding: str,
     fragments: Sequence[Fragment],
-    copies: Sequence[torch.Tensor | EncodedCopy],
+    copies: Sequence[torch.Tensor | EncodedCopy | LateCopy],
     packing: SavePacking,
 ) -> UnitEncoding:
     """Return the fragments to write for finite ``copies``. Those that the encoding cannot hold are stored raw.
@@ -239,20 +294,22 @@ def encode_unit(
     that drift is measured against them from then on. Background thread only."""
     lost, made = EncodingLoss(), []
     for fragment, staged in zip(fragments, copies, strict=True):
-        copy = staged.copy if isinstance(staged, EncodedCopy) else staged
-        if isinstance(staged, EncodedCopy) and staged.held:
-            chosen, known = staged.encoding, encoding_named(staged.encoding)
-            source = EncodedEntry(known, copy.numel(), dtype_name(copy.dtype), staged.chunks)
+        copy = staged if isinstance(staged, torch.Tensor) else staged.copy
+        if isinstance(staged, LateCopy):
+            chosen = staged.encoding
+            chunks: Callable[[], Iterable[Bytes]] = partial(staged.chunks, lost)
+        elif isinstance(staged, EncodedCopy) and staged.held:
+            chosen, chunks = staged.encoding, staged.chunks
             lost.error_sq += staged.lost.error_sq
             lost.decoded_sq += staged.lost.decoded_sq
         else:
-            chosen = RAW if isinstance(staged, EncodedCopy) else _applicable_encoding(encoding, copy)
+            chosen = RAW if isinstance(staged, EncodedCopy) else applicable_encoding(encoding, copy)
             known = encoding_named(chosen)
             chunks = partial(_raw_chunks, copy) if known.lossless else partial(_lossy_chunks, copy, known, lost)
-            source = EncodedEntry(known, copy.numel(), dtype_name(copy.dtype), chunks)
             if chosen != encoding:  # the relative error of the unit is over all of its values
                 lost.decoded_sq += sum(_squared(piece.float()) for piece in torch.split(copy, CHUNK))
-        plain = chosen == RAW and not packing.active
+        source = EncodedEntry(encoding_named(chosen), fragment.numel, dtype_name(copy.dtype), chunks)
+        plain = chosen == RAW and not packing.active and not isinstance(staged, LateCopy)
         data = as_bytes(copy) if plain else packing.packed(unit, fragment, source)
         region, dtype = fragment._asdict(), dtype_name(copy.dtype)
         made.append(StagedFragment(layer=unit.layer, **region, dtype=dtype, encoding=chosen, data=data))
@@ -260,7 +317,8 @@ def encode_unit(
     return UnitEncoding(tuple(made), lossy, lost)
 
 
-def _applicable_encoding(encoding: str, copy: torch.Tensor) -> str:
+def applicable_encoding(encoding: str, copy: torch.Tensor) -> str:
+    """Return the encoding, or raw if it cannot hold these values."""
     known = encoding_named(encoding)
     if known.lossless or not known.applies(dtype_name(copy.dtype)):
         return RAW

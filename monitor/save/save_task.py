@@ -1,7 +1,7 @@
 """Runs one save on one rank: stage, write the segment, commit, prune.
 
 The training thread stages units (:class:`Stager`). The background thread does the rest (:func:`run_save`): it reads
-staged copies only, never live tensors, and calls no collective. Only rank 0 has a :class:`CommitPlan`.
+staged copies only, no live tensors but for copies, and calls no collective. Only rank 0 has a :class:`CommitPlan`.
 """
 
 import logging
@@ -9,7 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from monitor.background import Once
@@ -19,9 +19,9 @@ from monitor.ledger import CommitDraft, PreparedCommit, build_manifest
 from monitor.observe.drift_meter import DriftMeter, Signature, measure_record
 from monitor.observe.units import Survey
 from monitor.run_state import CapturedState, begin_tree, capture_run_state
-from monitor.save.encode import SavePacking, encode_unit
+from monitor.save.encode import SavePacking, StagedUnit, encode_unit
 from monitor.save.self_check import SelfCheck
-from monitor.save.staging import AsyncCopy, StagedUnit
+from monitor.save.staging import AsyncCopy
 from store.catalog import Catalog
 from store.commit import Expected, commit, hint_latest, wait_for_group
 from store.encoding import encoding_named
@@ -29,7 +29,7 @@ from store.errors import DamagedError, SaveError, StorageError, UnstorableError
 from store.names import RAW, SaveId, Unit, segment_dir
 from store.retention import Retention, bytes_to_free, execute, plan_prune, remove_failed
 from store.schema import MeasureRecord
-from store.segment import SegmentDraft, StagedFragment, remove_segment, write_segment
+from store.segment import SegmentDraft, remove_segment, write_segment
 from store.session import require_present
 from store.storage.local import Files
 
@@ -143,22 +143,21 @@ def begin_run_state(
 def run_save(task: SaveTask) -> SaveResult:
     """Run a save. If it raises a DriftpointError, no commit was acknowledged."""
     began = time.monotonic()
-    task.copying.finish()
-    task.copying.require_whole()
-    if task.failure is not None:
-        raise task.failure
-    require_present(task.files, task.segment.save.epoch)
-    units = [_Encoding(task, unit) for unit in task.staged]
-    segment = replace(task.segment, fragments=[fragment for unit in units for fragment in unit.fragments])
-    segment = task.finish(segment)
-    differs = segment.differs if task.check is None else task.check.compare(segment, task.staged)
-    segment = replace(segment, differs=(*task.notes, *differs))
-    written = time.monotonic()
-    measures = [Once(unit.measure) for unit in units]
-    unchanged = [measure for unit, measure in zip(units, measures, strict=True) if not unit.lossy]
-    with _beside(task.beside, unchanged):
-        write_segment(task.files, segment, lambda: [measure() for measure in measures])
-    task.progress.write_seconds = time.monotonic() - written
+    with closing(task.copying):
+        task.copying.finish()
+        task.copying.require_whole()
+        if task.failure is not None:
+            raise task.failure
+        require_present(task.files, task.segment.save.epoch)
+        units = [_Encoding(task, unit) for unit in task.staged]
+        segment = replace(task.segment, fragments=[fragment for unit in units for fragment in unit.fragments])
+        segment = task.finish(segment)
+        differs = segment.differs if task.check is None else task.check.compare(segment, task.staged)
+        segment = replace(segment, differs=(*task.notes, *differs))
+        written = time.monotonic()
+        with _beside(task.beside, [unit.record for unit in units if not unit.lossy]):
+            write_segment(task.files, segment, lambda: [unit.record() for unit in units])
+        task.progress.write_seconds = time.monotonic() - written
     if task.commit_plan is None:
         return SaveResult(None, time.monotonic() - began)
     return _commit(task, task.commit_plan, began)
@@ -277,21 +276,22 @@ class _Encoding:
     """Encodes a unit into the segment, and measures it before and after."""
 
     def __init__(self, task: SaveTask, unit: StagedUnit) -> None:
+        unit = unit._replace(copies=tuple(late.copy for late in unit.late) or unit.copies)
         self._task, self._unit, self._before = task, unit, unit.measure
         lossy = not encoding_named(unit.encoding).lossless
         if lossy and self._before is None:
             self._before = self._measure_copies()  # later the copies hold decoded values
         healthy = self._before is None or self._before.finite
         encoding = unit.encoding if healthy else RAW  # non-finite values are never committed
-        self._encoded = encode_unit(unit.unit, encoding, unit.fragments, unit.encoded or unit.copies, task.packing)
-        self.lossy = self._encoded.lossy  # writing its fragments changes the copies
+        sources = unit.late or unit.encoded or unit.copies
+        encoded = encode_unit(unit.unit, encoding, unit.fragments, sources, task.packing)
+        self.fragments, self._lost = encoded.fragments, encoded.lost
+        self.lossy = encoded.lossy  # writing its fragments changes the copies
+        self.record = Once(self._measure)
+        if unit.late and unit.unit not in task.progress.metered:
+            unit.late[-1].written, self.lossy = self.record, True  # as other units use their memory then
 
-    @property
-    def fragments(self) -> Sequence[StagedFragment]:
-        """The fragments to write, once."""
-        return self._encoded.fragments
-
-    def measure(self) -> MeasureRecord:
+    def _measure(self) -> MeasureRecord:
         """Return the unit's record for the part, after its fragments are written. Copies become the reference."""
         if self.lossy:
             self._task.meter.measure(self._unit.unit, self._unit.copies)  # the signature of the decoded values
@@ -300,7 +300,7 @@ class _Encoding:
         assert self._before is not None
         if self._unit.unit not in self._task.progress.metered:
             self._task.meter_stage(self._unit)
-        return self._before.model_copy(update=vars(self._encoded.lost))
+        return self._before.model_copy(update=vars(self._lost))
 
     def _measure_copies(self) -> MeasureRecord:
         measure = self._task.meter.measure(self._unit.unit, self._unit.copies)

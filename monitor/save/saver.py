@@ -21,7 +21,7 @@ from monitor.events import BackgroundFailureEvent, CommitEvent, SaveBeginEvent, 
 from monitor.ledger import AS_RESUMED, CommitDraft, PreparedCommit
 from monitor.observe.drift_meter import Signature
 from monitor.observe.units import LocalUnit, Survey
-from monitor.save.encode import Packer, SavePacking
+from monitor.save.encode import Packer, SavePacking, StagedUnit, encoded_bytes
 from monitor.save.save_task import (
     CommitPlan,
     Finish,
@@ -37,7 +37,7 @@ from monitor.save.save_task import (
     run_save,
 )
 from monitor.save.self_check import SelfChecker
-from monitor.save.staging import CopyTiming, StagedUnit, Stager, UnfinishedCopy, encoded_bytes
+from monitor.save.staging import CopyTiming, Stager, UnfinishedCopy, WaveCopy
 from monitor.save.store_session import StoreSession
 from monitor.types import Chosen, DecisionResult, SaveStatus, newest_text
 from store import errors
@@ -100,14 +100,14 @@ class Saver:
         self._meter = job.meter
         self._listeners = job.listeners
         self._session = session
-        self._stager = Stager(job.meter, job.config.encode, keeps=not job.config.shares_memory())
+        self._stager = Stager(job.meter, job.config)
         self._packer = Packer(job.config.packing, job.config.differences)
         self._began: float | None = None
         self._writer: BackgroundWorker[SaveResult | None] = BackgroundWorker(f"driftpoint-writer-{job.group.rank}")
         self._mover: BackgroundWorker[None] = BackgroundWorker(f"driftpoint-pages-{job.group.rank}")
         self._pending: _Pending | None = None
         self._outcome: TaskResult[SaveResult | None] | None = None
-        self.copy_timing = CopyTiming(job.config.staging, private=job.adapter.state_is_private)
+        self.copy_timing = CopyTiming(job.config.copies.mode, private=job.adapter.state_is_private)
         self._upkeep: dict[int, tuple[str, int]] = {}  # names and epochs of short jobs, by number
         self._fenced = self._committed = self._closing = False
         self._renewing = not session.claimed
@@ -195,7 +195,7 @@ class Saver:
         self._copies.finish()
         self._collect()
         pending, done = self._pending, self._outcome
-        rank0 = self._group.rank == 0
+        rank0, over = self._group.rank == 0, pending is None or done is not None
         if rank0 and pending is not None and done is not None:
             pending = self._pending = self._report(pending, done)
         error = None if done is None else done.error
@@ -210,9 +210,7 @@ class Saver:
             trouble=trouble,
             buffers=self._job.rank_buffers.note(),
             outcome=self._outcome_of(pending, done) if pending and done and rank0 else None,
-            proposed=propose()
-            if rank0 and not (changed or trouble) and (pending is None or done is not None)
-            else None,
+            proposed=propose() if rank0 and over and not (changed or trouble) else None,
         )
         ranks = self._group.all_gather(status)
         self._buffers = [one.buffers for one in ranks]
@@ -303,6 +301,9 @@ class Saver:
             self._checker.stop()
         else:
             self.upkeep(partial(self._consolidate, task), "moving memory to huge pages")
+        if isinstance(copying, WaveCopy) and not (copying.lazy or decided.preempted):  # then the save is waited for
+            self._writer.wait(self._pending.number, 0.0)  # hands it over
+            copying.let_change()
         return sum(unit.layout.nbytes for unit in staged)
 
     def claim_name(self, step: int, *, snapshot: bool = False) -> str | None:
@@ -363,14 +364,11 @@ class Saver:
 
     def _consolidate(self, task: SaveTask) -> None:
         """Begin to move memory to huge pages, until the save is settled or the job ends. Background thread."""
-
-        def over() -> bool:
-            return self._closing or self._pending is None or self._pending.task is not task
-
-        self._mover.submit(partial(task.copying.consolidate, over))
+        self._mover.submit(partial(task.copying.consolidate, lambda: self._closing or self.task is not task))
 
     def finish_copies(self) -> None:
         self._copies.finish()
+        self._copies.before_update()
 
     def close(self, timeout: float, clean: bool) -> None:
         """Wait ``timeout`` seconds for the pending save, report its outcome and release the store.
@@ -388,8 +386,7 @@ class Saver:
         self._session.release()
 
     def _check_free_space(self) -> None:
-        root = self._root
-        if root is not None and self._group.rank == 0:
+        if (root := self._root) is not None and self._group.rank == 0:
             self.upkeep(lambda: self._listeners.on_store_check(root), f"reading the free space of {root}")
 
     def _collect(self) -> None:
@@ -495,8 +492,7 @@ class Saver:
             groups=dict(self._job.ledger.groups),
             partial=self._job.config.bounds.nonfinite == "hold",
         )
-        config = self._job.config
-        return CommitPlan(draft, config.timeouts.commit, self._session.catalog, self._retention)
+        return CommitPlan(draft, self._job.config.timeouts.commit, self._session.catalog, self._retention)
 
 
 def _commit_of(pending: _Pending, done: TaskResult[SaveResult | None] | None) -> PreparedCommit | None:

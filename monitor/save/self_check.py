@@ -27,7 +27,7 @@ from monitor.context import JobContext
 from monitor.events import BackgroundFailureEvent
 from monitor.observe.units import LocalUnit
 from monitor.run_state import CapturedState, from_tree
-from monitor.save.staging import StagedUnit
+from monitor.save.encode import StagedUnit
 from store.encoding import encoding_named
 from store.errors import DamagedError, StorageError
 from store.fragments import FragmentReader, Source
@@ -231,7 +231,7 @@ class SelfCheck:
 
         Costs no more than the run state, so the commit can still say what differs."""
         for unit in staged:
-            if encoding_named(unit.encoding).lossless:
+            if encoding_named(unit.encoding).lossless and not unit.late:
                 for fragment, copy in zip(unit.fragments, unit.copies, strict=True):
                     self._add(_difference(f"{fragment.fqn}/{fragment.slot}", self.samples[fragment], Sample.of(copy)))
         tree, leaves = json.loads(json.dumps(segment.run_state)), cast("Sequence[Leaf]", segment.run_leaves)

@@ -4,16 +4,17 @@ State does not change between two optimizer steps. So copies are made at once (`
 and backward (``lazy``); then the next optimizer step waits for the copies that are not complete, and so does any other
 public call of the framework that changes the state. What cannot be intercepted is found, and the save is given up:
 by the kernel, whatever code made the change (:class:`WriteTracker`), or else by version counters and a sample.
+Where there is no room for a second copy of the state, the optimizer step waits for storage, too (:class:`WaveCopy`).
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from itertools import chain
-from operator import is_
-from typing import Any, Literal, NamedTuple, TypeVar
+from functools import cache, partial
+from itertools import chain, islice, repeat
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,102 +24,21 @@ from monitor.adapters.base import Adapter
 from monitor.adapters.identity import MemoryRegions, addresses_of, version_of
 from monitor.adapters.module_tensors import dtype_name
 from monitor.background import Once
-from monitor.observe.drift_meter import DriftMeter, Measure, Signature, measure_record
-from monitor.observe.units import LocalUnit, UnitLayout
-from monitor.save.staging_pool import StagingPool
+from monitor.config.load import Config
+from monitor.observe.drift_meter import DriftMeter, Measure, measure_record
+from monitor.observe.units import LocalUnit
+from monitor.save.encode import LateCopy, StagedUnit, applicable_encoding
+from monitor.save.staging_pool import StagingPool, WavePiece, padded_bytes
 from monitor.save.torch_codecs import EncodedCopy
-from monitor.save.write_tracker import CopyPlan, TrackedCopy, WriteTracker, write_tracker
+from monitor.save.write_tracker import LastPlan, SourceSample, TrackedCopy, WriteTracker, write_tracker
 from monitor.types import DecisionResult
-from store.encoding import encoding_named
+from store.encoding import CHUNK, encoding_named
 from store.errors import SaveError, StateChangedError
-from store.names import BUFFER, FROZEN, Fragment, Unit
-from store.schema import MeasureRecord
+from store.names import BUFFER, FROZEN, RAW, Unit
 
 _log = logging.getLogger("driftpoint")
 
 T = TypeVar("T")
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SAMPLED = 64
-
-
-class _Sample:
-    """Elements of tensors on one device, compared bit by bit with what they were.
-
-    At most 64 of each tensor, evenly spread, the first and the last among them.
-
-    It finds what autograd's version counters do not count: writes through ``.data``, or by code outside PyTorch. A
-    change between the sampled elements is not found. Built and compared in the stream of the copies. ``pairs`` are
-    sources that are copied as they are, and their buffers in host memory; ``others`` are encoded."""
-
-    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], others: Sequence[torch.Tensor]) -> None:
-        self._pairs = pairs
-        self._copied, self._encoded = _sampled([source for source, _ in pairs]), _sampled(others)
-        self._before = self._after = _values(self._copied), _values(self._encoded)
-
-    def read_again(self) -> None:
-        """Read the sources, after their copies and before anything that may change them."""
-        self._after = _values(self._copied), _values(self._encoded)
-
-    def holds(self) -> bool:
-        """Return whether the sources, when last read, and the filled buffers have the values of the beginning."""
-        buffers = _values(_sampled([buffer for _, buffer in self._pairs]))
-        found = (self._before[0], buffers), *zip(self._before, self._after, strict=True)
-        return all(_equal(before, now) for before, now in found)
-
-
-_Words = dict[int, list[Any]]
-"""Views by the size of an element: of numpy in host memory, where many small ones cost less, else of torch."""
-
-
-def _sampled(tensors: Sequence[torch.Tensor]) -> _Words:
-    found: _Words = {}
-    for tensor in tensors:
-        last = tensor.numel() - 1
-        if last >= 0:
-            size = tensor.element_size()
-            bits = tensor.view(_WORDS[size])  # integers are equal where all bits are, those of NaN too
-            words: Any = bits if bits.is_cuda else bits.numpy()
-            stride = max(1, -(-last // (_SAMPLED - 2)))
-            found.setdefault(size, []).extend((words[:1], words[last % stride :: stride]))
-    return found
-
-
-def _values(sampled: _Words) -> dict[int, Any]:
-    return {
-        size: torch.cat(views) if isinstance(views[0], torch.Tensor) else np.concatenate(views)
-        for size, views in sampled.items()
-    }
-
-
-def _equal(one: dict[int, Any], other: dict[int, Any]) -> bool:
-    return all(np.array_equal(_on_host(values), _on_host(other[size])) for size, values in one.items())
-
-
-def _on_host(values: Any) -> Any:
-    return values.cpu().numpy() if isinstance(values, torch.Tensor) else values
-
-
-class LastPlan:
-    """The regions of units, one after the other, and the plan of their copies, as of the last call.
-
-    A job mostly copies the same into the same buffers."""
-
-    def __init__(self) -> None:
-        self._layouts: Sequence[UnitLayout] = ()
-        self._regions = MemoryRegions.of(())
-        self._plan: CopyPlan | None = None
-
-    def regions(self, layouts: Sequence[UnitLayout]) -> MemoryRegions:
-        if len(layouts) != len(self._layouts) or not all(map(is_, layouts, self._layouts)):
-            self._regions = MemoryRegions.joined([MemoryRegions.of(()), *(layout.regions for layout in layouts)])
-            self._layouts = layouts
-        return self._regions
-
-    def plan(self, regions: MemoryRegions, targets: npt.NDArray[np.int64]) -> CopyPlan:
-        if self._plan is None or self._plan.regions is not regions or not np.array_equal(self._plan.targets, targets):
-            self._plan = CopyPlan(regions, targets)
-        return self._plan
 
 
 class AsyncCopy:
@@ -132,12 +52,13 @@ class AsyncCopy:
         self._units: list[tuple[LocalUnit, npt.NDArray[np.int64], Callable[[], Sequence[torch.Tensor]]]] = []
         """Units that are added and not started, the addresses of their buffers, and what returns the buffers."""
         self._versions: list[tuple[torch.Tensor, int]] = []
-        self._samples: list[_Sample] = []
+        self._samples: list[SourceSample] = []
         self._torn = self._checked = self._differ = False
         self.torn = False  # whether tracked copies are over, and not those of one state
         self._host: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._devices: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._encoded: list[EncodedCopy] = []
+        self._watched: list[torch.Tensor] = []  # sources that are compared with themselves only
         self._queued: dict[torch.device, Any] = {}  # events after the copies in the streams of training
         self._tracked: TrackedCopy | None = None
         self._lock = threading.Lock()
@@ -167,6 +88,7 @@ class AsyncCopy:
         """Add fragments to be encoded on their device."""
         self._versions += [(copy.source, version_of(copy.source)) for copy in copies]
         self._encoded += copies
+        self._watched += [copy.source for copy in copies]
         for copy in copies:
             if copy.source.is_cuda:
                 self._devices.setdefault(copy.source.device, [])
@@ -244,8 +166,11 @@ class AsyncCopy:
                 _side_stream(device).synchronize()
             for copy in self._encoded:
                 copy.finish()
-            self._torn = self._check() or not all(self._of_samples(_Sample.holds))
+            self._torn = self._check() or not all(self._of_samples(SourceSample.holds))
             self._samples.clear()
+
+    def close(self) -> None:
+        """Let no thread wait for the writer any more: the save is over."""
 
     def consolidate(self, stop: Callable[[], bool]) -> None:
         """Make the next copies of the same memory begin faster. Background thread, once the copies are complete."""
@@ -270,8 +195,8 @@ class AsyncCopy:
         self._units.clear()
 
     def _sample(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device | str) -> None:
-        encoded = [copy.source for copy in self._encoded if copy.source.device == torch.device(device)]
-        self._samples.append(_Sample(pairs, encoded))
+        watched = [source for source in self._watched if source.device == torch.device(device)]
+        self._samples.append(SourceSample(pairs, watched))
 
     def _check(self) -> bool:
         """Return whether the versions of sources differ from when they were added, and read their samples. Once."""
@@ -279,10 +204,10 @@ class AsyncCopy:
             self._checked = True
             self._differ = any(version_of(source) != version for source, version in self._versions)
             self._versions.clear()
-            self._of_samples(_Sample.read_again)
+            self._of_samples(SourceSample.read_again)
         return self._differ
 
-    def _of_samples(self, call: Callable[[_Sample], T]) -> list[T]:
+    def _of_samples(self, call: Callable[[SourceSample], T]) -> list[T]:
         """Call a method of each sample in the stream of the copies. There are none if these were not started."""
         streams: list[Any] = [nullcontext(), *(torch.cuda.stream(_side_stream(device)) for device in self._devices)]
         found = []
@@ -290,6 +215,70 @@ class AsyncCopy:
             with stream:
                 found.append(call(sample))
         return found
+
+
+class WaveCopy(AsyncCopy):
+    """Copies the state of a save in waves, each into the memory of the one before, once that is written.
+
+    The writer copies a wave when it comes to it; or the training thread the first one, if it waits before. For storage
+    it waits at most ``timeout`` seconds: then the save is given up. The state must not change until all is copied,
+    which is checked as for other copies. ``lazy``: whether that may be after the decision."""
+
+    def __init__(self, pieces: Sequence[WavePiece], timeout: float, *, lazy: bool) -> None:
+        super().__init__()
+        self._pieces, self._timeout, self.lazy = pieces, timeout, lazy
+        self._watched = [source for _, source, _ in pieces]
+        self._versions = [(source, version_of(source)) for source in self._watched]
+        self._devices = {source.device: [] for source in self._watched if source.is_cuda}
+        self._change = threading.Condition()
+        self._over: SaveError | None = None  # why no more waves are copied
+        self._first = self._left = pieces[0][0] + 1 if pieces else 0  # waves, and those that are not copied
+
+    def finish(self) -> None:
+        """Do nothing: see :meth:`let_change` and :meth:`take`."""
+
+    def let_change(self) -> None:
+        """Return once all waves are copied, or the save is given up. Training thread."""
+        began = time.monotonic()
+        with self._change:
+            if self._left and self._left == self._first:
+                self._copy_next()
+            if self._left and not self._over:
+                if self._change.wait_for(lambda: not self._left or self._over, self._timeout):
+                    _log.info("training waited %.2f s for storage (staging.max_bytes)", time.monotonic() - began)
+                    return
+                self.close(SaveError("storage took longer than timeouts.staging: raise that, or staging.max_bytes"))
+                _log.warning("training goes on, and this save is given up: %s", self._over)
+
+    def take(self, pieces: Iterable[WavePiece]) -> Iterator[torch.Tensor]:
+        """Yield copies, each until one of a later wave is taken. Raises SaveError if the save is given up. Writer."""
+        for left, _, copy in pieces:
+            with self._change:
+                if left == self._left - 1 and not self._over:
+                    self._copy_next()
+                if self._over or left != self._left:
+                    raise self._over or SaveError("a wave cannot be written again")
+                self.require_whole()
+            yield copy
+
+    def close(self, error: SaveError | None = None) -> None:
+        with self._change:
+            self._over = self._over or error or SaveError("the save is over")
+            self._change.notify_all()
+
+    def _copy_next(self) -> None:
+        try:
+            for left, source, copy in self._pieces:
+                if left == self._left - 1:
+                    with torch.cuda.stream(_side_stream(source.device)) if source.is_cuda else nullcontext():
+                        copy.copy_(source, non_blocking=True)
+            for device in self._devices:
+                _side_stream(device).synchronize()
+            self._left -= 1
+            self._torn = not self._left and (self._check() or not all(self._of_samples(SourceSample.holds)))
+        except Exception as error:  # noqa: BLE001 - of the training thread, too: kept as the save's failure
+            self.close(SaveError(f"the state could not be copied: {error!r}"))
+        self._change.notify_all()
 
 
 class CopyTiming:
@@ -312,7 +301,9 @@ class CopyTiming:
                 "the state was changed between two optimizer steps, so copies are made before ckpt.step() returns from "
                 "now on, which takes longer. Make such changes before ckpt.step(), or call ckpt.copied() before them"
             )
-        if self._tracker is not None and copying.start_tracked(self._tracker, self._plan):
+        if isinstance(copying, WaveCopy):
+            copying.lazy &= self._lazy
+        elif self._tracker is not None and copying.start_tracked(self._tracker, self._plan):
             self._last = copying
             return
         copying.start()
@@ -328,64 +319,39 @@ class UnfinishedCopy:
     def __init__(self, adapter: Adapter, waited: Callable[[float], None]) -> None:
         self._copying: AsyncCopy | Once[None] | None = None
         self._waited = waited
-        adapter.before_change(self._before_update)
+        adapter.before_change(self.before_update)
 
     def set(self, copying: AsyncCopy | Once[None] | None) -> None:
         self._copying = copying
 
     def finish(self) -> None:
-        """Return once the copies are complete."""
+        """Return once the copies are complete, but for waves."""
         if self._copying is not None:
             self._copying.finish()
 
-    def _before_update(self) -> None:
+    def before_update(self) -> None:
         copying, self._copying = self._copying, None
-        if copying is not None:
+        if isinstance(copying, AsyncCopy):
             began = time.perf_counter()
-            if isinstance(copying, AsyncCopy):
-                copying.let_change()
-                self._waited(time.perf_counter() - began)
-            else:  # what follows a resume is no part of a save
-                copying.finish()
+            copying.let_change()
+            self._waited(time.perf_counter() - began)
+        elif copying is not None:  # what follows a resume is no part of a save
+            copying.finish()
 
 
-_streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
+@cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    return _streams[device]
-
-
-class StagedUnit(NamedTuple):
-    """A unit's copies on this rank, one for each fragment.
-
-    Once they are written, the copies hold the decoded values."""
-
-    unit: Unit
-    encoding: str
-    layout: UnitLayout
-    copies: tuple[torch.Tensor, ...]
-    measure: MeasureRecord | None  # if the live tensors were measured
-    encoded: tuple[EncodedCopy, ...] = ()
-    """If the unit is encoded while it is staged: one for each fragment, writing to ``copies``. Implies ``measure``."""
-    signature: Signature | None = None  # if the live tensors were measured
-    lent: bool = False  # whether the copies are in memory of a snapshot
-
-    @property
-    def fragments(self) -> tuple[Fragment, ...]:
-        return self.layout.fragments
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class Stager:
     """Chooses the buffers of each unit, and whether it is encoded while it is copied. Training thread only."""
 
-    def __init__(self, meter: DriftMeter, encode: Literal["staging", "saving"], *, keeps: bool) -> None:
+    def __init__(self, meter: DriftMeter, config: Config) -> None:
         self._meter = meter
-        self._encode = encode
+        self._encode, self._most, self._timeout = config.encode, config.copies.max_bytes, config.timeouts.staging
         self._pool = StagingPool()
-        self.keeps = keeps
+        self.keeps = self._most is None and not config.shares_memory()
         """Whether buffers stay for the next save. Else most saves are lent memory, and own buffers are let go."""
 
     def reserve(self, local: Mapping[Unit, LocalUnit]) -> None:
@@ -413,6 +379,9 @@ class Stager:
         staged, copying = list[StagedUnit](), AsyncCopy()
         chosen = {unit: choice.encoding or "" for unit, choice in decided.saved.items() if unit in local}
         try:
+            if self._most is not None:
+                staged, copying = self._stage_waves([(local[u], chosen[u]) for u in chosen], decided.mine, self._most)
+                chosen = {}
             encoded = [local[u] for u in chosen if u not in decided.mine and self._encodes_now(local[u], chosen[u])]
             mine = {**decided.mine, **self._meter.measure_many({part.unit: part.tensors for part in encoded})}
             for unit, encoding in chosen.items():
@@ -450,16 +419,30 @@ class Stager:
         else:
             found = self._pool.addresses(part.unit, copies) if lent is None else addresses_of(copies)
             copying.add_unit(part, found, lambda: copies)
-        return StagedUnit(
-            part.unit,
-            encoding,
-            part.layout,
-            copies,
-            None if measure is None else measure_record(part.unit, measure),
-            encoded,
-            None if measure is None else measure.signature,
-            lent is not None,
-        )
+        record, known = (None, None) if measure is None else (measure_record(part.unit, measure), measure.signature)
+        return StagedUnit(part.unit, encoding, part.layout, copies, record, encoded, known, lent is not None)
+
+    def _stage_waves(
+        self, parts: Sequence[tuple[LocalUnit, str]], mine: Mapping[Unit, Measure], most: int
+    ) -> tuple[list[StagedUnit], WaveCopy]:
+        """Stage units in waves of at most ``most`` bytes. One that no wave can hold is stored raw, piece by piece."""
+        groups = list[Sequence[torch.Tensor]]()
+        for live in (part.tensors for part, _ in parts):
+            groups += [live] if padded_bytes(live) <= most else [[one] for t in live for one in torch.split(t, CHUNK)]
+        pieces = self._pool.take_waves(groups, most)
+        lazy = not any(part.unit.slot in (BUFFER, FROZEN) for part, _ in parts)  # see :meth:`stage`
+        staged, copying, left = list[StagedUnit](), WaveCopy(pieces, self._timeout, lazy=lazy), iter(pieces)
+        for part, wanted in parts:
+            unit, live, whole = part.unit, part.tensors, padded_bytes(part.tensors) <= most
+            measure, encoding = mine.get(unit) or self._meter.measure(unit, live), wanted if whole else RAW
+            late = []
+            for tensor in live:
+                split = list(islice(left, 1 if whole else max(1, -(-tensor.numel() // CHUNK))))
+                late.append(LateCopy(split[0][2], applicable_encoding(encoding, tensor), partial(copying.take, split)))
+            copies = tuple(tensor.clone() if unit.slot == BUFFER else tensor for tensor in live)  # for the meter
+            record, known = measure_record(unit, measure), measure.signature
+            staged.append(StagedUnit(unit, encoding, part.layout, copies, record, (), known, late=tuple(late)))
+        return staged, copying
 
     def unstage(self, unit: StagedUnit) -> None:
         """Return buffers to the pool after a save."""
@@ -481,20 +464,4 @@ class Stager:
     ) -> tuple[EncodedCopy, ...]:
         sizes = [encoding_named(encoding).stored_bytes(tensor.numel(), "F32") for tensor in part.tensors]
         buffers = self._pool.take_bytes(part.unit, sizes, part.layout.regions.cuda)
-        return tuple(
-            EncodedCopy(tensor, encoding, buffer, copy)
-            for tensor, buffer, copy in zip(part.tensors, buffers, copies, strict=True)
-        )
-
-
-def encoded_bytes(unit: StagedUnit) -> int:
-    """Return the encoded bytes of a unit on this rank, before compression."""
-    encoding, layout = encoding_named(unit.encoding), unit.layout
-    if encoding.lossless:
-        return layout.nbytes
-    return sum(
-        encoding.stored_bytes(fragment.numel, dtype_name(dtype))
-        if encoding.applies(dtype_name(dtype))
-        else fragment.numel * dtype.itemsize
-        for fragment, dtype in zip(layout.fragments, layout.dtypes, strict=True)
-    )
+        return tuple(map(EncodedCopy, part.tensors, repeat(encoding), buffers, copies))

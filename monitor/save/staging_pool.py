@@ -26,6 +26,8 @@ _log = logging.getLogger("driftpoint")
 
 _ALIGN = 64  # bytes
 
+WavePiece = tuple[int, torch.Tensor, torch.Tensor]  # waves that come after its own, elements of the state, a buffer
+
 
 class StagingPool:
     """Reuses host buffers, by unit. The caller owns a buffer from ``take`` to ``give``.
@@ -39,15 +41,29 @@ class StagingPool:
         self._known: set[Unit] = set()
         self._untouched: dict[Unit, tuple[torch.Tensor, ...]] = {}
         self._lock = threading.Lock()
+        self._block: torch.Tensor | None = None  # of waves
+
+    @torch.inference_mode(False)
+    def take_waves(self, groups: Sequence[Sequence[torch.Tensor]], most: int) -> list[WavePiece]:
+        """Return a piece for each tensor, in order, with buffers in ``most`` bytes for all. Groups stay together."""
+        if self._block is None:  # of the host's memory, only pages that are written count
+            cuda = next((tensor.device for group in groups for tensor in group if tensor.is_cuda), None)
+            self._block = _pinned_buffers([most], cuda)[0] if cuda else torch.empty(most, dtype=torch.uint8)
+        left, room, pieces = 0, most, list[WavePiece]()
+        for group in reversed(groups):  # so that the last wave, for which training waits least, is the fullest
+            if padded_bytes(group) > room:
+                left, room = left + 1, most
+            for tensor in reversed(group):
+                room = (room - tensor.nbytes) // _ALIGN * _ALIGN
+                pieces.append((left, tensor, self._block[room : room + tensor.nbytes].view(tensor.dtype)))
+        return pieces[::-1]
 
     def take_bytes(self, unit: Unit, sizes: Sequence[int], cuda: torch.device | None) -> list[torch.Tensor]:
         """Return 1-d uint8 buffers of these sizes, contents undefined; pinned for copies from ``cuda``, if given."""
         free = self._bytes.pop(unit, None)
         if free is not None and [buffer.numel() for buffer in free] == list(sizes):
             return free
-        if cuda is not None:
-            return _pinned_buffers(sizes, cuda)
-        return [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        return _pinned_buffers(sizes, cuda) if cuda else [torch.empty(size, dtype=torch.uint8) for size in sizes]
 
     def give_bytes(self, unit: Unit, buffers: Sequence[torch.Tensor]) -> None:
         self._bytes[unit] = list(buffers)
@@ -90,6 +106,11 @@ class StagingPool:
         if known is None or known[0] is not buffers:
             known = self._addresses[unit] = buffers, addresses_of(buffers)
         return known[1]
+
+
+def padded_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Return the bytes that buffers for tensors take in one block, at most."""
+    return sum(tensor.nbytes + _ALIGN for tensor in tensors)
 
 
 @torch.inference_mode(False)

@@ -5,7 +5,8 @@ sees all, from 6.7 on: a page that is write-protected by userfaultfd(2) in its a
 when it is written, without a signal or a wait, and PAGEMAP_SCAN tells which pages have it (admin-guide/mm/pagemap).
 
 It does not see writes by a device into pinned memory, nor by another process into shared memory. Such memory is
-copied at once, and so is what shares a page with other data."""
+copied at once, and so is what shares a page with other data. Where it cannot be used, :class:`SourceSample` finds most
+writes that autograd does not count."""
 
 import ctypes
 import fcntl
@@ -19,12 +20,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import is_
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from monitor.adapters.identity import MemoryRegions
+from monitor.observe.units import UnitLayout
 
 _SYSCALL = {"x86_64": 323, "aarch64": 282}  # userfaultfd(2)
 _USER_MODE_ONLY = 1
@@ -195,6 +199,28 @@ class CopyPlan:
         return held, tuple(which[sizes > 0].tolist() for which in (where, sources, sizes))
 
 
+class LastPlan:
+    """The regions of units, one after the other, and the plan of their copies, as of the last call.
+
+    A job mostly copies the same into the same buffers."""
+
+    def __init__(self) -> None:
+        self._layouts: Sequence[UnitLayout] = ()
+        self._regions = MemoryRegions.of(())
+        self._plan: CopyPlan | None = None
+
+    def regions(self, layouts: Sequence[UnitLayout]) -> MemoryRegions:
+        if len(layouts) != len(self._layouts) or not all(map(is_, layouts, self._layouts)):
+            self._regions = MemoryRegions.joined([MemoryRegions.of(()), *(layout.regions for layout in layouts)])
+            self._layouts = layouts
+        return self._regions
+
+    def plan(self, regions: MemoryRegions, targets: npt.NDArray[np.int64]) -> CopyPlan:
+        if self._plan is None or self._plan.regions is not regions or not np.array_equal(self._plan.targets, targets):
+            self._plan = CopyPlan(regions, targets)
+        return self._plan
+
+
 class TrackedCopy:
     """Copies host memory, most of it in :meth:`finish`, and tells whether any was written before it was copied.
 
@@ -337,3 +363,64 @@ def _tracker_of(_: int) -> WriteTracker | None:
         return WriteTracker()
     except (OSError, AttributeError):  # another system, an older kernel, or a sandbox that does not permit it
         return None
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SAMPLED = 64
+
+
+class SourceSample:
+    """Elements of tensors on one device, compared bit by bit with what they were.
+
+    At most 64 of each tensor, evenly spread, the first and the last among them.
+
+    It finds what autograd's version counters do not count: writes through ``.data``, or by code outside PyTorch. A
+    change between the sampled elements is not found. Built and compared in the stream of the copies. ``pairs`` are
+    sources that are copied as they are, and their buffers in host memory; ``others`` are encoded."""
+
+    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], others: Sequence[torch.Tensor]) -> None:
+        self._pairs = pairs
+        self._copied, self._encoded = _sampled([source for source, _ in pairs]), _sampled(others)
+        self._before = self._after = _values(self._copied), _values(self._encoded)
+
+    def read_again(self) -> None:
+        """Read the sources, after their copies and before anything that may change them."""
+        self._after = _values(self._copied), _values(self._encoded)
+
+    def holds(self) -> bool:
+        """Return whether the sources, when last read, and the filled buffers have the values of the beginning."""
+        buffers = _values(_sampled([buffer for _, buffer in self._pairs]))
+        found = (self._before[0], buffers), *zip(self._before, self._after, strict=True)
+        return all(_equal(before, now) for before, now in found)
+
+
+_Words = dict[int, list[Any]]
+"""Views by the size of an element: of numpy in host memory, where many small ones cost less, else of torch."""
+
+
+def _sampled(tensors: Sequence[torch.Tensor]) -> _Words:
+    found: _Words = {}
+    for tensor in tensors:
+        last = tensor.numel() - 1
+        if last >= 0:
+            size = tensor.element_size()
+            bits = tensor.view(_WORDS[size])  # integers are equal where all bits are, those of NaN too
+            words: Any = bits if bits.is_cuda else bits.numpy()
+            stride = max(1, -(-last // (_SAMPLED - 2)))
+            found.setdefault(size, []).extend((words[:1], words[last % stride :: stride]))
+    return found
+
+
+def _values(sampled: _Words) -> dict[int, Any]:
+    return {
+        size: torch.cat(views) if isinstance(views[0], torch.Tensor) else np.concatenate(views)
+        for size, views in sampled.items()
+    }
+
+
+def _equal(one: dict[int, Any], other: dict[int, Any]) -> bool:
+    return all(np.array_equal(_on_host(values), _on_host(other[size])) for size, values in one.items())
+
+
+def _on_host(values: Any) -> Any:
+    return values.cpu().numpy() if isinstance(values, torch.Tensor) else values

@@ -23,7 +23,7 @@ import torch
 import monitor.memory.snapshot
 import monitor.memory.tier
 import monitor.resume.read
-import monitor.save.staging
+import monitor.save.write_tracker
 import store.memory.cleanup
 import store.segment
 from deploy.daemon import node
@@ -201,7 +201,7 @@ def _into_first(real: Any) -> Any:
 
 def do_not_wait_for_the_copies(patch: pytest.MonkeyPatch) -> None:
     """The record before the copy is complete: hashes of what is there by then. The optimizer comes after the record."""
-    real, before_update = monitor.memory.snapshot.seal_snapshot, UnfinishedCopy._before_update
+    real, before_update = monitor.memory.snapshot.seal_snapshot, UnfinishedCopy.before_update
     recorded = threading.Event()
 
     def seal(version: Any) -> float:
@@ -217,12 +217,12 @@ def do_not_wait_for_the_copies(patch: pytest.MonkeyPatch) -> None:
         before_update(copies)
 
     patch.setattr(monitor.memory.tier, "seal_snapshot", seal)
-    patch.setattr(UnfinishedCopy, "_before_update", before)
+    patch.setattr(UnfinishedCopy, "before_update", before)
 
 
 def do_not_wait_before_the_update(patch: pytest.MonkeyPatch) -> None:
     """The optimizer does not wait for the copies, and nobody asks whether they are torn. They come after it."""
-    patch.setattr(UnfinishedCopy, "_before_update", lambda _: None)
+    patch.setattr(UnfinishedCopy, "before_update", lambda _: None)
     patch.setattr(AsyncCopy, "require_whole", lambda _: None)
     real, updated = monitor.memory.snapshot.seal_snapshot, threading.Event()
 
@@ -240,7 +240,7 @@ def do_not_wait_before_the_update(patch: pytest.MonkeyPatch) -> None:
 
 
 def do_not_compare_the_sample(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(monitor.save.staging._Sample, "holds", lambda _: True)
+    patch.setattr(monitor.save.write_tracker.SourceSample, "holds", lambda _: True)
 
 
 def do_not_check_hashes(patch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,14 @@ def test_a_rank_that_never_writes(launched: Launched, rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", RANKS)
+def test_a_rank_whose_storage_hangs_between_two_waves_of_copies(launched: Launched, rank: int) -> None:
+    assert skipped(launched, "stuck_in_a_wave", rank) == [None, None, "busy", "busy", None]
+    assert commits(launched, "stuck_in_a_wave") == [1, 5]
+    assert failures(launched, "stuck_in_a_wave") == {"SaveError": 1}
+    assert "training goes on, and this save is given up" in launched.output
+
+
+@pytest.mark.parametrize("rank", RANKS)
 def test_a_rank_that_cannot_write(launched: Launched, rank: int) -> None:
     assert skipped(launched, "failing_rank", rank) == [None, None, "busy", None, None]
     assert commits(launched, "failing_rank") == [1, 4, 5]

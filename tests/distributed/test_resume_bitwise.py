@@ -31,6 +31,7 @@ ZERO += [
     {**ZERO[4], "name": "zero3-bf16-differences", "settings": DIFFERENCES},
     {**ZERO[2], "name": "zero2-bf16-auto", "settings": {**DIFFERENCES, "packing": "auto"}},
 ]
+ZERO += [{**ZERO[place], "name": f"{ZERO[place]['name']}-waves", "waves": 4000} for place in (0, 2, 4)]
 DDP = [
     {"name": "ddp", "kind": "ddp", "every": 3},
     {"name": "ddp-lazy", "kind": "ddp", "every": 3, "staging": "lazy"},
@@ -39,6 +40,7 @@ DDP = [
 FSDP2 = [
     {"name": "fsdp2", "kind": "fsdp2", "every": 3},
     {"name": "fsdp2-bf16-lazy", "kind": "fsdp2", "every": 3, "bf16": True, "staging": "lazy"},
+    {"name": "fsdp2-waves", "kind": "fsdp2", "every": 3, "waves": 4000},
     {"name": "fsdp2-differences", "kind": "fsdp2", "every": 3, "settings": DIFFERENCES},
 ]
 PLAIN = [

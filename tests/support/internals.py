@@ -163,3 +163,9 @@ def listen(ckpt: monitor.Checkpointer, listener: _Listener) -> _Listener:
     listeners = ckpt._listeners
     listeners.all = (*listeners.all, listener)
     return listener
+
+
+def wave_bytes(ckpt: monitor.Checkpointer) -> int:
+    """Bytes of host memory that the waves of a save are copied into; 0 before the first one."""
+    block = saver_of(ckpt)._stager._pool._block
+    return 0 if block is None else block.nbytes

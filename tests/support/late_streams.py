@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
@@ -55,7 +56,7 @@ class LateStreams:
         patch.setattr(torch, "_foreach_copy_", copies)
         patch.setattr(torch.Tensor, "is_cuda", True)
         patch.setattr(torch.Tensor, "copy_", copy)
-        patch.setattr(staging, "_streams", {})
+        patch.setattr(staging, "_side_stream", cache(staging._side_stream.__wrapped__))
         patch.setattr(torch.cuda, "Stream", lambda _: self.side)
         patch.setattr(torch.cuda, "current_stream", lambda _: self.main)
         patch.setattr(torch.cuda, "stream", self._in)

@@ -21,6 +21,7 @@ from resume_jobs import Results, leave, rank, start_group
 
 from monitor.adapters import adapter_for
 from monitor.adapters.module_tensors import as_bytes
+from monitor.config.schema import StagingSettings
 from monitor.save.staging import Stager
 from monitor.save.staging_pool import StagingPool
 from monitor.telemetry import log
@@ -88,6 +89,30 @@ def silent_rank(s: Scenario) -> None:
     go_on = threading.Event()
     if rank() == 1:
         job.hook().before = lambda operation, path: None if go_on.is_set() else _wait(go_on)
+    s.steps(job, 3, flush=rank() == 0)
+    go_on.set()
+    job.ckpt.flush()
+    dist.barrier()
+    waits(job, 600.0)
+    s.steps(job, 1)
+    s.end(job)
+
+
+def stuck_in_a_wave(s: Scenario) -> None:
+    """Rank 1's storage hangs between two waves of copies: after the bound on that, both ranks train on."""
+    waves = StagingSettings.model_construct(mode="lazy", max_bytes=20_000)
+    job = s.job(width=64, staging=waves, timeouts={"staging": 0.5})
+    s.steps(job, 1)
+    waits(job, 0.3)
+    go_on, left = threading.Event(), [4]
+
+    def before(operation: str, path: str) -> None:
+        left[0] -= operation == "write" and path.endswith(".safetensors")
+        if left[0] < 0 and not go_on.is_set():
+            _wait(go_on)
+
+    if rank() == 1:
+        job.hook().before = before
     s.steps(job, 3, flush=rank() == 0)
     go_on.set()
     job.ckpt.flush()
@@ -384,7 +409,7 @@ def _out_of_memory(*_: Any) -> None:
 
 
 SCENARIOS: list[Callable[[Scenario], None]] = [
-    silent_rank, failing_rank, other_path, fenced, fenced_in_the_same_step, sick_replica, flipped_byte,
+    silent_rank, stuck_in_a_wave, failing_rank, other_path, fenced, fenced_in_the_same_step, sick_replica, flipped_byte,
     unstorable, other_step, other_model, moving_while_written, other_view,
     no_memory_at_the_start, no_memory_for_a_copy, last_step, called_on_rank_0,
 ]  # fmt: skip

@@ -22,6 +22,7 @@ from resume_jobs import Results, Trainee, build, leave, rank, start_group
 import monitor
 from monitor.adapters import adapter_for
 from monitor.adapters.module_tensors import as_bytes
+from monitor.config.schema import StagingSettings
 
 
 class Run:
@@ -85,6 +86,8 @@ class Run:
             "metrics": {"enabled": False},
             **case.get("settings", {}),
         }
+        if "waves" in case:  # a cap below what the settings allow, for a state as small as this
+            settings["staging"] = StagingSettings.model_construct(mode="auto", max_bytes=case["waves"])
         return monitor.attach(trainee.target, settings, state=trainee.state)
 
     def checkpoint(self, case: Mapping[str, Any], trainee: Trainee, ckpt: monitor.Checkpointer) -> None:

@@ -45,6 +45,15 @@ def test_a_configuration_is_returned_unchanged() -> None:
     assert load_config(config) is config
 
 
+@pytest.mark.parametrize(
+    ("value", "mode", "most"),
+    [("lazy", "lazy", None), ({"max_bytes": 2.0e9}, "auto", 2_000_000_000), ({"mode": "eager"}, "eager", None)],
+)
+def test_staging_is_a_mode_or_a_mapping(value: Any, mode: str, most: int | None) -> None:
+    copies = load_config({"staging": value}).copies
+    assert (copies.mode, copies.max_bytes) == (mode, most)
+
+
 def test_a_configuration_is_frozen() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Config().every = 3  # type: ignore[misc]
@@ -74,6 +83,9 @@ def test_an_unknown_key_names_the_nearest(values: dict[str, Any], near: str) -> 
         ({"store": ""}, "store"),
         ({"store": 5}, "store"),
         ({"staging": "soon"}, "staging"),
+        ({"staging": {"mode": "soon"}}, "staging"),
+        ({"staging": {"max_bytes": 1000}}, "staging"),
+        ({"staging": {"max_bytes": 2.0e7}, "memory": {"enabled": True}}, "staging.max_bytes: the memory tier"),
         ({"metrics": {"port": 70000}}, "metrics.port"),
         ({"drift": {"width": 3}}, "drift.width"),
         ({"drift": {"method": "exact"}}, "drift.method"),

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from monitor.save.staging import AsyncCopy, _Sample
+from monitor.save.staging import AsyncCopy
+from monitor.save.write_tracker import SourceSample
 from store.catalog import open_catalog
 from store.errors import SaveError
 from store.storage.local import LocalFiles
@@ -190,5 +191,5 @@ def test_values_that_are_no_number_are_equal_to_themselves() -> None:
 
 def test_a_buffer_that_does_not_hold_the_source_is_noticed() -> None:
     live = torch.randn(100)
-    assert _Sample([(live, live.clone())], []).holds()
-    assert not _Sample([(live, torch.zeros(100))], []).holds()
+    assert SourceSample([(live, live.clone())], []).holds()
+    assert not SourceSample([(live, torch.zeros(100))], []).holds()

@@ -21,7 +21,7 @@ import monitor
 from monitor.adapters.pytorch import PyTorchAdapter
 from monitor.context import JobContext
 from monitor.save import staging
-from monitor.save.write_tracker import WriteTracker, write_tracker
+from monitor.save.write_tracker import LastPlan, WriteTracker, write_tracker
 from store.errors import SaveError
 from tests.support.internals import hold_writer, saver_of
 from tests.support.jobs import committed_steps, same
@@ -395,7 +395,7 @@ def test_state_that_is_mostly_pinned_is_not_copied_at_once_for_being_so(monkeypa
     copying = staging.AsyncCopy()
     copying.add(live, buffers)
     tracker = write_tracker()
-    assert tracker is not None and not copying.start_tracked(tracker, staging.LastPlan())
+    assert tracker is not None and not copying.start_tracked(tracker, LastPlan())
     assert tracker.in_use.acquire(blocking=False)
     tracker.in_use.release()
 
