@@ -19,6 +19,7 @@ from merger.checkpoint import (
     implausible_lines,
     own_state_notes,
     refuse_implausible,
+    refuse_weights_only,
 )
 from merger.io.blocks import Extent, Progress
 from merger.io.output_dir import require_space
@@ -96,6 +97,7 @@ def plan_import(source: Path, step: str | None = None) -> ImportPlan:
     state, and what the source raises."""
     opened = open_source(source)
     checkpoint = opened.checkpoint(step, frozenset())
+    refuse_weights_only(checkpoint)
     _require_exact(checkpoint)
     notes = own_state_notes(checkpoint)
     client_state = _storable(checkpoint.client_state, notes)

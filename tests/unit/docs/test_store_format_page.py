@@ -24,6 +24,7 @@ from store.names import (
     payload_path,
     proven_path,
     suspect_path,
+    weights_dir,
 )
 from store.schema import (
     ClosedRecord,
@@ -63,7 +64,7 @@ def test_every_file_is_named() -> None:
     paths = [
         STORE, LOCK, LATEST, PROBE, epoch_path(3), closed_path(3),
         part_path(save, 7), payload_path(save, 7), manifest_path(save), proven_path(save),
-        suspect_path(save),
+        suspect_path(save), f"{weights_dir(save)}/",
     ]  # fmt: skip
     listed = PAGE.partition("## Files")[2].partition("```text\n")[2].partition("```")[0]
     assert {line.split()[0] for line in listed.splitlines()} == set(paths)
