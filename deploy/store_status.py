@@ -22,6 +22,7 @@ from store.session import lock_holder, newest_epoch, read_epoch
 from store.storage.bucket import ObjectOptions
 from store.text import listed
 from store.verify import total_bytes
+from store.weights import weights_only_saves
 
 _PATIENCE = ObjectOptions(retry_seconds=15.0)  # shorter retries than a job's, because a user waits
 _TRIES = 4  # attempts to read a store that changes meanwhile
@@ -48,7 +49,7 @@ def find_save(catalog: Catalog, wanted: str) -> SaveId:
     """Find a commit by step number (in the newest epoch that has it) or by save name.
 
     Raises UsageError if there is no such commit, NothingToResumeError if the store has no commit yet."""
-    saves = catalog.saves()
+    saves = [*catalog.saves(), *weights_only_saves(catalog.files)]
     if not saves:
         raise NothingToResumeError("the store holds no commit yet")
     if wanted.isascii() and wanted.isdigit():
@@ -149,6 +150,7 @@ class StoreStatus:
     resume: Resume | None
     problems: tuple[str, ...]
     resumed: ManifestRecord | None = None
+    weights_only: tuple[SaveId, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -186,6 +188,7 @@ def _read_status(catalog: Catalog, root: Path, *, counted: bool) -> StoreStatus:
         resume=resume,
         problems=tuple(dict.fromkeys(problems)),
         resumed=resumed,
+        weights_only=tuple(weights_only_saves(catalog.files)),
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from merger.io.blocks import Extent
 from merger.tensors import Implausible, from_leaf, torch_dtype
 from store.certificate import IMPORTED_AS_FOUND, Certificate
-from store.errors import DamagedError, MergeError, StorageError, UnreachableError
+from store.errors import DamagedError, MergeError, StorageError, UnreachableError, UnsupportedError
 from store.fragments import FragmentIndex
 from store.names import BUFFER, FROZEN, WEIGHTS, Fragment
 from store.schema import LayerRecord, PartRecord, TensorRecord
@@ -84,6 +84,7 @@ class Checkpoint:
     run_steps: Mapping[str, Any] = field(default_factory=dict)
     unvouched: frozenset[tuple[str, str]] = frozenset()
     stored_steps: Mapping[str, float] = field(default_factory=dict)
+    weights_only: bool = False  # of a commit whose optimizer state retention deleted
 
     def record(self, fqn: str) -> TensorRecord:
         """Return the record of a parameter or buffer. MergeError if no tensor has that name."""
@@ -128,6 +129,12 @@ def require_whole(checkpoint: Checkpoint) -> None:
                     f"{checkpoint.origin} is incomplete and cannot be rebuilt: {error}; name an older save, or run "
                     "`driftpoint verify` to list the complete commits"
                 ) from error
+
+
+def refuse_weights_only(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedError for a checkpoint without optimizer state that retention left."""
+    if checkpoint.weights_only:
+        raise UnsupportedError(f"{checkpoint.origin} holds weights only: `driftpoint merge --layout hf` writes them")
 
 
 def implausible_lines(checkpoint: Checkpoint, found: Mapping[tuple[str, str], Set[Implausible]]) -> list[str]:

@@ -4,6 +4,7 @@ Uses the store's own protocol: claims an epoch, and commits when every byte of t
 written is durable and was read back. An interrupted import leaves a store without a commit and can be repeated.
 Sources are never changed. Memory: a few chunks, the run state, and a tensor cut along inner dimensions."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,11 +20,13 @@ from merger.checkpoint import (
     implausible_lines,
     own_state_notes,
     refuse_implausible,
+    refuse_weights_only,
 )
 from merger.io.blocks import Extent, Progress
 from merger.io.output_dir import require_space
 from merger.io.stream import bytes_to_read, fragment_streams
 from merger.sources import open_source
+from merger.sources.store import StoreSource
 from merger.tensors import Implausible, to_leaf
 from store import schema
 from store.catalog import Catalog, open_or_create
@@ -31,16 +34,18 @@ from store.certificate import IMPORT, IMPORTED_AS_FOUND, Certificate, certify
 from store.commit import Expected, Group, commit, hint_latest, wait_for_group
 from store.errors import DamagedError, StorageError, UnsupportedError, UsageError
 from store.fragments import Source, StoredBytes, covered_numel
-from store.location import files_at
+from store.location import files_at, is_url
 from store.names import BUFFER, FROZEN, RAW, SaveId, Unit, payload_path, segment_dir
 from store.resolve import resolve
 from store.retention import Retention, execute, plan_prune
 from store.segment import SegmentDraft, StagedFragment, check_header, read_leaves, remove_segment, write_segment
 from store.session import StoreLock, claim_epoch
 from store.state_tree import Leaf, encode
+from store.storage.atomic import ensure_dir
 from store.storage.local import Files, LocalFiles
 from store.storage.object_store import ObjectFiles
 from store.text import counted, listed
+from store.weights import copy_group
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,7 @@ class ImportPlan:
     run_states: tuple[tuple[Any, Sequence[Leaf]], ...]  # (JSON tree, leaves) of each rank, as a store keeps them
     facts: Mapping[str, Any]  # layout facts as JSON values
     notes: tuple[str, ...]  # what the checkpoint does not hold, and what a store does not keep
+    linked: Catalog | None = None  # of the source, whose commit is taken over as it is
 
     @property
     def bytes_of_values(self) -> int:
@@ -87,15 +93,21 @@ class ImportPlan:
         return [extent for extents in self.checkpoint.index.names().values() for extent in extents]
 
 
-def plan_import(source: Path, step: str | None = None) -> ImportPlan:
+def plan_import(source: Path, step: str | None = None, *, link: bool = False) -> ImportPlan:
     """Plan the import of the newest checkpoint of a source, or of ``step``. Reads no tensor.
 
-    ``source``: any that a merge can read. ``step``: a step, a save's name or a tag.
+    ``source``: any that a merge can read. ``step``: a step, a save's name or a tag. ``link``: take a store's commit
+    over as it is, composites too, with hard links to its payloads.
 
     Raises UsageError if the checkpoint is neither exact nor as found, UnsupportedError if a store cannot hold the run
     state, and what the source raises."""
     opened = open_source(source)
     checkpoint = opened.checkpoint(step, frozenset())
+    refuse_weights_only(checkpoint)
+    if link:
+        if not isinstance(opened, StoreSource) or is_url(source):
+            raise UsageError(f"{source} is no store in a directory, so nothing of it can be linked: leave --link out")
+        return ImportPlan(source, opened.kind, checkpoint, (), {}, (), opened.catalog)
     _require_exact(checkpoint)
     notes = own_state_notes(checkpoint)
     client_state = _storable(checkpoint.client_state, notes)
@@ -166,12 +178,15 @@ def import_checkpoint(
                 f"the store {store} already has the commit {saves[0]}, which jobs would no longer resume from after an "
                 "import. Name a new directory with --store"
             )
-        if isinstance(files, LocalFiles):
+        if isinstance(files, LocalFiles) and plan.linked is None:
             require_space("the import", files.root, plan.bytes_of_values, "another store")
         elif isinstance(files, ObjectFiles):
             files.require_conditional_puts()
-        save = SaveId(plan.checkpoint.step, claim_epoch(files, catalog.store_id).epoch)
-        manifest, implausible = _write_segments(plan, catalog, save, progress, allow_nonfinite=allow_nonfinite)
+        if plan.linked is None:
+            manifest, implausible = _write_segments(plan, catalog, progress, allow_nonfinite=allow_nonfinite)
+        else:
+            manifest, implausible = _take_over(plan, plan.linked, store, catalog, progress), []
+        save = manifest.save
         commit(files, manifest)
         problems = [*plan.checkpoint.problems, *implausible, *_clean_up(catalog, save)]
     finally:
@@ -186,7 +201,7 @@ def import_checkpoint(
         unvouched=own.unvouched,
         problems=tuple(implausible),
     )
-    nbytes = sum(record.payload_bytes for record in manifest.groups.values())
+    nbytes = 0 if plan.linked else sum(record.payload_bytes for record in manifest.groups.values())
     return ImportResult(store.absolute(), save, certificate, nbytes, plan.notes, tuple(problems))
 
 
@@ -222,13 +237,45 @@ def _storable(client_state: Mapping[str, Any], notes: list[str]) -> dict[str, An
     return kept
 
 
+def _take_over(
+    plan: ImportPlan, linked: Catalog, store: Path, catalog: Catalog, progress: Progress
+) -> schema.ManifestRecord:
+    """Link all payloads of a commit, check their bytes, and write parts and a manifest that name this store."""
+    save = SaveId.parse(plan.checkpoint.certificate.save)
+    manifest, files, groups = linked.manifest(save), catalog.files, dict[str, schema.GroupRecord]()
+    for name in manifest.groups:
+        ensure_dir(files, segment_dir(SaveId.parse(name)))  # the epoch to claim is later than all of these
+    own = SaveId(save.step, claim_epoch(files, catalog.store_id).epoch)
+
+    def link(part: schema.PartRecord) -> schema.PartRecord:
+        into = own if part.save == save else part.save
+        copy = part.model_copy(update={"store_id": catalog.store_id, "step": into.step, "epoch": into.epoch})
+        remove_segment(files, into, part.rank)  # left from an interrupted import
+        payload = payload_path(part.save, part.rank)
+        try:
+            os.link(plan.source / payload, store / payload_path(into, part.rank), follow_symlinks=False)
+        except OSError as error:
+            raise UnsupportedError(f"{payload} cannot be linked ({error.strerror}): leave --link out") from error
+        _read_back(files, copy)
+        progress(sum(entry.nbytes for entry in part.entries))
+        return copy
+
+    for name, record in manifest.groups.items():
+        into = own if name == save.name else SaveId.parse(name)
+        groups[into.name] = copy_group(files, linked.group(SaveId.parse(name), record), into, link)
+    units = (unit.model_copy(update={"save": own.name}) if unit.version == save else unit for unit in manifest.units)
+    update = {"store_id": catalog.store_id, "epoch": own.epoch, "groups": groups, "units": tuple(units)}
+    return manifest.model_copy(update={**update, "commits": 1, "previous": None, "uptime": None})
+
+
 def _write_segments(
-    plan: ImportPlan, catalog: Catalog, save: SaveId, progress: Progress, *, allow_nonfinite: bool
+    plan: ImportPlan, catalog: Catalog, progress: Progress, *, allow_nonfinite: bool
 ) -> tuple[schema.ManifestRecord, list[str]]:
     """Write all segments and read them back. Returns the manifest, and a line for each unit with implausible values.
 
     Removes the segments again on any error."""
     files, world_size = catalog.files, len(plan.run_states)
+    save = SaveId(plan.checkpoint.step, claim_epoch(files, catalog.store_id).epoch)
     units = [[extent.fqn, extent.slot] for extents in plan.checkpoint.index.names().values() for extent in extents[:1]]
     agreed = schema.digest(schema.seal([save.name, IMPORT, units]))
     implausible: dict[tuple[str, str], set[Implausible]] = {}

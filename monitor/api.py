@@ -138,6 +138,7 @@ def _room_text(job: JobContext) -> str:
     most = spaced.most_commits()
     text = f"the store takes up to {shortened(most * each)}B ({most} commits of {shortened(each)}B)"
     text += "" if rule.keep_every is None else f", and one commit more every {rule.keep_every} steps"
+    text += "" if rule.weights_every is None else f", and the weights alone of {rule.weights_last} commits"
     if rule.max_share is None or is_url(place_of(config.store_path)):
         return text
     return f"{text}, fewer where that is over {rule.max_share:.0%} of its disk"

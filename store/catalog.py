@@ -103,6 +103,8 @@ class Catalog:
         self._groups: dict[tuple[SaveId, str], LoadedGroup] = {}
         self.survey: CommitSurvey | None = None  # the last one of store.retention
         self.swept: set[SaveId] = set()  # finished segment groups without temporary files
+        self.kept_weights: set[SaveId] = set()  # commits with a weights-only commit that this process read back
+        self.damaged_weights: set[SaveId] = set()  # commits whose weights cannot be copied
 
     @property
     def store_id(self) -> str:

@@ -418,6 +418,13 @@ class StoredBytes:
         self._read = 0
         self._hash = xxhash.xxh3_128()
         self.packed = source.entry.packing is not None
+        self.nbytes, self.exact = source.entry.nbytes, not self.packed  # to be written elsewhere, as they are
+
+    def pieces(self) -> Iterator[memoryview]:
+        """Yield all bytes once. Raises DamagedError at their end unless they match their hash."""
+        while self._read < self.nbytes:
+            yield self.read(1 << 22)
+        self.check()
 
     def read(self, nbytes: int) -> memoryview:
         """Return the next bytes, fewer only at the end."""

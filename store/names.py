@@ -11,6 +11,7 @@ manifests/00000120-000003.json            the commit
 proven/00000120-000003.json               resumed from, and a step succeeded
 suspect/00000120-000003.json              jobs that resumed from it died repeatedly
 journal/segments/00000121-000003/rank-*   what one optimizer step was made of, if ``journal:`` is on
+weights/00000120-000003/                  its weights alone, as a store of one commit, after retention deleted it
 LATEST                                    a hint, never trusted
 PROBE                                     in object stores: put once; a second put tests If-None-Match"""
 
@@ -184,7 +185,8 @@ MANIFESTS = "manifests"
 PROVEN = "proven"
 SUSPECT = "suspect"
 JOURNAL = "journal"
-TOP_LEVEL = frozenset({STORE, LOCK, LATEST, PROBE, EPOCHS, SEGMENTS, MANIFESTS, PROVEN, SUSPECT, JOURNAL})
+KEPT_WEIGHTS = "weights"
+TOP_LEVEL = frozenset({STORE, LOCK, LATEST, PROBE, EPOCHS, SEGMENTS, MANIFESTS, PROVEN, SUSPECT, KEPT_WEIGHTS, JOURNAL})
 FOREIGN = frozenset({"lost+found"})  # names that a filesystem creates in its own root, which may be the root of a store
 _EPOCH_FILE = re.compile(r"(\d{6,9})\.json\Z")
 _RANK_FILE = re.compile(r"rank-(\d{5,8})\.(json|safetensors)\Z")
@@ -242,6 +244,11 @@ def proven_path(save: SaveId) -> str:
 def suspect_path(save: SaveId) -> str:
     """Return the path of the mark that jobs died after resuming from a manifest."""
     return f"{SUSPECT}/{save.name}.json"
+
+
+def weights_dir(save: SaveId) -> str:
+    """Return the directory of a weights-only commit."""
+    return f"{KEPT_WEIGHTS}/{save.name}"
 
 
 def parse_save_file(name: str) -> SaveId | None:

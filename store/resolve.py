@@ -147,6 +147,8 @@ def newest_resumable(
         if save in skip:
             continue
         with noting(passed_over, f"{save}: "):
+            if catalog.manifest(save).weights_only:
+                raise DamagedError("it holds weights only: export it (`driftpoint export`), it cannot be resumed")
             return resolve(catalog, save, bad), (*passed_over, *suspects.messages(save, saves))
     if passed_over:
         raise NothingToResumeError(

@@ -19,7 +19,7 @@ from itertools import islice
 
 from store import names as paths
 from store.catalog import Catalog, CommitSummary, CommitSurvey, LoadedGroup, newest_first, open_catalog
-from store.errors import ConfigError, DamagedError, MissingError, StorageError
+from store.errors import ConfigError, DamagedError, FencedError, MissingError, StorageError
 from store.location import free_bytes
 from store.names import SaveId
 from store.resolve import with_bases
@@ -27,6 +27,7 @@ from store.schema import ManifestRecord
 from store.session import newest_epoch, require_newest
 from store.storage.atomic import final_name, is_temporary, remove_all
 from store.storage.local import Files, list_or_empty
+from store.weights import keep_weights, remove_weights, weights_only_saves
 
 _KEPT_EPOCHS = 64  # newest epoch records that stay, needed or not: interruptions are counted from them
 
@@ -41,12 +42,15 @@ class Retention:
     keep_every: int | None = None  # also retain one commit in each range of so many steps
     log_spaced: bool = True  # also retain the oldest commit in each age range [2^i, 2^(i+1)) steps behind the newest
     max_share: float | None = None  # None: all of it
+    weights_every: int | None = None  # also retain the weights alone of one commit in each range of so many steps
+    weights_last: int = 10  # newest of these weights-only commits to retain
 
     def __post_init__(self) -> None:
         if self.keep_last < 1:
             raise ConfigError(f"retention.keep_last is {self.keep_last}: at least 1 commit must stay")
-        if self.keep_every is not None and self.keep_every < 1:
-            raise ConfigError(f"retention.keep_every is {self.keep_every}: give a number of steps, or leave it out")
+        for name in ("keep_every", "weights_every", "weights_last"):
+            if (number := getattr(self, name)) is not None and number < 1:
+                raise ConfigError(f"retention.{name} is {number}: give a number from 1, or leave it out")
 
 
 _RECORDS = 1 << 16  # bytes for the records of a save, besides 2 % of its payload
@@ -79,7 +83,7 @@ def most_commits(retention: Retention, every: int, saves: int = 1000) -> int:
     for number in range(1, saves + 1):
         held = select_retained(held | {SaveId(number * every, 1)}, frozenset(), retention)
         most = max(most, len(held))
-    return most + 1
+    return most + 1 + (retention.weights_every is not None)  # one stays until its weights are copied
 
 
 def _oldest_in_each(newest_first: Sequence[SaveId], buckets: Sequence[int]) -> set[SaveId]:
@@ -99,6 +103,8 @@ class PrunePlan:
     epoch: int  # epoch of the store's owner; a newer one stops the prune
     blocked: str | None = None
     given_up: tuple[SaveId, ...] = ()  # those of ``manifests`` that the rule retains, and that make room
+    to_copy: tuple[SaveId, ...] = ()  # those of ``keep`` that go once their weights are copied
+    weights: tuple[SaveId, ...] = ()  # weights-only commits to remove
     read: Mapping[SaveId, CommitSummary] = field(default_factory=dict, compare=False, repr=False)
     """Commits that the plan was made for."""
 
@@ -158,6 +164,8 @@ def plan_prune(
     unrecognised = [f"{paths.SEGMENTS}/{name}" for name, group in folders.items() if group is None]
     known = paths.TOP_LEVEL | paths.FOREIGN
     unrecognised += [name for name in files.list_dir("") if name not in known and not is_temporary(name)]
+    in_weights = list_or_empty(files, paths.KEPT_WEIGHTS)
+    unrecognised += [f"{paths.KEPT_WEIGHTS}/{name}" for name in in_weights if paths.parse_save_dir(name) is None]
     unrecognised += [
         f"{paths.MANIFESTS}/{name}" for name in commits.others if paths.parse_save_file(final_name(name) or "") is None
     ]
@@ -184,12 +192,14 @@ def plan_prune(
     needed |= {save for save in readable if elsewhere & readable[save].groups.keys()} if elsewhere else set()
     other_bases = _with_other_bases(readable, commits.whole)
     keep = select_retained(commits.whole, proven, retention, suspects) | needed | other_bases
+    to_copy, old_weights = _select_weights(catalog, commits.whole, keep, suspects, retention)
+    keep |= to_copy
     given_up: set[SaveId] = set()
     if make_room:
         fewest = Retention(keep_last=least, log_spaced=False)
         minimum = select_retained(commits.whole, proven, fewest, suspects) | needed
         minimum |= other_bases if least > 1 else set()
-        spare = sorted(keep - minimum, key=lambda save: (save in other_bases, save))
+        spare = sorted(keep - minimum, key=lambda save: (save in other_bases, save in to_copy, save))
         given_up = _give_up(garbage, keep, spare, make_room)
         keep -= given_up
     reachable = garbage.reachable(keep)
@@ -217,8 +227,39 @@ def plan_prune(
         freed_bytes=sum(map(garbage.size, dead)),
         epoch=epoch,
         given_up=tuple(sorted(given_up)),
+        to_copy=tuple(sorted(to_copy & keep)),
+        weights=tuple(sorted(old_weights)),
         read=readable,
     )
+
+
+def _select_weights(
+    catalog: Catalog, whole: Sequence[SaveId], keep: Set[SaveId], suspects: Set[SaveId], retention: Retention
+) -> tuple[set[SaveId], set[SaveId]]:
+    """Return the commits outside of ``keep`` to copy the weights of, and the weights-only commits to remove.
+
+    The oldest commit in each range of steps is retained, as it is or its weights."""
+    if retention.weights_every is None:  # what another configuration retained stays
+        return set(), set()
+    named = map(paths.parse_save_dir, list_or_empty(catalog.files, paths.KEPT_WEIGHTS))
+    found, there = {save for save in named if save is not None}, set(weights_only_saves(catalog.files))
+    newest_first = sorted(there.union(set(whole) - suspects - catalog.damaged_weights), reverse=True)
+    oldest = _oldest_in_each(newest_first, [save.step // retention.weights_every for save in newest_first]) - keep
+    stay = set(sorted(oldest)[-retention.weights_last :])
+    return stay.intersection(whole) - (catalog.kept_weights & there), found - stay - (there & keep)
+
+
+def keep_named_weights(catalog: Catalog, plan: PrunePlan) -> list[str]:
+    """Copy the weights that a plan names, so that the next plan drops their commits. Returns what went wrong."""
+    problems = []
+    for save in plan.to_copy:
+        try:
+            keep_weights(catalog.files, save, plan.epoch)
+            catalog.kept_weights.add(save)
+        except (DamagedError, StorageError, FencedError) as error:
+            catalog.damaged_weights.update({save} if isinstance(error, DamagedError) else ())
+            problems.append(f"the weights of commit {save} are not kept: {error}")
+    return problems
 
 
 class _Garbage:
@@ -280,7 +321,7 @@ def execute(files: Files, plan: PrunePlan) -> None:
     looked up again. A manifest is never replaced, so those that were read for the plan are not read again.
 
     Raises FencedError if another job took the store over; the rest of the plan is left to it."""
-    if plan.blocked is not None or not (plan.manifests or plan.temporaries or plan.groups):
+    if plan.blocked is not None or not (plan.manifests or plan.temporaries or plan.groups or plan.weights):
         return
     files.sync_dir(paths.MANIFESTS)
     for save in plan.manifests:
@@ -299,6 +340,9 @@ def execute(files: Files, plan: PrunePlan) -> None:
                 require_newest(files, plan.epoch)
                 _remove_group(files, group)
         files.sync_dir(paths.SEGMENTS)
+    for save in plan.weights:
+        require_newest(files, plan.epoch)
+        remove_weights(files, save)
 
 
 def _remove(files: Files, path: str, plan: PrunePlan) -> None:

@@ -62,9 +62,10 @@ def unseal(data: bytes, what: str) -> Any:
 
 
 FORMAT = 1
-READER = 4
+READER = 5
 """Newest reader version. 2 knows ``differs`` of manifests, which version 1 would ignore and call exact; 3 knows the
-encodings in :data:`READER_OF_ENCODING`; 4 knows fragments that are boxes, which others would take for flat ranges."""
+encodings in :data:`READER_OF_ENCODING`; 4 knows fragments that are boxes, which others would take for flat ranges; 5
+knows ``weights_only``, which others would resume."""
 
 READER_OF_ENCODING = {"int8-log2": 3, "int8-shared-exponent": 3}  # lowest reader version that knows it, if above 1
 
@@ -285,6 +286,7 @@ class ManifestRecord(SavePiece):
     units: tuple[UnitRecord, ...]
     differs: tuple[str, ...] = ()
     """State that does not come back as it was, from the parts of all ranks. If not empty, nothing of it is exact."""
+    weights_only: bool = Field(default=False, exclude_if=lambda only: not only)  # no optimizer state, no run state
 
     @cached_property
     def versions(self) -> Mapping[Unit, UnitRecord]:
@@ -295,7 +297,7 @@ class ManifestRecord(SavePiece):
     def reader(self) -> int:
         """Lowest reader version that does not misread it."""
         known = (max(READER_OF_ENCODING.get(unit.encoding, 1), 4 * unit.boxes) for unit in self.units)
-        return max(1, 2 * bool(self.differs), *known)
+        return max(1, 2 * bool(self.differs), 5 * self.weights_only, *known)
 
     @property
     def oldest(self) -> SaveId:

@@ -240,7 +240,7 @@ def write_segment(
         files.make_dir(segment_dir(draft.save))
     except MissingError:  # segments/ was deleted
         ensure_dir(files, segment_dir(draft.save))
-    fragments = [_item(fragment) for fragment in draft.fragments]
+    fragments = [entry_item(fragment, fragment.data) for fragment in draft.fragments]
     leaves = [Item(f"run_state/{i}", leaf.dtype, leaf.shape, leaf.data) for i, leaf in enumerate(draft.run_leaves)]
     payload = write_payload(
         files, payload_path(draft.save, draft.rank), fragments + leaves, lambda: measures.extend(measure())
@@ -348,12 +348,12 @@ def remove_segment(files: Files, save: SaveId, rank: int) -> None:
             files.unlink(path)
 
 
-def _item(fragment: StagedFragment) -> Item:
-    # safetensors readers see values where safetensors has the dtype, bytes otherwise.
+def entry_item(fragment: StagedFragment | Entry, data: Data) -> Item:
+    """Return the tensor that holds a fragment. safetensors readers see values where safetensors has the dtype."""
     name = f"{fragment.fqn}/{fragment.slot}/{fragment.start}"
     dtype = {RAW: fragment.dtype, BF16: "BF16"}.get(fragment.encoding, "U8")
     shape = encoding_named(fragment.encoding).stored_bytes(fragment.numel, fragment.dtype) // itemsize(dtype)
-    return Item(name, dtype, (shape,), fragment.data)
+    return Item(name, dtype, (shape,), data)
 
 
 def _entry(fragment: StagedFragment, placed: PayloadPiece) -> Entry:

@@ -110,6 +110,7 @@ class CommitState:
     save: SaveId
     state: str
     problems: tuple[str, ...]
+    weights_only: bool = False
 
 
 @dataclass(frozen=True)

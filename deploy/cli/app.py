@@ -39,7 +39,7 @@ app = typer.Typer(
 )
 for _command in (
     *(init.init, doctor.doctor, init.schema),  # need no store
-    *(status.status, show.show, verify.verify, merge.merge, prune.prune, memory.rescue),
+    *(status.status, show.show, verify.verify, merge.merge, merge.export, prune.prune, memory.rescue),
     *(simulate.simulate, simulate.estimate, report.report),
 ):
     app.command(epilog=EPILOG)(_command)

@@ -43,6 +43,9 @@ def import_(
             help="A step, a tag or a save name. Default: `latest` of a DeepSpeed directory, otherwise the newest.",
         ),
     ] = None,
+    link: Annotated[
+        bool, typer.Option("--link", help="Take a store's commit over as it is, by hard links where possible.")
+    ] = False,
     allow_nonfinite: NonfiniteOption = False,
     json: JsonOption = False,
     _debug: DebugOption = False,
@@ -51,7 +54,7 @@ def import_(
     from merger.import_checkpoint import import_checkpoint, plan_import
 
     with damage_as_no_result():
-        plan = plan_import(checkpoint, step)
+        plan = plan_import(checkpoint, step, link=link)
         with byte_progress("Importing", plan.bytes_to_read) as progress:
             found = import_checkpoint(plan, store, progress, allow_nonfinite=allow_nonfinite)
     output.answer(_as_json(plan, found), lambda console: _draw(console, plan, found), as_json=json)

@@ -5,11 +5,13 @@ damage succeeds; one that fails because of damage has no result, so its error be
 
 The merger is imported when the command runs, because it imports torch. Libraries (DeepSpeed) log to stdout."""
 
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,9 +24,9 @@ from deploy import console as output
 from deploy import tables
 from deploy.console import DebugOption, JsonOption, StorePath, byte_progress
 from deploy.exit_codes import OK
-from deploy.format import drift_text, kind_text, plural, size_text, span_text
+from deploy.format import drift_text, kind_text, plural, printable, size_text, span_text
 from store.certificate import Certificate
-from store.errors import DamagedError, DriftpointError, NothingToResumeError, UsageError
+from store.errors import DamagedError, DriftpointError, NothingToResumeError, StorageError, UnsupportedError, UsageError
 from store.location import is_url, place_of
 from store.text import listed
 
@@ -165,6 +167,73 @@ def merge(
             planned=lambda plan: progress.begin(plan.bytes_to_read),
         )
     output.answer(_as_json(result), lambda console: _draw(console, result), as_json=json)
+
+
+def export(
+    source: Annotated[StorePath, typer.Argument(metavar="SOURCE", parser=place_of, help="As that of `merge`.")],
+    repo: Annotated[str, typer.Argument(metavar="REPO", help="Repository on the hub; made if there is none.")],
+    *,
+    step: Annotated[str | None, typer.Option(metavar="STEP", help="As that of `merge`.")] = None,
+    files: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Directory with config.json, tokenizer, card.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16.")] = None,
+    revision: Annotated[str | None, typer.Option(metavar="BRANCH", help="Branch, if not main.")] = None,
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    json: JsonOption = False,
+    _debug: DebugOption = False,
+) -> None:
+    """Push the weights of a commit to the Hugging Face hub, in one commit there. Sources are not changed."""
+    from merger.layouts.base import Target
+    from merger.merge import merge as run
+    from merger.plan import Request, open_request, plan_merge
+    from merger.recipe.model import parse_dtype
+
+    target = Target("hf", dtype=None if dtype is None else parse_dtype(dtype), files=files)
+    with TemporaryDirectory() as folder, redirect_stdout(sys.stderr), damage_as_no_result(), _hub(repo) as hub:
+        api = hub.HfApi(library_name="driftpoint")
+        request = Request(source, step, target)
+        plan_merge(open_request(request), request)
+        api.whoami()  # what cannot succeed fails before the part that may take long
+        result = run(source, Path(folder, "model"), save=step, target=target)
+        told = f"{result.certificate.save}, step {result.certificate.step}: {kind_of(result.certificate).plain}"
+        _label(result.out / "README.md", told, result.problems)
+        api.create_repo(repo, private=private or None, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repo, branch=revision, exist_ok=True)
+        # One commit, unlike upload_folder's: nobody loads files of two pushes, nor those of an earlier one beside them.
+        new = {path.relative_to(result.out).as_posix(): path for path in result.out.rglob("*") if path.is_file()}
+        old = {name for name in api.list_repo_files(repo, revision=revision) if ".safetensors" in name} - new.keys()
+        operations = [*(hub.CommitOperationDelete(name) for name in sorted(old))]
+        operations += [hub.CommitOperationAdd(name, str(path)) for name, path in sorted(new.items())]
+        pushed = api.create_commit(repo, operations, commit_message=told, revision=revision)
+    rows = {"Pushed": told, "To": pushed.commit_url, "Notes": "; ".join((*result.problems, *result.notes)) or "none"}
+    body = {**_as_json(result), "out": pushed.commit_url, "load": [], "repo": repo}
+    output.answer(body, lambda console: console.print(output.facts(rows)), as_json=json)
+
+
+@contextmanager
+def _hub(repo: str) -> Iterator[Any]:
+    """Yield the hub's library, with StorageErrors. Raises UnsupportedError if it is not installed."""
+    try:
+        import huggingface_hub
+        from huggingface_hub import errors
+    except ImportError as error:
+        raise UnsupportedError(f"{error.name} is not installed: run `pip install 'driftpoint[hf]'`") from error
+    try:
+        yield huggingface_hub
+    except (errors.HTTPError, errors.HFValidationError, errors.LocalTokenNotFoundError) as error:  # type: ignore[attr-defined]
+        raise StorageError(f"{repo} was not pushed: {error}; check that name, and `hf auth whoami`") from error
+
+
+def _label(card: Path, told: str, problems: Sequence[str]) -> None:
+    """Write above the text of a model card which commit the weights are of, and what is wrong with them."""
+    lines = (f"Commit {told}. driftpoint-certificate.json lists the layers.", *problems)
+    label = "".join(f"\n> {printable(line)}\n" for line in lines)
+    text = card.read_text() if card.exists() else ""
+    card.write_text(
+        re.sub(r"\A(---\n.*?\n---\n)?", lambda front: f"{front[0]}{label}\n", text, count=1, flags=re.DOTALL)
+    )
 
 
 def _as_json(result: "MergeResult") -> dict[str, Any]:

@@ -28,6 +28,7 @@ from store.errors import DamagedError, StorageError
 from store.names import Unit
 from store.resolve import Resolution, newest_resumable, resolve
 from store.schema import ManifestRecord
+from store.weights import open_weights
 
 
 def show(
@@ -56,9 +57,11 @@ def show(
         certificate = Certificate(manifest.store_id, manifest.save.name, manifest.step, False, units, problems=())
     else:
         certificate = certify_stored(resolution)
+    resolution = None if manifest.weights_only else resolution
     body = {
         **_as_json(manifest, certificate, reasons),
         "resumable": resolution is not None,
+        "weights_only": manifest.weights_only,
         "suspect": catalog.suspects().why.get(manifest.save),
         "goes_on_at": None if resolution is None else resume_step(catalog, resolution),
         "problems": problems,
@@ -74,7 +77,10 @@ def _find(catalog: Catalog, wanted: str | None, problems: list[str]) -> tuple[Ma
         resolution, passed_over = newest_resumable(catalog)
         problems += (*passed_over, *resolution.problems)
         return resolution.manifest, resolution
-    manifest = catalog.manifest(find_save(catalog, wanted))
+    save = find_save(catalog, wanted)
+    if save not in catalog.saves():
+        catalog = open_weights(catalog, save)
+    manifest = catalog.manifest(save)
     try:
         resolution = resolve(catalog, manifest.save)
     except (DamagedError, StorageError) as error:
@@ -108,7 +114,8 @@ def _draw(
     long: bool,
 ) -> None:
     damaged = "damaged: the tables show the commit as written, not its readable part"
-    kind = resume_kind(certificate) if body["resumable"] else damaged
+    kind = resume_kind(certificate) if body["resumable"] or manifest.weights_only else damaged
+    kind = f"weights only, cannot be resumed but exported; {kind}" if manifest.weights_only else kind
     rows = {"Commit": _title(manifest), "Kind": kind, "Bytes": _bytes(manifest)}
     if body["suspect"]:
         rows["Suspect"] = f"jobs that resumed from it died: {body['suspect']}; a resume prefers older commits"

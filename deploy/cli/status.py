@@ -31,6 +31,7 @@ def _as_json(found: store_status.StoreStatus) -> dict[str, Any]:
         "store": str(found.root),
         "store_id": found.store_id,
         "commits": [save.name for save in found.saves],
+        "weights_only": [save.name for save in found.weights_only],
         "suspects": [save.name for save in found.suspects],
         "newest": None if found.newest is None else store_status.commit_json(found.newest),
         "epoch": found.epoch,
@@ -63,7 +64,8 @@ def _commits(found: store_status.StoreStatus) -> str:
     span = f"step {steps[0]}" if len(steps) == 1 else f"steps {min(steps)} to {max(steps)}"
     ever = f"; {found.newest.commits} in total" if found.newest and found.newest.commits > len(steps) else ""
     suspect = f"; suspect: {', '.join(save.name for save in found.suspects)}" if found.suspects else ""
-    return f"{len(steps)}, {span}{ever}{suspect}"
+    aged = f"; weights only: {', '.join(save.name for save in found.weights_only)}" if found.weights_only else ""
+    return f"{len(steps)}, {span}{ever}{suspect}{aged}"
 
 
 def _newest(manifest: ManifestRecord) -> str:

@@ -13,7 +13,7 @@ from deploy.format import plural, size_text
 from deploy.store_status import lock_owner, open_store
 from store.names import SaveId
 from store.verify import VerifyReport, total_bytes
-from store.verify import verify as verify_store
+from store.weights import verify_all
 
 _STYLES = {"ok": "green", "fallback": "yellow", "damaged": "bold red"}
 _RESUME = {"ok": "possible", "fallback": "with older versions", "damaged": "impossible"}
@@ -23,7 +23,7 @@ def verify(store: StoreArgument, *, json: JsonOption = False, _debug: DebugOptio
     """Read every byte of the store and check every hash. Changes nothing."""
     catalog = open_store(store)
     with byte_progress("Verifying", total_bytes(catalog) if watched() else 0) as progress:
-        report = verify_store(catalog, progress)
+        report = verify_all(catalog, progress)
     proven, suspects = catalog.proven(), catalog.suspects().saves
     body = {
         "store": str(store.absolute()),
@@ -38,6 +38,7 @@ def verify(store: StoreArgument, *, json: JsonOption = False, _debug: DebugOptio
                 "proven": commit.save in proven,
                 "suspect": commit.save in suspects,
                 "problems": list(commit.problems),
+                "weights_only": commit.weights_only,
             }
             for commit in report.commits
         ],
@@ -66,7 +67,9 @@ def _table(body: dict[str, Any]) -> Any:
             str(SaveId.parse(save).step),
             "suspect" if commit["suspect"] else "yes" if commit["proven"] else "",
             Text(state, style=_STYLES[state]),
-            _RESUME[state] + (" <- next" if save == body["resumable"] else ""),
+            "weights only, cannot be resumed"
+            if commit["weights_only"]
+            else _RESUME[state] + (" <- next" if save == body["resumable"] else ""),
         )
     return table
 

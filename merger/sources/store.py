@@ -13,10 +13,11 @@ from store.encoding import itemsize
 from store.errors import DamagedError, MergeError, StorageError
 from store.fragments import FragmentIndex, Source
 from store.location import files_at
-from store.names import BUFFER, FROZEN, LEFT_OUT, RAW, WEIGHTS, SaveId, payload_path
+from store.names import BUFFER, FROZEN, LEFT_OUT, RAW, WEIGHTS, SaveId, payload_path, weights_dir
 from store.resolve import RejectedVersion, Resolution, newest_resumable, resolve
 from store.schema import TensorRecord
 from store.text import listed
+from store.weights import weights_only_saves
 
 
 class StoreSource:
@@ -29,10 +30,13 @@ class StoreSource:
         self.catalog = open_catalog(files_at(root))
 
     def steps(self) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(save.step for save in self.catalog.saves()))
+        saves = (*self.catalog.saves(), *weights_only_saves(self.catalog.files))
+        return tuple(dict.fromkeys(save.step for save in saves))
 
     def checkpoint(self, step: int | str | None, flaws: Set[Damage]) -> Checkpoint:
         save = None if step is None else self._save(step)
+        if save is not None and save not in self.catalog.saves():
+            return StoreSource(self.root / weights_dir(save)).checkpoint(save.name, flaws)
         known = {flaw.bad for flaw in flaws if flaw.store == self.root}
         while True:
             try:
@@ -52,7 +56,7 @@ class StoreSource:
         return self._checkpoint(resolution, states, passed_over)
 
     def _save(self, step: int | str) -> SaveId:
-        saves = self.catalog.saves()
+        saves = [*self.catalog.saves(), *weights_only_saves(self.catalog.files)]
         for save in saves:
             if step in (save.step, save.name, str(save.step)):
                 return save
@@ -94,6 +98,7 @@ class StoreSource:
             problems=(*passed_over, *resolution.problems),
             unvouched=unvouched,
             stored_steps=_stored_steps(manifest.tensors, units, scalars),
+            weights_only=manifest.weights_only,
         )
         require_whole(checkpoint)
         implausible = [

@@ -166,6 +166,10 @@ class RetentionSettings(Settings):
     """also keep older ones, ever sparser; the last proven commit is always kept"""
     max_share: float | None = Field(default=0.8, gt=0, le=1)
     """share of the disk, without what others use, that commits and the next save may take; null: all"""
+    weights_every: int | None = Field(default=None, json_schema_extra=_LEAST_1)
+    """also keep the weights alone of one commit per this many steps, when the commit itself is deleted"""
+    weights_last: int = Field(default=10, json_schema_extra=_LEAST_1)
+    """number of newest such weights-only commits to keep"""
 
 
 class ResumeSettings(Settings):

@@ -27,7 +27,7 @@ from store.commit import Expected, commit, hint_latest, wait_for_group
 from store.encoding import encoding_named
 from store.errors import DamagedError, SaveError, StorageError, UnstorableError
 from store.names import RAW, SaveId, Unit, segment_dir
-from store.retention import Retention, bytes_to_free, execute, plan_prune, remove_failed
+from store.retention import PrunePlan, Retention, bytes_to_free, execute, keep_named_weights, plan_prune, remove_failed
 from store.schema import MeasureRecord
 from store.segment import SegmentDraft, remove_segment, write_segment
 from store.session import require_present
@@ -246,6 +246,9 @@ def prune(
     catalog.retain(plan.keep[-1:])
     if plan.blocked:
         raise SaveError(plan.blocked)
+    name = f"driftpoint-weights-{catalog.store_id}"
+    if plan.to_copy and all(thread.name != name for thread in threading.enumerate()):  # no save waits for it
+        threading.Thread(target=_keep_weights, args=(catalog, plan), name=name, daemon=True).start()
     place = getattr(files, "root", "the store")
     if plan.given_up:
         _log.warning(
@@ -261,6 +264,11 @@ def prune(
             "save needs about %d bytes more: free space on that disk",
             *(place, ", ".join(str(save.step) for save in plan.keep), wanted - plan.freed_bytes),
         )
+
+
+def _keep_weights(catalog: Catalog, plan: PrunePlan) -> None:
+    for problem in keep_named_weights(catalog, plan):
+        _log.warning("%s", problem)
 
 
 def discard(files: Files, save: SaveId, rank: int) -> None:

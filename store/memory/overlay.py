@@ -103,4 +103,4 @@ class Overlay:
     def _refuse(self, path: str, *_: str) -> NoReturn:
         raise StorageError(f"cannot change {path}: a version in memory is read-only")
 
-    create = link = rename = unlink = make_dir = remove_dir = sync_dir = _refuse
+    create = link = rename = unlink = make_dir = remove_dir = sync_dir = below = _refuse

@@ -67,6 +67,9 @@ class Files(Protocol):
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
         """Fill ``target`` from ``offset``. Raises DamagedError if the file ends early."""
 
+    def below(self, path: str) -> "Files":
+        """Return the files below a directory, which need not exist."""
+
 
 @runtime_checkable
 class OpensFiles(Protocol):
@@ -154,6 +157,9 @@ class LocalFiles:
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
         with self._opened(path) as descriptor:
             fill(descriptor, offset, target, self.root / path)
+
+    def below(self, path: str) -> "LocalFiles":
+        return LocalFiles(self.root / path)
 
     def open_file(self, path: str) -> int:
         with _translate_errors("read", self.root, path):

@@ -159,6 +159,9 @@ class ObjectFiles:
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
         self._reader.read_into(self._key(path), offset, target)
 
+    def below(self, path: str) -> "ObjectFiles":
+        return ObjectFiles(self.root / path, self._bucket, self._key(path))
+
     def _key(self, path: str) -> str:
         if not path:
             raise StorageError(f"{self.root} itself is no file")

@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from store.errors import DamagedError, ExistsError, MissingError, NoSpaceError, StorageError
+from store.storage.local import Files
+from tests.support.files_below import FilesBelow
 
 Choose = Callable[[str], bool]
 """Whether this one change reached the disk; the argument says what it is: ``name``, ``sector`` or ``length``."""
@@ -308,6 +310,9 @@ class SimulatedFiles:
         if len(data) < len(flat):
             raise DamagedError(f"{path} ends at byte {offset + len(data)}, too early")
         flat[:] = data
+
+    def below(self, path: str) -> Files:
+        return FilesBelow(self, path)
 
     def _do(self, op: Op) -> None:
         fault = next((f for f in self.faults if f.strikes(op.verb, op.target or op.path)), None)

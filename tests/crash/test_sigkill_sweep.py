@@ -21,6 +21,7 @@ import pytest
 
 from store.catalog import open_catalog
 from store.storage.local import LocalFiles
+from store.weights import verify_all, weights_only_saves
 from tests.crash.checker import check, promised, read_newest
 from tests.crash.runs import EXIT_TYPED_ERROR, Outcome, Zygote
 from tests.support.mounts import shared_memory
@@ -43,7 +44,7 @@ class Place:
     def fresh(self, scenario: str) -> Path:
         shutil.rmtree(self.folder / "store", ignore_errors=True)
         (self.folder / "journal").unlink(missing_ok=True)
-        if scenario == "save":
+        if scenario in ("save", "aged"):
             shutil.copytree(self.folder / "base", self.folder / "store")
         return self.folder / "store"
 
@@ -60,7 +61,12 @@ class Place:
         return Counter(re.findall(r"^\d+ +(\w+)\(", (self.folder / "trace").read_text(), re.MULTILINE))
 
     def check(self, scenario: str, outcome: Outcome) -> None:
-        base = self.base_events if scenario == "save" else ()
+        base = self.base_events if scenario in ("save", "aged") else ()
+        if scenario == "aged":
+            catalog = open_catalog(LocalFiles(self.folder / "store"))
+            there = {*catalog.saves(), *weights_only_saves(catalog.files)}
+            assert set(open_catalog(LocalFiles(self.folder / "base")).saves()) <= there, "neither commit nor weights"
+            assert verify_all(catalog).ok
         if (self.folder / "store").exists():
             check(LocalFiles(self.folder / "store"), promised([*base, *outcome.events]))
 
@@ -80,12 +86,13 @@ def place() -> Iterator[Place]:
 
 
 @pytest.mark.parametrize(
-    ("scenario", "stride"), [pytest.param("save", 1, marks=pytest.mark.core), ("several", 9), ("varied", 9)]
+    ("scenario", "stride"),
+    [pytest.param("save", 1, marks=pytest.mark.core), ("aged", 3), ("several", 9), ("varied", 9)],
 )
 def test_killed_at_every_system_call(place: Place, scenario: str, stride: int) -> None:
     calls = place.calls(scenario)
     assert {"write", "fsync", "rename"} <= set(calls)
-    deleted = {"save": 1, "several": 0, "varied": 2}
+    deleted = {"save": 1, "aged": 1, "several": 0, "varied": 2}
     assert calls["rmdir"] == deleted[scenario], "the prune of that save deletes groups"
     assert (calls["pwrite64"] > 0) == (scenario == "varied"), "headers are written last where sizes are not known"
     assert calls["link"] + calls["linkat"] > 5

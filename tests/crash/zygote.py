@@ -16,8 +16,10 @@ import sys
 import time
 from pathlib import Path
 
-from store.errors import DriftpointError
+from store.catalog import open_catalog
+from store.errors import DriftpointError, StorageError
 from store.location import files_at
+from store.retention import Retention, execute, keep_named_weights, plan_prune
 from store.storage.bucket import Bucket, ObjectOptions
 from store.storage.local import Files, LocalFiles, NewFile
 from store.storage.object_store import ObjectFiles
@@ -25,6 +27,7 @@ from tests.crash.memory_workload import MEMORY
 from tests.crash.models import RANKS, VARIED
 from tests.crash.workload import Job, Paper
 
+WEIGHTS = Retention(keep_last=2, log_spaced=False, weights_every=10, weights_last=99)
 PR_SET_PTRACER = 0x59616D61
 EXT4_IOC_SHUTDOWN = 0x8004587D
 NO_LOG_FLUSH = 2
@@ -64,7 +67,20 @@ def varied(files: Files, journal: Paper) -> None:
     job.prune()
 
 
-SCENARIOS = {"save": save, "several": several, "commit": commit, "varied": varied, **MEMORY}
+def aged(files: Files, journal: Paper) -> None:
+    """Resume and save; copy the weights of all commits but two, and drop those."""
+    Job(files, journal).save()
+    catalog = open_catalog(files)
+    for _ in range(2):
+        plan = plan_prune(catalog, WEIGHTS)
+        journal.note("dropping", saves=[save.name for save in plan.manifests])
+        execute(files, plan)
+        problems = keep_named_weights(catalog, plan)
+        if problems:
+            raise StorageError(problems[0])
+
+
+SCENARIOS = {"save": save, "aged": aged, "several": several, "commit": commit, "varied": varied, **MEMORY}
 
 
 class Doomed(LocalFiles):

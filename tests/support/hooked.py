@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from store.storage.local import Files, LocalFiles, NewFile
+from tests.support.files_below import FilesBelow
 
 Hook = Callable[[str, str], None]
 """Called with the operation's name and its path."""
@@ -65,6 +66,9 @@ class HookedFiles:
     def read_into(self, path: str, offset: int, target: memoryview) -> None:
         self.before("read", path)
         self._inner.read_into(path, offset, target)
+
+    def below(self, path: str) -> Files:
+        return FilesBelow(self, path)
 
     def _told(self, operation: str, path: str) -> Any:
         self.before(operation, path)

@@ -26,6 +26,7 @@ from store.names import (
     proven_path,
     segment_dir,
     suspect_path,
+    weights_dir,
 )
 from store.schema import (
     ClosedRecord,
@@ -65,7 +66,7 @@ def test_every_file_is_named() -> None:
     paths = [
         STORE, LOCK, LATEST, PROBE, epoch_path(3), closed_path(3),
         part_path(save, 7), payload_path(save, 7), manifest_path(save), proven_path(save),
-        suspect_path(save), f"{JOURNAL}/{segment_dir(SaveId(121, 3))}/rank-00000.*",
+        suspect_path(save), f"{weights_dir(save)}/", f"{JOURNAL}/{segment_dir(SaveId(121, 3))}/rank-00000.*",
     ]  # fmt: skip
     listed = PAGE.partition("## Files")[2].partition("```text\n")[2].partition("```")[0]
     assert {line.split()[0] for line in listed.splitlines()} == set(paths)

@@ -30,13 +30,16 @@ from store.errors import (
     NothingToResumeError,
     StorageError,
     StoreInUseError,
+    UnsupportedError,
     UsageError,
 )
 from store.names import SaveId, Unit, payload_path
+from store.retention import Retention, execute, plan_prune
 from store.segment import SegmentDraft, read_part, write_segment
 from store.session import StoreLock, claim_epoch
 from store.storage.local import LocalFiles
 from store.verify import verify
+from tests.support.mounts import shared_memory
 from tests.support.plain_stores import PlainStore, digest_of, rebuilt, same
 from tests.support.slow import others_slow
 from tests.support.stores import FakeLayer, flip_byte
@@ -370,3 +373,92 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     assert int(done.stdout) < 50_000_000
     values = rebuilt(merge(tmp_path / "second", tmp_path / "out").out)["one.weight"]["fp32"]
     assert values.tobytes() == large.values(Unit("one", "fp32"), 10).tobytes()
+
+
+def payloads(root: Path) -> list[Path]:
+    return sorted((root / "segments").rglob("*.safetensors"))
+
+
+def room(*roots: Path) -> int:
+    """Bytes on the disk: each file once, whatever names it has."""
+    found = {(p.stat().st_dev, p.stat().st_ino): p.stat().st_size for root in roots for p in payloads(root)}
+    return sum(found.values())
+
+
+def test_two_runs_from_one_base_take_its_bytes_once(store: PlainStore, tmp_path: Path) -> None:
+    """A composite over two epochs: ages, drift and run state come along, and no file is written twice."""
+    store.save(10)
+    store.restart()
+    store.save(20, layers=["layers.1"], drift=0.0125)
+    runs = [tmp_path / "one", tmp_path / "two"]
+    for run in runs:
+        found = import_checkpoint(plan_import(store.root, link=True), run)
+        assert (found.save.step, found.certificate.exact, found.certificate.max_staleness) == (20, False, 10)
+        assert verify(open_catalog(LocalFiles(run))).ok
+    assert room(store.root, *runs) == room(store.root) == sum(p.stat().st_size for p in payloads(store.root))
+    assert {p.stat().st_nlink for p in payloads(store.root)} == {3}
+    wanted = StoreSource(store.root).checkpoint(None, frozenset())
+    for run in runs:
+        copy = StoreSource(run).checkpoint(None, frozenset())
+        assert alike(copy.run_states[1].user, wanted.run_states[1].user)
+        assert [(u.step, u.staleness, u.drift) for u in copy.certificate.units] == [
+            (u.step, u.staleness, u.drift) for u in wanted.certificate.units
+        ]
+        merge(run, tmp_path / f"{run.name}.out")
+    merge(store.root, tmp_path / "out")
+    assert same(rebuilt(tmp_path / "one.out"), rebuilt(tmp_path / "out"))
+    catalog = open_catalog(LocalFiles(runs[0]))
+    epoch = claim_epoch(catalog.files, catalog.store_id).epoch
+    assert epoch == catalog.saves()[0].epoch + 1 > 2, "later than every segment's"
+
+
+def test_what_happens_to_one_store_and_to_the_shared_bytes(store: PlainStore, target: Path) -> None:
+    store.save(10)
+    import_checkpoint(plan_import(store.root, link=True), target)
+    store.save(20)
+    catalog = open_catalog(LocalFiles(store.root))
+    execute(catalog.files, plan_prune(catalog, Retention(keep_last=1, log_spaced=False)))
+    assert [p.parent.name for p in payloads(store.root)] == ["00000020-000001"] * 2
+    assert verify(open_catalog(LocalFiles(target))).ok, "deletion takes a name, and no bytes"
+    other = target.parent / "other"
+    import_checkpoint(plan_import(target, link=True), other)
+    part = read_part(LocalFiles(target), open_catalog(LocalFiles(target)).store_id, SaveId(10, 2), 0)
+    flip_byte(payloads(target)[0], part.header_bytes)
+    for root in (target, other):
+        assert not verify(open_catalog(LocalFiles(root))).ok, "one file, found by its hash in both"
+    assert verify(open_catalog(LocalFiles(store.root))).ok
+    with pytest.raises(DamagedError):
+        import_checkpoint(plan_import(target, link=True), target.parent / "third")
+    assert saves(target.parent / "third") == []
+
+
+def test_an_interrupted_link_is_begun_again(store: PlainStore, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.save(10)
+    store.save(20, slots=["fp32"])
+    real = merger.import_checkpoint.commit
+    monkeypatch.setattr(merger.import_checkpoint, "commit", lambda *_: os._exit(9))
+    if (child := os.fork()) == 0:
+        import_checkpoint(plan_import(store.root, link=True), target)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert saves(target) == [] and payloads(target)
+    monkeypatch.setattr(merger.import_checkpoint, "commit", real)
+    import_checkpoint(plan_import(store.root, link=True), target)
+    assert verify(open_catalog(LocalFiles(target))).ok
+    assert {p.stat().st_nlink for p in payloads(store.root)} == {2}, "what was left is gone"
+
+
+def test_only_a_store_on_the_same_filesystem_is_linked(store: PlainStore, tmp_path: Path) -> None:
+    store.save(10)
+    layer = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(layer.named_parameters())
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.save({"model": layer.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    with pytest.raises(UsageError, match="leave --link out"):
+        plan_import(tmp_path / "a.pt", link=True)
+    with shared_memory("driftpoint-link-") as elsewhere:
+        if elsewhere.stat().st_dev == tmp_path.stat().st_dev:
+            pytest.skip("there is no second filesystem")
+        with pytest.raises(UnsupportedError, match=r"cannot be linked \(Invalid cross-device link\): leave --link out"):
+            import_checkpoint(plan_import(store.root, link=True), elsewhere / "store")
+        assert saves(elsewhere / "store") == []

@@ -122,6 +122,10 @@ QUIET = {"metrics": {"enabled": False}}
             {"every": 20, "retention": {"keep_last": 1, "log_spaced": False, "keep_every": 500, "max_share": None}},
             "the store takes up to 6.38 kB (2 commits of 3.19 kB), and one commit more every 500 steps; no metrics",
         ),
+        (
+            {"every": 20, "retention": {"keep_last": 1, "log_spaced": False, "weights_every": 500, "max_share": None}},
+            "the store takes up to 9.58 kB (3 commits of 3.19 kB), and the weights alone of 10 commits; no metrics",
+        ),
     ],
 )
 def test_it_says_what_was_decided(capsys: pytest.CaptureFixture[str], settings: dict[str, Any], told: str) -> None:

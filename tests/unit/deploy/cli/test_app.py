@@ -42,6 +42,7 @@ COMMANDS = {
     "verify": (),
     "rescue": (),
     "merge": ("--out", "/nowhere/out"),
+    "export": ("me/model",),
     "import": ("--store", "/nowhere/store"),
     "prune": ("--dry-run",),
     "report": ("--out", "/nowhere/page.html"),

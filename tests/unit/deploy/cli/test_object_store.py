@@ -10,9 +10,11 @@ import pytest
 
 from deploy.cli import prune
 from deploy.supervisor.store_probe import StoreProbe
+from merger.sources.store import StoreSource
 from store import retention
+from store.catalog import open_catalog
 from store.location import files_at, place_of
-from store.retention import PrunePlan
+from store.retention import PrunePlan, Retention
 from store.session import claim_epoch
 from store.storage.bucket import ObjectOptions
 from store.storage.local import Files
@@ -82,6 +84,25 @@ def test_prune(here: Here, builder: StoreBuilder, server: Server) -> None:
     alike(here, builder, "prune", *options)
     left = {str(path.relative_to(builder.root)) for path in builder.root.rglob("*") if path.is_file()}
     assert set(server.objects("runs/one")) == left - {"LOCK"}
+
+
+def test_weights_are_kept_alike(here: Here, builder: StoreBuilder, server: Server) -> None:
+    """The same bytes, in the directory and in the bucket; then all but the newest of them go."""
+    for last in (9, 1):
+        rule = Retention(keep_last=1, log_spaced=False, weights_every=20, weights_last=last)
+        for place in (builder.root, URL):
+            catalog = open_catalog(files_at(place_of(place)))
+            assert retention.keep_named_weights(catalog, retention.plan_prune(catalog, rule)) == []
+            retention.execute(catalog.files, retention.plan_prune(catalog, rule))
+        left = {str(p.relative_to(builder.root)): p.read_bytes() for p in builder.root.rglob("*") if p.is_file()}
+        left.pop("LOCK", None)
+        assert server.objects("runs/one") == left
+        assert len({name.split("/")[1] for name in left if name.startswith("weights/")}) == min(last, 3)
+        for command in ("status", "verify"):
+            one, other = alike(here, builder, command)
+            assert one == other
+    assert here("show", URL, 40, "--json").json["weights_only"]
+    assert StoreSource(place_of(URL)).checkpoint(40, frozenset()).step == 40
 
 
 def beside(monkeypatch: pytest.MonkeyPatch, happens: Callable[[Files], None]) -> None:
