@@ -32,9 +32,8 @@ from monitor.observe.units import LocalUnit, UnitTable
 from monitor.preemption import with_scheduler
 from monitor.run_state import Objects, UserState, capture_run_state, joined, to_tree
 from monitor.save.store_session import open_existing_store, open_store
-from monitor.telemetry.log import SaveLog, log_startup
+from monitor.telemetry.log import SaveLog, check_rng, log_startup
 from monitor.telemetry.metrics import Metrics
-from monitor.telemetry.rng_check import check_rng
 from monitor.telemetry.trace import TraceRecorder
 from policies.builtin import Observe
 from store.encoding import encoding_named

@@ -70,7 +70,7 @@ class TraceRecorder(SaveListener):
         self._no_reference: frozenset[Unit] = frozenset()
         self._copy_wait = 0.0
         self._dry_run: tuple[int, Sizes] | None = None
-        self.saved_step: int | None = None  # until :func:`monitor.telemetry.rng_check.check_rng` takes it; rank 0
+        self.saved_step: int | None = None  # until :func:`monitor.telemetry.log.check_rng` takes it; rank 0
         self.resumed_step: int | None = None  # likewise
 
     def on_attach(self, event: events.AttachEvent) -> None:
