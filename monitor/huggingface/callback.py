@@ -53,6 +53,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
                 "resume.data: on is not supported under the Trainer, whose place in the data follows from the step: "
                 "remove it"
             )
+        if self.config.journal.enabled:
+            raise ConfigError("journal: the Trainer fixes its place in the data before steps are replayed: turn it off")
         self.checkpointer: Checkpointer | None = None  # set while training; closed when training ends
         self.preempted = False
         """Whether training ended because of a preemption signal, under ``preemption: {exit: false}``."""
