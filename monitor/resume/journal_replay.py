@@ -210,6 +210,9 @@ class Replay:
         job, group, result = self._job, self._job.group, self._result
         assert last.after.state is not None
         state, generators = with_own_scalars(last.after.state, job.adapter), last.after.generators
+        point = replace(result.resume_point, save=last.step.save, state=state, world_size=last.step.record.world_size)
+        point = run_on_all_ranks(group, partial(result.reconcile, point))
+        state = point.state
         loader = run_on_all_ranks(
             group, lambda: StateLoader(state, job.adapter, job.user, generators, before=job.adapter.run_state())
         )
@@ -226,7 +229,6 @@ class Replay:
         job.adapter.finish_load()
         if generators and state.rng is not None:
             restore_rng(state.rng)
-        point = replace(result.resume_point, save=last.step.save, state=state, world_size=last.step.record.world_size)
         lost = () if all(group.all_gather(same)) else (_ELSEWHERE,)
         notes = (*result.notes, *lost)
         return replace(result, resume_point=point, notes=notes, lost=(*result.lost, *lost), replayed=steps)

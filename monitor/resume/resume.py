@@ -63,6 +63,7 @@ class ResumeResult:
     passed_over: int = 0  # newer commits that were not used, since they are damaged or suspect
     chain: Chain | None = None  # records of the journal that continue it
     replayed: int = 0  # steps that were taken again from them
+    reconcile: Callable[[ResumePoint], ResumePoint] = lambda point: point  # chooses hyperparameters, as for the commit
 
 
 @dataclass
@@ -140,7 +141,8 @@ def resume(
             user.recorded = found.constructed
         notes, lost = list(dict.fromkeys([*notes, *shared])), (*found.lost, *shared)
         chain = chain if found.point.save.step == at else None
-        return ResumeResult(plan.resolution, found.point, tuple(notes), lost, passed_over=newer, chain=chain)
+        result = ResumeResult(plan.resolution, found.point, tuple(notes), lost, passed_over=newer, chain=chain)
+        return replace(result, reconcile=partial(_with_hyperparameters, plan=plan, user=user, settings=settings))
 
 
 def _check(
@@ -204,6 +206,10 @@ def _reconciled(
         notes = (*notes, *lines)
     state = replace(state, user=state.user and tuple(objects.values()), framework=framework)
     return replace(point, state=state), notes, Constructed(own, recorded)
+
+
+def _with_hyperparameters(point: ResumePoint, plan: _Plan, user: UserState, settings: ResumeSettings) -> ResumePoint:
+    return _reconciled(point, plan, user, settings)[0]
 
 
 def _dropped_state(
