@@ -23,7 +23,7 @@ from monitor.observe.units import is_moving
 from monitor.resume.read import OpenPayloads, ReadResult, read_fragments
 from monitor.resume.resume import LiveState, ResumeResult, resume_memory_or_store, with_own_scalars, with_rank_buffers
 from monitor.resume.select import RunStateRead, read_own_run_state, read_tree
-from monitor.run_state import StateLoader, restore_rng
+from monitor.run_state import StateLoader, capture_rng, restore_rng
 from store.catalog import Catalog
 from store.errors import CollectiveError, DamagedError, StorageError
 from store.fragments import FragmentIndex, Source
@@ -111,6 +111,7 @@ class Replay:
         self._payloads = OpenPayloads(journal.files)
         self._held = job.adapter.held()
         self._owned = {_gradient(piece) for piece in job.adapter.owned() if piece.fragment.slot == WEIGHTS}
+        self._rng = capture_rng()
 
     def run(self) -> ResumeResult | None:
         """Return the result of the last whole step; None if the versions of a composite could not be joined."""
@@ -227,8 +228,7 @@ class Replay:
 
         run_on_all_ranks(group, load)
         job.adapter.finish_load()
-        if generators and state.rng is not None:
-            restore_rng(state.rng)
+        restore_rng(state.rng if generators and state.rng is not None else self._rng)
         lost = () if all(group.all_gather(same)) else (_ELSEWHERE,)
         notes = (*result.notes, *lost)
         return replace(result, resume_point=point, notes=notes, lost=(*result.lost, *lost), replayed=steps)
