@@ -103,7 +103,8 @@ class JournaledSaver(Saver):
     ) -> int:
         staged = super().begin(step, decided, local, lent)
         if step == self._at:
-            self._names |= {SaveId(step, self._session.epoch).name}
+            if not self._names or self._is_whole():  # otherwise the record of that name leads to another state
+                self._names |= {SaveId(step, self._session.epoch).name}
             self._mark()
         return staged
 
