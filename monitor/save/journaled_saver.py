@@ -6,12 +6,12 @@ not wait for storage longer than for a moment: then the record is left out. Ther
 other means than the optimizer's step, the journal is interrupted, and goes on from the next save.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -74,7 +74,9 @@ class JournaledSaver(Saver):
                 "journal: a CUDA graph repeats a capturable optimizer's steps unseen: capturable=False"
             )
         for number, optimizer in enumerate(job.adapter.optimizers()):
-            optimizer.register_step_pre_hook(partial(self._before_step, number))
+            hook = optimizer.register_step_pre_hook(partial(self._before_step, number))
+            # The first one: those of a script may change gradients, and do so again in a replay.
+            cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks).move_to_end(hook.id, last=False)
             optimizer.register_step_post_hook(lambda *_: self._look())
         job.adapter.before_change(self._changing)
 
