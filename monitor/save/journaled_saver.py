@@ -246,10 +246,9 @@ class JournaledSaver(Saver):
         (last, needed), ledger = self._reached, self._job.ledger
         if self._group.rank == 0 and ledger.newest is not None and ledger.newest != last:
             needed.append(min((one.version.step for one in ledger.versions.values() if one.moving), default=0))
-            self._reached, least = (ledger.newest, needed), min(needed)
-            self._recorder.submit(
-                partial(prune_journal, self._journal, self._session.files, self._session.epoch, least)
-            )
+            self._reached, least = (ledger.newest, needed), min(needed) if len(needed) > 1 else 0
+            prune = partial(prune_journal, self._journal, self._session.files, self._session.epoch, least)
+            self.upkeep(prune, "removing records of the journal")
 
     def _is_whole(self) -> bool:
         """Return whether nothing but optimizer steps changed the state since the journal went on from it."""
