@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from monitor.adapters.base import FragmentPlace, Piece
+from monitor.adapters.hyperparameters import IMPLEMENTATION
 from monitor.context import JobContext
 from monitor.distributed import run_on_all_ranks, run_on_rank0
 from monitor.memory.recovery import MemoryCandidate
@@ -30,6 +31,7 @@ from store.fragments import FragmentIndex, Source
 from store.journal import STEPPED, Chain, JournalStep, find_chain, fragments_of, journal_catalog
 from store.names import BUFFER, GRADIENT, WEIGHTS, Fragment, Unit
 from store.resolve import Resolution
+from store.text import listed
 
 _log = logging.getLogger("driftpoint")
 
@@ -39,7 +41,10 @@ _ELEMENTWISE = frozenset(
 )
 """Classes of optimizers that update each element from that element's own gradient and state."""
 
-_ELSEWHERE = "the steps in the journal were taken by other ranks, or another partition, so last bits may differ"
+_ELSEWHERE = (
+    "the steps in the journal were taken by other ranks, another partition, or another implementation of the "
+    "optimizer (foreach, fused), so last bits may differ"
+)
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,9 @@ class Replay:
         self._held = job.adapter.held()
         self._owned = {_gradient(piece) for piece in job.adapter.owned() if piece.fragment.slot == WEIGHTS}
         self._rng = capture_rng()
+        trained = {fqn for fqn, info in job.adapter.tensors().items() if info.kind == "trainable"}
+        groups = job.adapter.run_state()["param_groups"]
+        self._implementations = {fqn: _implementation(one) for one in groups for fqn in trained & {*one["params"]}}
 
     def run(self) -> ResumeResult | None:
         """Return the result of the last whole step; None if the versions of a composite could not be joined."""
@@ -151,14 +159,16 @@ class Replay:
             values = read_fragments(self._payloads, index, self._places(index))
             if values.bad:
                 raise DamagedError("its bytes do not match their hashes")
+            recorded = {fqn for fqn, slot in index.names() if slot == GRADIENT}
+            before = {fqn: _implementation(one) for one in stepped["groups"] for fqn in recorded & {*one["params"]}}
+            if unknown := sorted(before.keys() - self._implementations.keys()):
+                raise DamagedError(f"it trains {listed(unknown)}, which the optimizer of this job does not")
         except (DamagedError, StorageError, KeyError) as error:
-            _log.warning(
-                "the journal is followed up to step %d: that of the next is damaged: %s", step.save.step - 1, error
-            )
+            _log.warning("the journal is followed up to step %d: that of the next: %s", step.save.step - 1, error)
             return None
         known = {entry.fragment for entry in own.entries if entry.slot == GRADIENT} if own else set()
-        recorded = {fqn for fqn, slot in index.names() if slot == GRADIENT}
         same = self._job.adapter.framework == "torch" or known == {one for one in self._owned if one.fqn in recorded}
+        same = same and all(self._implementations[fqn] == one for fqn, one in before.items())
         return _Record(step, stepped, values, after, same)
 
     def _places(self, index: FragmentIndex[Source]) -> list[FragmentPlace]:
@@ -232,6 +242,10 @@ class Replay:
         lost = () if all(group.all_gather(same)) else (_ELSEWHERE,)
         notes = (*result.notes, *lost)
         return replace(result, resume_point=point, notes=notes, lost=(*result.lost, *lost), replayed=steps)
+
+
+def _implementation(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {key: group["hyper"].get(key) for key in IMPLEMENTATION}
 
 
 def _gradient(piece: Piece) -> Fragment:
