@@ -18,7 +18,7 @@ import torch
 from monitor.adapters.identity import Identity, OptimizerAttributes
 from monitor.distributed import Group, run_on_all_ranks
 from store.errors import UnsupportedError
-from store.names import Fragment
+from store.names import FROZEN, WEIGHTS, Fragment
 from store.schema import digest
 
 
@@ -32,6 +32,22 @@ class Piece(NamedTuple):
     target: torch.Tensor | None = None
     """The framework's tensor if ``tensor`` is a copy of it, because its memory is in another order (channels-last): a
     load copies into it, too."""
+
+
+_SAMPLE = 8  # elements at each end of a piece
+
+
+def weights_of(pieces: Iterable[Piece]) -> list[torch.Tensor]:
+    """Return the framework's memory behind trained and frozen weights, as 1-d views, in whatever order it has."""
+    found = [one for one in pieces if one.fragment.slot in (WEIGHTS, FROZEN)]
+    live = [(one.tensor if one.target is None else one.target.detach(), one.fragment.numel) for one in found]
+    return [one if one.ndim == 1 else one.as_strided((numel,), (1,)) for one, numel in live]
+
+
+def sample(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the bytes of some elements of each 1-d tensor on the device of the first, as one tensor."""
+    ends = [end for one in tensors if one.device == tensors[0].device for end in (one[:_SAMPLE], one[-_SAMPLE:])]
+    return torch.cat([end.view(torch.uint8) for end in ends]) if ends else torch.empty(0, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)

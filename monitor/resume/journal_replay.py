@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from monitor.adapters.base import FragmentPlace, Piece
+from monitor.adapters.base import FragmentPlace, Piece, sample, weights_of
 from monitor.adapters.hyperparameters import IMPLEMENTATION
 from monitor.context import JobContext
 from monitor.distributed import run_on_all_ranks, run_on_rank0
@@ -28,7 +28,7 @@ from monitor.run_state import StateLoader, capture_rng, restore_rng
 from store.catalog import Catalog
 from store.errors import CollectiveError, DamagedError, StorageError
 from store.fragments import FragmentIndex, Source
-from store.journal import STEPPED, Chain, JournalStep, find_chain, fragments_of, journal_catalog
+from store.journal import SAMPLE, STEPPED, Chain, JournalStep, find_chain, fragments_of, journal_catalog
 from store.names import BUFFER, GRADIENT, WEIGHTS, Fragment, Unit
 from store.resolve import Resolution
 from store.text import listed
@@ -55,6 +55,7 @@ class _Record:
     stepped: Mapping[str, Any]  # see :data:`store.journal.STEPPED`
     values: ReadResult
     after: RunStateRead
+    sample: torch.Tensor
     same: bool
 
 
@@ -137,7 +138,10 @@ class Replay:
         done = self._chain.oldest if not taken else taken[0].step.save.step
         if done < newest:
             return None
-        return self._finish(taken[0], done - self._chain.oldest, same) if taken else self._result
+        if not taken:
+            return self._result
+        run_on_all_ranks(self._job.group, partial(self._check_sample, taken[0], same))
+        return self._finish(taken[0], done - self._chain.oldest, same)
 
     def _read_ahead(self, pool: ThreadPoolExecutor) -> Iterator["Future[_Record | None]"]:
         """Yield the records in order, each while the next one is being read."""
@@ -155,7 +159,8 @@ class Replay:
             if after.state is None or len(parts) < step.record.world_size:
                 raise DamagedError(after.problem or "parts are missing")
             own, index = parts.get(self._job.group.rank), fragments_of(parts)
-            stepped = read_tree(self._journal, own or parts[0])[STEPPED]
+            tree = read_tree(self._journal, own or parts[0])
+            stepped, sampled = tree[STEPPED], tree[SAMPLE]
             values = read_fragments(self._payloads, index, self._places(index))
             if values.bad:
                 raise DamagedError("its bytes do not match their hashes")
@@ -169,7 +174,7 @@ class Replay:
         known = {entry.fragment for entry in own.entries if entry.slot == GRADIENT} if own else set()
         same = self._job.adapter.framework == "torch" or known == {one for one in self._owned if one.fqn in recorded}
         same = same and all(self._implementations[fqn] == one for fqn, one in before.items())
-        return _Record(step, stepped, values, after, same)
+        return _Record(step, stepped, values, after, sampled, same)
 
     def _places(self, index: FragmentIndex[Source]) -> list[FragmentPlace]:
         """Return what this rank needs of a record, in memory of its own."""
@@ -215,6 +220,12 @@ class Replay:
             restore_rng(record.stepped["rng"])
         for number in record.stepped["members"]:
             self._job.adapter.repeat_step(number, record.stepped["groups"], fqns, fill)
+
+    def _check_sample(self, last: _Record, same: bool) -> None:
+        """Raise DamagedError if the weights are not those that the job had after a step."""
+        if same and not torch.equal(sample(weights_of(self._job.adapter.held())).cpu(), last.sample):
+            why = "which were also changed by other means than the optimizer's step, or computed elsewhere"
+            raise DamagedError(f"they do not lead to the weights of step {last.step.save.step}, {why}")
 
     def _finish(self, last: _Record, steps: int, same: bool) -> ResumeResult:
         """Load the run state of the last step, and the buffers."""

@@ -8,6 +8,7 @@ other means than the optimizer's step, the journal is interrupted, and goes on f
 
 from collections import OrderedDict, deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
@@ -15,7 +16,8 @@ from typing import Any, cast
 
 import torch
 
-from monitor.adapters.base import Piece
+from monitor.adapters.base import Piece, sample, weights_of
+from monitor.adapters.identity import version_of
 from monitor.adapters.module_tensors import as_bytes, dtype_name
 from monitor.background import BackgroundWorker
 from monitor.context import JobContext
@@ -29,8 +31,8 @@ from monitor.types import DecisionResult
 from store.certificate import Certificate
 from store.encoding import BF16
 from store.errors import UnsupportedError, UsageError
-from store.journal import CONTINUES, PLAN, STEPPED, journal_files, prune_journal
-from store.names import BUFFER, RAW, SEGMENTS, Fragment, SaveId, Unit, segment_dir
+from store.journal import CONTINUES, PLAN, SAMPLE, STEPPED, journal_files, prune_journal
+from store.names import BUFFER, FROZEN, RAW, SEGMENTS, Fragment, SaveId, Unit, segment_dir
 from store.segment import SegmentDraft, StagedFragment, write_segment
 from store.session import require_present
 
@@ -73,6 +75,7 @@ class JournaledSaver(Saver):
             raise UnsupportedError(
                 "journal: a CUDA graph repeats a capturable optimizer's steps unseen: capturable=False"
             )
+        self._weights: tuple[Any, list[torch.Tensor], list[torch.Tensor]] = None, [], []  # layout, all, frozen ones
         for number, optimizer in enumerate(job.adapter.optimizers()):
             hook = optimizer.register_step_pre_hook(partial(self._before_step, number))
             # The first one: those of a script may change gradients, and do so again in a replay.
@@ -204,15 +207,17 @@ class JournaledSaver(Saver):
     def _record(self, save: SaveId, made: _Step, names: frozenset[str]) -> None:
         """Add the state of now, and hand the record to the background thread."""
         job, rank = self._job, self._group.rank
-        infos = job.adapter.tensors()
-        if any(info.kind == "buffer" for info in infos.values()):
-            made.copies += (self._copied(one) for one in job.adapter.owned() if one.fragment.slot == BUFFER)
         try:
+            # Without an identity there may be frozen weights that are left out, and owned() tells whether they changed.
+            if job.adapter.identity() is None or any(one.kind == "buffer" for one in job.adapter.tensors().values()):
+                made.copies += (self._copied(one) for one in job.adapter.owned() if one.fragment.slot == BUFFER)
             state = capture_run_state(job.adapter, job.user, rank, job.rank_buffers)
             stepped = {"members": made.members, "groups": made.groups, "rng": made.rng}
-            encode = begin_tree(CapturedState({**state.live, STEPPED: stepped}, state.copies))
+            sampled = sample(self._live_weights()[0])
+            copies = lambda: {**state.copies(), SAMPLE: sampled}  # noqa: E731
+            encode = begin_tree(CapturedState({**state.live, STEPPED: stepped}, copies))
         except Exception as error:  # noqa: BLE001 - the edge to the user's own objects; a save reports it as well
-            self._interrupt(f"the run state could not be captured: {error!r}")
+            self._interrupt(f"the state could not be captured: {error!r}")
             self._give_back(made)
             return
         copied = torch.cuda.Event() if self._pinned else None  # type: ignore[no-untyped-call]
@@ -258,10 +263,24 @@ class JournaledSaver(Saver):
         return not changed
 
     def _is_changed(self) -> bool:
-        return self._versions is not None and self._job.adapter.state_versions() != self._versions
+        return self._versions is not None and self._read_versions() != self._versions
 
     def _look(self) -> None:
-        self._versions = self._job.adapter.state_versions() if self._names else None
+        self._versions = self._read_versions() if self._names else None
+
+    def _read_versions(self) -> object:
+        with suppress(Exception):  # of a tensor that cannot be saved: the next save tells
+            return self._job.adapter.state_versions(), list(map(version_of, self._live_weights()[1]))
+        return object()  # equal to nothing
+
+    def _live_weights(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the memory of all weights on this rank, and of the frozen ones, which no optimizer may change."""
+        identity = self._job.adapter.identity()
+        if identity is None or identity.layout is not self._weights[0]:
+            held = self._job.adapter.held()
+            frozen = [one for one in held if one.fragment.slot == FROZEN]
+            self._weights = identity and identity.layout, weights_of(held), weights_of(frozen)
+        return self._weights[1:]
 
     def _mark(self) -> None:
         self._changes = self._updates = 0

@@ -262,6 +262,120 @@ def test_a_save_after_an_interruption_is_continued(tmp_path: Path) -> None:
     ckpt.finish(clean=False)
 
 
+def halve_gradients(job: Job) -> None:
+    def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad.mul_(0.5)
+
+    job.optimizer.register_step_pre_hook(hook)
+
+
+def hold_a_teacher(job: Job) -> None:
+    job.model.append(nn.Linear(6, 6).requires_grad_(False))
+
+
+@torch.no_grad()
+def move_the_teacher(job: Job, _: int) -> None:
+    job.model[-1].weight.lerp_(job.model[0][0].weight, 0.1)  # type: ignore[index, union-attr, operator, call-overload]
+
+
+def move_the_teacher_unseen(job: Job, _: int) -> None:
+    job.model[-1].weight.data.lerp_(job.model[0][0].weight.data, 0.1)  # type: ignore[index, union-attr, operator, call-overload]
+
+
+def clamp_unseen(job: Job, _: int) -> None:
+    for parameter in job.model.parameters():
+        parameter.data.clamp_(-0.2, 0.2)
+
+
+def freeze(job: Job) -> None:
+    job.model[0].requires_grad_(False)
+
+
+def unfreeze(job: Job, step: int) -> None:
+    job.model[0].requires_grad_(step >= 2)
+
+
+def nothing(*_: Any) -> None:
+    pass
+
+
+BESIDE: dict[str, tuple[Callable[[Job], None], Callable[[Job, int], None], int]] = {
+    "a hook that changes gradients": (halve_gradients, nothing, 7),
+    "a frozen teacher moved": (hold_a_teacher, move_the_teacher, 4),
+    "a teacher moved through data": (hold_a_teacher, move_the_teacher_unseen, 4),
+    "weights clamped through data": (nothing, clamp_unseen, 4),
+    "a layer that the next job has frozen": (freeze, unfreeze, 4),
+}
+
+
+@pytest.mark.parametrize("case", BESIDE)
+def test_a_resume_gives_the_state_of_the_step_that_it_names(tmp_path: Path, case: str) -> None:
+    """Whatever a script does beside the optimizer's step: that step may be the one of the last save."""
+    prepare, beside, expected = BESIDE[case]
+    job, kept = Job(), dict[int, Any]()
+    prepare(job)
+
+    def after(step: int) -> None:
+        kept[step] = {name: value.clone() for name, value in job.model.state_dict().items()}
+
+    job.run(job.attach(tmp_path), 7, before=lambda step: beside(job, step), after=after)
+    again = Job(seed=2)
+    prepare(again)
+    ckpt = again.attach(tmp_path)
+    assert ckpt.resume() == expected
+    assert same(again.model.state_dict(), kept[expected])
+    ckpt.finish(clean=False)
+
+
+def test_a_state_changed_between_a_step_and_its_save_is_not_that_of_the_record(tmp_path: Path) -> None:
+    job, kept = Job(), dict[int, Any]()
+    ckpt = job.attach(tmp_path, every=100)
+    ckpt.resume()
+    for step in range(1, 8):
+        job.train_one_step()
+        ckpt.step()
+        kept[step] = {name: value.clone() for name, value in job.model.state_dict().items()}
+        if step == 5:
+            clamp(job)
+        if step in (2, 5):
+            ckpt.save(wait=True)
+    ckpt.finish(clean=False)
+    (tmp_path / "manifests/00000005-000001.json").unlink()
+    again = Job(seed=2)
+    ckpt = again.attach(tmp_path)
+    assert ckpt.resume() == 5
+    assert same(again.model.state_dict(), kept[5])
+    ckpt.finish(clean=False)
+
+
+def test_the_hyperparameters_of_the_script_hold_after_a_replay(tmp_path: Path) -> None:
+    job = Job(weight_decay=0.1)
+    job.run(job.attach(tmp_path), 7)
+    again = Job(seed=2, weight_decay=0.3)
+    ckpt = again.attach(tmp_path, resume={"hyperparameters": "script"})
+    assert ckpt.resume() == 7
+    assert again.optimizer.param_groups[0]["weight_decay"] == 0.3
+    ckpt.finish(clean=False)
+
+
+def test_steps_taken_by_another_implementation_are_not_called_exact(tmp_path: Path) -> None:
+    job = Job(foreach=False)
+    job.run(job.attach(tmp_path), 7)
+    again = Job(seed=2, fused=True)
+    ckpt = again.attach(tmp_path)
+    assert ckpt.resume() == 7
+    assert ckpt.certificate is not None
+    assert not ckpt.certificate.exact
+    ckpt.finish(clean=False)
+
+
+def test_the_trainer_of_hugging_face_refuses_it(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(ConfigError, match="the Trainer fixes its place in the data"):
+        monitor.CheckpointCallback({"store": str(tmp_path), "journal": {"enabled": True}})
+
+
 def test_an_optimizer_with_a_closure_is_told_and_training_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
