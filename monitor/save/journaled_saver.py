@@ -269,7 +269,7 @@ class JournaledSaver(Saver):
         self._versions = self._read_versions() if self._names else None
 
     def _read_versions(self) -> object:
-        with suppress(Exception):  # of a tensor that cannot be saved: the next save tells
+        with suppress(Exception), self._job.adapter.cache_lookups():  # of a tensor that cannot be saved: a save tells
             return self._job.adapter.state_versions(), list(map(version_of, self._live_weights()[1]))
         return object()  # equal to nothing
 
