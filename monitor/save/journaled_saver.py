@@ -93,7 +93,10 @@ class JournaledSaver(Saver):
         if step <= self._at:  # the job went back: what it does now needs names of its own
             self._renewing = True
         self._at, self._names = step, frozenset()
-        if names and follows and not self._renewing and self._is_whole():
+        going = bool(names) and follows and not self._renewing and self._is_whole()
+        if not self._group.all_reduce_max([not going])[
+            0
+        ]:  # on no rank alone: state_dict() of an object may be collective
             self._record(SaveId(step, self._session.epoch), made, names)
         else:
             self._give_back(made)
