@@ -118,9 +118,7 @@ else:  # typer would convert the parser's result to a plain Path
 
 StoreArgument = Annotated[
     StorePath,
-    typer.Argument(
-        metavar="STORE", parser=place_of, help="Directory of the store, s3://BUCKET/PREFIX, or az://CONTAINER/PREFIX."
-    ),
+    typer.Argument(metavar="STORE", parser=place_of, help="Directory of the store, or its s3://, az:// or gs:// URL."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]

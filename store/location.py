@@ -1,5 +1,4 @@
-"""Parse the location of a store (a directory, ``s3://BUCKET/PREFIX`` or ``az://CONTAINER/PREFIX``), open its files,
-and find its filesystem.
+"""Parse the location of a store (a directory, or an s3://, az:// or gs:// URL), open its files, find its filesystem.
 
 The location of an object store behaves like an absolute path, so that code which passes, shows or compares locations
 need not tell the two apart."""
@@ -14,7 +13,7 @@ from typing import Literal
 import psutil
 
 from store.errors import ConfigError
-from store.storage.bucket import ObjectOptions
+from store.storage.bucket import SCHEMES, ObjectOptions
 from store.storage.local import Files, LocalFiles
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/{1,2}(?!/)(.*)\Z", re.DOTALL)
@@ -62,10 +61,10 @@ def place_of(text: str | os.PathLike[str]) -> Path:
     if match is None:
         return Path(text)
     scheme, rest = match[1].lower(), match[2].rstrip("/")
-    if scheme not in ("s3", "az"):
+    if scheme not in SCHEMES:
         raise ConfigError(
-            f"{given}: {scheme}:// is not supported; use a directory, s3://BUCKET/PREFIX or az://CONTAINER/PREFIX. "
-            "Other object stores work through an S3 interface, with `s3: {endpoint: ...}`"
+            f"{given}: {scheme}:// is not supported; use a directory, s3://BUCKET/PREFIX, az://CONTAINER/PREFIX or "
+            "gs://BUCKET/PREFIX. Other object stores work through an S3 interface, with `s3: {endpoint: ...}`"
         )
     bucket, _, prefix = rest.partition("/")
     if not _BUCKET.match(bucket):

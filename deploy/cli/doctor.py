@@ -31,7 +31,7 @@ def doctor(
     store: Annotated[
         StorePath | None,
         typer.Argument(
-            metavar="[STORE]", parser=place_of, help="Store directory (existing or planned), or s3:// or az:// URL."
+            metavar="[STORE]", parser=place_of, help="Directory (existing or planned), or s3://, az:// or gs:// URL."
         ),
     ] = None,
     *,

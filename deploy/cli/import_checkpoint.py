@@ -33,7 +33,7 @@ def import_(
         typer.Option(
             metavar="STORE",
             parser=place_of,
-            help="The store to write: a new or empty directory, s3:// or az:// prefix, or a store without commits.",
+            help="The store to write: without commits, or a new or empty directory or s3://, az:// or gs:// prefix.",
         ),
     ],
     step: Annotated[

@@ -76,8 +76,8 @@ def merge(
         typer.Argument(
             metavar="SOURCE",
             parser=place_of,
-            help="A store (a directory, s3:// or az:// URL), or a checkpoint of a framework (or the directory of "
-            "several). Not needed with a recipe that names its sources.",
+            help="A store (a directory, s3://, az:// or gs:// URL), or a checkpoint of a framework (or the directory "
+            "of several). Not needed with a recipe that names its sources.",
         ),
     ] = None,
     *,

@@ -59,7 +59,7 @@ def _keeps(probe: Probe[ObjectFiles], first: str) -> str | None:
         write_new(probe.files, first, secrets.token_bytes(16))
     except ExistsError:
         return None if probe.files.read(first, _LIMIT) == _FIRST else "an object changed although its put was refused"
-    return "If-None-Match: * is ignored and objects are overwritten: two jobs could overwrite each other's commits"
+    return "the condition of a put (If-None-Match: *) is ignored: two jobs could overwrite each other's commits"
 
 
 def _one_wins(probe: Probe[ObjectFiles], _: str) -> str | None:

@@ -52,7 +52,7 @@ class Config(sections.Settings):
     """All settings of a job: the YAML file that `monitor.attach` takes; see docs/configuration.md."""
 
     store: Annotated[Annotated[str, Field(min_length=1)] | sections.StoreSettings, _STORE] = "./driftpoint-checkpoints"
-    """a directory on a disk of all nodes, s3://BUCKET/PREFIX, az://CONTAINER/PREFIX; or {path: DIR, create: false}"""
+    """a directory on a disk of all nodes, or s3://, az://, gs://BUCKET/PREFIX; or {path: DIR, create: false}"""
     every: Annotated[Annotated[int, Field(ge=1)] | Literal["auto"], _STEPS] = "auto"
     """optimizer steps between decisions; auto: the interval that loses least, see docs/interval.md"""
     policy: str | dict[str, Any] = Field(default="full", json_schema_extra=sections.policies_schema)
@@ -236,7 +236,7 @@ def _check_location(config: Config) -> None:
         )
     if not is_url(place) and config.s3 != sections.S3Settings():
         raise ConfigError(
-            f"s3: the section is used for a store in s3:// or az:// only, and the store is {place}: remove it"
+            f"s3: the section is for stores in s3://, az:// and gs:// only, and the store is {place}: remove it"
         )
 
 

@@ -72,7 +72,7 @@ class StoreSettings(Settings):
     """The store, where it is more than a path."""
 
     path: str = Field(min_length=1)
-    """the directory, or s3://BUCKET/PREFIX, az://CONTAINER/PREFIX"""
+    """the directory, or a URL of s3://, az:// or gs://"""
     create: bool = True
     """false: refuse to start where there is no store, for example because a disk is not mounted"""
 
@@ -257,7 +257,7 @@ class DaemonSettings(Settings):
 
 
 class S3Settings(Settings):
-    """Connection to a store in s3:// or az://, without credentials; see docs/object-stores.md."""
+    """Connection to a store in s3://, az:// or gs://, without credentials; see docs/object-stores.md."""
 
     endpoint: str | None = Field(default=None, min_length=1)
     """URL of a server other than Amazon's; null: AWS_ENDPOINT_URL, or the region's"""

@@ -21,9 +21,9 @@ _LOST = "Received redirect without LOCATION"  # obstore's message when the bucke
 _PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 
 _CHECK_KEYS = (
-    "check the credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AZURE_STORAGE_ACCOUNT_NAME and "
-    "AZURE_STORAGE_ACCOUNT_KEY, a web identity, or the instance's role) and what they permit in this bucket: get, put, "
-    "delete and list"
+    "check the credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; AZURE_STORAGE_ACCOUNT_NAME and "
+    "AZURE_STORAGE_ACCOUNT_KEY; GOOGLE_APPLICATION_CREDENTIALS; a web identity, or the instance's role) and what they "
+    "permit in this bucket: get, put, delete and list"
 )
 _CHECK_BUCKET = "there is no such bucket: make it, or check its name and `s3: {endpoint: ..., region: ...}`"
 _CHECK_REGION = "the bucket is in another region: set `s3: {region: ...}`, or AWS_REGION"
@@ -37,14 +37,15 @@ _ADVICE = {
     "ExpiredToken": _CHECK_KEYS,
     "PermanentRedirect": _CHECK_REGION,
     "AuthorizationHeaderMalformed": _CHECK_REGION,
-    "NotImplemented": "the server lacks conditional puts (If-None-Match), which a commit needs: use one that has them",
+    "NotImplemented": "the server lacks conditional puts (If-None-Match, or Google's header), which a commit needs: "
+    "use one that has them",
     "SlowDown": "the server asked for fewer requests until the retries ended",
     "RequestTimeTooSkewed": "the clock of this machine is wrong: set it",
     "EntityTooLarge": "the object is too large for the server",
     "QuotaExceeded": "the quota is used up: free space in it",
 }
 _SIGNS = (
-    (("169.254.", "/latest/api/token"), f"there are no credentials, or they could not be fetched; {_CHECK_KEYS}"),
+    (("169.254.", "/latest/api/token", "computeMetadata"), f"there are no credentials, or none came; {_CHECK_KEYS}"),
     ((_LOST,), _CHECK_REGION),
     (("invalid path",), "an object has a key that is no path (an empty name, or a dot, between slashes): remove it"),
     (
@@ -53,7 +54,7 @@ _SIGNS = (
     ),
     (
         ("error sending request", "Connect"),
-        "the server cannot be reached: check `s3: {endpoint: ...}`, or AWS_ENDPOINT_URL",
+        "the server cannot be reached: check `s3: {endpoint: ...}`, AWS_ENDPOINT_URL or GOOGLE_BASE_URL",
     ),
 )
 """Parts of obstore's own messages, and the advice for each."""
@@ -107,7 +108,7 @@ def _advice(error: BaseException, text: str) -> str:
     if isinstance(error, found.PermissionDeniedError | found.UnauthenticatedError):
         return _CHECK_KEYS
     if "scheme" in text.lower() and "http" in text:
-        return "the endpoint is not https: set `s3: {allow_http: true}`, or AWS_ALLOW_HTTP=true, where that is meant"
+        return "the endpoint is not https: set `s3: {allow_http: true}`, AWS_ALLOW_HTTP or GOOGLE_ALLOW_HTTP, if meant"
     return next((advice for signs, advice in _SIGNS if any(sign in text for sign in signs)), "")
 
 
@@ -143,6 +144,13 @@ class ObjectOptions:
         """Return the part size in bytes of a payload of up to ``most`` bytes: S3 allows 10 000 parts."""
         return max(int(self.part_mib * MIB), -(-most // _PARTS))
 
+
+SCHEMES = {
+    "s3": ("S3Store", "endpoint", "AWS_ALLOW_HTTP"),
+    "az": ("AzureStore", "endpoint", "AZURE_ALLOW_HTTP"),
+    "gs": ("GCSStore", "base_url", "GOOGLE_ALLOW_HTTP"),
+}
+"""Kinds of URLs, with obstore's class, its option for an endpoint, and the variable that permits one without TLS."""
 
 T = TypeVar("T")
 
@@ -227,7 +235,7 @@ class Bucket:
             return
         try:
             self._retry("delete", keys[0], lambda: self._lib.delete(self._store, list(keys)))
-        except MissingError:  # one of them, at which Azure ends
+        except MissingError:  # one of them, at which Azure and Google end
             for key in keys if len(keys) > 1 else ():
                 self.delete([key])
 
@@ -285,18 +293,17 @@ class Bucket:
         raise AssertionError("there is always another pause")
 
     def _open(self) -> Any:
-        given, azure = self.options, self._scheme == "az"
-        config: dict[str, Any] = {} if azure else {"virtual_hosted_style_request": given.virtual_hosted}
+        given, (kind, endpoint, http) = self.options, SCHEMES[self._scheme]
+        config: dict[str, Any] = {"virtual_hosted_style_request": given.virtual_hosted} if kind == "S3Store" else {}
         if given.endpoint is not None:
-            config["endpoint"] = given.endpoint
+            config[endpoint] = given.endpoint
         if given.region is not None:
             config["region"] = given.region
         # The library takes this from the environment only where it is given no other option of the client.
-        plain = os.environ.get("AZURE_ALLOW_HTTP" if azure else "AWS_ALLOW_HTTP", "").lower() in ("1", "true")
+        plain = os.environ.get(http, "").lower() in ("1", "true")
         client: dict[str, Any] = {
             "timeout": timedelta(seconds=given.request_seconds),
             "allow_http": plain if given.allow_http is None else given.allow_http,
         }
         retry = {"max_retries": 1000, "retry_timeout": timedelta(seconds=given.retry_seconds)}
-        kind = self._lib.store.AzureStore if azure else self._lib.store.S3Store
-        return kind(self.name, config=config, client_options=client, retry_config=retry)
+        return getattr(self._lib.store, kind)(self.name, config=config, client_options=client, retry_config=retry)

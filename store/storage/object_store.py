@@ -102,15 +102,15 @@ class ObjectFiles:
         self._bucket.replace(self._key(path), data)
 
     def require_conditional_puts(self) -> None:
-        """Raise UnsupportedError if the server ignores the condition of a put (If-None-Match)."""
+        """Raise UnsupportedError if the server ignores the condition of a put."""
         for _ in range(2):
             try:
                 self._bucket.create(self._key(PROBE), secrets.token_hex(16).encode())
             except ExistsError:
                 return
         raise UnsupportedError(
-            f"the server of {self.root} ignores If-None-Match and replaces objects, so two jobs could commit over one "
-            "another. Use S3 itself, or a server with conditional writes"
+            f"the server of {self.root} ignores the condition of a put and replaces objects, so two jobs could commit "
+            "over one another. Use S3 itself, or a server with conditional writes"
         )
 
     def _refuse(self, path: str, *_: str) -> NoReturn:

@@ -1,6 +1,6 @@
 """What every implementation of ``store.storage.local.Files`` does for those who write through
 ``store.storage.atomic`` and read: a
-directory, the simulated disk, and an object store on a real server."""
+directory, the simulated disk, and object stores: on moto, on Azurite, and on a server of our own for Google's."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from store.storage.object_store import ObjectFiles
 from store.storage.object_writer import _Spooled, _Streamed
 from tests.crash.simulated import SimulatedFiles
 from tests.support.azure import CONTAINER, Azurite
+from tests.support.gcs import GoogleServer
 from tests.support.s3 import BUCKET, KEYS, Server, tiny_parts
 
 PART = 1 << 12
@@ -38,7 +39,24 @@ def azurite() -> Iterator[Azurite]:
         yield azurite
 
 
-@pytest.fixture(params=["local", "simulated", "objects", "azure"])
+@pytest.fixture(scope="module")
+def google() -> Iterator[GoogleServer]:
+    with GoogleServer(least_part=1) as google:
+        yield google
+
+
+@pytest.fixture(params=["s3", "gs"])
+def bucket(
+    request: pytest.FixtureRequest, server: Server, google: GoogleServer, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Server | GoogleServer, str]:
+    """A server whose objects can be changed behind the client's back, and the URL of its bucket."""
+    found: Server | GoogleServer = server if request.param == "s3" else google
+    for name, value in found.environment.items():
+        monkeypatch.setenv(name, value)
+    return found, f"{request.param}://{BUCKET}"
+
+
+@pytest.fixture(params=["local", "simulated", "objects", "azure", "google"])
 def files(request: pytest.FixtureRequest, tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> Files:
     """An empty root."""
     made: Files
@@ -51,6 +69,14 @@ def files(request: pytest.FixtureRequest, tmp_path: Path, server: Server, monkey
             monkeypatch.setenv(name, value)
         options = ObjectOptions(part_mib=PART / (1 << 20), connections=3, spool=str(tmp_path))
         made = files_at(f"az://{CONTAINER}/{tmp_path.name.replace('_', '-')}", options)
+    elif request.param == "google":
+        google: GoogleServer = request.getfixturevalue("google")
+        monkeypatch.setenv("GCE_METADATA_HOST", google.environment["GCE_METADATA_HOST"])
+        endpoint = f"http://127.0.0.1:{google.port}"
+        options = ObjectOptions(
+            endpoint, allow_http=True, part_mib=PART / (1 << 20), connections=3, spool=str(tmp_path)
+        )
+        made = files_at(f"gs://{BUCKET}/{tmp_path.name}", options)
     else:
         for name, value in KEYS.items():
             monkeypatch.setenv(name, value)
@@ -63,6 +89,10 @@ def files(request: pytest.FixtureRequest, tmp_path: Path, server: Server, monkey
 
 def in_azure(files: Files) -> bool:
     return isinstance(files, ObjectFiles) and str(files.root).startswith("az:")
+
+
+def in_google(files: Files) -> bool:
+    return isinstance(files, ObjectFiles) and str(files.root).startswith("gs:")
 
 
 def put(files: Files, path: str, data: bytes = b"data") -> None:
@@ -138,7 +168,9 @@ def test_a_name_that_is_taken_stays_as_it_is(files: Files, size: int, patched: b
 
 @pytest.mark.parametrize("size", [5, 3 * PART])
 @pytest.mark.parametrize("patched", [False, True])
-def test_a_write_that_ends_half_way_leaves_nothing(files: Files, server: Server, size: int, patched: bool) -> None:
+def test_a_write_that_ends_half_way_leaves_nothing(
+    files: Files, server: Server, google: GoogleServer, size: int, patched: bool
+) -> None:
     def fill(file: NewFile) -> None:
         file.write(bytes_of(size))
         raise StorageError("full")
@@ -146,7 +178,7 @@ def test_a_write_that_ends_half_way_leaves_nothing(files: Files, server: Server,
     with pytest.raises(StorageError, match="full"):
         write_new(files, "a", fill, patched=patched, most=size)
     assert files.list_dir("") == []
-    assert server.unfinished_uploads() == []
+    assert server.unfinished_uploads() == google.unfinished_uploads() == []
     name = "b" if in_azure(files) else "a"  # Azurite keeps the name of blocks that were given up
     put(files, name)
     assert files.read(name, 9) == b"data"
@@ -182,7 +214,7 @@ def test_many_are_removed_at_once(files: Files) -> None:
     assert files.list_dir("d") == ["b"]
 
 
-def test_a_directory_is_listed_to_its_end(files: Files, server: Server, tmp_path: Path) -> None:
+def test_a_directory_is_listed_to_its_end(files: Files, server: Server, google: GoogleServer, tmp_path: Path) -> None:
     """A server tells a thousand names at a time."""
     names = [f"{number:05d}" for number in range(2003)]
     ensure_dir(files, "d")
@@ -191,17 +223,17 @@ def test_a_directory_is_listed_to_its_end(files: Files, server: Server, tmp_path
         for name in names:
             put(files, f"d/{name}")
     else:
-        server.put(tmp_path.name, {f"d/{name}": b"" for name in names})
+        behind = google if in_google(files) else server
+        behind.put(tmp_path.name, {f"d/{name}": b"" for name in names})
     assert files.list_dir("d") == names
 
 
 @pytest.mark.parametrize("patched", [False, True])
 def test_an_upload_that_another_one_replaced_is_not_acknowledged(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patched: bool
+    bucket: tuple[Server | GoogleServer, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, patched: bool
 ) -> None:
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    files = files_at(f"s3://{BUCKET}/{tmp_path.name}", ObjectOptions(part_mib=PART / (1 << 20), spool=str(tmp_path)))
+    server, url = bucket
+    files = files_at(f"{url}/{tmp_path.name}", ObjectOptions(part_mib=PART / (1 << 20), spool=str(tmp_path)))
     kind, size = _Spooled if patched else _Streamed, 3 * PART
     finish = kind.finish
 
@@ -214,11 +246,10 @@ def test_an_upload_that_another_one_replaced_is_not_acknowledged(
         write_new(files, "a", lambda file: file.write(bytes_of(size)), patched=patched, most=size)
 
 
-def test_folders_that_a_console_made_are_empty(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
+def test_folders_that_a_console_made_are_empty(bucket: tuple[Server | GoogleServer, str], tmp_path: Path) -> None:
+    server, url = bucket
     server.put(tmp_path.name, {"": b"", "epochs/": b""})
-    files = files_at(f"s3://{BUCKET}/{tmp_path.name}")
+    files = files_at(f"{url}/{tmp_path.name}")
     assert files.list_dir("") == ["epochs"]
     assert files.list_dir("epochs") == []
     assert open_or_create(files).saves() == []
