@@ -236,7 +236,7 @@ def _check_location(config: Config) -> None:
         )
     if not is_url(place) and config.s3 != sections.S3Settings():
         raise ConfigError(
-            f"s3: the section is for stores in s3://, az:// and gs:// only, and the store is {place}: remove it"
+            f"s3: the section is used by s3://, az:// and gs:// stores only, and the store is {place}: remove it"
         )
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain, repeat
@@ -163,7 +164,7 @@ class Bucket:
     def __init__(self, name: str, options: ObjectOptions, scheme: str = "s3") -> None:
         self.name, self.options, self._scheme = name, options, scheme
         self._lib = import_obstore()
-        self.failures = (self._lib.exceptions.BaseError, OSError)  # that :meth:`writer` and :meth:`upload` may raise
+        self.failures = (self._lib.exceptions.BaseError, OSError)  # that a :meth:`writer` may raise
         try:
             self._store = self._open()
         except (*self.failures, ValueError) as error:
@@ -239,30 +240,54 @@ class Bucket:
             for key in keys if len(keys) > 1 else ():
                 self.delete([key])
 
-    def writer(self, key: str, owner: str, part_bytes: int) -> Any:
-        """Return a context manager with ``write(bytes)`` that uploads in parts and replaces the object on success."""
-        return self._lib.open_writer(
-            self._store,
-            key,
-            attributes={OWNER: owner},
-            buffer_size=part_bytes,
-            max_concurrency=self.options.connections,
-        )
+    def writer(self, key: str, owner: str, part_bytes: int, head: bytes) -> Any:
+        """Return a context manager with ``write(bytes)`` that uploads in parts and replaces the object on success.
+
+        ``head``, its first bytes, is larger than a part, so the upload has begun. For Google obstore does not repeat
+        the request that begins one."""
+
+        def begin() -> Any:
+            with ExitStack() as stack:
+                writer = stack.enter_context(
+                    self._lib.open_writer(
+                        self._store,
+                        key,
+                        attributes={OWNER: owner},
+                        buffer_size=part_bytes,
+                        max_concurrency=self.options.connections,
+                    )
+                )
+                writer.write(head)
+                stack.pop_all()
+                return writer
+
+        return self._retry("upload", key, begin)
 
     def upload(self, key: str, owner: str, source: Any, part_bytes: int) -> None:
         """Upload a file in parts, replacing the object."""
-        self._lib.put(
-            self._store,
-            key,
-            source,
-            attributes={OWNER: owner},
-            use_multipart=True,
-            chunk_size=part_bytes,
-            max_concurrency=self.options.connections,
-        )
+
+        def put() -> None:
+            source.seek(0)
+            try:
+                self._lib.put(
+                    self._store,
+                    key,
+                    source,
+                    attributes={OWNER: owner},
+                    use_multipart=True,
+                    chunk_size=part_bytes,
+                    max_concurrency=self.options.connections,
+                )
+            except self.failures:
+                with suppress(MissingError):
+                    if self.upload_at(key)[0] == owner:
+                        return
+                raise
+
+        self._retry("upload", key, put)
 
     def failed(self, error: BaseException, verb: str, key: str) -> StorageError:
-        """Return the project's error for an error of :meth:`writer` or :meth:`upload`."""
+        """Return the project's error for an error of a :meth:`writer`."""
         return storage_error(error, verb, self.where(key))
 
     def _holds(self, key: str, data: bytes) -> bool | None:

@@ -105,12 +105,6 @@ class _Upload:
         if found != nbytes:
             raise StorageError(f"{self._bucket.where(self._key)} has {found} bytes after {nbytes} were written")
 
-    def _require_ours(self, error: BaseException) -> None:
-        with suppress(MissingError):
-            if self._bucket.upload_at(self._key)[0] == self._token:
-                return
-        raise self._bucket.failed(error, "upload", self._key) from error
-
 
 class _Streamed(_Upload):
     """Uploads parts as they fill; at most ``connections`` parts are in memory."""
@@ -118,11 +112,17 @@ class _Streamed(_Upload):
     def __init__(self, bucket: Bucket, key: str, part: int) -> None:
         super().__init__(bucket, key, part)
         self._stack = ExitStack()
-        self._writer: Any = self._stack.enter_context(bucket.writer(key, self._token, part))
+        self._writer: Any = None
 
     def write(self, data: bytearray | memoryview) -> None:
+        """Write ``data``, the first time more than a part."""
+        kept = bytes(data)  # the writer keeps a view of the data until the part is sent
         try:
-            self._writer.write(bytes(data))  # the writer keeps a view of the data until the part is sent
+            if self._writer is None:
+                begun = self._bucket.writer(self._key, self._token, self._part, kept)
+                self._writer = self._stack.enter_context(begun)
+            else:
+                self._writer.write(kept)
         except self._bucket.failures as error:
             raise self._bucket.failed(error, "upload", self._key) from error
 
@@ -130,7 +130,10 @@ class _Streamed(_Upload):
         try:
             self._stack.close()
         except self._bucket.failures as error:
-            self._require_ours(error)
+            with suppress(MissingError):
+                if self._bucket.upload_at(self._key)[0] == self._token:
+                    return
+            raise self._bucket.failed(error, "upload", self._key) from error
 
     def abandon(self) -> None:
         """Remove the parts. If that fails they stay until the bucket's lifecycle rule removes them."""
@@ -161,10 +164,7 @@ class _Spooled(_Upload):
     def finish(self) -> None:
         try:
             self._file.flush()
-            self._file.seek(0)
             self._bucket.upload(self._key, self._token, self._file, self._part)
-        except self._bucket.failures as error:
-            self._require_ours(error)
         finally:
             self._file.close()
 

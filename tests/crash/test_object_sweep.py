@@ -1,5 +1,6 @@
 """L6: the real code against a real S3 server, through a proxy that kills the writer at every request, before the server
-has it and after it has carried it out, and that spoils every answer in every way that object stores do.
+has it and after it has carried it out, and that spoils every answer in every way that object stores do. A part of it
+goes against our own server for Google's interface, too.
 
 Whatever happened, the objects are looked at as files of a directory, which is what they are; and the next job, which
 has to live with what is left in the bucket, saves and prunes.
@@ -12,6 +13,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from tests.crash.models import RANKS
 from tests.crash.runs import EXIT_TYPED_ERROR, Outcome, Zygote
 from tests.crash.workload import Job, Memory
 from tests.support.faulty import Asked, Fault, Proxy, nth
+from tests.support.gcs import GoogleServer
 from tests.support.s3 import BUCKET, KEYS, Server, tiny_parts
 
 pytestmark = pytest.mark.slow
@@ -39,7 +42,8 @@ pytestmark = pytest.mark.slow
 class Place:
     """Where runs happen: a base store after several saves, and the same objects again for each run."""
 
-    server: Server
+    scheme: str
+    server: Server | GoogleServer
     proxy: Proxy
     zygote: Zygote
     folder: Path
@@ -58,7 +62,7 @@ class Place:
         self.proxy.set(fault)
         hangs = fault is not None and fault.what == "hang"  # what is slow by itself must not be asked for twice
         request = 1.0 if hangs else 30.0
-        self.proxy.aim(self.zygote.begun(scenario, f"s3://{BUCKET}/store", journal, request, retry_seconds))
+        self.proxy.aim(self.zygote.begun(scenario, f"{self.scheme}://{BUCKET}/store", journal, request, retry_seconds))
         return self.zygote.ended(journal)
 
     def asked(self, scenario: str) -> list[Asked]:
@@ -84,23 +88,44 @@ class Place:
         copy = self.folder / "copy"
         shutil.rmtree(copy, ignore_errors=True)
         copy.mkdir()
-        files = LocalFiles(self.server.copied("store", copy))
+        for name, data in self.server.objects("store").items():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            (copy / name).write_bytes(data)
+        files = LocalFiles(copy)
         reading = check_reading(files, promised(events))
         check_undamaged(files)
         return None if reading is None else (reading.save, reading.versions, reading.tensors)
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    folder = tmp_path_factory.mktemp("objects")
-    with Server() as server, tiny_parts(), Proxy(server.port) as proxy:
-        environment = {**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}", "TMPDIR": str(folder)}
+@contextmanager
+def opened(scheme: str, server: Server | GoogleServer, folder: Path) -> Iterator[Place]:
+    with Proxy(server.port) as proxy:
+        base = f"http://127.0.0.1:{proxy.port}"
+        environment = {**server.environment, "AWS_ENDPOINT_URL": base, "GOOGLE_BASE_URL": base, "TMPDIR": str(folder)}
         with Zygote(environment) as zygote:
-            place = Place(server, proxy, zygote, folder, {}, ())
+            place = Place(scheme, server, proxy, zygote, folder, {}, ())
             outcome = place.run("several")
             assert outcome.code == 0, outcome
             place.base, place.base_events = server.objects("store"), outcome.events
             yield place
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    with Server() as server, tiny_parts(), opened("s3", server, tmp_path_factory.mktemp("objects")) as place:
+        yield place
+
+
+@pytest.fixture(scope="module")
+def google(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    with GoogleServer(least_part=1) as server, opened("gs", server, tmp_path_factory.mktemp("google")) as place:
+        yield place
+
+
+@pytest.fixture(params=["place", "google"])
+def each(request: pytest.FixtureRequest) -> Place:
+    found: Place = request.getfixturevalue(request.param)
+    return found
 
 
 def test_what_a_run_asks_for(place: Place) -> None:
@@ -112,9 +137,12 @@ def test_what_a_run_asks_for(place: Place) -> None:
     assert any(one.query == "delete" for one in asked)
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_killed_at_every_change(place: Place, after: bool) -> None:
+@pytest.mark.parametrize(
+    ("where", "after"), [("place", False), ("place", True), ("google", True)], ids=["before", "after", "google-after"]
+)
+def test_killed_at_every_change(request: pytest.FixtureRequest, where: str, after: bool) -> None:
     """A request that only reads leaves what the change before it left."""
+    place: Place = request.getfixturevalue(where)
     changes = [asked for asked in place.asked("save") if asked.changes]
     for asked in changes:
         outcome = place.run("save", Fault("kill", nth(asked.number), after))
@@ -160,9 +188,15 @@ SPOILED = {
 }
 
 
-@pytest.mark.parametrize("what", SPOILED)
-def test_every_first_try_is_spoiled(place: Place, what: str) -> None:
+_ON_GOOGLE = ("the connection ends after success", "409", "412", "412 after success")
+
+
+@pytest.mark.parametrize(
+    ("where", "what"), [*(("place", what) for what in SPOILED), *(("google", what) for what in _ON_GOOGLE)]
+)
+def test_every_first_try_is_spoiled(request: pytest.FixtureRequest, where: str, what: str) -> None:
     """The save comes about all the same: an object that is there with our bytes is ours, whatever was answered."""
+    place: Place = request.getfixturevalue(where)
     fault = replace(SPOILED[what], strikes=once(SPOILED[what].strikes))
     outcome = place.run("save", fault)
     assert place.proxy.struck >= 5, place.proxy.struck
@@ -191,7 +225,8 @@ def test_without_a_look_at_what_is_there_a_lost_answer_is_a_lost_race(place: Pla
     assert outcome.events[-1]["kind"] == "ExistsError", outcome.events[-1]
 
 
-def test_a_server_without_conditions_is_refused(place: Place) -> None:
+def test_a_server_without_conditions_is_refused(each: Place) -> None:
+    place = each
     outcome = place.run("save", Fault("unconditional", lambda _: True))
     assert outcome.code == EXIT_TYPED_ERROR, outcome
     assert outcome.events[-1]["kind"] == "UnsupportedError", outcome.events[-1]
@@ -205,13 +240,13 @@ def test_without_a_condition_nobody_is_kept_from_committing_over_another(place: 
 
 
 @pytest.fixture
-def two(place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Files, Files]:
+def two(each: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Files, Files]:
     """Two views of one new store, as two jobs have them."""
-    for name, value in KEYS.items():
+    for name, value in each.server.environment.items():
         monkeypatch.setenv(name, value)
-    place.proxy.set(None)
-    options = ObjectOptions(f"http://127.0.0.1:{place.proxy.port}", retry_seconds=5.0)
-    one, other = (files_at(f"s3://{BUCKET}/{tmp_path.name}", options) for _ in range(2))
+    each.proxy.set(None)
+    options = ObjectOptions(f"http://127.0.0.1:{each.proxy.port}", retry_seconds=5.0)
+    one, other = (files_at(f"{each.scheme}://{BUCKET}/{tmp_path.name}", options) for _ in range(2))
     return one, other
 
 
@@ -233,18 +268,18 @@ def test_of_two_jobs_the_older_is_fenced(two: tuple[Files, Files]) -> None:
 
 @pytest.mark.parametrize(("condition", "expected"), [(True, [1, 2]), (False, [1, 1])], ids=["", "mutant"])
 def test_of_two_that_claim_at_once_each_gets_an_epoch_of_its_own(
-    place: Place, two: tuple[Files, Files], condition: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch
+    each: Place, two: tuple[Files, Files], condition: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both look before either puts: the condition decides. Without it both own the same."""
     store_id = open_or_create(two[0]).store_id
     if not condition:
         monkeypatch.setattr(Bucket, "create", Bucket.replace)
     both = threading.Barrier(2, timeout=180)
-    place.proxy.set(Fault(both.wait, lambda asked: asked.changes and asked.path.endswith("epochs/000001.json")))
+    each.proxy.set(Fault(both.wait, lambda asked: asked.changes and asked.path.endswith("epochs/000001.json")))
     with ThreadPoolExecutor(2) as pool:
         epochs = sorted(pool.map(lambda files: claim_epoch(files, store_id).epoch, two))
     assert epochs == expected
-    assert place.proxy.struck == 2, "both put the first"
+    assert each.proxy.struck == 2, "both put the first"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""A proxy in front of an S3 server that counts requests and spoils some: refuses them, loses answers, comes late, or
-kills who asked, before the server has the request or after it has carried it out.
+"""A proxy in front of an object server that counts requests and spoils some: refuses them, loses answers, comes late,
+or kills who asked, before the server has the request or after it has carried it out.
 
-One fault is set at a time. It knows of S3 only how an error looks.
+One fault is set at a time. It knows of S3 and Google only how an error looks, and which headers are conditions.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
+from urllib.parse import unquote
 
 CODES = {
     301: "PermanentRedirect",
@@ -24,6 +25,9 @@ CODES = {
     501: "NotImplemented",
     503: "SlowDown",
 }
+
+
+CONDITIONS = frozenset({"if-none-match", "x-goog-if-generation-match"})
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Fault:
     """What becomes of the requests that ``strikes``. after: the server carries it out, and the answer is lost.
 
     what: an HTTP status, ``drop`` (the connection ends), ``hang`` (no answer for ``seconds``), ``slow``, ``kill``,
-    ``unconditional`` (the server does not know ``If-None-Match``), or what to call before going on."""
+    ``unconditional`` (the server does not know conditions), or what to call before going on."""
 
     what: str | int | Callable[[], object]
     strikes: Callable[[Asked], bool]
@@ -106,7 +110,8 @@ class Proxy:
         """Note a request; the fault that strikes it."""
         path, _, query = target.partition("?")
         with self._lock:
-            asked = Asked(len(self.asked) + 1, method, path, query, "If-None-Match" in headers)
+            conditional = not CONDITIONS.isdisjoint(name.lower() for name in headers)
+            asked = Asked(len(self.asked) + 1, method, unquote(path), query, conditional)
             self.asked.append(asked)
             if self.fault is None or not self.fault.strikes(asked):
                 return None
@@ -149,7 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         headers = {name: value for name, value in self.headers.items() if name.lower() != "connection"}
         if fault is not None and fault.what == "unconditional":
-            headers = {name: value for name, value in headers.items() if name.lower() != "if-none-match"}
+            headers = {name: value for name, value in headers.items() if name.lower() not in CONDITIONS}
         self.server_side.request(self.command, self.path, body, headers)
         answer = self.server_side.getresponse()
         data = answer.read()

@@ -115,13 +115,8 @@ class GoogleServer:
     @property
     def environment(self) -> dict[str, str]:
         """What a process needs to find it, besides a URL."""
-        return self.environment_at(self.port)
-
-    def environment_at(self, port: int) -> dict[str, str]:
-        """The same, with a proxy at ``port`` in between; tokens come from the server itself."""
-        base = f"http://127.0.0.1:{port}"
         host = f"127.0.0.1:{self.port}"
-        return {"GOOGLE_BASE_URL": base, "GOOGLE_ALLOW_HTTP": "true", "GCE_METADATA_HOST": host}
+        return {"GOOGLE_BASE_URL": f"http://{host}", "GOOGLE_ALLOW_HTTP": "true", "GCE_METADATA_HOST": host}
 
     def objects(self, prefix: str) -> dict[str, bytes]:
         """All objects below a prefix, by the rest of their keys."""

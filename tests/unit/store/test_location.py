@@ -50,7 +50,8 @@ def test_a_path_stays_as_it_is(given: str) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("gs://bucket/a", "gs:// is not supported"),
+        ("gcs://bucket/a", "gcs:// is not supported; use a directory, s3://"),
+        ("gs://", "gs://BUCKET/PREFIX"),
         ("az://", "az://BUCKET/PREFIX"),
         ("https://host/bucket", "https:// is not supported"),
         ("s3://", "names no bucket"),

@@ -167,7 +167,7 @@ def test_the_supervisor_sees_and_marks(builder: StoreBuilder, server: Server) ->
     [
         (("status", f"s3://{BUCKET}/nothing"), 10, "no driftpoint store"),
         (("status", "s3://nobody/x"), 1, "no such bucket"),
-        (("verify", "gs://bucket/x"), 2, "gs:// is not supported"),
+        (("verify", "gcs://bucket/x"), 2, "gcs:// is not supported"),
         (("rescue", URL), 2, "rescue writes to directories only"),
         (("merge", URL, "--out", f"s3://{BUCKET}/out"), 2, "merge writes directories only"),
         (("memory", "clear", URL), 2, "no snapshot of"),

@@ -169,7 +169,7 @@ def test_a_store_in_a_bucket_traces_into_the_working_directory(tmp_path: Path, m
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"store": "gs://bucket/x"}, "gs:// is not supported"),
+        ({"store": "gcs://bucket/x"}, "gcs:// is not supported"),
         ({"store": "s3://bucket/x", "daemon": {"enabled": True}}, "into directories only"),
         ({"store": "checkpoints", "s3": {"region": "eu-west-1"}}, "s3: the section is used"),
         ({"store": "s3://bucket/x", "s3": {"secret": "x"}}, "unknown key 's3.secret'"),
