@@ -48,6 +48,7 @@ _ADVICE = {
 _SIGNS = (
     (("169.254.", "/latest/api/token", "computeMetadata"), f"there are no credentials, or none came; {_CHECK_KEYS}"),
     ((_LOST,), _CHECK_REGION),
+    (("service account file",), "GOOGLE_APPLICATION_CREDENTIALS must name the file of a service account or a user"),
     (("invalid path",), "an object has a key that is no path (an empty name, or a dot, between slashes): remove it"),
     (
         ("timed out", "kind: Timeout"),

@@ -1,52 +1,52 @@
-"""A job whose store is a bucket of Google's: killed within a commit, resumed, checked and pruned; and what is said where
-something is missing. The server is our own, with credentials from its own metadata server."""
+"""A job whose store is a bucket of Google's: killed within a commit, resumed, checked and pruned; and what is said
+where something is missing. The server is our own, with credentials from its own metadata server."""
 
 from __future__ import annotations
 
-import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import monitor
+from deploy.doctor.base import Plan
+from deploy.doctor.bucket import check_bucket
+from monitor.config.load import Config
 from store.catalog import open_catalog
-from store.errors import StorageError, UnsupportedError
+from store.errors import StorageError
 from store.location import files_at
 from store.storage.atomic import write_new
 from store.storage.bucket import ObjectOptions
-from tests.support.cli import ROOT
+from store.storage.object_store import ObjectFiles
+from tests.support.cli import ROOT, Here
 from tests.support.faulty import Fault, Proxy
 from tests.support.gcs import BUCKET, GoogleServer
 
 STORE = f"gs://{BUCKET}/runs/one"
 PART = 5 << 20
 
-TRAIN = """
-import sys
-import torch
-from torch import nn
-import monitor
 
-torch.set_num_threads(1)
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(8, 800), nn.Linear(800, 600), nn.Linear(600, 1))
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-settings = {"store": sys.argv[1], "every": 1, "metrics": {"enabled": False}, "s3": {"part_mib": 5}}
-settings["retention"] = {"keep_last": 1, "log_spaced": False}
-with monitor.attach((model, optimizer), settings) as ckpt:
-    first = ckpt.resume()
-    print("began", first, flush=True)
-    for step in range(first, 5):
-        optimizer.zero_grad()
-        loss = model(torch.randn(4, 8)).square().mean()
-        loss.backward()
-        optimizer.step()
-        print(step, loss.item().hex(), flush=True)
-        ckpt.step()
-        ckpt.flush()
-"""
+def trained(store: str) -> Iterator[tuple[int, str]]:
+    """Train to step 5 from the newest commit; steps and losses."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 800), nn.Linear(800, 600), nn.Linear(600, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    retention = {"keep_last": 1, "log_spaced": False}
+    settings = {"store": store, "every": 1, "metrics": {"enabled": False}, "retention": retention}
+    with monitor.attach((model, optimizer), {**settings, "s3": {"part_mib": 5}}) as ckpt:
+        for step in range(ckpt.resume(), 5):
+            optimizer.zero_grad()
+            loss = model(torch.randn(4, 8)).square().mean()
+            loss.backward()
+            optimizer.step()
+            yield step, loss.item().hex()
+            ckpt.step()
+            ckpt.flush()
 
 
 @pytest.fixture(scope="module")
@@ -56,58 +56,51 @@ def google() -> Iterator[GoogleServer]:
 
 
 @pytest.fixture
+def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Here:
+    return Here(capsys, monkeypatch)
+
+
+@pytest.fixture
 def proxy(google: GoogleServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     monkeypatch.chdir(tmp_path)  # where the drift traces go
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     with Proxy(google.port) as proxy:
         for name, value in {**google.environment, "GOOGLE_BASE_URL": f"http://127.0.0.1:{proxy.port}"}.items():
             monkeypatch.setenv(name, value)
         yield proxy
 
 
-def python(*words: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True)
-
-
-def said(process: subprocess.Popen[str]) -> list[str]:
-    out, _ = process.communicate(timeout=180)
-    return out.splitlines()
-
-
-def test_a_killed_job_goes_on_as_if_it_had_not_been(proxy: Proxy, google: GoogleServer) -> None:
-    undisturbed = said(python("-c", TRAIN, f"gs://{BUCKET}/runs/other"))
-    assert undisturbed[0] == "began 0" and len(undisturbed) == 6
+def test_a_killed_job_goes_on_as_if_it_had_not_been(proxy: Proxy, google: GoogleServer, here: Here) -> None:
+    undisturbed = list(trained(f"gs://{BUCKET}/runs/other"))
     third = "manifests/00000003-"
-    proxy.set(Fault("kill", lambda asked: asked.conditional and third in asked.path, after=False))
-    killed = python("-c", TRAIN, STORE)
+    proxy.set(Fault("kill", lambda asked: asked.conditional and third in asked.path))
+    program = "import sys; from tests.contract.test_google import trained; print(list(trained(sys.argv[1])))"
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    killed = subprocess.Popen([sys.executable, "-c", program, STORE], env={**os.environ, **threads})
     proxy.aim(killed.pid)
-    assert said(killed) == undisturbed[:4]
-    assert killed.returncode == -9
-    assert not any(third in name for name in google.objects("runs/one"))
+    assert killed.wait(180) == -9
+    assert not any(third in name for name in google.objects("runs/one")), "killed before its commit"
     proxy.set(None)
-    assert said(python("-c", TRAIN, STORE)) == ["began 2", *undisturbed[3:]]
+    assert list(trained(STORE)) == undisturbed[2:]
     in_parts = [one for one in google.asked if one.startswith("POST uploadId runs/one/")]
     assert len(in_parts) >= 5, "payloads are larger than a part"
     (newest, *older) = open_catalog(files_at(STORE)).saves()
     assert newest.step == 5 and len(older) <= 1  # pruned, but for the last that is proven
-    verify = python("-m", "deploy.cli", "verify", STORE)
-    said(verify)
-    assert verify.returncode == 0
+    assert here("verify", STORE).code == 0
 
 
-def test_doctor_tries_a_bucket(proxy: Proxy, google: GoogleServer) -> None:
-    proxy.set(None)
-    found = json.loads("\n".join(said(python("-m", "deploy.cli", "doctor", f"gs://{BUCKET}/new", "--json"))))
-    states = {one["check"]: one["state"] for one in found["findings"]}
-    assert (states["bucket"], states["semantics"]) == ("ok", "ok"), found
+def test_doctor_tries_a_bucket(proxy: Proxy, google: GoogleServer, here: Here) -> None:
+    answer = here("doctor", f"gs://{BUCKET}/new", "--json")
+    states = {one["check"]: one["state"] for one in answer.json["findings"]}
+    assert (states["bucket"], states["semantics"]) == ("ok", "ok"), answer
     assert google.objects("new") == {}
     proxy.set(Fault("unconditional", lambda _: True))
-    found = json.loads("\n".join(said(python("-m", "deploy.cli", "doctor", f"gs://{BUCKET}/new", "--json"))))
-    (semantics,) = (one for one in found["findings"] if one["check"] == "semantics")
-    assert semantics["state"] == "fail" and "condition of a put" in semantics["seen"], semantics
-    with pytest.raises(UnsupportedError, match="ignores the condition of a put"):
-        files_at(f"gs://{BUCKET}/new").require_conditional_puts()  # type: ignore[attr-defined]
+    files = files_at(f"gs://{BUCKET}/new")
+    assert isinstance(files, ObjectFiles)
+    found = {one.check: one for one in check_bucket(files, Plan(Config(), 10**6))}
+    assert found["semantics"].state == "fail"
+    assert "the condition of a put" in found["semantics"].seen
+    assert google.objects("new") == {} and google.unfinished_uploads() == []
 
 
 @pytest.mark.parametrize("patched", [False, True])
@@ -136,7 +129,7 @@ def test_what_is_there_is_removed_although_something_is_not(proxy: Proxy) -> Non
         ("GOOGLE_BASE_URL", None, "missing", "there is no such bucket: make it, or check its name"),
         ("GOOGLE_BEARER_TOKEN", "expired", BUCKET, "check the credentials .*GOOGLE_APPLICATION_CREDENTIALS"),
         ("GCE_METADATA_HOST", "127.0.0.1:9", BUCKET, "there are no credentials.*GOOGLE_APPLICATION_CREDENTIALS"),
-        ("GOOGLE_APPLICATION_CREDENTIALS", "/none.json", BUCKET, "GOOGLE_APPLICATION_CREDENTIALS names no file"),
+        ("GOOGLE_APPLICATION_CREDENTIALS", "/none.json", BUCKET, "must name the file of a service account"),
         ("GOOGLE_ALLOW_HTTP", "false", BUCKET, "the endpoint is not https"),
         ("GOOGLE_BASE_URL", "http://127.0.0.1:9", BUCKET, "cannot be reached.*GOOGLE_BASE_URL"),
     ],
