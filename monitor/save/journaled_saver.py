@@ -307,7 +307,7 @@ class JournaledSaver(Saver):
 
 
 def _staged(layer: str, fragment: Fragment, copy: torch.Tensor) -> StagedFragment:
-    """Return a copy as it is stored: in two bytes where it is float32 with values of bfloat16, as DeepSpeed's are."""
+    """Return a copy as it is stored: in two bytes where it is float32 with values of bfloat16."""
     encoding, data = RAW, copy
     if copy.dtype == torch.float32 and not any(
         (part.view(torch.int32) & 0xFFFF).any() for part in torch.split(copy, _CHUNK)
