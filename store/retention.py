@@ -246,7 +246,9 @@ def _select_weights(
     newest_first = sorted(there.union(set(whole) - suspects - catalog.damaged_weights), reverse=True)
     oldest = _oldest_in_each(newest_first, [save.step // retention.weights_every for save in newest_first]) - keep
     stay = set(sorted(oldest)[-retention.weights_last :])
-    return stay.intersection(whole) - (catalog.kept_weights & there), found - stay - (there & keep)
+    return stay.intersection(whole) - (
+        catalog.kept_weights & there
+    ), found - stay - keep  # one of a kept commit may just be written
 
 
 def keep_named_weights(catalog: Catalog, plan: PrunePlan) -> list[str]:
@@ -257,7 +259,8 @@ def keep_named_weights(catalog: Catalog, plan: PrunePlan) -> list[str]:
             keep_weights(catalog.files, save, plan.epoch)
             catalog.kept_weights.add(save)
         except (DamagedError, StorageError, FencedError) as error:
-            catalog.damaged_weights.update({save} if isinstance(error, DamagedError) else ())
+            present = save in set(catalog.saves())  # otherwise it was deleted meanwhile, and is not damaged
+            catalog.damaged_weights.update({save} if present and isinstance(error, DamagedError) else ())
             problems.append(f"the weights of commit {save} are not kept: {error}")
     return problems
 

@@ -303,7 +303,7 @@ class Saver:
             self.upkeep(partial(self._consolidate, task), "moving memory to huge pages")
         if isinstance(copying, WaveCopy) and not (copying.lazy or decided.preempted):  # then the save is waited for
             self._writer.wait(self._pending.number, 0.0)  # hands it over
-            copying.let_change()
+            copying.let_change(self._job.config.timeouts.close if decided.forced else None)
         return sum(unit.layout.nbytes for unit in staged)
 
     def claim_name(self, step: int, *, snapshot: bool = False) -> str | None:

@@ -237,14 +237,14 @@ class WaveCopy(AsyncCopy):
     def finish(self) -> None:
         """Do nothing: see :meth:`let_change` and :meth:`take`."""
 
-    def let_change(self) -> None:
-        """Return once all waves are copied, or the save is given up. Training thread."""
+    def let_change(self, timeout: float | None = None) -> None:
+        """Return once all waves are copied, or the save is given up. Training thread. timeout: if it is another one."""
         began = time.monotonic()
         with self._change:
             if self._left and self._left == self._first:
                 self._copy_next()
             if self._left and not self._over:
-                if self._change.wait_for(lambda: not self._left or self._over, self._timeout):
+                if self._change.wait_for(lambda: not self._left or self._over, timeout or self._timeout):
                     _log.info("training waited %.2f s for storage (staging.max_bytes)", time.monotonic() - began)
                     return
                 self.close(SaveError("storage took longer than timeouts.staging: raise that, or staging.max_bytes"))

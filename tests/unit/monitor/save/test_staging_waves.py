@@ -173,6 +173,17 @@ def test_at_once_the_wait_is_part_of_the_stall(tmp_path: Path) -> None:
         assert report is not None and report.stall_seconds > 0.1 and release.is_set()
 
 
+def test_a_save_that_is_waited_for_is_not_given_up_for_the_training_that_waits(tmp_path: Path) -> None:
+    with job(tmp_path, width=WIDTH, every=1000, staging=staging("eager"), timeouts={"staging": 0.05}) as one:
+        one.update()
+        one.ckpt.step()
+        release = threading.Event()
+        held(one, 8, lambda: release.wait(180))
+        threading.Timer(0.5, release.set).start()
+        one.ckpt.save(wait=True)
+    assert committed_steps(tmp_path) == [1]
+
+
 def test_if_the_cap_holds_all_of_it_training_does_not_depend_on_the_writer(tmp_path: Path) -> None:
     release = threading.Event()
     with job(tmp_path, width=WIDTH, staging=staging("auto", 1 << 20)) as one:
