@@ -6,13 +6,16 @@ import logging
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from store import retention
+from store import retention, weights
 from store.catalog import open_catalog
 from store.errors import StorageError
+from store.names import STORE
+from store.retention import Retention, execute, keep_named_weights, plan_prune
 from store.storage.local import LocalFiles
 from store.weights import open_weights, verify_all, weights_only_saves
 from tests.support.jobs import committed_steps, job
@@ -73,3 +76,25 @@ def test_no_save_waits_and_the_commit_stays_meanwhile(
         made.step()
         assert committed_steps(tmp_path / "store")[-1] == 6 and len(committed_steps(tmp_path / "store")) <= 2
     assert verify_all(open_catalog(LocalFiles(tmp_path / "store"))).ok
+
+
+def test_a_prune_leaves_alone_what_is_being_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a commit that another rule retains by then: its directory has no manifest yet, and is not what an older
+    configuration left."""
+    with job(tmp_path, retention={"keep_last": 3, "log_spaced": False}) as one:
+        for _ in range(6):
+            one.step()
+    files, write_new = LocalFiles(tmp_path), weights.write_new
+    plan = plan_prune(open_catalog(files), Retention(keep_last=1, log_spaced=False, weights_every=100))
+    (save,) = plan.to_copy
+
+    def beside(inner: Any, name: str, *more: Any, **options: Any) -> Any:
+        if name == STORE:
+            other = Retention(keep_last=3, log_spaced=False, weights_every=100)
+            execute(files, plan_prune(open_catalog(files), other))
+        return write_new(inner, name, *more, **options)
+
+    monkeypatch.setattr(weights, "write_new", beside)
+    assert keep_named_weights(open_catalog(files), plan) == []
+    assert weights_only_saves(files) == [save]
+    assert verify_all(open_catalog(files)).ok
