@@ -201,7 +201,7 @@ def export(
         api.create_repo(repo, private=private or None, exist_ok=True)
         if revision is not None:
             api.create_branch(repo, branch=revision, exist_ok=True)
-        # One commit, unlike upload_folder's: nobody loads files of two pushes, nor those of an earlier one beside them.
+        # upload_folder may make several commits. With one, a reader never sees files of two pushes together.
         new = {path.relative_to(result.out).as_posix(): path for path in result.out.rglob("*") if path.is_file()}
         old = {name for name in api.list_repo_files(repo, revision=revision) if ".safetensors" in name} - new.keys()
         operations = [*(hub.CommitOperationDelete(name) for name in sorted(old))]

@@ -38,7 +38,7 @@ _SAMPLE = 8  # elements at each end of a piece
 
 
 def weights_of(pieces: Iterable[Piece]) -> list[torch.Tensor]:
-    """Return the framework's memory behind trained and frozen weights, as 1-d views, in whatever order it has."""
+    """Return 1-d views of the framework's memory of trained and frozen weights. Elements are in memory order."""
     found = [one for one in pieces if one.fragment.slot in (WEIGHTS, FROZEN)]
     live = [(one.tensor if one.target is None else one.target.detach(), one.fragment.numel) for one in found]
     return [one if one.ndim == 1 else one.as_strided((numel,), (1,)) for one, numel in live]

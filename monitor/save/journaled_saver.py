@@ -1,9 +1,10 @@
 """A saver that also records what each optimizer step is made of, so that a resume can take it again.
 
 A hook copies the gradients and the hyperparameters just before the optimizer's step, in the training thread. At
-``ckpt.step()`` the run state is added, and a background thread writes the record (:mod:`store.journal`). Training does
-not wait for storage longer than for a moment: then the record is left out. There, and wherever the state was changed by
-other means than the optimizer's step, the journal is interrupted, and goes on from the next save.
+``ckpt.step()`` the run state is added, and a background thread writes the record (:mod:`store.journal`). Training waits
+for storage a fraction of a second at most; then the record is left out. A record that is left out interrupts the
+journal, and so does a change of the state by anything but the optimizer's step. The journal begins again at the next
+save.
 """
 
 from collections import OrderedDict, deque
@@ -94,9 +95,10 @@ class JournaledSaver(Saver):
             self._renewing = True
         self._at, self._names = step, frozenset()
         going = bool(names) and follows and not self._renewing and self._is_whole()
-        if not self._group.all_reduce_max([not going])[
-            0
-        ]:  # on no rank alone: state_dict() of an object may be collective
+        (stopped,) = self._group.all_reduce_max(
+            [not going]
+        )  # on all ranks: state_dict() of an object may be collective
+        if not stopped:
             self._record(SaveId(step, self._session.epoch), made, names)
         else:
             self._give_back(made)
@@ -119,7 +121,7 @@ class JournaledSaver(Saver):
     def _segment(self, save: SaveId, decided: DecisionResult) -> tuple[SegmentDraft, Finish, UsageError | None]:
         """As the saver does; but the save is written after the records before it, which a composite needs."""
         segment, finish, error = super()._segment(save, decided)
-        last, timeout = self._last, self._job.config.timeouts.commit
+        last, timeout = self._last, 0.0 if decided.preempted else self._job.config.timeouts.commit
 
         def after_records(draft: SegmentDraft) -> SegmentDraft:
             self._recorder.wait(last, timeout)
