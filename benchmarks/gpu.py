@@ -76,8 +76,9 @@ _ENCODERS = (
     "-p",
     "no:cacheprovider",
     "tests/unit/monitor/save/test_torch_codecs.py",
+    "tests/gpu",
     "-k",
-    "cuda",
+    "(codecs and cuda) or measured_at_once",
 )
 _TESTS = ("tests/gpu", "tests/unit/monitor/save/test_torch_codecs.py", "tests/unit/monitor/memory/test_tier.py")
 STEPS = (
@@ -91,7 +92,7 @@ STEPS = (
     Step("resume-deepspeed", ("benchmarks/gpu_resume.py", "deepspeed", *_RESUME), 120),
     Step(
         "copies",
-        ("benchmarks/gpu_copies.py", *_RESUME),
+        ("benchmarks/gpu_copies.py", "--profile", *_RESUME),
         150,
         ("--gigabytes=0.02", "--seconds=0.1", "--rounds=1"),
         measures=True,

@@ -1,6 +1,6 @@
 """What a save costs beside training on one device: copies, stalls, drift and encoding, against plain copies.
 
-    python benchmarks/gpu_copies.py --folder DIR [--gigabytes 10] [--device cuda] [--rounds 1] [--json FILE]
+    python benchmarks/gpu_copies.py --folder DIR [--gigabytes 10] [--device cuda] [--rounds 1] [--profile] [--json FILE]
 
 Plain PyTorch with AdamW on layers of 16.8 million parameters, as many as make the state so large (float32 weights and
 moments); a step takes about a second. Rates are told as times, since goals are upper bounds: 1.25 x the time of a plain
@@ -10,6 +10,8 @@ copy is 80 % of its rate. Exits 1 when a goal is missed.
 from __future__ import annotations
 
 import argparse
+import cProfile
+import pstats
 import shutil
 import statistics
 import sys
@@ -108,7 +110,7 @@ def copies(trainer: Trainer, folder: Path, rounds: int) -> list[Figure]:
     ]
 
 
-def stalls(trainer: Trainer, folder: Path, rounds: int) -> list[Figure]:
+def stalls(trainer: Trainer, folder: Path, rounds: int, profiled: bool = False) -> list[Figure]:
     """Copy beside a step: how long ``ckpt.step()`` takes, how long the optimizer waits, how long the step is."""
     ckpt = _attached(trainer, folder / "lazy", "lazy")
     _save(ckpt)
@@ -122,6 +124,13 @@ def stalls(trainer: Trainer, folder: Path, rounds: int) -> list[Figure]:
         found["save"].append(time.perf_counter() - began)
         found["beside"].append(trainer.timed(trainer.step))
         found["wait"].append(_waited(ckpt) - waited)
+        ckpt.flush()
+    if profiled:
+        trainer.wait()
+        with cProfile.Profile() as profile:
+            _save(ckpt)
+        pstats.Stats(profile).sort_stats("tottime").print_stats(30)
+        pstats.Stats(profile).sort_stats("cumulative").print_stats(45)
         ckpt.flush()
     ckpt.close(save=False)
     shutil.rmtree(folder / "lazy")
@@ -234,15 +243,28 @@ def main() -> int:
     parser.add_argument("--gigabytes", type=float, default=10.0)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a step")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--profile", action="store_true", help="print what the training thread does in a lazy save")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     trainer = Trainer(options.device, options.gigabytes, options.seconds)
-    figures = copies(trainer, options.folder, options.rounds)
-    figures += stalls(trainer, options.folder, options.rounds)
-    stall = next(figure.value for figure in figures if figure.name == "stall, lazy")
-    figures += peers(trainer, options.folder, stall / 1000)
-    figures += drift(trainer, options.rounds) + encodings(trainer, options.rounds)
-    return report(f"a save beside training, on {options.device}", figures, options.json)
+    folder, rounds = options.folder, options.rounds
+    figures: list[Figure] = []
+
+    def stall() -> float:
+        return next(figure.value for figure in figures if figure.name == "stall, lazy") / 1000
+
+    parts: list[Callable[[], list[Figure]]] = [
+        lambda: stalls(trainer, folder, rounds, options.profile),
+        lambda: drift(trainer, rounds),
+        lambda: copies(trainer, folder, rounds),
+        lambda: encodings(trainer, rounds),
+        lambda: peers(trainer, folder, stall()),
+    ]
+    status = 0
+    for part in parts:  # told after each: one that runs out of time loses only what it would have found
+        figures += part()
+        status = report(f"a save beside training, on {options.device}", figures, options.json)
+    return status
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
     python benchmarks/gpu_resume.py {torch,deepspeed} --folder DIR [--device cuda] [--json FILE]
 
 ``torch``: fused AdamW, fp16 with a gradient scaler, DistributedDataParallel, FSDP2, torch.compile. ``deepspeed``:
-ZeRO-1/2/3 in bf16, ZeRO-2 in fp16 with its loss scaler (not on a CPU), ZeRO-2 with the optimizer on the CPU. Each
-case trains to the end in one process, which saves in the middle; another process resumes from there. A case that fails
-does not keep others from running. Exits 1 when one differs or fails.
+ZeRO-1/2/3 in bf16, ZeRO-2 in fp16 with its loss scaler (not on a CPU), ZeRO-2 with the optimizer on the CPU. In both
+also copies in waves, and the journal. Each case trains to the end in one process, which saves in the middle; another
+process resumes from there, or at the end with the journal. A case that fails does not keep others from running. Exits
+1 when one differs or fails.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +43,18 @@ class Job:
     target: Any
     step: Callable[[torch.Tensor], torch.Tensor]
     state: list[Any] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
-def model(device: str, buffers: bool = True) -> nn.Module:
-    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
-    norm = nn.BatchNorm1d(WIDTH) if buffers else nn.LayerNorm(WIDTH)
-    return nn.Sequential(nn.Linear(32, WIDTH), *blocks, norm, nn.Linear(WIDTH, 1)).to(device)
+WIDE = 1024
+WAVES: dict[str, Any] = {"staging": {"mode": "lazy", "max_bytes": 20_000_000}}  # 50 MB, three waves
+JOURNAL: dict[str, Any] = {"journal": {"enabled": True}}
+
+
+def model(device: str, buffers: bool = True, width: int = WIDTH) -> nn.Module:
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)]
+    norm = nn.BatchNorm1d(width) if buffers else nn.LayerNorm(width)
+    return nn.Sequential(nn.Linear(32, width), *blocks, norm, nn.Linear(width, 1)).to(device)
 
 
 def plain(device: str, net: nn.Module, run: nn.Module | None = None, half: bool = False, **options: Any) -> Job:
@@ -92,7 +99,7 @@ def compiled(device: str) -> Job:
     return plain(device, net, torch.compile(net))  # type: ignore[arg-type]
 
 
-def zero(device: str, stage: int, half: bool = False, offload: bool = False) -> Job:
+def zero(device: str, stage: int, half: bool = False, offload: bool = False, width: int = WIDTH) -> Job:
     import deepspeed
 
     scaler = {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2}
@@ -103,7 +110,7 @@ def zero(device: str, stage: int, half: bool = False, offload: bool = False) -> 
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         **({"fp16": scaler} if half else {"bf16": {"enabled": True}}),
     }
-    engine, *_ = deepspeed.initialize(model=model(device, buffers=False), config=config)
+    engine, *_ = deepspeed.initialize(model=model(device, buffers=False, width=width), config=config)
 
     def step(batch: torch.Tensor) -> torch.Tensor:
         loss = engine(batch.to(torch.float16 if half else torch.bfloat16)).float().square().mean()
@@ -121,6 +128,10 @@ CASES: dict[str, dict[str, Callable[[str], Job]]] = {
         "DDP": ddp,
         "FSDP2": fsdp2,
         "torch.compile": compiled,
+        "copies in waves": lambda device: replace(plain(device, model(device, width=WIDE)), settings=WAVES),
+        "journal": lambda device: replace(plain(device, model(device)), settings=JOURNAL),
+        "journal, DDP": lambda device: replace(ddp(device), settings=JOURNAL),
+        "journal, FSDP2": lambda device: replace(fsdp2(device), settings=JOURNAL),
     },
     "deepspeed": {
         "ZeRO-1": lambda device: zero(device, 1),
@@ -128,6 +139,10 @@ CASES: dict[str, dict[str, Callable[[str], Job]]] = {
         "ZeRO-3": lambda device: zero(device, 3),
         "ZeRO-2, fp16, loss scaler": lambda device: zero(device, 2, half=True),
         "ZeRO-2, optimizer on the CPU": lambda device: zero(device, 2, offload=True),
+        "ZeRO-2, copies in waves": lambda device: replace(zero(device, 2, width=WIDE), settings=WAVES),
+        "journal, ZeRO-1": lambda device: replace(zero(device, 1), settings=JOURNAL),
+        "journal, ZeRO-2": lambda device: replace(zero(device, 2), settings=JOURNAL),
+        "journal, ZeRO-3": lambda device: replace(zero(device, 3), settings=JOURNAL),
     },
 }
 
@@ -143,10 +158,10 @@ def cases(kind: str, device: str) -> dict[str, Callable[[str], Job]]:
 
 def train(job: Job, device: str, store: Path, resumed: bool) -> dict[str, Any]:
     """Train from the start, or from the commit in the middle, to the end. Return the losses and the state's hash."""
-    settings = {"store": str(store), "every": SAVED, "metrics": {"enabled": False}}
+    settings = {"store": str(store), "every": SAVED, "metrics": {"enabled": False}, **job.settings}
     ckpt = monitor.attach(job.target, settings, state=job.state)
     first = ckpt.resume()
-    if first != (SAVED if resumed else 0):
+    if first != (0 if not resumed else STEPS if "journal" in job.settings else SAVED):
         raise RuntimeError(f"resumed at step {first}")
     if resumed and not (ckpt.certificate and ckpt.certificate.exact):
         raise RuntimeError(f"the resume was not exact: {ckpt.certificate}")
@@ -159,7 +174,11 @@ def train(job: Job, device: str, store: Path, resumed: bool) -> dict[str, Any]:
     pieces = adapter_for(job.target).held()
     held = {str(piece.fragment): digest(_bytes(piece.tensor)) for piece in pieces}
     draws = torch.rand(4, device=device).tolist()
-    return {"losses": {str(step): losses[step] for step in range(SAVED, STEPS)}, "state": held, "draws": draws}
+    return {
+        "losses": {str(step): loss for step, loss in losses.items() if step >= SAVED},
+        "state": held,
+        "draws": draws,
+    }
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
@@ -217,6 +236,8 @@ def main() -> int:
 
 def _row(name: str, whole: dict[str, Any], resumed: dict[str, Any]) -> dict[str, str]:
     errors = [found["error"] for found in (whole, resumed) if "error" in found]
+    if not errors and not resumed["losses"]:  # of the journal: nothing was left to train
+        whole = {**whole, "losses": {}}
     differing = [key for key in whole if not errors and whole[key] != resumed.get(key)]
     result = errors[0] if errors else f"differs: {', '.join(differing)}" if differing else "equal to the last bit"
     return {"name": name, "result": result}

@@ -44,8 +44,8 @@ def _union(text: LiteralString) -> WrapValidator:
 
 
 _STEPS = _union("it must be a number of steps >= 1, or auto")
-_STORE = _union("it must be a path, or a mapping: {{path: DIR, create: false}}")
-_STAGING = _union("it must be auto, eager, lazy, or a mapping: {{mode: auto, max_bytes: 8.0e+9}}, at least 2.0e+7")
+_STORE = _union("it must be a path, or a mapping: {path: DIR, create: false}")
+_STAGING = _union("it must be auto, eager, lazy, or a mapping: {mode: auto, max_bytes: 8.0e+9}, at least 2.0e+7")
 
 
 class Config(sections.Settings):
