@@ -127,10 +127,7 @@ def stalls(trainer: Trainer, folder: Path, rounds: int, profiled: bool = False) 
         ckpt.flush()
     if profiled:
         trainer.wait()
-        with cProfile.Profile() as profile:
-            _save(ckpt)
-        pstats.Stats(profile).sort_stats("tottime").print_stats(30)
-        pstats.Stats(profile).sort_stats("cumulative").print_stats(45)
+        _profile(lambda: _save(ckpt))
         ckpt.flush()
     ckpt.close(save=False)
     shutil.rmtree(folder / "lazy")
@@ -168,7 +165,7 @@ def peers(trainer: Trainer, folder: Path, stall: float) -> list[Figure]:
     ]
 
 
-def drift(trainer: Trainer, rounds: int) -> list[Figure]:
+def drift(trainer: Trainer, rounds: int, profiled: bool = False) -> list[Figure]:
     """Measure all state with the sketch, against ten steps and against reading it."""
     state, meter = trainer.state(), SketchMeter()
     pieces = [piece for unit in state.values() for piece in unit]
@@ -182,6 +179,8 @@ def drift(trainer: Trainer, rounds: int) -> list[Figure]:
     moved = [trainer.timed(lambda: [room.copy_(piece) for piece in pieces]) for _ in range(3 * rounds)]
     measured, read = statistics.median(seconds), statistics.median(moved) / 2  # a copy reads and writes
     step = trainer.timed(trainer.step)
+    if profiled:
+        _profile(lambda: measure_all(meter, state))
     return [
         Figure("drift pass", nbytes / measured / 1e9, "GB/s"),
         Figure("drift pass, time", measured / read, "x", "reading at the bandwidth of a copy", 1 / 0.6),
@@ -232,6 +231,13 @@ def _save(ckpt: monitor.Checkpointer) -> None:
         raise RuntimeError(f"nothing was saved: {report}")
 
 
+def _profile(call: Callable[[], object]) -> None:
+    with cProfile.Profile() as profile:
+        call()
+    for order in ("tottime", "cumulative"):
+        pstats.Stats(profile).sort_stats(order).print_stats(40)
+
+
 def _waited(ckpt: monitor.Checkpointer) -> float:
     return ckpt.metrics.registry.get_sample_value("driftpoint_copy_wait_seconds_sum") or 0.0
 
@@ -243,7 +249,7 @@ def main() -> int:
     parser.add_argument("--gigabytes", type=float, default=10.0)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a step")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--profile", action="store_true", help="print what the training thread does in a lazy save")
+    parser.add_argument("--profile", action="store_true", help="print what the training thread does")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
     trainer = Trainer(options.device, options.gigabytes, options.seconds)
@@ -255,7 +261,7 @@ def main() -> int:
 
     parts: list[Callable[[], list[Figure]]] = [
         lambda: stalls(trainer, folder, rounds, options.profile),
-        lambda: drift(trainer, rounds),
+        lambda: drift(trainer, rounds, options.profile),
         lambda: copies(trainer, folder, rounds),
         lambda: encodings(trainer, rounds),
         lambda: peers(trainer, folder, stall()),

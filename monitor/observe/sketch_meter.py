@@ -251,7 +251,7 @@ class SketchMeter(StagingMeter[Signature]):
                         length = self._chunk_lengths.setdefault(unit, _kernels().chunk_length(numel))
                         kinds.setdefault((pieces[0].device, pieces[0].dtype, length), {})[unit] = pieces
                 queued = {kind: self._batch(kind, found) for kind, found in kinds.items()}
-                runs = [(kinds[kind], batch.run()) for kind, batch in queued.items()]
+                runs = [(kinds[kind], batch, batch.run()) for kind, batch in queued.items()]
                 found = [self._of_batch(*run) for run in runs]
         except Exception as error:  # noqa: BLE001 - of the compiler of kernels too: units are measured one by one
             _log.warning("units are measured one by one from now on, since this failed for all at once: %r", error)
@@ -278,18 +278,21 @@ class SketchMeter(StagingMeter[Signature]):
         signs, order = signs.to(device, torch.int8), order.to(device, torch.int32)
         return _kernels().Tables(self._projection.width, offsets, signs, order)
 
-    def _of_batch(self, units: Mapping[Unit, Sequence[torch.Tensor]], signatures: torch.Tensor) -> dict[Unit, Measure]:
-        samples = [_sampled(pieces) for pieces in units.values()]
-        values = torch.cat([part for parts in samples for part in parts]).cpu().to(torch.float64)
-        values_of = torch.split(values, [sum(map(torch.numel, parts)) for parts in samples])
-        rows, thread, found = signatures.cpu().numpy(), threading.get_ident(), {}
-        for (unit, pieces), row, fine, sample in zip(
-            units.items(), rows, np.isfinite(rows).all(1), values_of, strict=True
-        ):
-            numels = tuple(map(torch.numel, pieces))
-            signature = Signature(torch.from_numpy(row.copy()), numels, bool(fine) or all_finite(pieces))
-            self._measured[thread, unit] = _Measured(signature, sample, _places(pieces))
-            found[unit] = self._compared(unit, signature)
+    def _of_batch(
+        self, units: Mapping[Unit, Sequence[torch.Tensor]], batch: Any, signatures: torch.Tensor
+    ) -> dict[Unit, Measure]:
+        """Return what a batch has queued. What needs no result is done while the device works."""
+        samples, places = [_sampled(pieces) for pieces in units.values()], list(map(_places, units.values()))
+        values = torch.cat([part for parts in samples for part in parts])
+        counts, numels = [sum(map(torch.numel, parts)) for parts in samples], list(map(_numels, units.values()))
+        known = [self._reference_for(unit, sizes) for unit, sizes in zip(units, numels, strict=True)]
+        moved = batch.distances(signatures, [None if one is None else one.values for one in known])
+        finite, rows = torch.isfinite(signatures).all(1).tolist(), signatures.cpu().numpy()
+        values_of, thread, found = torch.split(values.cpu().to(torch.float64), counts), threading.get_ident(), {}
+        for i, (unit, pieces) in enumerate(units.items()):
+            signature = Signature(torch.from_numpy(rows[i].copy()), numels[i], finite[i] or all_finite(pieces))
+            self._measured[thread, unit] = _Measured(signature, values_of[i], places[i])
+            found[unit] = _measure(signature, known[i], moved[i])
         return found
 
     def measure(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Measure:
@@ -304,23 +307,20 @@ class SketchMeter(StagingMeter[Signature]):
             return self._compared(unit, signature)
 
     def _compared(self, unit: Unit, signature: Signature) -> Measure:
-        reference = self._references.get(unit)
+        reference = self._reference_for(unit, signature.numels)
         if reference is None:
-            return Measure(0.0, 0.0, signature.finite, signature)
-        if reference.numels != signature.numels:
-            raise ValueError(
-                f"the pieces of {unit} have {signature.numels} elements, its reference {reference.numels}; "
-                "reset the unit first"
-            )
+            return _measure(signature, None, 0.0)
         with np.errstate(invalid="ignore", over="ignore"):
             moved = signature.values.numpy().astype(np.float64) - reference.values.numpy()
-            moved_sq, reference_sq = float(moved @ moved), reference.squared
-        return Measure(
-            moved_sq if math.isfinite(moved_sq) else math.inf,
-            reference_sq if math.isfinite(reference_sq) else 0.0,
-            signature.finite,
-            signature,
-        )
+            return _measure(signature, reference, float(moved @ moved))
+
+    def _reference_for(self, unit: Unit, numels: Sequence[int]) -> Signature | None:
+        reference = self._references.get(unit)
+        if reference is not None and reference.numels != numels:
+            raise ValueError(
+                f"the pieces of {unit} have {numels} elements, its reference {reference.numels}; reset the unit first"
+            )
+        return reference
 
     def reset(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> None:
         with self._lock:
@@ -351,7 +351,7 @@ class SketchMeter(StagingMeter[Signature]):
         return measured.signature
 
     def _reference_of(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Signature:
-        numels = tuple(piece.numel() for piece in pieces)
+        numels = _numels(pieces)
         if sum(numels) <= self._projection.width:
             values = _all_values(pieces)
         else:
@@ -366,6 +366,18 @@ class SketchMeter(StagingMeter[Signature]):
         return Signature(values, numels, finite)
 
 
+def _measure(signature: Signature, reference: Signature | None, moved_sq: float) -> Measure:
+    if reference is None:
+        return Measure(0.0, 0.0, signature.finite, signature)
+    squared = reference.squared
+    return Measure(
+        moved_sq if math.isfinite(moved_sq) else math.inf,
+        squared if math.isfinite(squared) else 0.0,
+        signature.finite,
+        signature,
+    )
+
+
 def _all_values(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return all values in one host tensor: float32 if that is lossless, else float64."""
     narrow = all(piece.dtype in (torch.float32, torch.bfloat16, torch.float16) for piece in pieces)
@@ -378,6 +390,10 @@ def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     if len({part.device for part in parts}) != 1:
         parts = [torch.empty(0, dtype=dtype), *(part.cpu() for part in parts)]
     return torch.cat(parts).cpu()  # cat copies even a single tensor: the values must not change with the state
+
+
+def _numels(pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    return tuple(map(torch.numel, pieces))
 
 
 def _places(pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import is_
 
 import numpy as np
 import numpy.typing as npt
@@ -107,11 +108,13 @@ class Batch:
         slots = tables.order.numel()
         self._group = min(self._count, max(1, _BOARDS // (4 * slots)))
         self._board = torch.empty(self._group * slots, device=device)
+        self._known: Sequence[torch.Tensor | None] = ()
+        self._references = self._board[:0]
 
     @property
     def nbytes(self) -> int:
         """Bytes of working memory on the device, tables of the projection aside."""
-        held = self._pointers, self._numels, self._offsets, self._signs, self._starts, self._board
+        held = self._pointers, self._numels, self._offsets, self._signs, self._starts, self._board, self._references
         return sum(tensor.nbytes for tensor in held)
 
     def run(self) -> torch.Tensor:
@@ -127,6 +130,15 @@ class Batch:
                 grid = triton.cdiv(tables.width, _BUCKETS), count
                 _sum[grid](self._board, tables.order, out, first, slots, rows, tables.width, step=_ROWS, size=_BUCKETS)
         return out
+
+    def distances(self, signatures: torch.Tensor, references: Sequence[torch.Tensor | None]) -> list[float]:
+        """Return the squared distance of each row to its reference on the host, or to zero; in float64."""
+        if len(self._known) != len(references) or not all(map(is_, self._known, references)):
+            nothing = torch.zeros(self.tables.width)
+            rows = [nothing if one is None else one for one in references]
+            self._known, self._references = references, torch.stack(rows).to(signatures.device)
+        found: list[float] = (signatures.double() - self._references).square_().sum(1).tolist()
+        return found
 
 
 def fits(pieces: Sequence[torch.Tensor]) -> bool:
