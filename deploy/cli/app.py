@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated, Protocol, runtime_checkable
+from typing import Annotated
 
 import typer
 
@@ -120,23 +120,14 @@ def _run(args: list[str], *, as_json: bool, debug: bool) -> int:
     return result if isinstance(result, int) else OK
 
 
-@runtime_checkable
-class _WrongUsage(Protocol):
-    """Usage error of typer, independent of the parser that it is built on."""
-
-    exit_code: int
-
-    def format_message(self) -> str: ...
-
-
 def _failed(error: Exception, *, as_json: bool) -> int:
     if isinstance(error, DriftpointError):
         kind, message, code = type(error).__name__, str(error), error.exit_code
-    elif isinstance(error, _WrongUsage):
+    elif (usage_message := getattr(error, "format_message", None)) is not None:  # of typer, whatever its parser is
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "driftpoint"
-        message = f"{error.format_message().rstrip('.')}; see `{command} --help`"
-        kind, code = UsageError.__name__, error.exit_code
+        message = f"{usage_message().rstrip('.')}; see `{command} --help`"
+        kind, code = UsageError.__name__, getattr(error, "exit_code", UsageError.exit_code)
     else:
         kind, code = type(error).__name__, DriftpointError.exit_code
         message = f"internal {kind}: {error} (run it again with --debug to see the traceback)"

@@ -66,7 +66,12 @@ def run(
     )
     security.check(host, "--host")
     options = Options(base, port, exit_idle, grace, host=host, security=security)
-    _log_to(log)
+    with system_errors("write", f"the log {log}"):
+        handler = logging.StreamHandler() if log is None else RotatingFileHandler(log, "a", _LOG_BYTES, 1)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger = logging.getLogger("driftpoint")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     os.chdir("/")
     Daemon(options).run()
 
@@ -86,11 +91,10 @@ def stop(*, memory: MemoryOption = Path("/dev/shm"), json: JsonOption = False, _
 
 
 def _draw(console: Console, report: protocol.Report) -> None:
-    port = report.url or "none: see the daemon's log"
     facts: dict[str, Text | str] = {
         "Daemon": f"process {report.pid}, since {report.started}",
         "Memory": report.base,
-        "Metrics": port,
+        "Metrics": report.url or "none: see the daemon's log",
         "Jobs": str(len(report.jobs)),
     }
     if report.refused:
@@ -129,12 +133,3 @@ def base_of(memory: Path) -> Path:
 def _absolute(path: Path | None) -> str | None:
     """Make a path absolute, because the daemon changes its working directory."""
     return None if path is None else str(base_of(path))
-
-
-def _log_to(path: Path | None) -> None:
-    with system_errors("write", f"the log {path}"):
-        handler = logging.StreamHandler() if path is None else RotatingFileHandler(path, "a", _LOG_BYTES, 1)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger = logging.getLogger("driftpoint")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)

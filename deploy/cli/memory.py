@@ -20,7 +20,7 @@ from store.memory.arena import is_owned
 from store.memory.cleanup import clear, used_bytes
 from store.memory.index import scan_node, seen_stores
 from store.memory.layout import Tier, tiers
-from store.memory.rescue import INCOMPLETE, WRITTEN, RescueResult, rescue_newest
+from store.memory.rescue import INCOMPLETE, WRITTEN, rescue_newest
 from store.text import listed
 
 app = typer.Typer(
@@ -139,11 +139,6 @@ def rescue(
         **{"store": str(store.absolute()), "outcome": done.outcome, "why": done.why},
         **{"save": None if save is None else save.name, "step": None if save is None else save.step},
     }
-    output.answer(body, lambda console: console.print(_text(done)), as_json=json)
+    text = "Nothing written" if save is None or done.outcome != WRITTEN else f"Committed step {save.step} from memory"
+    output.answer(body, lambda console: console.print(f"{text}: {done.why}."), as_json=json)
     raise typer.Exit(DriftpointError.exit_code if done.outcome == INCOMPLETE else OK)
-
-
-def _text(done: RescueResult) -> str:
-    if done.outcome == WRITTEN and done.manifest is not None:
-        return f"Committed step {done.manifest.step} from memory: {done.why}."
-    return f"Nothing written: {done.why}."

@@ -31,7 +31,6 @@ from store.location import is_url, place_of
 from store.text import listed
 
 if TYPE_CHECKING:
-    from merger.checkpoint import ChosenStep
     from merger.io.output_dir import SourceUse
     from merger.merge import MergeResult
     from merger.plan import MergeDraft, MergePlan, Request
@@ -277,17 +276,12 @@ def print_certificate(console: Console, certificate: Certificate, parameters: in
     from merger.checkpoint import changed_steps
 
     if steps := changed_steps(certificate):
-        console.print(step_table(steps))
+        table = output.table(output.number("Param group"), output.number("Optimizer step"), output.wide("Layers had"))
+        for step in steps:  # of a param group, or those of it with one step
+            had = "; ".join(f"{one.step:g}: {listed(one.layers, _NAMED)}" for one in step.had)
+            table.add_row(str(step.param_group), f"{step.chosen:g}", output.cell(had))
+        console.print(table)
         console.print()
-
-
-def step_table(steps: "Sequence[ChosenStep]") -> Table:
-    """Return a table with one row per param group (and step written, if a group has several)."""
-    table = output.table(output.number("Param group"), output.number("Optimizer step"), output.wide("Layers had"))
-    for step in steps:
-        had = "; ".join(f"{one.step:g}: {listed(one.layers, _NAMED)}" for one in step.had)
-        table.add_row(str(step.param_group), f"{step.chosen:g}", output.cell(had))
-    return table
 
 
 def kind_of(certificate: Certificate) -> Text:

@@ -17,7 +17,6 @@ from deploy.console import DebugOption, JsonOption, StoreArgument
 from deploy.exit_codes import OK, health
 from deploy.format import plural, size_text
 from deploy.store_status import epoch_owner, is_resumable, lock_owner, lock_owner_text, open_store
-from store.catalog import Catalog
 from store.location import is_url
 from store.names import SaveId
 from store.retention import EVERYTHING, PrunePlan, Retention, execute, plan_prune
@@ -57,7 +56,9 @@ def prune(
         code = OK if plan.blocked is None else health(resumable=is_resumable(catalog), damaged=True)
         if not dry_run and plan.blocked is None:
             execute(catalog.files, plan)
-    remarks = list(_remarks(store, plan, in_use_by, _foreign_owner(catalog)))
+    owner = epoch_owner(catalog, newest_epoch(catalog.files), [])
+    foreign = None if owner is None or owner.host == socket.gethostname() else owner.host
+    remarks = list(_remarks(store, plan, in_use_by, foreign))
     body = _as_json(store, plan, in_use_by, dry_run=dry_run)
     output.answer(body, lambda console: _draw(console, plan, remarks, dry_run=dry_run), as_json=json)
     raise typer.Exit(code)
@@ -118,8 +119,3 @@ def _remarks(root: Path, plan: PrunePlan, in_use_by: int | None, foreign: str | 
     if foreign is not None:
         lock = "An object store has no lock" if is_url(root) else "The lock covers this machine only"
         yield f"The newest job on this store ran on {foreign}. {lock}: make sure that no job is saving there."
-
-
-def _foreign_owner(catalog: Catalog) -> str | None:
-    owner = epoch_owner(catalog, newest_epoch(catalog.files), [])
-    return None if owner is None or owner.host == socket.gethostname() else owner.host

@@ -116,7 +116,11 @@ def _draw(
     damaged = "damaged: the tables show the commit as written, not its readable part"
     kind = resume_kind(certificate) if body["resumable"] or manifest.weights_only else damaged
     kind = f"weights only, cannot be resumed but exported; {kind}" if manifest.weights_only else kind
-    rows = {"Commit": _title(manifest), "Kind": kind, "Bytes": _bytes(manifest)}
+    title = (
+        f"{manifest.save}: step {manifest.step}, epoch {manifest.epoch}, {manifest.created}; "
+        f"{manifest.framework} on {plural(manifest.world_size, 'rank')}, policy {manifest.policy}"
+    )
+    rows = {"Commit": title, "Kind": kind, "Bytes": _bytes(manifest)}
     if body["suspect"]:
         rows["Suspect"] = f"jobs that resumed from it died: {body['suspect']}; a resume prefers older commits"
     if body["goes_on_at"] is not None:
@@ -131,13 +135,6 @@ def _draw(
     console.print()
     console.print(tables.slot_table(certificate.units, parameters(manifest)))
     output.problems(console, body["problems"])
-
-
-def _title(manifest: ManifestRecord) -> str:
-    return (
-        f"{manifest.save}: step {manifest.step}, epoch {manifest.epoch}, {manifest.created}; "
-        f"{manifest.framework} on {plural(manifest.world_size, 'rank')}, policy {manifest.policy}"
-    )
 
 
 def _bytes(manifest: ManifestRecord) -> str:

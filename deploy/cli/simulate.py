@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -139,14 +139,9 @@ def check_numbers(values: Mapping[str, float | None], *, above_zero: bool) -> No
 
 def answer(found: "Simulation", *, as_json: bool, assumed: Mapping[str, str] | None = None) -> None:
     """Print the result. ``assumed`` holds the assumptions of an estimate with their sources."""
-    body = _simulation_json(found, assumed)
-    output.answer(body, lambda console: draw(console, found, assumed or {}), as_json=as_json)
-
-
-def _simulation_json(found: "Simulation", assumed: Mapping[str, str] | None) -> dict[str, Any]:
     from deploy.simulate.simulation import step_seconds, summary_json
 
-    return {
+    body = {
         "decisions": len(found.run.decisions),
         "hours": found.run.seconds / 3600,
         "step_seconds": step_seconds(found.run),
@@ -156,6 +151,7 @@ def _simulation_json(found: "Simulation", assumed: Mapping[str, str] | None) -> 
         "configurations": [summary_json(one, found.baseline) for one in found.summaries],
         "notes": list(found.notes),
     }
+    output.answer(body, lambda console: draw(console, found, assumed or {}), as_json=as_json)
 
 
 def draw(console: Console, found: "Simulation", assumed: Mapping[str, str]) -> None:

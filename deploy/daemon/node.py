@@ -188,7 +188,7 @@ class Node:
         self._cleaning: dict[str, dict[Path, RescueResult | None]] = {}  # by store id: rescues of old memory
         self._started = datetime.now(UTC).isoformat(timespec="seconds")
         self._needed = time.monotonic()
-        self._rescuer = Rescuer(options.base, self._rescued, self._on_rescue_started)
+        self.rescuer = Rescuer(options.base, self._rescued, self._on_rescue_started)
 
     def rescue_leftovers(self) -> None:
         """Rescue snapshots of jobs that died together with the previous daemon."""
@@ -196,19 +196,15 @@ class Node:
             for tier in tiers(self.options.base):
                 places = self._known.places(tier.store_id)
                 for path in places:
-                    self._rescuer.ask(RescueRequest(path, tier.store_id, None))
+                    self.rescuer.ask(RescueRequest(path, tier.store_id, None))
                 if not places and oldest_version_seconds(tier) > 0.0:
                     _log.warning("%s; `driftpoint rescue STORE` commits them", _unknown_place(tier))
         except StorageError as error:
             _log.warning("cannot read the snapshots in memory: %s", error)
 
-    @property
-    def busy(self) -> bool:
-        return self._rescuer.busy
-
     def idle_seconds(self) -> float:
         """Return the seconds since the daemon was last needed."""
-        if self.busy or self._retrying or any(True for _ in self._jobs):
+        if self.rescuer.busy or self._retrying or any(True for _ in self._jobs):
             self._needed = time.monotonic()
         return time.monotonic() - self._needed
 
@@ -231,17 +227,13 @@ class Node:
                 )
             self._cleaning[tier.store_id] = dict.fromkeys(places)
             for path in places:
-                self._rescuer.ask(RescueRequest(path, tier.store_id, None, old=True))
+                self.rescuer.ask(RescueRequest(path, tier.store_id, None, old=True))
 
     async def wait_for_deaths(self, seconds: float) -> None:
         """Wait up to ``seconds`` for jobs to die, because a session's end terminates daemon and trainers together."""
         deadline = time.monotonic() + seconds
         while any(job.living for job in self._jobs) and time.monotonic() < deadline:
             await asyncio.sleep(_POLL_SECONDS)
-
-    async def end(self, grace: float) -> bool:
-        """Finish the rescues of dead jobs within ``grace`` seconds; return whether that succeeded."""
-        return await self._rescuer.end(grace)
 
     # Jobs.
 
@@ -256,7 +248,7 @@ class Node:
         except DaemonError:
             _close(end)
             raise
-        dropped = self._rescuer.drop(Path(hello.store))
+        dropped = self.rescuer.drop(Path(hello.store))
         _log.info("rank %d of %d of %s is process %d", hello.rank, hello.world_size, hello.store, pid)
         if older or dropped:
             _log.info("epoch %d of %s takes over the snapshots of older ones", hello.epoch, hello.store)
@@ -294,7 +286,7 @@ class Node:
         self._needed = time.monotonic()
         if self._jobs.ended(job, member):
             _log.warning("the job on %s died", job.hello.store)
-            self._rescuer.ask(RescueRequest(Path(job.hello.store), job.hello.store_id, job.hello.epoch))
+            self.rescuer.ask(RescueRequest(Path(job.hello.store), job.hello.store_id, job.hello.epoch))
         elif not member.clean and job.living:
             _log.warning("rank %d of %s died (process %d)", member.rank, job.hello.store, member.pid)
             self._loop.call_later(self.options.survivors, self._name_survivors, job)
@@ -376,7 +368,7 @@ class Node:
 
     def _ask_again(self, request: RescueRequest) -> None:
         self._retrying -= 1
-        self._rescuer.ask(request)
+        self.rescuer.ask(request)
 
     def report(self) -> Report:
         return Report(

@@ -159,7 +159,7 @@ class Daemon:
                 await self._send(one, protocol.ShuttingDown(pid=os.getpid()))
             one.writer.close()
         await self._node.wait_for_deaths(self._deaths_seconds)
-        if not await self._node.end(self._options.grace):
+        if not await self._node.rescuer.end(self._options.grace):
             _log.warning(
                 "the rescue in progress did not finish within %.0f s; the next daemon completes it", self._options.grace
             )
@@ -244,7 +244,7 @@ class Daemon:
             if idle is not None and self._node.idle_seconds() >= idle:
                 _log.info("no job for %.0f s", idle)
                 self._ending.set()
-            if time.monotonic() - cleaned >= _CLEANUP_SECONDS and not self._node.busy:
+            if time.monotonic() - cleaned >= _CLEANUP_SECONDS and not self._node.rescuer.busy:
                 cleaned = time.monotonic()
                 await self._node.clean()
 

@@ -166,7 +166,8 @@ def simulated(
     for one in (plans.SimulationRequest(BASELINE, Config(every=recorded.every)), *wanted):
         notes += plans.remarks(one, run)
         replayed = replay(run, plans.plan_of(one, run, costs))
-        summaries.append(summary_of(replayed, run, terms))
+        ranks = run.segments[-1].job.world_size
+        summaries.append(Summary(one.name, replayed, run.seconds, step_seconds(run), ranks, terms))
         if replayed.failures:
             first = replayed.failures[0]
             notes.append(
@@ -244,11 +245,6 @@ def _notes(trace: Trace, run: Run, recorded: Config, costs: Costs | None) -> lis
     if recorded.encode == "staging":
         found.append("stall is computed from raw bytes, though this run copied encoded ones")
     return found
-
-
-def summary_of(replayed: ReplayResult, run: Run, terms: Terms) -> Summary:
-    """Summarise a replay of ``run``."""
-    return Summary(replayed.plan.name, replayed, run.seconds, step_seconds(run), run.segments[-1].job.world_size, terms)
 
 
 def over(summaries: Sequence[Summary], since: Position | None) -> tuple[Summary, ...]:
