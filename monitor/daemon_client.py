@@ -16,8 +16,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from typing_extensions import override
-
 from monitor.config.schema import DaemonSettings
 from monitor.events import AttachEvent, CommitEvent, MemoryEvent, SaveListener
 from monitor.telemetry.metrics import Metrics
@@ -64,7 +62,6 @@ class DaemonClient(SaveListener):
         self._received = b""  # an incomplete line of the daemon's
         self._last_warning = ""
 
-    @override
     def on_attach(self, event: AttachEvent) -> None:
         if not self._settings.enabled or event.store_id is None or self._thread is not None:
             return
@@ -73,18 +70,15 @@ class DaemonClient(SaveListener):
         self._thread = threading.Thread(target=self._work, name="driftpoint-daemon-link", daemon=True)
         self._thread.start()
 
-    @override
     def on_commit(self, event: CommitEvent) -> None:
         self._update(lambda status: status.model_copy(update={"committed": event.save.name}))
 
-    @override
     def on_memory(self, event: MemoryEvent) -> None:
         snapshot = event.snapshot
         if snapshot is not None:
             self._update(lambda status: status.model_copy(update={"memory": snapshot.name}))
 
-    @override
-    def on_close(self, clean: bool, timeout: float) -> None:
+    def on_close(self, clean: bool, timeout: float) -> None:  # noqa: ARG002 - the event's
         if self._thread is None or os.getpid() != self._pid:
             return
         with self._lock:

@@ -3,8 +3,6 @@
 import logging
 from collections.abc import Mapping, Sequence
 
-from typing_extensions import override
-
 from monitor.events import CommitEvent, DecisionEvent, SaveBeginEvent, SaveListener
 from monitor.telemetry.metrics import Metrics
 from policies.accounting import BYTES, STALL, STORAGE, Account, Widened
@@ -82,19 +80,15 @@ class BudgetTracker(SaveListener):
         self._account.committed(written, seconds)
         self._update_gauge(None)
 
-    @override
     def on_save_begin(self, event: SaveBeginEvent) -> None:
         self.begin(event.step, event.decided.stats, event.decided.saved, event.first)
 
-    @override
     def on_decision(self, event: DecisionEvent) -> None:
         self._account.stalled(event.stall)
 
-    @override
     def on_copy_wait(self, seconds: float) -> None:
         self._account.stalled(seconds)
 
-    @override
     def on_commit(self, event: CommitEvent) -> None:
         self.committed(event.written_bytes, event.seconds)
         units, save = event.drawn.manifest.units, event.save.name

@@ -26,7 +26,7 @@ DECLARED = {
     "safetensors",
     "torch",
 }
-DECLARED |= {"typer", "typing_extensions", "xxhash", "yaml", "zstandard"}
+DECLARED |= {"typer", "xxhash", "yaml", "zstandard"}
 """What ``pip install driftpoint`` brings; pydantic_core comes with pydantic."""
 
 HIDING = """
