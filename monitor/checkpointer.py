@@ -211,7 +211,9 @@ class Checkpointer:
         began = time.perf_counter()
         self._require_open()
         self._misuse.stepped()
-        if not self._count_step():
+        counted = self._job.completed_steps()
+        before, self._step = self._step, self._step + 1 if counted is None else counted
+        if self._step == before:  # a micro step of gradient accumulation
             return None
         self._listeners.on_step(self._step, began)
         report = self._misuse.watched(lambda: self._on_all_ranks(partial(self._step_on_all_ranks, began), began))
@@ -405,12 +407,6 @@ class Checkpointer:
             self._preemption.leave()
             _log.error("step %d: nothing is saved from now on, restart the job: %s", self._step, error)
         return first
-
-    def _count_step(self) -> bool:
-        """Return False on a micro step of gradient accumulation."""
-        counted = self._job.completed_steps()
-        before, self._step = self._step, self._step + 1 if counted is None else counted
-        return self._step != before
 
     def _require_open(self) -> None:
         if self._closed:

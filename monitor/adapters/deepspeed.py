@@ -374,18 +374,14 @@ class Zero3Adapter(_SteppedAdapter):
             "partition_count": int(self._zero.partition_count),
             "param_groups": [{"params": fqns} for fqns, _ in self._groups()],
             "sub_groups": [
-                self._sub_group_facts(*sub_group)
-                for sub_group in zip(self.flats(), self._zero.fp16_groups, strict=True)
+                {
+                    "params": list(flat.fqns),
+                    "param_group": flat.group,
+                    "partition_numels": (slices := [int(parameter.partition_numel()) for parameter in params]),
+                    "flat_numel": sum(slices),
+                }
+                for flat, params in zip(self.flats(), self._zero.fp16_groups, strict=True)
             ],
-        }
-
-    def _sub_group_facts(self, flat: FlatPartition, params: Any) -> dict[str, Any]:
-        slices = [int(parameter.partition_numel()) for parameter in params]
-        return {
-            "params": list(flat.fqns),
-            "param_group": flat.group,
-            "partition_numels": slices,
-            "flat_numel": sum(slices),
         }
 
 

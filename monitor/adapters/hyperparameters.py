@@ -272,17 +272,14 @@ def _check_same_shape(index: int, key: str, live: Any, value: Any) -> None:
         return
     number = isinstance(value, bool | int | float)
     shape = value.shape if isinstance(value, torch.Tensor) else torch.Size() if number else None
-    if shape is None or not _can_broadcast(shape, live.shape):
+    # copy_() broadcasts what fits, as it does for a number.
+    ends = () if shape is None else zip(reversed(shape), reversed(live.shape), strict=False)
+    if shape is None or len(shape) > live.ndim or any(size not in (1, whole) for size, whole in ends):
         raise ModelMismatchError(
             f"{key!r} of param group {index} is a tensor of shape {tuple(live.shape)} here and was saved as "
             f"{value if shape is None or number else f'one of shape {tuple(shape)}'}; configure the optimizer as "
             "in the run that was saved"
         )
-
-
-def _can_broadcast(shape: torch.Size, live: torch.Size) -> bool:
-    """Return whether ``copy_`` would broadcast ``shape`` to ``live``, as it does for a number."""
-    return len(shape) <= len(live) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(live), strict=False))
 
 
 def _hyper_for(index: int, fqns: Sequence[str], hyper_of: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:

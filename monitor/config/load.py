@@ -195,7 +195,9 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
         if "policy" in values:  # a policy file is named relative to the configuration's folder
             values["policy"] = anchored(values["policy"], Path(source).parent)
         config = _validate(values, str(source))
-    _check_endpoints(config)
+    security, metrics, daemon = config.metrics.security(), config.metrics, config.daemon
+    security.check(metrics.host if metrics.enabled else LOOPBACK, "metrics.host")
+    security.check(daemon.host if daemon.enabled else LOOPBACK, "daemon.host")
     _check_known("preemption.signals", config.preemption.signals, sections.SIGNALS)
     return config
 
@@ -238,13 +240,6 @@ def _check_location(config: Config) -> None:
         raise ConfigError(
             f"s3: the section is used by s3://, az:// and gs:// stores only, and the store is {place}: remove it"
         )
-
-
-def _check_endpoints(config: Config) -> None:
-    """Raise ConfigError if an endpoint that other machines reach has neither TLS nor ``insecure: true``."""
-    security, metrics, daemon = config.metrics.security(), config.metrics, config.daemon
-    security.check(metrics.host if metrics.enabled else LOOPBACK, "metrics.host")
-    security.check(daemon.host if daemon.enabled else LOOPBACK, "daemon.host")
 
 
 def _check_divisors(encodings: Mapping[str, str]) -> None:

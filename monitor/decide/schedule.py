@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Literal
 
-from typing_extensions import override
-
 from monitor.config.schema import AutoSettings
 from monitor.events import AttachEvent, CommitEvent, DecisionEvent, SaveListener
 from monitor.telemetry.metrics import Metrics
@@ -110,25 +108,20 @@ class Schedule(SaveListener, ABC):
         self.timing = StepTiming()  # measurements of this rank; only those of rank 0 are used
         self._metrics = metrics
 
-    @override
     def on_attach(self, event: AttachEvent) -> None:
         if event.rank == 0:
             # Evaluated at each scrape, in its thread, so that steps do not pay for it.
             self._metrics.gauge("step_seconds").set_function(lambda: self.timing.step or 0.0)
 
-    @override
-    def on_step(self, step: int, at: float) -> None:
+    def on_step(self, step: int, at: float) -> None:  # noqa: ARG002 - the event's
         self.timing.stepped(at)
 
-    @override
     def on_decision(self, event: DecisionEvent) -> None:
         self.timing.stalled(event.stall, counts=event.decided is not None and not event.decided.forced)
 
-    @override
     def on_copy_wait(self, seconds: float) -> None:
         self.timing.waited(seconds)
 
-    @override
     def on_commit(self, event: CommitEvent) -> None:
         self.timing.committed(event.seconds)
 
@@ -161,7 +154,6 @@ class FixedInterval(Schedule):
         self._every = every
         metrics.gauge("decision_interval_steps").set(every)
 
-    @override
     def due(self, step: int) -> bool:
         return step % self._every == 0
 
@@ -195,38 +187,34 @@ class AdaptiveInterval(Schedule):
         self._warned_slow = False
         metrics.gauge("decision_interval_steps").set(self._first)
 
-    @override
     def count(self, interruptions: int, rank_seconds: float) -> None:
         self._before = (interruptions, rank_seconds)
         self._metrics.gauge("interruptions").set(interruptions)
 
-    @override
     def restart(self) -> None:
         self._next = None
         self._attempts = 0
         self.timing.restart()
 
-    @override
     def due(self, step: int) -> bool:
         # The first decision comes soon: its measurements determine the next ones.
         if self._next is None:
             self._next = step - 1 + self._first
         return step >= self._next
 
-    @override
     def choose(self) -> int | None:
-        measured, per_hour = self.timing.measured(), self._per_hour()
+        measured, (interruptions, rank_seconds) = self.timing.measured(), self._before
+        own = self._world_size * max(0.0, self._clock() - self._began)  # the clock may have gone back
+        per_hour = self._prior.expected_per_hour(interruptions, (rank_seconds + own) / 3600.0)
         interval = next_interval(self._interval, measured, per_hour, self._limits)
         self._report(interval, measured, per_hour)
         return interval.steps
 
-    @override
     def agreed(self, step: int, interval: int | None) -> None:
         self._interval = interval or self._interval
         self._next = step + self._interval
         self._attempts = 0
 
-    @override
     def put_off(self, step: int, busy: bool) -> None:
         # If a save is running, retry with exponential backoff: at most twice the time of the save is lost.
         wait = self._interval
@@ -234,11 +222,6 @@ class AdaptiveInterval(Schedule):
             wait = max(1, self._interval // 4) << min(self._attempts, 40)
             self._attempts += 1
         self._next = step + min(wait, self._limits.max_staleness or wait)
-
-    def _per_hour(self) -> float:
-        interruptions, rank_seconds = self._before
-        own = self._world_size * max(0.0, self._clock() - self._began)  # the clock may have gone back
-        return self._prior.expected_per_hour(interruptions, (rank_seconds + own) / 3600.0)
 
     def _report(self, interval: Interval, measured: Measured, per_hour: float) -> None:
         self._metrics.gauge("decision_interval_steps").set(interval.steps)

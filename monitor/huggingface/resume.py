@@ -210,7 +210,9 @@ def trainer_state(
     """Return the Trainer's state as rank 0 stored it. An imported commit has only the step. Collective."""
     step = prediction.save.step
     if saved is None:
-        state: dict[str, Any] = {"global_step": step, **_state_from_arguments(args)}
+        steps = {name: getattr(args, name) for name in ("logging_steps", "eval_steps", "save_steps")}
+        known = {name: int(value) for name, value in steps.items() if value is not None and value >= 1}  # else a share
+        state: dict[str, Any] = {"global_step": step, "train_batch_size": args.train_batch_size, **known}
     else:
         state = json.loads(group.broadcast(saved["trainer"]))
         length = TrainingLength(**saved["length"])
@@ -227,13 +229,6 @@ def trainer_state(
     attributes = {"save": prediction.save.name, "memory": prediction.memory}
     callbacks = dict(state.get("stateful_callbacks") or {})
     return {**state, "stateful_callbacks": {**callbacks, PLAN: {"args": {}, "attributes": attributes}}}
-
-
-def _state_from_arguments(args: Any) -> dict[str, Any]:
-    """Return the part of the Trainer's state that follows from its arguments, where no state was stored."""
-    steps = {name: getattr(args, name) for name in ("logging_steps", "eval_steps", "save_steps")}
-    known = {name: int(value) for name, value in steps.items() if value is not None and value >= 1}  # else a share
-    return {"train_batch_size": args.train_batch_size, **known}
 
 
 def _is_done(step: int, length: TrainingLength, args: Any) -> bool:

@@ -89,7 +89,10 @@ def find_newest_snapshot(
         if found is None or candidate is None:
             continue
         if replication is not None and replication.reachable:
-            return over(_with_remote(found, reports, replication), replicas=_replicas_of(name, reports))
+            replication.serve({(found.save, rank): payload for rank, payload in found.payloads.items()})
+            remote = replication.remote_nodes([report.versions.get(name, {}) for report in reports])
+            far = {rank: partial(node.read, found.save, rank) for rank, node in remote.items()}
+            return over(replace(found, far=far), replicas=_replicas_of(name, reports))
         lent = _broadcast_missing(candidate.catalog, candidate.commit, found, adapter, group)
         if lent is not None:
             return over(replace(found, lent=lent), replicas=_replicas_of(name, reports))
@@ -167,14 +170,6 @@ def _newest_commit(catalog: Catalog) -> _NewestCommit | None:
     except StoreError:
         return None  # a resume from the store reports it
     return _NewestCommit(manifest.save, manifest.oldest)
-
-
-def _with_remote(found: MemoryVersion, reports: list[_NodeReport], replication: Replication) -> MemoryVersion:
-    """Add the payloads on other nodes to the snapshot, and serve those on this node to other ranks."""
-    name = found.save.name
-    replication.serve({(found.save, rank): payload for rank, payload in found.payloads.items()})
-    far = replication.remote_nodes([report.versions.get(name, {}) for report in reports])
-    return replace(found, far={rank: partial(node.read, found.save, rank) for rank, node in far.items()})
 
 
 def _replicas_of(name: str, reports: list[_NodeReport]) -> frozenset[int]:

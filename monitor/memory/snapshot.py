@@ -294,7 +294,10 @@ class _Placed:
         for unit, layout in layouts.items():
             places = by_unit.setdefault(unit, [])
             for fragment, dtype in zip(layout.fragments, layout.dtypes, strict=True):
-                encoding, nbytes = _stored_as(unit, fragment.numel, dtype, encodings)
+                encoding = encodings.get(unit.slot, RAW)
+                if not encoding_named(encoding).applies(dtype_name(dtype)):
+                    encoding = RAW
+                nbytes = encoding_named(encoding).stored_bytes(fragment.numel, dtype_name(dtype))
                 places.append(Placement(unit, fragment, dtype, encoding, end, nbytes))
                 end = -(-(end + nbytes) // _ALIGN) * _ALIGN
         offsets = {unit: np.array([one.offset for one in places], np.int64) for unit, places in by_unit.items()}
@@ -324,14 +327,6 @@ def _copies(places: Sequence[Placement], memory: Any) -> list[torch.Tensor]:
 
 def _moving(local: Mapping[Unit, LocalUnit]) -> dict[Unit, LocalUnit]:
     return {unit: part for unit, part in local.items() if unit.slot != FROZEN}
-
-
-def _stored_as(unit: Unit, numel: int, dtype: torch.dtype, encodings: Mapping[str, str]) -> tuple[str, int]:
-    """Return the encoding of a piece and its encoded bytes."""
-    name, encoding = dtype_name(dtype), encodings.get(unit.slot, RAW)
-    if not encoding_named(encoding).applies(name):
-        encoding = RAW
-    return encoding, encoding_named(encoding).stored_bytes(numel, name)
 
 
 def _require_finite(one: Placement, copy: torch.Tensor, encoded: EncodedCopy | None) -> None:

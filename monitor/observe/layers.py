@@ -141,21 +141,16 @@ def _tree(module: nn.Module, fqns: Sequence[str]) -> _Node:
         *path, attribute = (part for part in fqn.split(".") if part not in _TRANSPARENT)
         node = root
         for part in path:
-            node = _descend(node, part, fqn)
+            if part not in node.children:
+                child = node.module._modules.get(part)
+                if child is None:
+                    raise _unknown(fqn)
+                node.children[part] = _Node(f"{node.path}.{part}" if node.path else part, _unwrap(child))
+            node = node.children[part]
         if attribute not in node.module._parameters and attribute not in node.module._buffers:
             raise _unknown(fqn)
         node.own[attribute] = fqn
     return root
-
-
-def _descend(node: _Node, part: str, fqn: str) -> _Node:
-    if part not in node.children:
-        child = node.module._modules.get(part)
-        if child is None:
-            raise _unknown(fqn)
-        path = f"{node.path}.{part}" if node.path else part
-        node.children[part] = _Node(path, _unwrap(child))
-    return node.children[part]
 
 
 def _unwrap(module: nn.Module) -> nn.Module:
@@ -198,7 +193,8 @@ def _block(node: _Node, experts: bool) -> Iterator[_Group]:
 
 
 def _experts(node: _Node) -> Iterator[_Group]:
-    if _is_fused_bank(node):
+    firsts = [shape[0] for shape in node.shapes().values() if len(shape) == 3]
+    if len(firsts) >= 2 and len(set(firsts)) == 1 and firsts[0] >= 2:  # a fused bank of experts
         yield _Group(node.path, True, tuple(node.fqns()))
         return
     # The children of a Sequential inside a block run one after the other, so they are not experts.
@@ -208,11 +204,6 @@ def _experts(node: _Node) -> Iterator[_Group]:
             yield _Group(child.path, True, tuple(child.fqns()))
         else:
             yield from _experts(child)
-
-
-def _is_fused_bank(node: _Node) -> bool:
-    firsts = [shape[0] for shape in node.shapes().values() if len(shape) == 3]
-    return len(firsts) >= 2 and len(set(firsts)) == 1 and firsts[0] >= 2
 
 
 def _stacked(node: _Node) -> set[str]:

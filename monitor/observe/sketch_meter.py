@@ -268,15 +268,16 @@ class SketchMeter(StagingMeter[Signature]):
         known = self._batches.get(kind)
         if known is None or known[0] != places:
             self._batches.pop(kind, None)
-            tables = known[1].tables if known is not None else self._tables_on(kind[0], kind[2])
+            if known is None:
+                device, _, length = kind
+                offsets, signs, order = _tables(self._projection.width, length, self._projection.seed)
+                signs, order = signs.to(device, torch.int8), order.to(device, torch.int32)
+                tables = _kernels().Tables(self._projection.width, offsets, signs, order)
+            else:
+                tables = known[1].tables
             draws = [partial(self._projection.draws, _key(unit)) for unit in units]
             self._batches[kind] = places, _kernels().Batch(list(units.values()), draws, tables)
         return self._batches[kind][1]
-
-    def _tables_on(self, device: torch.device, length: int) -> Any:
-        offsets, signs, order = _tables(self._projection.width, length, self._projection.seed)
-        signs, order = signs.to(device, torch.int8), order.to(device, torch.int32)
-        return _kernels().Tables(self._projection.width, offsets, signs, order)
 
     def _of_batch(
         self, units: Mapping[Unit, Sequence[torch.Tensor]], batch: Any, signatures: torch.Tensor
@@ -353,7 +354,8 @@ class SketchMeter(StagingMeter[Signature]):
     def _reference_of(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Signature:
         numels = _numels(pieces)
         if sum(numels) <= self._projection.width:
-            values = _all_values(pieces)
+            lossless = all(piece.dtype in (torch.float32, torch.bfloat16, torch.float16) for piece in pieces)
+            values = _joined(pieces, torch.float32 if lossless else torch.float64)
         else:
             length = self._chunk_lengths.get(unit)
             if length is None:
@@ -376,12 +378,6 @@ def _measure(signature: Signature, reference: Signature | None, moved_sq: float)
         signature.finite,
         signature,
     )
-
-
-def _all_values(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return all values in one host tensor: float32 if that is lossless, else float64."""
-    narrow = all(piece.dtype in (torch.float32, torch.bfloat16, torch.float16) for piece in pieces)
-    return _joined(pieces, torch.float32 if narrow else torch.float64)
 
 
 def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

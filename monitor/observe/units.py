@@ -6,7 +6,7 @@ step and parameters may be unfrozen.
 
 import logging
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -81,7 +81,10 @@ class LocalUnit:
     def pieces(self) -> tuple[Piece, ...]:
         """The pieces, with their live memory."""
         if self._pieces is None:
-            self._pieces = tuple(map(Piece, self.layout.fragments, self._views()))
+            self._pieces = tuple(
+                Piece(fragment, self.owners[index].detach().view(-1).narrow(0, first, fragment.numel))
+                for (index, first), fragment in zip(self.layout.spans or (), self.layout.fragments, strict=True)
+            )
         return self._pieces
 
     @property
@@ -94,10 +97,6 @@ class LocalUnit:
         """The tensor that each piece lies in."""
         spans = self.layout.spans
         return self.owners if spans is None else [self.owners[index] for index, _ in spans]
-
-    def _views(self) -> Iterator[torch.Tensor]:
-        for (index, first), fragment in zip(self.layout.spans or (), self.layout.fragments, strict=True):
-            yield self.owners[index].detach().view(-1).narrow(0, first, fragment.numel)
 
 
 @dataclass(frozen=True)

@@ -163,11 +163,6 @@ class CheckedValues:
     payloads: OpenPayloads
     copies: Sequence[Copy[Source]]
 
-    def in_tensor(self, tensor: torch.Tensor) -> bool:
-        """Return whether a live tensor holds the values."""
-        parts = ((as_bytes(tensor[c.target_start :][: c.numel].cpu()), c.source.entry) for c in self.copies)
-        return all(digest(part) == entry.xxh3_128 for part, entry in parts)
-
     def load(self, tensor: torch.Tensor) -> None:
         """Fill a live tensor. After an error its values are undefined."""
         for copy in self.copies:
@@ -218,10 +213,11 @@ class ReadResult:
         yield from (small[start : start + _LOADED_AT_ONCE] for start in range(0, len(small), _LOADED_AT_ONCE))
 
     def _is_loaded(self, piece: Piece) -> bool:
-        values = self.values[piece.fragment]
+        values, live = self.values[piece.fragment], piece.tensor
         if isinstance(values, CheckedValues):
-            return values.in_tensor(piece.tensor)
-        return torch.equal(values.to(piece.tensor.dtype).view(torch.uint8), piece.tensor.cpu().view(torch.uint8))
+            parts = ((as_bytes(live[c.target_start :][: c.numel].cpu()), c.source.entry) for c in values.copies)
+            return all(digest(part) == entry.xxh3_128 for part, entry in parts)
+        return torch.equal(values.to(live.dtype).view(torch.uint8), live.cpu().view(torch.uint8))
 
     def _load(self, pieces: Sequence[Piece]) -> None:
         targets, sources = [], []
@@ -309,7 +305,12 @@ def _wanted(
         return None
     copies, dtype = index.cover(stored), torch_dtype(index.dtype(stored.fqn, stored.slot) or "")
     large = stored.numel * dtype.itemsize > _SMALL
-    again = large and dtype == place.dtype and not place.new and all(_is_repeatable(payloads, c) for c in copies)
+    again = (
+        large
+        and dtype == place.dtype
+        and not place.new
+        and all(_is_plain(copy) and payloads.repeatable(byte_range(copy.source)[0]) for copy in copies)
+    )
     source = copies[0].source
     small = (
         not large and len(copies) == 1 and dtype == place.dtype == torch_dtype(source.dtype) and _is_plain(copies[0])
@@ -353,10 +354,6 @@ def _is_plain(copy: Copy[Source]) -> bool:
     """Return whether the values are a whole stored fragment, byte by byte."""
     entry = copy.source.entry
     return entry.encoding == RAW and entry.packing is None and copy.numel == entry.numel and copy.steps is None
-
-
-def _is_repeatable(payloads: OpenPayloads, copy: Copy[Source]) -> bool:
-    return _is_plain(copy) and payloads.repeatable(byte_range(copy.source)[0])
 
 
 def _stored_fragment(index: FragmentIndex[Source], fragment: Fragment, notes: list[str]) -> Fragment | None:

@@ -278,7 +278,8 @@ class TrackedCopy:
         held, rest = plan.parts(self._blocks)
         self._storages = [owner.untyped_storage() for owner in {id(owners[at]): owners[at] for at in held}.values()]
         self._places = [storage.data_ptr() for storage in self._storages]
-        _copy_now(*rest)
+        for target, source, size in zip(*rest, strict=True):  # of memory that is not gone, and visible to this host
+            (_move if size < _LEAST else ctypes.memmove)(target, source, size)
 
     def _end(self) -> None:
         self._blocks.clear()  # pages that an error left protected only cost a fault each when they are written
@@ -344,12 +345,6 @@ _move = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, cty
     ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
 )
 """``memmove`` that keeps the interpreter's lock: a small copy takes less time than to get the lock back."""
-
-
-def _copy_now(targets: list[int], sources: list[int], sizes: list[int]) -> None:
-    """Copy many regions of memory that is not gone, of this host or visible to it."""
-    for target, source, size in zip(targets, sources, sizes, strict=True):
-        (_move if size < _LEAST else ctypes.memmove)(target, source, size)
 
 
 def write_tracker() -> WriteTracker | None:
