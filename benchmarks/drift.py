@@ -176,12 +176,17 @@ def speed() -> list[Figure]:
     def ratio(name: str) -> float:
         return statistics.median(a / b for a, b in zip(times[name], times["copy"], strict=True))
 
+    measured = meter._measured.values()
+    signatures = sum(one.signature.values.nbytes + (0 if one.sample is None else one.sample.nbytes) for one in measured)
+    signatures += sum(one.values.nbytes for one in meter._references.values())
+    parts = [part for board in meter._projection._boards.values() for part in vars(board).values()]
+    boards = sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
     return [
         Figure("pass, time", ratio("sketch"), "x", "copy of the same bytes, one thread"),
         Figure("row-vector pass, time", ratio("rows"), "x", "copy of the same bytes, one thread"),
         Figure("pass, speed", size / statistics.median(times["sketch"]) / 1e9, "GB/s", "reading, one thread"),
-        Figure("signatures, most ever", 100 * meter.memory_bytes / size, "%", "shard of 50 M parameters", 0.5),
-        Figure("tables and boards", meter.scratch_bytes / 2**20, "MiB", "once a device"),
+        Figure("signatures, most ever", 100 * signatures / size, "%", "shard of 50 M parameters", 0.5),
+        Figure("tables and boards", boards / 2**20, "MiB", "once a device"),
     ]
 
 

@@ -89,7 +89,8 @@ def model(millions: float, count: int, rounds: int, goal: float | None) -> list[
                 checkpointer.step()
                 if turn >= CLIMBED:
                     times[name].append(time.thread_time() - began)
-        memory = next(one for one in on._job.listeners.all if isinstance(one, TraceRecorder)).memory_bytes
+        recorder = next(one for one in on._job.listeners.all if isinstance(one, TraceRecorder))
+        memory = 0 if recorder._history is None else bytes_of(recorder._history)
         on.close(save=False)
         off.close(save=False)
         written = (path / "on.trace.jsonl").read_bytes().splitlines()
@@ -105,6 +106,10 @@ def model(millions: float, count: int, rounds: int, goal: float | None) -> list[
     ]
 
 
+def bytes_of(history: DriftHistory) -> int:
+    return sum(decision.values.nbytes for decision in history._decisions.values())
+
+
 def ladder(units: int) -> list[Figure]:
     """The part in the training thread that grows with units, not with parameters."""
     kept = DriftHistory(ANCHORS, WIDTH)
@@ -116,7 +121,7 @@ def ladder(units: int) -> list[Figure]:
         times.append(time.thread_time() - began)
     return [
         Figure("comparing sketches", 1e3 * statistics.median(times[CLIMBED:]), "ms", f"a decision, {units} units"),
-        Figure("sketches kept", kept.memory_bytes / 2**20, "MiB", f"{units} units", 60.0),
+        Figure("sketches kept", bytes_of(kept) / 2**20, "MiB", f"{units} units", 60.0),
     ]
 
 

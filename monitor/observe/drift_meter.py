@@ -37,11 +37,6 @@ class Signature:
         exact = self.values.to(torch.float64)
         return float(torch.dot(exact, exact))
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory."""
-        return self.values.numel() * self.values.element_size()
-
 
 @dataclass(frozen=True)
 class Measure:
@@ -91,9 +86,6 @@ class DriftMeter(Protocol):
         del units
         return {}
 
-    def has_reference(self, unit: Unit) -> bool:
-        """Return whether a committed version of the unit is known."""
-
     def reset(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> None:
         """Make the current values the reference (after a resume)."""
 
@@ -104,10 +96,6 @@ class DriftMeter(Protocol):
 
     def settle(self, unit: Unit, committed: bool) -> None:
         """Make the staged values the reference if the save was committed, and drop them if it failed."""
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes held for references."""
 
 
 R = TypeVar("R")
@@ -120,9 +108,6 @@ class StagingMeter(DriftMeter, ABC, Generic[R]):
         self._references: dict[Unit, R] = {}
         self._staged: dict[Unit, Sequence[torch.Tensor]] = {}
         self._lock = threading.RLock()
-
-    def has_reference(self, unit: Unit) -> bool:
-        return unit in self._references
 
     def reset(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> None:
         with self._lock:
@@ -159,10 +144,6 @@ class BufferMeter(StagingMeter[bytes]):
     Distances mean little for buffers (masks, counters, running statistics), and a sketch would not see one counter
     change beside a large mask. Only NaN makes a buffer not finite; a mask's infinities do not."""
 
-    @property
-    def memory_bytes(self) -> int:
-        return 16 * len(self._references)
-
     def measure(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Measure:
         floats = (piece for piece in pieces if piece.is_floating_point() or piece.is_complex())
         finite = not any(bool(piece.isnan().any()) for piece in floats)
@@ -197,13 +178,6 @@ class FrozenMeter(DriftMeter):
         self._references: dict[Unit, _Fingerprint | None] = {}
         self._unchanged: dict[Unit, Measure] = {}
 
-    @property
-    def memory_bytes(self) -> int:
-        return self._meter.memory_bytes
-
-    def has_reference(self, unit: Unit) -> bool:
-        return self._meter.has_reference(unit)
-
     def measure(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Measure:
         present = self._measured[unit] = _fingerprints(pieces)
         equal = present == self._references.get(unit)
@@ -213,7 +187,7 @@ class FrozenMeter(DriftMeter):
         if equal:
             self._unchanged[unit] = replace(measure, moved_sq=0.0)
             return self._unchanged[unit]
-        if not self.has_reference(unit):
+        if unit not in self._references:
             return measure
         return replace(measure, moved_sq=max(measure.moved_sq, _LEAST * measure.reference_sq, _TINY))
 
@@ -244,13 +218,6 @@ class BySlotMeter:
         self._state = state
         self._buffers = BufferMeter()
         self._frozen = FrozenMeter(state)
-
-    @property
-    def memory_bytes(self) -> int:
-        return self._state.memory_bytes + self._buffers.memory_bytes
-
-    def has_reference(self, unit: Unit) -> bool:
-        return self._of(unit).has_reference(unit)
 
     def measure_many(self, units: Mapping[Unit, Sequence[torch.Tensor]]) -> dict[Unit, Measure]:
         return self._state.measure_many({u: pieces for u, pieces in units.items() if self._of(u) is self._state})

@@ -70,11 +70,6 @@ class Projection:
         self.seed = seed
         self._boards: dict[tuple[torch.device, int], _Board] = {}
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of tables and boards: a few MiB per device, independent of the number of values."""
-        return sum(board.nbytes for board in self._boards.values())
-
     @staticmethod
     def chunk_length(numel: int, device: torch.device) -> int:
         """Return C for that many values. Signatures are comparable only with the same C."""
@@ -120,11 +115,6 @@ class _Board:
         self.upcast = torch.empty(0, device=device)
         self.total = torch.zeros(width, dtype=torch.float64, device=device)
         self.unflushed = 0
-
-    @property
-    def nbytes(self) -> int:
-        held = (self.signs, self.order, self.slots, self.sorted, self.upcast, self.total)
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def add(self, chunk: torch.Tensor, draw: int) -> None:
         """Add up to C values with the sign and offset in the bits of ``draw``."""
@@ -195,17 +185,13 @@ class _Measured:
     sample: torch.Tensor | None
     places: tuple[int, ...]  # addresses of the pieces
 
-    @property
-    def nbytes(self) -> int:
-        return self.signature.nbytes + (0 if self.sample is None else self.sample.nbytes)
-
 
 class SketchMeter(StagingMeter[Signature]):
     """Estimates distances within about 1.2 % (one standard deviation, width 4099), for any kind of change.
 
     A unit of at most ``width`` values is kept as it is and measured exactly. Float64 and integer values count
-    with float32 precision in larger units. Memory: 4 bytes * width per signature (:attr:`memory_bytes`), tables
-    and accumulators once per device (:attr:`scratch_bytes`). Raises ConfigError for a width below 64. Signatures are
+    with float32 precision in larger units. Memory: 4 bytes * width per signature, and tables and accumulators
+    once per device. Raises ConfigError for a width below 64. Signatures are
     comparable within one meter only; they are not saved or sent.
 
     A save gets the signature of the last measurement of the unit by the thread that stages it, unless an earlier save
@@ -227,19 +213,6 @@ class SketchMeter(StagingMeter[Signature]):
         self._replaced: list[Signature | None] = []  # freed beside the next save: that takes time
         self._one_by_one = False
         self._batches: dict[Any, tuple[Any, Any]] = {}  # by device, dtype, C: the units' addresses, and the batch
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of all signatures held: references, last measurements, saves in progress."""
-        with self._lock:
-            references = sum(signature.nbytes for signature in self._references.values())
-            return references + sum(one.nbytes for one in (*self._measured.values(), *self._staged_as.values()))
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of working memory, independent of the number of units."""
-        batches = sum(int(batch.nbytes) for _, batch in self._batches.values())
-        return self._projection.scratch_bytes + batches
 
     def measure_many(self, units: Mapping[Unit, Sequence[torch.Tensor]]) -> dict[Unit, Measure]:
         kinds: dict[Any, dict[Unit, Sequence[torch.Tensor]]] = {}

@@ -111,12 +111,6 @@ class Batch:
         self._known: Sequence[torch.Tensor | None] = ()
         self._references = self._board[:0]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of working memory on the device, tables of the projection aside."""
-        held = self._pointers, self._numels, self._offsets, self._signs, self._starts, self._board, self._references
-        return sum(tensor.nbytes for tensor in held)
-
     def run(self) -> torch.Tensor:
         """Queue the projection. Return the signatures of the units, row by row."""
         tables, slots = self.tables, self.tables.order.numel()

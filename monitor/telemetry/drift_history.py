@@ -49,10 +49,6 @@ class DriftHistory:
         self._newest: int | None = None
         self._decisions: dict[int, _DecisionSignatures] = {}
 
-    @property
-    def memory_bytes(self) -> int:
-        return sum(decision.values.nbytes for decision in self._decisions.values())
-
     def add(self, step: int, signatures: Sequence[Signature | None]) -> Compared:
         """Compare a decision with earlier ones, and keep it. A second decision of the same step is ignored.
 

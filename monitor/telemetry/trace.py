@@ -216,10 +216,6 @@ class TraceRecorder(SaveListener):
         if writer is not None:
             writer.close(timeout)
 
-    @property
-    def memory_bytes(self) -> int:
-        return 0 if self._history is None else self._history.memory_bytes
-
     def _put_job(self) -> None:
         table, seconds = traced_units(self._table), self._seconds()
         self._put(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,9 +12,12 @@ import monitor
 from monitor.context import JobContext
 from monitor.events import SaveListener
 from monitor.memory.tier import MemoryTier
+from monitor.observe.drift_meter import BySlotMeter, DriftMeter
+from monitor.observe.sketch_meter import SketchMeter
 from monitor.save.encode import Packer
 from monitor.save.saver import Saver
 from monitor.save.store_session import StoreSession
+from monitor.telemetry.drift_history import DriftHistory
 from monitor.telemetry.trace import TraceRecorder
 from store.names import Fragment, SaveId, Unit
 from store.storage.local import Files
@@ -58,6 +61,31 @@ def session_of(ckpt: monitor.Checkpointer) -> StoreSession:
 def memory_of(ckpt: monitor.Checkpointer) -> MemoryTier | None:
     """Return the memory tier, None if it is not configured."""
     return ckpt._memory
+
+
+def has_reference(meter: DriftMeter, unit: Unit) -> bool:
+    """Return whether a meter knows a committed version of the unit."""
+    own: Any = meter._of(unit) if isinstance(meter, BySlotMeter) else meter
+    return unit in own._references
+
+
+def signature_bytes(meter: SketchMeter) -> int:
+    """Return the bytes of all signatures and samples that a meter holds."""
+    measured = (*meter._measured.values(), *meter._staged_as.values())
+    signatures = (*meter._references.values(), *(one.signature for one in measured))
+    samples = (one.sample.nbytes for one in measured if one.sample is not None)
+    return sum(one.values.nbytes for one in signatures) + sum(samples)
+
+
+def board_bytes(meter: SketchMeter) -> int:
+    """Return the bytes of the tables and accumulators of a meter."""
+    parts = (part for board in meter._projection._boards.values() for part in vars(board).values())
+    return sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
+
+
+def history_bytes(history: DriftHistory | None) -> int:
+    """Return the bytes of the signatures that a trace keeps."""
+    return 0 if history is None else sum(decision.values.nbytes for decision in history._decisions.values())
 
 
 def tracer_of(ckpt: monitor.Checkpointer) -> TraceRecorder:

@@ -18,7 +18,7 @@ from resume_jobs import Results, build, leave, rank, start_group
 
 import monitor
 from store.names import BUFFER, FROZEN
-from tests.support.internals import job_of, tracer_of
+from tests.support.internals import history_bytes, job_of, tracer_of
 from tests.support.jobs import Job
 
 STEPS = 8
@@ -65,7 +65,7 @@ def _trained(ckpt: Any, step: Callable[[], Any], state: Callable[[], State], sto
         states[report.step] = state()
         ckpt.flush()
         dist.barrier()
-    memory = tracer_of(ckpt).memory_bytes
+    memory = history_bytes(tracer_of(ckpt)._history)
     ckpt.close(save=False)
     torch.save(states, store.with_name(f"{store.name}.{rank()}.pt"))
     results.tell("done", name=store.name, layers=ckpt.layers, skipped=report.skipped, memory=memory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from store.errors import ConfigError, ModelMismatchError, StorageError
 from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.hooked import HookedFiles
-from tests.support.internals import job_of, session_of
+from tests.support.internals import has_reference, job_of, session_of
 from tests.support.jobs import Job, committed_steps, job, same
 
 PARITY = {"name": "parity", "k": 2}
@@ -307,7 +308,7 @@ def test_the_resumed_state_is_measured_before_it_changes(store: Path, policy: An
         saver.upkeep(lambda: (free.wait(60), None)[1], "a background thread that hangs")
         other.ckpt.resume()
         moving = [unit for unit in context.table.local() if is_moving(unit)]
-        assert moving and not any(map(context.meter.has_reference, moving))
+        assert moving and not any(map(partial(has_reference, context.meter), moving))
         other.step(flush=False)
         free.set()
         other.ckpt.flush()
@@ -322,4 +323,4 @@ def test_a_policy_that_needs_drift_knows_it_at_once(store: Path) -> None:
     with job(store, every=1000, policy={"name": "threshold", "threshold": 0.01}) as other:
         other.ckpt.resume()
         context = job_of(other.ckpt)
-        assert all(map(context.meter.has_reference, context.table.local()))
+        assert all(map(partial(has_reference, context.meter), context.table.local()))

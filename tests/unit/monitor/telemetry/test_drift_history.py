@@ -9,6 +9,7 @@ import torch
 
 from monitor.observe.drift_meter import Signature
 from monitor.telemetry.drift_history import Compared, DriftHistory, compared_with
+from tests.support.internals import history_bytes
 
 WIDTH = 8
 
@@ -39,12 +40,12 @@ def test_what_is_compared_is_what_was_added_then(anchors: int) -> None:
         assert compared.steps == tuple(10 * at for at in compared_with(number, anchors))
         for step, (moved, squared, unknown) in zip(compared.steps, compared.rows[:, 0].tolist(), strict=True):
             assert (moved, squared, unknown) == ((number - step / 10) ** 2, (step / 10 + 1) ** 2, 0.0)
-        assert ladder.memory_bytes <= (anchors + 2) * WIDTH * 4
+        assert history_bytes(ladder) <= (anchors + 2) * WIDTH * 4
 
 
 def test_the_first_decision_is_compared_with_nothing() -> None:
     ladder = DriftHistory(6, WIDTH)
-    assert ladder.memory_bytes == 0
+    assert history_bytes(ladder) == 0
     assert [one.steps for one in climbed(ladder, 2)] == [(), (0,)]
 
 

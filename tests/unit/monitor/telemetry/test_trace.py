@@ -27,7 +27,7 @@ from store.retention import Retention, plan_prune
 from store.storage.local import LocalFiles
 from store.trace import CommitLine, DecisionLine, FailedLine, MovedLine, ResumedLine
 from store.verify import verify
-from tests.support.internals import tracer_of
+from tests.support.internals import history_bytes, tracer_of
 from tests.support.jobs import LAYERS, Job, job, same
 from tests.support.traced import Traced, distances, shown, trace_of, traced
 
@@ -399,7 +399,7 @@ def test_a_slow_disk_does_not_keep_signatures_waiting(store: Path, monkeypatch: 
 def test_anchors_are_a_setting(store: Path, anchors: int) -> None:
     with job(store, trace={"anchors": anchors}) as one:
         trained(one, 12)
-        assert tracer_of(one.ckpt).memory_bytes <= (anchors + 2) * 15 * 4 * 4099 * (anchors > 0)
+        assert history_bytes(tracer_of(one.ckpt)._history) <= (anchors + 2) * 15 * 4 * 4099 * (anchors > 0)
     assert [len(line.since) for line in only(store).of(MovedLine)] == [
         len(compared_with(number, anchors)) for number in range(1, 11) if anchors
     ]
