@@ -17,7 +17,7 @@ of all layers.
 Moments are not checked: one large gradient moves them as far. Their corruption shows in the weights."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,7 +86,11 @@ class DriftAnomalyDetector:
     def read(self, readings: Mapping[Unit, DriftReading]) -> list[DriftAnomaly]:
         """Add the readings of one step. Return the spikes among them, largest first."""
         usable = {unit: one for unit, one in readings.items() if one.staleness > 0 and math.isfinite(one.drift)}
-        rows = self._rows_of(usable)
+        rows = np.array([self._rows.setdefault(unit, len(self._rows)) for unit in usable], dtype=np.intp)
+        if len(self._rows) > len(self._above):
+            for window in (self._drift, self._steps, self._logs):
+                window.grow(len(self._rows))
+            self._above = np.concatenate([self._above, np.zeros(len(self._rows) - len(self._above), dtype=np.bool_)])
         drift = np.array([one.drift for one in usable.values()], dtype=np.float64)
         steps = np.array([one.staleness for one in usable.values()], dtype=np.float64)
         with np.errstate(all="ignore"):
@@ -97,14 +101,6 @@ class DriftAnomalyDetector:
         self.jumps.update((units[i], float(jumps[i])) for i in np.flatnonzero(~np.isnan(jumps)))
         spikes = [DriftAnomaly(units[i], float(drift[i]), float(jumps[i])) for i in np.flatnonzero(spiking)]
         return sorted(spikes, key=lambda one: -one.jump)
-
-    def _rows_of(self, units: Iterable[Unit]) -> Rows:
-        rows = np.array([self._rows.setdefault(unit, len(self._rows)) for unit in units], dtype=np.intp)
-        if len(self._rows) > len(self._above):
-            for window in (self._drift, self._steps, self._logs):
-                window.grow(len(self._rows))
-            self._above = np.concatenate([self._above, np.zeros(len(self._rows) - len(self._above), dtype=np.bool_)])
-        return rows
 
     def _detect(self, rows: Rows, drift: Floats, steps: Floats) -> tuple[NDArray[np.bool_], Floats]:
         """Return which rows begin a spike, and the jump of each row, NaN if unknown."""

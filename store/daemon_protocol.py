@@ -201,11 +201,6 @@ def socket_path(base: Path) -> Path:
     return path
 
 
-def lock_path(base: Path) -> Path:
-    """Return the path of the file that a running daemon locks."""
-    return home(base) / "daemon.lock"
-
-
 def log_path(base: Path) -> Path:
     """Return the path of the log of a daemon that a job started."""
     return home(base) / "daemon.log"

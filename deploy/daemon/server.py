@@ -23,7 +23,7 @@ from deploy.daemon.node import Node, NodeJob, Options, RankConnection
 from store import daemon_protocol as protocol
 from store.errors import DaemonError, StorageError
 from store.memory.arena import Owner
-from store.memory.layout import make_home
+from store.memory.layout import home, make_home
 
 _PIDFD = getattr(socket, "SO_PEERPIDFD", 77)
 """Since Linux 6.5. Before, the descriptor is opened by pid, and a process that just ended could be missed."""
@@ -45,7 +45,7 @@ class InstanceLock:
         self._path = protocol.socket_path(base)
         make_home(base)
         try:
-            self._lock = Owner(protocol.lock_path(base))
+            self._lock = Owner(home(base) / "daemon.lock")
         except StorageError as error:
             raise DaemonError(
                 f"a daemon already runs for {base}: see `driftpoint daemon status --memory {base}`"

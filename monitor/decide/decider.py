@@ -133,14 +133,10 @@ class SafePolicy:
         self._listeners = listeners
         self._logged: set[str] = set()
 
-    def ask(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
-        """Return the policy's decision, or raise what it raises."""
-        return self._policy.select(stats, budget, history)
-
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
         """Return the policy's decision. If it fails: save everything, within the job's bounds and encodings."""
         try:
-            return self.ask(stats, budget, history)
+            return self._policy.select(stats, budget, history)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the edge to the user's own code
             failure = failure_of(error)
             self._listeners.on_policy_failed(error)
@@ -188,7 +184,9 @@ class Decider:
         ):
             return None
         try:
-            chosen = self._choose_on_rank0(unit_stats(self._table, self._ledger, step, {}), self._policy.ask, step)
+            chosen = self._choose_on_rank0(
+                unit_stats(self._table, self._ledger, step, {}), self._job.policy.select, step
+            )
         except (Exception, SystemExit):  # noqa: BLE001 - decide() meets it again, and reports it
             return None
         self._ahead = step, chosen

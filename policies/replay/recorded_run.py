@@ -145,18 +145,15 @@ def _segment(
             points.append(DecisionPoint(line))
             under_way = len(points) - 1 if points[-1].saved else under_way
         elif isinstance(line, traces.CommitLine | traces.FailedLine):
-            found = _of_step(points, line.step)
+            # Only one save runs at a time, so it is the newest one of the step.
+            saves = (i for i in range(len(points) - 1, -1, -1) if points[i].saved)
+            found = next((i for i in saves if points[i].line.step == line.step), None)
             if found is not None:
                 committed = line if isinstance(line, traces.CommitLine) else None
                 points[found] = replace(points[found], commit=committed, failed=committed is None)
     moved = {line.step: line for line in lines if isinstance(line, traces.MovedLine)}
     begins, newest = (resumed.step, resumed.newest) if resumed else (None, None)
     return RunSegment(job, begins, process, resumed is not None, tuple(points), moved, newest)
-
-
-def _of_step(points: Sequence[DecisionPoint], step: int) -> int | None:
-    """Return the index of the newest save of a step: only one save runs at a time."""
-    return next((i for i in range(len(points) - 1, -1, -1) if points[i].line.step == step and points[i].saved), None)
 
 
 def _costs(segments: Sequence[RunSegment]) -> Costs:

@@ -13,12 +13,12 @@ holds wall-clock time (decades larger) or is of an earlier boot, the wall clock 
 import mmap
 import os
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from store.errors import MissingError, StorageError, system_errors
-from store.memory.index import SnapshotKey, foreign_snapshots, scan_node, snapshot_key, version_in
+from store.memory.index import foreign_snapshots, scan_node, snapshot_key, version_in
 from store.memory.layout import BRANCHES, SLOTS, Generation, Tier, VersionRecord, write_private
 from store.memory.limits import reserve
 from store.names import SaveId
@@ -110,7 +110,13 @@ class Arena:
         # Memory of a later incarnation is never taken, even if this process slept and that one is dead.
         self._earlier = tuple(one for one in tier.generations() if one.epoch < epoch)
         if files is not None:  # the store of a living process without a version is unknown
-            self._foreign |= _without_record(self._earlier, {snapshot_key(held) for held in node.everything()})
+            recorded = {snapshot_key(held) for held in node.everything()}
+            self._foreign |= {
+                (one.folder, rank)
+                for one in self._earlier
+                for rank in one.ranks()
+                if (one.folder, rank) not in recorded and is_owned(one.owner(rank))
+            }
         branches = (tier.generation(epoch, branch) for branch in range(1 if files is None else BRANCHES))
         free = (one for one in branches if (one.folder, rank) not in self._foreign)
         self._place, self._owner = _acquire_first_free(rank, free)
@@ -232,16 +238,6 @@ class Arena:
                 return mmap.mmap(descriptor, size)
         finally:
             os.close(descriptor)
-
-
-def _without_record(places: Iterable[Generation], recorded: Collection[SnapshotKey]) -> set[SnapshotKey]:
-    """Return the memory of living processes that has no record yet."""
-    return {
-        (one.folder, rank)
-        for one in places
-        for rank in one.ranks()
-        if (one.folder, rank) not in recorded and is_owned(one.owner(rank))
-    }
 
 
 def _acquire_first_free(rank: int, places: Iterable[Generation]) -> tuple[Generation, Owner]:

@@ -49,10 +49,9 @@ def clear_old_of(
 ) -> int:
     """Remove memory of one store, as :func:`clear_old`. Return the bytes freed."""
 
-    def old(place: Generation, rank: int) -> bool:
-        return seconds_since_written(place, rank, clock()) > keep_seconds and wanted(place, rank)
-
-    return _removed(tier, old)
+    return _removed(
+        tier, lambda place, rank: seconds_since_written(place, rank, clock()) > keep_seconds and wanted(place, rank)
+    )
 
 
 def without_versions(place: Generation, rank: int) -> bool:
@@ -72,10 +71,9 @@ def committed(tier: Tier, files: Files, newest: ManifestRecord | None) -> Wanted
         if (newest is not None and save <= newest.oldest) or unfinished_ranks(tier, node, held)
     }
 
-    def worthless(place: Generation, rank: int) -> bool:
-        return all(place.payload(rank, slot) in covered for slot in SLOTS if place.record(rank, slot).exists())
-
-    return worthless
+    return lambda place, rank: all(
+        place.payload(rank, slot) in covered for slot in SLOTS if place.record(rank, slot).exists()
+    )
 
 
 def oldest_version_seconds(tier: Tier, clock: Callable[[], float] = boot_seconds) -> float:

@@ -11,7 +11,7 @@ hashes are checked before the segment gets its name. Other segments under the sa
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,7 +20,7 @@ from store import errors, segment
 from store.catalog import Catalog
 from store.commit import Expected, commit, hint_latest, wait_for_group
 from store.memory.arena import Owner, is_owned
-from store.memory.index import HeldSnapshot, MemoryVersion, assemble_version, belonging_to, rank_share, scan_node
+from store.memory.index import MemoryVersion, assemble_version, belonging_to, rank_share, scan_node
 from store.memory.layout import Tier, make_home
 from store.memory.overlay import Overlay
 from store.names import MANIFESTS, SaveId, manifest_path, segment_dir
@@ -247,9 +247,10 @@ def _rescue_newest(tier: Tier, catalog: Catalog, aborted: Callable[[], bool]) ->
                 raise errors.StoreInUseError(
                     f"rank {rank} of the job that keeps version {one.record.save} lives: it saves itself"
                 )
-        missing = _missing_ranks(held)
-        if missing is not None:
-            incomplete.append(f"version {save}: {missing}")
+        world_size = next(iter(held.values())).record.part.world_size
+        missing = sorted(set(range(world_size)) - {rank for rank, one in held.items() if not one.record.replica})
+        if missing:  # also of a rank with a replica only, which may live elsewhere
+            incomplete.append(f"version {save}: ranks {missing[:8]} of {world_size} are not in the memory of this node")
             continue
         try:
             version = assemble_version(save, [rank_share(held)], node)
@@ -267,13 +268,6 @@ def _rescue_newest(tier: Tier, catalog: Catalog, aborted: Callable[[], bool]) ->
         return RescueResult(INCOMPLETE, listed(incomplete, 4, "; "))
     there = "nothing" if not node.versions else f"version {node.newest}"
     return RescueResult(NOTHING, f"memory holds {there}, and the newest commit of the store is {newest or 'none'}")
-
-
-def _missing_ranks(held: Mapping[int, HeldSnapshot]) -> str | None:
-    """Return a message naming the ranks not on this node. Replicas do not count: their ranks may live elsewhere."""
-    world_size = next(iter(held.values())).record.part.world_size
-    lacking = sorted(set(range(world_size)) - {rank for rank, one in held.items() if not one.record.replica})
-    return f"ranks {lacking[:8]} of {world_size} are not in the memory of this node" if lacking else None
 
 
 def _manifest(files: Files, catalog: Catalog, version: MemoryVersion) -> ManifestRecord:

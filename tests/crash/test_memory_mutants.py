@@ -140,10 +140,10 @@ def age(tmp_path: Path) -> None:
     async def clean() -> None:
         beside = node.Node(node.Options(tier.base), DaemonMetrics())
         await beside.clean()
-        while beside.busy:
+        while beside.rescuer.busy:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
-        await beside.end(30.0)
+        await beside.rescuer.end(30.0)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(node, "oldest_version_seconds", lambda _: 2 * KEEP_SECONDS)

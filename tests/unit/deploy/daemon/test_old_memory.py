@@ -72,10 +72,10 @@ def cleaned(tier: Tier) -> None:
     async def work() -> None:
         beside = Node(Options(tier.base), DaemonMetrics())
         await beside.clean()
-        while beside.busy:
+        while beside.rescuer.busy:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)  # its news are handled
-        await beside.end(30.0)
+        await beside.rescuer.end(30.0)
 
     asyncio.run(work())
 
@@ -224,7 +224,7 @@ def test_a_rescue_of_leftovers_that_fails_is_tried_again(
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and not beside.report().rescues:
             await asyncio.sleep(0.05)
-        await beside.end(30.0)
+        await beside.rescuer.end(30.0)
 
     asyncio.run(work(comes_back=False))
     assert "no store" in errors(caplog)
