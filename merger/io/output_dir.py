@@ -30,7 +30,14 @@ class OutputDir:
 
     def __init__(self, out: Path, sources: Sequence[Path]) -> None:
         self.out = out.absolute()
-        _require_valid(self.out, sources)
+        if self.out.exists() or self.out.is_symlink():
+            raise _exists_error(self.out)
+        for source in sources:
+            if self.out.resolve().is_relative_to(source.resolve()):
+                raise UsageError(
+                    f"{self.out} lies inside the source {source}, which a merge never changes: name a directory "
+                    "outside of it"
+                )
         with storage_errors(self.out):
             self.out.parent.mkdir(parents=True, exist_ok=True)
             leftover = re.compile(re.escape(_PREFIX) + r"[0-9a-f]{12}-" + re.escape(self.out.name) + r"\Z")
@@ -86,16 +93,6 @@ def _remove_unless_locked(path: Path) -> None:
             shutil.rmtree(path)
     finally:
         os.close(descriptor)
-
-
-def _require_valid(out: Path, sources: Sequence[Path]) -> None:
-    if out.exists() or out.is_symlink():
-        raise _exists_error(out)
-    for source in sources:
-        if out.resolve().is_relative_to(source.resolve()):
-            raise UsageError(
-                f"{out} lies inside the source {source}, which a merge never changes: name a directory outside of it"
-            )
 
 
 def free_bytes(path: Path) -> int:

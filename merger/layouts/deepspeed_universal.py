@@ -141,7 +141,11 @@ def _parameter_files(checkpoint: Checkpoint, groups: Groups, folder: str, origin
     for params in groups:
         known = _first_with_state(checkpoint, params)
         for fqn in params:
-            _require_valid_name(fqn)
+            if fqn in ("", ".", "..", _OPTIMIZER) or "/" in fqn or "\0" in fqn or len(fqn.encode()) > _NAME_BYTES:
+                raise UnsupportedError(
+                    f"the parameter {fqn!r} cannot be in a universal checkpoint, because its name is not a valid "
+                    "directory name; write layout 'torch', or of a run with DeepSpeed layout 'deepspeed'"
+                )
             for slot, stored in _tensors(checkpoint, fqn, known).items():
                 value = {constants.CAT_DIM: 0, constants.PARAM: stored, CLIENT_KEY: origin}
                 yield OutFile(f"{folder}/{fqn}/{slot}.pt", PtFile(value))
@@ -264,14 +268,6 @@ def _require_loadable(checkpoint: Checkpoint, facts: EngineFacts, groups: Groups
                 f"parameters of one param group differ in their optimizer state ({slots}), or a name in it has a "
                 "slash, which DeepSpeed does not load from a universal checkpoint; write layout 'torch' or 'dcp'"
             )
-
-
-def _require_valid_name(fqn: str) -> None:
-    if fqn in ("", ".", "..", _OPTIMIZER) or "/" in fqn or "\0" in fqn or len(fqn.encode()) > _NAME_BYTES:
-        raise UnsupportedError(
-            f"the parameter {fqn!r} cannot be in a universal checkpoint, because its name is not a valid directory "
-            "name; write layout 'torch', or of a run with DeepSpeed layout 'deepspeed'"
-        )
 
 
 def _load_lines(checkpoint: Checkpoint, groups: Groups, tag: str) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ number or a layer's place (other methods than passthrough, weights, scaling, reo
 because optimizer state belongs to the weights it was made with. Without ``pre_weights`` and ``post_weights`` embeddings
 come from the first slice, and norm and head from the last, as in MergeKit."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -119,7 +119,9 @@ def from_mergekit(file: YamlFile) -> Recipe:
         where.setdefault(rule.source, rule.where)
     run_state = _run_state(values, where, notes)
     where |= {} if run_state is None else {run_state: where.get(run_state, file.at(("run_state",)))}
-    files, name = _files(values, where, notes), _short_names(where)
+    files = _files(values, where, notes)
+    ends = {path: path.rstrip("/").rpartition("/")[2] or path for path in where}
+    name = {path: end if list(ends.values()).count(end) == 1 else path for path, end in ends.items()}
     key = "dtype" if values.out_dtype is None else "out_dtype"
     return Recipe(
         {name[path]: source_at(place, *split_step(path)) for path, place in where.items()},
@@ -263,9 +265,3 @@ def split_step(path: str) -> tuple[Path | None, int | str | None]:
     if not at or not where or not step or (whole is not None and whole.exists()):
         return whole, None
     return recipe_path(where), int(step) if step.isascii() and step.isdigit() else step
-
-
-def _short_names(paths: Iterable[str]) -> dict[str, str]:
-    """Return a name for each source: the last part of its path if that is unique."""
-    ends = {path: path.rstrip("/").rpartition("/")[2] or path for path in paths}
-    return {path: end if list(ends.values()).count(end) == 1 else path for path, end in ends.items()}

@@ -45,7 +45,12 @@ class UniversalSource(DeepSpeedSource):
     is_one = staticmethod(is_universal)
 
     def _read(self, folder: Path) -> tuple[RankFiles, OptimizerContents]:
-        require_converted(folder)
+        if (folder / _UNFINISHED).is_dir():  # it may hold files of an earlier conversion
+            raise MergeError(
+                f"{folder / _UNFINISHED} exists, so ds_to_universal was interrupted, and {folder / 'zero'} may hold "
+                "files of an earlier conversion. Convert the checkpoint again into an empty directory (or remove "
+                f"{_UNFINISHED} if --keep_temp_folder kept it)"
+            )
         files = read_universal(folder)
         return files, _read_optimizer(files)
 
@@ -131,16 +136,6 @@ def _parameter(
             )
         out.append(tensor.extent(shape.fqn, slot, 0, shape.numel))
     return scalars, out
-
-
-def require_converted(folder: Path) -> None:
-    """Raise MergeError after an interrupted conversion, which may leave files of an earlier one."""
-    if (folder / _UNFINISHED).is_dir():
-        raise MergeError(
-            f"{folder / _UNFINISHED} exists, so ds_to_universal was interrupted, and {folder / 'zero'} may hold files "
-            f"of an earlier conversion. Convert the checkpoint again into an empty directory (or remove {_UNFINISHED} "
-            "if --keep_temp_folder kept it)"
-        )
 
 
 def require_one_save(found: Nest, own: Nest | None) -> None:
