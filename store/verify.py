@@ -123,8 +123,13 @@ class VerifyReport:
     bytes_read: int
 
     @property
+    def damaged(self) -> tuple[str, ...]:
+        """Names of the commits that are not as they were committed."""
+        return tuple(commit.save.name for commit in self.commits if commit.state != "ok")
+
+    @property
     def ok(self) -> bool:
-        return not self.problems and all(commit.state == "ok" for commit in self.commits)
+        return not self.problems and not self.damaged
 
 
 def verify(catalog: Catalog, progress: Progress = lambda _: None) -> VerifyReport:

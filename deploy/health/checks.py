@@ -6,7 +6,7 @@ Quantities that the trace does not give stay unknown."""
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from deploy.format import ago_text, clock, drift_text, plural, size_text, span_text, steps_text
+from deploy.format import ago_text, clock, plural, size_text, span_text, steps_text
 from deploy.health.facts import (
     AHEAD,
     FLOOR,
@@ -21,8 +21,7 @@ from deploy.health.facts import (
     shell_command,
 )
 from deploy.health.trace_reader import SKIPPED
-from deploy.store_status import Resume, StoreStatus
-from store.certificate import AS_FOUND
+from deploy.store_status import Resume, StoreStatus, resume_kind
 from store.names import SaveId
 from store.text import listed
 
@@ -60,24 +59,17 @@ def check_kind(facts: Facts, status: StoreStatus) -> Check:
     hurt = _not_as_saved(facts, status, resume, name)
     if hurt is not None:
         return hurt
-    if resume.exact or resume.as_found:
-        word, note = ("exact", "every layer bit for bit") if resume.exact else ("as found", AS_FOUND)
-        return Check(name, "good", f"step {resume.step}, {word}", note)
-    if resume.max_staleness <= 0:
-        note = f"to {', '.join(resume.lossy)}; drift up to {drift_text(resume.max_drift)}"
-        return Check(name, "good", f"step {resume.step}, rounded", note)
-    note = f"layers up to {plural(resume.max_staleness, 'step')} old, drift up to {drift_text(resume.max_drift)}"
-    if resume.lossy:
-        note += f", rounded to {', '.join(resume.lossy)}"
+    word, _, note = resume_kind(resume).partition(": ")
+    note = "every layer bit for bit" if resume.exact else note
     if resume.goes_on_at != resume.step:
         note += f"; resumes at step {resume.goes_on_at}"
-    return Check(name, "good", f"a composite of step {resume.step}", note)
+    return Check(name, "good", f"step {resume.step}, {word}", note)
 
 
 def _not_as_saved(facts: Facts, status: StoreStatus, resume: Resume, name: str) -> Check | None:
     """Return the check of a resume that does not take the newest commit as it was saved."""
     if facts.checked is not None and resume.save in facts.checked.damaged:
-        level: Level = "look" if len(facts.checked.damaged) < facts.checked.commits else "bad"
+        level: Level = "look" if len(facts.checked.damaged) < len(facts.checked.commits) else "bad"
         note = "a resume checks every byte, and takes older versions of what is damaged, or an older commit"
         return Check(name, level, f"not what was saved at step {resume.step}: bytes are damaged", note, _verify(facts))
     if resume.fallbacks:
@@ -104,7 +96,7 @@ def check_bytes(facts: Facts, status: StoreStatus) -> Check:
         return Check(name, worst, f"{plural(len(problems), 'problem')} found", problems[0], _verify(facts))
     if checked is None:
         return Check(name, "plain", "not verified for this page", "records and sizes are consistent", _verify(facts))
-    text = f"{checked.commits} of {plural(len(status.saves), 'commit')} verified, all intact"
+    text = f"{len(checked.commits)} of {plural(len(status.saves), 'commit')} verified, all intact"
     return Check(name, "good", text, "verified just now")
 
 

@@ -110,15 +110,6 @@ def _world(held: Mapping[int, HeldSnapshot]) -> int:
 
 
 @dataclass(frozen=True)
-class VerifiedCommits:
-    """Commits whose bytes were verified."""
-
-    commits: int
-    damaged: tuple[str, ...]
-    problems: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Facts:
     """Facts about a run."""
 
@@ -130,7 +121,7 @@ class Facts:
     disk: Disk | None = None
     trace: Path | None = None  # path of the drift trace; ``job_status`` is None if there is none
     job_status: JobStatus | None = None
-    checked: VerifiedCommits | None = None
+    checked: VerifyReport | None = None
     proven: SaveId | None = None  # newest commit from which a job resumed and completed a step
     closed: bool = False  # whether the newest job ended cleanly
     commit_gap: float | None = None  # recent seconds between commits by their records, None if unknown
@@ -200,7 +191,7 @@ def gather(
     now: float,
     *,
     trace: Path | None = None,
-    checked: VerifiedCommits | None = None,
+    checked: VerifyReport | None = None,
 ) -> Facts:
     """Gather the facts of the store at ``root``."""
     status = store_status(catalog, root)
@@ -217,12 +208,6 @@ def gather(
         closed=is_closed(catalog, status.epoch),
         commit_gap=_commit_gap(catalog, status.saves[:_NEWEST]),
     )
-
-
-def verified_now(report: VerifyReport) -> VerifiedCommits:
-    """Summarise a verification that just ran."""
-    damaged = tuple(commit.save.name for commit in report.commits if commit.state != "ok")
-    return VerifiedCommits(len(report.commits), damaged, report.problems)
 
 
 def _commit_gap(catalog: Catalog, saves: Sequence[SaveId]) -> float | None:

@@ -27,7 +27,7 @@ from store.certificate import Certificate, CertifiedUnit, is_lossy, max_or_none
 from store.errors import DamagedError, NothingToResumeError, StorageError, UsageError, system_errors
 from store.location import beside, store_place
 from store.memory.rescue import REASON
-from store.verify import total_bytes
+from store.verify import VerifyReport, total_bytes
 from store.verify import verify as verify_store
 
 _HERE = Path(__file__).parent
@@ -75,7 +75,7 @@ class ReportResult:
         if facts.status is None:
             return NothingToResumeError.exit_code
         found = facts.status.exit_code
-        hurt = facts.checked is not None and bool(facts.checked.damaged or facts.checked.problems)
+        hurt = facts.checked is not None and not facts.checked.ok
         return DamagedError.exit_code if found == 0 and hurt else found
 
     def write(self, path: Path) -> None:
@@ -138,10 +138,10 @@ def _build(
     catalog: Catalog, root: Path, path: Path, memory: Path, *, named: bool, verify: bool, clock: Callable[[], float]
 ) -> ReportResult:
     # Slow reads come first, so that the facts are of one moment.
-    checked: health.VerifiedCommits | None = None
+    checked: VerifyReport | None = None
     if verify:
         with byte_progress("Verifying", total_bytes(catalog) if watched() else 0) as progress:
-            checked = health.verified_now(verify_store(catalog, progress))
+            checked = verify_store(catalog, progress)
     history, missing = _history(path, named=named)
     job_status = None if history is None else history.job_status
     catalog.forget()

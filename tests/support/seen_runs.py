@@ -13,6 +13,7 @@ from typing import Any
 
 from store.names import SaveId, Unit
 from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, ResumedLine, TracedUnit, to_line
+from store.verify import CommitState, VerifyReport
 from tests.support.stores import FakeLayer, StoreBuilder
 
 STARTED = datetime(2025, 3, 1, 11, 50, tzinfo=UTC).timestamp()
@@ -117,3 +118,10 @@ class SeenRun:
 
     def _numel(self, unit: Unit) -> int:
         return next(layer.numel for layer in self.store.layers if layer.name == unit.layer)
+
+
+def verified(count: int, damaged: Sequence[str] = (), problems: tuple[str, ...] = ()) -> VerifyReport:
+    """Return the report of a verification of ``count`` commits."""
+    states = [CommitState(SaveId.parse(name), "damaged", ()) for name in damaged]
+    states += [CommitState(SaveId(number, 1), "ok", ()) for number in range(count - len(damaged))]
+    return VerifyReport(tuple(states), problems, None, 0)

@@ -11,7 +11,7 @@ import pytest
 
 from deploy.format import ago_text, span_text
 from deploy.health.checks import Verdict, judge, loss_of_node
-from deploy.health.facts import Check, Facts, VerifiedCommits, gather, in_memory, verified_now
+from deploy.health.facts import Check, Facts, gather, in_memory
 from deploy.report.history import read_history
 from store.catalog import mark_suspect, open_catalog
 from store.memory.arena import Arena
@@ -19,10 +19,10 @@ from store.memory.layout import Generation, Tier
 from store.names import SaveId
 from store.session import read_epoch
 from store.storage.local import LocalFiles
-from store.verify import verify
+from store.verify import VerifyReport, verify
 from tests.support.made_versions import NBYTES, abandon, content, head_of, part_of
 from tests.support.processes import holding_lock
-from tests.support.seen_runs import SeenRun
+from tests.support.seen_runs import SeenRun, verified
 from tests.support.stores import flip_byte
 
 
@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> SeenRun:
     return SeenRun(tmp_path / "store")
 
 
-def facts(run: SeenRun, step: float, *, checked: VerifiedCommits | None = None) -> Facts:
+def facts(run: SeenRun, step: float, *, checked: VerifyReport | None = None) -> Facts:
     """At the parse_time of ``step``."""
     job_status = read_history(run.trace).job_status if run.trace.exists() else None
     memory = run.root.parent / "memory"
@@ -40,7 +40,7 @@ def facts(run: SeenRun, step: float, *, checked: VerifiedCommits | None = None) 
     return gather(catalog, run.root, in_memory(memory, catalog), job_status, run.at(step), checked=checked)
 
 
-def verdict(run: SeenRun, step: float, **more: VerifiedCommits) -> Verdict:
+def verdict(run: SeenRun, step: float, **more: VerifyReport) -> Verdict:
     return judge(facts(run, step, **more))
 
 
@@ -79,7 +79,7 @@ def test_a_composite_says_how_old_and_where_it_goes_on(run: SeenRun) -> None:
     assert found.level == "good"
     assert "as a composite whose layers are up to 20 steps old" in found.sentence
     assert "resume at step 590 and lose 10 steps" in found.sentence, "it resumes at its effective step"
-    assert check(found, "A resume gives").text == "a composite of step 600"
+    assert check(found, "A resume gives").text == "step 600, composite"
 
 
 def test_no_job_is_running(run: SeenRun) -> None:
@@ -190,9 +190,9 @@ def test_nothing_yet(run: SeenRun) -> None:
 def test_bytes_that_somebody_read(run: SeenRun) -> None:
     save = run.save(600)
     assert check(verdict(run, 601), "Bytes").level == "plain"
-    good = check(verdict(run, 601, checked=VerifiedCommits(1, ())), "Bytes")
+    good = check(verdict(run, 601, checked=verified(1, ())), "Bytes")
     assert (good.level, good.text) == ("good", "1 of 1 commit verified, all intact")
-    hurt = check(verdict(run, 601, checked=VerifiedCommits(1, (save.name,))), "Bytes")
+    hurt = check(verdict(run, 601, checked=verified(1, (save.name,))), "Bytes")
     assert (hurt.level, hurt.text) == ("look", "1 commit damaged")
 
 
@@ -351,9 +351,9 @@ def test_a_commit_whose_bytes_were_found_damaged_is_not_what_a_resume_gives(run:
     flip_byte(payload, payload.stat().st_size - 1)
     before = check(verdict(run, 600), "A resume gives")
     assert (before.level, before.text) == ("good", "step 600, exact")
-    checked = verified_now(verify(open_catalog(run.store.files)))
+    checked = verify(open_catalog(run.store.files))
     found = check(verdict(run, 600, checked=checked), "A resume gives")
     assert (found.level, found.text) == ("look", "not what was saved at step 600: bytes are damaged")
     assert verdict(run, 600, checked=checked).sentence.endswith("or earlier, because bytes of that commit are damaged.")
-    alone = check(verdict(run, 600, checked=VerifiedCommits(1, (newest.name,))), "A resume gives")
+    alone = check(verdict(run, 600, checked=verified(1, (newest.name,))), "A resume gives")
     assert alone.level == "bad"

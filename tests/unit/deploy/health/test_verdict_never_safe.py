@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deploy.health.checks import Verdict, judge
-from deploy.health.facts import Check, Facts, VerifiedCommits, gather, in_memory
+from deploy.health.facts import Check, Facts, gather, in_memory
 from deploy.report.history import read_history
 from deploy.report.page import build_report
 from deploy.store_status import store_status
@@ -19,8 +19,9 @@ from store.location import store_place
 from store.names import SaveId, manifest_path
 from store.session import IncarnationCount, claim_epoch, mark_closed, new_incarnation
 from store.storage.local import LocalFiles
+from store.verify import VerifyReport
 from tests.support.processes import holding_lock
-from tests.support.seen_runs import SeenRun
+from tests.support.seen_runs import SeenRun, verified
 from tests.support.stores import StoreBuilder, flip_byte
 
 
@@ -45,7 +46,7 @@ def save(run: SeenRun, step: int) -> SaveId:
     return run.save(step)
 
 
-def facts(run: SeenRun, step: float, *, traced: bool = True, checked: VerifiedCommits | None = None) -> Facts:
+def facts(run: SeenRun, step: float, *, traced: bool = True, checked: VerifyReport | None = None) -> Facts:
     """At the parse_time of ``step``."""
     catalog = open_catalog(LocalFiles(run.root))
     memory = run.root.parent / "memory"
@@ -54,7 +55,7 @@ def facts(run: SeenRun, step: float, *, traced: bool = True, checked: VerifiedCo
     return gather(catalog, run.root, in_memory(memory, catalog), job_status, run.at(step), checked=checked)
 
 
-def verdict(run: SeenRun, step: float, *, traced: bool = True, checked: VerifiedCommits | None = None) -> Verdict:
+def verdict(run: SeenRun, step: float, *, traced: bool = True, checked: VerifyReport | None = None) -> Verdict:
     return judge(facts(run, step, traced=traced, checked=checked))
 
 
@@ -148,7 +149,7 @@ def test_damage_of_an_older_commit(run: SeenRun) -> None:
     flip_byte(run.store.manifest(old), 100)
     with holding_lock(run.root):
         found = verdict(run, 601)
-        read = verdict(run, 601, checked=VerifiedCommits(2, (), ("header of x is not what was written",)))
+        read = verdict(run, 601, checked=verified(2, (), ("header of x is not what was written",)))
     assert (found.level, check(found, "Bytes").text) == ("look", "1 problem found")
     assert check(read, "Bytes").text == "2 problems found"
 
