@@ -21,12 +21,7 @@ def counted(count: float, noun: str, nouns: str | None = None) -> str:
     return f"{number} {noun if count == 1 else nouns or noun + 's'}"
 
 
-def nearest(word: str, known: Iterable[str], cutoff: float = 0.0) -> str | None:
-    """Return the known word most like ``word``; None where none reaches ``cutoff``, between 0 and 1."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), None)
-
-
 def suggestion(word: str, known: Iterable[str], cutoff: float = 0.0) -> str:
-    """Return the question ``did you mean ...?`` about the nearest known word; empty where there is none."""
-    found = nearest(word, known, cutoff)
-    return "" if found is None else f"did you mean {found!r}?"
+    """Return the question ``did you mean ...?`` about the nearest known word; empty where none reaches ``cutoff``."""
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {found[0]!r}?" if found else ""

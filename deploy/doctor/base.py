@@ -34,14 +34,9 @@ class Plan:
         return None if self.parameters is None else round(self.parameters * bytes_each(self.config.encodings()))
 
     @property
-    def commits(self) -> int:
-        """Return the most commits that exist at a time, including the one being written."""
-        return self.config.most_commits()
-
-    @property
     def store_bytes(self) -> int | None:
         """Return the most bytes of the store, if every commit is full."""
-        return None if self.commit_bytes is None else self.commit_bytes * self.commits
+        return None if self.commit_bytes is None else self.commit_bytes * self.config.most_commits()
 
     @property
     def memory_bytes(self) -> int | None:

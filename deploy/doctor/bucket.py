@@ -40,7 +40,7 @@ def check_bucket(files: ObjectFiles, plan: Plan) -> Iterator[Finding]:
         todo = "allow put, get, list, delete and abort of uploads below the prefix"
         yield Finding("writing", "fail", str(error), f"{todo}: docs/object-stores.md")
     if plan.store_bytes is not None and plan.commit_bytes is not None:
-        seen = f"up to {plan.commits} commits of {size_text(plan.commit_bytes)} at a time"
+        seen = f"up to {plan.config.most_commits()} commits of {size_text(plan.commit_bytes)} at a time"
         yield Finding("space", "ok", f"{seen}: {size_text(plan.store_bytes)}; a bucket does not report its free space")
 
 

@@ -164,12 +164,12 @@ def _filesystem(place: Path) -> Finding:
 
 def _space(place: Path, plan: Plan, held: int) -> Finding:
     status = os.statvfs(place)
-    free, need = status.f_bavail * status.f_frsize, plan.store_bytes
+    free, need, commits = status.f_bavail * status.f_frsize, plan.store_bytes, plan.config.most_commits()
     if need is None or plan.commit_bytes is None:
         each = Plan(plan.config, 10**9).store_bytes or 1
-        fit = f"{plan.commits} full commits of a model of {free / each:.2g} G parameters fit"
+        fit = f"{commits} full commits of a model of {free / each:.2g} G parameters fit"
         return Finding("space", "ok", f"{size_text(free)} free: {fit}; set --parameters for your model")
-    seen = f"{size_text(free)} free; up to {plan.commits} commits of {size_text(plan.commit_bytes)} at a time: "
+    seen = f"{size_text(free)} free; up to {commits} commits of {size_text(plan.commit_bytes)} at a time: "
     if need <= free + held:
         return Finding("space", "ok", f"{seen}{size_text(need)}")
     todo = (

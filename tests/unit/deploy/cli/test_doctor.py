@@ -316,8 +316,8 @@ class TestPlan:
 
     def test_commits_side_by_side(self) -> None:
         few = Config.model_validate({"every": 100, "retention": {"keep_last": 2, "log_spaced": False}})
-        assert Plan(few).commits == 3
-        assert 8 <= Plan(Config()).commits <= 20
+        assert few.most_commits() == 3
+        assert 8 <= Config().most_commits() <= 20
 
     def test_memory_is_spread_over_nodes(self) -> None:
         assert Plan(Config(), 8 * 10**9, 4).memory_bytes == 8 * 10**9 * 12 * 2 // 4
