@@ -205,7 +205,7 @@ def _failure(summaries: "Sequence[Summary]") -> Table:
     numbers = ("Damage", "Weights' drift", "Moments' drift", "Lost steps")
     found = output.table(output.fold("Mean/worst at a failure"), *map(output.number, numbers))
     for one in summaries:
-        exposure = one.exposure
+        exposure = one.replayed.exposure
         if not exposure.lost.weight:
             found.add_row(output.cell(one.name), "", "", "", "no commit")
             continue

@@ -67,8 +67,6 @@ class Assumptions:
     def __post_init__(self) -> None:
         if self.model not in MODELS:
             raise UsageError(f"unknown model {self.model!r}: known are {', '.join(MODELS)}")
-        if min(self.gpus, self.every, self.hours, self.storage_gbps, self.copy_gbps, self.step, self.pace) <= 0:
-            raise UsageError("--gpus, --every, --hours, --drift, and all speeds must be above 0")
 
     @property
     def step(self) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 from deploy.simulate import plans
 from monitor.config.load import Config
 from policies.accounting import Fitted
-from policies.replay.failure_cost import Exposure, Position, Spread, goodput, latest_first
+from policies.replay.failure_cost import Position, Spread, goodput, latest_first
 from policies.replay.recorded_run import Costs, Run, run_of
 from policies.replay.replay import replay
 from policies.replay.state import ReplayResult
@@ -77,14 +77,10 @@ class Summary:
         return self.replayed.stall / self.seconds if self.seconds else 0.0
 
     @property
-    def exposure(self) -> Exposure:
-        return self.replayed.exposure
-
-    @property
     def rewound(self) -> Spread:
         """Return the steps repeated after a resume: from the effective step, or the newest under `resume: {at:
         newest}`."""
-        return self.exposure.rewound if self.replayed.plan.goes_back else self.exposure.lost
+        return self.replayed.exposure.rewound if self.replayed.plan.goes_back else self.replayed.exposure.lost
 
     @property
     def lost_seconds(self) -> float:
@@ -93,7 +89,7 @@ class Summary:
 
     def drift(self, weights: bool) -> Spread:
         """Return the drift of the weights, or of all other slots."""
-        found = [spread for slot, spread in self.exposure.drift.items() if (slot == WEIGHTS) == weights]
+        found = [spread for slot, spread in self.replayed.exposure.drift.items() if (slot == WEIGHTS) == weights]
         merged = Spread()
         for spread in found:
             merged.add(spread.mean, spread.worst, spread.weight)
@@ -215,8 +211,6 @@ def _costs(run: Run, speeds: Mapping[str, float | None]) -> Costs | None:
 
 
 def _at(bytes_per_second: float) -> Fitted:
-    if bytes_per_second <= 0:
-        raise UsageError("--storage-gbps and --copy-gbps must be above 0")
     found = Fitted()
     for nbytes in (1e12, 2e12):
         found.learn(nbytes, nbytes / bytes_per_second)
@@ -264,7 +258,7 @@ def step_seconds(run: Run) -> float:
 
 def summary_json(summary: Summary, baseline: Summary) -> dict[str, Any]:
     """Return a configuration's entry in the JSON output."""
-    exposure = summary.exposure
+    exposure = summary.replayed.exposure
     return {
         "name": summary.name,
         "as_recorded": summary.replayed.as_recorded,
