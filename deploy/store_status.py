@@ -38,7 +38,9 @@ def open_store(root: Path, options: ObjectOptions | None = _PATIENCE) -> Catalog
     try:
         return open_catalog(files_at(root, options))
     except NoStoreError as error:
-        raise NoStoreError(f"{error}{'' if is_url(root) else _nearby(root)}") from error
+        places = () if is_url(root) else (*sorted(root.glob(f"*/{STORE}"))[:1], root.absolute().parent / STORE)
+        nearby = next((f"; there is one in {place.parent}" for place in places if place.is_file()), "")
+        raise NoStoreError(f"{error}{nearby}") from error
     except DamagedError as error:
         raise NothingToResumeError(
             f"{error}; the store cannot be read without it: restore {STORE} from a copy of the store"
@@ -100,13 +102,6 @@ def model_text(manifest: ManifestRecord) -> str:
         f"{plural(len(manifest.layers), 'layer')}, {count_text(parameters(manifest))} parameters; "
         f"{manifest.framework} on {plural(manifest.world_size, 'rank')}, policy {manifest.policy}"
     )
-
-
-def _nearby(root: Path) -> str:
-    for place in (*sorted(root.glob(f"*/{STORE}"))[:1], root.absolute().parent / STORE):
-        if place.is_file():
-            return f"; there is one in {place.parent}"
-    return ""
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,10 @@ def startup_message(job: JobContext, metrics: Metrics, *, has_commits: bool, uns
         parts.append(f"in-memory snapshots in {job.config.memory.path}")
     if job.config.copies.max_bytes is not None:
         parts.append(f"copying {shortened(job.config.copies.max_bytes)}B at a time, so training waits for storage")
-    parts.append(_metrics_text(job.config, metrics))
+    if job.config.metrics.enabled:
+        parts.append(f"no metrics: {metrics.trouble}" if metrics.url is None else f"metrics at {metrics.url}")
+    else:
+        parts.append("no metrics (metrics.enabled: false)")
     if not job.observing:
         parts.append("ckpt.resume() continues from its newest commit" if has_commits else "nothing to resume")
     if not job.observing and (scheduler := with_scheduler(job.config.preemption, job.group.world_size)[1]):
@@ -162,12 +165,6 @@ def _interval_text(config: Config) -> str:
         most = config.auto.max_loss_minutes
         return f"every: auto (so that the least time is lost, to a failure {most:g} min at most)"
     return "at every step" if config.every == 1 else f"every {config.every} steps"
-
-
-def _metrics_text(config: Config, metrics: Metrics) -> str:
-    if not config.metrics.enabled:
-        return "no metrics (metrics.enabled: false)"
-    return f"no metrics: {metrics.trouble}" if metrics.url is None else f"metrics at {metrics.url}"
 
 
 def attach(

@@ -10,7 +10,6 @@ from deploy import console as output
 from deploy import store_status
 from deploy.console import DebugOption, JsonOption, StoreArgument
 from deploy.format import plural, resume_step_text, size_text
-from store.schema import ManifestRecord
 
 _RESUME = (
     *("save", "step", "effective_step", "goes_on_at", "exact", "max_staleness", "max_drift", "lossy"),
@@ -47,7 +46,10 @@ def _as_json(found: store_status.StoreStatus) -> dict[str, Any]:
 def _draw(console: Console, found: store_status.StoreStatus) -> None:
     rows: dict[str, Text | str] = {"Store": str(found.root), "Identity": found.store_id, "Commits": _commits(found)}
     if found.newest is not None:
-        rows["Newest"] = _newest(found.newest)
+        newest = found.newest
+        avoided = f", {size_text(newest.bytes_avoided)} avoided" if newest.bytes_avoided else ""
+        wrote = f"wrote {size_text(store_status.written(newest))}{avoided}"
+        rows["Newest"] = f"{newest.save}: step {newest.step}, epoch {newest.epoch}, {newest.created}; {wrote}"
         rows["Model"] = store_status.model_text(found.newest)
     rows["Epochs"] = _epochs(found)
     rows["In use"] = store_status.lock_owner_text(found.root, found.in_use_by)
@@ -66,14 +68,6 @@ def _commits(found: store_status.StoreStatus) -> str:
     suspect = f"; suspect: {', '.join(save.name for save in found.suspects)}" if found.suspects else ""
     aged = f"; weights only: {', '.join(save.name for save in found.weights_only)}" if found.weights_only else ""
     return f"{len(steps)}, {span}{ever}{suspect}{aged}"
-
-
-def _newest(manifest: ManifestRecord) -> str:
-    avoided = f", {size_text(manifest.bytes_avoided)} avoided" if manifest.bytes_avoided else ""
-    return (
-        f"{manifest.save}: step {manifest.step}, epoch {manifest.epoch}, {manifest.created}; "
-        f"wrote {size_text(store_status.written(manifest))}{avoided}"
-    )
 
 
 def _epochs(found: store_status.StoreStatus) -> str:

@@ -223,18 +223,14 @@ def trainer_state(
                 int(state["epoch"]) + 1,
                 step,
             )
-        if _is_done(step, length, args):
+        whole = step >= length.steps and args.num_train_epochs <= length.epochs
+        done = step >= args.max_steps if args.max_steps > 0 else whole
+        if done:
             # With the last step itself the Trainer would train on if the last epoch was not to be a complete one.
             state["global_step"] = max(step, length.beyond)
     attributes = {"save": prediction.save.name, "memory": prediction.memory}
     callbacks = dict(state.get("stateful_callbacks") or {})
     return {**state, "stateful_callbacks": {**callbacks, PLAN: {"args": {}, "attributes": attributes}}}
-
-
-def _is_done(step: int, length: TrainingLength, args: Any) -> bool:
-    if args.max_steps > 0:
-        return bool(step >= args.max_steps)
-    return bool(step >= length.steps and args.num_train_epochs <= length.epochs)
 
 
 def _refuse_other_trainers(folder: Path, callback: TrainerCallback) -> Callable[[], None]:
