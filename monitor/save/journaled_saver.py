@@ -38,7 +38,7 @@ from store.segment import SegmentDraft, StagedFragment, write_segment
 from store.session import require_present
 
 _AHEAD, _BYTES = 2, 1 << 28  # records that may be under way; more, while they take no more bytes than that
-_CHUNK = 1 << 16  # elements that are looked at together
+_FIRST, _CHUNK = 1 << 8, 1 << 16  # elements that are looked at together: mostly the first ones tell
 _CHANGED = "weights or optimizer state were changed by other means than the optimizer's step"
 _PATIENCE = 0.2  # seconds that training waits for a record to be written, before it goes on without the journal
 
@@ -311,9 +311,8 @@ class JournaledSaver(Saver):
 def _staged(layer: str, fragment: Fragment, copy: torch.Tensor) -> StagedFragment:
     """Return a copy as it is stored: in two bytes where it is float32 with values of bfloat16."""
     encoding, data = RAW, copy
-    if copy.dtype == torch.float32 and not any(
-        (part.view(torch.int32) & 0xFFFF).any() for part in torch.split(copy, _CHUNK)
-    ):
+    parts = (part for some in (copy[:_FIRST], copy) for part in torch.split(some, _CHUNK))
+    if copy.dtype == torch.float32 and not any((part.view(torch.int32) & 0xFFFF).any() for part in parts):
         encoding, data = BF16, (copy.view(torch.int32) >> 16).to(torch.int16)
     fqn, slot, start, numel, box = fragment
     return StagedFragment(layer, slot, fqn, start, numel, dtype_name(copy.dtype), encoding, as_bytes(data), box)
