@@ -6,7 +6,7 @@ It leaves the user's param groups as they are.
 
 import inspect
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
@@ -34,6 +34,14 @@ class Piece(NamedTuple):
     load copies into it, too."""
 
 
+class Gradient(NamedTuple):
+    """Memory for the gradient of a tensor that an optimizer updates, and the pieces of parameters in it."""
+
+    owner: torch.Tensor
+    memory: torch.Tensor
+    pieces: Sequence[Piece]
+
+
 _SAMPLE = 8  # elements at each end of a piece
 
 
@@ -58,6 +66,7 @@ class FragmentPlace:
     dtype: torch.dtype  # of the live tensor
     new: bool = field(default=False, compare=False)
     """The memory does not exist, and may be the host memory that the values were read into."""
+    memory: torch.Tensor | None = field(default=None, compare=False)  # 1-d, of the host: to read into, if ``new``
 
 
 @dataclass(frozen=True)
@@ -213,16 +222,15 @@ class Adapter(Protocol):
         """Return what optimizer ``number`` begins a step with: param groups as in :meth:`run_state`, and the gradients
         that this rank saves. Called by its pre-step hook, several times in a step that goes from part to part."""
 
+    def new_gradients(self, number: int) -> list[Gradient]:
+        """Return memory for the gradients of all that optimizer ``number`` updates, with zeros where no piece is."""
+
     def repeat_step(
-        self,
-        number: int,
-        groups: Sequence[Mapping[str, Any]],
-        fqns: Collection[str],
-        fill: Callable[[Sequence[Piece]], None],
+        self, number: int, groups: Sequence[Mapping[str, Any]], fqns: Set[str], gradients: Sequence[Gradient]
     ) -> None:
         """Take a step of optimizer ``number`` with the hyperparameters of a recorded one.
 
-        fqns: parameters that had a gradient. fill: loads the gradients of all pieces on this rank."""
+        fqns: parameters that had a gradient. gradients: of :meth:`new_gradients`, with their values."""
 
 
 class OneStage:

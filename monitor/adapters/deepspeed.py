@@ -1,6 +1,6 @@
 """Adapt DeepSpeed engines, by ZeRO stage: 0 (no sharding), 1 and 2, 3."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import astuple
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from monitor.adapters.base import Adapter, Piece
+from monitor.adapters.base import Adapter, Gradient, Piece
 from monitor.adapters.deepspeed_base import (
     EngineAdapter,
     FlatPartition,
@@ -150,36 +150,38 @@ class _SteppedAdapter(ZeroAdapter):
         for group in self._base_optimizer.param_groups:
             found = [flats[id(one)] for one in group["params"]]
             groups += [describe_group((fqn for flat in found for fqn in flat.fqns), group)] if found else []
-            pieces += (piece for flat in found for piece in _gradients(flat))
+            pieces += (piece for flat in found for piece in _pieces(flat, flat.tensor.grad))
         return groups, pieces
+
+    def new_gradients(self, number: int) -> list[Gradient]:  # noqa: ARG002
+        made = [(flat, torch.zeros_like(flat.tensor)) for flat in self.flats()]
+        return [Gradient(flat.tensor, memory, _pieces(flat, memory)) for flat, memory in made]
 
     def repeat_step(
         self,
         number: int,  # noqa: ARG002
         groups: Sequence[Mapping[str, Any]],
-        fqns: Collection[str],
-        fill: Callable[[Sequence[Piece]], None],
+        fqns: Set[str],  # noqa: ARG002
+        gradients: Sequence[Gradient],
     ) -> None:
-        own = self._groups()
-        restore_groups(groups, own)
-        flats = [(flat, flat.tensor.grad) for flat in self.flats()]
-        for flat, _ in flats:
-            if flat.tensor.grad is None:
-                flat.tensor.grad = torch.zeros_like(flat.tensor)
-        fill([piece for flat, _ in flats for piece in _gradients(flat) if piece.fragment.fqn in fqns])
+        restore_groups(groups, self._groups())
+        before = [one.owner.grad for one in gradients]
+        for one in gradients:
+            one.owner.grad = one.memory
         self._step_base_optimizer()
-        for flat, before in flats:
-            flat.tensor.grad = None if before is None else before.zero_()
+        for one, gradient in zip(gradients, before, strict=True):
+            one.owner.grad = gradient
 
     def _step_base_optimizer(self) -> None:
         self._base_optimizer.step()
 
 
-def _gradients(flat: FlatPartition) -> Iterator[Piece]:
-    gradient = flat.tensor.grad
-    if gradient is not None:
-        for fqn, start, offset, numel in map(astuple, flat.placements):
-            yield Piece(Fragment(fqn, GRADIENT, start, numel), gradient.narrow(0, offset, numel))
+def _pieces(flat: FlatPartition, gradient: torch.Tensor | None) -> list[Piece]:
+    return [
+        Piece(Fragment(fqn, GRADIENT, start, numel), gradient.narrow(0, offset, numel))
+        for fqn, start, offset, numel in map(astuple, flat.placements)
+        if gradient is not None
+    ]
 
 
 class Zero12Adapter(_SteppedAdapter):

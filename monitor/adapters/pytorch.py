@@ -5,7 +5,7 @@ scalers are the user's own objects.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
@@ -18,6 +18,7 @@ from torch import nn
 
 from monitor.adapters.base import (
     FragmentPlace,
+    Gradient,
     Home,
     Listing,
     LiveValue,
@@ -289,22 +290,26 @@ class PyTorchAdapter(OneStage):
         )
         return [describe_group(*group) for group in groups], partition_replicas(gradients)
 
+    def new_gradients(self, number: int) -> list[Gradient]:
+        trained = (
+            (fqn, parameter)
+            for fqns, group in self._groups_of(number)
+            for fqn, parameter in zip(fqns, group["params"], strict=True)
+            if parameter.requires_grad
+        )
+        made = [(fqn, parameter, torch.empty_like(parameter)) for fqn, parameter in trained]
+        return [Gradient(one, memory, [self._replica(fqn, GRADIENT, memory).piece]) for fqn, one, memory in made]
+
     def repeat_step(
-        self,
-        number: int,
-        groups: Sequence[Mapping[str, Any]],
-        fqns: Collection[str],
-        fill: Callable[[Sequence[Piece]], None],
+        self, number: int, groups: Sequence[Mapping[str, Any]], fqns: Set[str], gradients: Sequence[Gradient]
     ) -> None:
-        own, pieces = self._groups_of(number), list[Piece]()
-        restore_groups(groups, own)
-        for names, group in own:
-            for fqn, parameter in zip(names, group["params"], strict=True):
-                parameter.grad = torch.empty_like(parameter) if fqn in fqns else None
-                pieces += [] if parameter.grad is None else [self._replica(fqn, GRADIENT, parameter.grad).piece]
-        fill([piece for piece in pieces if piece.fragment.numel])
-        self._optimizers[number].step()
-        self._optimizers[number].zero_grad(set_to_none=True)
+        optimizer = self._optimizers[number]
+        restore_groups(groups, self._groups_of(number))
+        optimizer.zero_grad(set_to_none=True)
+        for owner, memory, (piece,) in gradients:
+            owner.grad = memory if piece.fragment.fqn in fqns else None
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
     def layout_facts(self) -> dict[str, Any]:
         return self._keep("facts", self._facts)

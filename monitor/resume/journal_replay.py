@@ -7,15 +7,16 @@ state of one step. Training thread, in a resume; collective.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 import torch
 
-from monitor.adapters.base import FragmentPlace, Piece, sample, weights_of
+from monitor.adapters.base import FragmentPlace, Gradient, Piece, sample, weights_of
 from monitor.adapters.hyperparameters import IMPLEMENTATION
 from monitor.context import JobContext
 from monitor.distributed import run_on_all_ranks, run_on_rank0
@@ -46,6 +47,8 @@ _ELSEWHERE = (
     "optimizer (foreach, fused), so last bits may differ"
 )
 
+_Gradients = Sequence[Sequence[Gradient]]
+
 
 @dataclass(frozen=True)
 class _Record:
@@ -56,6 +59,8 @@ class _Record:
     values: ReadResult
     after: RunStateRead
     sample: torch.Tensor
+    gradients: _Gradients  # of each optimizer, of which :attr:`trained` have values
+    trained: Set[str]
     same: bool
 
 
@@ -116,6 +121,9 @@ class Replay:
         self._job, self._journal, self._chain, self._result = job, journal, chain, result
         self._payloads = OpenPayloads(journal.files)
         self._held = job.adapter.held()
+        self._gradients = [self._new_gradients()]  # a record is read into one while the step of another is taken
+        self._to_host = all(one.memory.device.type == "cpu" for optimizer in self._gradients[0] for one in optimizer)
+        self._gradients += [self._new_gradients()] * self._to_host
         self._owned = {_gradient(piece) for piece in job.adapter.owned() if piece.fragment.slot == WEIGHTS}
         self._rng = capture_rng()
         trained = {fqn for fqn, info in job.adapter.tensors().items() if info.kind == "trainable"}
@@ -145,13 +153,14 @@ class Replay:
 
     def _read_ahead(self, pool: ThreadPoolExecutor) -> Iterator["Future[_Record | None]"]:
         """Yield the records in order, each while the next one is being read."""
-        waiting = [pool.submit(self._read, step) for step in self._chain.steps[:1]]
-        for step in self._chain.steps[1:]:
-            waiting.append(pool.submit(self._read, step))
+        reading = zip(self._chain.steps, cycle(self._gradients), strict=False)
+        waiting = [pool.submit(self._read, *one) for one in islice(reading, 1)]
+        for one in reading:
+            waiting.append(pool.submit(self._read, *one))
             yield waiting.pop(0)
         yield from waiting
 
-    def _read(self, step: JournalStep) -> _Record | None:
+    def _read(self, step: JournalStep, gradients: _Gradients) -> _Record | None:
         """Read and check a record; None if it is damaged. Not collective, in any thread."""
         try:
             after = read_own_run_state(self._journal, step.save, step.record, self._job.group.rank)
@@ -161,7 +170,7 @@ class Replay:
             own, index = parts.get(self._job.group.rank), fragments_of(parts)
             tree = read_tree(self._journal, own or parts[0])
             stepped, sampled = tree[STEPPED], tree[SAMPLE]
-            values = read_fragments(self._payloads, index, self._places(index))
+            values = read_fragments(self._payloads, index, self._places(index, gradients))
             if values.bad:
                 raise DamagedError("its bytes do not match their hashes")
             recorded = {fqn for fqn, slot in index.names() if slot == GRADIENT}
@@ -174,16 +183,20 @@ class Replay:
         known = {entry.fragment for entry in own.entries if entry.slot == GRADIENT} if own else set()
         same = self._job.adapter.framework == "torch" or known == {one for one in self._owned if one.fqn in recorded}
         same = same and all(self._implementations[fqn] == one for fqn, one in before.items())
-        return _Record(step, stepped, values, after, sampled, same)
+        return _Record(step, stepped, values, after, sampled, gradients, recorded, same)
 
-    def _places(self, index: FragmentIndex[Source]) -> list[FragmentPlace]:
-        """Return what this rank needs of a record, in memory of its own."""
-        gradients = ((_gradient(one), one.tensor) for one in self._held if one.fragment.slot == WEIGHTS)
-        buffers = ((one.fragment, one.tensor) for one in self._held if one.fragment.slot == BUFFER)
+    def _new_gradients(self) -> _Gradients:
+        adapter = self._job.adapter
+        return [adapter.new_gradients(number) for number in range(len(adapter.optimizers()))]
+
+    def _places(self, index: FragmentIndex[Source], gradients: _Gradients) -> list[FragmentPlace]:
+        """Return what this rank needs of a record, in the memory of ``gradients`` or of its own."""
+        buffers = ((one, None) for one in self._held if one.fragment.slot == BUFFER)
+        pieces = (piece for optimizer in gradients for one in optimizer for piece in one.pieces)
         return [
-            FragmentPlace(fragment, tensor.dtype, new=True)
-            for fragment, tensor in (*gradients, *buffers)
-            if (fragment.fqn, fragment.slot) in index.names()
+            FragmentPlace(piece.fragment, piece.tensor.dtype, new=True, memory=memory)
+            for piece, memory in (*((one, one.tensor if self._to_host else None) for one in pieces), *buffers)
+            if piece.fragment.numel and piece.fragment[:2] in index.names()
         ]
 
     def _agreed(self, reading: "Future[_Record | None]") -> _Record | None:
@@ -209,17 +222,17 @@ class Replay:
 
     def _take(self, record: _Record) -> None:
         """Take the step of a record."""
-        values = record.values
-        fqns = {fragment.fqn for fragment in values.values if fragment.slot == GRADIENT}
-
-        def fill(pieces: Sequence[Piece]) -> None:
-            own = {piece.fragment: values.values[piece.fragment] for piece in pieces}
-            replace(values, values=own).load(pieces)
-
+        read, groups = record.values.values, record.stepped["groups"]
         if record.stepped["rng"] is not None:
             restore_rng(record.stepped["rng"])
         for number in record.stepped["members"]:
-            self._job.adapter.repeat_step(number, record.stepped["groups"], fqns, fill)
+            pieces = [piece for one in record.gradients[number] for piece in one.pieces]
+            for piece in pieces:
+                if piece.fragment.fqn not in record.trained:
+                    piece.tensor.zero_()  # it holds values of another record
+            own = {piece.fragment: read[piece.fragment] for piece in pieces if piece.fragment in read}
+            replace(record.values, values=own).load(pieces)
+            self._job.adapter.repeat_step(number, groups, record.trained, record.gradients[number])
 
     def _check_sample(self, last: _Record, same: bool) -> None:
         """Raise DamagedError if the weights are not those that the job had after a step."""

@@ -412,7 +412,9 @@ class _Reader:
         return rest
 
     def _read(self, one: _Wanted, scratch: bytearray) -> None:
-        host = None if one.again else _present_memory(one.place.fragment.numel, one.dtype)
+        host = one.place.memory
+        if host is None or host.dtype != one.dtype:
+            host = None if one.again else _present_memory(one.place.fragment.numel, one.dtype)
         if not all([self._fill(copy, host, one.dtype, scratch) for copy in one.copies]):  # noqa: C419 - all damaged ones
             return
         if host is None:

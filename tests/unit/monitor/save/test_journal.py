@@ -270,6 +270,15 @@ def halve_gradients(job: Job) -> None:
     job.optimizer.register_step_pre_hook(hook)
 
 
+def train_blocks_in_turns(job: Job) -> None:
+    def drop(parameter: torch.Tensor) -> None:
+        if (job.schedule.last_epoch + parameter.ndim) % 3:
+            parameter.grad = None
+
+    for parameter in job.model.parameters():
+        parameter.register_post_accumulate_grad_hook(drop)
+
+
 def hold_a_teacher(job: Job) -> None:
     job.model.append(nn.Linear(6, 6).requires_grad_(False))
 
@@ -302,6 +311,7 @@ def nothing(*_: Any) -> None:
 
 BESIDE: dict[str, tuple[Callable[[Job], None], Callable[[Job, int], None], int]] = {
     "a hook that changes gradients": (halve_gradients, nothing, 7),
+    "gradients of some parameters only": (train_blocks_in_turns, nothing, 7),
     "a frozen teacher moved": (hold_a_teacher, move_the_teacher, 4),
     "a teacher moved through data": (hold_a_teacher, move_the_teacher_unseen, 4),
     "weights clamped through data": (nothing, clamp_unseen, 4),
