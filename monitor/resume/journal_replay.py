@@ -6,9 +6,12 @@ replay begins at the oldest, and a unit is set to its own version when the repla
 state of one step. Training thread, in a resume; collective.
 """
 
+import ctypes
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
@@ -46,6 +49,8 @@ _ELSEWHERE = (
     "the steps in the journal were taken by other ranks, another partition, or another implementation of the "
     "optimizer (foreach, fused), so last bits may differ"
 )
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # of mallopt(3)
 
 _Gradients = Sequence[Sequence[Gradient]]
 
@@ -134,7 +139,7 @@ class Replay:
         """Return the result of the last whole step; None if the versions of a composite could not be joined."""
         newest, taken, same = self._result.resolution.manifest.step, list[_Record](), True
         later = run_on_all_ranks(self._job.group, self._later_versions)
-        with self._payloads, ThreadPoolExecutor(1, "driftpoint-journal") as pool:
+        with self._payloads, _freed_memory_kept(), ThreadPoolExecutor(1, "driftpoint-journal") as pool:
             for reading in self._read_ahead(pool):
                 record = self._agreed(reading)
                 if record is None:
@@ -266,6 +271,26 @@ class Replay:
         lost = () if all(group.all_gather(same)) else (_ELSEWHERE,)
         notes = (*result.notes, *lost)
         return replace(result, resume_point=point, notes=notes, lost=(*result.lost, *lost), replayed=steps)
+
+
+@contextmanager
+def _freed_memory_kept() -> Iterator[None]:
+    """Let malloc keep what is freed, with its pages: each step's temporaries are as large as the state.
+
+    glibc maps such memory anew each time, and faults of its pages take longer than the arithmetic of the optimizer."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "malloc_trim") or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        yield
+        return
+    libc.mallopt(_MMAP_MAX, 0)
+    libc.mallopt(_TRIM_THRESHOLD, (1 << 31) - 1)
+    try:
+        yield
+    finally:  # as glibc's own adjustment leaves them in a process that frees large tensors
+        libc.mallopt(_MMAP_MAX, 1 << 16)
+        libc.mallopt(_MMAP_THRESHOLD, 1 << 25)
+        libc.mallopt(_TRIM_THRESHOLD, 1 << 26)
+        libc.malloc_trim(0)
 
 
 def _implementation(group: Mapping[str, Any]) -> Mapping[str, Any]:
