@@ -22,7 +22,7 @@ from store.session import lock_holder, newest_epoch, read_epoch
 from store.storage.bucket import ObjectOptions
 from store.text import listed
 from store.verify import total_bytes
-from store.weights import weights_only_saves
+from store.weights import all_saves, weights_only_saves
 
 _PATIENCE = ObjectOptions(retry_seconds=15.0)  # shorter retries than a job's, because a user waits
 _TRIES = 4  # attempts to read a store that changes meanwhile
@@ -51,7 +51,7 @@ def find_save(catalog: Catalog, wanted: str) -> SaveId:
     """Find a commit by step number (in the newest epoch that has it) or by save name.
 
     Raises UsageError if there is no such commit, NothingToResumeError if the store has no commit yet."""
-    saves = [*catalog.saves(), *weights_only_saves(catalog.files)]
+    saves = all_saves(catalog)
     if not saves:
         raise NothingToResumeError("the store holds no commit yet")
     if wanted.isascii() and wanted.isdigit():
@@ -136,7 +136,7 @@ class StoreStatus:
     root: Path
     store_id: str
     saves: tuple[SaveId, ...]
-    suspects: tuple[SaveId, ...]
+    suspects: tuple[SaveId, ...]  # of both kinds
     newest: ManifestRecord | None
     epoch: int
     owner: EpochRecord | None
@@ -145,7 +145,7 @@ class StoreStatus:
     resume: Resume | None
     problems: tuple[str, ...]
     resumed: ManifestRecord | None = None
-    weights_only: tuple[SaveId, ...] = ()
+    weights_only: tuple[SaveId, ...] = ()  # of deleted commits
 
     @property
     def exit_code(self) -> int:
@@ -169,11 +169,12 @@ def _read_status(catalog: Catalog, root: Path, *, counted: bool) -> StoreStatus:
     resume, resumed = _resume(catalog, problems)
     newest, epoch = _newest_readable(catalog, problems), newest_epoch(catalog.files)
     suspects, saves = catalog.suspects().saves, tuple(catalog.saves())
+    weights_only = tuple(save for save in weights_only_saves(catalog.files) if save not in saves)
     return StoreStatus(
         root=root.absolute(),
         store_id=catalog.store_id,
         saves=saves,
-        suspects=tuple(save for save in saves if save in suspects),
+        suspects=tuple(save for save in (*saves, *weights_only) if save in suspects),
         newest=newest,
         epoch=epoch,
         owner=epoch_owner(catalog, epoch, problems),
@@ -183,7 +184,7 @@ def _read_status(catalog: Catalog, root: Path, *, counted: bool) -> StoreStatus:
         resume=resume,
         problems=tuple(dict.fromkeys(problems)),
         resumed=resumed,
-        weights_only=tuple(weights_only_saves(catalog.files)),
+        weights_only=weights_only,
     )
 
 

@@ -79,6 +79,7 @@ class CommitSummary:
     versions: frozenset[str]  # saves that hold its units or their bases
     bases: frozenset[str]
     whole: bool
+    previous: str | None  # the commit that it continues
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,10 @@ class Catalog:
         self._groups: dict[tuple[SaveId, str], LoadedGroup] = {}
         self.survey: CommitSurvey | None = None  # the last one of store.retention
         self.swept: set[SaveId] = set()  # finished segment groups without temporary files
+        self.weights: dict[SaveId, str | None] = {}  # weights-only commits, and the commit that each continues
         self.kept_weights: set[SaveId] = set()  # commits with a weights-only commit that this process read back
-        self.damaged_weights: set[SaveId] = set()  # commits whose weights cannot be copied
+        self.damaged_weights: set[SaveId] = set()  # commits, weights-only ones too, whose weights are damaged
+        self.left_epochs: set[int] = set()  # given up by the job of this process, for its next one or at its end
 
     @property
     def store_id(self) -> str:

@@ -1,7 +1,8 @@
 """Select the commits to retain, and prune the others with the segments that no commit needs.
 
 Silent corruption is detected late, so old commits are retained at ages in powers of two. The newest proven commit
-always stays; suspect commits are ignored, except the newest commit of all.
+always stays; suspect commits are ignored, except the newest commit of all. Where a rule retains one commit in a range
+of steps, the commits that the newest one continues go before those of a branch that a rollback abandoned.
 
 Where the disk has no room for another full save, the rule gives way: the oldest commits that it retains are dropped
 first, only as many as needed, and never the newest whole commit nor the newest proven one.
@@ -22,12 +23,12 @@ from store.catalog import Catalog, CommitSummary, CommitSurvey, LoadedGroup, new
 from store.errors import ConfigError, DamagedError, FencedError, MissingError, StorageError
 from store.location import free_bytes
 from store.names import SaveId
-from store.resolve import with_bases
+from store.resolve import find_lineage, with_bases
 from store.schema import ManifestRecord
 from store.session import newest_epoch, require_newest
 from store.storage.atomic import final_name, is_temporary, remove_all
 from store.storage.local import Files, list_or_empty
-from store.weights import keep_weights, remove_weights, weights_only_saves
+from store.weights import keep_weights, read_weights, remove_weights
 
 _KEPT_EPOCHS = 64  # newest epoch records that stay, needed or not: interruptions are counted from them
 
@@ -53,26 +54,32 @@ class Retention:
                 raise ConfigError(f"retention.{name} is {number}: give a number from 1, or leave it out")
 
 
+_Saves = Set[SaveId]
 _RECORDS = 1 << 16  # bytes for the records of a save, besides 2 % of its payload
 EVERYTHING = 1 << 62  # more bytes than any store has
 
 
 def select_retained(
-    saves: Iterable[SaveId], proven: Set[SaveId], retention: Retention, suspects: Set[SaveId] = frozenset()
+    saves: Iterable[SaveId],
+    proven: _Saves,
+    retention: Retention,
+    suspects: _Saves = frozenset(),
+    lineage: _Saves = frozenset(),
 ) -> set[SaveId]:
     """Return the commits to retain of ``saves``, which must all be whole.
 
     A damaged or suspect commit must not displace a good one: suspects are left out, and the newest commit always stays.
-    """
+    ``lineage``: those that stand for their ranges before others."""
     all_saves = sorted(saves, reverse=True)
     newest_first = [save for save in all_saves if save not in suspects] or all_saves
     keep = {*all_saves[:1], *newest_first[: retention.keep_last]}
     keep.update(sorted(proven & set(newest_first), reverse=True)[:1])
+    best_last = sorted(newest_first, key=lineage.__contains__)
     if retention.keep_every is not None:
-        keep |= _oldest_in_each(newest_first, [save.step // retention.keep_every for save in newest_first])
+        keep |= _last_in_each(best_last, [save.step // retention.keep_every for save in best_last])
     if retention.log_spaced and newest_first:
         newest = newest_first[0].step
-        keep |= _oldest_in_each(newest_first, [abs(newest - save.step).bit_length() for save in newest_first])
+        keep |= _last_in_each(best_last, [abs(newest - save.step).bit_length() for save in best_last])
     return keep
 
 
@@ -83,11 +90,11 @@ def most_commits(retention: Retention, every: int, saves: int = 1000) -> int:
     for number in range(1, saves + 1):
         held = select_retained(held | {SaveId(number * every, 1)}, frozenset(), retention)
         most = max(most, len(held))
-    return most + 1 + (retention.weights_every is not None)  # one stays until its weights are copied
+    return most + 1 + 2 * (retention.weights_every is not None)  # two stay until the weights of one are copied
 
 
-def _oldest_in_each(newest_first: Sequence[SaveId], buckets: Sequence[int]) -> set[SaveId]:
-    return set(dict(zip(buckets, newest_first, strict=True)).values())
+def _last_in_each(saves: Sequence[SaveId], buckets: Sequence[int]) -> set[SaveId]:
+    return set(dict(zip(buckets, saves, strict=True)).values())
 
 
 @dataclass(frozen=True)
@@ -103,7 +110,7 @@ class PrunePlan:
     epoch: int  # epoch of the store's owner; a newer one stops the prune
     blocked: str | None = None
     given_up: tuple[SaveId, ...] = ()  # those of ``manifests`` that the rule retains, and that make room
-    to_copy: tuple[SaveId, ...] = ()  # those of ``keep`` that go once their weights are copied
+    to_copy: tuple[SaveId, ...] = ()  # those of ``keep`` whose weights are copied before they, or the next ones, go
     weights: tuple[SaveId, ...] = ()  # weights-only commits to remove
     read: Mapping[SaveId, CommitSummary] = field(default_factory=dict, compare=False, repr=False)
     """Commits that the plan was made for."""
@@ -164,8 +171,9 @@ def plan_prune(
     unrecognised = [f"{paths.SEGMENTS}/{name}" for name, group in folders.items() if group is None]
     known = paths.TOP_LEVEL | paths.FOREIGN
     unrecognised += [name for name in files.list_dir("") if name not in known and not is_temporary(name)]
-    in_weights = list_or_empty(files, paths.KEPT_WEIGHTS)
-    unrecognised += [f"{paths.KEPT_WEIGHTS}/{name}" for name in in_weights if paths.parse_save_dir(name) is None]
+    in_weights = {name: paths.parse_save_dir(name) for name in list_or_empty(files, paths.KEPT_WEIGHTS)}
+    unrecognised += [f"{paths.KEPT_WEIGHTS}/{name}" for name, save in in_weights.items() if save is None]
+    aged = {save for save in in_weights.values() if save is not None}
     unrecognised += [
         f"{paths.MANIFESTS}/{name}" for name in commits.others if paths.parse_save_file(final_name(name) or "") is None
     ]
@@ -191,9 +199,13 @@ def plan_prune(
     elsewhere = groups - garbage.reachable(needed & {continued})
     needed |= {save for save in readable if elsewhere & readable[save].groups.keys()} if elsewhere else set()
     other_bases = _with_other_bases(readable, commits.whole)
-    keep = select_retained(commits.whole, proven, retention, suspects) | needed | other_bases
-    to_copy, old_weights = _select_weights(catalog, commits.whole, keep, suspects, retention)
-    keep |= to_copy
+    weights = read_weights(catalog) if retention.weights_every else {}
+    lineage = find_lineage(newest, {**weights, **{save: one.previous for save, one in readable.items()}})
+    keep = select_retained(commits.whole, proven, retention, suspects, lineage) | needed | other_bases
+    to_copy, following, stay = _select_weights(catalog, retention, commits, keep, suspects=suspects, lineage=lineage)
+    gone = {save for save in aged - stay - following if save in weights or save not in keep}  # one may just be written
+    old_weights = gone if retention.weights_every else set()  # what another configuration retained stays
+    keep |= to_copy | (following & readable.keys())
     given_up: set[SaveId] = set()
     if make_room:
         fewest = Retention(keep_last=least, log_spaced=False)
@@ -208,7 +220,7 @@ def plan_prune(
     catalog.swept &= reachable
     finished = sorted(group for group in reachable - catalog.swept if group < newest)
     temporaries = (
-        *_temporaries({paths.MANIFESTS: commits.others, **marks}, newest, keep),
+        *_temporaries({paths.MANIFESTS: commits.others, **marks}, newest, keep | (aged - old_weights)),
         *_unfinished(catalog, finished),
         *_old_epochs(files, {save.epoch for save in (*keep, *reachable)}),
     )
@@ -234,21 +246,26 @@ def plan_prune(
 
 
 def _select_weights(
-    catalog: Catalog, whole: Sequence[SaveId], keep: Set[SaveId], suspects: Set[SaveId], retention: Retention
-) -> tuple[set[SaveId], set[SaveId]]:
-    """Return the commits outside of ``keep`` to copy the weights of, and the weights-only commits to remove.
+    catalog: Catalog, retention: Retention, commits: CommitSurvey, keep: _Saves, *, suspects: _Saves, lineage: _Saves
+) -> tuple[set[SaveId], set[SaveId], set[SaveId]]:
+    """Return the commits to copy the weights of, those that stay meanwhile, and the weights-only commits that stay.
 
-    The oldest commit in each range of steps is retained, as it is or its weights."""
-    if retention.weights_every is None:  # what another configuration retained stays
-        return set(), set()
-    named = map(paths.parse_save_dir, list_or_empty(catalog.files, paths.KEPT_WEIGHTS))
-    found, there = {save for save in named if save is not None}, set(weights_only_saves(catalog.files))
-    newest_first = sorted(there.union(set(whole) - suspects - catalog.damaged_weights), reverse=True)
-    oldest = _oldest_in_each(newest_first, [save.step // retention.weights_every for save in newest_first]) - keep
-    stay = set(sorted(oldest)[-retention.weights_last :])
-    return stay.intersection(whole) - (
-        catalog.kept_weights & there
-    ), found - stay - keep  # one of a kept commit may just be written
+    One commit in each range of steps is retained, as it is or its weights: the oldest of ``lineage`` or, if there is
+    none, of an abandoned branch. Copying shows whether its weights are damaged, so until then the next one stays, too.
+    """
+    if retention.weights_every is None:
+        return set(), set(), set()
+    there, whole, ranges = set(catalog.weights), set(commits.whole), dict[int, list[SaveId]]()
+    good = (there | (whole - suspects)) - catalog.damaged_weights
+    for save in sorted(good, key=lambda one: (one not in lineage, one in suspects, one)):
+        ranges.setdefault(save.step // retention.weights_every, []).append(save)
+    unread = whole - (catalog.kept_weights & there)
+    nexts = {one: more[0] for one, *more in ranges.values() if more and one in unread and more[0] not in keep}
+    as_it_is = keep - nexts.keys()
+    chosen = {saves[0] for saves in ranges.values()} - (as_it_is - there)
+    stay = set(sorted(chosen, key=lambda one: (one in lineage, one not in suspects, one))[-retention.weights_last :])
+    to_copy = (stay & unread) - as_it_is
+    return to_copy, {nexts[one] for one in to_copy & nexts.keys()}, stay | (there & catalog.damaged_weights)
 
 
 def keep_named_weights(catalog: Catalog, plan: PrunePlan) -> list[str]:
@@ -259,6 +276,8 @@ def keep_named_weights(catalog: Catalog, plan: PrunePlan) -> list[str]:
             keep_weights(catalog.files, save, plan.epoch)
             catalog.kept_weights.add(save)
         except (DamagedError, StorageError, FencedError) as error:
+            if plan.epoch in catalog.left_epochs:  # fenced by the job's own next epoch, or after its end: done again
+                break
             present = save in set(catalog.saves())  # otherwise it was deleted meanwhile, and is not damaged
             catalog.damaged_weights.update({save} if present and isinstance(error, DamagedError) else ())
             problems.append(f"the weights of commit {save} are not kept: {error}")
@@ -386,6 +405,7 @@ def _summary(catalog: Catalog, save: SaveId) -> CommitSummary:
         groups=sizes,
         versions=bases.union(unit.save for unit in manifest.units),
         bases=bases,
+        previous=manifest.previous,
         whole=not any(group.problems for group in groups.values()) and _has_all_bases(manifest, groups),
     )
 

@@ -7,7 +7,7 @@ store reads it; a resume refuses it. Nothing else refers to it.
 Its manifest appears when everything else in it is durable, and the commit goes only after all of it was read back, so
 one of the two is always whole. A directory without a manifest is left from an interrupted copy or removal."""
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -35,6 +35,22 @@ def weights_only_saves(files: Files) -> list[SaveId]:
 def open_weights(catalog: Catalog, save: SaveId) -> Catalog:
     """Open a weights-only commit as a store. Raises as :func:`store.catalog.open_catalog`."""
     return open_catalog(catalog.files.below(paths.weights_dir(save)))
+
+
+def all_saves(catalog: Catalog) -> list[SaveId]:
+    """Return the commits and the weights-only commits, newest first."""
+    return sorted({*catalog.saves(), *weights_only_saves(catalog.files)}, reverse=True)
+
+
+def read_weights(catalog: Catalog) -> Mapping[SaveId, str | None]:
+    """Return the weights-only commits, each with the commit that it continues. Reads each manifest once."""
+    last, catalog.weights = catalog.weights, dict.fromkeys(weights_only_saves(catalog.files))
+    for save in catalog.weights:
+        try:
+            catalog.weights[save] = last[save] if save in last else open_weights(catalog, save).manifest(save).previous
+        except (DamagedError, NoStoreError):
+            catalog.damaged_weights.add(save)
+    return catalog.weights
 
 
 def keep_weights(files: Files, save: SaveId, epoch: int) -> None:

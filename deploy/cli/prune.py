@@ -19,7 +19,7 @@ from deploy.format import plural, size_text
 from deploy.store_status import epoch_owner, is_resumable, lock_owner, lock_owner_text, open_store
 from store.location import is_url
 from store.names import SaveId
-from store.retention import EVERYTHING, PrunePlan, Retention, execute, plan_prune
+from store.retention import EVERYTHING, PrunePlan, Retention, execute, keep_named_weights, plan_prune
 from store.session import StoreLock, newest_epoch
 from store.text import listed
 
@@ -37,6 +37,9 @@ def prune(
     log_spaced: Annotated[
         bool, typer.Option("--log-spaced/--no-log-spaced", help="Also keep older commits at increasing distances.")
     ] = _DEFAULT.log_spaced,
+    weights_every: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Also keep the weights of one commit in every N steps.")
+    ] = _DEFAULT.weights_every,
     minimum: Annotated[
         bool,
         typer.Option(
@@ -47,18 +50,23 @@ def prune(
     _debug: DebugOption = False,
 ) -> None:
     """Delete commits that retention does not keep. Keeps the newest valid one and the last one resumed from."""
-    retention = Retention(keep_last=keep_last, keep_every=keep_every, log_spaced=log_spaced)
+    retention = Retention(keep_last, keep_every, log_spaced, None, weights_every, weights_last=EVERYTHING)
     catalog, in_use_by = open_store(store), lock_owner(store)
+    problems, tried = list[str](), tuple[SaveId, ...]()
     with ExitStack() as held:
         if not dry_run and not is_url(store):
             held.callback(StoreLock(store, wait_seconds=0).release)
-        plan = plan_prune(catalog, retention, make_room=EVERYTHING if minimum else 0)
+        while True:
+            plan = plan_prune(catalog, retention, make_room=EVERYTHING if minimum else 0)
+            if dry_run or plan.to_copy in ((), tried):
+                break
+            problems, tried = [*problems, *keep_named_weights(catalog, plan)], plan.to_copy
         code = OK if plan.blocked is None else health(resumable=is_resumable(catalog), damaged=True)
         if not dry_run and plan.blocked is None:
             execute(catalog.files, plan)
     owner = epoch_owner(catalog, newest_epoch(catalog.files), [])
     foreign = None if owner is None or owner.host == socket.gethostname() else owner.host
-    remarks = list(_remarks(store, plan, in_use_by, foreign))
+    remarks = [*problems, *_remarks(store, plan, in_use_by, foreign)]
     body = _as_json(store, plan, in_use_by, dry_run=dry_run)
     output.answer(body, lambda console: _draw(console, plan, remarks, dry_run=dry_run), as_json=json)
     raise typer.Exit(code)
@@ -71,6 +79,7 @@ def _as_json(root: Path, plan: PrunePlan, in_use_by: int | None, *, dry_run: boo
         "blocked": plan.blocked,
         "in_use_by": in_use_by or None,
         "keep": [save.name for save in plan.keep],
+        "weights_to_copy": [save.name for save in plan.to_copy],
         "delete": {
             "commits": [save.name for save in plan.manifests],
             "segments": [save.name for save in plan.groups],
@@ -114,7 +123,9 @@ def _remarks(root: Path, plan: PrunePlan, in_use_by: int | None, foreign: str | 
     if in_use_by is not None:
         user = lock_owner_text(root, in_use_by)
         yield f"The store is in use {user}: without --dry-run this fails. The job prunes by itself."
-    if plan.blocked is None and not plan.freed_bytes and len(plan.keep) > 1:
+    if plan.to_copy:
+        yield f"Kept only until their weights are copied: {_names(plan.to_copy)}"
+    elif plan.blocked is None and not plan.freed_bytes and len(plan.keep) > 1:
         yield "This frees nothing. Add --minimum to keep only the newest commit and the last one resumed from."
     if foreign is not None:
         lock = "An object store has no lock" if is_url(root) else "The lock covers this machine only"

@@ -81,7 +81,7 @@ def _names(root: Path, options: ObjectOptions | None) -> list[str]:
 def _usable(found: StoreStatus, root: Path) -> Finding:
     user = lock_owner_text(root, found.in_use_by)
     seen = f"{plural(len(found.saves), 'commit')}, {size_text(found.size_bytes)}; in use {user}"
-    if not found.suspects:
+    if not {*found.suspects} & {*found.saves}:
         return Finding("store", "ok", seen)
     seen += f"; suspect: {', '.join(save.name for save in found.suspects)}"
     return Finding("store", "warn", seen, "jobs that resumed from them died: see docs/recovery.md")

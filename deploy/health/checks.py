@@ -77,7 +77,7 @@ def _not_as_saved(facts: Facts, status: StoreStatus, resume: Resume, name: str) 
         note = f"{units} in an older version because of damage: {listed(resume.fallbacks, 4)}"
         return Check(name, "look", f"step {resume.step}, with older versions of damaged slots", note, _verify(facts))
     if status.newest is None or resume.save != status.newest.save.name or resume.save != status.saves[0].name:
-        why = "newer ones are suspect" if status.suspects else "newer ones are damaged"
+        why = "newer ones are suspect" if status.saves[0] in status.suspects else "newer ones are damaged"
         told = status.problems[0] if status.problems else ""
         text = f"step {resume.step}, not the newest commit: {why}"
         return Check(name, "look", text, told, shell_command("status", facts.root))

@@ -167,10 +167,8 @@ def step_bound(step: int | str | None) -> Callable[[int], bool] | None:
 
 def _step_of(step: int | str) -> int | None:
     """Return the step in a number or save's name; None for a tag, which only its source understands."""
-    if isinstance(step, int):
-        return step
     try:
-        return SaveId.parse(step).step
+        return int(step) if str(step).isdecimal() else SaveId.parse(str(step)).step
     except ValueError:
         return None
 

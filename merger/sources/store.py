@@ -17,7 +17,7 @@ from store.names import BUFFER, FROZEN, LEFT_OUT, RAW, WEIGHTS, SaveId, payload_
 from store.resolve import RejectedVersion, Resolution, newest_resumable, resolve
 from store.schema import TensorRecord
 from store.text import listed
-from store.weights import weights_only_saves
+from store.weights import all_saves
 
 
 class StoreSource:
@@ -30,18 +30,22 @@ class StoreSource:
         self.catalog = open_catalog(files_at(root))
 
     def steps(self) -> tuple[int, ...]:
-        saves = (*self.catalog.saves(), *weights_only_saves(self.catalog.files))
-        return tuple(dict.fromkeys(save.step for save in saves))
+        return tuple(dict.fromkeys(save.step for save in all_saves(self.catalog)))
 
     def checkpoint(self, step: int | str | None, flaws: Set[Damage]) -> Checkpoint:
         save = None if step is None else self._save(step)
+        marks = self.catalog.suspects().why.items()
+        told = tuple(f"{save} is suspect: jobs that resumed from it died ({why})" for one, why in marks if one == save)
         if save is not None and save not in self.catalog.saves():
-            return StoreSource(self.root / weights_dir(save)).checkpoint(save.name, flaws)
+            found = StoreSource(self.root / weights_dir(save)).checkpoint(save.name, flaws)
+            return replace(found, problems=(*told, *found.problems))
         known = {flaw.bad for flaw in flaws if flaw.store == self.root}
         while True:
             try:
                 resolution, passed_over = (
-                    newest_resumable(self.catalog, known) if save is None else (resolve(self.catalog, save, known), ())
+                    newest_resumable(self.catalog, known)
+                    if save is None
+                    else (resolve(self.catalog, save, known), told)
                 )
             except (DamagedError, StorageError) as error:
                 if save is None:
@@ -56,7 +60,7 @@ class StoreSource:
         return self._checkpoint(resolution, states, passed_over)
 
     def _save(self, step: int | str) -> SaveId:
-        saves = [*self.catalog.saves(), *weights_only_saves(self.catalog.files)]
+        saves = all_saves(self.catalog)
         for save in saves:
             if step in (save.step, save.name, str(save.step)):
                 return save

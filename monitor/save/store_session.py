@@ -69,6 +69,7 @@ class StoreSession:
 
         def claim() -> tuple[int, str]:
             self.require_unchanged()
+            self.catalog.left_epochs.add(self.epoch)
             record = renew_epoch(self.files, self.catalog.store_id, self.epoch, self.token, self.incarnation)
             return record.epoch, record.token
 
@@ -87,6 +88,7 @@ class StoreSession:
 
     def release(self) -> None:
         """Release the lock, so that another job can open the store."""
+        self.catalog.left_epochs.add(self.epoch)
         if self.lock is not None:
             self.lock.release()
             self.lock = None

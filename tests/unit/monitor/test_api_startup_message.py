@@ -124,7 +124,7 @@ QUIET = {"metrics": {"enabled": False}}
         ),
         (
             {"every": 20, "retention": {"keep_last": 1, "log_spaced": False, "weights_every": 500, "max_share": None}},
-            "the store takes up to 9.58 kB (3 commits of 3.19 kB), and the weights alone of 10 commits; no metrics",
+            "the store takes up to 12.8 kB (4 commits of 3.19 kB), and the weights alone of 10 commits; no metrics",
         ),
     ],
 )

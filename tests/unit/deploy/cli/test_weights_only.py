@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from store.catalog import open_catalog
+from deploy.doctor.store import check_store
+from store.catalog import mark_suspect, open_catalog
 from store.errors import DamagedError, UnsupportedError, UsageError
-from store.names import SaveId
+from store.names import SaveId, payload_path
 from store.retention import Retention, execute, keep_named_weights, plan_prune
 from store.storage.local import LocalFiles
 from tests.support.cli import Here
@@ -66,6 +67,85 @@ def test_nothing_takes_it_for_a_training_state(here: Here, store: PlainStore, tm
     inner = store.root / "weights" / "00000020-000001"
     assert "it holds weights only" in here("show", inner).err
     assert here("show", store.root, 15).code == UsageError.exit_code
+
+
+def test_an_unknown_step_is_refused_with_the_known_ones_newest_first(
+    here: Here, store: PlainStore, tmp_path: Path
+) -> None:
+    """Also where commits that stay in full are older than weights-only ones."""
+    store.prove(SaveId(10, 1))
+    age(store)
+    assert [save.step for save in open_catalog(LocalFiles(store.root)).saves()] == [40, 10]
+    out = ("--layout", "hf", "--out", tmp_path / "out")
+    for command in (("merge", store.root, "--step", 77, *out), ("export", store.root, "me/tiny", "--step", 77)):
+        answer = here(*command)
+        assert answer.code == UsageError.exit_code
+        assert "has no checkpoint 77; there are steps 40, 20, 10" in " ".join(answer.err.split())
+    names = "00000040-000001, 00000020-000001, 00000010-000001"
+    assert f"there is {names}" in " ".join(here("show", store.root, 77).err.split())
+    answer = here("import", store.root, "--step", 77, "--store", tmp_path / "other")
+    assert f"the newest are: {names}" in " ".join(answer.err.split())
+
+
+def test_a_step_is_that_of_the_newest_epoch_whichever_kind_its_commit_is_of(
+    here: Here, store: PlainStore, tmp_path: Path
+) -> None:
+    store.prove(SaveId(20, 1))
+    store.restart()
+    store.newest = SaveId(10, 1)
+    for step in (20, 30, 40):
+        store.save(step)
+    age(store)
+    assert "00000020-000001" in here("status", store.root, "--json").json["commits"]
+    assert here("show", store.root, 20, "--json").json["save"] == "00000020-000002"
+    out = tmp_path / "out"
+    assert here("merge", store.root, "--step", 20, "--layout", "hf", "--out", out, "--json").json["certificate"][
+        "save"
+    ] == "00000020-000002"  # fmt: skip
+
+
+def test_a_suspect_mark_is_told_of_weights_too(here: Here, store: PlainStore, tmp_path: Path) -> None:
+    age(store)
+    catalog = open_catalog(LocalFiles(store.root))
+    mark_suspect(catalog.files, catalog.store_id, SaveId(20, 1), "exit code 1")
+    age(store)
+    assert here("status", store.root, "--json").json["suspects"] == ["00000020-000001"]
+    assert "suspect: 00000020-000001; weights only: 00000020-000001" in " ".join(here("status", store.root).out.split())
+    assert here("show", store.root, 20, "--json").json["suspect"] == "exit code 1"
+    found = here("verify", store.root, "--json").json["commits"]
+    assert [one["suspect"] for one in found] == [False, True, False]
+    merged = here("merge", store.root, "--step", 20, "--layout", "hf", "--out", tmp_path / "out", "--json").json
+    told = "00000020-000001 is suspect: jobs that resumed from it died (exit code 1)"
+    assert merged["problems"] == [told] and merged["certificate"]["exact"]
+    newest = here("merge", store.root, "--layout", "hf", "--out", tmp_path / "newest", "--json").json
+    assert newest["certificate"]["save"] == "00000040-000001" and newest["problems"] == []
+    assert all(one.state == "ok" for one in check_store(store.root, RULE)), "a job resumes none of them"
+
+
+def test_a_prune_by_hand_copies_the_weights_first(here: Here, store: PlainStore) -> None:
+    rule = ("--keep-last", 1, "--no-log-spaced", "--weights-every", 20)
+    dry = here("prune", store.root, *rule, "--dry-run", "--json").json
+    assert (dry["delete"]["commits"], dry["weights_to_copy"]) == ([], ["00000010-000001", "00000020-000001"])
+    text = " ".join(here("prune", store.root, *rule, "--dry-run").out.split())
+    assert "Kept only until their weights are copied: 00000020-000001, 00000010-000001" in text
+    assert not (store.root / "weights").exists()
+    done = here("prune", store.root, *rule, "--json").json
+    assert done["delete"]["commits"] == ["00000010-000001", "00000020-000001", "00000030-000001"]
+    assert (done["weights_to_copy"], done["keep"]) == ([], ["00000040-000001"])
+    status = here("status", store.root, "--json").json
+    assert status["weights_only"] == ["00000020-000001", "00000010-000001"]
+    assert here("verify", store.root).code == 0
+
+
+def test_a_prune_by_hand_takes_the_next_commit_for_a_damaged_one(here: Here, store: PlainStore) -> None:
+    catalog, save = open_catalog(LocalFiles(store.root)), SaveId(10, 1)
+    part = catalog.group(save, catalog.manifest(save).groups[save.name]).parts[0]
+    entry = next(entry for entry in part.entries if entry.slot == "fp32")
+    flip_byte(store.root / payload_path(save, 0), part.header_bytes + entry.offset)
+    answer = here("prune", store.root, "--keep-last", 1, "--no-log-spaced", "--weights-every", 40)
+    assert "the weights of commit 00000010-000001 are not kept" in " ".join(answer.out.split())
+    status = here("status", store.root, "--json").json
+    assert (status["commits"], status["weights_only"]) == (["00000040-000001"], ["00000020-000001"])
 
 
 def test_verify_reads_them(here: Here, store: PlainStore) -> None:
