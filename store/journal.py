@@ -10,19 +10,16 @@ Reads records only. Removing one is safe at any time: what it led to cannot be r
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from store.catalog import Catalog
 from store.commit import Expected, wait_for_group
 from store.errors import DamagedError, SaveError, StorageError
 from store.fragments import FragmentIndex, Source
-from store.location import files_at
 from store.names import JOURNAL, SEGMENTS, SaveId, parse_save_dir, segment_dir
 from store.schema import GroupRecord, PartRecord, digest
 from store.segment import read_part
 from store.session import require_newest
 from store.storage.atomic import remove_all
-from store.storage.bucket import ObjectOptions
 from store.storage.local import Files, list_or_empty
 
 PLAN = digest(b"journal")  # in the parts of all records
@@ -49,15 +46,9 @@ class Chain:
     steps: tuple[JournalStep, ...]
 
 
-def journal_files(files: Files, options: ObjectOptions | None = None) -> Files:
-    """Return the files of the journal of a store."""
-    root: Any = files.root  # type: ignore[attr-defined]
-    return files_at(root / JOURNAL, options)
-
-
-def journal_catalog(catalog: Catalog, options: ObjectOptions | None = None) -> Catalog:
+def journal_catalog(catalog: Catalog) -> Catalog:
     """Return a catalog of the segment groups of the journal."""
-    return Catalog(journal_files(catalog.files, options), catalog.record)
+    return Catalog(catalog.files.below(JOURNAL), catalog.record)
 
 
 def find_chain(journal: Catalog, own: SaveId, versions: Collection[SaveId]) -> Chain | None:

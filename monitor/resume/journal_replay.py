@@ -77,7 +77,7 @@ def resume_with_journal(
     snapshot: MemoryCandidate | None,
 ) -> ResumeResult | None:
     """Resume as :func:`monitor.resume.resume.resume_memory_or_store`, and follow the journal. Collective."""
-    journal = journal_catalog(catalog, job.config.s3.options())
+    journal = journal_catalog(catalog)
     following = partial(attempt, follow=partial(chain_of, journal, job))
     result = resume_memory_or_store(following, catalog, snapshot)
     if result is None or result.chain is None:

@@ -32,10 +32,11 @@ from monitor.types import DecisionResult
 from store.certificate import Certificate
 from store.encoding import BF16
 from store.errors import UnsupportedError, UsageError
-from store.journal import CONTINUES, PLAN, SAMPLE, STEPPED, journal_files, prune_journal
-from store.names import BUFFER, FROZEN, RAW, SEGMENTS, Fragment, SaveId, Unit, segment_dir
+from store.journal import CONTINUES, PLAN, SAMPLE, STEPPED, prune_journal
+from store.names import BUFFER, FROZEN, JOURNAL, RAW, SEGMENTS, Fragment, SaveId, Unit, segment_dir
 from store.segment import SegmentDraft, StagedFragment, write_segment
 from store.session import require_present
+from store.storage.atomic import ensure_dir
 
 _AHEAD, _BYTES = 2, 1 << 28  # records that may be under way; more, while they take no more bytes than that
 _FIRST, _CHUNK = 1 << 8, 1 << 16  # elements that are looked at together: mostly the first ones tell
@@ -58,7 +59,7 @@ class JournaledSaver(Saver):
 
     def __init__(self, job: JobContext, session: StoreSession) -> None:
         super().__init__(job, session)
-        self._journal = journal_files(session.files, job.config.s3.options())
+        self._journal = session.files.below(JOURNAL)
         self._recorder: BackgroundWorker[None] = BackgroundWorker(f"driftpoint-journal-{job.group.rank}")
         self._names: frozenset[str] = frozenset()  # of the present state; none if the journal cannot go on from it
         self._at = -1  # step of the present state
@@ -246,7 +247,7 @@ class JournaledSaver(Saver):
     def _write(self, draft: SegmentDraft) -> None:
         """Write a record, durable on return. Background thread."""
         require_present(self._session.files, draft.save.epoch)
-        self._journal.make_dir("")
+        ensure_dir(self._session.files, f"{JOURNAL}/{SEGMENTS}")  # a job that was killed may have made, not synced them
         write_segment(self._journal, draft)
         self._journal.sync_dir(segment_dir(draft.save))
         self._journal.sync_dir(SEGMENTS)

@@ -33,7 +33,10 @@ class FilesBelow:
         self._outer.unlink(self._at(path))
 
     def make_dir(self, path: str) -> bool:
-        return self._outer.make_dir(self._at(path))
+        made = self._outer.make_dir(self._at(path))
+        if path == "":  # as of a local root, the directories above are made and synced
+            self._outer.sync_dir(self._folder.rpartition("/")[0])
+        return made
 
     def remove_dir(self, path: str) -> None:
         self._outer.remove_dir(self._at(path))
