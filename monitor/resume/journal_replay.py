@@ -30,11 +30,11 @@ from monitor.resume.resume import LiveState, ResumeResult, resume_memory_or_stor
 from monitor.resume.select import RunStateRead, read_own_run_state, read_tree
 from monitor.run_state import StateLoader, capture_rng, restore_rng
 from store.catalog import Catalog
-from store.errors import CollectiveError, DamagedError, StorageError
+from store.errors import CollectiveError, DamagedError, NothingToResumeError, StorageError
 from store.fragments import FragmentIndex, Source
 from store.journal import SAMPLE, STEPPED, Chain, JournalStep, find_chain, fragments_of, journal_catalog
-from store.names import BUFFER, GRADIENT, WEIGHTS, Fragment, Unit
-from store.resolve import Resolution
+from store.names import BUFFER, GRADIENT, WEIGHTS, Fragment, SaveId, Unit
+from store.resolve import RejectedVersion, Resolution, newest_resumable
 from store.text import listed
 
 _log = logging.getLogger("driftpoint")
@@ -96,27 +96,45 @@ def resume_with_journal(
     return replayed
 
 
-def chain_of(journal: Catalog, job: JobContext, resolution: Resolution) -> Chain | None:
+def chain_of(
+    journal: Catalog, job: JobContext, catalog: Catalog, resolution: Resolution, bad: Set[RejectedVersion]
+) -> Chain | Set[SaveId] | None:
     """Return the records that continue a commit, the same on all ranks. Collective.
+
+    If slots of it are damaged, and records bring an older commit to its step, return the commits to pass over."""
+
+    def find() -> Chain | Set[SaveId] | None:
+        found, passed = resolution, set[SaveId]()
+        while (chain := _find_chain(journal, job, found)) is None and found.fallbacks:
+            passed.add(found.manifest.save)
+            try:
+                found, _ = newest_resumable(catalog, bad, passed)
+            except NothingToResumeError:
+                return None
+        if not passed:
+            return chain
+        return passed if chain is not None and chain.steps[-1].save.step >= resolution.manifest.step else None
+
+    return run_on_rank0(job.group, find)
+
+
+def _find_chain(journal: Catalog, job: JobContext, resolution: Resolution) -> Chain | None:
+    """Return the records that continue a commit. Not collective.
 
     None for a composite that they cannot bring forward: a layer's weights need the moments of the same step, and an
     optimizer that is not known to update elements by themselves would mix layers of several steps."""
     moving = [(unit, version.save) for unit, version in resolution.versions.items() if is_moving(unit)]
     versions, own = {save for _, save in moving}, resolution.manifest.save
     of_layer = {unit.layer: save for unit, save in moving}
-
-    def find() -> Chain | None:
-        whole = all(of_layer[unit.layer] == save for unit, save in moving)
-        elementwise = all(type(one).__name__ in _ELEMENTWISE for one in job.adapter.optimizers())
-        if versions - {own} and not (whole and elementwise):
-            return None
-        try:
-            return find_chain(journal, own, versions)
-        except StorageError as error:  # the commit can be read, and is enough
-            _log.warning("resume: the journal cannot be read: %s", error)
-            return None
-
-    return run_on_rank0(job.group, find)
+    whole = all(of_layer[unit.layer] == save for unit, save in moving)
+    elementwise = all(type(one).__name__ in _ELEMENTWISE for one in job.adapter.optimizers())
+    if versions - {own} and not (whole and elementwise):
+        return None
+    try:
+        return find_chain(journal, own, versions)
+    except StorageError as error:  # the commit can be read, and is enough
+        _log.warning("resume: the journal cannot be read: %s", error)
+        return None
 
 
 class Replay:

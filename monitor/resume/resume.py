@@ -101,12 +101,12 @@ def resume(
     *,
     settings: ResumeSettings,
     live: LiveState,
-    follow: Callable[[Resolution], Chain | None] = lambda _: None,
+    follow: Callable[..., Chain | Set[SaveId] | None] = lambda *_: None,
 ) -> ResumeResult | None:
     """Load the newest resumable commit into the live job. Collective. Return None if the store has no commits.
 
-    ``live`` records changes to the live state. follow: returns what the journal has after a commit. Then the run state
-    is that of its oldest version.
+    ``live`` records changes to the live state. follow: returns what the journal has after a commit, and then the run
+    state is that of its oldest version; or the commits to pass over for an older one.
 
     Raises:
         NothingToResumeError: There are commits, but none is complete.
@@ -118,9 +118,10 @@ def resume(
     """
     bad: frozenset[RejectedVersion] = frozenset()
     notes: list[str] = []
+    skip: Set[SaveId] = frozenset()
     while True:
         chosen: list[Resolution] = []  # on rank 0
-        name, passed_over, newer = run_on_rank0(group, partial(select_commit, catalog, bad, chosen))
+        name, passed_over, newer = run_on_rank0(group, partial(select_commit, catalog, bad, chosen, skip))
         if name is None:
             return None
         if not chosen:
@@ -128,11 +129,14 @@ def resume(
         with OpenPayloads(catalog.files) as payloads:
             with adapter.cache_lookups():  # nothing changes
                 plan = run_on_all_ranks(group, partial(_plan, catalog, SaveId.parse(name), bad, adapter, chosen))
-                chain = follow(plan.resolution)
+                chain = follow(catalog, plan.resolution, bad)
+                if isinstance(chain, Set):
+                    skip, notes = chain, [*notes, *plan.resolution.problems]
+                    continue
                 at = None if chain is None else chain.oldest
                 found = _check(catalog, plan, payloads, adapter, group, user=user, settings=settings, at=at)
             if isinstance(found, frozenset):
-                bad |= found
+                bad, skip = bad | found, frozenset()
                 notes += [one.why for one in found if one.why]
                 continue
             notes += [*passed_over, *plan.resolution.problems, *found.point.notes, *found.read.notes, *found.lost]

@@ -6,7 +6,7 @@ tensors, and changes no state. Training thread; collective, except :func:`resolv
 """
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -166,20 +166,23 @@ def _mismatch(state: RunState, slots: Slots, user: UserState) -> str:
 
 
 def select_commit(
-    catalog: Catalog, bad: frozenset[RejectedVersion], chosen: list[Resolution] | None = None
+    catalog: Catalog,
+    bad: frozenset[RejectedVersion],
+    chosen: list[Resolution] | None = None,
+    skip: Set[SaveId] = frozenset(),
 ) -> tuple[str | None, tuple[str, ...], int]:
     """Return the name of the newest complete commit (None in an empty store), problems of newer ones, and their number.
 
-    ``chosen`` gets the resolution of that commit, if all records were whole. Raises NothingToResumeError if there are
-    commits, but none is complete."""
+    ``chosen`` gets the resolution of that commit, if all records were whole. skip: commits to pass over. Raises
+    NothingToResumeError if there are commits, but none is complete."""
     catalog.forget()
     if not catalog.saves():
         return None, (), 0
     try:
-        resolution, passed_over = newest_resumable(catalog, bad)
+        resolution, passed_over = newest_resumable(catalog, bad, skip)
         if passed_over or resolution.problems:
             _retry_later(catalog)
-            resolution, passed_over = newest_resumable(catalog, bad)
+            resolution, passed_over = newest_resumable(catalog, bad, skip)
     except NothingToResumeError as error:
         raise NothingToResumeError(f"{error}; to start over, set another `store:`") from error
     if chosen is not None and not (passed_over or resolution.problems):

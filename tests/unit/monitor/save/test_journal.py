@@ -181,6 +181,39 @@ def test_a_composite_whose_records_are_damaged_is_resumed_as_one(tmp_path: Path)
     ckpt.finish(clean=False)
 
 
+@pytest.mark.parametrize("policy", ["full", {"name": "parity", "k": 2}], ids=str)
+@pytest.mark.parametrize("died", [6, 7])
+def test_a_commit_with_a_damaged_slot_gives_way_to_an_older_one_and_its_records(
+    tmp_path: Path, policy: Any, died: int
+) -> None:
+    losses, end = straight()
+    job = Job()
+    job.run(job.attach(tmp_path, every=2, policy=policy), died)
+    damage(tmp_path / "segments/00000006-000001/rank-00000.safetensors")
+    job = Job(seed=2)
+    ckpt = job.attach(tmp_path, every=2, policy=policy)
+    seen = job.run(ckpt, STEPS)
+    assert min(seen) == died
+    assert ckpt.certificate is not None
+    assert ckpt.certificate.exact
+    assert seen == {step: losses[step] for step in range(died, STEPS)}
+    assert same(job.state(), end)
+
+
+def test_without_the_records_between_a_damaged_slot_is_replaced_by_its_older_version(tmp_path: Path) -> None:
+    job = Job()
+    job.run(job.attach(tmp_path, every=2), 7)
+    damage(tmp_path / "segments/00000006-000001/rank-00000.safetensors")
+    DAMAGE["gone"](tmp_path / "journal/segments/00000005-000001")
+    job = Job(seed=2)
+    ckpt = job.attach(tmp_path, every=2)
+    ckpt.resume()
+    assert ckpt.certificate is not None
+    assert not ckpt.certificate.exact
+    assert (ckpt.certificate.step, ckpt.certificate.max_staleness) == (6, 2)
+    ckpt.finish(clean=False)
+
+
 def test_records_of_an_abandoned_branch_are_not_followed(tmp_path: Path) -> None:
     """A job goes back by a resume in mid-run, sees other data, and saves before the step that it had reached."""
     job = Job()
