@@ -133,14 +133,14 @@ class Checkpointer:
         return self._opened is not None and self._opened.newest is not None
 
     @without_gc()
-    def resume(self, *, memory: bool = True) -> int:
+    def resume(self, *, step: int | None = None, memory: bool = True) -> int:
         """Load the newest resumable state into the model, the optimizer and the objects in ``state=[...]``.
 
-        An in-memory snapshot is used if it is newer than the newest commit. A damaged fragment falls back to the
-        previous version of its unit. All checks run on all ranks before the first tensor changes. Call it before the
-        first :meth:`step`; this is required if the store contains commits. Collective.
+        An in-memory snapshot is used if it is newer than the newest commit. A damaged fragment falls back to an older
+        version. Call it before the first :meth:`step`; this is required if the store contains commits. Collective.
 
         Args:
+            step: Go back to this step, exactly: of a commit, or one that the journal leads to. Commits it at once.
             memory: Whether to use in-memory snapshots. False reads the store only, and drops newer ones.
 
         Returns:
@@ -148,25 +148,24 @@ class Checkpointer:
             from several steps, the saved step closest to their effective step (see ``resume:`` in the settings).
 
         Raises:
-            NothingToResumeError: The store contains commits, but none is complete.
+            NothingToResumeError: The store contains commits, but none is complete or leads to ``step``.
             ModelMismatchError: The stored tensors or optimizer do not match this job.
             UsageError: An object in ``state=[...]`` rejects its saved state.
             DamagedError: Ranks could not read the records of the commit.
             StorageError: Ranks do not see the same store, or storage failed.
 
-            These are raised on all ranks and leave the job unchanged. Only a failure while values are copied, such as a
-            device out of memory, raises a DriftpointError. Then nothing is saved before a restart or another resume.
+            These are raised on all ranks and leave the job unchanged. After any other DriftpointError call it again.
         """
         if self._resume_called:  # the save under way may belong to a branch that this resume leaves
             self.copied()
             self._saver.abandon(self._step, self.config.timeouts.close)
         job, result = self._job, None
         if self._catalog is not None:
-            snapshot = self._memory.find(self._catalog) if memory and self._memory is not None else None
+            snapshot = self._memory.find(self._catalog) if memory and step is None and self._memory else None
             attempt = partial(resume, adapter=job.adapter, group=self._group, user=job.user, live=self._live)
             attempt = partial(attempt, settings=self.config.resume)
-            follow = partial(resume_with_journal, job, self._live)
-            either = follow if job.config.journal.enabled else resume_memory_or_store
+            follow = partial(resume_with_journal, job, self._live, step=step)
+            either = follow if job.config.journal.enabled or step is not None else resume_memory_or_store
             result = either(attempt, self._catalog, snapshot)
         self._resume_called = True
         self._trained = result is not None and (result.memory is not None or result.replayed > 0)
@@ -178,6 +177,8 @@ class Checkpointer:
         if result is not None and self._catalog is not None:
             self._adopt(result, self._catalog, local)
         self._begin(result, local)
+        if step is not None:
+            self.save(wait=True)
         return self._step
 
     def _adopt(self, result: ResumeResult, catalog: Catalog, local: Mapping[Unit, LocalUnit]) -> None:
@@ -245,8 +246,7 @@ class Checkpointer:
     def save(self, *, wait: bool = False, strict: bool = True) -> StepReport:
         """Save all units now, regardless of the policy and of ``every``. Collective.
 
-        First waits, at most ``timeouts.close`` seconds, for the save under way. Layers with NaN or Inf are not saved;
-        their previous version stays.
+        Waits, at most ``timeouts.close`` seconds, for a save under way. Layers with NaN or Inf keep their old version.
 
         Args:
             wait: Whether to wait, at most ``timeouts.close`` seconds, until the save is committed on all ranks.

@@ -30,7 +30,7 @@ from monitor.resume.resume import LiveState, ResumeResult, resume_memory_or_stor
 from monitor.resume.select import RunStateRead, read_own_run_state, read_tree
 from monitor.run_state import StateLoader, capture_rng, restore_rng
 from store.catalog import Catalog
-from store.errors import CollectiveError, DamagedError, NothingToResumeError, StorageError
+from store.errors import CollectiveError, DamagedError, DriftpointError, NothingToResumeError, StorageError
 from store.fragments import FragmentIndex, Source
 from store.journal import SAMPLE, STEPPED, Chain, JournalStep, find_chain, fragments_of, journal_catalog
 from store.names import BUFFER, GRADIENT, WEIGHTS, Fragment, SaveId, Unit
@@ -75,51 +75,75 @@ def resume_with_journal(
     attempt: Callable[..., ResumeResult | None],
     catalog: Catalog,
     snapshot: MemoryCandidate | None,
+    *,
+    step: int | None = None,
 ) -> ResumeResult | None:
-    """Resume as :func:`monitor.resume.resume.resume_memory_or_store`, and follow the journal. Collective."""
+    """Resume as :func:`monitor.resume.resume.resume_memory_or_store`, and follow the journal. Collective.
+
+    step: goes back to the state of this step, exactly, or raises NothingToResumeError or DriftpointError."""
     journal = journal_catalog(catalog)
-    following = partial(attempt, follow=partial(chain_of, journal, job))
+    following = partial(attempt, follow=partial(chain_of, journal=journal, job=job, step=step))
     result = resume_memory_or_store(following, catalog, snapshot)
-    if result is None or result.chain is None:
+    if result is None and step is not None:
+        raise NothingToResumeError(f"the store holds no commit, so there is no step {step} to go back to")
+    if result is not None and result.chain is not None:
+        live.mixed = True  # until the last step is taken, or all is loaded once more
+        try:
+            result = run_on_all_ranks(job.group, partial(Replay, job, journal, result.chain, result)).run()
+        except CollectiveError:
+            raise
+        except Exception as error:  # noqa: BLE001 - alike on all ranks. Without the journal there is a state to go on from
+            _log.warning("resume: the steps in the journal cannot be taken again: %s", error)
+            result = None
+        if result is None and step is None:
+            return resume_memory_or_store(attempt, catalog, snapshot)
+    if step is None or (result is not None and result.resume_point.save.step == step):
+        live.mixed = False
         return result
-    live.mixed = True  # until the last step is taken, or all is loaded once more
-    try:
-        replayed = run_on_all_ranks(job.group, partial(Replay, job, journal, result.chain, result)).run()
-    except CollectiveError:
-        raise
-    except Exception as error:  # noqa: BLE001 - alike on all ranks. Without the journal there is a state to go on from
-        _log.warning("resume: the steps in the journal cannot be taken again: %s", error)
-        replayed = None
-    if replayed is None:
-        return resume_memory_or_store(attempt, catalog, snapshot)
-    live.mixed = False
-    return replayed
+    live.mixed = True
+    raise DriftpointError(f"step {step} cannot be reached, for a record before it is damaged: call resume() again")
 
 
 def chain_of(
-    journal: Catalog, job: JobContext, catalog: Catalog, resolution: Resolution, bad: Set[RejectedVersion]
-) -> Chain | Set[SaveId] | None:
+    catalog: Catalog,
+    resolution: Resolution,
+    bad: Set[RejectedVersion],
+    *,
+    journal: Catalog,
+    job: JobContext,
+    step: int | None,
+) -> Chain | frozenset[SaveId] | None:
     """Return the records that continue a commit, the same on all ranks. Collective.
 
-    If slots of it are damaged, and records bring an older commit to its step, return the commits to pass over."""
+    Return the commits to pass over if slots of it are damaged, and records bring an older commit to its step; or if an
+    older one is the way to ``step``. Raises NothingToResumeError if none is."""
+    wanted = resolution.manifest.step if step is None else step
 
-    def find() -> Chain | Set[SaveId] | None:
+    def find() -> Chain | frozenset[SaveId] | None:
         found, passed = resolution, set[SaveId]()
-        while (chain := _find_chain(journal, job, found)) is None and found.fallbacks:
+        while True:
+            chain = _find_chain(journal, job, found, step)
+            if step is None and not passed and (chain is not None or not found.fallbacks):
+                return chain
+            moving = {version.save for unit, version in found.versions.items() if is_moving(unit)}
+            whole = not found.fallbacks and moving <= {found.manifest.save}
+            if wanted == (found.manifest.step if whole else -1) or (chain and chain.steps[-1].save.step >= wanted):
+                return frozenset(passed) or chain
             passed.add(found.manifest.save)
             try:
                 found, _ = newest_resumable(catalog, bad, passed)
             except NothingToResumeError:
-                return None
-        if not passed:
-            return chain
-        return passed if chain is not None and chain.steps[-1].save.step >= resolution.manifest.step else None
+                if step is None:
+                    return None
+                raise NothingToResumeError(
+                    f"no commit is of step {step}, and the journal does not lead to it"
+                ) from None
 
     return run_on_rank0(job.group, find)
 
 
-def _find_chain(journal: Catalog, job: JobContext, resolution: Resolution) -> Chain | None:
-    """Return the records that continue a commit. Not collective.
+def _find_chain(journal: Catalog, job: JobContext, resolution: Resolution, step: int | None) -> Chain | None:
+    """Return the records that continue a commit, up to ``step``. Not collective.
 
     None for a composite that they cannot bring forward: a layer's weights need the moments of the same step, and an
     optimizer that is not known to update elements by themselves would mix layers of several steps."""
@@ -128,10 +152,12 @@ def _find_chain(journal: Catalog, job: JobContext, resolution: Resolution) -> Ch
     of_layer = {unit.layer: save for unit, save in moving}
     whole = all(of_layer[unit.layer] == save for unit, save in moving)
     elementwise = all(type(one).__name__ in _ELEMENTWISE for one in job.adapter.optimizers())
-    if versions - {own} and not (whole and elementwise):
+    if (versions - {own} and not (whole and elementwise)) or (step is not None and step < own.step):
         return None
     try:
-        return find_chain(journal, own, versions)
+        chain = find_chain(journal, own, versions)
+        steps = () if chain is None else tuple(one for one in chain.steps if step is None or one.save.step <= step)
+        return replace(chain, steps=steps) if chain and steps else None
     except StorageError as error:  # the commit can be read, and is enough
         _log.warning("resume: the journal cannot be read: %s", error)
         return None

@@ -1,8 +1,7 @@
 """Resume in place: agree on a commit, read and check everything on all ranks, then change the live state.
 
 All checks run before the first change, so a refused resume leaves the job unchanged. A unit whose bytes do not match
-their hash falls back to its previous version on all ranks alike. Afterwards the certificate is built and the ledger
-reset, so that later saves extend the resumed commit. Training thread, before training; collective.
+their hash falls back to its previous version on all ranks alike. Training thread, before training; collective.
 """
 
 import logging
@@ -101,7 +100,7 @@ def resume(
     *,
     settings: ResumeSettings,
     live: LiveState,
-    follow: Callable[..., Chain | Set[SaveId] | None] = lambda *_: None,
+    follow: Callable[..., Chain | frozenset[SaveId] | None] = lambda *_: None,
 ) -> ResumeResult | None:
     """Load the newest resumable commit into the live job. Collective. Return None if the store has no commits.
 
@@ -117,8 +116,7 @@ def resume(
         DriftpointError: Copying the checked values failed midway. Only then has anything changed.
     """
     bad: frozenset[RejectedVersion] = frozenset()
-    notes: list[str] = []
-    skip: Set[SaveId] = frozenset()
+    notes, skip = list[str](), frozenset[SaveId]()
     while True:
         chosen: list[Resolution] = []  # on rank 0
         name, passed_over, newer = run_on_rank0(group, partial(select_commit, catalog, bad, chosen, skip))
@@ -130,7 +128,7 @@ def resume(
             with adapter.cache_lookups():  # nothing changes
                 plan = run_on_all_ranks(group, partial(_plan, catalog, SaveId.parse(name), bad, adapter, chosen))
                 chain = follow(catalog, plan.resolution, bad)
-                if isinstance(chain, Set):
+                if isinstance(chain, frozenset):
                     skip, notes = chain, [*notes, *plan.resolution.problems]
                     continue
                 at = None if chain is None else chain.oldest
@@ -384,9 +382,7 @@ def _copy_values(plan: _Plan, read: ReadResult, framework: Mapping[str, Any], ad
 def resume_memory_or_store(
     attempt: Callable[[Catalog], ResumeResult | None], catalog: Catalog, snapshot: MemoryCandidate | None
 ) -> ResumeResult | None:
-    """Resume with :func:`memory_or_store`, and record which in-memory snapshots the state comes from. Collective.
-
-    attempt: resumes a catalog."""
+    """Resume with :func:`memory_or_store`, and record which in-memory snapshots the state comes from. Collective."""
 
     def resume_view(view: Catalog) -> ResumeResult | None:
         result = attempt(view)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 import torch
 
-import monitor
-from store.names import SaveId, parse_save_dir
 from tests.crash.simulated import Disk, Fault, Op, SimulatedFiles, disk_after, every_crash
 from tests.unit.monitor.save import test_journal
 from tests.unit.monitor.save.test_journal import same
