@@ -2,10 +2,11 @@
 
 A fragment is checked together with all differences to it, chunk by chunk, so memory is a few chunks."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 
 import xxhash
 
@@ -14,12 +15,14 @@ from store.certificate import certify, run_saves
 from store.encoding import encoding_named
 from store.encoding.base import Bytes, chunk_sizes
 from store.encoding.stream import next_chunk, require_end
-from store.errors import DamagedError, NothingToResumeError, StorageError, UnreachableError
+from store.errors import DamagedError, MissingError, NothingToResumeError, StorageError, UnreachableError
 from store.fragments import Readable, Source, StoredBytes, check_encoded
-from store.names import SaveId, part_path, payload_path
+from store.journal import find_chain, journal_catalog
+from store.names import SEGMENTS, SaveId, parse_save_dir, part_path, payload_path
 from store.resolve import Key, RejectedVersion, Resolution, base_key, index_bases, newest_resumable, resolve, whole_key
 from store.schema import Entry, PartRecord
-from store.segment import check_header, read_leaves
+from store.segment import check_header, check_payload_size, present_parts, read_leaves, read_part
+from store.storage.local import list_or_empty
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,8 @@ class VerifyReport:
     problems: tuple[str, ...]
     resumable: SaveId | None
     bytes_read: int
+    journal: int | None = None  # step that the records after ``resumable`` lead to; None if there are no records
+    beyond: int | None = None  # step of the newest record that they do not lead to
 
     @property
     def damaged(self) -> tuple[str, ...]:
@@ -139,7 +144,7 @@ def verify(catalog: Catalog, progress: Progress = lambda _: None) -> VerifyRepor
     StorageError if all commits were pruned meanwhile."""
     catalog.forget()
     checker, listed = _Checker(catalog, progress), catalog.saves()
-    checker.check(listed)
+    checker.check(checker.reached(listed))
     present = set(catalog.saves())
     saves = [save for save in listed if save in present]
     if listed and not saves:
@@ -149,9 +154,8 @@ def verify(catalog: Catalog, progress: Progress = lambda _: None) -> VerifyRepor
         )
     bad = frozenset(checker.bad)
     commits = tuple(_state(catalog, save, checker, bad) for save in saves)
-    return VerifyReport(
-        commits, (*checker.problems(saves), *catalog.suspects().problems), _resumable(catalog, bad), checker.bytes_read
-    )
+    found = (*checker.problems(saves), *catalog.suspects().problems), _resumable(catalog, bad), checker.bytes_read
+    return _with_journal(VerifyReport(commits, *found), catalog, bad, progress)
 
 
 def total_bytes(catalog: Catalog) -> int:
@@ -163,6 +167,40 @@ def total_bytes(catalog: Catalog) -> int:
     return sum(record.payload_bytes for record in groups.values())
 
 
+def _with_journal(
+    report: VerifyReport, catalog: Catalog, bad: frozenset[RejectedVersion], progress: Progress
+) -> VerifyReport:
+    """Check every byte of the journal, and how far it leads."""
+    journal = journal_catalog(catalog)
+    checker, groups = _Checker(journal, progress), list(_records(journal))
+    checker.check(groups)
+    present = list_or_empty(journal.files, SEGMENTS)  # others were removed meanwhile
+    damaged = {save for save, _ in checker.found if save.name in present}
+    problems = (*report.problems, *(f"journal: {text}" for save, text in checker.found if save in damaged))
+    report = replace(report, problems=problems, bytes_read=report.bytes_read + checker.bytes_read)
+    if report.resumable is None or not groups:
+        return report
+    resolution, end = resolve(catalog, report.resumable, _units(bad)), report.resumable
+    chain = find_chain(journal, end, {one.save for one in resolution.versions.values() if one.record.moving})
+    for record in takewhile(lambda one: one.save not in damaged, () if chain is None else chain.steps):
+        end = record.save if record.save.step > end.step else end
+    whole = [group.save for group in groups if group.parts and len(group.parts) == group.parts[0].world_size]
+    return replace(report, journal=end.step, beyond=max((one.step for one in whole if one > end), default=None))
+
+
+def _records(journal: Catalog) -> Iterator[LoadedGroup]:
+    """Yield the parts of all records. What a crash may leave of the last ones is no damage."""
+    for save in filter(None, map(parse_save_dir, list_or_empty(journal.files, SEGMENTS))):
+        parts, problems = dict[int, PartRecord](), list[str]()
+        for rank in present_parts(journal.files, save):
+            with noting(problems), suppress(MissingError):
+                part = read_part(journal.files, journal.store_id, save, rank)
+                journal.files.size(payload_path(save, rank))  # its name may be lost
+                check_payload_size(journal.files, part)
+                parts[rank] = part
+        yield LoadedGroup(save, parts, tuple(problems))
+
+
 class _Checker:
     def __init__(self, catalog: Catalog, progress: Progress) -> None:
         self.bad: set[RejectedVersion] = set()
@@ -171,13 +209,12 @@ class _Checker:
         self._catalog = catalog
         self._progress = progress
         self._unreadable: dict[SaveId, list[str]] = {}  # problems of manifests
-        self._found: list[tuple[SaveId, str]] = []  # problems of segment groups
+        self.found: list[tuple[SaveId, str]] = []  # problems of segment groups
         self._needs: dict[SaveId, set[SaveId]] = {}  # the groups that each commit needs
         self._whole: dict[Key, Source] = {}
         self._differences: dict[Key, list[Source]] = {}
 
-    def check(self, saves: Sequence[SaveId]) -> None:
-        groups = self._reached(saves)
+    def check(self, groups: Sequence[LoadedGroup]) -> None:
         stored = [(part, entry) for group in groups for part in group.parts.values() for entry in part.entries]
         self._whole = index_bases(stored)
         for part, entry in stored:
@@ -195,12 +232,12 @@ class _Checker:
         """Return the problems of what these commits need."""
         manifests = [text for save in saves for text in self._unreadable[save]]
         needed = set[SaveId]().union(*(self._needs[save] for save in saves))
-        return manifests + [text for group, text in self._found if group in needed]
+        return manifests + [text for group, text in self.found if group in needed]
 
     def _note(self, group: SaveId, problems: Iterable[str]) -> None:
-        self._found += [(group, text) for text in problems]
+        self.found += [(group, text) for text in problems]
 
-    def _reached(self, saves: Sequence[SaveId]) -> list[LoadedGroup]:
+    def reached(self, saves: Sequence[SaveId]) -> list[LoadedGroup]:
         found: dict[tuple[SaveId, str], LoadedGroup] = {}
         for save in saves:
             needs, unreadable = self._needs.setdefault(save, set()), self._unreadable.setdefault(save, [])

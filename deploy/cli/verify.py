@@ -42,6 +42,7 @@ def verify(store: StoreArgument, *, json: JsonOption = False, _debug: DebugOptio
             }
             for commit in report.commits
         ],
+        "journal": {"step": report.journal, "beyond": report.beyond},
         "in_use": lock_owner(store) is not None,
         "problems": list(report.problems),
     }
@@ -76,6 +77,10 @@ def _table(body: dict[str, Any]) -> Any:
 
 def _verdict(report: VerifyReport) -> Text:
     read = f"{size_text(report.bytes_read)} read"
+    if report.journal is not None:
+        read += f". The journal leads to step {report.journal}"
+    if report.beyond is not None:
+        read += f", and not to its records up to step {report.beyond}"
     if report.resumable is None:
         why = "no commit can be resumed" if report.commits else "the store holds no commit yet"
         return Text(f"Nothing to resume: {why}. {read}.", style="bold red")

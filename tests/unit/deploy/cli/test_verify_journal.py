@@ -1,0 +1,75 @@
+"""``driftpoint verify`` of a store with a journal: how far it leads, and what is damage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.cli import Here
+from tests.unit.monitor.save.test_journal import DAMAGE, Job, damage
+
+VERIFIED: dict[str, tuple[str | None, int, int, int | None]] = {
+    "whole": (None, 0, 11, None),
+    "flipped": ("flipped", 12, 9, 11),
+    "part flipped": ("part flipped", 12, 9, 11),
+    "torn": ("torn", 12, 9, 11),
+    "lost in the middle": ("gone", 0, 9, 11),
+    "part lost in the middle": ("part lost", 0, 9, 11),
+}
+
+
+@pytest.mark.parametrize("case", VERIFIED)
+def test_verify_reads_the_journal(tmp_path: Path, case: str, here: Here) -> None:
+    """The chain that a resume takes, from the commit of step 8 on, with the record of step 10 in trouble."""
+    how, code, leads_to, beyond = VERIFIED[case]
+    store, job = tmp_path / "store", Job()
+    job.run(job.attach(store), 11)
+    payload = sum(one.stat().st_size for one in store.rglob("*.safetensors"))
+    if how is not None:
+        DAMAGE[how](store / "journal/segments/00000010-000001")
+    answer = here("verify", store, "--json")
+    assert answer.code == code
+    assert answer.json["ok"] == (code == 0)
+    assert answer.json["journal"] == {"step": leads_to, "beyond": beyond}
+    assert {one["state"] for one in answer.json["commits"]} == {"ok"}
+    assert len(answer.json["problems"]) == (1 if code else 0)
+    assert all("journal: " in one and "00000010-000001" in one for one in answer.json["problems"])
+    text = here("verify", store)
+    assert text.code == code
+    said = " ".join(text.out.split())
+    assert f"The journal leads to step {leads_to}" in said
+    assert ("not to its records up to step 11" in said) == (beyond is not None)
+    if how is None:
+        assert answer.json["bytes_read"] > 0.5 * payload
+    again = Job(seed=2)
+    ckpt = again.attach(store)
+    assert ckpt.resume() == leads_to
+    ckpt.finish(clean=False)
+
+
+@pytest.mark.parametrize("torn", ["rank-00000.json", "rank-00000.safetensors"])
+def test_a_torn_tail_is_no_damage(tmp_path: Path, torn: str, here: Here) -> None:
+    """A crash leaves a temporary file, or one of the two files."""
+    store, job = tmp_path / "store", Job()
+    job.run(job.attach(store), 7)
+    last = store / "journal/segments/00000007-000001"
+    (last / torn).rename(last / f".tmp-0123456789ab-{torn}")
+    answer = here("verify", store, "--json")
+    assert (answer.code, answer.json["problems"]) == (0, [])
+    assert answer.json["journal"] == {"step": 6, "beyond": None}
+
+
+def test_verify_of_a_composite_reads_the_records_that_it_needs(tmp_path: Path, here: Here) -> None:
+    store, job = tmp_path / "store", Job()
+    job.run(job.attach(store, every=2, policy={"name": "parity", "k": 2}), 8)
+    assert here("verify", store, "--json").json["journal"] == {"step": 8, "beyond": None}
+    damage(store / "journal/segments/00000007-000001/rank-00000.safetensors")
+    assert here("verify", store, "--json").code == 12
+
+
+def test_a_store_without_a_journal_has_none_to_verify(tmp_path: Path, here: Here) -> None:
+    store, job = tmp_path / "store", Job()
+    job.run(job.attach(store, journal={"enabled": False}), 5)
+    assert here("verify", store, "--json").json["journal"] == {"step": None, "beyond": None}
+    assert "journal" not in here("verify", store).out
