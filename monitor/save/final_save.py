@@ -122,6 +122,7 @@ class FinalSave:
     def _save_until(self, deadline: Deadline) -> StepReport:
         request = SaveRequest("preempted", lambda: self.affordable(deadline.left))
         saved: dict[Unit, Choice] = {}
+        self.saver.preempted = True
         self.saver.wait(deadline.left)
         reports: list[StepReport] = []
         while len(reports) < _MAX_SAVES:

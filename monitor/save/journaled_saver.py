@@ -7,6 +7,7 @@ journal, and so does a change of the state by anything but the optimizer's step.
 save.
 """
 
+import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -122,10 +123,11 @@ class JournaledSaver(Saver):
     def _segment(self, save: SaveId, decided: DecisionResult) -> tuple[SegmentDraft, Finish, UsageError | None]:
         """As the saver does; but the save is written after the records before it, which a composite needs."""
         segment, finish, error = super()._segment(save, decided)
-        last, timeout = self._last, 0.0 if decided.preempted else self._job.config.timeouts.commit
+        last, until = self._last, time.monotonic() + self._job.config.timeouts.commit
 
         def after_records(draft: SegmentDraft) -> SegmentDraft:
-            self._recorder.wait(last, timeout)
+            while not (self.preempted or time.monotonic() > until or self._recorder.wait(last, _PATIENCE)):
+                pass
             return finish(draft)
 
         return segment, after_records, error

@@ -109,7 +109,7 @@ class Saver:
         self._outcome: TaskResult[SaveResult | None] | None = None
         self.copy_timing = CopyTiming(job.config.copies.mode, private=job.adapter.state_is_private)
         self._upkeep: dict[int, tuple[str, int]] = {}  # names and epochs of short jobs, by number
-        self._fenced = self._committed = self._closing = False
+        self._fenced = self._committed = self._closing = self.preempted = False
         self._renewing = not session.claimed
         self._failure: str | None = None
         self._buffers: Sequence[int] = ()  # of all ranks, hashes at the last :meth:`settle`

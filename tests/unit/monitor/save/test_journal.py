@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import signal
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -606,6 +607,46 @@ def test_gradients_of_bfloat16_take_two_bytes(tmp_path: Path) -> None:
         assert ckpt.resume() == 7
         assert torch.equal(torch.cat([one.flatten() for one in again.model.state_dict().values()]), state)
         ckpt.finish(clean=False)
+
+
+@pytest.mark.parametrize("under_way", [False, True], ids=["", "a save under way"])
+def test_the_save_of_a_preempted_job_does_not_wait_for_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, under_way: bool
+) -> None:
+    """Nor is it held up by a save that waits for them: storage may take longer for them than there is time."""
+    job, release = Job(), threading.Event()
+
+    def recorded(*given: Any) -> Any:
+        assert release.wait(180)
+        return write_segment(*given)
+
+    preemption = {"signals": ["SIGTERM"], "exit": False, "grace_seconds": 120}
+    ckpt = job.attach(tmp_path, every=4 if under_way else 100, preemption=preemption)
+    ckpt.resume()
+    job.train_one_step()
+    ckpt.step()
+    ckpt.save(wait=True)
+    monkeypatch.setattr("monitor.save.journaled_saver.write_segment", recorded)
+    for _ in range(2, 5):
+        job.train_one_step()
+        ckpt.step()
+    signal.raise_signal(signal.SIGTERM)
+    job.train_one_step()
+    report = ckpt.step()
+    assert report is not None
+    assert report.preempted
+    assert not release.is_set()
+    assert report.skipped is None
+    assert (tmp_path / "manifests/00000005-000001.json").exists()
+    assert (tmp_path / "manifests/00000004-000001.json").exists() == under_way
+    release.set()
+    kept = copy.deepcopy(job.state())
+    ckpt.finish(clean=False)
+    again = Job(seed=2)
+    ckpt = again.attach(tmp_path)
+    assert ckpt.resume() == 5
+    assert same(again.state(), kept)
+    ckpt.finish(clean=False)
 
 
 def test_a_save_is_written_after_the_records_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
