@@ -170,3 +170,47 @@ def test_a_power_loss_after_a_crash() -> None:
         job.die()
         for found, at in states(later, [later.told[-1][0]]):
             later.check(Files(found), at).die()
+
+
+def test_a_crash_while_a_job_goes_back() -> None:
+    """Before resume(step=...) returned either branch may be resumed; afterwards only the new one."""
+    run = Run(Files())
+    job = Job(run.files)
+    job.ckpt.resume()
+    run.train(job, 7)
+    job.die()
+    began, job = len(run.files.log), Job(run.files, seed=5)
+    assert job.ckpt.resume(step=5) == 5
+    run.had.append((5, job.whole()))
+    run.tell()
+    assert same(run.had[4][1], run.had[-1][1])
+    torch.manual_seed(77)  # other data
+    run.train(job, 2)
+    job.die()
+    assert not same(run.had[6][1], run.had[-1][1])
+    assert checked(run, [at for at in run.points() if at >= began]) > 20
+
+
+JOURNAL_FAULTS = [
+    (verb, nth, after) for verb, count in {"mkdir": 4, "create": 6, "sync": 6, "link": 6, "sync_dir": 12}.items()
+    for nth in range(1, count + 1, 2) for after in (False, True)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("verb", "nth", "after"), JOURNAL_FAULTS)
+def test_a_refused_operation(verb: str, nth: int, after: bool) -> None:
+    """The record counts or does not, the job trains on, and what is resumed is a state that it had, no older than the
+    last commit."""
+    run = Run(Files(faults=[Fault(verb, nth, path="journal", after=after)]))
+    job = Job(run.files)
+    job.ckpt.resume()
+    for _ in range(4):
+        run.train(job, 1)
+        run.told.pop()
+        run.train(job, 1)  # a commit
+    assert run.files.faults[0].seen >= nth
+    job.train_one_step()
+    run.reach(job)
+    run.told.pop()
+    job.die()
+    assert checked(run, [len(run.files.log)]) > 0

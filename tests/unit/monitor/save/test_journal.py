@@ -6,6 +6,7 @@ A job ends here without a save, as one that died: its steps since the last save 
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import signal
 import threading
@@ -18,8 +19,13 @@ import torch
 from torch import nn
 
 import monitor
-from store.errors import ConfigError, DriftpointError, NothingToResumeError
+from store.catalog import open_catalog
+from store.errors import ConfigError, DriftpointError, FencedError, NothingToResumeError
+from store.journal import find_chain, journal_catalog, prune_journal
+from store.names import SaveId
 from store.segment import write_segment
+from store.session import claim_epoch
+from store.storage.local import LocalFiles
 
 STEPS = 12
 
@@ -139,7 +145,17 @@ def damage(path: Path) -> None:
     path.write_bytes(data)
 
 
+def damage_gradient(record: Path) -> None:
+    """Flip a bit of the first gradient."""
+    part, path = json.loads((record / "rank-00000.json").read_bytes())["body"], record / "rank-00000.safetensors"
+    entry = next(entry for entry in part["entries"] if entry["slot"] == "grad")
+    data = bytearray(path.read_bytes())
+    data[part["header_bytes"] + entry["offset"]] ^= 1
+    path.write_bytes(data)
+
+
 DAMAGE = {
+    "gradient flipped": damage_gradient,
     "flipped": lambda one: damage(one / "rank-00000.safetensors"),
     "torn": lambda one: (one / "rank-00000.safetensors").write_bytes(b"torn"),
     "part lost": lambda one: (one / "rank-00000.json").unlink(),
@@ -216,6 +232,38 @@ def test_without_the_records_between_a_damaged_slot_is_replaced_by_its_older_ver
     ckpt.finish(clean=False)
 
 
+def test_a_composite_that_is_not_joined_is_resumed_as_one_by_any_implementation(tmp_path: Path) -> None:
+    """Where samples cannot be compared, since the steps are computed otherwise."""
+    settings: dict[str, Any] = {"every": 2, "policy": {"name": "parity", "k": 4}}
+    job = Job(foreach=False)
+    job.run(job.attach(tmp_path, **settings), 8)
+    damage(tmp_path / "journal/segments/00000005-000001/rank-00000.safetensors")
+    again = Job(seed=2, fused=True)
+    ckpt = again.attach(tmp_path, **settings, resume={"at": "newest"})
+    assert ckpt.resume() == 8
+    assert ckpt.certificate is not None
+    assert not ckpt.certificate.exact
+    assert ckpt.certificate.max_staleness == 6
+    ckpt.finish(clean=False)
+
+
+def test_moments_that_a_script_changes_are_not_those_of_the_record(tmp_path: Path) -> None:
+    job, kept = Job(), dict[int, Any]()
+
+    def reset(step: int) -> None:
+        if step == 6:
+            for state in job.optimizer.state.values():
+                state["exp_avg"].zero_()
+
+    job.run(job.attach(tmp_path), 7, before=reset, after=keep(job, kept))
+    again = Job(seed=2)
+    ckpt = again.attach(tmp_path)
+    first = ckpt.resume()
+    assert first == 5
+    assert same(again.state(), kept[first])
+    ckpt.finish(clean=False)
+
+
 def test_records_of_an_abandoned_branch_are_not_followed(tmp_path: Path) -> None:
     """A job goes back by a resume in mid-run, sees other data, and saves before the step that it had reached."""
     job = Job()
@@ -242,6 +290,7 @@ def test_records_of_an_abandoned_branch_are_not_followed(tmp_path: Path) -> None
     reached = {name: value.clone() for name, value in job.model.state_dict().items()}
     ckpt.finish(clean=False)
     assert {f"{step:08d}-000001" for step in range(4, 7)} <= kept.keys() & {one.name for one in records(tmp_path)}
+    assert find_chain(journal_catalog(open_catalog(LocalFiles(tmp_path))), SaveId(3, 2), ()) is None
     job = Job(seed=2)
     ckpt = job.attach(tmp_path, every=100)
     assert ckpt.resume() == 3
@@ -352,6 +401,52 @@ def test_there_is_no_step_to_go_back_to_in_an_empty_store(tmp_path: Path) -> Non
     with pytest.raises(NothingToResumeError, match="no commit"):
         ckpt.resume(step=3)
     ckpt.finish(clean=False)
+
+
+class Langevin(torch.optim.SGD):
+    """Adds noise to each step: its numbers come from torch's global generator."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.add_(torch.randn_like(parameter), alpha=0.1)
+        return super().step(closure)
+
+
+def test_an_optimizer_that_draws_random_numbers(tmp_path: Path) -> None:
+    losses, end = straight(kind=Langevin)
+    job = Job(kind=Langevin)
+    job.run(job.attach(tmp_path), 7)
+    job = Job(seed=2, kind=Langevin)
+    seen = job.run(job.attach(tmp_path), STEPS)
+    assert seen == {step: losses[step] for step in range(7, STEPS)}
+    assert same(job.state(), end)
+
+
+def test_a_job_that_lost_the_store_removes_no_records(tmp_path: Path) -> None:
+    job = Job()
+    job.run(job.attach(tmp_path), 7)
+    files = LocalFiles(tmp_path)
+    claim_epoch(files, open_catalog(files).store_id)
+    with pytest.raises(FencedError):
+        prune_journal(files.below("journal"), files, 1, 7)
+    assert [one.name for one in records(tmp_path)] == [f"{step:08d}-000001" for step in range(5, 8)]
+
+
+def test_a_layer_of_another_branch_is_not_joined(tmp_path: Path) -> None:
+    """The records lead to the step of a layer's version, but from another state than that in which it was saved."""
+    settings: dict[str, Any] = {"every": 2, "policy": {"name": "parity", "k": 2}}
+    job = Job()
+    job.run(job.attach(tmp_path, **settings), 9)
+    catalog = open_catalog(LocalFiles(tmp_path))
+    versions = {SaveId.parse(name) for name in catalog.manifest(SaveId(8, 1)).groups}
+    assert versions == {SaveId(6, 1), SaveId(8, 1)}
+    journal = journal_catalog(catalog)
+    chain = find_chain(journal, SaveId(8, 1), versions)
+    assert chain is not None
+    assert [one.save.step for one in chain.steps] == [7, 8, 9]
+    assert find_chain(journal, SaveId(8, 1), {SaveId(6, 2), SaveId(8, 1)}) is None
 
 
 def clamp(job: Job) -> None:
@@ -574,6 +669,43 @@ def test_records_go_once_two_commits_do_not_need_them(tmp_path: Path) -> None:
     job = Job()
     job.run(job.attach(tmp_path), 11)
     assert [int(one.name[:8]) for one in records(tmp_path)] == list(range(5, 12))
+    again = Job(seed=2)
+    again.run(again.attach(tmp_path), 18)
+    assert [int(one.name[:8]) for one in records(tmp_path)] == list(range(9, 19))
+
+
+def test_records_that_a_composite_needs_stay(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"every": 2, "policy": {"name": "parity", "k": 4}}
+    job, kept = Job(), dict[int, Any]()
+    job.run(job.attach(tmp_path, **settings), 13, after=keep(job, kept))
+    assert int(records(tmp_path)[0].name[:8]) == 3, "the commit of step 8 takes a layer of step 2"
+    again = Job(seed=2)
+    ckpt = again.attach(tmp_path, **settings)
+    assert ckpt.resume() == 13
+    assert same(again.state(), kept[13])
+    ckpt.finish(clean=False)
+
+
+def test_records_that_lead_to_the_newest_commit_stay(tmp_path: Path) -> None:
+    """It may be damaged: then they lead there from the one before."""
+    job = Job()
+    ckpt = job.attach(tmp_path, every=100)
+    ckpt.resume()
+    for step in range(1, 10):
+        job.train_one_step()
+        ckpt.step()
+        if step in (2, 4, 8):
+            ckpt.save(wait=True)
+    ckpt.flush()
+    kept = copy.deepcopy(job.state())
+    ckpt.finish(clean=False)
+    assert [int(one.name[:8]) for one in records(tmp_path)] == list(range(5, 10))
+    damage(tmp_path / "segments/00000008-000001/rank-00000.safetensors")
+    again = Job(seed=2)
+    ckpt = again.attach(tmp_path, every=100)
+    assert ckpt.resume() == 9
+    assert same(again.state(), kept)
+    ckpt.finish(clean=False)
 
 
 def test_what_is_rounded_is_no_base(tmp_path: Path) -> None:
