@@ -25,7 +25,7 @@ from store.errors import (
     UsageError,
 )
 from store.location import is_url
-from store.names import SaveId
+from store.names import JOURNAL, SaveId
 from store.text import listed
 
 _BOUND = re.compile(r"(?P<sign><=|<|>=|>|==|=)\s*(?P<step>.*)\Z")
@@ -74,7 +74,12 @@ class OpenSource:
             raise NothingToResumeError(f"the store {self.path} has no commit yet")
         if bound is None:
             if self.step is not None and _step_of(self.step) not in (None, *steps):
-                raise UsageError(f"{self.path} has no checkpoint {self.step}; {_newest_steps(steps)}")
+                text = f"{self.path} has no checkpoint {self.step}; {_newest_steps(steps)}"
+                if (self.path / JOURNAL).is_dir():
+                    text += (
+                        f". Steps in its journal need the job's optimizer: ckpt.resume(step={self.step}) commits one"
+                    )
+                raise UsageError(text)
             return [self.step]
         within = [one for one in steps if bound(one)]
         if not within:

@@ -1,4 +1,4 @@
-"""``driftpoint verify`` of a store with a journal: how far it leads, and what is damage."""
+"""``driftpoint verify`` and ``merge`` of a store with a journal: how far it leads, and what is damage."""
 
 from __future__ import annotations
 
@@ -66,6 +66,21 @@ def test_verify_of_a_composite_reads_the_records_that_it_needs(tmp_path: Path, h
     assert here("verify", store, "--json").json["journal"] == {"step": 8, "beyond": None}
     damage(store / "journal/segments/00000007-000001/rank-00000.safetensors")
     assert here("verify", store, "--json").code == 12
+
+
+def test_merge_tells_how_to_reach_a_step_of_the_journal(tmp_path: Path, here: Here) -> None:
+    store, job = tmp_path / "store", Job()
+    job.run(job.attach(store), 7)
+    refused = here("merge", store, "--layout", "hf", "--step", "6", "--out", tmp_path / "out")
+    assert refused.code != 0
+    said = " ".join(refused.err.split())
+    assert "has no checkpoint 6; there is step 4" in said
+    assert "ckpt.resume(step=6) commits one" in said
+    again = Job(seed=2)
+    ckpt = again.attach(store)
+    ckpt.resume(step=6)
+    ckpt.finish(clean=False)
+    assert here("merge", store, "--layout", "dcp", "--step", "6", "--out", tmp_path / "out").code == 0
 
 
 def test_a_store_without_a_journal_has_none_to_verify(tmp_path: Path, here: Here) -> None:
