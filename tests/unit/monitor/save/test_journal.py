@@ -403,15 +403,18 @@ def test_there_is_no_step_to_go_back_to_in_an_empty_store(tmp_path: Path) -> Non
     ckpt.finish(clean=False)
 
 
-class Langevin(torch.optim.SGD):
+class Langevin(torch.optim.Optimizer):
     """Adds noise to each step: its numbers come from torch's global generator."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter.grad.add_(torch.randn_like(parameter), alpha=0.1)
-        return super().step(closure)
+                parameter.add_(parameter.grad + 0.1 * torch.randn_like(parameter), alpha=-group["lr"])
+        return closure
 
 
 def test_an_optimizer_that_draws_random_numbers(tmp_path: Path) -> None:
