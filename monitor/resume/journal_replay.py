@@ -98,7 +98,7 @@ def resume_with_journal(
         if result is None and step is None:
             return resume_memory_or_store(attempt, catalog, snapshot)
     if step is None or (result is not None and result.resume_point.save.step == step):
-        live.mixed = False
+        live.mixed = live.mixed and result is None
         return result
     live.mixed = True
     raise DriftpointError(f"step {step} cannot be reached, for a record before it is damaged: call resume() again")
