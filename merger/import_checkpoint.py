@@ -1,12 +1,14 @@
 """Import a foreign checkpoint as the first commit of a store.
 
 Uses the store's own protocol: claims an epoch, and commits when every byte of the source was checked and everything
-written is durable and was read back. An interrupted import leaves a store without a commit and can be repeated.
-Sources are never changed. Memory: a few chunks, the run state, and a tensor cut along inner dimensions."""
+written is durable and was read back. A new directory gets its name after that; in another place, an interrupted import
+leaves a store without a commit. Either can be repeated. Sources are never changed. Memory: a few chunks, the run state,
+and a tensor cut along inner dimensions."""
 
+import errno
 import os
-from collections.abc import Iterable, Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cached_property
@@ -23,7 +25,7 @@ from merger.checkpoint import (
     refuse_weights_only,
 )
 from merger.io.blocks import Extent, Progress
-from merger.io.output_dir import require_space
+from merger.io.output_dir import OutputDir, require_space
 from merger.io.stream import bytes_to_read, fragment_streams
 from merger.sources import open_source
 from merger.sources.store import StoreSource
@@ -99,14 +101,16 @@ def plan_import(source: Path, step: str | None = None, *, link: bool = False) ->
     ``source``: any that a merge can read. ``step``: a step, a save's name or a tag. ``link``: take a store's commit
     over as it is, composites too, with hard links to its payloads.
 
-    Raises UsageError if the checkpoint is neither exact nor as found, UnsupportedError if a store cannot hold the run
-    state, and what the source raises."""
+    Raises UsageError if the checkpoint is neither exact nor as found, or cannot be linked, UnsupportedError if a store
+    cannot hold the run state, and what the source raises."""
+    if link and is_url(source):
+        raise _not_linked(f"{source} is in a bucket, where there are no hard links")
     opened = open_source(source)
+    if link and not isinstance(opened, StoreSource):
+        raise _not_linked(f"{source} is a checkpoint of kind {opened.kind}, and only stores are linked")
     checkpoint = opened.checkpoint(step, frozenset())
     refuse_weights_only(checkpoint)
-    if link:
-        if not isinstance(opened, StoreSource) or is_url(source):
-            raise UsageError(f"{source} is no store in a directory, so nothing of it can be linked: leave --link out")
+    if link and isinstance(opened, StoreSource):
         return ImportPlan(source, opened.kind, checkpoint, (), {}, (), opened.catalog)
     _require_exact(checkpoint)
     notes = own_state_notes(checkpoint)
@@ -169,6 +173,23 @@ def import_checkpoint(
             f"one of the store {store} and the checkpoint {plan.source} contains the other, and an import never "
             "changes its source: name a directory beside it with --store"
         )
+    if is_url(store) and plan.linked is not None:
+        raise _not_linked(f"{store} is in a bucket, where there are no hard links")
+    if taken := next((place for place in (store, *store.parents) if place.is_file()), None):
+        raise UsageError(f"{taken} is a file: name a new directory with --store")
+    if is_url(store) or store.exists():
+        return _import_into(plan, store, progress, allow_nonfinite)
+    with closing(OutputDir(store, ())) as made:
+        found = _import_into(plan, made.folder, progress, allow_nonfinite)
+        made.finish()
+    return replace(found, store=store.absolute())
+
+
+def _not_linked(why: str) -> UsageError:
+    return UsageError(f"{why}: leave --link out, and the import copies the bytes")
+
+
+def _import_into(plan: ImportPlan, store: Path, progress: Progress, allow_nonfinite: bool) -> ImportResult:
     files = files_at(store)
     catalog = open_or_create(files)
     lock = StoreLock(files.root, wait_seconds=0) if isinstance(files, LocalFiles) else None
@@ -240,32 +261,44 @@ def _storable(client_state: Mapping[str, Any], notes: list[str]) -> dict[str, An
 def _take_over(
     plan: ImportPlan, linked: Catalog, store: Path, catalog: Catalog, progress: Progress
 ) -> schema.ManifestRecord:
-    """Link all payloads of a commit, check their bytes, and write parts and a manifest that name this store."""
+    """Link all payloads of a commit, check their bytes, and write parts and a manifest that name this store.
+
+    Removes the segments again on any error."""
     save = SaveId.parse(plan.checkpoint.certificate.save)
     manifest, files, groups = linked.manifest(save), catalog.files, dict[str, schema.GroupRecord]()
-    for name in manifest.groups:
-        ensure_dir(files, segment_dir(SaveId.parse(name)))  # the epoch to claim is later than all of these
-    own = SaveId(save.step, claim_epoch(files, catalog.store_id).epoch)
+    sizes = {SaveId.parse(name): record.world_size for name, record in manifest.groups.items()}
+    advice = f"it is damaged in {plan.source}, too: name another commit with --step"
 
     def link(part: schema.PartRecord) -> schema.PartRecord:
         into = own if part.save == save else part.save
         copy = part.model_copy(update={"store_id": catalog.store_id, "step": into.step, "epoch": into.epoch})
         remove_segment(files, into, part.rank)  # left from an interrupted import
-        payload = payload_path(part.save, part.rank)
-        try:
-            os.link(plan.source / payload, store / payload_path(into, part.rank), follow_symlinks=False)
-        except OSError as error:
-            raise UnsupportedError(f"{payload} cannot be linked ({error.strerror}): leave --link out") from error
-        _read_back(files, copy)
+        _link(plan.source / payload_path(part.save, part.rank), store / payload_path(into, part.rank))
+        _read_back(files, copy, advice)
         progress(sum(entry.nbytes for entry in part.entries))
         return copy
 
-    for name, record in manifest.groups.items():
-        into = own if name == save.name else SaveId.parse(name)
-        groups[into.name] = copy_group(files, linked.group(SaveId.parse(name), record), into, link)
+    with _removed_on_error(files, sizes):
+        for group in sizes:
+            ensure_dir(files, segment_dir(group))  # the epoch to claim is later than all of these
+        own = SaveId(save.step, claim_epoch(files, catalog.store_id).epoch)
+        sizes[own] = sizes[save]
+        for name, record in manifest.groups.items():
+            into = own if name == save.name else SaveId.parse(name)
+            groups[into.name] = copy_group(files, linked.group(SaveId.parse(name), record), into, link)
     units = (unit.model_copy(update={"save": own.name}) if unit.version == save else unit for unit in manifest.units)
     update = {"store_id": catalog.store_id, "epoch": own.epoch, "groups": groups, "units": tuple(units)}
     return manifest.model_copy(update={**update, "commits": 1, "previous": None, "uptime": None})
+
+
+def _link(payload: Path, path: Path) -> None:
+    try:
+        os.link(payload, path, follow_symlinks=False)
+    except FileNotFoundError as error:
+        raise StorageError(f"{payload} is gone, because its store changed meanwhile: import it again") from error
+    except OSError as error:
+        why = "the two stores are on different filesystems" if error.errno == errno.EXDEV else error.strerror
+        raise _not_linked(f"{payload} cannot be linked ({why})") from error
 
 
 def _write_segments(
@@ -279,7 +312,7 @@ def _write_segments(
     units = [[extent.fqn, extent.slot] for extents in plan.checkpoint.index.names().values() for extent in extents[:1]]
     agreed = schema.digest(schema.seal([save.name, IMPORT, units]))
     implausible: dict[tuple[str, str], set[Implausible]] = {}
-    try:
+    with _removed_on_error(files, {save: world_size}):
         for rank, (tree, leaves) in enumerate(plan.run_states):
             draft = SegmentDraft(
                 store_id=catalog.store_id,
@@ -298,26 +331,34 @@ def _write_segments(
             refuse_implausible(plan.checkpoint, lines)
         group = wait_for_group(files, Expected(catalog.store_id, save, world_size, agreed), timeout=60)
         for part in group.parts:
-            _read_back(files, part)
+            _read_back(files, part, "check `dmesg` for disk errors, or name a store elsewhere")
         return _manifest(plan, catalog.store_id, save, group, implausible), lines
+
+
+@contextmanager
+def _removed_on_error(files: Files, world_sizes: Mapping[SaveId, int]) -> Iterator[None]:
+    """Remove segments again on any error in the block."""
+    try:
+        yield
     except BaseException:
-        for rank in range(world_size):
+        for save, world_size in world_sizes.items():
+            for rank in range(world_size):
+                with suppress(StorageError):
+                    remove_segment(files, save, rank)
             with suppress(StorageError):
-                remove_segment(files, save, rank)
-        with suppress(StorageError):
-            files.remove_dir(segment_dir(save))
+                files.remove_dir(segment_dir(save))
         raise
 
 
-def _read_back(files: Files, part: schema.PartRecord) -> None:
-    """Raise DamagedError unless everything in the payload is as it was written."""
-    check_header(files, payload_path(part.save, part.rank), part.header_bytes, part.header_xxh3_128)
+def _read_back(files: Files, part: schema.PartRecord, advice: str) -> None:
+    """Raise DamagedError, with advice, unless everything in the payload is as it was written."""
     try:
+        check_header(files, payload_path(part.save, part.rank), part.header_bytes, part.header_xxh3_128)
         for entry in part.entries:
             StoredBytes(files, Source(part, entry)).check()
+        read_leaves(files, part)
     except DamagedError as error:
-        raise DamagedError(f"{error}; check `dmesg` for disk errors, or name a store elsewhere") from error
-    read_leaves(files, part)
+        raise DamagedError(f"{error}; {advice}") from error
 
 
 def _manifest(

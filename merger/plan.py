@@ -243,7 +243,7 @@ def _reads(transfer: TransferPlan, assembled: Assembly, checkpoint: Checkpoint) 
 
 def _out_errors(out: Path, plan: MergePlan | None) -> Iterator[DriftpointError]:
     if out.exists() or out.is_symlink():
-        yield UsageError(f"{out} already exists, and a merge never overwrites: name a new directory")
+        yield UsageError(f"{out} already exists, and is never overwritten: name a new directory")
     if plan is not None:
         try:
             require_space("the merge", out, plan.bytes_to_write)

@@ -2,23 +2,28 @@
 
 Tasks run one at a time, in order. The training thread blocks only in :meth:`BackgroundWorker.wait`, ``join`` and
 ``stop``. The thread is a daemon, so hanging storage cannot keep the process from exiting. An exception of a task is
-kept in its :class:`TaskResult`; none is swallowed.
+kept in its :class:`TaskResult`; none is swallowed. At interpreter exit, tasks that still run are given up.
 """
 
+import atexit
+import ctypes
 import gc
 import os
 import queue
 import sys
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Generic, TypeVar
+from functools import cache, partial
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
 _STOP_TIMEOUT = 30.0  # seconds that an idle thread gets to exit, at its niceness on a busy machine
+_EXIT_TIMEOUT = 2.0  # seconds that all threads together get at interpreter exit
 
 _NICENESS = 10
 """Of background threads. Where training keeps all cores busy, they get a tenth of one, and a save slows training as
@@ -104,6 +109,7 @@ class BackgroundWorker(Generic[T]):
         self._last = 0
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
+        _workers().add(self)
 
     def submit(self, task: Callable[[], T]) -> int:
         """Queue a task and return its number, counted from 1."""
@@ -144,9 +150,7 @@ class BackgroundWorker(Generic[T]):
         return threading.current_thread() is self._thread
 
     def stop(self) -> None:
-        """Stop the thread after the tasks submitted so far. If all are finished, wait for the thread to exit.
-
-        A thread that still frees tensors at interpreter shutdown may abort the process."""
+        """Stop the thread after the tasks submitted so far. If all are finished, wait for the thread to exit."""
         _held.hand_over()
         self._tasks.put(None)
         if self.join(0.0) and not self.is_current:
@@ -165,3 +169,31 @@ class BackgroundWorker(Generic[T]):
             with self._lock:
                 self._open.discard(number)
                 self._lock.notify_all()
+
+    def _give_up(self) -> None:
+        """Drop the tasks that wait, and raise SystemExit in the one that runs, at its next line of Python."""
+        with suppress(queue.Empty):
+            while True:
+                self._tasks.get_nowait()
+        self._tasks.put(None)
+        ident = ctypes.c_ulong(self._thread.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
+
+
+@cache
+def _workers() -> "weakref.WeakSet[BackgroundWorker[Any]]":
+    """Return the workers of this process, whose threads end before the interpreter does.
+
+    A daemon thread that returns to Python after that is ended by force, which aborts the process if C++ code is on its
+    stack: an operation of torch. The first worker is older than every checkpointer, so this is called after them."""
+    workers: weakref.WeakSet[BackgroundWorker[Any]] = weakref.WeakSet()
+
+    def give_up() -> None:
+        deadline, living = time.monotonic() + _EXIT_TIMEOUT, [one for one in workers if one._thread.is_alive()]
+        for worker in living:
+            worker._give_up()
+        for worker in living:
+            worker._thread.join(max(0.0, deadline - time.monotonic()))
+
+    atexit.register(give_up)
+    return workers

@@ -1,7 +1,7 @@
-"""Create the output directory of a merge and give it its name when all of it is durable.
+"""Create the output directory of a merge or an import and give it its name when all of it is durable.
 
-An interrupted merge leaves only a directory with a temporary name, which the next merge to the same place removes. A
-lock on the directory tells interrupted merges from running ones: the kernel drops it with the process."""
+An interrupted merge leaves only a directory with a temporary name, which the next one to the same place removes. A lock
+on the directory tells interrupted merges from running ones: the kernel drops it with the process."""
 
 import fcntl
 import os
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from merger.io.output_file import storage_errors
 from store.errors import StorageError, UsageError
-from store.storage.local import sync_directory
+from store.storage.local import LocalFiles, sync_directory
 
 _PREFIX = ".driftpoint-merge-"
 CERTIFICATE = "driftpoint-certificate.json"
@@ -39,7 +39,7 @@ class OutputDir:
                     "outside of it"
                 )
         with storage_errors(self.out):
-            self.out.parent.mkdir(parents=True, exist_ok=True)
+            LocalFiles(self.out.parent).make_dir("")
             leftover = re.compile(re.escape(_PREFIX) + r"[0-9a-f]{12}-" + re.escape(self.out.name) + r"\Z")
             for path in self.out.parent.iterdir():
                 if leftover.match(path.name) and path.is_dir() and not path.is_symlink():
@@ -86,7 +86,7 @@ def _remove_unless_locked(path: Path) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise UsageError(
-            f"another merge is writing to {path}: wait for it, or name another output directory"
+            f"another merge or import is writing to {path}: wait for it, or name another directory"
         ) from error
     else:
         with suppress(FileNotFoundError):
@@ -113,7 +113,7 @@ def require_space(what: str, path: Path, needed: int, other: str = "another outp
 
 
 def _exists_error(out: Path) -> UsageError:
-    return UsageError(f"{out} already exists, and a merge never overwrites: name a new directory, or remove it first")
+    return UsageError(f"{out} already exists, and is never overwritten: name a new directory, or remove it first")
 
 
 @dataclass(frozen=True)

@@ -285,9 +285,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
     except ValueError as error:
-        raise MergeError(f"{path} is not JSON: {error}; name another folder (--files)") from error
+        raise MergeError(f"{path} is not JSON: {error}; restore it, or name another folder") from error
     if not isinstance(found, dict):
-        raise MergeError(f"{path} does not hold a JSON object; name another folder (--files)")
+        raise MergeError(f"{path} does not hold a JSON object; restore it, or name another folder")
     return found
 
 

@@ -320,6 +320,8 @@ def _weights(folder: Path, files: LocalFiles) -> Mapping[str, StoredTensor]:
         raise UnsupportedError(f"{folder} has an optimizer, but no weights in model.safetensors; adapters are not read")
     table = {fqn: part.text() for fqn, part in Nest(read_json(index).get("weight_map"), str(index)).items()}
     parts = sorted({checked_name(part, str(index)) for part in table.values()})
+    if gone := [part for part in parts if not (folder / part).is_file()]:
+        raise MergeError(f"{index} names {listed(gone, 3)}, which the folder lacks: copy all files of the checkpoint")
     found = [(fqn, part, tensor) for part in parts for fqn, tensor in _safetensors(files, part)]
     if sorted((fqn, part) for fqn, part, _ in found) != sorted(table.items()):
         raise MergeError(f"{index} does not list the tensors that its files hold: files of different saves are mixed")

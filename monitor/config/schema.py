@@ -308,7 +308,7 @@ class TimeoutSettings(Settings):
     commit: float = Field(default=600.0, gt=0, le=_LONGEST)
     """for the segments of all ranks in one save"""
     close: float = Field(default=600.0, ge=0, le=_LONGEST)
-    """for the save in progress when training ends"""
+    """for the save in progress when training ends; without ckpt.close(), at most 30"""
     lock: float = Field(default=15.0, ge=0, le=_LONGEST)
     """for a store that another process on this machine has locked"""
     staging: float = Field(default=300.0, gt=0, le=_LONGEST)

@@ -23,6 +23,7 @@ from monitor.adapters.module_tensors import as_bytes, dtype_name
 from monitor.context import JobContext
 from monitor.ledger import CommitDraft, manifest_of, new_version
 from monitor.observe.units import LocalUnit, UnitLayout
+from monitor.save.encode import squared
 from monitor.save.save_task import Finish, SaveTask, begin_run_state, empty_segment
 from monitor.save.saver import Saver
 from monitor.save.staging import AsyncCopy, CopyTiming
@@ -364,13 +365,12 @@ def _entry(one: Placement, copy: torch.Tensor) -> Entry:
 
 
 def _lost(version: Version) -> tuple[MeasureRecord, ...]:
-    found: dict[Unit, EncodingLoss] = {}
-    for one in version.loan.placed.placements:
-        encoded = version.encoded.get(one.fragment)
-        if encoded is not None:
-            total = found.setdefault(one.unit, EncodingLoss())
-            total.error_sq += encoded.lost.error_sq
-            total.decoded_sq += encoded.lost.decoded_sq
+    places = version.loan.placed.placements
+    found = {one.unit: EncodingLoss() for one in places if one.fragment in version.encoded}
+    for one in (one for one in places if one.unit in found):  # the relative error is over all values of the unit
+        encoded, total = version.encoded.get(one.fragment), found[one.unit]
+        total.error_sq += encoded.lost.error_sq if encoded else 0.0
+        total.decoded_sq += encoded.lost.decoded_sq if encoded else squared(one.copy(version.loan.memory))
     return tuple(
         MeasureRecord(**unit._asdict(), moved_sq=0.0, reference_sq=0.0, finite=True, **vars(lost))
         for unit, lost in found.items()

@@ -229,10 +229,12 @@ class LateCopy:
     parts: Callable[[], Iterable[torch.Tensor]]  # copies of it in order; each is valid until the next
     written: Callable[[], object] = lambda: None  # called at the end
 
-    def chunks(self, lost: EncodingLoss) -> Iterator[Bytes]:
-        """Yield the encoded chunks."""
+    def chunks(self, lost: EncodingLoss, encoding: str) -> Iterator[Bytes]:
+        """Yield the encoded chunks. encoding: the unit's."""
         known = encoding_named(self.encoding)
         for copy in self.parts():
+            if known.lossless and self.encoding != encoding:
+                lost.decoded_sq += squared(copy)  # as in :func:`encode_unit`
             yield from _raw_chunks(copy) if known.lossless else _lossy_chunks(copy, known, lost)
         self.written()
 
@@ -297,7 +299,7 @@ def encode_unit(
         copy = staged if isinstance(staged, torch.Tensor) else staged.copy
         if isinstance(staged, LateCopy):
             chosen = staged.encoding
-            chunks: Callable[[], Iterable[Bytes]] = partial(staged.chunks, lost)
+            chunks: Callable[[], Iterable[Bytes]] = partial(staged.chunks, lost, encoding)
         elif isinstance(staged, EncodedCopy) and staged.held:
             chosen, chunks = staged.encoding, staged.chunks
             lost.error_sq += staged.lost.error_sq
@@ -307,7 +309,7 @@ def encode_unit(
             known = encoding_named(chosen)
             chunks = partial(_raw_chunks, copy) if known.lossless else partial(_lossy_chunks, copy, known, lost)
             if chosen != encoding:  # the relative error of the unit is over all of its values
-                lost.decoded_sq += sum(_squared(piece.float()) for piece in torch.split(copy, CHUNK))
+                lost.decoded_sq += squared(copy)
         source = EncodedEntry(encoding_named(chosen), fragment.numel, dtype_name(copy.dtype), chunks)
         plain = chosen == RAW and not packing.active and not isinstance(staged, LateCopy)
         data = as_bytes(copy) if plain else packing.packed(unit, fragment, source)
@@ -340,19 +342,20 @@ def _lossy_chunks(copy: torch.Tensor, encoding: Encoding, lost: EncodingLoss) ->
         if not encoder.encode(values, out):  # checked before; never commit values that the encoder does not confirm
             raise SaveError(f"values in range cannot be stored as {encoding.name}: report this, and store them raw")
         encoder.decode(out, decoded)
-        lost.error_sq += _squared(values.sub_(decoded))
-        lost.decoded_sq += _squared(decoded)
+        lost.error_sq += squared(values.sub_(decoded))
+        lost.decoded_sq += squared(decoded)
         values.copy_(decoded)
         yield out.numpy()
 
 
-def _squared(values: torch.Tensor) -> float:
+def squared(values: torch.Tensor) -> float:
     """Return the squared norm: float32 sums over pieces that fit the cache, added in float64.
 
     Float64 is used for pieces whose squares under- or overflow float32, as those of second moments do."""
     total = 0.0
     for piece in torch.split(values, 1 << 14):
-        square = float(torch.dot(piece, piece))
+        narrow = piece.float()
+        square = float(torch.dot(narrow, narrow))
         if not _LEAST_SUM < square < math.inf:
             wide = piece.double()
             square = float(torch.dot(wide, wide))

@@ -76,7 +76,11 @@ class Reader:
             place.block = self._bucket.get_range(place.key, starts[0], stops[0])
         else:
             keys = [place.key] * len(starts)
-            place.block = memoryview(b"".join(self._pool.map(self._bucket.get_range, keys, starts, stops)))
+            try:
+                found = self._pool.map(self._bucket.get_range, keys, starts, stops)
+            except RuntimeError:  # the interpreter exits, and a pool takes no more work
+                found = map(self._bucket.get_range, keys, starts, stops)
+            place.block = memoryview(b"".join(found))
         if len(place.block) != count:
             raise DamagedError(f"{self._bucket.where(place.key)} gave {len(place.block)} bytes instead of {count}")
 

@@ -164,7 +164,6 @@ def wait_for_replicas(ckpt: monitor.Checkpointer) -> None:
 def abandon(ckpt: monitor.Checkpointer) -> None:
     """Leave behind what a killed process leaves: finish the save, release locks, and report no end to anybody."""
     ckpt._closed = True
-    ckpt._unregister_exit()
     ckpt.flush()
     saver, memory = saver_of(ckpt), memory_of(ckpt)
     assert memory is not None and memory.wait(180)

@@ -30,9 +30,9 @@ from store.errors import (
     NothingToResumeError,
     StorageError,
     StoreInUseError,
-    UnsupportedError,
     UsageError,
 )
+from store.location import place_of
 from store.names import SaveId, Unit, payload_path
 from store.retention import Retention, execute, plan_prune
 from store.segment import SegmentDraft, read_part, write_segment
@@ -63,6 +63,24 @@ def saves(target: Path) -> list[str]:
 def segments(target: Path) -> list[str]:
     folder = target / "segments"
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def left(target: Path, begun: bool = False) -> list[str]:
+    """What a failed import left: anything in a new place, segments and commits in a store that it did not begin."""
+    if begun:
+        return [*saves(target), *segments(target)]
+    return sorted(path.name for path in target.parent.iterdir()) if target.parent.exists() else []
+
+
+IN_PLACES = pytest.mark.parametrize("begun", [False, True], ids=["new", "a store without a commit"])
+
+
+def begin(target: Path, begun: bool) -> int:
+    """Make the store that the import goes to, if it is to be there. Returns the epochs that it has then."""
+    if begun:
+        catalog = open_or_create(LocalFiles(target))
+        claim_epoch(catalog.files, catalog.store_id)
+    return int(begun)
 
 
 def alike(one: Any, other: Any) -> bool:
@@ -215,24 +233,27 @@ def test_no_checkpoint_no_store(store: PlainStore, tmp_path: Path) -> None:
         plan_import(store.root, "11")
 
 
+@IN_PLACES
 @pytest.mark.parametrize("rank", [0, 1])
-def test_damage_in_the_source_makes_no_commit(store: PlainStore, target: Path, rank: int) -> None:
-    save = store.save(10)
+def test_damage_in_the_source_makes_no_commit(store: PlainStore, target: Path, rank: int, begun: bool) -> None:
+    save, epochs = store.save(10), begin(target, begun)
     part = read_part(store.files, store.store_id, save, rank)
     position = part.header_bytes + part.entries[-1].offset
     flip_byte(store.payload(save, rank), position)
     with pytest.raises(DamagedError, match=r"lm_head/exp_avg_sq of save 00000010-000001: .* do not match"):
         imported(store.root, target)
-    assert (saves(target), segments(target)) == ([], [])
+    assert left(target, begun) == []
     flip_byte(store.payload(save, rank), position)
-    assert imported(store.root, target).save == SaveId(10, 2)
+    assert imported(store.root, target).save == SaveId(10, 1 + 2 * epochs)
     assert verify(open_catalog(LocalFiles(target))).ok
 
 
+@IN_PLACES
 def test_what_does_not_read_back_makes_no_commit(
-    store: PlainStore, target: Path, monkeypatch: pytest.MonkeyPatch
+    store: PlainStore, target: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
 ) -> None:
     store.save(10)
+    begin(target, begun)
 
     def spoiled(position: int) -> Callable[[LocalFiles, SegmentDraft], None]:
         def write(files: LocalFiles, draft: SegmentDraft) -> None:
@@ -244,21 +265,22 @@ def test_what_does_not_read_back_makes_no_commit(
 
     for position in (20, 4000, -1):  # the header, a tensor, run state
         monkeypatch.setattr(merger.import_checkpoint, "write_segment", spoiled(position))
-        with pytest.raises(DamagedError):
+        with pytest.raises(DamagedError, match="check `dmesg` for disk errors"):
             imported(store.root, target)
-        assert (saves(target), segments(target)) == ([], [])
+        assert left(target, begun) == []
 
 
-def test_an_interrupt_makes_no_commit(store: PlainStore, target: Path) -> None:
+@IN_PLACES
+def test_an_interrupt_makes_no_commit(store: PlainStore, target: Path, begun: bool) -> None:
     store.save(10)
+    begin(target, begun)
 
     def progress(count: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         imported(store.root, target, progress=progress)
-    assert (saves(target), segments(target)) == ([], [])
-    StoreLock(target, 0).release()
+    assert left(target, begun) == []
     imported(store.root, target)
 
 
@@ -298,17 +320,20 @@ def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, check=False, env=environment, timeout=180, capture_output=True, text=True)
 
 
+@IN_PLACES
 @pytest.mark.parametrize("after", others_slow([1, 2000]))
 def test_a_killed_import_leaves_no_commit_and_the_next_one_clears_it_away(
-    store: PlainStore, target: Path, after: int
+    store: PlainStore, target: Path, after: int, begun: bool
 ) -> None:
     store.save(10)
+    epochs = begin(target, begun)
     assert run(KILLED, store.root, target, after).returncode == -signal.SIGKILL
-    assert saves(target) == []
-    assert segments(target)
+    assert target.exists() is begun and left(target, begun), "in a new place, under a temporary name"
+    assert not begun or saves(target) == []
     found = imported(store.root, target)
-    assert (found.save, found.problems) == (SaveId(10, 2), ())
-    assert segments(target)[0] == "00000010-000002"
+    assert (found.save, found.problems) == (SaveId(10, 1 + 2 * epochs), ())
+    assert segments(target)[0] == found.save.name
+    assert [path.name for path in target.parent.iterdir()] == ["store"]
     assert verify(open_catalog(LocalFiles(target))).ok
 
 
@@ -334,7 +359,7 @@ def test_a_device_that_takes_no_more(store: PlainStore, target: Path) -> None:
     done = run(FULL, store.root, target)
     assert done.returncode == 1
     assert "the file-size limit is reached" in done.stderr
-    assert (saves(target), segments(target)) == ([], [])
+    assert left(target) == []
 
 
 def test_a_device_without_room_is_told_first(store: PlainStore, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +367,7 @@ def test_a_device_without_room_is_told_first(store: PlainStore, target: Path, mo
     monkeypatch.setattr(merger.io.output_dir.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 100})())
     with pytest.raises(StorageError, match=r"needs 5472 bytes .* only 100 are free"):
         imported(store.root, target)
-    assert segments(target) == []
+    assert left(target) == []
 
 
 MEASURED = """
@@ -427,20 +452,53 @@ def test_what_happens_to_one_store_and_to_the_shared_bytes(store: PlainStore, ta
     for root in (target, other):
         assert not verify(open_catalog(LocalFiles(root))).ok, "one file, found by its hash in both"
     assert verify(open_catalog(LocalFiles(store.root))).ok
-    with pytest.raises(DamagedError):
+    with pytest.raises(DamagedError, match=r"store, too: name another commit with --step"):
         import_checkpoint(plan_import(target, link=True), target.parent / "third")
-    assert saves(target.parent / "third") == []
+    assert sorted(path.name for path in target.parent.iterdir()) == ["other", "store"]
 
 
-def test_an_interrupted_link_is_begun_again(store: PlainStore, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@IN_PLACES
+@pytest.mark.parametrize("trouble", ["damage", "change", "interrupt"])
+def test_a_link_that_fails_half_way_leaves_nothing(store: PlainStore, target: Path, begun: bool, trouble: str) -> None:
+    """In the second of two groups, when the first one is linked; and the second try succeeds."""
+    store.save(10)
+    last, epochs = store.payload(store.save(20, slots=["fp32"]), 1), begin(target, begun)
+    data, plan, told = last.read_bytes(), plan_import(store.root, link=True), list[int]()
+
+    def progress(count: int) -> None:
+        told.append(count)
+        if trouble == "interrupt" and len(told) == 3:
+            raise KeyboardInterrupt
+        if trouble == "change" and len(told) == 2:
+            last.unlink()  # a prune in the source
+
+    if trouble == "damage":
+        flip_byte(last, 2000)
+    error = {"damage": DamagedError, "change": StorageError, "interrupt": KeyboardInterrupt}[trouble]
+    text = {"damage": "name another commit with --step", "change": "changed meanwhile: import it again"}
+    with pytest.raises(error, match=text.get(trouble)):
+        import_checkpoint(plan, target, progress)
+    assert len(told) >= 2, "the first group"
+    assert left(target, begun) == [] and {p.stat().st_nlink for p in payloads(store.root)} == {1}
+    last.unlink(missing_ok=True)
+    last.write_bytes(data)
+    assert import_checkpoint(plan_import(store.root, link=True), target).save == SaveId(20, 2 + epochs)
+    assert verify(open_catalog(LocalFiles(target))).ok
+
+
+@IN_PLACES
+def test_an_interrupted_link_is_begun_again(
+    store: PlainStore, target: Path, monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
     store.save(10)
     store.save(20, slots=["fp32"])
+    begin(target, begun)
     real = merger.import_checkpoint.commit
     monkeypatch.setattr(merger.import_checkpoint, "commit", lambda *_: os._exit(9))
     if (child := os.fork()) == 0:
         import_checkpoint(plan_import(store.root, link=True), target)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    assert saves(target) == [] and payloads(target)
+    assert target.exists() is begun and {p.stat().st_nlink for p in payloads(store.root)} == {2}
     monkeypatch.setattr(merger.import_checkpoint, "commit", real)
     import_checkpoint(plan_import(store.root, link=True), target)
     assert verify(open_catalog(LocalFiles(target))).ok
@@ -448,17 +506,32 @@ def test_an_interrupted_link_is_begun_again(store: PlainStore, target: Path, mon
 
 
 def test_only_a_store_on_the_same_filesystem_is_linked(store: PlainStore, tmp_path: Path) -> None:
+    """All else is refused in one sentence that says what to do, before anything is made."""
     store.save(10)
     layer = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(layer.named_parameters())
     layer(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     torch.save({"model": layer.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
-    with pytest.raises(UsageError, match="leave --link out"):
-        plan_import(tmp_path / "a.pt", link=True)
+    folder = tmp_path / "folder"  # of the Trainer, with an index that cannot be read
+    folder.mkdir()
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    (folder / "model.safetensors.index.json").write_text("{")
+    advice = "leave --link out, and the import copies the bytes"
+    for source in (tmp_path / "a.pt", folder):
+        with pytest.raises(UsageError, match=f"a checkpoint of kind torch, and only stores are linked: {advice}"):
+            plan_import(source, link=True)
+    for url in ("s3://bucket/run", "gs://bucket/run"):  # which nobody is asked for
+        with pytest.raises(UsageError, match=f"{url} is in a bucket, where there are no hard links: {advice}"):
+            plan_import(place_of(url), link=True)
+        with pytest.raises(UsageError, match=f"{url} is in a bucket, where there are no hard links: {advice}"):
+            import_checkpoint(plan_import(store.root, link=True), place_of(url))
+    for place in (tmp_path / "a.pt", tmp_path / "a.pt" / "run"):
+        with pytest.raises(UsageError, match=r"a\.pt is a file: name a new directory with --store"):
+            import_checkpoint(plan_import(store.root, link=True), place)
     with shared_memory("driftpoint-link-") as elsewhere:
         if elsewhere.stat().st_dev == tmp_path.stat().st_dev:
             pytest.skip("there is no second filesystem")
-        with pytest.raises(UnsupportedError, match=r"cannot be linked \(Invalid cross-device link\): leave --link out"):
+        with pytest.raises(UsageError, match=rf"cannot be linked \(the two stores are on different files.*: {advice}"):
             import_checkpoint(plan_import(store.root, link=True), elsewhere / "store")
-        assert saves(elsewhere / "store") == []
+        assert list(elsewhere.iterdir()) == []

@@ -181,7 +181,7 @@ def test_nothing_is_replaced(store: PlainStore, tmp_path: Path, taken: str) -> N
         out.mkdir()
     else:
         out.symlink_to(tmp_path / "nowhere")
-    with pytest.raises(UsageError, match="already exists, and a merge never overwrites"):
+    with pytest.raises(UsageError, match="already exists, and is never overwritten"):
         merge(store.root, out)
 
 
@@ -236,7 +236,7 @@ def test_a_merge_at_work_is_left_alone(store: PlainStore, tmp_path: Path) -> Non
     descriptor = os.open(busy, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        with pytest.raises(UsageError, match="another merge is writing to"):
+        with pytest.raises(UsageError, match="another merge or import is writing to"):
             merge(store.root, tmp_path / "out")
         assert siblings(tmp_path / "out") == [busy.name]
     finally:

@@ -35,7 +35,6 @@ def test_a_clock_that_is_set_does_not_change_the_hours_of_a_job(
     created = datetime.fromisoformat(newest.manifest(newest.saves()[0]).created)
     assert abs((created - datetime.now(UTC)).days) > 300
     one.ckpt._closed = True  # as a killed process
-    one.ckpt._unregister_exit()
     one.ckpt._saver.close(30.0, clean=False)
     tracer_of(one.ckpt).close(1.0)
     found = count_incarnations(open_catalog(files))

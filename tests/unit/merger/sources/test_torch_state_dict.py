@@ -287,6 +287,12 @@ def test_weights_in_several_files(tmp_path: Path) -> None:
     save_file({**load_file(shards_of_another), "embed.weight": torch.zeros(11, 6)}, shards_of_another)
     with pytest.raises(MergeError, match="files of different saves are mixed"):
         read(path)
+    shards_of_another.unlink()
+    with pytest.raises(MergeError, match=r"names model-2\.safetensors, which the folder lacks: copy all files"):
+        read(path)
+    (path / "model.safetensors.index.json").write_text('{"weight_map": ')
+    with pytest.raises(MergeError, match=r"index\.json is not JSON: .*; restore it, or name another folder"):
+        read(path)
     for part in path.glob("model*"):
         part.unlink()
     with pytest.raises(UnsupportedError, match=r"no weights in model\.safetensors"):

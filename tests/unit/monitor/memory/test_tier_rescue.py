@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from monitor.config.load import Config
 from store.catalog import open_catalog
@@ -22,7 +23,7 @@ from store.session import claim_epoch
 from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.hooked import HookedFiles
-from tests.support.jobs import Job, same
+from tests.support.jobs import Job, Model, same
 from tests.support.kept import abandoned, catalog_of, kept_step, memory, tier_of
 
 
@@ -128,6 +129,23 @@ def test_an_encoded_version_stays_encoded_and_is_not_called_exact(store: Path, t
     assert verify(catalog).ok
     assert not certify(resolve(catalog, SaveId(7, 1))).exact
     assert resumed(store, tmp_path)[0] == 7
+
+
+def test_the_error_of_an_encoded_unit_is_over_its_raw_fragments_too(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which hold most of its norm here."""
+
+    class Mixed(Model):
+        def __init__(self, width: int) -> None:
+            super().__init__(width)
+            self.head.register_parameter("scale", nn.Parameter(torch.full((2,), 1e3, dtype=torch.float64)))
+
+    monkeypatch.setattr("tests.support.jobs.Model", Mixed)
+    died(store, memory=memory(store, encoding="compact"))
+    assert rescue_newest(tier_of(store), catalog_of(store)).outcome == WRITTEN
+    errors = {str(unit.unit): unit.error for unit in catalog_of(store).manifest(SaveId(7, 1)).units}
+    assert 0.0 < errors["head/fp32"] < 1e-5 < 1e-4 < errors["embed/fp32"]
 
 
 def test_a_living_job_is_left_alone(store: Path) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 import monitor
 from monitor.config.schema import ENCODINGS
-from monitor.save.encode import _squared
+from monitor.save.encode import squared
 from store.catalog import open_catalog
 from store.encoding import RAW, encoding_named
 from store.resolve import newest_resumable
@@ -176,8 +176,8 @@ def test_what_an_encoding_loses_is_known_however_small_or_large_the_values_are()
         values = torch.randn(40_000, generator=generator) * scale
         wanted = float(values.double().square().sum())
         assert 0 < wanted < float("inf")
-        assert _squared(values) == pytest.approx(wanted, rel=1e-5)
-    assert _squared(torch.zeros(5)) == 0.0
+        assert squared(values) == pytest.approx(wanted, rel=1e-5)
+    assert squared(torch.zeros(5)) == 0.0
 
 
 def test_what_tiny_second_moments_lost_is_not_called_nothing(tmp_path: Path) -> None:

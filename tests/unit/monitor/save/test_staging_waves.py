@@ -28,6 +28,7 @@ from tests.support.internals import decide_without_update, hold_writer, staging_
 from tests.support.jobs import Job, Model, committed_steps, job
 from tests.support.late_streams import LateStreams
 
+NORMS = ("finite", "moved_sq", "reference_sq", "error_sq", "decoded_sq")
 WIDTH, CAP = 64, 40_000  # the state has 160 kB, its largest units 17 kB
 
 
@@ -39,8 +40,8 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def trained(store: Path, steps: int = 4, **settings: Any) -> tuple[list[Any], list[Any]]:
-    """Entries of all parts, and drift of all units at each decision."""
+def trained(store: Path, steps: int = 4, **settings: Any) -> tuple[Any, list[Any], dict[str, float]]:
+    """Entries of all parts, drift of all units at each decision, and all norms."""
     torch.manual_seed(0)
     drift = []
     with job(store, width=WIDTH, **settings) as one:
@@ -49,11 +50,27 @@ def trained(store: Path, steps: int = 4, **settings: Any) -> tuple[list[Any], li
             assert report is not None and report.skipped is None
             drift.append({str(unit.unit): unit.drift for unit in report.stats})
         assert "max_bytes" not in str(settings) or not staging_buffers(one.ckpt)
-    stored: list[Any] = []
+    return entries_of(store), drift, norms_of(store)
+
+
+def entries_of(store: Path) -> list[dict[tuple[str, str], tuple[Any, ...]]]:
+    """Encoding, base and hash of all fragments of each save."""
+    return [
+        {(e.fqn, e.slot): (e.encoding, e.base, e.encoded_xxh3_128 or e.xxh3_128) for e in part.entries}
+        for part in parts_of(store)
+    ]
+
+
+def norms_of(store: Path) -> dict[str, float]:
+    """All that was measured of each save, and the errors in its manifest."""
+    found: dict[str, float] = {}
     for part in parts_of(store):
-        stored.append({(e.fqn, e.slot): (e.encoding, e.base, e.encoded_xxh3_128 or e.xxh3_128) for e in part.entries})
-        stored.append(sorted((one.layer, one.slot, one.finite) for one in part.measures))
-    return stored, drift
+        for one in part.measures:
+            found |= {f"{part.save} {one.unit} {name}": getattr(one, name) for name in NORMS}
+    catalog = open_catalog(LocalFiles(store))
+    for save in catalog.saves():
+        found |= {f"{save} {record.unit} error": record.error for record in catalog.manifest(save).units}
+    return found
 
 
 def parts_of(store: Path) -> list[PartRecord]:
@@ -76,11 +93,45 @@ def parts_of(store: Path) -> list[PartRecord]:
 @pytest.mark.parametrize("mode", ["lazy", "eager"])
 def test_waves_store_what_whole_copies_do(tmp_path: Path, settings: dict[str, Any], mode: str) -> None:
     """And drift is measured from the same versions."""
-    whole, waves = (
+    (*whole, norms), (*waves, others) = (
         trained(tmp_path / name, **settings, staging=chosen)
         for name, chosen in {"whole": mode, "waves": staging(mode)}.items()
     )
-    assert whole == waves
+    assert whole == waves and others == pytest.approx(norms, rel=1e-6, abs=0.0)
+
+
+class Mixed(torch.nn.Module):
+    """A parameter that encodings apply to, beside one of another dtype that holds most of the norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(64, 64))
+        self.scale = torch.nn.Parameter(torch.full((64,), 1e3, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight * self.scale.float()
+
+
+@pytest.mark.parametrize("settings", [{}, {"packing": 1}], ids=["plain", "packed"])
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+def test_the_error_of_a_unit_is_over_its_raw_fragments_too(tmp_path: Path, settings: dict[str, Any], mode: str) -> None:
+    for name, chosen in {"whole": mode, "waves": staging(mode, 50_000)}.items():
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(Mixed(), Mixed())
+        optimizer = torch.optim.AdamW(model.parameters())
+        fixed = {"every": 1, "encoding": "compact", "metrics": {"enabled": False}, **settings}
+        with monitor.attach((model, optimizer), {"store": str(tmp_path / name), "staging": chosen, **fixed}) as ckpt:
+            for _ in range(3):
+                model(torch.randn(8, 64)).square().mean().backward()
+                optimizer.step()
+                report = ckpt.step()
+                assert report is not None and report.skipped is None
+                ckpt.flush()
+    assert entries_of(tmp_path / "whole") == entries_of(tmp_path / "waves")
+    whole = norms_of(tmp_path / "whole")
+    errors = [value for name, value in whole.items() if name.endswith("fp32 error")]
+    assert len(errors) == 6 and all(0.0 < error < 2e-5 for error in errors), "what is rounded has little of the norm"
+    assert norms_of(tmp_path / "waves") == pytest.approx(whole, rel=1e-6, abs=0.0)
 
 
 def test_a_unit_larger_than_the_cap_is_copied_in_pieces(tmp_path: Path) -> None:

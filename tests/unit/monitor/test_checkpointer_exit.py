@@ -1,0 +1,123 @@
+"""A process that ends in the middle of a save, and calls ``ckpt.close()`` nowhere, or in vain: no thread of a save may
+return to an interpreter that is gone, which aborts the process if an operation of torch is on its stack."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from store.catalog import open_catalog
+from store.storage.local import LocalFiles
+from store.verify import verify
+from tests.support.cli import environment
+from tests.support.jobs import committed_steps
+from tests.support.s3 import BUCKET, Server
+
+SCRIPT = """
+import json, os, sys
+import torch
+import torch._dynamo  # as the first optimizer of every process does
+import monitor.api
+from tests.support.jobs import Model
+
+def attach(settings):
+    torch.manual_seed(0)
+    model = Model(settings.pop("width", 400))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return model, optimizer, monitor.attach((model, optimizer), settings)
+
+def train(model, optimizer, ckpt, end):
+    for step in range(ckpt.resume(), 2):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).square().mean().backward()
+        optimizer.step()
+        ckpt.step()
+    exec(end)
+
+def main(settings, end):
+    train(*attach(settings), end)
+
+for number, case in enumerate(json.loads(sys.argv[1])):
+    if (child := os.fork()) == 0:  # it has a script's end of its own
+        os.dup2(os.open(f"{sys.argv[2]}/{number}.err", os.O_WRONLY | os.O_CREAT, 0o644), 2)
+        break
+    print(number, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+if child == 0 and case["local"]:
+    main(case["settings"], case["end"])
+elif child == 0:
+    model, optimizer, ckpt = attach(case["settings"])
+    train(model, optimizer, ckpt, case["end"])
+"""
+
+
+def run(tmp_path: Path, cases: list[dict[str, Any]], **more: str) -> list[tuple[int, str]]:
+    """Exit codes, and what was written to stderr, of one process for each case, in which a save is under way."""
+    fixed = {"every": 1, "metrics": {"enabled": False}, "trace": {"enabled": False}}
+    for number, case in enumerate(cases):
+        case.setdefault("end", "")
+        case["settings"] = {**fixed, "store": str(tmp_path / str(number)), **case["settings"]}
+    command = [sys.executable, "-c", SCRIPT, json.dumps(cases), str(tmp_path)]
+    where = {**environment(), **more}
+    done = subprocess.run(command, check=True, env=where, timeout=600, stdout=subprocess.PIPE, text=True)
+    codes = [int(line.split()[1]) for line in done.stdout.splitlines()]
+    assert len(codes) == len(cases)
+    return [(code, (tmp_path / f"{number}.err").read_text()) for number, code in enumerate(codes)]
+
+
+@pytest.mark.slow
+@pytest.mark.core
+def test_the_save_under_way_is_finished_when_the_script_ends(tmp_path: Path) -> None:
+    """Whether or not the script still holds the checkpointer then."""
+    encodings: list[dict[str, Any]] = [{}, {"encoding": "compact"}, {"packing": 3}]
+    cases = [
+        {"local": local, "settings": {"staging": staging, **encoding}}
+        for local in (True, False)
+        for staging in ("eager", "lazy")
+        for encoding in encodings
+    ]
+    waves = {"staging": {"mode": "lazy", "max_bytes": 2.0e7}, "encoding": "compact", "width": 800}
+    cases += [{"local": True, "settings": {"journal": {"enabled": True}}}, {"local": True, "settings": waves}]
+    for number, (code, text) in enumerate(run(tmp_path, cases)):
+        assert (code, "Traceback" in text, "terminate" in text) == (0, False, False), (cases[number], code, text)
+        (intact,) = re.findall(r"its step 2 is not committed to .*; the commit of step (\d) is intact", text) or ["2"]
+        assert int(intact) in committed_steps(tmp_path / str(number)), (cases[number], text)
+        assert verify(open_catalog(LocalFiles(tmp_path / str(number)))).ok
+
+
+@pytest.mark.slow
+def test_a_save_that_takes_too_long_is_given_up_when_the_script_ends(tmp_path: Path) -> None:
+    slow = {"timeouts": {"close": 0.02}, "width": 600}
+    given: list[dict[str, Any]] = [{"encoding": "compact"}, {"packing": 6, "staging": "eager"}, {"staging": "lazy"}]
+    ends = {"": 0, "ckpt.close(save=False)": 0, "sys.exit(3)": 3, "raise ValueError": 1}
+    cases: list[dict[str, Any]] = [
+        {"local": number % 2 == 0, "settings": {**slow, **one}, "end": end}
+        for number, one in enumerate(given)
+        for end in ends
+    ]
+    for number, (code, text) in enumerate(run(tmp_path, cases)):
+        case, store = cases[number], tmp_path / str(number)
+        assert (code, "terminate" in text) == (ends[case["end"]], False), (case, code, text)
+        assert ("Traceback" in text) is ("ValueError" in case["end"]), (case, text)
+        assert "is given up; there is no commit yet" in text or committed_steps(store), (case, text)
+        assert verify(open_catalog(LocalFiles(store))).ok
+
+
+@pytest.mark.slow
+def test_a_save_to_a_bucket_ends_as_one_to_a_directory(tmp_path: Path) -> None:
+    """With its self-check, which reads many ranges at once as long as a pool of threads can be had."""
+    places = [f"s3://{BUCKET}/{number}" for number in range(4)]
+    cases: list[dict[str, Any]] = [
+        {"local": number % 2 == 0, "settings": {"store": place, "timeouts": {"close": 60 if number < 2 else 0.05}}}
+        for number, place in enumerate(places)
+    ]
+    with Server() as server:
+        found = run(tmp_path, cases, **server.environment)
+        stored = [[name for name in server.objects(str(number)) if "manifests/" in name] for number in range(4)]
+    assert [(code, "Traceback" in text, "terminate" in text) for code, text in found] == [(0, False, False)] * 4, found
+    assert all(stored[:2])
