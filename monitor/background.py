@@ -166,6 +166,7 @@ class BackgroundWorker(Generic[T]):
             except BaseException as error:  # noqa: BLE001 - the thread's edge: kept for the training thread
                 result = TaskResult(number, None, error)
             self._finished.put(result)
+            del item, task, result  # with what they hold
             with self._lock:
                 self._open.discard(number)
                 self._lock.notify_all()

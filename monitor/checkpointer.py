@@ -5,7 +5,6 @@ the docstring says otherwise. Rank 0 keeps the ledger and decides; every rank st
 references that drift is measured against move at the next decision after a save is known to be committed.
 """
 
-import atexit
 import logging
 import os
 import sys
@@ -27,7 +26,7 @@ from monitor.preemption import Preemption
 from monitor.resume.journal_replay import resume_with_journal
 from monitor.resume.resume import LiveState, ResumeResult, build_certificate, go_on_from, resume, resume_memory_or_store
 from monitor.save.dry_run import DryRunSaver
-from monitor.save.final_save import FinalSave, LastStep, not_committed, unreachable
+from monitor.save.final_save import FinalSave, LastStep, at_exit, not_committed, unreachable
 from monitor.save.journaled_saver import JournaledSaver
 from monitor.save.saver import Saver
 from monitor.save.store_session import StoreSession
@@ -87,6 +86,7 @@ class Checkpointer:
         self._pace = job.pace
         saver = None if opened is None else (JournaledSaver if job.config.journal.enabled else Saver)(job, opened)
         self._saver: Saver | DryRunSaver = saver or DryRunSaver(job)
+        self._saver.owner = self
         run_on_all_ranks(job.group, lambda: self._saver.reserve(local))
         self._memory = MemoryTier(job, opened, saver) if opened and saver and job.config.memory.enabled else None
         self._surveyor = Surveyor(job.adapter, job.table)
@@ -97,7 +97,7 @@ class Checkpointer:
         self._resume_called = self._checked = self._proven = self._closed = False
         self._cut_off = False  # a rank was late or is gone, so nothing is saved any more
         self._process = os.getpid()
-        atexit.register(self._close_at_exit)  # keeps it alive: a save may be under way when the script drops it
+        self._unregister_exit = at_exit(self._close_at_exit)
         self._preemption = Preemption(job.config.preemption, job.group, active=opened is not None)
         self._barrier = job.group.barrier(job.config.timeouts.close)
         self._attached(opened)
@@ -374,7 +374,7 @@ class Checkpointer:
         """Close once. clean: the job ends as intended, as far as is known. ended: that is certain."""
         if not self._closed and os.getpid() == self._process:
             self._closed = True
-            atexit.unregister(self._close_at_exit)
+            self._unregister_exit()
             self._misuse.close()
             self._saver.close(timeout, clean and not self.preempted)
             needed = self._memory is not None and self._memory.close()

@@ -31,6 +31,7 @@ class DryRunSaver:
         self._meter = job.meter
         self._ledger = job.ledger
         self._listeners = job.listeners
+        self.owner: object = None
 
     def take_dropped(self) -> tuple[Unit, ...]:
         return ()

@@ -2,7 +2,9 @@
 
 Training thread; collective."""
 
+import atexit
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -165,3 +167,16 @@ class FinalSave:
             exact=complete and all(one.version == ledger.newest and not is_lossy(one.encoding) for one in records),
             newest=ledger.newest,
         )
+
+
+def at_exit(method: Callable[[], None]) -> Callable[[], object]:
+    """Call a bound method at interpreter exit, if its object still lives then. Return the function that undoes it."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        living = reference()
+        if living is not None:
+            living()
+
+    atexit.register(call)
+    return lambda: atexit.unregister(call)

@@ -81,6 +81,7 @@ class SaveTask:
     check: SelfCheck | None = None
     notes: tuple[str, ...] = ()  # why no state of this step is exact
     beside: Callable[[Callable[[], None]], object] = lambda _: None  # hands work to another background thread
+    owner: object = None  # stays alive until the save is over
     progress: Progress = field(default_factory=Progress)
 
     def meter_stage(self, unit: StagedUnit) -> None:

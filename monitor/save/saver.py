@@ -97,8 +97,8 @@ class Saver:
     def __init__(self, job: JobContext, session: StoreSession) -> None:
         self._job = job
         self._group = job.group
-        self._meter = job.meter
-        self._listeners = job.listeners
+        self._meter, self._listeners = job.meter, job.listeners
+        self.owner: object = None  # stays alive while a save is under way, so that it can be waited for at exit
         self._session = session
         self._stager = Stager(job.meter, job.config)
         self._packer = Packer(job.config.packing, job.config.differences)
@@ -283,8 +283,8 @@ class Saver:
         check = self._checker.begin(save, [local[unit] for unit in decided.saved if unit in local])
         packing = self._packing(save, staged, decided)
         files, failure = self._session.files, failure or error
-        notes, meter, beside = self._notes, self._meter, self._mover.submit
-        task = SaveTask(files, segment, finish, staged, copying, meter, packing, plan, failure, check, notes, beside)
+        rest = failure, check, self._notes, self._mover.submit, self.owner
+        task = SaveTask(files, segment, finish, staged, copying, self._meter, packing, plan, *rest)
         for unit in staged:
             if unit.measure is not None and encoding_named(unit.encoding).lossless:
                 task.meter_stage(unit)

@@ -3,20 +3,28 @@ return to an interpreter that is gone, which aborts the process if an operation 
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import subprocess
 import sys
+import threading
+import time
+import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import monitor
+from monitor.save.saver import Saver
 from store.catalog import open_catalog
 from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.cli import environment
-from tests.support.jobs import committed_steps
+from tests.support.jobs import Model, committed_steps
 from tests.support.s3 import BUCKET, Server
 
 SCRIPT = """
@@ -54,6 +62,10 @@ elif child == 0:
     model, optimizer, ckpt = attach(case["settings"])
     train(model, optimizer, ckpt, case["end"])
 """
+
+
+def _wait(for_it: threading.Event) -> None:
+    assert for_it.wait(60)
 
 
 def run(tmp_path: Path, cases: list[dict[str, Any]], **more: str) -> list[tuple[int, str]]:
@@ -121,3 +133,29 @@ def test_a_save_to_a_bucket_ends_as_one_to_a_directory(tmp_path: Path) -> None:
         stored = [[name for name in server.objects(str(number)) if "manifests/" in name] for number in range(4)]
     assert [(code, "Traceback" in text, "terminate" in text) for code, text in found] == [(0, False, False)] * 4, found
     assert all(stored[:2])
+
+
+def test_a_checkpointer_that_is_dropped_lives_while_its_save_is_under_way(tmp_path: Path) -> None:
+    """And then goes with the model: a process may train many, one after the other, and close none."""
+    storage = threading.Event()
+    model = Model(200)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ckpt = monitor.attach((model, optimizer), {"store": str(tmp_path / "s"), "every": 1, "metrics": {"enabled": False}})
+    ckpt.resume()
+    model(torch.randn(4, 3)).square().mean().backward()
+    optimizer.step()
+    assert isinstance(ckpt._saver, Saver)
+    ckpt._saver.upkeep(partial(_wait, storage), "waiting for storage")
+    ckpt.step()
+    held, worker = [weakref.ref(ckpt), weakref.ref(model)], ckpt._saver._writer
+    del model, optimizer, ckpt
+    gc.collect()
+    assert None not in [one() for one in held]
+    storage.set()
+    assert worker.join(60)
+    until = time.monotonic() + 60  # other background work of the save
+    while any(one() is not None for one in held) and time.monotonic() < until:
+        gc.collect()
+        time.sleep(0.05)
+    assert [one() for one in held] == [None, None]
+    assert committed_steps(tmp_path / "s") == [1]
