@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 _STOP_TIMEOUT = 30.0  # seconds that an idle thread gets to exit, at its niceness on a busy machine
 _EXIT_TIMEOUT = 2.0  # seconds that all threads together get at interpreter exit
+_LOCKING = {"logging", "threading", "queue", "concurrent", "importlib", "_frozen_importlib"}  # modules that take locks
 
 _NICENESS = 10
 """Of background threads. Where training keeps all cores busy, they get a tenth of one, and a save slows training as
@@ -171,14 +172,23 @@ class BackgroundWorker(Generic[T]):
                 self._open.discard(number)
                 self._lock.notify_all()
 
-    def _give_up(self) -> None:
-        """Drop the tasks that wait, and raise SystemExit in the one that runs, at its next line of Python."""
+    def _drop(self) -> None:
+        """Drop the tasks that wait."""
         with suppress(queue.Empty):
             while True:
                 self._tasks.get_nowait()
         self._tasks.put(None)
-        ident = ctypes.c_ulong(self._thread.ident or 0)
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(SystemExit))
+
+    def _give_up(self) -> bool:
+        """Raise SystemExit in the task that runs, at its next line of Python. Return False if it may just take a lock.
+
+        Raised there, between taking it and the block that releases it, it would leave the lock to nobody."""
+        ident = self._thread.ident or 0
+        frame = sys._current_frames().get(ident)
+        if frame is None or str(frame.f_globals.get("__name__")).partition(".")[0] in _LOCKING:
+            return False
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(SystemExit))
+        return True
 
 
 @cache

@@ -27,7 +27,7 @@ from store.resolve import find_lineage, with_bases
 from store.schema import ManifestRecord
 from store.session import newest_epoch, require_newest
 from store.storage.atomic import final_name, is_temporary, remove_all
-from store.storage.local import Files, list_or_empty
+from store.storage.local import Files, LocalFiles, list_or_empty
 from store.weights import keep_weights, read_weights, remove_weights
 
 _KEPT_EPOCHS = 64  # newest epoch records that stay, needed or not: interruptions are counted from them
@@ -236,7 +236,7 @@ def plan_prune(
         groups=dead,
         temporaries=temporaries,
         unrecognised=tuple(unrecognised),
-        freed_bytes=sum(map(garbage.size, dead)),
+        freed_bytes=sum(map(garbage.size, dead)) + sum(_weights_bytes(files, save) for save in old_weights),
         epoch=epoch,
         given_up=tuple(sorted(given_up)),
         to_copy=tuple(sorted(to_copy & keep)),
@@ -251,8 +251,8 @@ def _select_weights(
     """Return the commits to copy the weights of, those that stay meanwhile, and the weights-only commits that stay.
 
     One commit in each range of steps is retained, as it is or its weights: the oldest of ``lineage`` or, if there is
-    none, of an abandoned branch. Copying shows whether its weights are damaged, so until then the next one stays, too.
-    """
+    none, of an abandoned branch. Copying shows whether its weights are damaged, so until then the next one that shares
+    no segment with it stays, too."""
     if retention.weights_every is None:
         return set(), set(), set()
     there, whole, ranges = set(catalog.weights), set(commits.whole), dict[int, list[SaveId]]()
@@ -260,12 +260,18 @@ def _select_weights(
     for save in sorted(good, key=lambda one: (one not in lineage, one in suspects, one)):
         ranges.setdefault(save.step // retention.weights_every, []).append(save)
     unread = whole - (catalog.kept_weights & there)
-    nexts = {one: more[0] for one, *more in ranges.values() if more and one in unread and more[0] not in keep}
+    pairs = ((one, _apart(commits.readable, one, more)) for one, *more in ranges.values() if more and one in unread)
+    nexts = {one: other for one, other in pairs if other not in keep}
     as_it_is = keep - nexts.keys()
     chosen = {saves[0] for saves in ranges.values()} - (as_it_is - there)
     stay = set(sorted(chosen, key=lambda one: (one in lineage, one not in suspects, one))[-retention.weights_last :])
     to_copy = (stay & unread) - as_it_is
     return to_copy, {nexts[one] for one in to_copy & nexts.keys()}, stay | (there & catalog.damaged_weights)
+
+
+def _apart(commits: Mapping[SaveId, CommitSummary], one: SaveId, more: Sequence[SaveId]) -> SaveId:
+    groups = commits[one].groups.keys()  # a weights-only commit has segments of its own
+    return next((it for it in more if it not in commits or groups.isdisjoint(commits[it].groups)), more[0])
 
 
 def keep_named_weights(catalog: Catalog, plan: PrunePlan) -> list[str]:
@@ -302,11 +308,19 @@ class _Garbage:
         return sum(self.size(group) for group in self.older if group not in reachable)
 
     def _size(self, group: SaveId) -> int:
-        size = 0
+        size, local = 0, self._files.root if isinstance(self._files, LocalFiles) else None
         for name in filter(_is_segment_file, self.names(group)):
-            with suppress(MissingError):
-                size += self._files.size(f"{paths.segment_dir(group)}/{name}")
+            path = f"{paths.segment_dir(group)}/{name}"
+            with suppress(MissingError, FileNotFoundError):
+                shared = local is not None and (local / path).stat().st_nlink > 1  # with a base that was linked
+                size += 0 if shared else self._files.size(path)
         return size
+
+
+def _weights_bytes(files: Files, save: SaveId) -> int:
+    below = files.below(paths.weights_dir(save))
+    groups = map(paths.parse_save_dir, list_or_empty(below, paths.SEGMENTS))
+    return sum(map(_Garbage(below, {}, ()).size, filter(None, groups)))
 
 
 def _give_up(garbage: _Garbage, keep: Set[SaveId], spare: Sequence[SaveId], wanted: int) -> set[SaveId]:
@@ -316,8 +330,8 @@ def _give_up(garbage: _Garbage, keep: Set[SaveId], spare: Sequence[SaveId], want
         if garbage.nbytes(kept) >= wanted:
             break
         kept.discard(save)
-    for save in sorted(keep - kept, reverse=True):  # the others need all of its segments: dropping it frees nothing
-        if garbage.nbytes(kept | {save}) == garbage.nbytes(kept):
+    for save in sorted(keep - kept, reverse=True):  # dropping it frees nothing, or not what is needed
+        if garbage.nbytes(kept | {save}) >= min(wanted, garbage.nbytes(kept)):
             kept.add(save)
     return set(keep - kept)
 

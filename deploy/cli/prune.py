@@ -82,6 +82,7 @@ def _as_json(root: Path, plan: PrunePlan, in_use_by: int | None, *, dry_run: boo
         "weights_to_copy": [save.name for save in plan.to_copy],
         "delete": {
             "commits": [save.name for save in plan.manifests],
+            "weights": [save.name for save in plan.weights],
             "segments": [save.name for save in plan.groups],
             "temporaries": list(plan.temporaries),
         },
@@ -107,6 +108,8 @@ def _draw(console: Console, plan: PrunePlan, remarks: Sequence[str], *, dry_run:
 
 def _rows(plan: PrunePlan, *, dry_run: bool) -> dict[str, Text | str]:
     deleted = f"{plural(len(plan.manifests), 'commit')}: {_names(plan.manifests)}" if plan.manifests else "no commit"
+    if plan.weights:
+        deleted += f"; {plural(len(plan.weights), 'weights-only commit')}: {_names(plan.weights)}"
     return {
         "Kept": f"{plural(len(plan.keep), 'commit')}: {_names(plan.keep)}",
         "Would delete" if dry_run else "Deleted": deleted,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from tests.crash.damage import flip, put, remove
 from tests.crash.simulated import Fault, SimulatedFiles
 from tests.crash.test_weights_only import Aging, crashes
 from tests.crash.workload import Job, Memory
+from tests.support.stores import StoreBuilder, flip_byte
 
 HUNDRED = Retention(keep_last=1, log_spaced=False, weights_every=100, weights_last=99)
 
@@ -242,6 +244,23 @@ def test_the_next_good_one_stays_while_the_weights_of_the_oldest_are_copied() ->
     assert "do not match their hash" in keep_named_weights(run.catalog, slow)[0]
     settle(run)
     assert run.kept == ["20-1", "100-1"] and verify_all(run.catalog).ok
+
+
+def test_the_one_that_stays_meanwhile_shares_no_segment_with_the_oldest(tmp_path: Path) -> None:
+    """Damage to what they share would take both."""
+    store = StoreBuilder(tmp_path, layers=2, world_size=1)
+    oldest, _, *others = store.save(10), store.save(20, slots=["exp_avg"]), *map(store.save, (*range(30, 100, 10), 110))
+    catalog = open_catalog(store.files)
+    part = catalog.group(oldest, catalog.manifest(oldest).groups[oldest.name]).parts[0]
+    entry = next(entry for entry in part.entries if entry.slot == "fp32")
+    flip_byte(store.payload(oldest), part.header_bytes + entry.offset)
+    found = list[str]()
+    for _ in range(4):
+        plan = plan_prune(catalog, HUNDRED)
+        execute(store.files, plan)  # as a job does: what is copied goes at the next prune
+        found += keep_named_weights(catalog, plan)
+    assert len(found) == 1 and "do not match their hash" in found[0]
+    assert (weights_only_saves(store.files), catalog.saves()) == ([others[0]], [others[-1]])
 
 
 def test_damage_that_an_earlier_process_found_does_not_empty_the_range() -> None:

@@ -135,6 +135,28 @@ def test_a_save_to_a_bucket_ends_as_one_to_a_directory(tmp_path: Path) -> None:
     assert all(stored[:2])
 
 
+LOGGING = """
+import logging, time
+from monitor.background import BackgroundWorker
+
+class Slow(logging.Handler):
+    def emit(self, record):
+        time.sleep(1.0)
+
+log = logging.getLogger("slow")
+log.addHandler(Slow())
+for worker in [BackgroundWorker("one"), BackgroundWorker("other")]:
+    worker.submit(lambda: log.warning("a line"))
+    time.sleep(0.2)
+"""
+
+
+def test_a_thread_that_waits_to_log_does_not_hold_up_the_end_of_the_script() -> None:
+    """Ended where it takes the lock of the handler, it would hold it for ever, and the interpreter asks for it last."""
+    done = subprocess.run([sys.executable, "-c", LOGGING], env=environment(), timeout=120, check=False)
+    assert done.returncode == 0
+
+
 def test_a_checkpointer_that_is_dropped_lives_while_its_save_is_under_way(tmp_path: Path) -> None:
     """And then goes with the model: a process may train many, one after the other, and close none."""
     storage = threading.Event()

@@ -3,6 +3,7 @@ needed, and never the newest whole commit nor the newest proven one."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -111,6 +112,17 @@ def builder(tmp_path: Path) -> StoreBuilder:
     for step in (10, 20, 30, 40):
         made.save(step)
     return made
+
+
+def test_payloads_that_another_store_has_too_make_no_room(builder: StoreBuilder, tmp_path: Path) -> None:
+    first, second = sorted(open_catalog(builder.files).saves())[:2]
+    rule = Retention(keep_last=4, log_spaced=False)
+    asked = plan_prune(open_catalog(builder.files), rule, make_room=1).freed_bytes
+    assert plan_prune(open_catalog(builder.files), rule, make_room=asked).given_up == (first,)
+    for payload in builder.payload(first).parent.glob("*.safetensors"):
+        os.link(payload, tmp_path / payload.name)
+    plan = plan_prune(open_catalog(builder.files), rule, make_room=asked)
+    assert plan.given_up == (second,) and plan.freed_bytes >= asked
 
 
 def has_free(monkeypatch: pytest.MonkeyPatch, nbytes: int | None) -> None:

@@ -43,6 +43,7 @@ def test_deletes_what_need_not_be_kept_and_says_what_it_freed(here: Here, builde
         "commits": [first.name, second.name],
         "segments": [first.name, second.name],
         "temporaries": [],
+        "weights": [],
     }
     assert (answer.json["freed_bytes"], answer.json["dry_run"], answer.json["blocked"]) == (size, False, None)
     assert commits(builder) == groups(builder) == [third.name]
@@ -94,7 +95,7 @@ def test_segments_that_later_commits_use_stay(here: Here, builder: StoreBuilder)
     first = builder.save(10)
     second = builder.save(20, slots=("fp32",))
     answer = here("prune", builder.root, *ONE, "--json")
-    assert answer.json["delete"] == {"commits": [first.name], "segments": [], "temporaries": []}
+    assert answer.json["delete"] == {"commits": [first.name], "weights": [], "segments": [], "temporaries": []}
     assert groups(builder) == [first.name, second.name]
     assert here("verify", builder.root).code == 0
 

@@ -137,6 +137,19 @@ def test_a_prune_by_hand_copies_the_weights_first(here: Here, store: PlainStore)
     assert here("verify", store.root).code == 0
 
 
+def test_a_prune_by_hand_lists_the_weights_that_it_deletes(here: Here, store: PlainStore) -> None:
+    age(store)
+    rule = ("--keep-last", 1, "--no-log-spaced", "--weights-every", 1000)
+    dry = here("prune", store.root, *rule, "--dry-run", "--json").json
+    assert dry["delete"]["weights"] == ["00000020-000001"] and dry["freed_bytes"] > 0
+    assert "Would delete no commit; 1 weights-only commit: 00000020-000001" in " ".join(
+        here("prune", store.root, *rule, "--dry-run").out.split()
+    )
+    assert len(here("status", store.root, "--json").json["weights_only"]) == 2
+    assert here("prune", store.root, *rule, "--json").json["freed_bytes"] == dry["freed_bytes"]
+    assert here("status", store.root, "--json").json["weights_only"] == ["00000010-000001"]
+
+
 def test_a_prune_by_hand_takes_the_next_commit_for_a_damaged_one(here: Here, store: PlainStore) -> None:
     catalog, save = open_catalog(LocalFiles(store.root)), SaveId(10, 1)
     part = catalog.group(save, catalog.manifest(save).groups[save.name]).parts[0]
