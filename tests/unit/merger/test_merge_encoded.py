@@ -29,7 +29,6 @@ from store.names import SaveId, Unit
 from store.resolve import resolve
 from store.schema import Entry
 from store.segment import read_part
-from store.storage.local import LocalFiles
 from tests.support.plain_stores import PlainStore, digest_of, rebuilt, same
 from tests.support.stores import SLOTS, FakeLayer, How, flip_byte
 
@@ -334,7 +333,7 @@ def test_a_damaged_packed_store_is_not_imported(store: PlainStore, tmp_path: Pat
     plan = plan_import(store.root)
     with pytest.raises(DamagedError, match=f"{BASED} of save 00000020-000001"):
         import_checkpoint(plan, tmp_path / "target")
-    assert open_catalog(LocalFiles(tmp_path / "target")).saves() == []
+    assert not (tmp_path / "target").exists()
 
 
 def test_large_fragments_are_cut_on_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

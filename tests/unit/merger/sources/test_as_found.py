@@ -136,7 +136,7 @@ def test_values_that_no_training_state_holds_are_refused_by_name_and_layer(
     if layout == "import":
         with pytest.raises(MergeError, match=rf"{line}.*--allow-nonfinite"):
             import_checkpoint(plan_import(root), out)
-        assert not open_catalog(files_at(out)).saves()
+        assert not out.exists()
         result: Any = import_checkpoint(plan_import(root), out, allow_nonfinite=True)
         assert open_catalog(files_at(out)).saves()
     elif layout == "hf" and slot != "fp32":
