@@ -248,22 +248,6 @@ def _ancestors(catalog: Catalog, manifest: ManifestRecord, problems: list[str]) 
             yield older
 
 
-def find_lineage(newest: SaveId, previous: Mapping[SaveId, str | None]) -> set[SaveId]:
-    """Return the commits that ``newest`` continues, and itself, without those at steps that a later one ran over.
-
-    ``previous``: the commit that each one continues. If that is gone, the next older one takes its place, unless it is
-    ahead in steps: then it is of a branch that a rollback abandoned."""
-    lineage, after, step = set[SaveId](), newest, newest.step + 1
-    for save in sorted(previous, reverse=True):
-        if save == after or (save < after and save.step < min(step, after.step)):
-            lineage |= {save} if save.step < step else set()
-            step, name = min(step, save.step), previous[save]
-            if name is None:
-                break
-            after = SaveId.parse(name)
-    return lineage
-
-
 def _group_record(manifest: ManifestRecord, save: SaveId) -> GroupRecord:
     record = manifest.groups.get(save.name)
     if record is None:

@@ -19,11 +19,11 @@ from functools import cache
 from itertools import islice
 
 from store import names as paths
-from store.catalog import Catalog, CommitSummary, CommitSurvey, LoadedGroup, newest_first, open_catalog
+from store.catalog import Catalog, CommitSummary, CommitSurvey, LoadedGroup, find_lineage, newest_first, open_catalog
 from store.errors import ConfigError, DamagedError, FencedError, MissingError, StorageError
 from store.location import free_bytes
 from store.names import SaveId
-from store.resolve import find_lineage, with_bases
+from store.resolve import with_bases
 from store.schema import ManifestRecord
 from store.session import newest_epoch, require_newest
 from store.storage.atomic import final_name, is_temporary, remove_all

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from store.catalog import mark_suspect, open_catalog, withdraw_suspect
+from store.catalog import find_lineage, mark_suspect, open_catalog, withdraw_suspect
 from store.errors import StorageError
 from store.names import SaveId, manifest_path, payload_path
-from store.resolve import find_lineage
 from store.retention import Retention, execute, keep_named_weights, plan_prune
 from store.weights import all_saves, verify_all, weights_only_saves
 from tests.crash.damage import flip, put, remove
