@@ -162,7 +162,8 @@ def test_a_checkpointer_that_is_dropped_lives_while_its_save_is_under_way(tmp_pa
     storage = threading.Event()
     model = Model(200)
     optimizer = torch.optim.AdamW(model.parameters())
-    ckpt = monitor.attach((model, optimizer), {"store": str(tmp_path / "s"), "every": 1, "metrics": {"enabled": False}})
+    settings = {"store": str(tmp_path / "s"), "every": 1, "metrics": {"enabled": False}, "preemption": {"signals": []}}
+    ckpt = monitor.attach((model, optimizer), settings)
     ckpt.resume()
     model(torch.randn(4, 3)).square().mean().backward()
     optimizer.step()
