@@ -182,7 +182,7 @@ class BackgroundWorker(Generic[T]):
     def _give_up(self) -> bool:
         """Raise SystemExit in the task that runs, at its next line of Python. Return False if it may just take a lock.
 
-        Raised there, between taking it and the block that releases it, it would leave the lock to nobody."""
+        The exception would then come before the block that releases the lock, and the lock would stay taken."""
         ident = self._thread.ident or 0
         frame = sys._current_frames().get(ident)
         if frame is None or str(frame.f_globals.get("__name__")).partition(".")[0] in _LOCKING:

@@ -123,7 +123,7 @@ def _run(args: list[str], *, as_json: bool, debug: bool) -> int:
 def _failed(error: Exception, *, as_json: bool) -> int:
     if isinstance(error, DriftpointError):
         kind, message, code = type(error).__name__, str(error), error.exit_code
-    elif (usage_message := getattr(error, "format_message", None)) is not None:  # of typer, whatever its parser is
+    elif (usage_message := getattr(error, "format_message", None)) is not None:  # a wrong usage, as typer tells it
         context = getattr(error, "ctx", None)
         command = context.command_path if context is not None else "driftpoint"
         message = f"{usage_message().rstrip('.')}; see `{command} --help`"

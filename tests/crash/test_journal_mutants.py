@@ -76,7 +76,7 @@ MUTANTS: dict[str, tuple[Any, str, str, str, Check]] = {
     "the directories above are not synced": (
         JournaledSaver, "_write", "ensure_dir(self._session.files, f\"{JOURNAL}/{SEGMENTS}\")",
         "self._journal.make_dir(\"\")", after_a_crash),
-    "a record is followed whatever it continues": (
+    "a record is followed without a look at what it continues": (
         store.journal, "_ahead", "by_step.get(step, ()), names)", "by_step.get(step, ()))",
         plain(tests.test_records_of_an_abandoned_branch_are_not_followed)),
     "a record that is missing is passed over": (

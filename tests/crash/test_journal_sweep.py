@@ -130,7 +130,7 @@ def states(run: Run, points: Iterable[int]) -> Iterator[tuple[Disk, int]]:
 
 
 def two_jobs(**settings: Any) -> Run:
-    """A job that dies after its fifth step, and one that goes on from there, past two more saves, which prune."""
+    """One job dies after its fifth step. The next one goes on from there and saves twice; both saves prune."""
     run = Run(Files())
     for steps in (5, 4):
         job = Job(run.files, **settings)

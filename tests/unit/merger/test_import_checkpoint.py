@@ -521,7 +521,7 @@ def test_only_a_store_on_the_same_filesystem_is_linked(store: PlainStore, tmp_pa
     for source in (tmp_path / "a.pt", folder):
         with pytest.raises(UsageError, match=f"a checkpoint of kind torch, and only stores are linked: {advice}"):
             plan_import(source, link=True)
-    for url in ("s3://bucket/run", "gs://bucket/run"):  # which nobody is asked for
+    for url in ("s3://bucket/run", "gs://bucket/run"):  # refused before any request
         with pytest.raises(UsageError, match=f"{url} is in a bucket, where there are no hard links: {advice}"):
             plan_import(place_of(url), link=True)
         with pytest.raises(UsageError, match=f"{url} is in a bucket, where there are no hard links: {advice}"):
