@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from weakref import WeakSet
 
 import pytest
 
 import monitor
+from monitor import preemption
 from monitor.config.load import load_config
 from monitor.preemption import ECHO, SignalWatcher, deadline, with_scheduler
 from store.errors import ConfigError
@@ -28,11 +31,13 @@ class Clock:
 
 
 @pytest.fixture(autouse=True)
-def _as_it_was() -> Iterator[None]:
-    before = signal.getsignal(USR1)
-    signal.signal(USR1, signal.SIG_DFL)
+def _as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nobody listens at first: a job of another test, which was not closed, may still be in this process."""
+    monkeypatch.setattr(preemption, "_watchers", defaultdict(WeakSet))
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (USR1, signal.SIGUSR2)}
     yield
-    signal.signal(USR1, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def test_the_first_moment_counts() -> None:

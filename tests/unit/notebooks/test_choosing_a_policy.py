@@ -76,8 +76,8 @@ def test_replays_are_drawn_as_they_came_out(names: Names) -> None:
     replayed = names["replayed"]
     damage, lost = names["figures"][1].axes
     bytes_paid = [names["paid"](one) for one in replayed.values()]
-    points = [(damage, [one.exposure.total.mean for one in replayed.values()])]
-    points += [(lost, [one.exposure.rewound.mean for one in replayed.values()])]
+    points = [(damage, [one.replayed.exposure.total.mean for one in replayed.values()])]
+    points += [(lost, [one.replayed.exposure.rewound.mean for one in replayed.values()])]
     for axis, values in points:
         drawn = [tuple(dots.get_offsets()[0]) for dots in axis.collections]
         assert drawn == close_to(list(zip(bytes_paid, values, strict=True)))
@@ -85,9 +85,9 @@ def test_replays_are_drawn_as_they_came_out(names: Names) -> None:
 
 def test_fewer_bytes_cost_more(names: Names) -> None:
     found = [names["replayed"][f"full, compact, packed, every {every}"] for every in (10, 20, 40)]
-    damage, paid = [one.exposure.total.mean for one in found], [names["paid"](one) for one in found]
+    damage, paid = [one.replayed.exposure.total.mean for one in found], [names["paid"](one) for one in found]
     assert damage == sorted(damage) and paid == sorted(paid, reverse=True)
-    assert [one.exposure.rewound.mean for one in found] == pytest.approx([5, 10, 20], rel=0.1)
+    assert [one.replayed.exposure.rewound.mean for one in found] == pytest.approx([5, 10, 20], rel=0.1)
     for name in ("budget", "budget, compact, packed"):
         assert 0.5 * names["RATE"] < names["paid"](names["replayed"][name]) < 1.1 * names["RATE"]
 
