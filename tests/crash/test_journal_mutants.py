@@ -21,7 +21,10 @@ from monitor.resume.journal_replay import Replay
 from monitor.save.journaled_saver import JournaledSaver
 from store.errors import DriftpointError
 from tests.crash import test_journal_sweep as sweep
-from tests.unit.monitor.save import test_journal as tests
+from tests.unit.monitor.save import test_journal as replayed
+from tests.unit.monitor.save import test_journal_back as back
+from tests.unit.monitor.save import test_journal_interrupted as interrupted
+from tests.unit.monitor.save import test_journal_records as kept
 
 Patch = pytest.MonkeyPatch
 Check = Callable[[Path, Patch], object]
@@ -53,15 +56,15 @@ def power_loss(*_: Any) -> None:
 
 
 def damaged(how: str) -> Check:
-    return lambda path, _: tests.test_a_damaged_record_ends_the_replay_before_it(path, how)
+    return lambda path, _: replayed.test_a_damaged_record_ends_the_replay_before_it(path, how)
 
 
 def replays(policy: Any) -> Check:
-    return lambda path, _: tests.test_a_job_that_died_goes_on_from_the_step_before(path, policy)
+    return lambda path, _: replayed.test_a_job_that_died_goes_on_from_the_step_before(path, policy)
 
 
 def beside(case: str) -> Check:
-    return lambda path, _: tests.test_a_resume_gives_the_state_of_the_step_that_it_names(path, case)
+    return lambda path, _: interrupted.test_a_resume_gives_the_state_of_the_step_that_it_names(path, case)
 
 
 def plain(test: Callable[[Path], object]) -> Check:
@@ -78,61 +81,61 @@ MUTANTS: dict[str, tuple[Any, str, str, str, Check]] = {
         "self._journal.make_dir(\"\")", after_a_crash),
     "a record is followed without a look at what it continues": (
         store.journal, "_ahead", "by_step.get(step, ()), names)", "by_step.get(step, ()))",
-        plain(tests.test_records_of_an_abandoned_branch_are_not_followed)),
+        plain(back.test_records_of_an_abandoned_branch_are_not_followed)),
     "a record that is missing is passed over": (
         store.journal, "_ahead", "            return\n",
         "            if step > 99:\n                return\n            names = frozenset()\n            continue\n",
         damaged("gone")),
     "a version of another branch is taken for one of this": (
         store.journal, "find_chain", "<= names:", "<= names and False:",
-        plain(tests.test_a_layer_of_another_branch_is_not_joined)),
+        plain(replayed.test_a_layer_of_another_branch_is_not_joined)),
     "hashes are not checked": (Replay, "_read", "if values.bad:", "if False:", damaged("gradient flipped")),
     "samples are not compared": (
         Replay, "_check_sample", "if same and not", "if False and not", beside("weights clamped through data")),
     "records are never removed": (
         JournaledSaver, "_prune_records", "ledger.newest != last", "False",
-        plain(tests.test_records_go_once_two_commits_do_not_need_them)),
+        plain(kept.test_records_go_once_two_commits_do_not_need_them)),
     "records are removed that a composite needs": (
         JournaledSaver, "_prune_records", "needed.append(min(", "needed.append(max(",
-        plain(tests.test_records_that_a_composite_needs_stay)),
+        plain(kept.test_records_that_a_composite_needs_stay)),
     "records are removed that an older commit needs": (
         JournaledSaver, "_prune_records", "min(needed) if len(needed) > 1 else 0", "max(needed)",
-        plain(tests.test_records_that_lead_to_the_newest_commit_stay)),
+        plain(kept.test_records_that_lead_to_the_newest_commit_stay)),
     "a job that lost the store removes records": (
         store.journal, "prune_journal", "require_newest(store, epoch)", "pass",
-        plain(tests.test_a_job_that_lost_the_store_removes_no_records)),
+        plain(kept.test_a_job_that_lost_the_store_removes_no_records)),
     "the hyperparameters are those after the step": (
         JournaledSaver, "_record", '"groups": made.groups',
         '"groups": [one for n in made.members for one in job.adapter.step_inputs(n)[0]]', replays("full")),
     "the random state of the step is not restored": (
         Replay, "_take", 'if record.stepped["rng"] is not None:', "if False:",
-        plain(tests.test_an_optimizer_that_draws_random_numbers)),
+        plain(replayed.test_an_optimizer_that_draws_random_numbers)),
     "a step that was skipped is taken": (
         Replay, "_take", 'in record.stepped["members"]', "in range(1)",
-        plain(tests.test_a_skipped_optimizer_step_is_a_step)),
+        plain(replayed.test_a_skipped_optimizer_step_is_a_step)),
     "newer layers are not set at their step": (
         Replay, "run", "self._set_versions(later.pop(record.step.save.step, ()))", "pass",
         replays(PARITY)),
     "a composite that was not joined counts": (
         Replay, "run", "if done < newest:", "if False:",
-        plain(tests.test_a_composite_that_is_not_joined_is_resumed_as_one_by_any_implementation)),
+        plain(replayed.test_a_composite_that_is_not_joined_is_resumed_as_one_by_any_implementation)),
     "buffers are not loaded": (Replay, "_finish", "read.load(self._held)", "pass", replays("full")),
     "a save does not wait for the records before it": (
         JournaledSaver, "_segment", "while not (", "while not (True or ",
-        tests.test_a_save_is_written_after_the_records_before_it),
+        kept.test_a_save_is_written_after_the_records_before_it),
     "a changed state is recorded": (
         JournaledSaver, "_is_whole", "self._changes != self._updates or self._is_changed()", "False",
-        plain(tests.test_moments_that_a_script_changes_are_not_those_of_the_record)),
+        plain(interrupted.test_moments_that_a_script_changes_are_not_those_of_the_record)),
     "what follows a step that was gone back to keeps its names": (
         JournaledSaver, "resumed", "self._renewing or self._recorded", "self._renewing",
-        plain(tests.test_a_job_goes_back_in_mid_run)),
+        plain(back.test_a_job_goes_back_in_mid_run)),
     "a step that was gone back to is not committed": (
         monitor.checkpointer.Checkpointer, "resume", "self.save(wait=True)", "pass",
-        lambda path, _: tests.test_a_resume_goes_back_to_a_step_and_a_failure_after_it_does_not_return(
+        lambda path, _: back.test_a_resume_goes_back_to_a_step_and_a_failure_after_it_does_not_return(
             path, "full", 7)),
     "an older commit is preferred although its records end before": (
         journal_replay, "chain_of", "chain.steps[-1].save.step >= wanted", "True",
-        plain(tests.test_without_the_records_between_a_damaged_slot_is_replaced_by_its_older_version)),
+        plain(replayed.test_without_the_records_between_a_damaged_slot_is_replaced_by_its_older_version)),
 }  # fmt: skip
 
 

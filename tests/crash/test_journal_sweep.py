@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from tests.crash.simulated import Disk, Fault, Op, SimulatedFiles, disk_after, every_crash
-from tests.unit.monitor.save import test_journal
-from tests.unit.monitor.save.test_journal import same
+from tests.support import journaled
+from tests.support.journaled import same
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,7 @@ class Files(SimulatedFiles):
             super()._do(op)
 
 
-class Job(test_journal.Job):
+class Job(journaled.Job):
     """The job of the unit tests, on a disk of its own."""
 
     def __init__(self, files: Files, seed: int = 1, **settings: Any) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cli import Here
-from tests.unit.monitor.save.test_journal import DAMAGE, Job, damage
+from tests.support.journaled import DAMAGE, Job, damage
 
 VERIFIED: dict[str, tuple[str | None, int, int, int | None]] = {
     "whole": (None, 0, 11, None),

@@ -1,0 +1,147 @@
+"""Going back to a step that the journal leads to, and what a failure after that returns to."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from store.catalog import open_catalog
+from store.errors import ConfigError, DriftpointError, NothingToResumeError
+from store.journal import find_chain, journal_catalog
+from store.names import SaveId
+from store.storage.local import LocalFiles
+from tests.support.journaled import Job, damage, keep, records, same
+
+
+@pytest.mark.parametrize("policy", ["full", {"name": "parity", "k": 2}], ids=str)
+@pytest.mark.parametrize("step", [5, 6, 7, 8])
+def test_a_resume_goes_back_to_a_step_and_a_failure_after_it_does_not_return(
+    tmp_path: Path, policy: Any, step: int
+) -> None:
+    settings, kept = {"every": 2, "policy": policy}, dict[int, Any]()
+    job = Job()
+    job.run(job.attach(tmp_path, **settings), 9, after=keep(job, kept))
+    again = Job(seed=2)
+    ckpt = again.attach(tmp_path, **settings)
+    assert ckpt.resume(step=step) == step
+    assert same(again.state(), kept[step])
+    assert again.schedule.last_epoch == step
+    assert ckpt.certificate is not None
+    assert ckpt.certificate.exact
+    ckpt.finish(clean=False)
+    third = Job(seed=3)
+    ckpt = third.attach(tmp_path, **settings)
+    assert ckpt.resume() == step
+    assert same(third.state(), kept[step])
+    torch.manual_seed(99)  # other data
+    third.train_one_step()
+    ckpt.step()
+    ckpt.flush()
+    reached = copy.deepcopy(third.state())
+    ckpt.finish(clean=False)
+    fourth = Job(seed=4)
+    ckpt = fourth.attach(tmp_path, **settings)
+    assert ckpt.resume() == step + 1
+    assert same(fourth.state(), reached)
+    ckpt.finish(clean=False)
+
+
+def test_a_job_goes_back_in_mid_run(tmp_path: Path) -> None:
+    job, kept = Job(), dict[int, Any]()
+    ckpt = job.attach(tmp_path)
+    ckpt.resume()
+    for step in range(1, 8):
+        job.train_one_step()
+        ckpt.step()
+        ckpt.flush()
+        keep(job, kept)(step)
+    assert ckpt.resume(step=5) == 5
+    assert same(job.state(), kept[5])
+    job.train_one_step()
+    ckpt.step()
+    ckpt.flush()
+    keep(job, kept)(6)
+    ckpt.finish(clean=False)
+    again = Job(seed=2)
+    ckpt = again.attach(tmp_path)
+    assert ckpt.resume() == 6
+    assert same(again.state(), kept[6])
+    ckpt.finish(clean=False)
+
+
+def test_a_resume_goes_back_to_a_commit_without_the_journal(tmp_path: Path) -> None:
+    job, kept, off = Job(), dict[int, Any](), {"every": 2, "journal": {"enabled": False}}
+    job.run(job.attach(tmp_path, **off), 7, after=keep(job, kept))
+    again = Job(seed=2)
+    ckpt = again.attach(tmp_path, **off)
+    before = copy.deepcopy(again.state())
+    for step in (3, 7, 100):
+        with pytest.raises(NothingToResumeError, match=f"no commit is of step {step}"):
+            ckpt.resume(step=step)
+    assert same(again.state(), before)
+    assert ckpt.resume(step=4) == 4
+    assert same(again.state(), kept[4])
+    ckpt.finish(clean=False)
+    third = Job(seed=3)
+    ckpt = third.attach(tmp_path, **off)
+    assert ckpt.resume() == 4
+    ckpt.finish(clean=False)
+
+
+def test_a_step_behind_a_damaged_record_is_refused_and_nothing_is_saved(tmp_path: Path) -> None:
+    job = Job()
+    job.run(job.attach(tmp_path), 8)
+    damage(tmp_path / "journal/segments/00000006-000001/rank-00000.safetensors")
+    again = Job(seed=2)
+    ckpt = again.attach(tmp_path)
+    with pytest.raises(DriftpointError, match="step 7 cannot be reached"):
+        ckpt.resume(step=7)
+    with pytest.raises(ConfigError, match="failed midway"):
+        ckpt.save(wait=True)
+    assert ckpt.resume(step=5) == 5
+    ckpt.finish(clean=False)
+
+
+def test_there_is_no_step_to_go_back_to_in_an_empty_store(tmp_path: Path) -> None:
+    ckpt = Job().attach(tmp_path)
+    with pytest.raises(NothingToResumeError, match="no commit"):
+        ckpt.resume(step=3)
+    ckpt.finish(clean=False)
+
+
+def test_records_of_an_abandoned_branch_are_not_followed(tmp_path: Path) -> None:
+    """A job goes back by a resume in mid-run, sees other data, and saves before the step that it had reached."""
+    job = Job()
+    ckpt = job.attach(tmp_path, every=100)
+    ckpt.resume()
+    job.train_one_step()
+    ckpt.step()
+    ckpt.save(wait=True)
+    for _ in range(5):
+        job.train_one_step()
+        ckpt.step()
+    ckpt.flush()
+    assert len(records(tmp_path)) == 5
+    kept = {one.name: one for one in records(tmp_path)}
+    hidden = tmp_path / "hidden"
+    (tmp_path / "journal/segments").rename(hidden)
+    assert ckpt.resume() == 1
+    hidden.rename(tmp_path / "journal/segments")
+    torch.manual_seed(77)
+    for _ in range(2):
+        job.train_one_step()
+        ckpt.step()
+    ckpt.save(wait=True)
+    reached = {name: value.clone() for name, value in job.model.state_dict().items()}
+    ckpt.finish(clean=False)
+    assert {f"{step:08d}-000001" for step in range(4, 7)} <= kept.keys() & {one.name for one in records(tmp_path)}
+    assert find_chain(journal_catalog(open_catalog(LocalFiles(tmp_path))), SaveId(3, 2), ()) is None
+    job = Job(seed=2)
+    ckpt = job.attach(tmp_path, every=100)
+    assert ckpt.resume() == 3
+    assert same(job.model.state_dict(), reached)
+    ckpt.finish(clean=False)
