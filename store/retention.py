@@ -83,6 +83,7 @@ def select_retained(
     return keep
 
 
+@cache
 def most_commits(retention: Retention, every: int, saves: int = 1000) -> int:
     """Return the most commits that exist at a time in a run of ``saves`` saves, with the one being written."""
     held: set[SaveId] = set()

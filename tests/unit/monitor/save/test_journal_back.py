@@ -73,6 +73,19 @@ def test_a_job_goes_back_in_mid_run(tmp_path: Path) -> None:
     ckpt.finish(clean=False)
 
 
+def test_steps_taken_again_in_mid_run_are_none_of_the_jobs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    ckpt = job.attach(tmp_path)
+    ckpt.resume()
+    for _ in range(7):
+        job.train_one_step()
+        ckpt.step()
+        ckpt.flush()
+    assert ckpt.resume(step=6) == 6
+    assert "interrupted" not in caplog.text
+    ckpt.finish(clean=False)
+
+
 def test_a_resume_goes_back_to_a_commit_without_the_journal(tmp_path: Path) -> None:
     job, kept, off = Job(), dict[int, Any](), {"every": 2, "journal": {"enabled": False}}
     job.run(job.attach(tmp_path, **off), 7, after=keep(job, kept))

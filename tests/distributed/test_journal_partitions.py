@@ -1,0 +1,69 @@
+"""Records of the journal taken again by another partition, and steps gone back to under ZeRO and FSDP2.
+
+What another partition takes again is the state of the very step before, and not called exact; its error has a bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.support.launch import Launched, once, torchrun
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+EVERY, STEPS, BACK = 3, 5, 4
+BOUND = 1e-6
+"""Error of a state that another partition replayed, in units of the largest value of a tensor: last bits of float32."""
+
+
+def zero(stage: int) -> dict[str, Any]:
+    return {"kind": "zero", "stage": stage, "precision": "bf16"}
+
+
+CHAINS: dict[str, list[tuple[int, dict[str, Any]]]] = {
+    "DeepSpeed": [(2, zero(2)), (1, zero(3)), (2, zero(1))],
+    "FSDP2": [(2, {"kind": "fsdp2"}), (3, {"kind": "fsdp2"}), (2, {"kind": "ddp"})],
+}
+"""Each link resumes the step before, trains past a save, and dies. The first one goes back before that."""
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Launched]]:
+    """The launches of a chain, made when it is first asked for."""
+    pytest.importorskip("deepspeed")
+
+    @once
+    def launch(chain: str) -> list[Launched]:
+        directory, done = tmp_path_factory.mktemp(chain), []
+        for number, (ranks, case) in enumerate(CHAINS[chain]):
+            spec: dict[str, Any] = {"case": case, "seed": number, "every": EVERY, "steps": STEPS}
+            spec |= {"back": BACK} if number == 0 else {}
+            done.append(torchrun("journal_partitions.py", ranks, spec, directory))
+            assert done[-1].code == 0, done[-1].output[-6000:]
+        return done
+
+    return launch
+
+
+@pytest.mark.parametrize("link", [1, 2])
+@pytest.mark.parametrize("chain", CHAINS)
+def test_what_another_partition_replays_is_not_called_exact(
+    launched: Callable[[str], list[Launched]], chain: str, link: int
+) -> None:
+    resumed = launched(chain)[link].of("resumed")
+    assert len(resumed) == CHAINS[chain][link][0]
+    for one in resumed:
+        assert (one["step"], one["exact"], one["sources"]) == (link * STEPS, False, ["journal"])
+        assert any("another partition" in problem for problem in one["problems"])
+        assert one["same_names"]
+        assert one["error"] <= BOUND
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_a_job_of_ranks_goes_back_to_a_step(launched: Callable[[str], list[Launched]], chain: str) -> None:
+    """And the link after it resumes the branch that began there."""
+    back = launched(chain)[0].of("back")
+    assert [(one["step"], one["exact"], one["differences"]) for one in back] == [(BACK, True, [])] * 2
