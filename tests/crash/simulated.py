@@ -20,6 +20,7 @@ import errno
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from store.errors import DamagedError, ExistsError, MissingError, NoSpaceError, StorageError
 from store.storage.local import Files
@@ -347,11 +348,13 @@ class SimulatedFiles:
         return node
 
     def _require(self, verb: str, path: str) -> _File | _Directory:
-        parts = _checked(path).split("/") if path else []
-        for depth in range(1, len(parts)):
-            if isinstance(self.disk.find("/".join(parts[:depth])), _File):
+        nodes = self.disk.nodes
+        node: _File | _Directory | None = nodes[0] if self.exists else None
+        for name in _checked(path).split("/") if path else ():
+            if isinstance(node, _File):
                 raise StorageError(f"cannot {verb} {path}: a file is in the way")
-        node = self.disk.find(path) if self.exists else None
+            number = node.live.get(name) if node is not None else None
+            node = None if number is None else nodes[number]
         if node is None:
             raise MissingError(f"cannot {verb} {path}: it is not there")
         return node
@@ -391,6 +394,7 @@ def _phantom(op: Op) -> Op | None:
     return replace(op, data=bytes(len(op.data))) if op.verb == "write" else None
 
 
+@lru_cache(1 << 12)
 def _checked(path: str) -> str:
     if path and any(part in ("", ".", "..") or "\0" in part for part in path.split("/")):
         raise DamagedError(f"{path!r} is no name inside the store")
