@@ -1,6 +1,6 @@
 """What the journal costs, and how fast its steps are taken again.
 
-    python benchmarks/journal.py [--stage 2] [--layers 12] [--steps 12] [--rounds 3] [--json FILE]
+    python benchmarks/journal.py [--stage 2] [--precision bf16] [--layers 12] [--steps 12] [--rounds 3] [--json FILE]
 
 Two ranks with one thread each, gloo, a Llama of 110 million parameters at ZeRO-2. In turns: a process that trains
 without the journal, and one with it. Then a process that resumes the save before the first recorded step and takes
@@ -26,6 +26,12 @@ from benchmarks.ranks import torchrun
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--stage", type=int, default=2)
+    parser.add_argument(
+        "--precision",
+        choices=("bf16", "fp32"),
+        default="bf16",
+        help="without AVX-512 or AMX, bf16 takes minutes a step",
+    )
     parser.add_argument("--layers", type=int, default=12, help="12 make 110 million parameters")
     parser.add_argument("--rows", type=int, default=2, help="sequences of 256 tokens a step and rank")
     parser.add_argument("--steps", type=int, default=12)
@@ -37,12 +43,12 @@ def main() -> int:
     for _ in range(options.rounds):
         with tempfile.TemporaryDirectory(prefix="driftpoint-bench-", dir=options.dir) as folder:
             one_round(options, Path(folder), seen)
-    return report(f"the journal, ZeRO-{options.stage}, two ranks", figures(seen), options.json)
+    return report(f"the journal, ZeRO-{options.stage}, {options.precision}, two ranks", figures(seen), options.json)
 
 
 def one_round(options: argparse.Namespace, folder: Path, seen: dict[str, list[Any]]) -> None:
     def run(way: str, store: str) -> Any:
-        names = ("stage", "layers", "rows", "steps")
+        names = ("stage", "precision", "layers", "rows", "steps")
         arguments = [f"--{name}={getattr(options, name)}" for name in names]
         out = folder / "result.json"
         out.unlink(missing_ok=True)

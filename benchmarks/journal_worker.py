@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, required=True)
     parser.add_argument("--rows", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--precision", choices=("bf16", "fp32"), required=True)
     parser.add_argument("--way", choices=("off", "journal", "resume"), required=True)
     parser.add_argument("--store", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -38,7 +39,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    engine = llama_engine(options.stage, options.layers)
+    engine = llama_engine(options.stage, options.layers, precision=options.precision)
     parameters = sum(getattr(one, "ds_numel", one.numel()) for one in engine.module.parameters())
     journal = {"enabled": options.way != "off"}
     settings = {"store": str(options.store), "every": 10_000, "journal": journal, "metrics": {"enabled": False}}

@@ -1,4 +1,4 @@
-"""The engine that the benchmarks of saving and of merging share: a Llama in bf16 with random weights."""
+"""The engine that the benchmarks of saving and of merging share: a Llama with random weights, in bf16 by default."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 VOCABULARY = 16000
 
 
-def llama_engine(stage: int, layers: int, hidden: int = 768) -> Any:
+def llama_engine(stage: int, layers: int, hidden: int = 768, precision: str = "bf16") -> Any:
     """A DeepSpeed engine at a ZeRO stage; 12 layers make 110 million parameters. hidden: a multiple of 192."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -26,7 +26,7 @@ def llama_engine(stage: int, layers: int, hidden: int = 768) -> Any:
         model=LlamaForCausalLM(config),
         config={
             "train_batch_size": 2,
-            "bf16": {"enabled": True},
+            "bf16": {"enabled": precision == "bf16"},
             "zero_optimization": {"stage": stage},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
         },
