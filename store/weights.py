@@ -44,13 +44,16 @@ def all_saves(catalog: Catalog) -> list[SaveId]:
 
 def read_weights(catalog: Catalog) -> Mapping[SaveId, str | None]:
     """Return the weights-only commits, each with the commit that it continues. Reads each manifest once."""
-    last, catalog.weights = catalog.weights, dict.fromkeys(weights_only_saves(catalog.files))
-    for save in catalog.weights:
+    found: dict[SaveId, str | None] = {}
+    for save in weights_only_saves(catalog.files):
         try:
-            catalog.weights[save] = last[save] if save in last else open_weights(catalog, save).manifest(save).previous
+            known = save in catalog.weights
+            found[save] = catalog.weights[save] if known else open_weights(catalog, save).manifest(save).previous
         except (DamagedError, NoStoreError):
+            found[save] = None
             catalog.damaged_weights.add(save)
-    return catalog.weights
+    catalog.weights = found  # only now: another error is no answer
+    return found
 
 
 def keep_weights(files: Files, save: SaveId, epoch: int) -> None:

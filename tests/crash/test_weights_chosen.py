@@ -342,6 +342,41 @@ def test_a_damaged_record_of_a_weights_only_commit_stands_for_nothing_and_is_lef
     assert not verify_all(run.catalog).ok
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_record_that_was_not_read_does_not_cut_the_running_branch_off_from_its_ancestors(
+    damaged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(SimulatedFiles(), rule=Retention(1, log_spaced=False, weights_every=20, weights_last=3))
+    run.save(2)
+    run.job.prove()
+    run.save(8)
+    run.go_back(20)
+    run.save()
+    run.job.prove()
+    run.save(2)
+    settle(run)
+    assert (run.kept, run.full) == (["20-1", "40-2", "80-1"], ["30-2", "50-2"])
+    run.restart()
+    record = f"weights/00000040-000002/{manifest_path(SaveId(40, 2))}"
+    if damaged:
+        flip(run.files, record, 30)
+    else:
+        real = SimulatedFiles.read
+
+        def refused(files: SimulatedFiles, path: str, limit: int) -> bytes:
+            if path.endswith(record):
+                raise StorageError(f"cannot read {path}: the device reported an I/O error")
+            return real(files, path, limit)
+
+        monkeypatch.setattr(SimulatedFiles, "read", refused)
+        with pytest.raises(StorageError, match="I/O error"):
+            run.prune()
+        monkeypatch.undo()
+    run.save(2)
+    settle(run)
+    assert run.kept == ["20-1", "40-2", *["50-2"] * damaged, "60-3"], "and not 80, which was abandoned"
+
+
 def gone_back(damaged: bool) -> Run:
     """After a rollback, from the first operation of which a crash is to be checked."""
     run = Run(SimulatedFiles(), rule=Retention(keep_last=1, log_spaced=False, weights_every=20, weights_last=99))
