@@ -63,10 +63,10 @@ def keep_weights(files: Files, save: SaveId, epoch: int) -> None:
     read, written or read back, FencedError if another job took the store over."""
     catalog, inner = open_catalog(files), files.below(paths.weights_dir(save))
     manifest, groups = catalog.manifest(save), dict[str, GroupRecord]()
-    require_newest(files, epoch)
     if _is_whole(inner):  # copied by a process that may have died before the last sync
         inner.sync_dir(paths.MANIFESTS)
         return
+    require_newest(files, epoch)  # now: another job may have taken the store over while that was read, and copied it
     units = tuple(unit for unit in manifest.units if unit.slot in (WEIGHTS, FROZEN, BUFFER))
     remove_weights(files, save)
     ensure_dir(files, paths.weights_dir(save))

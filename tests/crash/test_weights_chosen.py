@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from store import weights
 from store.catalog import find_lineage, mark_suspect, open_catalog, withdraw_suspect
-from store.errors import StorageError
+from store.errors import FencedError, StorageError
 from store.names import SaveId, manifest_path, payload_path
 from store.retention import Retention, execute, keep_named_weights, plan_prune
+from store.storage.local import Files
 from store.weights import all_saves, verify_all, weights_only_saves
 from tests.crash.damage import flip, put, remove
 from tests.crash.simulated import Fault, SimulatedFiles
@@ -260,6 +262,25 @@ def test_the_one_that_stays_meanwhile_shares_no_segment_with_the_oldest(tmp_path
         found += keep_named_weights(catalog, plan)
     assert len(found) == 1 and "do not match their hash" in found[0]
     assert (weights_only_saves(store.files), catalog.saves()) == ([others[0]], [others[-1]])
+
+
+def test_weights_that_another_job_copied_meanwhile_are_not_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is stopped after it looked whether they are there, until the other job has copied them."""
+    run, real = Run(SimulatedFiles(), rule=HUNDRED), weights._is_whole
+    run.save()
+
+    def stopped(inner: Files) -> bool:
+        monkeypatch.undo()
+        found = real(inner)
+        other = Run(run.files, rule=HUNDRED)
+        other.save(3)
+        assert (other.kept, other.full, other.problems) == (["10-1"], ["40-2"], [])
+        return found
+
+    monkeypatch.setattr(weights, "_is_whole", stopped)
+    with pytest.raises(FencedError):
+        weights.keep_weights(run.files, SaveId(10, 1), 1)
+    assert run.kept == ["10-1"] and verify_all(run.catalog).ok
 
 
 def test_damage_that_an_earlier_process_found_does_not_empty_the_range() -> None:
