@@ -175,8 +175,10 @@ def import_checkpoint(
         )
     if is_url(store) and plan.linked is not None:
         raise _not_linked(f"{store} is in a bucket, where there are no hard links")
-    if taken := next((place for place in (store, *store.parents) if place.is_file()), None):
-        raise UsageError(f"{taken} is a file: name a new directory with --store")
+    others = (place for place in (store, *store.parents) if os.path.lexists(place) and not place.is_dir())
+    if taken := next(others, None):
+        kind = "a symbolic link to nothing" if taken.is_symlink() and not taken.exists() else "a file"
+        raise UsageError(f"{taken} is {kind}: name a new directory with --store")
     if is_url(store) or store.exists():
         return _import_into(plan, store, progress, allow_nonfinite)
     with closing(OutputDir(store, ())) as made:

@@ -202,7 +202,12 @@ def _workers() -> "weakref.WeakSet[BackgroundWorker[Any]]":
     def give_up() -> None:
         deadline, living = time.monotonic() + _EXIT_TIMEOUT, [one for one in workers if one._thread.is_alive()]
         for worker in living:
-            worker._give_up()
+            worker._drop()
+        left = living
+        while (left := [one for one in left if one._thread.is_alive() and not one._give_up()]) and (
+            time.monotonic() < deadline
+        ):
+            time.sleep(0.01)
         for worker in living:
             worker._thread.join(max(0.0, deadline - time.monotonic()))
 

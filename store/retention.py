@@ -201,7 +201,8 @@ def plan_prune(
     needed |= {save for save in readable if elsewhere & readable[save].groups.keys()} if elsewhere else set()
     other_bases = _with_other_bases(readable, commits.whole)
     weights = read_weights(catalog) if retention.weights_every else {}
-    lineage = find_lineage(newest, {**weights, **{save: one.previous for save, one in readable.items()}})
+    told = {save: name for save, name in weights.items() if save not in catalog.damaged_weights}
+    lineage = find_lineage(newest, {**told, **{save: one.previous for save, one in readable.items()}})
     keep = select_retained(commits.whole, proven, retention, suspects, lineage) | needed | other_bases
     to_copy, following, stay = _select_weights(catalog, retention, commits, keep, suspects=suspects, lineage=lineage)
     gone = {save for save in aged - stay - following if save in weights or save not in keep}  # one may just be written

@@ -44,13 +44,16 @@ def all_saves(catalog: Catalog) -> list[SaveId]:
 
 def read_weights(catalog: Catalog) -> Mapping[SaveId, str | None]:
     """Return the weights-only commits, each with the commit that it continues. Reads each manifest once."""
-    last, catalog.weights = catalog.weights, dict.fromkeys(weights_only_saves(catalog.files))
-    for save in catalog.weights:
+    found: dict[SaveId, str | None] = {}
+    for save in weights_only_saves(catalog.files):
         try:
-            catalog.weights[save] = last[save] if save in last else open_weights(catalog, save).manifest(save).previous
+            known = save in catalog.weights
+            found[save] = catalog.weights[save] if known else open_weights(catalog, save).manifest(save).previous
         except (DamagedError, NoStoreError):
+            found[save] = None
             catalog.damaged_weights.add(save)
-    return catalog.weights
+    catalog.weights = found  # only now: another error is no answer
+    return found
 
 
 def keep_weights(files: Files, save: SaveId, epoch: int) -> None:
@@ -60,10 +63,10 @@ def keep_weights(files: Files, save: SaveId, epoch: int) -> None:
     read, written or read back, FencedError if another job took the store over."""
     catalog, inner = open_catalog(files), files.below(paths.weights_dir(save))
     manifest, groups = catalog.manifest(save), dict[str, GroupRecord]()
-    require_newest(files, epoch)
     if _is_whole(inner):  # copied by a process that may have died before the last sync
         inner.sync_dir(paths.MANIFESTS)
         return
+    require_newest(files, epoch)  # now: another job may have taken the store over while that was read, and copied it
     units = tuple(unit for unit in manifest.units if unit.slot in (WEIGHTS, FROZEN, BUFFER))
     remove_weights(files, save)
     ensure_dir(files, paths.weights_dir(save))

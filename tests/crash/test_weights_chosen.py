@@ -10,10 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from store import weights
 from store.catalog import find_lineage, mark_suspect, open_catalog, withdraw_suspect
-from store.errors import StorageError
+from store.errors import FencedError, StorageError
 from store.names import SaveId, manifest_path, payload_path
 from store.retention import Retention, execute, keep_named_weights, plan_prune
+from store.storage.local import Files
 from store.weights import all_saves, verify_all, weights_only_saves
 from tests.crash.damage import flip, put, remove
 from tests.crash.simulated import Fault, SimulatedFiles
@@ -262,6 +264,25 @@ def test_the_one_that_stays_meanwhile_shares_no_segment_with_the_oldest(tmp_path
     assert (weights_only_saves(store.files), catalog.saves()) == ([others[0]], [others[-1]])
 
 
+def test_weights_that_another_job_copied_meanwhile_are_not_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is stopped after it looked whether they are there, until the other job has copied them."""
+    run, real = Run(SimulatedFiles(), rule=HUNDRED), weights._is_whole
+    run.save()
+
+    def stopped(inner: Files) -> bool:
+        monkeypatch.undo()
+        found = real(inner)
+        other = Run(run.files, rule=HUNDRED)
+        other.save(3)
+        assert (other.kept, other.full, other.problems) == (["10-1"], ["40-2"], [])
+        return found
+
+    monkeypatch.setattr(weights, "_is_whole", stopped)
+    with pytest.raises(FencedError):
+        weights.keep_weights(run.files, SaveId(10, 1), 1)
+    assert run.kept == ["10-1"] and verify_all(run.catalog).ok
+
+
 def test_damage_that_an_earlier_process_found_does_not_empty_the_range() -> None:
     run = Run(SimulatedFiles(), rule=HUNDRED)
     run.save()
@@ -340,6 +361,41 @@ def test_a_damaged_record_of_a_weights_only_commit_stands_for_nothing_and_is_lef
     run.save(3)
     assert run.kept == ["10-1", "40-1", "50-1"], "50 stands for the range"
     assert not verify_all(run.catalog).ok
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_record_that_was_not_read_does_not_cut_the_running_branch_off_from_its_ancestors(
+    damaged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(SimulatedFiles(), rule=Retention(1, log_spaced=False, weights_every=20, weights_last=3))
+    run.save(2)
+    run.job.prove()
+    run.save(8)
+    run.go_back(20)
+    run.save()
+    run.job.prove()
+    run.save(2)
+    settle(run)
+    assert (run.kept, run.full) == (["20-1", "40-2", "80-1"], ["30-2", "50-2"])
+    run.restart()
+    record = f"weights/00000040-000002/{manifest_path(SaveId(40, 2))}"
+    if damaged:
+        flip(run.files, record, 30)
+    else:
+        real = SimulatedFiles.read
+
+        def refused(files: SimulatedFiles, path: str, limit: int) -> bytes:
+            if path.endswith(record):
+                raise StorageError(f"cannot read {path}: the device reported an I/O error")
+            return real(files, path, limit)
+
+        monkeypatch.setattr(SimulatedFiles, "read", refused)
+        with pytest.raises(StorageError, match="I/O error"):
+            run.prune()
+        monkeypatch.undo()
+    run.save(2)
+    settle(run)
+    assert run.kept == ["20-1", "40-2", *["50-2"] * damaged, "60-3"], "and not 80, which was abandoned"
 
 
 def gone_back(damaged: bool) -> Run:

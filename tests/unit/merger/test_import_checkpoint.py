@@ -223,6 +223,16 @@ def test_a_directory_with_something_else_is_refused(store: PlainStore, target: P
     assert [path.name for path in target.iterdir()] == ["notes.txt"]
 
 
+@pytest.mark.parametrize("below", ["", "runs/one"])
+def test_a_symbolic_link_to_nothing_is_told_as_what_it_is(store: PlainStore, tmp_path: Path, below: str) -> None:
+    store.save(10)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "gone")
+    with pytest.raises(UsageError, match=r"link is a symbolic link to nothing: name a new directory"):
+        imported(store.root, link / below)
+    assert not (tmp_path / "gone").exists()
+
+
 def test_no_checkpoint_no_store(store: PlainStore, tmp_path: Path) -> None:
     with pytest.raises(NothingToResumeError):
         plan_import(store.root)

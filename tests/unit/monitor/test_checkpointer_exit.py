@@ -157,6 +157,43 @@ def test_a_thread_that_waits_to_log_does_not_hold_up_the_end_of_the_script() -> 
     assert done.returncode == 0
 
 
+WAITING = """
+import atexit, logging, threading, time
+
+def tell():
+    print(ran, [thread.name for thread in threading.enumerate() if thread.name in names], time.monotonic() < end + 1.5)
+
+atexit.register(tell)  # called last
+from monitor.background import BackgroundWorker
+
+class Slow(logging.Handler):
+    def handle(self, record):
+        logging.time.sleep(0.01)
+
+def endless(name):
+    ran.append(name)
+    while True:
+        if name == "logs":
+            log.warning("a line")
+
+log, ran, names = logging.getLogger("slow"), [], ["idle", "runs", "logs"]
+log.addHandler(Slow())
+workers = [BackgroundWorker(name) for name in names]
+for worker, name in zip(workers[1:], names[1:]):
+    worker.submit(lambda name=name: endless(name))
+    worker.submit(lambda: ran.append("what waits"))
+    time.sleep(0.2)
+end = time.monotonic()
+"""
+
+
+def test_what_waits_is_dropped_when_the_script_ends_and_no_thread_is_left() -> None:
+    """An idle thread, one that runs, and one that mostly is where it may take a lock."""
+    command = [sys.executable, "-c", WAITING]
+    done = subprocess.run(command, env=environment(), timeout=120, check=True, stdout=subprocess.PIPE, text=True)
+    assert done.stdout == "['runs', 'logs'] [] True\n"
+
+
 def test_a_checkpointer_that_is_dropped_lives_while_its_save_is_under_way(tmp_path: Path) -> None:
     """And then goes with the model: a process may train many, one after the other, and close none."""
     storage = threading.Event()
