@@ -33,6 +33,8 @@ from tests.crash.simulated import SimulatedFiles, every_crash
 from tests.crash.test_mutants import Make, caught, patched_everywhere
 from tests.crash.workload import RETENTION, Job, Memory, Save
 
+pytestmark = pytest.mark.slow
+
 
 class Varied(Job):
     """Stores in every encoding; ``saves`` of them, each of all units."""

@@ -23,6 +23,8 @@ from tests.unit.monitor import test_checkpointer_end_incomplete as incomplete
 from tests.unit.monitor import test_checkpointer_store_away as away
 from tests.unit.store import test_session_fencing as fencing
 
+pytestmark = pytest.mark.slow
+
 Patch = pytest.MonkeyPatch
 
 

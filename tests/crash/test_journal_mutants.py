@@ -26,6 +26,8 @@ from tests.unit.monitor.save import test_journal_back as back
 from tests.unit.monitor.save import test_journal_interrupted as interrupted
 from tests.unit.monitor.save import test_journal_records as kept
 
+pytestmark = pytest.mark.slow
+
 Patch = pytest.MonkeyPatch
 Check = Callable[[Path, Patch], object]
 PARITY = {"name": "parity", "k": 2}

@@ -40,6 +40,8 @@ from tests.support.made_versions import NBYTES, content, keep, tier_at, whole
 from tests.support.memory_jobs import state_in
 from tests.support.processes import living
 
+pytestmark = pytest.mark.slow
+
 settle = settled
 """Called once training has changed the state; a mutant takes its place."""
 

@@ -34,6 +34,8 @@ from tests.crash.models import RANKS
 from tests.crash.simulated import Disk, Op, SimulatedFiles, disk_after, every_crash
 from tests.crash.workload import Job, Memory, Save
 
+pytestmark = pytest.mark.slow
+
 Make = Callable[[], SimulatedFiles]
 
 
@@ -269,8 +271,6 @@ FILES_MUTANTS: dict[str, tuple[str, Make]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.core
 @pytest.mark.parametrize("mutant", FILES_MUTANTS)
 def test_a_dropped_sync_is_caught(mutant: str) -> None:
     layer, make = FILES_MUTANTS[mutant]
@@ -324,8 +324,6 @@ def test_pruning_segments_before_manifests_is_caught(monkeypatch: pytest.MonkeyP
             check(SimulatedFiles(disk), Promise())
 
 
-@pytest.mark.slow
-@pytest.mark.core
 @pytest.mark.needs_root
 @pytest.mark.parametrize("mutant", ["file", "directory"])
 def test_a_dropped_sync_is_caught_by_a_real_power_loss(

@@ -414,8 +414,9 @@ def gone_back(damaged: bool) -> Run:
 
 
 @pytest.mark.slow
-@pytest.mark.core
-@pytest.mark.parametrize("damaged", [False, True], ids=["", "damaged"])
+@pytest.mark.parametrize(
+    "damaged", [pytest.param(False, id="", marks=pytest.mark.core), pytest.param(True, id="damaged")]
+)
 def test_a_crash_after_a_rollback_leaves_a_commit_or_weights_of_each_range(damaged: bool) -> None:
     def check(files: SimulatedFiles, told: Sequence[SaveId]) -> None:
         there = {save.step // 20 for save in all_saves(open_catalog(files))}

@@ -25,6 +25,8 @@ from benchmarks.quality_settings import MAKERS, Setting, Tiny
 from benchmarks.quality_summary import by_case, lags, ruled
 from benchmarks.quality_trunk import Base, base, place, placed, state_of, take
 
+pytestmark = pytest.mark.slow
+
 RUN = {"full @10", "full, compact @10", "full, compact, packed @10", "budget, compact @10 0.3", "parity 2 @5"}
 
 
@@ -63,7 +65,6 @@ def test_exact_resumes_are_the_uninterrupted_run_to_the_last_bit(curved: Results
         assert str(max(map(int, trunk))) in state["losses"]
 
 
-@pytest.mark.slow
 def test_a_state_put_together_from_one_save_is_the_uninterrupted_run(calibrated: Results) -> None:
     exact = [one for one in calibrated.cases if one["case"]["name"] == "exact"]
     assert len(exact) == len(moments(Tiny().setting(), 2))
@@ -95,7 +96,6 @@ def test_a_step_is_worth_what_shorter_runs_lack(curved: Results) -> None:
     assert curved.worth.value > 0.0  # so early in a run each step still brings much
 
 
-@pytest.mark.slow
 def test_rules_go_back_within_the_composite(curved: Results, tiny: Setting, begun: Base, tmp_path: Path) -> None:
     name = "parity 2 @20"
     made = list(curves(tiny, 0, begun, tmp_path, lambda row: row.name == name))
