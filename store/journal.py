@@ -26,7 +26,6 @@ PLAN = digest(b"journal")  # in the parts of all records
 
 CONTINUES = "continues"  # key in the facts of a record: names of the state before it
 STEPPED = "journal"  # key in its run state: what the optimizers had before the step
-FRAMEWORK = "framework"  # in that: of the job, which tells how its ranks share a tensor
 SAMPLE = "sample"  # likewise: some bytes of this rank's weights after it
 
 

@@ -32,7 +32,7 @@ from monitor.run_state import StateLoader, capture_rng, restore_rng
 from store.catalog import Catalog
 from store.errors import CollectiveError, DamagedError, DriftpointError, NothingToResumeError, StorageError
 from store.fragments import FragmentIndex, Source
-from store.journal import FRAMEWORK, SAMPLE, STEPPED, Chain, JournalStep, find_chain, fragments_of, journal_catalog
+from store.journal import SAMPLE, STEPPED, Chain, JournalStep, find_chain, fragments_of, journal_catalog
 from store.names import BUFFER, GRADIENT, WEIGHTS, Fragment, SaveId, Unit
 from store.resolve import RejectedVersion, Resolution, newest_resumable
 from store.text import listed
@@ -230,9 +230,7 @@ class Replay:
             _log.warning("the journal is followed up to step %d: that of the next: %s", step.save.step - 1, error)
             return None
         known = {entry.fragment for entry in own.entries if entry.slot == GRADIENT} if own else set()
-        replicas = (
-            self._job.adapter.framework == stepped.get(FRAMEWORK) == "torch"
-        )  # any number of ranks holds it whole
+        replicas = self._job.adapter.framework == stepped.get("framework") == "torch"  # each rank holds all of it
         same = replicas or known == {one for one in self._owned if one.fqn in recorded}
         same = same and all(self._implementations[fqn] == one for fqn, one in before.items())
         return _Record(step, stepped, values, after, sampled, gradients, recorded, same)

@@ -33,7 +33,7 @@ from monitor.types import DecisionResult
 from store.certificate import Certificate
 from store.encoding import BF16
 from store.errors import UnsupportedError, UsageError
-from store.journal import CONTINUES, FRAMEWORK, PLAN, SAMPLE, STEPPED, prune_journal
+from store.journal import CONTINUES, PLAN, SAMPLE, STEPPED, prune_journal
 from store.names import BUFFER, FROZEN, JOURNAL, RAW, SEGMENTS, Fragment, SaveId, Unit, segment_dir
 from store.segment import SegmentDraft, StagedFragment, write_segment
 from store.session import require_present
@@ -221,12 +221,8 @@ class JournaledSaver(Saver):
             if job.adapter.identity() is None or any(one.kind == "buffer" for one in job.adapter.tensors().values()):
                 made.copies += (self._copied(one) for one in job.adapter.owned() if one.fragment.slot == BUFFER)
             state = capture_run_state(job.adapter, job.user, rank, job.rank_buffers)
-            stepped = {
-                "members": made.members,
-                "groups": made.groups,
-                "rng": made.rng,
-                FRAMEWORK: job.adapter.framework,
-            }
+            stepped = {"members": made.members, "groups": made.groups, "rng": made.rng}
+            stepped["framework"] = job.adapter.framework  # tells how ranks share a tensor
             sampled = sample(self._live_weights()[0])
             copies = lambda: {**state.copies(), SAMPLE: sampled}  # noqa: E731
             encode = begin_tree(CapturedState({**state.live, STEPPED: stepped}, copies))
