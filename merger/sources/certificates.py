@@ -9,20 +9,21 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from merger.checkpoint import SLOT_OF_KIND, Checkpoint
+from merger.checkpoint import Checkpoint, require_whole
 from merger.io.blocks import Extent
 from merger.io.output_dir import CERTIFICATE
 from merger.layers import group_layers
 from merger.sources.base import Nest, read_values
 from merger.sources.deepspeed_files import RankFiles, step_of
+from merger.sources.deepspeed_zero import OptimizerContents
 from store.certificate import Certificate, CertifiedUnit, is_lossy
 from store.errors import DamagedError, MissingError, StorageError
 from store.fragments import FragmentIndex
-from store.names import RAW, SaveId
+from store.names import BUFFER, FROZEN, RAW, SaveId
 from store.schema import LayerRecord, TensorRecord
 from store.storage.local import LocalFiles
 
@@ -200,56 +201,64 @@ class NamedTensor:
     aliases: tuple[str, ...] = ()
 
 
-def describe_tensors(tensors: Mapping[str, NamedTensor]) -> tuple[dict[str, TensorRecord], tuple[LayerRecord, ...]]:
-    """Return the records of all tensors, in order, and of the layers that their names form."""
-    layers = group_layers({fqn: tensor.shape for fqn, tensor in tensors.items()})
+def assemble_checkpoint(
+    place: Path, step: int, named: Mapping[str, NamedTensor], optimized: OptimizerContents, **known: Any
+) -> Checkpoint:
+    """Assemble a checkpoint of foreign files, all of one step. MergeError if elements are missing.
+
+    ``place``: the file or directory. ``named``: all tensors, in model order. ``optimized``: with the extents of all
+    tensors and all problems. ``known``: other fields; ``framework_state`` without the optimizer's."""
+    layers, index = group_layers({fqn: tensor.shape for fqn, tensor in named.items()}), FragmentIndex(optimized.extents)
     home = {fqn: layer.name for layer in layers for fqn in layer.fqns}
-    records = {
-        fqn: TensorRecord(
-            layer=home[fqn], shape=tensor.shape, dtype=tensor.dtype, kind=tensor.kind, aliases=tensor.aliases
-        )
-        for fqn, tensor in tensors.items()
-    }
-    return records, tuple(LayerRecord(name=layer.name, block=layer.block) for layer in layers)
+    unvouched, problems = frozenset(index.names().keys() - optimized.vouched), tuple(optimized.problems)
+    optimizer = {"param_groups": optimized.groups, "scalars": optimized.scalars, "slots": optimized.slots}
+    known["framework_state"] = {**known["framework_state"], **optimizer}
+    checkpoint = Checkpoint(
+        origin=str(place),
+        step=step,
+        tensors={fqn: TensorRecord(layer=home[fqn], **vars(tensor)) for fqn, tensor in named.items()},
+        layers=tuple(LayerRecord(name=layer.name, block=layer.block) for layer in layers),
+        index=index,
+        certificate=Certificate(
+            store_id="",
+            save=place.name,
+            step=step,
+            exact=False,
+            units=_units_of_one_step(place, step, home, index),
+            problems=problems,
+            as_found=not problems,
+            unvouched=len(unvouched),
+        ),
+        problems=problems,
+        unvouched=unvouched,
+        **known,
+    )
+    require_whole(checkpoint)
+    return checkpoint
 
 
-def certificate(
-    save: str,
-    step: int,
-    source: str,
-    tensors: Mapping[str, TensorRecord],
-    index: FragmentIndex[Extent],
-    *,
-    unvouched: int,
-    problems: Sequence[str] = (),
-) -> Certificate:
-    """Certify that every (layer, slot) is of ``step`` and stored as it was, unless there are problems.
-
-    ``source``: path of the checkpoint. ``unvouched``: number of stored tensors for whose origin nothing vouches.
-    ``problems``: that leave this in doubt, and missing parts."""
-    nbytes: dict[tuple[str, str], int] = {}
-    numel: dict[tuple[str, str], int] = {}
+def _units_of_one_step(
+    place: Path, step: int, home: Mapping[str, str], index: FragmentIndex[Extent]
+) -> tuple[CertifiedUnit, ...]:
+    """Certify that every (layer, slot) is of ``step`` and stored as it was. ``home``: layer of each tensor."""
+    held: dict[tuple[str, str], list[Extent]] = {}
     for (fqn, slot), extents in index.names().items():
-        unit = (tensors[fqn].layer, slot)
-        numel[unit] = numel.get(unit, 0) + sum(extent.stop - extent.start for extent in extents)
-        nbytes[unit] = nbytes.get(unit, 0) + sum(extent.nbytes for extent in extents)
-    still = {SLOT_OF_KIND["frozen"], SLOT_OF_KIND["buffer"]}
-    order = {layer: i for i, layer in enumerate(dict.fromkeys(tensor.layer for tensor in tensors.values()))}
-    units = tuple(
+        held.setdefault((home[fqn], slot), []).extend(extents)
+    order = {layer: position for position, layer in enumerate(dict.fromkeys(home.values()))}
+    return tuple(
         CertifiedUnit(
             layer=layer,
             slot=slot,
             step=step,
-            save=save,
+            save=place.name,
             staleness=0,
             encoding=RAW,
             drift=0.0,
-            moving=slot not in still,
+            moving=slot not in (FROZEN, BUFFER),
             fallback=False,
-            nbytes=nbytes[layer, slot],
-            source=source,
-            numel=numel[layer, slot],
+            nbytes=sum(extent.nbytes for extent in held[layer, slot]),
+            source=str(place),
+            numel=sum(extent.stop - extent.start for extent in held[layer, slot]),
         )
-        for layer, slot in sorted(nbytes, key=lambda unit: (order[unit[0]], unit[1]))
+        for layer, slot in sorted(held, key=lambda unit: (order[unit[0]], unit[1]))
     )
-    return Certificate("", save, step, False, units, tuple(problems), as_found=not problems, unvouched=unvouched)

@@ -11,17 +11,16 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from merger.checkpoint import Checkpoint, RankState, config_section, gradient_clipping, require_whole
+from merger.checkpoint import Checkpoint, RankState, config_section, gradient_clipping
 from merger.io.blocks import Damage, Extent
 from merger.layers import group_layers
 from merger.layouts.deepspeed_facts import slice_numel, slice_pieces
 from merger.sources.base import FileTensor, Nest, read_values
-from merger.sources.certificates import NamedTensor, apply_merge_certificates, certificate, describe_tensors
+from merger.sources.certificates import NamedTensor, apply_merge_certificates, assemble_checkpoint
 from merger.sources.deepspeed_files import RankFiles, Tags, is_checkpoint, read_files
 from merger.sources.deepspeed_zero import OptimizerContents, Shape, param_shapes, read_zero3, read_zero12
 from merger.sources.torch_file import StandIn
 from store.errors import DamagedError, MergeError, UnsupportedError
-from store.fragments import FragmentIndex
 from store.names import BUFFER, FROZEN
 from store.text import counted, listed
 
@@ -302,38 +301,23 @@ def build_checkpoint(
         raise UnsupportedError(f"{files.folder} is of a model with experts (MoE), which is not supported")
     model = Model(files, {shape.fqn: shape for group in shapes for shape in group})
     named = model.tensors()
-    index = FragmentIndex([*optimized.extents, *model.extents(named)])
-    tensors, layers = describe_tensors(named)
+    optimized.extents += model.extents(named)
+    optimized.problems += model.problems
     trained = bool(files.model.at("ds_config").mapping())  # by an engine; a merge of another run writes none
-    state = {
-        "optimizer": _optimizer(files),
-        "param_groups": optimized.groups,
-        "scalars": optimized.scalars,
-        "slots": optimized.slots,
-        **(engine_state(files) if trained else {"counters": {}, "loss_scaler": None, "lr_scheduler": None}),
-    }
-    step, tag, folder = files.model.at("global_steps").natural(), files.folder.name, str(files.folder)
-    unvouched = frozenset(index.names().keys() - optimized.vouched)
-    problems = (*optimized.problems, *model.problems)
+    engine = engine_state(files) if trained else {"counters": {}, "loss_scaler": None, "lr_scheduler": None}
     own = OWN_KEYS | {key for key in ("data_sampler", "random_ltd") if files.model.get(key) is None}
-    checkpoint = Checkpoint(
-        origin=folder,
+    return assemble_checkpoint(
+        files.folder,
+        files.model.at("global_steps").natural(),
+        named,
+        optimized,
         framework="deepspeed" if trained else "torch",
-        step=step,
-        tensors=tensors,
-        layers=layers,
-        index=index,
-        framework_state=state,
+        framework_state={"optimizer": _optimizer(files), **engine},
         facts={**(_engine_facts(files) | optimized.facts if trained else {}), **model.facts(named)},
         run_states=run_states(files),
-        certificate=certificate(tag, step, folder, tensors, index, unvouched=len(unvouched), problems=problems),
         files=beside,
         client_state={key: read_values(one) for key, one in files.model.mapping().items() if key not in own},
-        problems=problems,
-        unvouched=unvouched,
     )
-    require_whole(checkpoint)
-    return checkpoint
 
 
 def _optimizer(files: RankFiles) -> str:

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from merger.checkpoint import SLOT_OF_KIND, Checkpoint, RankState, require_whole
+from merger.checkpoint import SLOT_OF_KIND, Checkpoint, RankState
 from merger.io.blocks import Block, Unchecked
 from merger.layouts.base import strip_wrappers
 from merger.layouts.huggingface import read_json
 from merger.sources.base import FileTensor, Nest, StoredTensor, checked_name, read_values
-from merger.sources.certificates import NamedTensor, apply_merge_certificates, certificate, describe_tensors
+from merger.sources.certificates import NamedTensor, apply_merge_certificates, assemble_checkpoint
 from merger.sources.deepspeed import run_states
 from merger.sources.deepspeed_files import CHUNK, RankFiles, read_elements, stored_step
 from merger.sources.deepspeed_zero import OptimizerContents
@@ -28,7 +28,6 @@ from merger.sources.torch_file import read_pt
 from merger.tensors import memory_of, torch_dtype
 from merger.writers.safetensors import read_header
 from store.errors import DamagedError, MergeError, UnsupportedError
-from store.fragments import FragmentIndex
 from store.storage.local import LocalFiles
 from store.text import counted, listed
 
@@ -58,8 +57,8 @@ class TrainingState:
 
 def build_checkpoint(state: TrainingState) -> Checkpoint:
     """Put a checkpoint together. MergeError if parts of it do not belong together, UnsupportedError."""
-    optimized, place, folder = _optimizer(state), state.place, str(state.place)
-    ties, named, extents = _ties(state, optimized.slots), dict[str, NamedTensor](), optimized.extents
+    optimized, place = _optimizer(state), state.place
+    ties, named = _ties(state, optimized.slots), dict[str, NamedTensor]()
     for fqn, tensor in state.model.items():
         if fqn not in ties:
             dtype = torch_dtype(tensor.dtype)
@@ -67,40 +66,28 @@ def build_checkpoint(state: TrainingState) -> Checkpoint:
             aliases = tuple(alias for alias, other in ties.items() if other == fqn)
             kind = "trainable" if fqn in optimized.slots else frozen
             named[fqn] = NamedTensor(tensor.shape, tensor.dtype, kind, aliases)
-            extents += tensor.extents(fqn, SLOT_OF_KIND[kind])
+            optimized.extents += tensor.extents(fqn, SLOT_OF_KIND[kind])
     if guessed := [alias for alias, fqn in ties.items() if state.model[alias].place() != state.model[fqn].place()]:
         state.notes.append(f"{listed(guessed)}: tied, since it equals a trained parameter to the last bit")
-    step, problems, objects = _step(state, optimized), tuple(optimized.problems), state.objects
+    step, objects = _step(state, optimized), state.objects
     ours = {key: state.others.pop(key) for key in ("driftpoint",) if key in state.others}
-    files = RankFiles(place if place.is_dir() else place.parent, (Nest(ours, folder),), (), 0, 1, bf16=False)
+    folder = place if place.is_dir() else place.parent
+    files = RankFiles(folder, (Nest(ours, str(place)),), (), 0, 1, bf16=False)
     user = [read_values(value) for _, value in objects.values()]
     own = RankState(None, user, objects=[[name, kind] for name, (kind, _) in objects.items()])
-    (tensors, layers), index = describe_tensors(named), FragmentIndex(extents)
-    unvouched = frozenset(index.names())
-    built = Checkpoint(
-        origin=folder,
+    built = assemble_checkpoint(
+        place,
+        step,
+        named,
+        optimized,
         framework=state.framework,
-        step=step,
-        tensors=tensors,
-        layers=layers,
-        index=index,
-        framework_state={
-            "param_groups": optimized.groups,
-            "scalars": optimized.scalars,
-            "slots": optimized.slots,
-            "counters": {},
-            **dict.fromkeys(("optimizer", "loss_scaler", "lr_scheduler")),
-        },
+        framework_state={"counters": {}, **dict.fromkeys(("optimizer", "loss_scaler", "lr_scheduler"))},
         facts={"framework": state.framework},
         run_states={0: own} if objects else run_states(files),
-        certificate=certificate(place.name, step, folder, tensors, index, unvouched=len(unvouched), problems=problems),
         files=state.files,
         client_state=read_values(state.others),
-        problems=problems,
         notes=tuple(state.notes),
-        unvouched=unvouched,
     )
-    require_whole(built)
     return apply_merge_certificates(built, files)
 
 
