@@ -14,7 +14,7 @@ from typing import Any
 from merger.checkpoint import Checkpoint, RankState, config_section, gradient_clipping
 from merger.io.blocks import Damage, Extent
 from merger.layers import group_layers
-from merger.layouts.deepspeed_facts import slice_numel, slice_pieces
+from merger.layouts.deepspeed_facts import ACCUMULATION, batch_of, slice_numel, slice_pieces
 from merger.sources.base import FileTensor, Nest, read_values
 from merger.sources.certificates import NamedTensor, apply_merge_certificates, assemble_checkpoint
 from merger.sources.deepspeed_files import RankFiles, Tags, is_checkpoint, read_files
@@ -265,13 +265,11 @@ def loss_scaler(files: RankFiles) -> dict[str, Any] | None:
 
 def _accumulation(config: Nest, world_size: int) -> int:
     found = config.mapping()
-    steps, batch = found.get("gradient_accumulation_steps"), found.get("train_batch_size")
-    micro = found.get("train_micro_batch_size_per_gpu")
-    if isinstance(steps, int) and steps > 0:
-        return steps
-    if isinstance(batch, int) and isinstance(micro, int) and batch > 0 and micro > 0:
-        return max(1, batch // (micro * world_size))
-    return 1
+    given = found.get(ACCUMULATION)
+    if isinstance(given, int) and given > 0:
+        return given
+    batch = batch_of({**found, ACCUMULATION: None}, world_size)
+    return 1 if batch is None else batch.accumulation
 
 
 def run_states(files: RankFiles) -> dict[int, RankState]:

@@ -19,7 +19,6 @@ from merger.sources.base import FileTensor, Nest, checked_name, read_name
 from merger.sources.torch_file import StandIn, read_pt
 from merger.tensors import memory_of, torch_dtype
 from store.errors import MergeError, UnsupportedError
-from store.names import WEIGHTS
 from store.storage.local import LocalFiles
 from store.text import counted, listed
 
@@ -272,29 +271,6 @@ def stored_step(scalars: Mapping[str, Any], hyper: Mapping[str, Any]) -> float |
     return None
 
 
-def compare_weights(model: Nest, extents: Iterable[Extent]) -> tuple[set[tuple[str, str]], list[str]]:
-    """Compare samples of the working weights in the model states with the cast masters, which are among ``extents``.
-
-    Returns (fqn and slot of the compared masters, what could not be compared). Raises MergeError, naming the parameter,
-    if they differ; DamagedError if a damaged record is the reason; StorageError if reading failed."""
-    module, skipped, compared = model.at("module").mapping(), dict[str, str](), set[tuple[str, str]]()
-    for extent in extents:
-        weights = module.get(extent.fqn)
-        if extent.slot != WEIGHTS or not isinstance(weights, FileTensor):
-            continue
-        if not weights.contiguous or weights.lazy:
-            skipped[extent.fqn] = weights.where
-            continue
-        compared.add((extent.fqn, extent.slot))
-        working = weights.extent(extent.fqn, "working", extent.start, extent.stop, extent.start)
-        for start, stop in sample_ranges(extent.start, extent.stop):
-            _require_cast(working, extent, start, stop)
-    return compared, [
-        f"{where}, the working weights of {fqn}, could not be compared with the optimizer's copy"
-        for fqn, where in skipped.items()
-    ]
-
-
 def sample_ranges(start: int, stop: int) -> list[tuple[int, int]]:
     """Return the start, the middle and the end of elements [start, stop); all if they are few."""
     if stop - start <= 3 * SAMPLE:
@@ -303,7 +279,8 @@ def sample_ranges(start: int, stop: int) -> list[tuple[int, int]]:
     return [(start, start + SAMPLE), (middle, middle + SAMPLE), (stop - SAMPLE, stop)]
 
 
-def _require_cast(working: Extent, master: Extent, start: int, stop: int) -> None:
+def require_cast(working: Extent, master: Extent, start: int, stop: int) -> None:
+    """Raise MergeError unless elements [start, stop) of the working weights are the cast masters; as :func:`refuse`."""
     one, other = read_elements(working, start, stop), read_elements(master, start, stop)
     other = other.to(one.dtype)
     if bool(((one == other) | (one.isnan() & other.isnan())).all()):

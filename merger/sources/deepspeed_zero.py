@@ -28,10 +28,11 @@ from merger.sources.base import FileTensor, Nest, read_values
 from merger.sources.deepspeed_files import (
     RankFiles,
     comparable,
-    compare_weights,
     read_elements,
     refuse,
+    require_cast,
     require_equal,
+    sample_ranges,
     step_problems,
     stored_step,
 )
@@ -72,10 +73,26 @@ class OptimizerContents:
         self.slots |= {fqn: list(state.slots) for fqn in fqns}
 
     def compare_weights(self, model: Nest) -> None:
-        """Compare the masters with the working weights in the model states. Raises as :func:`compare_weights`."""
-        compared, problems = compare_weights(model, self.extents)
-        self.vouched |= compared
-        self.problems += problems
+        """Compare samples of the working weights in the model states with the cast masters, and vouch for these.
+
+        Raises MergeError, naming the parameter, if they differ; DamagedError if a damaged record is the reason;
+        StorageError if reading failed."""
+        module, skipped = model.at("module").mapping(), dict[str, str]()
+        for extent in self.extents:
+            weights = module.get(extent.fqn)
+            if extent.slot != WEIGHTS or not isinstance(weights, FileTensor):
+                continue
+            if not weights.contiguous or weights.lazy:
+                skipped[extent.fqn] = weights.where
+                continue
+            self.vouched.add((extent.fqn, extent.slot))
+            working = weights.extent(extent.fqn, "working", extent.start, extent.stop, extent.start)
+            for start, stop in sample_ranges(extent.start, extent.stop):
+                require_cast(working, extent, start, stop)
+        self.problems += (
+            f"{where}, the working weights of {fqn}, could not be compared with the optimizer's copy"
+            for fqn, where in skipped.items()
+        )
 
     def steps(self) -> list[float | None]:
         """Return the steps that the optimizer counts for each parameter."""

@@ -8,7 +8,7 @@ from typing import Any
 from merger.checkpoint import IMPORTED_WITH, Checkpoint, RunStates, read_run_states, require_whole, with_problems
 from merger.io.blocks import Block, Damage, Extent, StoredFragment, put_together, xxh3
 from store.catalog import open_catalog
-from store.certificate import CertifiedUnit, certify, imported_as_found
+from store.certificate import CertifiedUnit, certify_stored, imported_as_found
 from store.encoding import itemsize
 from store.errors import DamagedError, MergeError, StorageError
 from store.fragments import FragmentIndex, Source
@@ -75,17 +75,11 @@ class StoreSource:
                 f"({left_out[0]}, ...) are not in the store. Resume with the training script and save the model there, "
                 "or train with `frozen: save`"
             )
-        certificate = certify(resolution)
+        certificate = certify_stored(resolution)
         units = tuple(replace(unit, source=str(self.root)) for unit in certificate.units)
         stored = resolution.index.names().values()
         index = FragmentIndex(extent for sources in stored for extent in put_together([*map(self._extent, sources)]))
-        unvouched = frozenset(index.names()) if imported_as_found(resolution.manifest) else frozenset()
-        certificate = replace(
-            certificate,
-            exact=certificate.exact and not unvouched,
-            as_found=certificate.exact and bool(unvouched),
-            unvouched=len(unvouched),
-        )
+        unvouched = frozenset(index.names()) if imported_as_found(manifest) else frozenset()
         scalars = states.framework.get("scalars") or {}
         checkpoint = Checkpoint(
             origin=f"commit {manifest.save} of {self.root}",
@@ -98,7 +92,7 @@ class StoreSource:
             facts=resolution.run_parts[0].facts,
             run_states=states.ranks,
             client_state=states.client_state,
-            certificate=replace(certificate, units=units),
+            certificate=replace(certificate, units=units, unvouched=len(unvouched)),
             problems=(*passed_over, *resolution.problems),
             unvouched=unvouched,
             stored_steps=_stored_steps(manifest.tensors, units, scalars),
