@@ -24,7 +24,7 @@ from merger.io.blocks import xxh3
 from merger.io.output_file import OutFile, VerbatimFile
 from merger.layouts import deepspeed_reshard as reshard
 from merger.layouts.base import LayoutResult, Target
-from merger.layouts.deepspeed import loss_scaler
+from merger.layouts.deepspeed import CLIENT_KEY, client_state, loss_scaler, model_states
 from merger.layouts.deepspeed_facts import (
     ZERO_12,
     EngineFacts,
@@ -34,7 +34,6 @@ from merger.layouts.deepspeed_facts import (
     facts_of,
     place_in_row,
 )
-from merger.layouts.deepspeed_model import CLIENT_KEY, client_state, model_states
 from merger.tensors import torch_dtype
 from merger.writers.torch_zip import PtFile
 from store.errors import MergeError, UnsupportedError
