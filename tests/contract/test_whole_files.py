@@ -16,8 +16,7 @@ from store.location import files_at
 from store.storage.atomic import ensure_dir, remove_all, replace_hint, write_new
 from store.storage.bucket import ObjectOptions
 from store.storage.local import Files, LocalFiles, NewFile
-from store.storage.object_store import ObjectFiles
-from store.storage.object_writer import _Spooled, _Streamed
+from store.storage.object_store import ObjectFiles, _Spooled, _Streamed
 from tests.crash.simulated import SimulatedFiles
 from tests.support.azure import CONTAINER, Azurite
 from tests.support.gcs import GoogleServer
