@@ -263,9 +263,7 @@ def _storable(client_state: Mapping[str, Any], notes: list[str]) -> dict[str, An
 def _take_over(
     plan: ImportPlan, linked: Catalog, store: Path, catalog: Catalog, progress: Progress
 ) -> schema.ManifestRecord:
-    """Link all payloads of a commit, check their bytes, and write parts and a manifest that name this store.
-
-    Removes the segments again on any error."""
+    """Link all payloads of a commit, check their bytes, and write parts and a manifest that name this store."""
     save = SaveId.parse(plan.checkpoint.certificate.save)
     manifest, files, groups = linked.manifest(save), catalog.files, dict[str, schema.GroupRecord]()
     sizes = {SaveId.parse(name): record.world_size for name, record in manifest.groups.items()}
@@ -306,9 +304,7 @@ def _link(payload: Path, path: Path) -> None:
 def _write_segments(
     plan: ImportPlan, catalog: Catalog, progress: Progress, *, allow_nonfinite: bool
 ) -> tuple[schema.ManifestRecord, list[str]]:
-    """Write all segments and read them back. Returns the manifest, and a line for each unit with implausible values.
-
-    Removes the segments again on any error."""
+    """Write all segments and read them back. Returns the manifest, and a line for each unit with implausible values."""
     files, world_size = catalog.files, len(plan.run_states)
     save = SaveId(plan.checkpoint.step, claim_epoch(files, catalog.store_id).epoch)
     units = [[extent.fqn, extent.slot] for extents in plan.checkpoint.index.names().values() for extent in extents[:1]]

@@ -27,18 +27,13 @@ from store.errors import DriftpointError, StorageError, UsageError
 
 @dataclass(frozen=True)
 class Request:
-    """Parameters of a merge as the user gives them. UsageError if they contradict each other.
-
-    Args:
-        step: a step, a save's name, a tag or a bound (``<= 120``); None: the newest, which DeepSpeed directories name.
-        allow_nonfinite: write implausible values (NaN, infinite, negative second moments) instead of raising.
-    """
+    """Parameters of a merge as the user gives them. UsageError if they contradict each other."""
 
     source: Path | None  # a store or a checkpoint; None if the recipe names all sources
-    step: int | str | None = None
+    step: int | str | None = None  # a step, a save's name, a tag or a bound (``<= 120``); None: the newest
     target: Target = field(default_factory=Target)  # layout and its options
     recipe: Recipe | None = None  # which source each parameter comes from, instead of ``step``
-    allow_nonfinite: bool = False
+    allow_nonfinite: bool = False  # write implausible values (NaN, infinite, negative second moments), do not raise
 
     def __post_init__(self) -> None:
         if self.recipe is None:

@@ -83,10 +83,7 @@ PEER = "peer"  # source of units read, at least in part, from replicas of the me
 
 @dataclass(frozen=True)
 class CertifiedUnit:
-    """One (layer, slot).
-
-    ``error``: relative distance of the values to their decoded form, measured when they were stored; 0 for lossless
-    encodings, None if values were rounded later and the distance was not measured."""
+    """One (layer, slot)."""
 
     layer: str
     slot: str
@@ -99,7 +96,7 @@ class CertifiedUnit:
     fallback: bool
     nbytes: int  # as stored
     source: str = ""  # where the unit is read from, for people; empty for the store at hand
-    error: float | None = 0.0
+    error: float | None = 0.0  # relative distance to the decoded form, measured when stored; None if not measured
     bases: tuple[str, ...] = ()  # saves that the unit is stored as the difference to
     numel: int = 0  # elements; 0 if unknown
 

@@ -102,9 +102,7 @@ class ShuttingDown(Message):
 
 
 class JobReport(Message):
-    """A job on this node, with its live and dead ranks and their last :class:`StatusUpdate`.
-
-    ``state`` is ``training``, ``dying`` (some ranks died, the others may follow), ``waiting`` or ``rescuing``."""
+    """A job on this node, with its live and dead ranks and their last :class:`StatusUpdate`."""
 
     store: str
     store_id: str
@@ -112,7 +110,7 @@ class JobReport(Message):
     world_size: int
     alive: tuple[int, ...]
     dead: tuple[int, ...]
-    state: str
+    state: str  # ``training``, ``dying`` (some ranks died, the others may follow), ``waiting`` or ``rescuing``
     committed: str | None = None
     committed_at: float | None = None
     memory: str | None = None

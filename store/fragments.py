@@ -97,15 +97,13 @@ class Steps(NamedTuple):
 
 
 class Copy(NamedTuple, Generic[S]):
-    """``numel`` elements from ``source_start`` of the stored fragment go to ``target_start`` of the wanted one.
-
-    Without ``steps`` they follow each other in both."""
+    """``numel`` elements from ``source_start`` of the stored fragment go to ``target_start`` of the wanted one."""
 
     source: S
     source_start: int
     target_start: int
     numel: int
-    steps: Steps | None = None
+    steps: Steps | None = None  # None: they follow each other in both
 
     def place(self, source: Bytes, target: Bytes, size: int) -> None:
         """Copy between the bytes of all of the stored fragment and of the wanted one. ``size``: bytes of an element."""
@@ -204,9 +202,7 @@ class _Level(NamedTuple):
 
 
 class BoxTree:
-    """Boxes of one tensor that do not overlap. Raises DamagedError, naming the tensor, if two do.
-
-    boxes: With elements."""
+    """Boxes of one tensor, each with elements. Raises DamagedError, naming the tensor, if two overlap."""
 
     def __init__(self, name: str, boxes: Sequence[Part], dims: int) -> None:
         self._first, self._after = _corners(boxes, dims)

@@ -93,9 +93,7 @@ def is_url(place: Path) -> bool:
 
 
 def files_at(place: str | os.PathLike[str], options: ObjectOptions | None = None) -> Files:
-    """Open the files at a location.
-
-    Raises ConfigError if it is invalid, UnsupportedError if a library for it is not installed."""
+    """Open the files at a location. ConfigError if it is invalid, UnsupportedError if it needs a missing library."""
     location = place_of(place)
     if not isinstance(location, ObjectUrl):
         return LocalFiles(location)

@@ -197,9 +197,7 @@ PART_LIMIT = 1 << 28  # largest part that is read, in bytes; enough for a millio
 
 @dataclass(frozen=True)
 class StagedFragment:
-    """A fragment ready to be written: constant encoded bytes, or bytes produced during the write.
-
-    Data other than :class:`store.encoding.stream.EncodedEntry` is written unpacked."""
+    """A fragment ready to be written: constant encoded bytes, or bytes produced during the write."""
 
     layer: str
     slot: str
@@ -208,7 +206,7 @@ class StagedFragment:
     numel: int
     dtype: str
     encoding: str
-    data: Data
+    data: Data  # other than :class:`store.encoding.stream.EncodedEntry` it is written unpacked
     box: Box | None = None
 
 

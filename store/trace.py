@@ -57,9 +57,7 @@ class TracedUnit(_Line):
 
 
 class JobLine(_Line):
-    """An incarnation and its units from here on; none before they are known.
-
-    ``seconds`` of all its lines count from ``started``, on a monotonic clock."""
+    """An incarnation and its units from here on; none before they are known."""
 
     kind: Literal["job"] = "job"
     version: int = VERSION
@@ -70,7 +68,7 @@ class JobLine(_Line):
     policy: str  # with ``observing`` the observed policy: nothing is saved, and commits are those that it would make
     settings: Mapping[str, Any]  # the configuration that was set
     units: tuple[TracedUnit, ...]
-    seconds: Moment = 0.0
+    seconds: Moment = 0.0  # in all its lines since ``started``, on a monotonic clock
     observing: bool = False
 
 
@@ -115,9 +113,7 @@ class MovedLine(_Line):
 
 
 class CommitLine(_Line):
-    """A save of ``step`` is committed.
-
-    ``sizes``: unit -> bytes, encoding, error, and drift as staged (null without a previous version)."""
+    """A save of ``step`` is committed."""
 
     kind: Literal["commit"] = "commit"
     step: Count
@@ -125,6 +121,7 @@ class CommitLine(_Line):
     took: Seconds  # duration of the save
     written: Count  # payload bytes over all ranks
     sizes: Mapping[int, tuple[Count, EncodingName, float, float | None]]
+    """By unit: bytes, encoding, error, and drift as staged, null without a previous version."""
 
 
 class FailedLine(_Line):

@@ -98,12 +98,10 @@ class Boxes:
 
 @dataclass
 class BlockPass:
-    """One pass over a block. Belongs to one thread.
-
-    ``flaw``: after an error, the fragment's version, or its base's version if the base's bytes are wrong."""
+    """One pass over a block. Belongs to one thread."""
 
     progress: Progress
-    flaw: Damage | None = None
+    flaw: Damage | None = None  # after an error: the fragment's version, or its base's if the base's bytes are wrong
 
     def pieces(self, block: "Block") -> Iterator[memoryview]:
         """Yield the block's bytes in order, in pieces that are valid until the next; of whole elements if ``coded``.
@@ -162,9 +160,7 @@ class _CountingFiles:
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """``nbytes`` bytes from ``offset`` of a file, correct if ``checksum`` over all of them gives ``digest``.
-
-    ``coded``: makes ``nbytes`` bytes from those stored; ``digest`` is of the stored bytes."""
+    """``nbytes`` bytes from ``offset`` of a file, correct if ``checksum`` over all of them gives ``digest``."""
 
     files: Readable
     path: str
@@ -174,7 +170,7 @@ class Block:
     digest: str
     name: str  # name in errors
     flaw: Damage | None = None  # the damaged version if the bytes are wrong; None if damage ends the merge
-    coded: StoredFragment | Boxes | None = None
+    coded: StoredFragment | Boxes | None = None  # makes ``nbytes`` bytes from those stored, of which ``digest`` is
 
     @property
     def stored_bytes(self) -> int:

@@ -5,7 +5,7 @@ chunks if a block is decoded. A block's bytes are known to be correct only when 
 nothing made of them is complete before."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,14 +19,12 @@ FRAGMENT_BYTES = 1 << 25  # largest fragment: a rank that needs a part of a tens
 
 @dataclass(frozen=True)
 class FragmentStream:
-    """An extent of at most ``FRAGMENT_BYTES`` as bytes read on demand. Implements :class:`store.segment.StreamedData`.
-
-    ``implausible``: gets the kinds of implausible values by (fqn, slot); complete when the reading is."""
+    """At most ``FRAGMENT_BYTES`` of an extent, read on demand. Implements :class:`store.segment.StreamedData`."""
 
     extent: Extent
     reading: "Reading"
     last: bool  # nothing of the reading follows it
-    implausible: dict[tuple[str, str], set[Implausible]] = field(default_factory=dict)
+    implausible: dict[tuple[str, str], set[Implausible]]  # gets the kinds by (fqn, slot); complete when the reading is
 
     @property
     def nbytes(self) -> int:

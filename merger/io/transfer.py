@@ -101,13 +101,11 @@ class Piece:
 
 @dataclass
 class TransferResult:
-    """Result of a transfer.
-
-    ``implausible``: kinds of implausible values by (fqn, slot), of intact blocks."""
+    """Result of a transfer."""
 
     pieces: dict[int, list[Piece]]  # written, by file
     flaws: dict[Damage, str]  # damaged versions with their errors
-    implausible: dict[tuple[str, str], set[Implausible]] = field(default_factory=dict)
+    implausible: dict[tuple[str, str], set[Implausible]]  # kinds of implausible values by (fqn, slot), of intact blocks
 
 
 def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: Progress) -> TransferResult:
@@ -115,7 +113,7 @@ def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: 
 
     Raises DamagedError or StorageError for a block without an older version to use, OutputError if the system refused
     to write, UsageError if a value that must stay finite does not."""
-    result, lock = TransferResult({}, {}), threading.Lock()
+    result, lock = TransferResult({}, {}, {}), threading.Lock()
 
     def move(block: Block, stop: threading.Event) -> None:
         def report(count: int) -> None:

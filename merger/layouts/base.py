@@ -51,13 +51,11 @@ class Target:
 
 @dataclass(frozen=True)
 class LayoutResult:
-    """All files of an output, planned.
-
-    ``load``: lines of Python that load it, with ``{out}`` for the directory and ``{out:FILE}`` for a file in it."""
+    """All files of an output, planned."""
 
     tag: str  # name of the checkpoint inside the directory
     files: tuple[OutFile, ...]  # relative to the output directory
-    load: tuple[str, ...]
+    load: tuple[str, ...]  # lines of Python that load it: ``{out}`` is the directory, ``{out:FILE}`` a file in it
     notes: tuple[str, ...] = ()  # facts to know before loading it, each with a remedy
     certificate: Certificate | None = None  # of the output; None if it is the checkpoint's own
 
@@ -85,9 +83,7 @@ def share_tied(names: Mapping[str, str], tensor: Callable[[str], T]) -> dict[str
 
 
 def model_names(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return :func:`canonical_names` with the names' wrappers removed.
-
-    Raises MergeError if two tensors would share a name."""
+    """Return :func:`canonical_names` without the prefixes of wrappers. MergeError if two tensors would share a name."""
     names = canonical_names(checkpoint)
     out: dict[str, str] = {}
     for fqn, bare in zip(names.values(), strip_wrappers(names), strict=True):

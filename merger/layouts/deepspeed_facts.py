@@ -51,15 +51,12 @@ class PlacedParameter(_Facts):
 
 
 class GroupFacts(_Facts):
-    """A param group at ZeRO-1/2: one flat tensor, cut into equal partitions of ``partition_size`` elements.
+    """A param group at ZeRO-1/2: one flat tensor, cut into equal partitions of ``partition_size`` elements."""
 
-    ``params``: in the order of the param group. ``layout``: in the order of the data. ``group_paddings``: elements of
-    each rank's partition behind the last parameter."""
-
-    params: tuple[str, ...]
-    layout: tuple[PlacedParameter, ...] = ()
+    params: tuple[str, ...]  # in the order of the param group
+    layout: tuple[PlacedParameter, ...] = ()  # in the order of the data
     partition_size: int = 0
-    group_paddings: tuple[int, ...] = ()
+    group_paddings: tuple[int, ...] = ()  # elements of each rank's partition behind the last parameter
 
     def pieces(self, rank: int) -> list[Piece]:
         """Return what a rank's partition holds of the parameters, in the order of the data."""
@@ -213,9 +210,7 @@ def optimizer_wrapper(zero_stage: int, dtype: str, config: Any) -> str:
 
 
 def round_robin_order(params: Sequence[T], world_size: int) -> list[T]:
-    """Return a param group's parameters as ``round_robin_gradients`` orders their data.
-
-    It takes every ``world_size``-th from the first, then those from the second, and so on."""
+    """Return a param group's parameters as ``round_robin_gradients`` orders their data."""
     return list(chain.from_iterable(params[first::world_size] for first in range(world_size)))
 
 

@@ -167,14 +167,11 @@ def _notes(checkpoint: Checkpoint, weights: Mapping[str, PlannedTensor]) -> Iter
 
 @dataclass(frozen=True)
 class WrittenDtype:
-    """Weights held in one dtype and written in another that cannot hold all its values.
-
-    ``working``: whether ``written`` is the trained dtype, so that the values are those that the run computes with, bit
-    for bit; otherwise they are rounded."""
+    """Weights held in one dtype and written in another that cannot hold all its values."""
 
     held: str  # torch's name of the dtype in the training state
     written: str  # torch's name of the dtype in the output
-    working: bool
+    working: bool  # whether ``written`` is the trained dtype: then these are the run's own values, else rounded
     layers: tuple[str, ...]  # layers of these weights
 
 

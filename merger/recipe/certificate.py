@@ -16,13 +16,11 @@ from store.names import FROZEN, RAW
 
 @dataclass(frozen=True)
 class Part:
-    """A checkpoint that a composite takes from. ``name``: of its source in the recipe.
-
-    ``lineage`` is equal for two parts only if a version of the same name is the same version in both."""
+    """A checkpoint that a composite takes from."""
 
     checkpoint: Checkpoint
-    lineage: str
-    name: str = ""
+    lineage: str  # equal for two parts only if a version of the same name is the same version in both
+    name: str = ""  # of its source in the recipe
 
     def __str__(self) -> str:
         return f"{self.name!r} ({self.checkpoint.origin})"

@@ -46,15 +46,12 @@ class Rule:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Which source each part of a checkpoint comes from.
-
-    ``run_state``: source of counters, schedule, random generators and layout facts; None: the one at the newest step.
-    """
+    """Which source each part of a checkpoint comes from."""
 
     sources: Mapping[str, SourceRef]  # by name
     rules: tuple[Rule, ...] = ()  # parts of the model and their sources
     rest: str | None = None  # source of everything that no rule names
-    run_state: str | None = None
+    run_state: str | None = None  # source of counters, schedule, random generators and layout facts; None: the newest
     files: str | Path | None = None  # a source's name, or a directory; None: the run state's
     dtype: str | None = None  # safetensors name of the dtype of exported weights
     where: str = "the recipe"  # name of the recipe in errors
@@ -211,12 +208,10 @@ class Parameters:
 
 @dataclass(frozen=True)
 class Auxiliary:
-    """Layers that are no block: all, those of a role, or one by its name or the end of it (``embed_tokens``).
-
-    ``required``: raise if there is none."""
+    """Layers that are no block: all, those of a role, or one by its name or the end of it (``embed_tokens``)."""
 
     name: str | None = None
-    required: bool = True
+    required: bool = True  # raise if there is none
 
     def fqns(self, model: Model, /) -> list[str]:
         found = [fqn for layer in model.auxiliary for fqn in model.members[layer] if self._named(layer, fqn, model)]

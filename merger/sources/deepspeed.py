@@ -89,9 +89,7 @@ class Model:
             )
 
     def tensors(self) -> dict[str, NamedTensor]:
-        """Return every parameter and buffer, tied ones once: parameters first, both in the module's order.
-
-        Raises MergeError for a parameter that no file holds."""
+        """Return parameters, then buffers, tied ones once, in the module's order. MergeError if one is in no file."""
         others: dict[str, list[str]] = {}
         for alias, fqn in self._aliases.items():
             others.setdefault(fqn, []).append(alias)

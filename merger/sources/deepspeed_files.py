@@ -311,13 +311,11 @@ def refuse(blocks: Iterable[Block], why: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class Tags:
-    """A directory of checkpoints, or one checkpoint.
-
-    ``latest``: the file that names the newest. ``is_one``: whether a directory is a checkpoint."""
+    """A directory of checkpoints, or one checkpoint."""
 
     root: Path
-    latest: str
-    is_one: Callable[[Path], bool]
+    latest: str  # file that names the newest
+    is_one: Callable[[Path], bool]  # whether a directory is a checkpoint
 
     def all(self) -> list[str]:
         """Return the names of all checkpoints in the directory, without links."""

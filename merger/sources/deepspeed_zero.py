@@ -55,12 +55,10 @@ class Shape:
 
 @dataclass
 class OptimizerContents:
-    """Contents of the optimizer files.
-
-    ``groups``: fqns and hyperparameters of each param group, in the optimizer's order."""
+    """Contents of the optimizer files."""
 
     extents: list[Extent] = field(default_factory=list)
-    groups: list[dict[str, Any]] = field(default_factory=list)
+    groups: list[dict[str, Any]] = field(default_factory=list)  # fqns and hyperparameters, in the optimizer's order
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     slots: dict[str, list[str]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)  # layout facts of the stage

@@ -41,13 +41,11 @@ class HeldSnapshot:
 
 @dataclass(frozen=True)
 class NodeIndex:
-    """Snapshots of one store on this node, and the problems of invalid ones.
-
-    ``others`` have the same save and rank as one of ``versions``; they are of jobs on copies of the store."""
+    """Snapshots of one store on this node, and the problems of invalid ones."""
 
     versions: Mapping[SaveId, Mapping[int, HeldSnapshot]]
     problems: tuple[str, ...] = ()
-    others: tuple[HeldSnapshot, ...] = ()
+    others: tuple[HeldSnapshot, ...] = ()  # of jobs on copies of the store, with a save and rank as in ``versions``
 
     def everything(self) -> Iterator[HeldSnapshot]:
         for held in self.versions.values():

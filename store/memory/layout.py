@@ -62,13 +62,11 @@ class Tier:
 
 @dataclass(frozen=True)
 class Generation:
-    """Memory of one incarnation of a job on this node.
-
-    ``epoch`` is the first it claimed; ``branch`` is above 0 if a job on a copy of the store has the same epoch."""
+    """Memory of one incarnation of a job on this node."""
 
     tier: Tier
-    epoch: int
-    branch: int = 0
+    epoch: int  # the first that it claimed
+    branch: int = 0  # above 0 if a job on a copy of the store has the same epoch
 
     @property
     def folder(self) -> Path:

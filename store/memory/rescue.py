@@ -36,13 +36,11 @@ _STAGED = {field.name for field in fields(segment.StagedFragment)} - {"data"}
 
 @dataclass(frozen=True)
 class _Bytes:
-    """A :class:`store.segment.StreamedData` of a stored piece of memory.
-
-    ``checked`` is called between pieces; its exceptions end the write."""
+    """A :class:`store.segment.StreamedData` of a stored piece of memory."""
 
     path: Path
     piece: Entry | StateTensor
-    checked: Callable[[], None]
+    checked: Callable[[], None]  # called between pieces; its exceptions end the write
     exact: bool = True
 
     @property

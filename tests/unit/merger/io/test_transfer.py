@@ -156,4 +156,4 @@ def test_random_layouts(
 
 
 def test_an_empty_plan_transfers_nothing(spread: Spread) -> None:
-    assert transfer(TransferPlan({}), [], 4, lambda _: None) == TransferResult({}, {})
+    assert transfer(TransferPlan({}), [], 4, lambda _: None) == TransferResult({}, {}, {})
