@@ -103,10 +103,7 @@ class CertifiedUnit:
 
 @dataclass(frozen=True)
 class Certificate:
-    """The versions that a rebuilt checkpoint consists of.
-
-    ``as_found``: whether it would be exact if it were known that all files are of one save, as in checkpoints of other
-    programs, which hold no hashes. Never true together with ``exact``."""
+    """The versions that a rebuilt checkpoint consists of. Never both exact and as found."""
 
     store_id: str
     save: str
@@ -114,7 +111,7 @@ class Certificate:
     exact: bool  # whether all of it is the training state of one step, bit for bit, and hashes vouch for that
     units: tuple[CertifiedUnit, ...]
     problems: tuple[str, ...]
-    as_found: bool = False
+    as_found: bool = False  # exact, if all files are of one save: those of other programs hold no hashes that prove it
     unvouched: int = 0  # number of stored tensors for whose origin nothing vouches: weights, and each of their moments
 
     @property

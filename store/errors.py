@@ -1,19 +1,5 @@
 """Define the error hierarchy of the project, with the exit code of each class.
 
-    DriftpointError
-    ├── UsageError
-    │   ├── ConfigError
-    │   ├── UnsupportedError
-    │   │   └── UnstorableError
-    │   └── ModelMismatchError
-    ├── StoreError
-    │   ├── NoStoreError, StoreInUseError, FencedError, NewerFormatError, NothingToResumeError, DamagedError
-    │   └── StorageError
-    │       └── MissingError, ExistsError, UnreachableError, NoSpaceError
-    ├── DaemonError, PeerError, MergeError
-    └── SaveError
-        └── NotFiniteError
-
 Every message says what is wrong, where, and what to do next."""
 
 from collections.abc import Iterator, Sequence

@@ -60,14 +60,11 @@ def _key(save: str, entry: Entry) -> Key:
 
 @dataclass(frozen=True)
 class RejectedVersion:
-    """A damaged version of one unit, or (``unit`` None) the damaged run state of a save.
-
-    With ``fragment``, only that stored fragment and the differences to it are damaged; without it, all fragments of
-    the version and all differences to them."""
+    """A damaged version of one unit, or (``unit`` None) the damaged run state of a save."""
 
     save: SaveId
     unit: Unit | None = None
-    fragment: Fragment | None = None
+    fragment: Fragment | None = None  # the only damaged one, with the differences to it; None: all of the version
     why: str = field(default="", compare=False)  # for people
 
 

@@ -35,14 +35,12 @@ _KEPT_EPOCHS = 64  # newest epoch records that stay, needed or not: interruption
 
 @dataclass(frozen=True)
 class Retention:
-    """Rules for the commits to retain, besides the newest, the newest that is not suspect and the newest proven one.
-
-    The store may take ``max_share`` of the disk space without what others use of it, with the next full save."""
+    """Rules for the commits to retain, besides the newest, the newest that is not suspect and the newest proven one."""
 
     keep_last: int = 3  # newest commits to retain, at least 1
     keep_every: int | None = None  # also retain one commit in each range of so many steps
     log_spaced: bool = True  # also retain the oldest commit in each age range [2^i, 2^(i+1)) steps behind the newest
-    max_share: float | None = None  # None: all of it
+    max_share: float | None = None  # of the disk, less what others use, with the next full save; None: all of it
     weights_every: int | None = None  # also retain the weights alone of one commit in each range of so many steps
     weights_last: int = 10  # newest of these weights-only commits to retain
 

@@ -155,19 +155,16 @@ def _check_box(box: Box | None, entry: ValidationInfo) -> Box | None:
 
 
 class Entry(UnitPiece):
-    """One stored fragment: a region of a (fqn, slot) as in :class:`store.names.Fragment`, and the place of its bytes.
-
-    The values of ``dtype`` were encoded. If ``packing`` is set, the encoded bytes were packed: alone, or as the
-    difference to those of the same fragment in the save ``base``."""
+    """One stored fragment: a region of a (fqn, slot), as :class:`store.names.Fragment`, and the place of its bytes."""
 
     fqn: Name
     start: Natural
     numel: Natural
     box: Annotated[Box | None, AfterValidator(_check_box)] = Field(None, exclude_if=lambda box: box is None)
-    dtype: Name
+    dtype: Name  # of the values that were encoded
     encoding: Name
-    packing: Name | None = None
-    base: SaveName | None = None
+    packing: Name | None = None  # of the encoded bytes
+    base: SaveName | None = None  # save whose encoded bytes of the same fragment these are packed as the difference to
     offset: Natural  # in bytes from the start of the payload's data, after the safetensors header
     nbytes: Natural
     xxh3_128: Digest  # hash of the stored bytes
@@ -194,16 +191,13 @@ class StateTensor(Record):
 
 
 class MeasureRecord(UnitPiece):
-    """Measurements of one rank on its staged copy of a unit against the previous version; all norms add up over ranks.
-
-    The norms of movement and reference are both 0 if there was no previous version or values are not finite; those of
-    error and decoded values are both 0 for lossless encodings."""
+    """Measurements of one rank on its staged copy of a unit against the previous version; norms add up over ranks."""
 
     moved_sq: Ratio  # squared L2 norm of the movement
-    reference_sq: Ratio
+    reference_sq: Ratio  # both are 0 if there was no previous version or values are not finite
     finite: bool
     error_sq: Ratio = 0.0  # squared L2 norm of the encoding error
-    decoded_sq: Ratio = 0.0
+    decoded_sq: Ratio = 0.0  # both are 0 for lossless encodings
 
 
 class PartRecord(SavePiece):

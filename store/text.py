@@ -5,9 +5,7 @@ from collections.abc import Iterable
 
 
 def listed(items: Iterable[object], limit: int = 3, between: str = ", ", rest: str = "more") -> str:
-    """Return the first items as text, and how many there are beyond them.
-
-    ``rest``: noun of those that are not shown."""
+    """Return the first items as text, and how many there are beyond them. ``rest``: noun of these."""
     texts = [str(item) for item in items]
     beyond = len(texts) - limit
     if beyond <= 0:

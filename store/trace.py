@@ -3,14 +3,6 @@
 A job that restarts appends to the same file. A file that reaches its largest size is renamed, see :func:`rotated_path`;
 the next one begins with the job line that applies. Readers skip torn lines and kinds that a later release added.
 
-    {"kind": "job", ...}        one incarnation begins, and what its units are; again where the units change
-    {"kind": "decision", ...}   inputs and result of a decision
-    {"kind": "moved", ...}      movement of units since earlier decisions
-    {"kind": "commit", ...}     a save became durable
-    {"kind": "failed", ...}     a save did not
-    {"kind": "resumed", ...}    the job resumed at a step
-    {"kind": "drawn", ...}      where the random generators were at the optimizer step after a save
-
 Units are named once, in the job line; elsewhere by their index there. See docs/trace.md."""
 
 import json
@@ -73,13 +65,7 @@ class JobLine(_Line):
 
 
 class DecisionLine(_Line):
-    """One decision. Lists by unit are empty if a save was skipped before any measurement.
-
-    Args:
-        drift: By unit, null if unknown. A policy that ignores drift decides before moving units are measured.
-        staleness, error, encoding, stored_bytes: By unit, of the newest version; staleness null without one.
-        sick, changed: Units that are not finite, or hold other parameters, as the policy knew them.
-    """
+    """One decision. Lists by unit are empty if a save was skipped before any measurement."""
 
     kind: Literal["decision"] = "decision"
     step: Count
@@ -87,13 +73,13 @@ class DecisionLine(_Line):
     commits: int
     interval: Count | None = None  # steps to the next decision
     offered: float | None = None  # bytes of the budget, null if unlimited
-    drift: tuple[float | None, ...] = ()
-    staleness: tuple[int | None, ...] = ()
+    drift: tuple[float | None, ...] = ()  # by unit, null if unknown: a policy that ignores drift decides before it is
+    staleness: tuple[int | None, ...] = ()  # by unit, of the newest version, as the next three; null without one
     error: tuple[float, ...] = ()
     encoding: tuple[EncodingName | None, ...] = ()
     stored_bytes: tuple[int, ...] = ()
-    sick: tuple[int, ...] = ()
-    changed: tuple[int, ...] = ()
+    sick: tuple[int, ...] = ()  # units that are not finite, as the policy knew them
+    changed: tuple[int, ...] = ()  # units that hold other parameters, as the policy knew them
     saved: Mapping[int, EncodingName] = {}  # unit -> encoding
     skipped: str | None = None  # reason why no save was started
     forced: bool = False  # the save was requested

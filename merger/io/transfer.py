@@ -171,12 +171,10 @@ def _move_block(
 
 @dataclass(frozen=True)
 class _Sink:
-    """Writes elements of a block. ``overflows`` of casts and ``implausible`` values count only if it is intact.
-
-    ``rests``: the bytes so far of an element of a move that ends in the next piece of the block."""
+    """Writes elements of a block. ``overflows`` of casts and ``implausible`` values count only if it is intact."""
 
     files: OutFiles
-    rests: dict[Move, bytes] = field(default_factory=dict)
+    rests: dict[Move, bytes] = field(default_factory=dict)  # bytes so far of an element that ends in the next piece
     overflows: list[UsageError] = field(default_factory=list)
     implausible: dict[tuple[str, str], set[Implausible]] = field(default_factory=dict)
 

@@ -20,12 +20,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Target:
-    """Layout of the output. UsageError for invalid values.
+    """Layout of the output. UsageError for invalid values."""
 
-    The layout ``native`` is the one of the source: a Trainer's folder of a Trainer's, else the training framework's
-    own, at its own stage and world size."""
-
-    layout: str = "native"
+    layout: str = "native"  # which is a Trainer's folder for a Trainer's source, else the training framework's own
     zero_stage: int | None = None  # of the DeepSpeed engine that will load it; None: the source's
     world_size: int | None = None  # of the DeepSpeed engine that will load it; None: the source's
     dtype: str | None = None  # safetensors name for ``hf`` weights; None: the working dtype

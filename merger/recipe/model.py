@@ -147,11 +147,9 @@ class Selection(Protocol):
 
 @dataclass(frozen=True)
 class Layers:
-    """Layers at module paths and inside them: ``model.norm``, ``model.layers.0-15`` (inclusive), ``model.layers.*``.
+    """Layers at module paths and inside them: ``model.norm``, ``model.layers.0-15`` (inclusive), ``model.layers.*``."""
 
-    Globs match whole layer names."""
-
-    patterns: tuple[str, ...]
+    patterns: tuple[str, ...]  # globs match whole layer names
 
     def fqns(self, model: Model, /) -> list[str]:
         found = [fqn for pattern in self.patterns for layer in _layers(pattern, model) for fqn in model.members[layer]]

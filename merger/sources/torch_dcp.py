@@ -71,9 +71,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class DcpFiles:
-    """One directory of DCP. DamagedError, UnsupportedError unless its metadata is plain.
-
-    ``paths``: where each entry was in the nested state dict."""
+    """One directory of DCP. DamagedError, UnsupportedError unless its metadata is plain."""
 
     def __init__(self, folder: Path) -> None:
         self.where, self._files = str(folder / METADATA), LocalFiles(folder)
@@ -87,6 +85,7 @@ class DcpFiles:
                 for index, place in found.storage_data.items()
             }
             planned = {key: (key,) for key in self._described} if found.planner_data is None else found.planner_data
+            # Each entry by its place in the nested state dict.
             self.paths: dict[_Path, str] = {tuple(path): str(key) for key, path in planned.items()}
             if not all(isinstance(one, str) or 0 <= one < _LONGEST for path in self.paths for one in path):
                 raise ValueError("a place in a list is out of range")

@@ -30,11 +30,9 @@ _LOCAL, _DESCRIPTOR, _ENTRY = b"PK\x03\x04", b"PK\x07\x08", b"PK\x01\x02"
 
 @dataclass
 class PtFile:
-    """One ``.pt`` file.
+    """One ``.pt`` file."""
 
-    ``value``: dicts, lists, tuples, plain values, tensors and :class:`PlannedTensor`."""
-
-    value: Any
+    value: Any  # dicts, lists, tuples, plain values, tensors and :class:`PlannedTensor`
     classes: Sequence[Any] = ()  # other classes in it, which a reader with ``weights_only=True`` must allow
     _literals: dict[int, int] = field(default_factory=dict, init=False)  # CRC-32 of its own tensors, by offset
     _data: tuple[tuple[int, int], ...] = field(default=(), init=False)  # (offset, bytes) of all tensors, in order

@@ -53,10 +53,7 @@ def _changed(path: Path) -> float:
 
 
 class Owner(FileLock):
-    """Lock of a rank's memory. Raises StorageError if another process holds it.
-
-    Raises MissingError if the folder does not exist, or the file was removed meanwhile and the lock would be
-    invisible."""
+    """Lock of a rank's memory. StorageError if another process holds it; MissingError if its folder or file is gone."""
 
     def __init__(self, path: Path, wait_seconds: float = 0.0) -> None:
         if is_held_here(path):
@@ -131,9 +128,7 @@ class Arena:
         return next((slot for slot in self.slots if version_in(self._place, self._rank, slot) == save), None)
 
     def room(self, slot: int, nbytes: int) -> mmap.mmap:
-        """Drop the slot's version and return its memory of at least ``nbytes`` reserved bytes.
-
-        Raises StorageError, saying what to do, if there is not enough memory."""
+        """Drop the slot's version and return its memory of at least ``nbytes`` bytes. StorageError if there is less."""
         self.drop(slot)
         buffer = self._maps.get(slot)
         if buffer is None or len(buffer) < nbytes:

@@ -123,19 +123,16 @@ REASON = "written out of memory after the job died"
 _CHECKED = 0.5  # seconds between two checks of the newest epoch
 RESCUE_LOCK = "rescue-{}.lock"  # beside the stores' memory, named by store id, held during a rescue on this node
 WRITTEN = "written"
-NOTHING = "nothing"
-INCOMPLETE = "incomplete"
+NOTHING = "nothing"  # memory holds nothing newer than the store
+INCOMPLETE = "incomplete"  # versions in memory lack ranks
 
 
 @dataclass(frozen=True)
 class RescueResult:
-    """Result of a rescue, with the manifest if one was written.
-
-    ``outcome`` is ``written``, ``nothing`` (memory holds nothing newer than the store) or ``incomplete`` (versions in
-    memory lack ranks); ``why`` explains it."""
+    """Result of a rescue, with the manifest if one was written."""
 
     outcome: str
-    why: str
+    why: str  # of the outcome
     manifest: ManifestRecord | None = None
 
 
