@@ -53,19 +53,7 @@ class RunStates:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One training state whose bytes still lie in files.
-
-    Args:
-        framework_state: as the adapter in ``monitor`` gives it: ``counters`` (None for plain torch), ``lr_scheduler``,
-            ``loss_scaler``, ``param_groups`` [{params: fqns, hyper: {...}}], ``scalars`` {fqn: {name: value}} and
-            ``slots`` {fqn: [name]}.
-        files: directory with the files beside the state (configuration, tokenizer, trainer state), or None.
-        run_steps: in a composite, the optimizer's ``step`` of each parameter in the run whose counters and schedule are
-            used; empty if all parameters are of one run, whose scalars have them.
-        stored_steps: the optimizer's ``step`` when the moments of a parameter were stored, if they are older than the
-            run state, whose scalars are later.
-        unvouched: stored (fqn, slot) of foreign files for whose origin nothing vouches.
-    """
+    """One training state whose bytes still lie in files."""
 
     origin: str  # name of the checkpoint in messages
     framework: str  # training framework: ``deepspeed``, ``torch``, ``fsdp2`` or ``dtensor``
@@ -74,16 +62,19 @@ class Checkpoint:
     layers: tuple[LayerRecord, ...]
     index: FragmentIndex[Extent]  # where the values of each (fqn, slot) lie
     framework_state: Mapping[str, Any]
+    """As the adapter in ``monitor`` gives it: ``counters`` (None for plain torch), ``lr_scheduler``, ``loss_scaler``,
+    ``param_groups`` [{params: fqns, hyper: {...}}], ``scalars`` {fqn: {name: value}} and ``slots`` {fqn: [name]}."""
     facts: Mapping[str, Any]  # layout facts of the adapter
     run_states: Mapping[int, RankState]  # by rank; empty if the source keeps none
     certificate: Certificate
-    files: Path | None = None
+    files: Path | None = None  # directory with the files beside the state: configuration, tokenizer, trainer state
     client_state: Mapping[str, Any] = field(default_factory=dict)  # user values of a foreign checkpoint
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # what was concluded about a foreign checkpoint, or left out of it
     run_steps: Mapping[str, Any] = field(default_factory=dict)
-    unvouched: frozenset[tuple[str, str]] = frozenset()
-    stored_steps: Mapping[str, float] = field(default_factory=dict)
+    """In a composite, the optimizer's ``step`` of each parameter in the run whose counters and schedule are used."""
+    unvouched: frozenset[tuple[str, str]] = frozenset()  # stored (fqn, slot) for whose origin nothing vouches
+    stored_steps: Mapping[str, float] = field(default_factory=dict)  # ``step`` of moments older than the run state
     weights_only: bool = False  # of a commit whose optimizer state retention deleted
 
     def record(self, fqn: str) -> TensorRecord:

@@ -84,9 +84,7 @@ def plan_transfer(index: FragmentIndex[Extent], holes: Iterable[tuple[int, Hole]
 
 
 def is_checked(extent: Extent) -> bool:
-    """Return whether values are checked: those of foreign files, as no saver has checked them.
-
-    Buffers are left out, since masks may hold infinities."""
+    """Return whether values are checked: of foreign files, which no saver checked, but no buffers, such as masks."""
     return extent.block.flaw is None and extent.slot != BUFFER
 
 

@@ -12,18 +12,7 @@ from typing import Any
 
 from merger.checkpoint import config_section
 from merger.io.blocks import Extent
-from merger.layouts.deepspeed_facts import (
-    BF16_OPTIMIZER,
-    ZERO_3,
-    ZERO_12,
-    GroupFacts,
-    Piece,
-    partition_paddings,
-    place_in_row,
-    round_robin_order,
-    slice_numel,
-    slice_pieces,
-)
+from merger.layouts import deepspeed_facts as facts
 from merger.sources.base import FileTensor, Nest, read_values
 from merger.sources.deepspeed_files import (
     RankFiles,
@@ -71,10 +60,7 @@ class OptimizerContents:
         self.slots |= {fqn: list(state.slots) for fqn in fqns}
 
     def compare_weights(self, model: Nest) -> None:
-        """Compare samples of the working weights in the model states with the cast masters, and vouch for these.
-
-        Raises MergeError, naming the parameter, if they differ; DamagedError if a damaged record is the reason;
-        StorageError if reading failed."""
+        """Vouch for masters whose casts equal the working weights, in samples. Raises as :func:`require_cast`."""
         module, skipped = model.at("module").mapping(), dict[str, str]()
         for extent in self.extents:
             weights = module.get(extent.fqn)
@@ -136,7 +122,7 @@ class FlatState:
     scalars: Mapping[str, Any]
     tensors: Sequence[Mapping[str, FileTensor]]
 
-    def extents(self, rank: int, pieces: Sequence[Piece]) -> Iterator[Extent]:
+    def extents(self, rank: int, pieces: Sequence[facts.Piece]) -> Iterator[Extent]:
         """Yield where the values of each piece lie, in every slot."""
         for slot, tensor in self.tensors[rank].items():
             for piece in pieces:
@@ -210,7 +196,7 @@ def read_zero12(files: RankFiles) -> OptimizerContents:
         out.add_state(group.params, state)
     aligned = files.optims[0].get("param_alignment_paddings") is not None
     out.facts = {
-        "zero_optimizer": BF16_OPTIMIZER if _is_wrapper(files) else ZERO_12,
+        "zero_optimizer": facts.BF16_OPTIMIZER if _is_wrapper(files) else facts.ZERO_12,
         "partition_count": [files.world_size] * len(groups),
         "round_robin_gradients": round_robin,
         "param_alignment_paddings": [list(group) for group in gaps] if aligned else [],
@@ -248,19 +234,21 @@ def is_round_robin(model: Nest) -> bool:
 
 def in_group_order(dealt: Sequence[Shape], world_size: int) -> list[Shape]:
     """Return parameters in the order of the param group, before ``round_robin_gradients`` distributed them."""
-    places = round_robin_order(range(len(dealt)), world_size)
+    places = facts.round_robin_order(range(len(dealt)), world_size)
     return [shape for _, shape in sorted(zip(places, dealt, strict=True), key=lambda pair: pair[0])]
 
 
-def _group(files: RankFiles, index: int, shapes: list[Shape], gaps: Sequence[int], round_robin: bool) -> GroupFacts:
-    layout, end = place_in_row((shape.fqn, shape.numel, gap) for shape, gap in zip(shapes, gaps, strict=True))
+def _group(
+    files: RankFiles, index: int, shapes: list[Shape], gaps: Sequence[int], round_robin: bool
+) -> facts.GroupFacts:
+    layout, end = facts.place_in_row((shape.fqn, shape.numel, gap) for shape, gap in zip(shapes, gaps, strict=True))
     paddings = tuple(optim.at("group_paddings").at(index).natural() for optim in files.optims)
     sizes = {
         _master(optim, index).numel + (0 if _is_wrapper(files) else padding)
         for optim, padding in zip(files.optims, paddings, strict=True)
     }
     size = max(sizes)
-    expected = partition_paddings(size, end, files.world_size)
+    expected = facts.partition_paddings(size, end, files.world_size)
     if _is_wrapper(files):  # all of them on the last rank, even where they begin before it
         expected = (*([0] * (files.world_size - 1)), files.world_size * size - end)
     counts = {optim.at("partition_count").at(index).natural() for optim in files.optims}
@@ -270,7 +258,7 @@ def _group(files: RankFiles, index: int, shapes: list[Shape], gaps: Sequence[int
             f"{list(paddings)} on {counted(files.world_size, 'rank')} cannot hold the {counted(end, 'element')} of "
             "its parameters; files of different saves are mixed, or the layout is unknown"
         )
-    return GroupFacts(
+    return facts.GroupFacts(
         params=tuple(shape.fqn for shape in (in_group_order(shapes, files.world_size) if round_robin else shapes)),
         layout=layout,
         partition_size=size,
@@ -289,7 +277,7 @@ def _gaps(files: RankFiles, index: int, count: int) -> tuple[int, ...]:
     return found.pop()
 
 
-def _check_mapping(files: RankFiles, rank: int, index: int, pieces: Sequence[Piece]) -> None:
+def _check_mapping(files: RankFiles, rank: int, index: int, pieces: Sequence[facts.Piece]) -> None:
     nest = files.optims[rank].at("param_slice_mappings").at(index)
     found = [(fqn, *_address(address)) for fqn, address in nest.items()]
     expected = [(piece.fqn, piece.offset, piece.stop - piece.start) for piece in pieces]
@@ -319,7 +307,7 @@ def read_zero3(files: RankFiles) -> OptimizerContents:
     out = OptimizerContents(groups=[{"params": [], "hyper": values} for _, values in hyper])
     sub_groups = []
     for index, sub_group in enumerate(shapes):
-        parts = [slice_numel(shape.numel, files.world_size) for shape in sub_group]
+        parts = [facts.slice_numel(shape.numel, files.world_size) for shape in sub_group]
         masters = [optim.at("fp32_flat_groups").at(index).tensor() for optim in files.optims]
         for optim, master in zip(files.optims, masters, strict=True):
             if master.shape != (sum(parts),):
@@ -330,14 +318,14 @@ def read_zero3(files: RankFiles) -> OptimizerContents:
         state = flat_state([state_of(base, index) for base in bases], masters, sum(parts))
         placed = [(shape.fqn, shape.numel, part) for shape, part in zip(sub_group, parts, strict=True)]
         for rank in range(files.world_size):
-            out.extents += state.extents(rank, slice_pieces(placed, rank))
+            out.extents += state.extents(rank, facts.slice_pieces(placed, rank))
         _refuse_swapped(state.tensors, placed, [optim.where for optim in files.optims])
         fqns = [shape.fqn for shape in sub_group]
         out.groups[home[index]]["params"] += fqns
         out.add_state(fqns, state)
         sub_groups.append({"params": fqns, "param_group": home[index], "partition_numels": parts})
     out.facts = {
-        "zero_optimizer": ZERO_3,
+        "zero_optimizer": facts.ZERO_3,
         "partition_count": files.world_size,
         "param_groups": [{"params": list(group["params"])} for group in out.groups],
         "sub_groups": sub_groups,
@@ -360,7 +348,7 @@ def _refuse_swapped(
     If all parameters are divisible by the world size there is no padding, and nothing tells ranks apart.
 
     ``placed``: (fqn, elements, elements of a slice) of the parameters, in the order of the data."""
-    held = [[piece.stop - piece.start for piece in slice_pieces(placed, rank)] for rank in range(len(ranks))]
+    held = [[piece.stop - piece.start for piece in facts.slice_pieces(placed, rank)] for rank in range(len(ranks))]
     for rank in range(len(ranks)):
         parts = [part for _, _, part in placed]
         if not _has_moments(ranks[rank], placed, held[rank], parts):
