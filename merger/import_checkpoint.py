@@ -24,9 +24,8 @@ from merger.checkpoint import (
     refuse_implausible,
     refuse_weights_only,
 )
-from merger.io.blocks import Extent, Progress
+from merger.io.blocks import Extent, Progress, bytes_to_read, fragment_streams
 from merger.io.output_dir import OutputDir, require_space
-from merger.io.stream import bytes_to_read, fragment_streams
 from merger.sources import open_source
 from merger.sources.store import StoreSource
 from merger.tensors import Implausible, to_leaf

@@ -158,13 +158,8 @@ class IncarnationCount:
     rank_seconds: float = 0.0
 
 
-def begin_incarnation(catalog: Catalog, world_size: int) -> IncarnationRecord:
-    """Build the record of an incarnation that begins now, for the epochs that it claims. Writes nothing."""
-    return new_incarnation(count_incarnations(catalog), world_size)
-
-
 def new_incarnation(before: IncarnationCount, world_size: int) -> IncarnationRecord:
-    """Build the record of an incarnation that begins now, after those counted ``before``."""
+    """Build the record of an incarnation that begins now, after those ``before``, for the epochs that it claims."""
     return IncarnationRecord(
         token=secrets.token_hex(16),
         world_size=world_size,

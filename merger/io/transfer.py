@@ -21,7 +21,6 @@ from merger.io.output_file import Hole, OutFiles, read_back_error
 from merger.tensors import Implausible, implausible_values, memory_of, torch_dtype, whole_elements
 from store.errors import DamagedError, MergeError, StorageError, UnreachableError, UsageError
 from store.fragments import FragmentIndex
-from store.names import BUFFER
 
 _EXPORT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # dtypes that `--dtype` accepts
 
@@ -75,17 +74,12 @@ def plan_transfer(index: FragmentIndex[Extent], holes: Iterable[tuple[int, Hole]
                 at = hole.offset + (placed.offset + copy.target_start) * hole.stored.dtype.itemsize
                 start = extent.offset + copy.source_start * source.itemsize
                 finite = extent.fqn if hole.stored.stays_finite else None
-                checked = (extent.fqn, extent.slot) if is_checked(extent) else None
+                checked = (extent.fqn, extent.slot) if extent.is_checked else None
                 move = Move(start, copy.numel * source.itemsize, source, file, at, hole.stored.dtype, finite, checked)
                 moves.setdefault(extent.block, []).append(move)
     for found in moves.values():
         found.sort(key=lambda move: move.start)
     return TransferPlan(moves)
-
-
-def is_checked(extent: Extent) -> bool:
-    """Return whether values are checked: of foreign files, which no saver checked, but no buffers, such as masks."""
-    return extent.block.flaw is None and extent.slot != BUFFER
 
 
 @dataclass(frozen=True, order=True)

@@ -20,8 +20,8 @@ from store.schema import EpochRecord, IncarnationRecord
 from store.session import (
     IncarnationCount,
     StoreLock,
-    begin_incarnation,
     claim_epoch,
+    count_incarnations,
     is_closed,
     mark_closed,
     new_incarnation,
@@ -222,10 +222,11 @@ def _free_some(catalog: Catalog, before: EpochRecord, *, locked: bool) -> bool:
 
 def _begin_incarnation(catalog: Catalog, world_size: int) -> IncarnationRecord:
     try:
-        return begin_incarnation(catalog, world_size)
+        before = count_incarnations(catalog)
     except (StorageError, DamagedError) as error:
         _log.warning("cannot read how often this job was interrupted (%s): counting from now on", error)
-        return new_incarnation(IncarnationCount(), world_size)
+        before = IncarnationCount()
+    return new_incarnation(before, world_size)
 
 
 def open_existing_store(path: str, group: Group, options: ObjectOptions | None = None) -> Catalog | None:

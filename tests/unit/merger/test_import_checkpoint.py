@@ -15,7 +15,6 @@ import pytest
 import merger.import_checkpoint
 import merger.io.blocks
 import merger.io.output_dir
-import merger.io.stream
 from merger.import_checkpoint import ImportResult, import_checkpoint, plan_import
 from merger.merge import merge
 from merger.sources.store import StoreSource
@@ -92,7 +91,7 @@ def test_it_is_a_commit_like_any_other(store: PlainStore, target: Path) -> None:
 def test_large_tensors_are_cut_so_that_ranks_need_not_read_all_of_them(
     store: PlainStore, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(merger.io.stream, "FRAGMENT_BYTES", 40)
+    monkeypatch.setattr(merger.io.blocks, "FRAGMENT_BYTES", 40)
     monkeypatch.setattr(merger.io.blocks, "READ", 24)
     store.save(10)
     imported(store.root, target)

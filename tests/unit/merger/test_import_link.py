@@ -11,7 +11,6 @@ import torch
 import merger.import_checkpoint
 import merger.io.blocks
 import merger.io.output_dir
-import merger.io.stream
 from merger.import_checkpoint import import_checkpoint, plan_import
 from merger.merge import merge
 from merger.sources.store import StoreSource

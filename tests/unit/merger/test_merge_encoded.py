@@ -340,7 +340,7 @@ def test_large_fragments_are_cut_on_import(tmp_path: Path, monkeypatch: pytest.M
     """Flows begin and end inside decoded chunks."""
     store = PlainStore(tmp_path / "store", layers=[FakeLayer("one", 3000)])
     store.save(10, how=packed(dict.fromkeys(SLOTS, How())))
-    monkeypatch.setattr("merger.io.stream.FRAGMENT_BYTES", 404)
+    monkeypatch.setattr("merger.io.blocks.FRAGMENT_BYTES", 404)
     import_checkpoint(plan_import(store.root), tmp_path / "target")
     merge(tmp_path / "target", tmp_path / "out")
     assert same(rebuilt(tmp_path / "out"), store.expected(10))

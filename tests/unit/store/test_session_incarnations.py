@@ -11,7 +11,6 @@ from store.names import closed_path, epoch_path
 from store.schema import IncarnationRecord
 from store.session import (
     IncarnationCount,
-    begin_incarnation,
     claim_epoch,
     count_incarnations,
     mark_closed,
@@ -33,7 +32,7 @@ class Counted(Job):
     def __init__(self, files: SimulatedFiles, ago: float, world_size: int = 4) -> None:
         super().__init__(files, Memory())
         began = (datetime(2000, 1, 1, tzinfo=UTC) - timedelta(seconds=ago)).isoformat(timespec="milliseconds")
-        found = begin_incarnation(self.catalog, world_size)
+        found = new_incarnation(count_incarnations(self.catalog), world_size)
         self.incarnation = found.model_copy(update={"began": began})
         self.epoch = claim_epoch(files, self.catalog.store_id, self.incarnation).epoch
 
@@ -107,7 +106,7 @@ def test_what_cannot_be_read_counts_as_not_there(files: SimulatedFiles, what: st
         remove(files, path)
         put(files, path, files.read(epoch_path(older.epoch), 9999))
     assert of(files).interruptions <= 1
-    assert begin_incarnation(open_catalog(files), 4).interruptions <= 1
+    assert new_incarnation(count_incarnations(open_catalog(files)), 4).interruptions <= 1
 
 
 def test_a_mark_that_is_damaged_or_of_another_epoch_is_none(files: SimulatedFiles) -> None:

@@ -12,9 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import merger.io.blocks
-import merger.io.stream
-from merger.io.blocks import Extent
-from merger.io.stream import FragmentStream, bytes_to_read, fragment_streams
+from merger.io.blocks import Extent, FragmentStream, bytes_to_read, fragment_streams
 from merger.tensors import memory_of
 from store.errors import DamagedError, StorageError
 from store.segment import Item, write_payload
@@ -65,7 +63,7 @@ def test_any_tensors(
     told: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(merger.io.blocks, "READ", chunk)
-        patch.setattr(merger.io.stream, "FRAGMENT_BYTES", most)
+        patch.setattr(merger.io.blocks, "FRAGMENT_BYTES", most)
         found = fragment_streams(spread.extents, told.append)
         assert drawn(found) == expected(spread)
         assert all(flow.nbytes <= max(most, torch.float64.itemsize) for flow in found)

@@ -23,8 +23,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import monitor
 from merger.checkpoint import Checkpoint
 from merger.import_checkpoint import import_checkpoint, plan_import
-from merger.io.blocks import Block, Crc32, Extent
-from merger.io.stream import fragment_streams
+from merger.io.blocks import Block, Crc32, Extent, fragment_streams
 from merger.sources import open_source
 from merger.sources.base import ChunkedTensor, FileTensor
 from store.errors import DamagedError, DriftpointError, MergeError, UnsupportedError
