@@ -334,7 +334,6 @@ def _write_segments(
 
 @contextmanager
 def _removed_on_error(files: Files, world_sizes: Mapping[SaveId, int]) -> Iterator[None]:
-    """Remove segments again on any error in the block."""
     try:
         yield
     except BaseException:

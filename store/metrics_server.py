@@ -132,7 +132,6 @@ class ServedMetrics:
             _log.error("no metrics %s: %s", self.whose, error)
 
     def close(self) -> None:
-        """Close the endpoint."""
         if self._server is not None:
             self._server.close()
             self._server = None

@@ -103,7 +103,6 @@ class Resolution:
         return FragmentIndex(self.sources())
 
     def sources(self) -> Iterable[Source]:
-        """Yield all stored fragments of all versions."""
         for version in self.versions.values():
             yield from version.sources
 

@@ -155,8 +155,6 @@ class BlockPass:
 
 
 class _CountingFiles:
-    """Files that report the bytes read."""
-
     def __init__(self, files: Readable, progress: Progress) -> None:
         self._files, self._progress = files, progress
 
@@ -187,15 +185,13 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class Extent:
-    """Elements [start, stop) of a flattened (fqn, slot), or a box, from byte ``offset`` of a block, little-endian.
-
-    ``dtype`` is a safetensors name. Implements :class:`store.fragments.Span`."""
+    """Elements of a (fqn, slot), little-endian, from byte ``offset`` of a block: a :class:`store.fragments.Span`."""
 
     fqn: str
     slot: str
     start: int
     stop: int
-    dtype: str
+    dtype: str  # safetensors name
     block: Block
     offset: int
     box: Box | None = None  # in a checkpoint None: see `put_together`

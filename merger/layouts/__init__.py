@@ -46,7 +46,6 @@ def layout_for(checkpoint: Checkpoint, target: Target) -> Layout:
 
 
 def _require_used(checkpoint: Checkpoint, target: Target, name: str) -> None:
-    """Raise UsageError for settings that the layout would ignore."""
     unused = []
     for setting, layouts in _LAYOUTS_OF.items():
         if getattr(target, setting) is None:

@@ -86,7 +86,6 @@ class Model:
 
     @cached_property
     def auxiliary(self) -> tuple[str, ...]:
-        """Names of the layers that are no block."""
         return tuple(layer.name for layer in self.layers if not layer.block)
 
     @cached_property

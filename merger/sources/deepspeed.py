@@ -8,6 +8,7 @@ nor one outside the blocks is found, and gaps in a list of single modules may be
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from merger.checkpoint import Checkpoint, RankState, config_section, gradient_cl
 from merger.io.blocks import Damage, Extent
 from merger.layers import group_layers
 from merger.layouts.deepspeed_facts import ACCUMULATION, batch_of, slice_numel, slice_pieces
-from merger.sources.base import FileTensor, Nest, read_values
+from merger.sources.base import FileTensor, Nest, checked_name, read_name, read_values
 from merger.sources.certificates import NamedTensor, apply_merge_certificates, assemble_checkpoint
-from merger.sources.deepspeed_files import RankFiles, Tags, is_checkpoint, read_files
+from merger.sources.deepspeed_files import WHOLE_MODEL, RankFiles, is_checkpoint, read_files, step_of
 from merger.sources.deepspeed_zero import OptimizerContents, Shape, param_shapes, read_zero3, read_zero12
 from merger.sources.torch_file import StandIn
 from store.errors import DamagedError, MergeError, UnsupportedError
 from store.names import BUFFER, FROZEN
+from store.storage.local import LocalFiles
 from store.text import counted, listed
 
 _ADAPTER = "lora_"
@@ -342,19 +344,77 @@ class DeepSpeedSource:
 
     kind = "deepspeed"
     latest = "latest"  # file that names the newest one
-    is_one = staticmethod(is_checkpoint)
+    is_one = staticmethod(is_checkpoint)  # whether a directory is a checkpoint
 
     def __init__(self, root: Path, files: Path | None = None) -> None:
-        self._tags, self._files = Tags(root.absolute(), self.latest, self.is_one), files
+        self.root, self._files = root.absolute(), files
 
     def steps(self) -> tuple[int, ...]:
-        return self._tags.steps()
+        """Return the steps that tags name, newest first."""
+        tags = [self.root.name] if self.is_one(self.root) else self._tags()
+        found = {step for step in map(step_of, tags) if step is not None}
+        return tuple(sorted(found, reverse=True))
 
     def checkpoint(self, step: int | str | None, _: Set[Damage] = frozenset()) -> Checkpoint:
-        files, optimized = self._read(self._tags.folder(step))
+        files, optimized = self._read(self._folder(step))
         built = build_checkpoint(files, param_shapes(files.model), optimized, self._files)
-        return self._tags.verified(apply_merge_certificates(built, files), step)
+        return self._verified(apply_merge_certificates(built, files), step)
 
     def _read(self, folder: Path) -> tuple[RankFiles, OptimizerContents]:
         files = read_files(folder)
         return files, read_zero3(files) if files.stage == 3 else read_zero12(files)
+
+    def _tags(self) -> list[str]:
+        """Return the names of all checkpoints in the directory, without links."""
+        paths = (self.root / name for name in LocalFiles(self.root).list_dir(""))
+        return [path.name for path in paths if not path.is_symlink() and self.is_one(path)]
+
+    def _folder(self, step: int | str | None) -> Path:
+        """Return the directory of the checkpoint at a step or tag, or of the newest for None.
+
+        Raises MergeError, naming the existing ones, if it does not exist or leads elsewhere."""
+        if self.is_one(self.root):
+            if step is not None and not _means(step, self.root.name):
+                raise MergeError(f"{self.root} is one checkpoint, and not {step}; name its parent directory")
+            return self.root
+        tag = read_name(self.root, self.latest) if step is None else str(step)
+        if tag is None:
+            raise MergeError(f"{self.root} has no file {self.latest!r}: name one of its checkpoints, {self._names()}")
+        if step is not None:
+            tag = next((one for one in self._tags() if _means(step, one)), tag)
+        name = checked_name(tag, "the requested tag")
+        folder = self.root / name
+        if folder.is_symlink() or not self.is_one(folder):
+            by = f", which {self.latest} names" if step is None else ""
+            raise MergeError(f"{self.root} has no checkpoint {name}{by}{_why_none(folder)}; there are: {self._names()}")
+        return folder
+
+    def _verified(self, checkpoint: Checkpoint, step: int | str | None) -> Checkpoint:
+        """Return the checkpoint of ``step`` if its own step counter agrees with its directory's name.
+
+        Raises MergeError if not; adds a problem if the directory itself was named, so no step was requested."""
+        tag = checkpoint.certificate.save
+        step_in_name = step_of(tag)
+        if step_in_name in (None, checkpoint.step):
+            return checkpoint
+        line = f"{checkpoint.origin} is called after step {step_in_name} and holds step {checkpoint.step}"
+        if step is None and self.is_one(self.root):
+            return replace(checkpoint, problems=(*checkpoint.problems, line))
+        raise MergeError(f"{line}: restore its name, or name that directory itself to merge it as it is")
+
+    def _names(self) -> str:
+        links = [path.name for path in self.root.iterdir() if path.is_symlink() and self.is_one(path)]
+        none = f"none, apart from the symbolic links {listed(sorted(links), 6)}" if links else "none"
+        return listed(self._tags(), 6) or none
+
+
+def _means(step: int | str, tag: str) -> bool:
+    return str(step) == tag or (step_of(tag) is not None and str(step) == str(step_of(tag)))
+
+
+def _why_none(folder: Path) -> str:
+    if folder.is_symlink():
+        return f": it is a symbolic link to {folder.readlink()}, and tags are not followed; name that directory itself"
+    if folder.is_dir():
+        return f": the directory has no model states ({WHOLE_MODEL} or zero_pp_rank_0_{WHOLE_MODEL})"
+    return ""

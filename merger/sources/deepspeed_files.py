@@ -7,15 +7,14 @@ the optimizer's slots only as far as they lie in the same file as the masters.""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from merger.checkpoint import Checkpoint
 from merger.io.blocks import Block, Extent, read_chunks
-from merger.sources.base import FileTensor, Nest, checked_name, read_name
+from merger.sources.base import FileTensor, Nest
 from merger.sources.torch_file import StandIn, read_pt
 from merger.tensors import memory_of, torch_dtype
 from store.errors import MergeError, UnsupportedError
@@ -309,77 +308,7 @@ def refuse(blocks: Iterable[Block], why: str) -> NoReturn:
     raise MergeError(why)
 
 
-@dataclass(frozen=True)
-class Tags:
-    """A directory of checkpoints, or one checkpoint."""
-
-    root: Path
-    latest: str  # file that names the newest
-    is_one: Callable[[Path], bool]  # whether a directory is a checkpoint
-
-    def all(self) -> list[str]:
-        """Return the names of all checkpoints in the directory, without links."""
-        paths = (self.root / name for name in LocalFiles(self.root).list_dir(""))
-        return [path.name for path in paths if not path.is_symlink() and self.is_one(path)]
-
-    def steps(self) -> tuple[int, ...]:
-        """Return the steps that tags name, newest first."""
-        tags = [self.root.name] if self.is_one(self.root) else self.all()
-        found = {step for step in map(step_of, tags) if step is not None}
-        return tuple(sorted(found, reverse=True))
-
-    def folder(self, step: int | str | None) -> Path:
-        """Return the directory of the checkpoint at a step or tag, or of the newest for None.
-
-        Raises MergeError, naming the existing ones, if it does not exist or leads elsewhere."""
-        if self.is_one(self.root):
-            if step is not None and not _means(step, self.root.name):
-                raise MergeError(f"{self.root} is one checkpoint, and not {step}; name its parent directory")
-            return self.root
-        tag = read_name(self.root, self.latest) if step is None else str(step)
-        if tag is None:
-            raise MergeError(f"{self.root} has no file {self.latest!r}: name one of its checkpoints, {self._names()}")
-        if step is not None:
-            tag = next((one for one in self.all() if _means(step, one)), tag)
-        name = checked_name(tag, "the requested tag")
-        folder = self.root / name
-        if folder.is_symlink() or not self.is_one(folder):
-            by = f", which {self.latest} names" if step is None else ""
-            raise MergeError(f"{self.root} has no checkpoint {name}{by}{_why_none(folder)}; there are: {self._names()}")
-        return folder
-
-    def verified(self, checkpoint: Checkpoint, step: int | str | None) -> Checkpoint:
-        """Return the checkpoint of ``step`` if its own step counter agrees with its directory's name.
-
-        Raises MergeError if not; adds a problem if the directory itself was named, so no step was requested."""
-        tag = checkpoint.certificate.save
-        step_in_name = step_of(tag)
-        if step_in_name in (None, checkpoint.step):
-            return checkpoint
-        line = f"{checkpoint.origin} is called after step {step_in_name} and holds step {checkpoint.step}"
-        if step is None and self.is_one(self.root):
-            return replace(checkpoint, problems=(*checkpoint.problems, line))
-        raise MergeError(f"{line}: restore its name, or name that directory itself to merge it as it is")
-
-    def _names(self) -> str:
-        links = [path.name for path in self.root.iterdir() if path.is_symlink() and self.is_one(path)]
-        none = f"none, apart from the symbolic links {listed(sorted(links), 6)}" if links else "none"
-        return listed(self.all(), 6) or none
-
-
-def _why_none(folder: Path) -> str:
-    if folder.is_symlink():
-        return f": it is a symbolic link to {folder.readlink()}, and tags are not followed; name that directory itself"
-    if folder.is_dir():
-        return f": the directory has no model states ({WHOLE_MODEL} or zero_pp_rank_0_{WHOLE_MODEL})"
-    return ""
-
-
 def step_of(tag: str) -> int | None:
     """Return the step in a tag of DeepSpeed's own naming."""
     found = _STEP_TAG.fullmatch(tag)
     return int(found[1]) if found else None
-
-
-def _means(step: int | str, tag: str) -> bool:
-    return str(step) == tag or (step_of(tag) is not None and str(step) == str(step_of(tag)))

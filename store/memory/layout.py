@@ -79,7 +79,6 @@ class Generation:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def owner(self, rank: int) -> Path:
-        """Path of the file that a rank's process locks."""
         return self.folder / f"rank-{rank:05d}.owner"
 
     def is_replica(self, rank: int) -> bool:
@@ -92,11 +91,9 @@ class Generation:
         return self.folder / f"rank-{rank:05d}.{slot}.payload"
 
     def record(self, rank: int, slot: int) -> Path:
-        """Path of the record that makes a payload a version."""
         return self.folder / f"rank-{rank:05d}.{slot}.json"
 
     def unsealed(self, rank: int, slot: int) -> Path:
-        """Path of a record that is being written."""
         return self.record(rank, slot).with_suffix(".new")
 
     def of(self, rank: int) -> tuple[Path, ...]:
