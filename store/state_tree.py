@@ -253,7 +253,9 @@ def _decode_tagged(
     like = tree.get("like", "")
     if like not in _LIKE:
         raise ValueError(f"unknown kind of tensor {like!r}")
-    leaf = replace(leaves[_index(value, len(leaves))], kind=tag, like=like, order=tuple(tree.get("order", ())))
+    if type(value) is not int or not 0 <= value < len(leaves):
+        raise ValueError(f"leaf {value!r} of {len(leaves)}")
+    leaf = replace(leaves[value], kind=tag, like=like, order=tuple(tree.get("order", ())))
     if leaf.order and sorted(leaf.order) != list(range(len(leaf.shape))):
         raise ValueError(f"the order {leaf.order} of {len(leaf.shape)} dimensions")
     return _decode_leaf(leaf, from_leaf)
@@ -280,12 +282,6 @@ def _decode_leaf(leaf: Leaf, from_leaf: FromLeaf) -> Any:
     if leaf.kind == "numpy":
         return array[()]
     raise ValueError(f"unknown tag {leaf.kind!r}")
-
-
-def _index(value: Any, count: int) -> int:
-    if type(value) is not int or not 0 <= value < count:
-        raise ValueError(f"leaf {value!r} of {count}")
-    return value
 
 
 def leaf_bytes(dtype: str, shape: Sequence[int]) -> int:

@@ -179,7 +179,11 @@ def read_lines(data: Iterable[bytes]) -> Trace:
 
 def iter_lines(data: Iterable[bytes]) -> Iterator[Line | None]:
     """Parse lines lazily; None for each invalid line."""
-    return (_parse_line(raw) for raw in data if raw.strip())
+    for raw in filter(bytes.strip, data):
+        try:
+            yield _LINE.validate_python(json.loads(raw))
+        except ValueError:  # not JSON, or ValidationError
+            yield None
 
 
 def fits(line: Line, units: int) -> bool:
@@ -213,10 +217,3 @@ def incarnations(trace: Trace) -> Iterator[tuple[JobLine, tuple[Line, ...]]]:
             rest.append(line)
     if job is not None:
         yield job, tuple(rest)
-
-
-def _parse_line(raw: bytes) -> Line | None:
-    try:
-        return _LINE.validate_python(json.loads(raw))
-    except ValueError:  # not JSON, or ValidationError
-        return None
