@@ -224,7 +224,7 @@ def assemble_checkpoint(
             save=place.name,
             step=step,
             exact=False,
-            units=_units_of_one_step(place, step, home, index),
+            units=units_of_one_step(place, step, home, index),
             problems=problems,
             as_found=not problems,
             unvouched=len(unvouched),
@@ -237,7 +237,7 @@ def assemble_checkpoint(
     return checkpoint
 
 
-def _units_of_one_step(
+def units_of_one_step(
     place: Path, step: int, home: Mapping[str, str], index: FragmentIndex[Extent]
 ) -> tuple[CertifiedUnit, ...]:
     """Certify that every (layer, slot) is of ``step`` and stored as it was. ``home``: layer of each tensor."""

@@ -16,8 +16,9 @@ from merger.layouts.base import LayoutResult, Target, model_names, strip_wrapper
 from merger.layouts.huggingface import hf_layout, hf_weights
 from merger.merge import merge
 from merger.recipe.parse import read_recipe
-from merger.sources.certificates import certificate
+from merger.sources.certificates import units_of_one_step
 from merger.writers.safetensors import SafetensorsFile
+from store.certificate import Certificate
 from store.errors import MergeError, UnsupportedError, UsageError
 from store.fragments import FragmentIndex
 from tests.support.described import described, tensor
@@ -260,7 +261,9 @@ def bf16_run() -> Checkpoint:
         for (_, slot), found in run.index.names().items()
         for extent in found
     )
-    made = certificate("global_step10", 10, "here", tensors, run.index, unvouched=9)
+    home = {fqn: record.layer for fqn, record in tensors.items()}
+    units = units_of_one_step(Path("global_step10"), 10, home, run.index)
+    made = Certificate("", "global_step10", 10, exact=False, units=units, problems=(), as_found=True, unvouched=9)
     return replace(run, tensors=tensors, index=FragmentIndex(extents), certificate=made)
 
 
