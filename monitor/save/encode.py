@@ -26,6 +26,7 @@ from monitor.observe.units import UnitLayout
 from monitor.save.torch_codecs import EncodedCopy, EncodingLoss, encoder_named, in_range
 from store.encoding import BF16, BF16_SCALED, CHUNK, Encoding, encoding_named
 from store.encoding.base import Bytes
+from store.encoding.bfloat16 import LEAST
 from store.encoding.compression import FEW
 from store.encoding.stream import EncodedEntry, Packing
 from store.errors import SaveError
@@ -387,14 +388,21 @@ def encode_gradient(
 
 
 def _is_bfloat16(copy: torch.Tensor, factor: float) -> bool:
-    """Return whether all values are finite and, to the bit, those of bfloat16 times ``factor``."""
-    room = min(_PIECE, copy.numel())
+    """Return whether all values are finite and, to the bit, those of bfloat16 times ``factor``.
+
+    Unless that is 1, there may be nothing subnormal, which threads may take for 0."""
+    if not LEAST <= factor <= 1.0 / LEAST:
+        return False
+    room, least = min(_PIECE, copy.numel()), int(np.float32(LEAST * max(1.0, factor)).view("<i4")) - 1
     halves, back = torch.empty(room, dtype=torch.bfloat16), torch.empty(room)
     for part in chain([copy[:_FIRST]], torch.split(copy, _PIECE)):
         again = back[: part.numel()]
         again.copy_(_halved(part, factor, halves, back))
         again.mul_(factor)
-        if not (torch.equal(again.view(torch.int32), part.view(torch.int32)) and bool(part.sum().isfinite())):
+        bits = again.view(torch.int32)
+        if not (torch.equal(bits, part.view(torch.int32)) and bool(part.sum().isfinite())):
+            return False
+        if factor != 1.0 and int(bits.sub_(1).bitwise_and_(0x7FFFFFFF).min()) < least:  # 0 and -0 become the largest
             return False
     return True
 

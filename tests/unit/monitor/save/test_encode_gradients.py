@@ -91,6 +91,34 @@ def test_other_dtypes_are_as_they_are(dtype: torch.dtype) -> None:
     assert (made.encoding, len(data)) == ("raw", values.nbytes)
 
 
+@pytest.mark.parametrize(
+    ("half", "factor"),
+    [(1.5 * 2.0**-125, FACTOR / 4), (2.0**-130, 1000.3), (2.0**20, 1e-40), (2.0**-120, FACTOR)],
+    ids=["products", "values", "factor", "none"],
+)
+def test_threads_that_flush_subnormals_read_the_same_bits(half: float, factor: float) -> None:
+    factor = float(np.float32(factor))
+    values = torch.tensor([half, 0.3]).repeat(500).bfloat16().float().mul(factor)
+    values[::7], values[::11] = 0.0, -0.0
+    made, data = encoded(values, factor)
+    assert made.encoding == ("bf16-scaled" if half == 2.0**-120 else "raw")
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this machine cannot flush subnormals")
+    try:
+        packed = isinstance(made.data, EncodedEntry) and made.data.packing is not None
+        read = decode_entry(reader(data), values.numel(), made.dtype, encoding_named(made.encoding), packed=packed)
+        back = b"".join(chunk.tobytes() for chunk in read)
+    finally:
+        torch.set_flush_denormal(False)
+    assert back == values.numpy().tobytes()
+
+
+@pytest.mark.parametrize("factor", [0.0, -0.0, float("inf"), float("nan"), 1e-45, 3e38, -0.5])
+def test_a_factor_that_nothing_can_be_divided_by_leaves_them_raw(factor: float) -> None:
+    assert encoded(torch.randn(1000), factor)[0].encoding == "raw"
+    assert encoded(torch.full((1000,), float("nan")), factor)[0].encoding == "raw"
+
+
 def test_few_elements_that_are_not_0_take_little_without_a_setting() -> None:
     values = torch.zeros(300_000)
     chosen = torch.randperm(values.numel(), generator=torch.Generator().manual_seed(1))[:3000]

@@ -114,6 +114,12 @@ def test_a_scaled_value_that_is_not_finite_is_damage(half: int) -> None:
         ScaledBf16().decode(scaled(0.5, 0x3F80, half), 2, "F32")
 
 
+@pytest.mark.parametrize("factor", [0.0, -0.5, 1e-39, 2.0**127, float("inf"), float("nan")])
+def test_a_factor_that_is_never_written_is_damage(factor: float) -> None:
+    with pytest.raises(DamagedError, match="factor"):
+        ScaledBf16().decode(scaled(factor, 0x3F80), 1, "F32")
+
+
 def test_no_setting_chooses_scaled_values() -> None:
     assert encoding_named("bf16-scaled") == ScaledBf16()
     assert "bf16-scaled" not in (*ENCODINGS, *WRITABLE)
