@@ -375,9 +375,10 @@ def encode_gradient(
 
     In two bytes an element where float32 values are those of bfloat16, or those times ``factor``; packed with zstd's
     ``level``, and without one if few of them seem not to be 0."""
-    name, dtype, sample = RAW, dtype_name(copy.dtype), copy[:: -(-copy.numel() // _SAMPLE) or 1]
-    sparse = int(sample.count_nonzero()) * FEW <= sample.numel()
-    if copy.dtype == torch.float32:
+    name, dtype = RAW, dtype_name(copy.dtype)
+    sample = np.frombuffer(as_bytes(copy), f"<u{copy.element_size()}")[:: -(-copy.numel() // _SAMPLE) or 1]
+    sparse = np.count_nonzero(sample) * FEW <= sample.size
+    if copy.dtype == torch.float32 and copy.numel():
         name = next((one for one, by in ((BF16, 1.0), (BF16_SCALED, factor)) if _is_bfloat16(copy, by)), RAW)
     data: Data = as_bytes(copy)
     if name != RAW or sparse or level is not None:

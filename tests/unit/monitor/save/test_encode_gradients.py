@@ -119,6 +119,22 @@ def test_a_factor_that_nothing_can_be_divided_by_leaves_them_raw(factor: float) 
     assert encoded(torch.full((1000,), float("nan")), factor)[0].encoding == "raw"
 
 
+@pytest.mark.parametrize("level", [None, 1])
+def test_nothing_is_written_of_an_empty_tensor(level: int | None) -> None:
+    assert encoded(torch.empty(0), FACTOR, level)[1] == b""
+    assert encoded(torch.empty(0, dtype=torch.bool), FACTOR, level)[1] == b""
+
+
+@pytest.mark.parametrize("level", [None, 1])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bool, torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.int64, torch.complex64],
+)
+def test_buffers_are_of_any_dtype(dtype: torch.dtype, level: int | None) -> None:
+    for bits in (torch.ones(800, dtype=torch.uint8), torch.zeros(800, dtype=torch.uint8)):
+        assert encoded(bits.view(dtype), FACTOR, level)[0].encoding == "raw"
+
+
 def test_few_elements_that_are_not_0_take_little_without_a_setting() -> None:
     values = torch.zeros(300_000)
     chosen = torch.randperm(values.numel(), generator=torch.Generator().manual_seed(1))[:3000]
