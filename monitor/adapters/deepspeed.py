@@ -157,13 +157,16 @@ class _SteppedAdapter(ZeroAdapter):
         return groups, pieces, self._factor()
 
     def _factor(self) -> torch.Tensor | float:
-        """Return what ``unscale_and_clip_grads`` multiplies by; of the same types, since the last bit counts."""
+        """Return what ``unscale_and_clip_grads`` multiplies by; of the same types, since the last bit counts.
+
+        Without asking a device for a number, for which training would wait."""
         scale, clip, norm = (
             getattr(self._zero, name, 0.0) for name in ("loss_scale", "clip_grad", "_global_grad_norm")
         )
+        scale = scale or 1.0  # a wrapper without loss scale has 0.0 here
         if clip and isinstance(norm, torch.Tensor):
             scale = torch.clamp((norm + 1e-6) / clip, min=1.0) * scale
-        return 1.0 / scale if scale else 1.0
+        return 1.0 / scale
 
     def new_gradients(self, number: int) -> list[Gradient]:  # noqa: ARG002
         made = [(flat, torch.zeros_like(flat.tensor)) for flat in self.flats()]

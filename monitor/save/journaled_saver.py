@@ -195,7 +195,9 @@ class JournaledSaver(Saver):
 
     def _copy_step(self, number: int) -> str | None:
         step = self._step
-        groups, pieces, step.factor = self._job.adapter.step_inputs(number)
+        groups, pieces, factor = self._job.adapter.step_inputs(number)
+        # Copied as the gradients are: to ask the device for it later would wait for what training has queued since.
+        step.factor = torch.as_tensor(factor, dtype=torch.float32).to("cpu", non_blocking=self._pinned)
         if {fqn for group in step.groups for fqn in group["params"]} & {fqn for one in groups for fqn in one["params"]}:
             return "an optimizer took two steps between two calls of ckpt.step()"
         step.rng = step.rng or capture_rng()
@@ -241,8 +243,7 @@ class JournaledSaver(Saver):
             if copied is not None:
                 copied.synchronize()
             tree, leaves = encode()
-            factor = float(torch.as_tensor(made.factor, dtype=torch.float32))
-            encode_one = partial(encode_gradient, factor=factor, level=level)
+            encode_one = partial(encode_gradient, factor=float(made.factor), level=level)
             fragments = [encode_one(records[one.fqn].layer, one, copy) for one, copy in made.copies]
             self._write(replace(draft, fragments=fragments, run_state=tree, run_leaves=leaves))
 
