@@ -49,13 +49,16 @@ def reduce_topk(state: TopK, bucket: dist.GradBucket) -> torch.futures.Future[to
             places = remainder.abs().topk(max(1, int(state.share * remainder.numel()))).indices
             values = remainder[places]
             remainder[places] = 0.0
-            gradient.zero_().view(-1).index_add_(0, _gathered(places), _gathered(values) / dist.get_world_size())
+            total = torch.zeros_like(remainder)
+            for where, what in zip(_gathered(places), _gathered(values), strict=True):
+                total[where] += what / dist.get_world_size()  # rank by rank: all at once, a GPU adds in any order
+            gradient.copy_(total.view_as(gradient))
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     done.set_result(bucket.buffer())
     return done
 
 
-def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+def _gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
     found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(found, tensor)
-    return torch.cat(found)
+    return found
