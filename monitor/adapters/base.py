@@ -218,9 +218,11 @@ class Adapter(Protocol):
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         """Return the optimizers whose steps change the state."""
 
-    def step_inputs(self, number: int) -> tuple[list[dict[str, Any]], list[Piece]]:
-        """Return what optimizer ``number`` begins a step with: param groups as in :meth:`run_state`, and the gradients
-        that this rank saves. Called by its pre-step hook, several times in a step that goes from part to part."""
+    def step_inputs(self, number: int) -> tuple[list[dict[str, Any]], list[Piece], torch.Tensor | float]:
+        """Return what optimizer ``number`` begins a step with: param groups as in :meth:`run_state`, the gradients that
+        this rank saves, and what they were multiplied by after their reduction, as far as is known (1.0 if not).
+
+        Called by its pre-step hook, several times in a step that goes from part to part."""
 
     def new_gradients(self, number: int) -> list[Gradient]:
         """Return memory for the gradients of all that optimizer ``number`` updates, with zeros where no piece is."""

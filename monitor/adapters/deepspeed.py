@@ -144,14 +144,29 @@ class _SteppedAdapter(ZeroAdapter):
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         return [self._base_optimizer]
 
-    def step_inputs(self, number: int) -> tuple[list[dict[str, Any]], list[Piece]]:  # noqa: ARG002
+    def step_inputs(
+        self,
+        number: int,  # noqa: ARG002
+    ) -> tuple[list[dict[str, Any]], list[Piece], torch.Tensor | float]:
         # Within a step the base optimizer has only the param groups, or the parameters, that are updated now.
         flats, groups, pieces = {id(flat.tensor): flat for flat in self._listed}, [], list[Piece]()
         for group in self._base_optimizer.param_groups:
             found = [flats[id(one)] for one in group["params"]]
             groups += [describe_group((fqn for flat in found for fqn in flat.fqns), group)] if found else []
             pieces += (piece for flat in found for piece in _pieces(flat, flat.tensor.grad))
-        return groups, pieces
+        return groups, pieces, self._factor()
+
+    def _factor(self) -> torch.Tensor | float:
+        """Return what ``unscale_and_clip_grads`` multiplies by; of the same types, since the last bit counts.
+
+        Without asking a device for a number, for which training would wait."""
+        scale, clip, norm = (
+            getattr(self._zero, name, 0.0) for name in ("loss_scale", "clip_grad", "_global_grad_norm")
+        )
+        scale = scale or 1.0  # a wrapper without loss scale has 0.0 here
+        if clip and isinstance(norm, torch.Tensor):
+            scale = torch.clamp((norm + 1e-6) / clip, min=1.0) * scale
+        return 1.0 / scale
 
     def new_gradients(self, number: int) -> list[Gradient]:  # noqa: ARG002
         made = [(flat, torch.zeros_like(flat.tensor)) for flat in self.flats()]

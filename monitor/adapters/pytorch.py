@@ -280,7 +280,7 @@ class PyTorchAdapter(OneStage):
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         return self._optimizers
 
-    def step_inputs(self, number: int) -> tuple[list[dict[str, Any]], list[Piece]]:
+    def step_inputs(self, number: int) -> tuple[list[dict[str, Any]], list[Piece], torch.Tensor | float]:
         groups = self._groups_of(number)
         gradients = (
             self._replica(fqn, GRADIENT, parameter.grad)
@@ -288,7 +288,7 @@ class PyTorchAdapter(OneStage):
             for fqn, parameter in zip(fqns, group["params"], strict=True)
             if parameter.grad is not None
         )
-        return [describe_group(*group) for group in groups], partition_replicas(gradients)
+        return [describe_group(*group) for group in groups], partition_replicas(gradients), 1.0
 
     def new_gradients(self, number: int) -> list[Gradient]:
         trained = (

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -24,13 +24,15 @@ from monitor.adapters.module_tensors import as_bytes, dtype_name
 from monitor.observe.drift_meter import Signature
 from monitor.observe.units import UnitLayout
 from monitor.save.torch_codecs import EncodedCopy, EncodingLoss, encoder_named, in_range
-from store.encoding import CHUNK, Encoding, encoding_named
+from store.encoding import BF16, BF16_SCALED, CHUNK, Encoding, encoding_named
 from store.encoding.base import Bytes
+from store.encoding.bfloat16 import LEAST
+from store.encoding.compression import FEW
 from store.encoding.stream import EncodedEntry, Packing
 from store.errors import SaveError
 from store.names import BUFFER, FROZEN, RAW, Fragment, SaveId, Unit
 from store.schema import MeasureRecord
-from store.segment import StagedFragment
+from store.segment import Data, StagedFragment
 
 LEVELS: tuple[int | None, ...] = (None, 1, 3, 6)
 """zstd levels in rising order. Above 6, byte planes of training state hardly get smaller for the time it takes."""
@@ -43,6 +45,9 @@ _REST = 16  # saves without deltas of a fragment after a delta did not pay
 _PAYS = 0.9  # a first delta larger than this share of its base does not pay
 
 _LEAST_SUM = 1e-20  # Float32 sums of squares above this lose less than float32 precision to squares that underflow
+
+_FIRST, _PIECE = 1 << 8, 1 << 17  # elements of a gradient that are looked at together: mostly the first ones tell
+_SAMPLE = 1 << 12  # elements of a gradient that tell whether few are not 0
 
 Setting = Literal["auto", "none"] | int
 
@@ -361,3 +366,61 @@ def squared(values: torch.Tensor) -> float:
             square = float(torch.dot(wide, wide))
         total += square
     return total
+
+
+def encode_gradient(
+    layer: str, fragment: Fragment, copy: torch.Tensor, *, factor: float, level: int | None
+) -> StagedFragment:
+    """Return a fragment of a record of the journal as it is stored, without loss.
+
+    In two bytes an element where float32 values are those of bfloat16, or those times ``factor``; packed with zstd's
+    ``level``, and without one if few of them seem not to be 0."""
+    name, dtype = RAW, dtype_name(copy.dtype)
+    sample = np.frombuffer(as_bytes(copy), f"<u{copy.element_size()}")[:: -(-copy.numel() // _SAMPLE) or 1]
+    sparse = np.count_nonzero(sample) * FEW <= sample.size
+    if copy.dtype == torch.float32 and copy.numel():
+        name = next((one for one, by in ((BF16, 1.0), (BF16_SCALED, factor)) if _is_bfloat16(copy, by)), RAW)
+    data: Data = as_bytes(copy)
+    if name != RAW or sparse or level is not None:
+        chunks = partial(_raw_chunks, copy) if name == RAW else partial(_bfloat16_chunks, copy, factor, name)
+        packing = Packing(level or 1) if sparse or level is not None else None
+        data = EncodedEntry(encoding_named(name), fragment.numel, dtype, chunks, packing)
+    return StagedFragment(layer, **fragment._asdict(), dtype=dtype, encoding=name, data=data)
+
+
+def _is_bfloat16(copy: torch.Tensor, factor: float) -> bool:
+    """Return whether all values are finite and, to the bit, those of bfloat16 times ``factor``.
+
+    Unless that is 1, there may be nothing subnormal, which threads may take for 0."""
+    if not LEAST <= factor <= 1.0 / LEAST:
+        return False
+    room, least = min(_PIECE, copy.numel()), int(np.float32(LEAST * max(1.0, factor)).view("<i4")) - 1
+    halves, back = torch.empty(room, dtype=torch.bfloat16), torch.empty(room)
+    for part in chain([copy[:_FIRST]], torch.split(copy, _PIECE)):
+        again = back[: part.numel()]
+        again.copy_(_halved(part, factor, halves, back))
+        again.mul_(factor)
+        bits = again.view(torch.int32)
+        if not (torch.equal(bits, part.view(torch.int32)) and bool(part.sum().isfinite())):
+            return False
+        if factor != 1.0 and int(bits.sub_(1).bitwise_and_(0x7FFFFFFF).min()) < least:  # 0 and -0 become the largest
+            return False
+    return True
+
+
+def _halved(part: torch.Tensor, factor: float, halves: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
+    """Return the values over ``factor``, as bfloat16, at the beginning of ``halves``."""
+    quotient = part if factor == 1.0 else torch.mul(part, 1.0 / factor, out=scratch[: part.numel()])
+    return halves[: part.numel()].copy_(quotient)
+
+
+def _bfloat16_chunks(copy: torch.Tensor, factor: float, name: str) -> Iterator[Bytes]:
+    """Yield the chunks of an encoding that can hold the values. A chunk is valid until the next one."""
+    head = np.array([factor] * (name == BF16_SCALED), "<f4").view(np.uint8)
+    data, scratch = torch.empty(head.size + 2 * min(CHUNK, copy.numel()), dtype=torch.uint8), torch.empty(_PIECE)
+    data[: head.size] = torch.from_numpy(head)
+    by, halves = factor if head.size else 1.0, data[head.size :].view(torch.bfloat16)
+    for values in torch.split(copy, CHUNK):
+        for part, half in zip(torch.split(values, _PIECE), torch.split(halves, _PIECE), strict=False):
+            _halved(part, by, half, scratch)
+        yield data.numpy()[: head.size + 2 * values.numel()]

@@ -20,27 +20,25 @@ import torch
 
 from monitor.adapters.base import Piece, sample, weights_of
 from monitor.adapters.identity import version_of
-from monitor.adapters.module_tensors import as_bytes, dtype_name
 from monitor.background import BackgroundWorker
 from monitor.context import JobContext
 from monitor.events import BackgroundFailureEvent
 from monitor.observe.units import LocalUnit
 from monitor.run_state import CapturedState, begin_tree, capture_rng, capture_run_state
+from monitor.save.encode import encode_gradient
 from monitor.save.save_task import Finish
 from monitor.save.saver import Saver
 from monitor.save.store_session import StoreSession
 from monitor.types import DecisionResult
 from store.certificate import Certificate
-from store.encoding import BF16
 from store.errors import UnsupportedError, UsageError
 from store.journal import CONTINUES, PLAN, SAMPLE, STEPPED, prune_journal
-from store.names import BUFFER, FROZEN, JOURNAL, RAW, SEGMENTS, Fragment, SaveId, Unit, segment_dir
-from store.segment import SegmentDraft, StagedFragment, write_segment
+from store.names import BUFFER, FROZEN, JOURNAL, SEGMENTS, Fragment, SaveId, Unit, segment_dir
+from store.segment import SegmentDraft, write_segment
 from store.session import require_present
 from store.storage.atomic import ensure_dir
 
 _AHEAD, _BYTES = 2, 1 << 28  # records that may be under way; more, while they take no more bytes than that
-_FIRST, _CHUNK = 1 << 8, 1 << 16  # elements that are looked at together: mostly the first ones tell
 _CHANGED = "weights or optimizer state were changed by other means than the optimizer's step"
 _PATIENCE = 0.2  # seconds that training waits for a record to be written, before it goes on without the journal
 
@@ -53,6 +51,7 @@ class _Step:
     groups: list[Mapping[str, Any]] = field(default_factory=list)
     rng: Mapping[str, Any] | None = None
     copies: list[tuple[Fragment, torch.Tensor]] = field(default_factory=list)
+    factor: torch.Tensor | float = 1.0  # that the gradients were multiplied by
 
 
 class JournaledSaver(Saver):
@@ -196,7 +195,9 @@ class JournaledSaver(Saver):
 
     def _copy_step(self, number: int) -> str | None:
         step = self._step
-        groups, pieces = self._job.adapter.step_inputs(number)
+        groups, pieces, factor = self._job.adapter.step_inputs(number)
+        # Copied as the gradients are: to ask the device for it later would wait for what training has queued since.
+        step.factor = torch.as_tensor(factor, dtype=torch.float32).to("cpu", non_blocking=self._pinned)
         if {fqn for group in step.groups for fqn in group["params"]} & {fqn for one in groups for fqn in one["params"]}:
             return "an optimizer took two steps between two calls of ckpt.step()"
         step.rng = step.rng or capture_rng()
@@ -235,13 +236,15 @@ class JournaledSaver(Saver):
             copied.record()
         facts = {CONTINUES: sorted(names)} if rank == 0 else {}
         store_id, size = self._session.catalog.store_id, self._group.world_size
+        level = 1 if job.config.packing == "auto" else None if job.config.packing == "none" else job.config.packing
         draft, records = SegmentDraft(store_id, save, rank, size, PLAN, (), None, (), facts), job.table.tensor_records()
 
         def write() -> None:
             if copied is not None:
                 copied.synchronize()
             tree, leaves = encode()
-            fragments = [_staged(records[one.fqn].layer, one, copy) for one, copy in made.copies]
+            encode_one = partial(encode_gradient, factor=float(made.factor), level=level)
+            fragments = [encode_one(records[one.fqn].layer, one, copy) for one, copy in made.copies]
             self._write(replace(draft, fragments=fragments, run_state=tree, run_leaves=leaves))
 
         self._last = self._recorder.submit(write)
@@ -311,13 +314,3 @@ class JournaledSaver(Saver):
     def _give_back(self, made: _Step) -> None:
         for fragment, copy in made.copies:
             self._free[fragment].append(copy)
-
-
-def _staged(layer: str, fragment: Fragment, copy: torch.Tensor) -> StagedFragment:
-    """Return a copy as it is stored: in two bytes where it is float32 with values of bfloat16."""
-    encoding, data = RAW, copy
-    parts = (part for some in (copy[:_FIRST], copy) for part in torch.split(some, _CHUNK))
-    if copy.dtype == torch.float32 and not any((part.view(torch.int32) & 0xFFFF).any() for part in parts):
-        encoding, data = BF16, (copy.view(torch.int32) >> 16).to(torch.int16)
-    fqn, slot, start, numel, box = fragment
-    return StagedFragment(layer, slot, fqn, start, numel, dtype_name(copy.dtype), encoding, as_bytes(data), box)

@@ -6,7 +6,7 @@ An encoding has a size known in advance; packing (:mod:`store.encoding.compressi
 Unknown names are refused at decisions and when a part is read. ``docs/encodings.md`` defines encodings and bounds."""
 
 from store.encoding.base import BLOCK, CHUNK, Encoding, Lane, Raw, chunk_sizes, itemsize
-from store.encoding.bfloat16 import BF16, BF16_INT8, Bf16, Bf16Int8
+from store.encoding.bfloat16 import BF16, BF16_INT8, BF16_SCALED, Bf16, Bf16Int8, ScaledBf16
 from store.encoding.int8 import INT8_BLOCK, INT8_SQRT_BLOCK, Int8Block, Int8SqrtBlock
 from store.encoding.log2 import INT8_LOG2, Int8Log2
 from store.encoding.shared_exponent import INT8_SHARED_EXPONENT, Int8SharedExponent
@@ -16,6 +16,7 @@ from store.names import RAW
 __all__ = [
     "BF16",
     "BF16_INT8",
+    "BF16_SCALED",
     "BLOCK",
     "CHUNK",
     "ENCODINGS",
@@ -38,13 +39,16 @@ ENCODINGS: dict[str, Encoding] = {encoding.name: encoding for encoding in _ALL}
 WRITABLE: tuple[str, ...] = tuple(sorted(ENCODINGS.keys() - {INT8_SQRT_BLOCK}))
 """Names of the encodings that this release stores; others are only read."""
 
+_OF_GRADIENTS: dict[str, Encoding] = {BF16_SCALED: ScaledBf16()}  # for the journal, of values that it can hold
+
 
 def encoding_named(name: str, where: str = "") -> Encoding:
     """Return a registered encoding. Raises NewerFormatError, naming ``where``, for unknown names."""
-    if name not in ENCODINGS:
+    found = ENCODINGS.get(name) or _OF_GRADIENTS.get(name)
+    if found is None:
         place = f"{where}: " if where else ""
         raise NewerFormatError(
             f"{place}encoding {name!r} is unknown to this release, which knows {', '.join(sorted(ENCODINGS))}; run "
             "`pip install --upgrade driftpoint`"
         )
-    return ENCODINGS[name]
+    return found

@@ -1,4 +1,4 @@
-"""Implement the encodings ``bf16`` and ``bf16+int8`` in integer arithmetic, independent of the floating-point mode.
+"""Implement ``bf16``, ``bf16+int8`` and ``bf16-scaled``, independent of the floating-point mode.
 
 ``bf16`` rounds float32 values to bfloat16, to the nearest, ties to even, in two bytes a value. The result is bit for
 bit that of ``tensor.to(torch.bfloat16)``, including subnormals and -0.0, so a bfloat16 model computes with exactly the
@@ -11,7 +11,11 @@ stored weights. Refused: NaN, infinities, and finite values above 3.3961e38, whi
     bits  = high * 2**16 + low * 2**8
 
 Rounding a decoded value to bfloat16 gives ``high`` again, because low adds at most 127 * 2**8, less than half a place,
-2**15. So the weights of a bfloat16 model stay exact, and the float32 master copy keeps about 16 significant bits."""
+2**15. So the weights of a bfloat16 model stay exact, and the float32 master copy keeps about 16 significant bits.
+
+``bf16-scaled`` stores float32 values that are bfloat16 values times one float32 factor, as gradients are after they
+were clipped. It is used only where multiplying gives the same bits, so it is lossless; and not where a value, a product
+or the factor is subnormal, which a thread that reads may take for 0. Only the journal writes it."""
 
 from dataclasses import dataclass
 
@@ -69,6 +73,31 @@ class Bf16Int8(Bf16):
         for piece in pieces(bits.size):
             self._widen(bits[piece].view("<u4"), highs[piece])
             bits[piece] += lows[piece].astype("<i4") << 8
+
+
+BF16_SCALED = "bf16-scaled"
+
+LEAST = 2.0**-126  # the smallest float32 that is not subnormal, and the least factor; the largest is its inverse
+
+
+@dataclass(frozen=True)
+class ScaledBf16(Bf16):
+    """The factor, and a lane of bfloat16."""
+
+    name: str = BF16_SCALED
+    relative_bound: float = 0.0
+    lossless: bool = True
+
+    def _lanes(self, numel: int) -> tuple[Lane, ...]:
+        return (Lane(1, 4), Lane(numel, 2)) if numel else ()
+
+    def _decode_into(self, values: NDArray[np.float32], data: Bytes) -> None:
+        if values.size:
+            factor = data[:4].view("<f4")
+            if not LEAST <= factor[0] <= 1.0 / LEAST:
+                raise DamagedError(f"a chunk stored as {self.name} has a factor that was never written")
+            super()._decode_into(values, data[4:])
+            np.multiply(values, factor, out=values)
 
 
 def _split(data: Bytes, numel: int) -> tuple[NDArray[np.uint16], NDArray[np.int8]]:

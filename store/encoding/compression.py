@@ -1,6 +1,8 @@
 """Pack encoded chunks losslessly: zstd (RFC 8878) on byte planes, optionally of the difference to a base chunk.
 
-    frame = u32 length of what follows, then one plane for each byte of each lane
+    frame = u32 length of what follows, then the lanes
+    lane = one plane for each byte of an element; or u8 3 (sparse), a plane of bits, and then planes of the elements
+           that are not 0
     plane = u8 method (0 stored, 1 zstd, 2 split), u32 length, bytes
     split = u8 bits (1, 2 or 4), plane of the low bits, plane of the values >> bits unless all of them are 0
 
@@ -10,6 +12,9 @@ HDF5 and Blosc, applied to model weights by ZipNN (arXiv:2411.05239).
 
 zstd spends at least one bit on each byte that it does not find repeated. So a plane of mostly small values is split:
 the low bits of 8, 4 or 2 values share a byte, and the rest, mostly 0, takes little. Its planes are not split again.
+
+A lane of which few elements are not 0 is sparse: a bit for each element, the first one lowest, and those elements. So
+are gradients of embeddings, and those that a communication hook leaves.
 
 Differences are taken lane by lane on little-endian integers of the lane's width: subtraction with wrap-around, then
 zigzag as in Protocol Buffers and Parquet, so that small differences of either sign have zeros in their high bytes.
@@ -24,7 +29,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from store.encoding.base import CHUNK, PIECE, Bytes, Encoding, Lane, lane_slices, lanes_bytes
+from store.encoding.base import BLOCK, CHUNK, PIECE, Bytes, Encoding, Lane, lane_slices, lanes_bytes
 from store.errors import DamagedError
 
 _SIGNED = {1: "<i1", 2: "<i2", 4: "<i4", 8: "<i8"}
@@ -63,7 +68,9 @@ def _pieces(arrays: tuple[Bytes, Bytes, Bytes], lanes: Sequence[Lane]) -> Iterat
 FRAME_HEADER = 4  # bytes of the length at the start of a frame
 _LENGTH = struct.Struct("<I")
 _PLANE = struct.Struct("<BI")
-_STORED, _ZSTD, _SPLIT = 0, 1, 2
+_STORED, _ZSTD, _SPLIT, _SPARSE = 0, 1, 2, 3
+_UNSIGNED = {2: "<u2", 4: "<u4", 8: "<u8"}  # elements of lanes that may be sparse
+FEW = 12  # a lane is sparse if at most one of so many elements is not 0
 _WORTH = 0.97  # a plane is stored compressed if its size is at most this share
 _PROMISING = 0.985  # a plane is compressed as a whole if its sample compresses to this share
 _SPLITTABLE = 0.6  # splitting is tried if the sample compresses to this share
@@ -87,7 +94,9 @@ _zstd = _Zstd()
 def pack_chunk(encoded: Bytes, lanes: Sequence[Lane], level: int, base: Bytes | None = None) -> bytes:
     """Return a frame of an encoded chunk. ``level`` is zstd's; ``base`` is an encoded chunk of the same lanes."""
     content = encoded if base is None else difference(encoded, base, lanes)
-    parts = [part for plane in _split(content, lanes) for part in _pack_plane(plane, level)]
+    if content.size != lanes_bytes(lanes):
+        raise ValueError(f"a chunk of {content.size} bytes for lanes of {lanes_bytes(lanes)}")
+    parts = [part for lane, place in lane_slices(lanes) for part in _pack_lane(content[place], lane.width, level)]
     return b"".join((_LENGTH.pack(sum(map(len, parts))), *parts))
 
 
@@ -115,22 +124,24 @@ def unpack_body(body: memoryview, lanes: Sequence[Lane], base: Bytes | None = No
     """Return the encoded chunk in a frame without its first four bytes. Raises DamagedError unless it is valid."""
     content, at = np.empty(lanes_bytes(lanes), np.uint8), 0
     for lane, place in lane_slices(lanes):
-        target = content[place].reshape(lane.count, lane.width)
-        for k in range(lane.width):
-            target[:, k], at = _read_plane(body, at, lane.count)
+        at = _read_lane(body, at, content[place].reshape(lane.count, lane.width))
     if at != len(body):
         raise DamagedError(f"a packed chunk has {len(body) - at} bytes more than its planes")
     return content if base is None else apply_difference(content, base, lanes)
 
 
-def _split(content: Bytes, lanes: Sequence[Lane]) -> Iterator[Bytes]:
-    """Yield the contiguous byte planes, lane by lane, lowest byte first."""
-    if content.size != lanes_bytes(lanes):
-        raise ValueError(f"a chunk of {content.size} bytes for lanes of {lanes_bytes(lanes)}")
-    for lane, place in lane_slices(lanes):
-        elements = content[place].reshape(lane.count, lane.width)
-        for k in range(lane.width):
-            yield np.ascontiguousarray(elements[:, k])
+def _pack_lane(content: Bytes, width: int, level: int) -> list[bytes | memoryview]:
+    parts: list[bytes | memoryview] = []
+    elements = content.view(_UNSIGNED.get(width, np.uint8))
+    sample = _sampled(elements)
+    if width in _UNSIGNED and sample.size >= BLOCK and np.count_nonzero(sample) * FEW <= sample.size:
+        found = elements != 0
+        if np.count_nonzero(found) * FEW <= elements.size:
+            parts += [bytes((_SPARSE,)), *_compressed(np.packbits(found, bitorder="little"), level)]
+            content = elements[found].view(np.uint8)
+    for k in range(width):
+        parts += _pack_plane(np.ascontiguousarray(content[k::width]), level)
+    return parts
 
 
 def _pack_plane(plane: Bytes, level: int) -> list[bytes | memoryview]:
@@ -156,10 +167,7 @@ def _low_bits(plane: Bytes, level: int) -> int:
     """Return how many low bits to split off, 8 not to split, 0 to store the plane as it is: what is best on a sample.
 
     Most low bytes are noise, which costs little to find out."""
-    sample = plane
-    if plane.size > 2 * _SAMPLE_RUN * _SAMPLE_RUNS:
-        step = plane.size // _SAMPLE_RUNS
-        sample = np.concatenate([plane[k * step : k * step + _SAMPLE_RUN] for k in range(_SAMPLE_RUNS)])
+    sample = _sampled(plane)
     compress = _compressor(level).compress
     sizes = {_WHOLE: len(compress(sample.data))}
     if sizes[_WHOLE] > _PROMISING * sample.size:
@@ -170,6 +178,13 @@ def _low_bits(plane: Bytes, level: int) -> int:
             sizes[bits] = min(len(compress(low.data)), low.size) + (len(compress(high.data)) if high.any() else 0)
     best = min(sizes, key=lambda bits: sizes[bits])
     return best if sizes[best] <= _BETTER * sizes[_WHOLE] else _WHOLE
+
+
+def _sampled(values: NDArray[Any]) -> NDArray[Any]:
+    if values.size <= 2 * _SAMPLE_RUN * _SAMPLE_RUNS:
+        return values
+    step = values.size // _SAMPLE_RUNS
+    return np.concatenate([values[k * step : k * step + _SAMPLE_RUN] for k in range(_SAMPLE_RUNS)])
 
 
 _WORDS = {bits: (np.dtype(f"<u{8 // bits}"), (8 // bits).bit_length() - 1) for bits in (4, 2, 1)}
@@ -197,6 +212,25 @@ def unpack_bits(packed: Bytes, bits: int, count: int) -> Bytes:
     if values[count:].any():
         raise DamagedError("a split plane of a packed chunk has bits after its last value")
     return values[:count]
+
+
+def _read_lane(body: memoryview, at: int, target: Bytes) -> int:
+    """Fill ``target``, a row for each element of a lane, from the planes at ``at``. Return their end."""
+    count, width = target.shape
+    rows = target
+    if at < len(body) and body[at] == _SPARSE and width in _UNSIGNED:
+        packed, at = _read_plane(body, at + 1, -(-count // 8))
+        bits = np.unpackbits(packed, bitorder="little")
+        if bits[count:].any():
+            raise DamagedError("a sparse lane of a packed chunk has bits after its last element")
+        found = bits[:count].view(np.bool_)
+        rows = np.empty((np.count_nonzero(found), width), np.uint8)
+    for k in range(width):
+        rows[:, k], at = _read_plane(body, at, len(rows))
+    if rows is not target:
+        target[:] = 0
+        np.place(target.view(_UNSIGNED[width]).reshape(-1), found, rows.view(_UNSIGNED[width]).reshape(-1))
+    return at
 
 
 def _read_plane(body: memoryview, at: int, count: int, split: bool = False) -> tuple[Bytes, int]:

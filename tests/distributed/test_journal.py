@@ -7,7 +7,9 @@ weights, a frozen block, and an order of data from four random generators; kille
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ ZERO: list[dict[str, Any]] = [
 TORCH: list[dict[str, Any]] = [
     {"name": "ddp-lazy", "kind": "ddp", "every": 3, "staging": "lazy"},
     {"name": "fsdp2-bf16", "kind": "fsdp2", "every": 3, "bf16": True, "staging": "lazy"},
+    {"name": "ddp-topk", "kind": "ddp", "every": 3, "topk": 0.05, "settings": {"packing": "auto"}},
     {"name": "ddp-parity", "kind": "ddp", "every": 2, "policy": PARITY},
     {"name": "fsdp2-parity", "kind": "fsdp2", "every": 2, "policy": THIRDS},
 ]
@@ -47,12 +50,13 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Launched]:
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Launched, Path]]:
+    """What became of a case, and its store."""
     pytest.importorskip("deepspeed")
     launch_of = {case["name"]: launch for launch, cases in LAUNCHES.items() for case in cases}
 
     @once
-    def launch(name: str) -> Launched:
+    def launch(name: str) -> tuple[Launched, Path]:
         directory = tmp_path_factory.mktemp(f"journal-{name}")
         memory = {"path": str(directory)}  # of the tier: a test leaves nothing in /dev/shm
         cases = [
@@ -72,9 +76,26 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Launch
         else:
             done = [torchrun("resume_train.py", 2, spec(cases), directory, restarts=1)]
         assert [one.code for one in done] == ([-9, 0] if name == "plain" else [0]), done[-1].output[-5000:]
-        return Launched(0, "".join(one.output for one in done), [record for one in done for record in one.records])
+        output, records = "".join(one.output for one in done), [record for one in done for record in one.records]
+        return Launched(0, output, records), directory
 
-    return lambda case: launch(launch_of[case])
+    def of(case: str) -> tuple[Launched, Path]:
+        found, directory = launch(launch_of[case])
+        return found, directory / case
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def launched(stores: Callable[[str], tuple[Launched, Path]]) -> Callable[[str], Launched]:
+    return lambda case: stores(case)[0]
+
+
+def gradients(store: Path) -> list[Mapping[str, Any]]:
+    """The gradients in the first record of a job, on all ranks."""
+    record = min((store / "journal/segments").iterdir())
+    parts = [json.loads(path.read_bytes())["body"] for path in record.glob("*.json")]
+    return [entry for part in parts for entry in part["entries"] if entry["slot"] == "grad"]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -92,3 +113,19 @@ def test_losses_and_the_end_are_those_of_the_uninterrupted_run(launched: Callabl
     assert continued == {key: value for key, value in straight.items() if key[1] >= KILL_AT}
     for one in launched(case).of("end", case=case, of="resumed"):
         assert one["hashes"] == launched(case).one("end", case=case, of="straight", rank=one["rank"])["hashes"]
+
+
+@pytest.mark.parametrize("case", ["zero1-bf16", "zero3-bf16"])
+def test_clipped_gradients_of_bfloat16_take_two_bytes(
+    stores: Callable[[str], tuple[Launched, Path]], case: str
+) -> None:
+    """And four for the factor of each piece, which are small here."""
+    found = gradients(stores(case)[1])
+    assert {(one["dtype"], one["encoding"]) for one in found} == {("F32", "bf16-scaled")}
+    assert all(one["nbytes"] == 2 * one["numel"] + 4 for one in found)
+
+
+def test_gradients_that_a_hook_made_sparse_take_less(stores: Callable[[str], tuple[Launched, Path]]) -> None:
+    found = [one for one in gradients(stores("ddp-topk")[1]) if one["numel"] > 500]
+    assert found
+    assert all(one["packing"] and one["nbytes"] < 1.2 * one["numel"] for one in found)

@@ -88,6 +88,7 @@ STORES: dict[str, tuple[tuple[int, ...], dict[Unit, Kept]]] = {
         (10, 20),
         {Unit("grid", "fp32"): Kept("bf16", True), Unit("grid", "exp_avg_sq"): Kept("int8-log2", True)},
     ),
+    "sparse": ((10, 20), {Unit("long", "fp32"): Kept("raw", True), Unit("long", "exp_avg"): Kept("bf16", True)}),
 }
 """Directory -> (steps saved, units)."""
 

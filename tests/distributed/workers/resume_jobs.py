@@ -9,6 +9,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import torch
 import torch.distributed as dist
 from adapter_model import ACCUMULATION, BATCH, CLIP, VOCABULARY, WIDTH, Tiny, config, param_groups
 from torch.nn.parallel import DistributedDataParallel
+
+from examples.topk_gradients import TopK, reduce_topk
 
 SAMPLES = 23
 """Samples of the data set: an epoch ends in the middle of a step."""
@@ -133,13 +136,18 @@ def _torch(case: Mapping[str, Any], seed: int) -> Trainee:
     optimizer = torch.optim.AdamW(param_groups(model), lr=1e-2)
     total = case.get("total_steps", 40)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[1e-2, 3e-3], total_steps=total)
-    loader = Shuffled(10 * seed + rank())
+    loader, state = Shuffled(10 * seed + rank()), list[Any]()
+    if "topk" in case:
+        state.append(TopK(model, case["topk"]))
+        model.register_comm_hook(state[0], reduce_topk)
 
     def step() -> list[float]:
         losses = []
-        for _ in range(ACCUMULATION):
-            loss = model(loader.batch())
-            (loss / ACCUMULATION).backward()
+        for number in range(ACCUMULATION):
+            last = number == ACCUMULATION - 1 or "topk" not in case
+            with nullcontext() if last else model.no_sync():
+                loss = model(loader.batch())
+                (loss / ACCUMULATION).backward()
             losses.append(loss.item())
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
@@ -147,7 +155,7 @@ def _torch(case: Mapping[str, Any], seed: int) -> Trainee:
         scheduler.step()
         return losses
 
-    return Trainee((model, optimizer), [scheduler, loader], step)
+    return Trainee((model, optimizer), [*state, scheduler, loader], step)
 
 
 class Results:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from store.encoding import CHUNK
-from store.encoding.bfloat16 import TOO_LARGE, Bf16, Bf16Int8
+from store.encoding import CHUNK, ENCODINGS, WRITABLE, encoding_named
+from store.encoding.bfloat16 import TOO_LARGE, Bf16, Bf16Int8, ScaledBf16
 from store.errors import DamagedError
 from tests.support.reference_encodings import ValuesError, encode_chunk
 
@@ -86,3 +86,40 @@ def test_a_residual_that_was_never_written_is_damage() -> None:
     data[-1] = 0x80
     with pytest.raises(DamagedError, match="residual"):
         Bf16Int8().decode(data, 3, "F32")
+
+
+def scaled(factor: float, *halves: int) -> NDArray[np.uint8]:
+    return np.concatenate([np.array([factor], "<f4").view(np.uint8), np.array(halves, "<u2").view(np.uint8)])
+
+
+def test_scaled_values_are_the_nearest_float32_to_the_product() -> None:
+    halves, factor = (every_high_half().view("<u4") & 0xFFFF0000).view("<f4"), np.float32(0.3)
+    products = halves.astype(np.float64) * np.float64(factor)  # exact: 8 and 24 significant bits
+    data = scaled(0.3, *(halves.view("<u4") >> 16).tolist())
+    with np.errstate(all="ignore"):
+        assert ScaledBf16().decode(data, halves.size, "F32").tobytes() == products.astype("<f4").tobytes()
+
+
+def test_every_chunk_of_scaled_values_has_its_factor() -> None:
+    encoding = ScaledBf16()
+    assert encoding.stored_bytes(0, "F32") == 0
+    assert encoding.stored_bytes(CHUNK + 3, "F32") == 2 * (CHUNK + 3) + 8
+    assert encoding.decode(scaled(2.0, 0x3F80, 0x8000), 2, "F32").tolist() == [2.0, -0.0]
+    assert encoding.lossless
+
+
+@pytest.mark.parametrize("half", [0x7F80, 0xFF80, 0x7FC0])
+def test_a_scaled_value_that_is_not_finite_is_damage(half: int) -> None:
+    with pytest.raises(DamagedError, match="not finite"):
+        ScaledBf16().decode(scaled(0.5, 0x3F80, half), 2, "F32")
+
+
+@pytest.mark.parametrize("factor", [0.0, -0.5, 1e-39, 2.0**127, float("inf"), float("nan")])
+def test_a_factor_that_is_never_written_is_damage(factor: float) -> None:
+    with pytest.raises(DamagedError, match="factor"):
+        ScaledBf16().decode(scaled(factor, 0x3F80), 1, "F32")
+
+
+def test_no_setting_chooses_scaled_values() -> None:
+    assert encoding_named("bf16-scaled") == ScaledBf16()
+    assert "bf16-scaled" not in (*ENCODINGS, *WRITABLE)
