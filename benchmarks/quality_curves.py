@@ -74,16 +74,16 @@ class _Curve:
         if step in self._marks:
             for row in self._made:
                 if not row.bytes_only:
-                    self._fail(row)
+                    self._fail(row, step)
 
     def _attach(self, learner: Learner) -> None:
         for number, row in enumerate(self._made):
             self._saving[row.name] = Saving(learner, row, self._folder / f"row-{number}")
 
-    def _fail(self, row: Row) -> None:
+    def _fail(self, row: Row, step: int) -> None:
         saving, states = self._saving[row.name], self._states[row.name]
         saving.settle()
-        newest = max(saving.saved, default=self._setting.span.start)
+        newest = step if row.journaled else max(saving.saved, default=self._setting.span.start)
         if any(one["step"] == newest for one in states) or (row.lossless and states):
             return
         store, own = self._folder / f"row-{self._made.index(row)}", self._folder / "own"
@@ -92,6 +92,8 @@ class _Curve:
         found = resume(stranger, row, own)
         shutil.rmtree(own)
         certificate = found.certificate
+        if row.journaled and (found.step != step or not certificate.exact):
+            raise RuntimeError(f"{row.name}: step {step} came back as {found.step}, exact: {certificate.exact}")
         state: Record = {"step": found.step, "certificate": told(certificate, self._pace)}
         back: dict[str, int] = {}
         if self._setting.rules and row.name in RULED:

@@ -39,6 +39,11 @@ class Row:
     more: bool = False
 
     @property
+    def journaled(self) -> bool:
+        """Whether a failure costs no step."""
+        return "journal" in self.settings
+
+    @property
     def name(self) -> str:
         """Unlike any other's."""
         rate = "" if self.rate is None else f" {self.rate:g}"
@@ -76,6 +81,7 @@ def rows(thresholds: Mapping[int, Mapping[str, float]]) -> Iterator[Row]:
     for k, periods, usual in ((2, (5, 10, 20, 40), (10, 20)), (4, (5, 10, 20), (10,))):
         policy = {"policy": {"name": "parity", "k": k}}
         yield from (Row(f"parity {k}", every, policy, more=every not in usual) for every in periods)
+        yield Row(f"parity {k}, journal", 10, {**policy, "journal": {"enabled": True}}, lossless=True, more=True)
     filtered = {"policy": {"name": "filter", "n": 1, "m": 4}}
     yield from (Row("filter", every, filtered, more=every != 20) for every in PERIODS[:3])
     yield from (_threshold(period, slots) for period, slots in thresholds.items())

@@ -41,7 +41,9 @@ class Saving:
         self._pending = step
 
     def settle(self) -> None:
-        """Wait for the save under way."""
+        """Wait for the save under way, and for records of the journal."""
+        if self._row.journaled:
+            self._ckpt.flush()
         if self._pending is not None:
             self._ckpt.flush()
             newest = max((self._store / "segments").iterdir(), key=lambda folder: folder.name)
