@@ -50,6 +50,8 @@ class Constructed(NamedTuple):
     schedules: Mapping[str, Any]
 
 
+_COUNTERS = frozenset({"last_epoch", "_step_count", "last_batch_iteration"})  # in a schedule: where it stands
+
 _STEPS = tuple(dict.fromkeys(int(1.03**power) for power in range(470)))  # up to a million, 3 % apart
 
 
@@ -61,7 +63,7 @@ def settings_of(schedule: Any, prefix: str = "") -> dict[str, Any]:
         inner = {key: value} if is_schedule(value) else {f"{key}.{at}": one for at, one in items if is_schedule(one)}
         for name, one in inner.items():
             found |= settings_of(one, f"{prefix}{name}.")
-        if not inner and (setting := _setting(value)) is not None:
+        if not inner and key not in _COUNTERS and (setting := _setting(value)) is not None:
             found[f"{prefix}{key}"] = setting
     return found
 

@@ -148,6 +148,24 @@ def test_what_a_schedule_moved_is_no_difference(store: Path, name: str, settings
         assert whole.steps(7)[3:] == rest
 
 
+@pytest.mark.parametrize("trained", [0, 2])
+@pytest.mark.parametrize("settings", [None, SCRIPT])
+def test_where_a_schedule_stood_when_it_was_attached_is_no_setting(store: Path, settings: Any, trained: int) -> None:
+    """As in a job that loads an earlier checkpoint of its own before it begins with Driftpoint."""
+
+    def begun(optimizer: Any) -> Any:
+        schedule = lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
+        schedule.load_state_dict({**schedule.state_dict(), "last_epoch": 7, "_step_count": 8})
+        return schedule
+
+    with Script(store, schedule=begun) as one:
+        one.steps(trained)
+        one.ckpt.save(wait=True)
+    with Script(store, schedule=partial(lr_scheduler.CosineAnnealingLR, T_max=20), settings=settings) as two:
+        assert two.notes == []
+        assert two.schedule is not None and two.schedule.last_epoch == 7 + trained
+
+
 def test_what_a_loop_moved_by_hand_is_no_difference(store: Path) -> None:
     with Script(store) as one:
         one.group["lr"] = 0.03
