@@ -12,7 +12,7 @@ Lost progress of a layer is the sum of ``rate * m^2 / (sqrt(v) + eps)`` over the
 these steps took away, to first order, if m is the gradient. docs/benchmarks/quality.md says what a gap is; a cost is a
 gap at equal compute, with the steps that a resume goes back.
 
-A seed of a rate that is done is some lines of ``--results`` and is not run again. One thread, float32.
+A rate of a seed that is in ``--results`` is not run again. One thread, float32.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ SETTLE = 500
 """The step from which on the rate that is tried holds."""
 SPAN = Span(start=600, first=700, last=740, end=790)
 MARKS = (700, 720, 740)
-GRID = 5
-"""Steps between two states that are kept."""
+GRID = 5  # steps between two states that are kept
 
 Ages = Mapping[str, int]
 """Steps that a layer's version is old; layers that are not named are fresh."""

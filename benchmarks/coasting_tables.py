@@ -59,8 +59,11 @@ def _gaps(own: Sequence[Record], worth: float) -> str:
         values += [over_seeds(these, lambda one: over(one, ""), 1e3) if variant else ""]
         back_too = variant not in ("", "effective") and row.startswith("parity")
         values += [over_seeds(these, lambda one: over(one, "effective"), 1e3) if back_too else ""]
-        rows.append([row, variant or "as it is", *values])
-    return table(["row", "variant", "right after", "gap", "cost", "cost over as it is", "over effective"], rows)
+        counted = f"{len({one['seed'] for one in these})}, {len(these)}"
+        rows.append([row, variant or "as it is", counted, *values])
+    return table(
+        ["row", "variant", "seeds, runs", "right after", "gap", "cost", "cost over as it is", "over effective"], rows
+    )
 
 
 def _regained(own: Sequence[Record]) -> str:
