@@ -6,6 +6,7 @@ Models: a Llama of transformers with tied embeddings, and a mixture of experts. 
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -332,9 +333,10 @@ def attached(case: str, made: Job, directory: Path, **more: Any) -> monitor.Chec
 
 def joined(made: Job) -> Whole:
     """The whole state, of all stages."""
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, made.whole())
-    return {name: found for one in every for name, found in one.items()}
+    written, every = io.BytesIO(), [b""] * dist.get_world_size()
+    torch.save(made.whole(), written)  # at once: pickled by itself, each tensor takes longer to read than to train
+    dist.all_gather_object(every, written.getvalue())
+    return {name: found for one in every for name, found in torch.load(io.BytesIO(one), weights_only=True).items()}
 
 
 def misplaced() -> list[str]:
