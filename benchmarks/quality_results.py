@@ -80,7 +80,7 @@ class Results:
         """Loss above that of the run that failed nowhere, at the same step of the course: the last one, or the first
         that was looked at ``steps`` after the resume."""
         trunk = self.trunks[one["seed"]]["losses"]
-        taken = sorted(int(step) for step in losses)
+        taken = sorted(int(step) for step in losses if step in trunk)  # with the journal a run resumes at any step
         at = taken[-1] if steps is None else next(step for step in taken if step >= taken[0] + steps)
         return float(losses[str(at)] - trunk[str(at)])
 
@@ -160,6 +160,7 @@ def _row_result(results: Results, own: Sequence[Record], window: tuple[int, int,
     states = [(one, state) for one in own for state in one["states"]]
     rate = fmean(sum(one["saved"].values()) for one in own) / (last - start) / results.numel
     lost = fmean(step - newest(one["saved"], start, step) for one in own for step in range(first, last + 1))
+    lost = 0.0 if own[0]["family"].endswith("journal") else lost
     gap = _gap(results, own, None)
     healed = [_healed(results, one, state) for one, state in states]
     whole = [steps for steps in healed if steps is not None]
@@ -183,8 +184,8 @@ def _row_result(results: Results, own: Sequence[Record], window: tuple[int, int,
 
 def _healed(results: Results, one: Record, state: Record) -> int | None:
     """Steps after the resume from which on the gap is within twice the noise; None where it is not at the end."""
-    taken = sorted(int(step) for step in state["losses"])
     trunk, limit = results.trunks[one["seed"]]["losses"], 2 * results.nudged(None)
+    taken = sorted(int(step) for step in state["losses"] if step in trunk)
     outside = [step for step in taken if abs(state["losses"][str(step)] - trunk[str(step)]) > limit]
     if not outside:
         return 0

@@ -17,7 +17,10 @@ from store.names import WEIGHTS
 
 
 class Saving:
-    """Attached at the row's first save. saved: step of the course -> payload bytes, of all saves but the first."""
+    """Attached at the row's first save.
+
+    saved: step of the course -> payload bytes, of all saves but the first, and of the journal's records since the one
+    before."""
 
     def __init__(self, learner: Learner, row: Row, store: Path) -> None:
         self._learner, self._row, self._store = learner, row, store
@@ -27,6 +30,7 @@ class Saving:
         self._ckpt.save(wait=True)
         self.saved: dict[int, int] = {}
         self._pending: int | None = None
+        self._records: set[str] = set()  # that were counted
 
     def step(self) -> None:
         """After a step of the learner."""
@@ -49,8 +53,16 @@ class Saving:
             newest = max((self._store / "segments").iterdir(), key=lambda folder: folder.name)
             if int(newest.name.split("-")[0]) != self._pending - self._begun:
                 raise RuntimeError(f"{self._row.name}: the save of step {self._pending} was not committed")
-            self.saved[self._pending] = sum(one.stat().st_size for one in newest.glob("*.safetensors"))
+            written = [newest, *self._new_records()]
+            self.saved[self._pending] = sum(
+                file.stat().st_size for one in written for file in one.glob("*.safetensors")
+            )
             self._pending = None
+
+    def _new_records(self) -> list[Path]:
+        found = [one for one in self._store.glob("journal/segments/*") if one.name not in self._records]
+        self._records |= {one.name for one in found}
+        return found
 
     def close(self) -> None:
         """Let go of the store."""
