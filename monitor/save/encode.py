@@ -47,6 +47,7 @@ _PAYS = 0.9  # a first delta larger than this share of its base does not pay
 _LEAST_SUM = 1e-20  # Float32 sums of squares above this lose less than float32 precision to squares that underflow
 
 _FIRST, _PIECE = 1 << 8, 1 << 17  # elements of a gradient that are looked at together: mostly the first ones tell
+_INFINITE = 0x7F80  # magnitude of bfloat16's infinity; NaN are above
 _SAMPLE = 1 << 12  # elements of a gradient that tell whether few are not 0
 
 Setting = Literal["auto", "none"] | int
@@ -394,16 +395,16 @@ def _is_bfloat16(copy: torch.Tensor, factor: float) -> bool:
     Unless that is 1, there may be nothing subnormal, which threads may take for 0."""
     if not LEAST <= factor <= 1.0 / LEAST:
         return False
-    room, least = min(_PIECE, copy.numel()), int(np.float32(LEAST * max(1.0, factor)).view("<i4")) - 1
+    least = 0 if factor == 1.0 else int(np.float32(LEAST * max(1.0, 1.0 / factor)).view("<u4") >> 16)
+    room = min(_PIECE, copy.numel())
     halves, back = torch.empty(room, dtype=torch.bfloat16), torch.empty(room)
     for part in chain([copy[:_FIRST]], torch.split(copy, _PIECE)):
-        again = back[: part.numel()]
-        again.copy_(_halved(part, factor, halves, back))
-        again.mul_(factor)
-        bits = again.view(torch.int32)
-        if not (torch.equal(bits, part.view(torch.int32)) and bool(part.sum().isfinite())):
+        half, again = _halved(part, factor, halves, back), back[: part.numel()]
+        magnitudes = half.view(torch.int16).numpy().view(np.uint16) & 0x7FFF
+        if magnitudes.max() >= _INFINITE or (magnitudes - np.uint16(1)).min() < least:  # 0 becomes the largest
             return False
-        if factor != 1.0 and int(bits.sub_(1).bitwise_and_(0x7FFFFFFF).min()) < least:  # 0 and -0 become the largest
+        again.copy_(half).mul_(factor)
+        if not torch.equal(again.view(torch.int32), part.view(torch.int32)):
             return False
     return True
 
