@@ -45,6 +45,8 @@ def reduce_topk(state: TopK, bucket: dist.GradBucket) -> torch.futures.Future[to
     with torch.no_grad():
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
             remainder = state.remainders[state.names[parameter]]
+            if not remainder.numel():
+                continue
             remainder += gradient.flatten()
             places = remainder.abs().topk(max(1, int(state.share * remainder.numel()))).indices
             values = remainder[places]

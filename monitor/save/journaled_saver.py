@@ -66,7 +66,7 @@ class JournaledSaver(Saver):
         self._step = _Step()
         self._changes = self._updates = 0  # calls that change the state, and those of them that are optimizer steps
         self._versions: object = None
-        self._free: dict[Fragment, list[torch.Tensor]] = {}
+        self._free: dict[tuple[Fragment, torch.dtype], list[torch.Tensor]] = {}
         self._recording: dict[int, _Step] = {}
         self._recorded = False  # whether there are records of this epoch
         self._last = 0  # number of the last record
@@ -208,7 +208,7 @@ class JournaledSaver(Saver):
 
     def _copied(self, piece: Piece) -> tuple[Fragment, torch.Tensor]:
         fragment, tensor = piece.fragment, piece.tensor
-        free = self._free.setdefault(fragment, [])
+        free = self._free.setdefault((fragment, tensor.dtype), [])
         copy = free.pop() if free else torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=self._pinned)
         return fragment, copy.copy_(tensor, non_blocking=self._pinned)
 
@@ -313,4 +313,4 @@ class JournaledSaver(Saver):
 
     def _give_back(self, made: _Step) -> None:
         for fragment, copy in made.copies:
-            self._free[fragment].append(copy)
+            self._free[fragment, copy.dtype].append(copy)

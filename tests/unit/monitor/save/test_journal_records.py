@@ -100,6 +100,26 @@ def test_gradients_of_bfloat16_take_two_bytes(tmp_path: Path) -> None:
         ckpt.finish(clean=False)
 
 
+def test_a_buffer_that_changed_its_dtype_comes_back_to_the_bit(tmp_path: Path) -> None:
+    """The copies of the records before are of the other dtype."""
+    job = Job()
+    job.model.register_buffer("mean", torch.zeros(3))
+
+    def change(step: int) -> None:
+        if step == 6:
+            job.model.mean = job.model.mean.double()
+        job.model.mean.add_(1 / 3)
+
+    job.run(job.attach(tmp_path), 7, before=change)
+    again = Job(seed=2)
+    again.model.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+    ckpt = again.attach(tmp_path)
+    assert ckpt.resume() == 7
+    assert again.model.mean.dtype == torch.float64
+    assert torch.equal(again.model.mean, job.model.mean)
+    ckpt.finish(clean=False)
+
+
 @pytest.mark.parametrize("under_way", [False, True], ids=["", "a save under way"])
 def test_the_save_of_a_preempted_job_does_not_wait_for_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, under_way: bool
