@@ -72,7 +72,7 @@ class Checkpoint:
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()  # what was concluded about a foreign checkpoint, or left out of it
     run_steps: Mapping[str, Any] = field(default_factory=dict)
-    """In a composite, the optimizer's ``step`` of each parameter in the run whose counters and schedule are used."""
+    """In a composite only: the optimizer's ``step`` of a parameter in the run whose counters and schedule are used."""
     unvouched: frozenset[tuple[str, str]] = frozenset()  # stored (fqn, slot) for whose origin nothing vouches
     stored_steps: Mapping[str, float] = field(default_factory=dict)  # ``step`` of moments older than the run state
     weights_only: bool = False  # of a commit whose optimizer state retention deleted

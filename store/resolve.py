@@ -64,7 +64,7 @@ class RejectedVersion:
 
     save: SaveId
     unit: Unit | None = None
-    fragment: Fragment | None = None  # the only damaged one, with the differences to it; None: all of the version
+    fragment: Fragment | None = None  # damaged alone, with the differences to it; None: the whole version, with those
     why: str = field(default="", compare=False)  # for people
 
 

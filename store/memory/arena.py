@@ -66,7 +66,7 @@ class Owner(FileLock):
             raise StorageError(f"{path} is held by another process: two jobs on one store?") from error
         except OSError as error:
             raise StorageError(f"cannot open and lock {path}: {error.strerror}") from error
-        with suppress(OSError):
+        with suppress(OSError):  # a lock on a file without a name is invisible to others
             if os.path.samestat(path.lstat(), os.fstat(self._descriptor)):
                 return
         self.release()
@@ -128,7 +128,7 @@ class Arena:
         return next((slot for slot in self.slots if version_in(self._place, self._rank, slot) == save), None)
 
     def room(self, slot: int, nbytes: int) -> mmap.mmap:
-        """Drop the slot's version and return its memory of at least ``nbytes`` bytes. StorageError if there is less."""
+        """Drop the slot's version and return its memory: at least ``nbytes`` bytes, reserved. StorageError if full."""
         self.drop(slot)
         buffer = self._maps.get(slot)
         if buffer is None or len(buffer) < nbytes:

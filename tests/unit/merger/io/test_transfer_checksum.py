@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from isal import isal_zlib
 
 from merger.io.blocks import Crc32, xxh3
 from merger.io.output_file import Hole
@@ -42,6 +43,15 @@ def test_pieces_in_any_order_with_gaps_give_the_checksum_of_the_whole(
 @example(0)
 def test_zeros(nbytes: int) -> None:
     assert crc_of_zeros(nbytes) == zlib.crc32(bytes(nbytes))
+
+
+def test_zeros_larger_than_memory() -> None:
+    """Runs of 2^n zeros are two halves; a run of any size is one of the runs and the rest."""
+    known = zlib.crc32(bytes(1 << 16))
+    for size in (1 << power for power in range(16, 62)):
+        assert crc_of_zeros(size) == known, size
+        assert crc_of_zeros(size + 5) == isal_zlib.crc32_combine(known, zlib.crc32(bytes(5)), 5), size
+        known = isal_zlib.crc32_combine(known, known, size)
 
 
 def test_gaps_larger_than_memory() -> None:
