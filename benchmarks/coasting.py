@@ -6,7 +6,7 @@
 To coast a stale version is to take the steps that it lacks with its own moments and no gradient: its weights move by
 ``rate * m / (sqrt(v) + eps)`` a step, corrected for bias, while m decays by beta1. That needs no bytes. Composites are
 put together in memory from the states of one uninterrupted run, at the moments of its saves: what a resume of raw
-saves gives. Each is tried as it is, coasted, and from its effective step, and goes on to the end of the course.
+saves gives. Each is trained to the end three times: as it is, coasted, and from its effective step.
 
 Lost progress of a layer is the sum of ``rate * m^2 / (sqrt(v) + eps)`` over the steps that it lacks: how much loss
 these steps took away, to first order, if m is the gradient. docs/benchmarks/quality.md says what a gap is; a cost is a

@@ -80,7 +80,7 @@ def _regained(own: Sequence[Record]) -> str:
 
 
 def _predicted(found: Sequence[Record], rates: Sequence[float]) -> str:
-    """R^2 of the gap on what is told, of all states of a rate and of each seed's."""
+    """Return the R^2 of each predictor for the gap: over all states of a rate, and the mean over seeds."""
     groups = {f"rate {rate:g}": [one for one in found if one["rate"] == rate] for rate in rates}
     groups["both"] = list(found)
 

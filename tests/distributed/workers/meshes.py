@@ -51,8 +51,7 @@ Whole = dict[str, list[torch.Tensor]]
 class Job:
     target: Any
     step: Callable[[int], float]
-    whole: Callable[[], Whole]
-    """Weight, and moments if there are any, of each parameter on this rank, gathered by torch."""
+    whole: Callable[[], Whole]  # weight, and moments if there are any, of each parameter here, gathered by torch
 
 
 def llama(seed: int) -> Any:

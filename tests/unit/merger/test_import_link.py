@@ -35,7 +35,7 @@ def target(tmp_path: Path) -> Path:
 
 
 def room(*roots: Path) -> int:
-    """Bytes on the disk: each file once, whatever names it has."""
+    """Bytes on the disk. A file with several names counts once."""
     found = {(p.stat().st_dev, p.stat().st_ino): p.stat().st_size for root in roots for p in payloads(root)}
     return sum(found.values())
 

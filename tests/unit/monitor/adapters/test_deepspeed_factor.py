@@ -18,7 +18,7 @@ def factor_of(**zero: Any) -> Any:
 
 
 def test_it_is_told_without_waiting_for_a_device() -> None:
-    norm = torch.tensor(3.0, device="meta")  # whose value nobody can ask for
+    norm = torch.tensor(3.0, device="meta")  # a tensor without a value: reading it raises
     assert factor_of(loss_scale=2.0, clip_grad=1.0, _global_grad_norm=norm).device.type == "meta"
 
 
