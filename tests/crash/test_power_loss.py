@@ -35,19 +35,30 @@ class Machine:
     zygote: Zygote
     folder: Path
     base_events: Sequence[Mapping[str, Any]] = ()
+    mounts: int = 0
 
     @contextmanager
     def mounted(self) -> Iterator[Path]:
-        """The store on the mounted filesystem; never left mounted."""
+        """The store on the mounted filesystem; never left mounted.
+
+        Each time a copy of the disk is mounted: a mount namespace that another process made meanwhile keeps the
+        filesystem that lost power alive, and the same file would bring it back instead of what is on the disk.
+        """
         point = self.folder / "mount"
         point.mkdir(exist_ok=True)
-        _run("mount", "-o", "loop", self.folder / "disk", point)
+        disk = self.folder / "disk"
+        self.mounts += 1
+        copied = self.folder / f"disk-{self.mounts}"
+        shutil.copyfile(disk, copied)
+        copied.replace(disk)
+        _run("mount", "-o", "loop", disk, point)
         try:
             yield point / "store"
         finally:
-            _run("umount", point)
+            _run("umount", "-l", point)  # not refused while somebody else looks into it
 
     def fresh(self, image: str) -> None:
+        (self.folder / "disk").unlink(missing_ok=True)
         shutil.copyfile(self.folder / image, self.folder / "disk")
         (self.folder / "journal").unlink(missing_ok=True)
 
