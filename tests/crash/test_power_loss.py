@@ -41,8 +41,8 @@ class Machine:
     def mounted(self) -> Iterator[Path]:
         """The store on the mounted filesystem; never left mounted.
 
-        Each time a copy of the disk is mounted: a mount namespace that another process made meanwhile keeps the
-        filesystem that lost power alive, and the same file would bring it back instead of what is on the disk.
+        Mounts a copy of the disk. A process in another mount namespace may keep the filesystem that lost power mounted,
+        and to mount the same file would bring that one back.
         """
         point = self.folder / "mount"
         point.mkdir(exist_ok=True)
@@ -55,7 +55,7 @@ class Machine:
         try:
             yield point / "store"
         finally:
-            _run("umount", "-l", point)  # not refused while somebody else looks into it
+            _run("umount", "-l", point)  # also while another process has files open in it
 
     def fresh(self, image: str) -> None:
         (self.folder / "disk").unlink(missing_ok=True)
