@@ -1,11 +1,13 @@
 """An S3 server for tests: moto's, in this process, and what is in its buckets without asking it.
 
-It honours ``If-None-Match: *`` on puts, so nothing here has to. It keeps no condition on who asks: any keys do.
+It honours ``If-None-Match: *`` on puts. But it looks and puts in two steps, each request in a thread, so puts are made
+to take turns here. It keeps no condition on who asks: any keys do.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 
 from moto.backends import get_backend
 from moto.core import DEFAULT_ACCOUNT_ID
+from moto.s3.responses import S3Response
 from moto.server import ThreadedMotoServer
 from werkzeug.serving import WSGIRequestHandler
 
@@ -25,6 +28,13 @@ class Server:
     """A context manager; one at a time in a process."""
 
     def __enter__(self) -> Server:
+        self._unlocked, turn = S3Response.put_object, threading.Lock()
+
+        def put_object(response: S3Response) -> Any:
+            with turn:
+                return self._unlocked(response)
+
+        S3Response.put_object = put_object
         logging.getLogger("werkzeug").setLevel(logging.CRITICAL)  # it logs every request
         self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
         WSGIRequestHandler.disable_nagle_algorithm = True  # otherwise bodies wait until headers are acknowledged
@@ -39,6 +49,7 @@ class Server:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._server.stop()
+        S3Response.put_object = self._unlocked
 
     @property
     def environment(self) -> dict[str, str]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from store.errors import UnreachableError
+from store.errors import ExistsError, UnreachableError
 from store.storage.bucket import Bucket, ObjectOptions
-from tests.support.s3 import BUCKET, KEYS
+from tests.support.s3 import BUCKET, KEYS, Server
 
 pytest.importorskip("obstore")
 
@@ -82,3 +84,29 @@ def test_a_read_that_is_refused_to_the_end_does_not_claim_that_the_object_is_the
     server.status, server.refusals = status, 10**9
     with pytest.raises(UnreachableError):
         bucket(server, 0.5).get("key", 100)
+
+
+def test_of_two_that_create_an_object_at_once_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where the server of the tests is slow between looking for the object and putting it."""
+    from moto.s3.models import S3Backend
+
+    look = S3Backend.get_object
+
+    def look_slowly(backend: S3Backend, *arguments: object, **named: object) -> object:
+        found = look(backend, *arguments, **named)
+        time.sleep(0.2)
+        return found
+
+    def create(data: bytes) -> bool:
+        try:
+            made.create("object", data)
+        except ExistsError:
+            return False
+        return True
+
+    monkeypatch.setattr(S3Backend, "get_object", look_slowly)
+    with Server() as server, ThreadPoolExecutor(2) as pool:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        made = Bucket(BUCKET, ObjectOptions(region="us-east-1"))
+        assert sorted(pool.map(create, (b"one", b"two"))) == [False, True]
