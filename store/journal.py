@@ -26,6 +26,7 @@ PLAN = digest(b"journal")  # in the parts of all records
 
 CONTINUES = "continues"  # key in the facts of a record: names of the state before it
 STEPPED = "journal"  # key in its run state: what the optimizers had before the step
+KIND = "kind"  # key in its param groups: the class of their optimizer, with its module
 SAMPLE = "sample"  # likewise: some bytes of this rank's weights after it
 
 

@@ -10,21 +10,9 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli import (
-    daemon,
-    doctor,
-    import_checkpoint,
-    init,
-    memory,
-    merge,
-    prune,
-    report,
-    show,
-    simulate,
-    status,
-    verify,
-)
+from deploy.cli import daemon, doctor, init, memory, merge, prune, report, show, simulate, status, verify
 from deploy.cli import run as run_
+from deploy.cli.import_checkpoint import import_
 from deploy.console import ReaderLeftError, answer_error, note
 from deploy.exit_codes import BROKEN_PIPE, EPILOG, INTERRUPTED, OK
 from deploy.format import installed_version
@@ -43,7 +31,7 @@ for _command in (
     *(simulate.simulate, simulate.estimate, report.report),
 ):
     app.command(epilog=EPILOG)(_command)
-app.command("import", epilog=EPILOG)(import_checkpoint.import_)
+app.command("import", epilog=EPILOG)(import_)
 # Everything after the first word that is not an option belongs to the training command.
 app.command(epilog=EPILOG, context_settings={"allow_interspersed_args": False})(run_.run)
 app.add_typer(daemon.app, name="daemon")

@@ -8,20 +8,10 @@ import typer
 from rich.console import Console
 
 from deploy import console as output
-from deploy import tables
+from deploy import store_status, tables
 from deploy.console import DebugOption, JsonOption, StoreArgument
 from deploy.exit_codes import health
 from deploy.format import plural, resume_step_text, size_text
-from deploy.store_status import (
-    commit_json,
-    find_save,
-    is_resumable,
-    open_store,
-    parameters,
-    resume_kind,
-    resume_step,
-    written,
-)
 from store.catalog import Catalog
 from store.certificate import Certificate, certify_record, certify_stored
 from store.errors import DamagedError, StorageError
@@ -49,7 +39,7 @@ def show(
     _debug: DebugOption = False,
 ) -> None:
     """Show the layer versions of a commit: step, age, drift, bytes and encoding of every slot."""
-    catalog, problems = open_store(store), list[str]()
+    catalog, problems = store_status.open_store(store), list[str]()
     manifest, resolution = _find(catalog, step, problems)
     reasons = {record.unit: record.reason for record in manifest.units}
     if resolution is None:
@@ -63,11 +53,11 @@ def show(
         "resumable": resolution is not None,
         "weights_only": manifest.weights_only,
         "suspect": catalog.suspects().why.get(manifest.save),
-        "goes_on_at": None if resolution is None else resume_step(catalog, resolution),
+        "goes_on_at": None if resolution is None else store_status.resume_step(catalog, resolution),
         "problems": problems,
     }
     output.answer(body, lambda console: _draw(console, manifest, certificate, body, reasons, long=long), as_json=json)
-    resumable = resolution is not None or is_resumable(catalog, without=manifest.save)
+    resumable = resolution is not None or store_status.is_resumable(catalog, without=manifest.save)
     raise typer.Exit(health(resumable=resumable, damaged=bool(problems)))
 
 
@@ -77,7 +67,7 @@ def _find(catalog: Catalog, wanted: str | None, problems: list[str]) -> tuple[Ma
         resolution, passed_over = newest_resumable(catalog)
         problems += (*passed_over, *resolution.problems)
         return resolution.manifest, resolution
-    save = find_save(catalog, wanted)
+    save = store_status.find_save(catalog, wanted)
     if save not in catalog.saves():
         catalog = open_weights(catalog, save)
     manifest = catalog.manifest(save)
@@ -97,9 +87,9 @@ def _as_json(manifest: ManifestRecord, certificate: Certificate, reasons: Mappin
         del unit["source"]  # all of it is of the store at hand
     return {
         **certificate.as_json(),
-        **commit_json(manifest),
+        **store_status.commit_json(manifest),
         "nbytes": nbytes,
-        "bytes_per_parameter": tables.bytes_per_parameter(nbytes, parameters(manifest)),
+        "bytes_per_parameter": tables.bytes_per_parameter(nbytes, store_status.parameters(manifest)),
         "units": units,
     }
 
@@ -114,7 +104,7 @@ def _draw(
     long: bool,
 ) -> None:
     damaged = "damaged: the tables show the commit as written, not its readable part"
-    kind = resume_kind(certificate) if body["resumable"] or manifest.weights_only else damaged
+    kind = store_status.resume_kind(certificate) if body["resumable"] or manifest.weights_only else damaged
     kind = f"weights only, cannot be resumed but exported; {kind}" if manifest.weights_only else kind
     title = (
         f"{manifest.save}: step {manifest.step}, epoch {manifest.epoch}, {manifest.created}; "
@@ -133,12 +123,12 @@ def _draw(
     else:
         tables.print_layers(console, certificate.units)
     console.print()
-    console.print(tables.slot_table(certificate.units, parameters(manifest)))
+    console.print(tables.slot_table(certificate.units, store_status.parameters(manifest)))
     output.problems(console, body["problems"])
 
 
 def _bytes(manifest: ManifestRecord) -> str:
-    own, kept = written(manifest), manifest.bytes_avoided
-    share = tables.bytes_per_parameter(own, parameters(manifest))
+    own, kept = store_status.written(manifest), manifest.bytes_avoided
+    share = tables.bytes_per_parameter(own, store_status.parameters(manifest))
     each = "" if share is None else f" ({share:.2f} bytes per parameter)"
     return f"this save wrote {size_text(own)}{each}" + (f" and avoided {size_text(kept)}" if kept else "")

@@ -15,20 +15,9 @@ import numpy.typing as npt
 
 from deploy.health.trace_reader import SKIPPED, JobStatus, LastDecision, LastSave
 from deploy.report.incidents import Incident, Incidents, nonfinite_incident, restart_incident
+from store import trace as traces
 from store.certificate import is_lossy
 from store.names import Unit
-from store.trace import (
-    CommitLine,
-    DecisionLine,
-    FailedLine,
-    JobLine,
-    Line,
-    MovedLine,
-    ResumedLine,
-    fits,
-    iter_lines,
-    opened,
-)
 
 _Floats = npt.NDArray[np.float64]
 _MOVEMENT = b'{"kind":"moved"'  # start of the longest lines, which are not needed here
@@ -141,8 +130,8 @@ class History:
 
 def read_history(path: Path, most: int = 120, progress: Callable[[int], None] = lambda _: None) -> History:
     """Read a trace file, after the full one before it. ``progress`` gets the bytes of each line. Raises OSError."""
-    with opened(path) as file:
-        return history_of(iter_lines(_needed(file, progress)), most)
+    with traces.opened(path) as file:
+        return history_of(traces.iter_lines(_needed(file, progress)), most)
 
 
 def _needed(file: Iterable[bytes], progress: Callable[[int], None]) -> Iterator[bytes]:
@@ -152,7 +141,7 @@ def _needed(file: Iterable[bytes], progress: Callable[[int], None]) -> Iterator[
             yield raw
 
 
-def history_of(lines: Iterable[Line | None], most: int = 120) -> History:
+def history_of(lines: Iterable[traces.Line | None], most: int = 120) -> History:
     """Process lines in order; None stands for an unreadable one."""
     reader = _Reader(most)
     for line in lines:
@@ -169,7 +158,7 @@ class _Reader:
         self._moving: set[Unit] = set()
         self._units: tuple[Unit, ...] = ()
         self._nbytes: tuple[int, ...] = ()
-        self._job: JobLine | None = None
+        self._job: traces.JobLine | None = None
         self._last_seen: float | None = None
         self._last_step: int | None = None
         self._begun: tuple[int, int] | None = None
@@ -187,27 +176,27 @@ class _Reader:
         self._failed: list[str] = []
         self._interval: int | None = None
 
-    def feed(self, line: Line | None) -> None:
-        if line is None or not fits(line, len(self._units)):
+    def feed(self, line: traces.Line | None) -> None:
+        if line is None or not traces.fits(line, len(self._units)):
             self._skipped += 1
             return
-        if isinstance(line, JobLine):
+        if isinstance(line, traces.JobLine):
             self._on_job(line)
-        if self._job is None or isinstance(line, MovedLine):
+        if self._job is None or isinstance(line, traces.MovedLine):
             return
         at = self._job.started + line.seconds
         self._newest_at = max(self._newest_at, at)
-        if isinstance(line, DecisionLine):
+        if isinstance(line, traces.DecisionLine):
             self._on_decision(line, at)
-        elif isinstance(line, CommitLine):
+        elif isinstance(line, traces.CommitLine):
             self._on_commit(line, at)
-        elif isinstance(line, FailedLine):
+        elif isinstance(line, traces.FailedLine):
             self._last_seen = at
             self._totals.failed += 1
             self._failed.append(line.reason)
             text = f"the save of step {line.step} failed ({line.reason}); the previous commit is intact"
             self._incidents.add(Incident("save failed", "look", text, line.step, at))
-        elif isinstance(line, ResumedLine):
+        elif isinstance(line, traces.ResumedLine):
             self._on_resumed(line, self._job)
 
     def history(self) -> History:
@@ -233,7 +222,7 @@ class _Reader:
             job_status=None if self._job is None else self._job_status(self._job),
         )
 
-    def _job_status(self, job: JobLine) -> JobStatus:
+    def _job_status(self, job: traces.JobLine) -> JobStatus:
         steps = [(later[0] - earlier[0], later[1] - earlier[1]) for earlier, later in pairwise(self._gaps)]
         paces = [seconds / count for count, seconds in steps if count > 0]
         return JobStatus(
@@ -249,7 +238,7 @@ class _Reader:
             full_bytes=sum(self._nbytes),
         )
 
-    def _on_job(self, line: JobLine) -> None:
+    def _on_job(self, line: traces.JobLine) -> None:
         if self._job is None or line.started != self._job.started:
             self._settle(0.0)
             self._close_incarnation()
@@ -270,7 +259,7 @@ class _Reader:
                 self._moving.add(one.unit)
         self._bins.grow(len(self._rows) - len(self._bins.drift))
 
-    def _on_resumed(self, line: ResumedLine, job: JobLine) -> None:
+    def _on_resumed(self, line: traces.ResumedLine, job: traces.JobLine) -> None:
         self._gaps.clear()
         self._sick = -1, self._sick[1]
         if line.step == 0 and line.newest == 0 and self._last_step is None:
@@ -282,7 +271,7 @@ class _Reader:
         self._incidents.ended()
         self._incidents.add(restart_incident(line, job.epoch, at, at - before, self._last_step))
 
-    def _on_decision(self, line: DecisionLine, at: float) -> None:
+    def _on_decision(self, line: traces.DecisionLine, at: float) -> None:
         self._settle(line.copy_wait)
         self._last_seen, self._last_step = at, line.step
         self._interval = self._interval if line.interval is None else line.interval
@@ -306,7 +295,7 @@ class _Reader:
         self._waits = (copied, line.stall)
         self._add_incidents(line, at)
 
-    def _add_incidents(self, line: DecisionLine, at: float) -> None:
+    def _add_incidents(self, line: traces.DecisionLine, at: float) -> None:
         current: list[Incident] = []
         if line.sick:
             names = [str(self._units[index]) for index in line.sick]
@@ -323,7 +312,7 @@ class _Reader:
             text = f"{len(line.changed)} layer slots contain other parameters than before"
             self._incidents.add(Incident("changed", "look", text, line.step, at))
 
-    def _on_commit(self, line: CommitLine, at: float) -> None:
+    def _on_commit(self, line: traces.CommitLine, at: float) -> None:
         self._last_seen = at
         full = sum(self._nbytes) + max(0, line.written - sum(size[0] for size in line.sizes.values()))
         self._saves.append(LastSave(at, line.written, full))

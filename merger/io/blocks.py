@@ -103,6 +103,18 @@ class Boxes:
     memory: int
 
 
+ReadExtents = Callable[["Sequence[Extent]"], bytearray]  # reads the values of extents that are whole blocks, in order
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Bytes that a pass computes from those of other blocks by ``values``; else as :class:`StoredFragment`."""
+
+    values: Callable[[ReadExtents], Iterator[memoryview]]
+    nbytes: int
+    memory: int
+
+
 @dataclass
 class BlockPass:
     """One pass over a block. Belongs to one thread."""
@@ -117,6 +129,8 @@ class BlockPass:
         self.flaw = block.flaw
         if isinstance(block.coded, Boxes):
             yield from self._put_together(block.coded.copies)
+        elif isinstance(block.coded, Computed):
+            yield from block.coded.values(self._read)
         elif block.coded is not None:
             yield from self._decoded(block.coded)
         else:
@@ -129,13 +143,19 @@ class BlockPass:
         size = itemsize(copies[0].source.dtype)
         whole = np.empty(sum(copy.numel for copy in copies) * size, np.uint8)
         for _, group in groupby(copies, lambda copy: id(copy.source)):
-            own, values = list(group), bytearray()
-            for piece in self.pieces(own[0].source.block):
-                values += piece
+            own = list(group)
+            values = self._read([own[0].source])
             for copy in own:
                 copy.place(np.frombuffer(values, np.uint8)[copy.source.offset :], whole, size)
         for start in range(0, len(whole), CHUNK * size):
             yield whole[start : start + CHUNK * size].data
+
+    def _read(self, extents: "Sequence[Extent]") -> bytearray:
+        values = bytearray()
+        for extent in extents:
+            for piece in self.pieces(extent.block):
+                values += piece
+        return values
 
     def _decoded(self, coded: StoredFragment) -> Iterator[memoryview]:
         entry, own = coded.source.entry, coded.source.part.save
@@ -175,7 +195,9 @@ class Block:
     digest: str
     name: str  # name in errors
     flaw: Damage | None = None  # the damaged version if the bytes are wrong; None if damage ends the merge
-    coded: StoredFragment | Boxes | None = None  # makes ``nbytes`` bytes from those stored, of which ``digest`` is
+    coded: StoredFragment | Boxes | Computed | None = (
+        None  # makes ``nbytes`` bytes from those stored, of which ``digest`` is
+    )
 
     @property
     def stored_bytes(self) -> int:

@@ -15,6 +15,7 @@ from merger.recipe.certificate import Part
 from merger.recipe.model import Recipe
 from merger.sources import open_source
 from merger.sources.base import Source
+from merger.sources.store import StoreSource
 from store.errors import (
     DamagedError,
     DriftpointError,
@@ -73,18 +74,18 @@ class OpenSource:
         if self.source.kind == "store" and not steps:
             raise NothingToResumeError(f"the store {self.path} has no commit yet")
         if bound is None:
-            if self.step is not None and _step_of(self.step) not in (None, *steps):
-                text = f"{self.path} has no checkpoint {self.step}; {_newest_steps(steps)}"
-                if (self.path / JOURNAL).is_dir():
-                    text += (
-                        f". Steps in its journal need the job's optimizer: ckpt.resume(step={self.step}) commits one"
-                    )
-                raise UsageError(text)
+            if self.step is not None and _step_of(self.step) not in (None, *steps) and not self._is_in_journal():
+                journal = ", and its journal does not lead there" if (self.path / JOURNAL).is_dir() else ""
+                raise UsageError(f"{self.path} has no checkpoint {self.step}{journal}; {_newest_steps(steps)}")
             return [self.step]
         within = [one for one in steps if bound(one)]
         if not within:
             raise UsageError(f"{self.path} has no checkpoint at a step {self.step}; {_newest_steps(steps)}")
         return within
+
+    def _is_in_journal(self) -> bool:
+        step = str(self.step)
+        return isinstance(self.source, StoreSource) and step.isdecimal() and self.source.leads_to(int(step))
 
 
 @dataclass(frozen=True)

@@ -2,20 +2,24 @@
 
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from merger.checkpoint import IMPORTED_WITH, Checkpoint, RunStates, read_run_states, require_whole, with_problems
 from merger.io.blocks import Block, Damage, Extent, StoredFragment, put_together, xxh3
+from merger.sources.journal import chain_to, replayed
 from store.catalog import open_catalog
 from store.certificate import CertifiedUnit, certify_stored, imported_as_found
 from store.encoding import itemsize
 from store.errors import DamagedError, MergeError, StorageError
 from store.fragments import FragmentIndex, Source
+from store.journal import journal_catalog
 from store.location import files_at
 from store.names import BUFFER, FROZEN, LEFT_OUT, RAW, WEIGHTS, SaveId, payload_path, weights_dir
 from store.resolve import RejectedVersion, Resolution, newest_resumable, resolve
 from store.schema import TensorRecord
+from store.storage.local import Files
 from store.text import listed
 from store.weights import all_saves
 
@@ -33,13 +37,15 @@ class StoreSource:
         return tuple(dict.fromkeys(save.step for save in all_saves(self.catalog)))
 
     def checkpoint(self, step: int | str | None, flaws: Set[Damage]) -> Checkpoint:
+        known = {flaw.bad for flaw in flaws if flaw.store == self.root}
         save = None if step is None else self._save(step)
+        if save is None and step is not None:
+            return self._replayed(int(step), known)
         marks = self.catalog.suspects().why.items()
         told = tuple(f"{save} is suspect: jobs that resumed from it died ({why})" for one, why in marks if one == save)
         if save is not None and save not in self.catalog.saves():
             found = StoreSource(self.root / weights_dir(save)).checkpoint(save.name, flaws)
             return replace(found, problems=(*told, *found.problems))
-        known = {flaw.bad for flaw in flaws if flaw.store == self.root}
         while True:
             try:
                 resolution, passed_over = (
@@ -59,13 +65,29 @@ class StoreSource:
             known.add(RejectedVersion(resolution.manifest.save))
         return self._checkpoint(resolution, states, passed_over)
 
-    def _save(self, step: int | str) -> SaveId:
+    def leads_to(self, step: int) -> bool:
+        """Return whether the journal leads from a commit to ``step``. Raises MergeError if damaged records did."""
+        return chain_to(self.catalog, journal_catalog(self.catalog), step, set()) is not None
+
+    def _save(self, step: int | str) -> SaveId | None:
+        """Return the save that is meant; None for a step that the journal leads to."""
         saves = all_saves(self.catalog)
         for save in saves:
             if step in (save.step, save.name, str(save.step)):
                 return save
+        if str(step).isdecimal() and self.leads_to(int(step)):
+            return None
         newest = listed((known.name for known in saves), 5) or "none"
         raise MergeError(f"the store {self.root} has no commit {step}; the newest are: {newest}")
+
+    def _replayed(self, step: int, known: Set[RejectedVersion]) -> Checkpoint:
+        journal = journal_catalog(self.catalog)
+        found = chain_to(self.catalog, journal, step, known)
+        states = found and read_run_states(self.catalog.files, found[0].run_parts)
+        if not found or not states:
+            raise MergeError(f"no whole commit of {self.root} is left from which the journal leads to step {step}")
+        extent = partial(self._extent, files=journal.files)
+        return replayed(self._checkpoint(found[0], states, ()), found[1], journal, extent)
 
     def _checkpoint(self, resolution: Resolution, states: RunStates, passed_over: tuple[str, ...]) -> Checkpoint:
         manifest = resolution.manifest
@@ -106,11 +128,12 @@ class StoreSource:
         ]
         return with_problems(checkpoint, [*implausible, *states.problems])
 
-    def _extent(self, source: Source) -> Extent:
+    def _extent(self, source: Source, files: Files | None = None) -> Extent:
+        files = self.catalog.files if files is None else files
         part, entry = source.part, source.entry
         plain = entry.encoding == RAW and entry.packing is None
         block = Block(
-            self.catalog.files,
+            files,
             payload_path(part.save, part.rank),
             part.header_bytes + entry.offset,
             entry.numel * itemsize(entry.dtype),
@@ -118,7 +141,7 @@ class StoreSource:
             entry.xxh3_128,
             f"{entry.unit} of save {part.save}",
             Damage(self.root, RejectedVersion(part.save, entry.unit)),
-            None if plain else StoredFragment(self.catalog.files, source, self.root),
+            None if plain else StoredFragment(files, source, self.root),
         )
         return Extent(entry.fqn, entry.slot, entry.start, entry.stop, entry.dtype, block, 0, entry.box)
 

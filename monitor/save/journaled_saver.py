@@ -32,7 +32,7 @@ from monitor.save.store_session import StoreSession
 from monitor.types import DecisionResult
 from store.certificate import Certificate
 from store.errors import UnsupportedError, UsageError
-from store.journal import CONTINUES, PLAN, SAMPLE, STEPPED, prune_journal
+from store.journal import CONTINUES, KIND, PLAN, SAMPLE, STEPPED, prune_journal
 from store.names import BUFFER, FROZEN, JOURNAL, SEGMENTS, Fragment, SaveId, Unit, segment_dir
 from store.segment import SegmentDraft, write_segment
 from store.session import require_present
@@ -202,7 +202,8 @@ class JournaledSaver(Saver):
             return "an optimizer took two steps between two calls of ckpt.step()"
         step.rng = step.rng or capture_rng()
         step.members += [number] * (number not in step.members)
-        step.groups += groups
+        kind = type(self._job.adapter.optimizers()[number])
+        step.groups += ({**one, KIND: f"{kind.__module__}.{kind.__qualname__}"} for one in groups)
         step.copies += map(self._copied, pieces)
         return None
 

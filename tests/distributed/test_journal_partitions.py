@@ -1,15 +1,23 @@
 """Records of the journal taken again by another partition, and steps gone back to under ZeRO and FSDP2.
 
 What another partition takes again is the state of the very step before, and not called exact; its error has a bound.
+So is what a merge takes again of a step that has no commit.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from journal_partitions import error
 
+from merger.io.blocks import BlockPass
+from merger.sources.store import StoreSource
+from merger.tensors import torch_dtype
 from tests.support.launch import Launched, once, torchrun
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -43,9 +51,25 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[L
             spec |= {"back": BACK} if number == 0 else {}
             done.append(torchrun("journal_partitions.py", ranks, spec, directory))
             assert done[-1].code == 0, done[-1].output[-6000:]
+            if number < 2:  # the last step of the third has a commit
+                done[-1].records.append({"kind": "merged", **merged(directory, (number + 1) * STEPS)})
         return done
 
     return launch
+
+
+def merged(directory: Path, step: int) -> dict[str, Any]:
+    """How far what a merge reads of a step is from the state that the job left."""
+    left, found = torch.load(directory / "state.pt", weights_only=True), dict[str, torch.Tensor]()
+    checkpoint = StoreSource(directory / "store").checkpoint(step, set())
+    for (fqn, slot), extents in checkpoint.index.names().items():
+        parts = []
+        for one in extents:
+            values = b"".join(map(bytes, BlockPass(lambda _: None).pieces(one.block)))[one.offset :][: one.nbytes]
+            parts.append(torch.frombuffer(bytearray(values), dtype=torch_dtype(one.dtype)))
+        found[f"{fqn}/{slot}"] = torch.cat(parts)
+    errors = [error(left[name], found[name]) if name in found else math.inf for name in left]
+    return {"step": checkpoint.step, "exact": checkpoint.certificate.exact, "error": max(errors)}
 
 
 @pytest.mark.parametrize("link", [1, 2])
@@ -60,6 +84,14 @@ def test_what_another_partition_replays_is_not_called_exact(
         assert any("another partition" in problem for problem in one["problems"])
         assert one["same_names"]
         assert one["error"] <= BOUND
+
+
+@pytest.mark.parametrize("link", [0, 1])
+@pytest.mark.parametrize("chain", CHAINS)
+def test_a_merge_takes_steps_again(launched: Callable[[str], list[Launched]], chain: str, link: int) -> None:
+    found = launched(chain)[link].one("merged")
+    assert (found["step"], found["exact"]) == ((link + 1) * STEPS, False)
+    assert found["error"] <= BOUND
 
 
 @pytest.mark.parametrize("chain", CHAINS)

@@ -68,19 +68,24 @@ def test_verify_of_a_composite_reads_the_records_that_it_needs(tmp_path: Path, h
     assert here("verify", store, "--json").code == 12
 
 
-def test_merge_tells_how_to_reach_a_step_of_the_journal(tmp_path: Path, here: Here) -> None:
+def test_merge_takes_a_step_of_the_journal_and_labels_it(tmp_path: Path, here: Here) -> None:
     store, job = tmp_path / "store", Job()
     job.run(job.attach(store), 7)
-    refused = here("merge", store, "--layout", "hf", "--step", "6", "--out", tmp_path / "out")
+    refused = here("merge", store, "--layout", "hf", "--step", "8", "--out", tmp_path / "out")
     assert refused.code != 0
-    said = " ".join(refused.err.split())
-    assert "has no checkpoint 6; there is step 4" in said
-    assert "ckpt.resume(step=6) commits one" in said
+    assert "has no checkpoint 8, and its journal does not lead there; there is step 4" in " ".join(refused.err.split())
+    made = here("merge", store, "--layout", "dcp", "--step", "6", "--out", tmp_path / "out")
+    said = " ".join(made.out.split())
+    assert made.code == 0
+    assert "not exact: 1 problem" in said
+    assert "steps 5 to 6 were taken again from the journal" in said
     again = Job(seed=2)
     ckpt = again.attach(store)
     ckpt.resume(step=6)
     ckpt.finish(clean=False)
-    assert here("merge", store, "--layout", "dcp", "--step", "6", "--out", tmp_path / "out").code == 0
+    exact = here("merge", store, "--layout", "dcp", "--step", "6", "--out", tmp_path / "exact")
+    assert exact.code == 0
+    assert "not exact" not in exact.out
 
 
 def test_a_store_without_a_journal_has_none_to_verify(tmp_path: Path, here: Here) -> None:

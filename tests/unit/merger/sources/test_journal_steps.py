@@ -1,0 +1,158 @@
+"""Steps that have no commit are merged from the journal: to the bit of the job that was there, and labelled."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import monitor.save.journaled_saver as journaled_saver
+from merger.layouts.base import Target
+from merger.merge import merge
+from store.errors import MergeError, UnsupportedError, UsageError
+from tests.support.journaled import DAMAGE, Job, damage, keep, records
+
+POLICIES = ["full", {"name": "parity", "k": 2}]
+
+
+def trained(store: Path, last: int = 9, job: Job | None = None, **settings: Any) -> dict[int, Any]:
+    """Train with the journal, and return the state of each step."""
+    kept: dict[int, Any] = {}
+    job = job or Job()
+    job.run(job.attach(store, **settings), last, after=keep(job, kept))
+    return kept
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, Any]]:
+    """The store of a job with commits at steps 4 and 8 that died after step 9, and the state of each step."""
+    store = tmp_path_factory.mktemp("job") / "store"
+    return store, trained(store)
+
+
+@pytest.fixture
+def store(job: tuple[Path, dict[int, Any]], tmp_path: Path) -> Path:
+    """A copy of that store."""
+    return Path(shutil.copytree(job[0], tmp_path / "store"))
+
+
+def merged(store: Path, out: Path, step: int) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    result = merge(store, out, save=step, target=Target("torch"))
+    model, optimizer = (torch.load(out / name, weights_only=False) for name in ("model.pt", "optimizer.pt"))
+    return model, optimizer, result
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("step", [5, 9])
+def test_a_step_between_two_commits(tmp_path: Path, policy: Any, step: int) -> None:
+    kept = trained(tmp_path / "store", every=2, policy=policy)
+    model, optimizer, result = merged(tmp_path / "store", tmp_path / "out", step)
+    for name, value in kept[step]["model"].items():
+        assert torch.equal(model[name], value), name
+    for number, state in kept[step]["optimizer"].items():
+        assert state.keys() == optimizer["state"][number].keys()
+        for slot, value in state.items():
+            assert torch.equal(optimizer["state"][number][slot], value), (number, slot)
+    assert result.certificate.step == step
+    assert not result.certificate.exact
+    assert "taken again from the journal" in result.certificate.problems[0]
+
+
+def assert_weights(out: Path, state: dict[str, Any]) -> None:
+    found = load_file(out / "model.safetensors")
+    for name, value in state["model"].items():
+        assert torch.equal(found[name], value), name
+
+
+class Renamed(torch.optim.AdamW):
+    """A class of the job's own: who knows what its steps do."""
+
+
+def test_weights_alone(job: tuple[Path, dict[int, Any]], tmp_path: Path) -> None:
+    store, kept = job
+    merge(store, tmp_path / "out", save="7", target=Target("hf"))
+    assert_weights(tmp_path / "out", kept[7])
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        {"kind": torch.optim.SGD, "momentum": 0.9},
+        {"kind": torch.optim.RMSprop},
+        {"amsgrad": True, "foreach": True},
+        {"fused": True},
+    ],
+    ids=str,
+)
+def test_other_optimizers(tmp_path: Path, job: dict[str, Any]) -> None:
+    kept = trained(tmp_path / "store", job=Job(**job), packing="auto")
+    _, optimizer, _ = merged(tmp_path / "store", tmp_path / "out", 7)
+    for number, state in kept[7]["optimizer"].items():
+        assert all(torch.equal(torch.as_tensor(optimizer["state"][number][slot]), state[slot]) for slot in state)
+
+
+@pytest.mark.parametrize("kind", [Renamed, torch.optim.NAdam], ids=lambda kind: kind.__name__)
+def test_optimizers_whose_steps_are_not_known_are_refused(tmp_path: Path, kind: Any) -> None:
+    trained(tmp_path / "store", job=Job(kind=kind))
+    with pytest.raises(UnsupportedError, match=kind.__name__):
+        merged(tmp_path / "store", tmp_path / "out", 7)
+    assert not (tmp_path / "out").exists()
+
+
+def test_records_of_a_release_that_does_not_tell_the_optimizer_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journaled_saver, "KIND", "unknown")
+    trained(tmp_path / "store")
+    with pytest.raises(UnsupportedError, match="older release"):
+        merged(tmp_path / "store", tmp_path / "out", 7)
+
+
+@pytest.mark.parametrize("step", [3, 10, 100])
+def test_a_step_that_the_journal_does_not_lead_to_is_refused(store: Path, tmp_path: Path, step: int) -> None:
+    """3: before the first commit."""
+    with pytest.raises(UsageError, match=f"no checkpoint {step}.*steps 8, 4"):
+        merged(store, tmp_path / "out", step)
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_record_is_never_taken(
+    job: tuple[Path, dict[int, Any]], store: Path, tmp_path: Path, what: str
+) -> None:
+    DAMAGE[what](next(one for one in records(store) if one.name.startswith("00000006")))
+    with pytest.raises((MergeError, UsageError)):
+        merged(store, tmp_path / "out", 7)
+    assert not (tmp_path / "out").exists()
+    merge(store, tmp_path / "before", save=5, target=Target("hf"))
+    assert_weights(tmp_path / "before", job[1][5])
+
+
+def test_a_damaged_commit_gives_way_to_the_one_before(
+    job: tuple[Path, dict[int, Any]], store: Path, tmp_path: Path
+) -> None:
+    kept = job[1]
+    damage(store / "segments/00000008-000001/rank-00000.safetensors")
+    model, _, result = merged(store, tmp_path / "out", 9)
+    assert all(torch.equal(model[name], value) for name, value in kept[9]["model"].items())
+    assert "steps 5 to 9" in "".join(result.certificate.problems)
+
+
+def test_records_of_an_abandoned_branch_are_not_taken(store: Path, tmp_path: Path) -> None:
+    """A job that went back claims an epoch: its own steps are meant, not those that it left."""
+    kept: dict[int, Any] = {}
+    again = Job(seed=2)
+    ckpt = again.attach(store)
+    assert ckpt.resume(step=5) == 5
+    torch.manual_seed(99)
+    for step in (6, 7):
+        again.train_one_step()
+        ckpt.step()
+        ckpt.flush()
+        keep(again, kept)(step)
+    ckpt.finish(clean=False)
+    model, _, _ = merged(store, tmp_path / "out", 7)
+    assert all(torch.equal(model[name], value) for name, value in kept[7]["model"].items())
