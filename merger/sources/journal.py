@@ -6,6 +6,7 @@ memory holds one parameter a thread. Only for optimizers that update each elemen
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -197,4 +198,6 @@ class _Parameter:
             yield memory_of(weights if slot == WEIGHTS else optimizer.state[weights][slot])
 
     def _tensor(self, read: ReadExtents, stored: Sequence[Extent]) -> torch.Tensor:
+        if sum(one.stop - one.start for one in stored) != prod(self.shape):
+            raise MergeError(f"a record holds only a part of {self.fqn}")
         return torch.frombuffer(read(stored), dtype=torch_dtype(stored[0].dtype)).view(self.shape)
