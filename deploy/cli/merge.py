@@ -86,8 +86,8 @@ def merge(
         typer.Option(
             metavar="STEP",
             help="A step, also of the journal, a save such as 00000120-000003, a tag, or a bound such as '<= 120'. "
-            "Default: the newest that can be rebuilt of a store, `latest` of a DeepSpeed directory, the newest complete "
-            "Trainer checkpoint.",
+            "Default: the newest that can be rebuilt of a store, `latest` of a DeepSpeed directory, the newest "
+            "complete Trainer checkpoint.",
         ),
     ] = None,
     layout: Annotated[

@@ -2,7 +2,7 @@
 
 Usage: matrix_load.py DIRECTORY — writes ``loaded-WORLD-RANK.json``: per merged directory, what differs from the state
 that was saved, and the losses of the steps that follow: all of them for the source's own engine, which has to have the
-same, and two for any other, which has the same before an update only.
+same, and those of one step, of two micro-batches, for any other, which has the same before an update only.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def load_universal(cell: Cell, lines: Sequence[str], expected: Mapping[str, Any]
     settings = {**config(cell.stage, cell.precision, **LINEAR), "checkpoint": {"load_universal": True}}
     names["engine"], *_ = deepspeed.initialize(model=model, model_parameters=param_groups(model), config=settings)
     exec("\n".join(lines[position:]), names)
-    return compared(names["engine"], expected, SAVED + 2)
+    return compared(names["engine"], expected, SAVED + 1)
 
 
 def compared(built: Any, expected: Mapping[str, Any], last: int) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def main(directory: Path) -> None:
         expected = torch.load(folder / "state.pt", weights_only=False)
         for cell in targets(source):
             if cell.world == world:
-                last = LAST if cell == source else SAVED + 2
+                last = LAST if cell == source else SAVED + 1
                 told[f"{source.name}/{cell.name}"] = load(cell, folder / cell.name, expected, last)
         universal = Cell(universal_stage(source, world), world, source.precision)
         lines = json.loads((folder / "universal.json").read_text())
