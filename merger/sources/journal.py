@@ -80,15 +80,18 @@ def replayed(base: Checkpoint, chain: Chain, journal: Catalog, extent: Callable[
     if after is None or len(parts) < last.record.world_size:
         raise MergeError(f"step {last.save.step} cannot be reached: its record is damaged")
     steps = [_read_step(journal, one, extent) for one in chain.steps]
+    step, held = last.save.step, base.index.names()
     own = {(unit.layer, unit.slot): unit.step for unit in base.certificate.units if unit.moving}
     extents: list[Extent] = []
-    for (fqn, slot), stored in base.index.names().items():
+    for (fqn, slot), stored in held.items():
         if (base.record(fqn).layer, slot) not in own:  # frozen, or a buffer, which the last record may have anew
             extents += steps[-1].stored.get((fqn, slot), stored) if slot == BUFFER else stored
         elif slot == WEIGHTS:
             begun = own[base.record(fqn).layer, slot]
             extents += _Parameter.of(base, fqn, after, [one for one in steps if one.step > begun]).extents()
-    step = last.save.step
+    trained = {fqn for one in steps for fqn, slot in one.stored if slot == GRADIENT}
+    if missing := sorted(fqn for fqn in trained if (fqn, WEIGHTS) not in held):
+        raise UnsupportedError(f"{listed(missing)}: trained since {base.origin}, which has no optimizer state of it")
     told = (
         f"steps {chain.oldest + 1} to {step} were taken again from the journal, on this machine: last bits may differ "
         f"from the job's. ckpt.resume(step={step}) in the job takes them with its own optimizer, and compares samples "

@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from monitor.distributed import Group, run_on_all_ranks, run_on_rank0
+from store import session
 from store.catalog import Catalog, open_catalog, open_or_create
 from store.commit import mark_proven
 from store.errors import DamagedError, FencedError, MissingError, NoSpaceError, NoStoreError, StorageError
@@ -17,19 +18,7 @@ from store.location import files_at, place_of
 from store.names import SaveId
 from store.retention import Retention, execute, plan_prune
 from store.schema import EpochRecord, IncarnationRecord
-from store.session import (
-    IncarnationCount,
-    StoreLock,
-    claim_epoch,
-    count_incarnations,
-    is_closed,
-    mark_closed,
-    new_incarnation,
-    newest_epoch,
-    read_epoch,
-    renew_epoch,
-    require_present,
-)
+from store.session import StoreLock
 from store.storage.bucket import ObjectOptions
 from store.storage.local import Files, LocalFiles
 from store.storage.object_store import ObjectFiles
@@ -70,7 +59,7 @@ class StoreSession:
         def claim() -> tuple[int, str]:
             self.require_unchanged()
             self.catalog.left_epochs.add(self.epoch)
-            record = renew_epoch(self.files, self.catalog.store_id, self.epoch, self.token, self.incarnation)
+            record = session.renew_epoch(self.files, self.catalog.store_id, self.epoch, self.token, self.incarnation)
             return record.epoch, record.token
 
         self.epoch, self.token = run_on_rank0(group, claim)
@@ -78,13 +67,13 @@ class StoreSession:
 
     def mark_proven(self, save: SaveId) -> None:
         """Record that a job went on from this commit."""
-        require_present(self.files, self.epoch)
+        session.require_present(self.files, self.epoch)
         mark_proven(self.files, self.catalog.store_id, save, self.epoch)
 
     def mark_closed(self) -> None:
         """Record that this job ends as intended, so that its end is no interruption. Rank 0, if they are counted."""
         if self.claimed:
-            mark_closed(self.files, self.catalog.store_id, self.epoch, time.monotonic() - self.began)
+            session.mark_closed(self.files, self.catalog.store_id, self.epoch, time.monotonic() - self.began)
 
     def release(self) -> None:
         """Release the lock, so that another job can open the store."""
@@ -167,7 +156,7 @@ def _claim(catalog: Catalog, incarnation: IncarnationRecord | None, *, locked: b
     """Claim an epoch, or return the newest one unclaimed if the disk is full. Raises NoSpaceError in a new store."""
     files = catalog.files
     try:
-        record = claim_epoch(files, catalog.store_id, incarnation)
+        record = session.claim_epoch(files, catalog.store_id, incarnation)
     except NoSpaceError as error:
         before = _newest_record(files)
         if before is None:
@@ -175,7 +164,7 @@ def _claim(catalog: Catalog, incarnation: IncarnationRecord | None, *, locked: b
         if not _free_some(catalog, before, locked=locked):
             return _unclaimed(before, error, files)
         try:
-            record = claim_epoch(files, catalog.store_id, incarnation)
+            record = session.claim_epoch(files, catalog.store_id, incarnation)
         except NoSpaceError as again:
             return _unclaimed(_newest_record(files) or before, again, files)
     return _Claim(record.epoch, record.token, record.token)
@@ -193,9 +182,9 @@ def _unclaimed(before: EpochRecord, error: NoSpaceError, files: Files) -> _Claim
 
 
 def _newest_record(files: Files) -> EpochRecord | None:
-    newest = newest_epoch(files)
+    newest = session.newest_epoch(files)
     try:
-        return read_epoch(files, newest) if newest else None
+        return session.read_epoch(files, newest) if newest else None
     except (DamagedError, MissingError):
         return None
 
@@ -206,7 +195,7 @@ def _free_some(catalog: Catalog, before: EpochRecord, *, locked: bool) -> bool:
     Before its claim this job does not own the store: the job before must have ended, as its mark says, or the lock of
     the machine on which it ran. A rescue of its memory there gives way to the lock."""
     ended = locked and before.host == socket.gethostname()
-    if not ended and not is_closed(catalog, before.epoch):
+    if not ended and not session.is_closed(catalog, before.epoch):
         return False
     try:  # on another host its memory may just be committed, with segments that no manifest names yet
         plan = plan_prune(catalog, Retention(keep_last=_EVERY_COMMIT), before.epoch, make_room=1, least=2, ended=ended)
@@ -222,11 +211,11 @@ def _free_some(catalog: Catalog, before: EpochRecord, *, locked: bool) -> bool:
 
 def _begin_incarnation(catalog: Catalog, world_size: int) -> IncarnationRecord:
     try:
-        before = count_incarnations(catalog)
+        before = session.count_incarnations(catalog)
     except (StorageError, DamagedError) as error:
         _log.warning("cannot read how often this job was interrupted (%s): counting from now on", error)
-        before = IncarnationCount()
-    return new_incarnation(before, world_size)
+        before = session.IncarnationCount()
+    return session.new_incarnation(before, world_size)
 
 
 def open_existing_store(path: str, group: Group, options: ObjectOptions | None = None) -> Catalog | None:
@@ -250,7 +239,7 @@ def _check_epoch(files: Files, epoch: int, token: str) -> Catalog:
         "Check the path (is there a time or a host name in it?) and the mount"
     )
     try:
-        catalog, record = open_catalog(files), read_epoch(files, epoch)
+        catalog, record = open_catalog(files), session.read_epoch(files, epoch)
     except (NoStoreError, MissingError, DamagedError) as error:
         raise StorageError(f"this rank does not see rank 0's store at {root}: {error}. {advice}") from error
     if record.token != token:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 import monitor.save.journaled_saver as journaled_saver
+from merger.checkpoint import Checkpoint
 from merger.layouts.base import Target
 from merger.merge import merge
+from merger.sources.store import StoreSource
 from store.errors import MergeError, UnsupportedError, UsageError
+from store.fragments import FragmentIndex
 from tests.support.journaled import DAMAGE, Job, damage, keep, records
 
 POLICIES = ["full", {"name": "parity", "k": 2}]
@@ -156,3 +160,28 @@ def test_records_of_an_abandoned_branch_are_not_taken(store: Path, tmp_path: Pat
     ckpt.finish(clean=False)
     model, _, _ = merged(store, tmp_path / "out", 7)
     assert all(torch.equal(model[name], value) for name, value in kept[7]["model"].items())
+
+
+def test_a_parameter_that_was_frozen_at_the_commit_is_refused(tmp_path: Path) -> None:
+    """The journal is interrupted there."""
+    job, store = Job(), tmp_path / "store"
+    bias = job.model.get_parameter("0.0.bias").requires_grad_(False)
+    job.run(job.attach(store), 7, before=lambda step: setattr(bias, "requires_grad", step >= 5))
+    with pytest.raises(UsageError, match="no checkpoint 7"):
+        merge(store, tmp_path / "out", save=7, target=Target("hf"))
+
+
+def test_a_parameter_that_the_commit_does_not_hold_is_refused(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It must not be left out in silence, whatever made the journal record it."""
+    whole = StoreSource._checkpoint
+
+    def without_one(source: StoreSource, *arguments: Any) -> Checkpoint:
+        found = whole(source, *arguments)
+        held = (one for (fqn, _), stored in found.index.names().items() if fqn != "0.0.bias" for one in stored)
+        return replace(found, index=FragmentIndex(held))
+
+    monkeypatch.setattr(StoreSource, "_checkpoint", without_one)
+    with pytest.raises(UnsupportedError, match=r"0\.0\.bias: trained since commit 00000004"):
+        merge(store, tmp_path / "out", save=7, target=Target("hf"))
