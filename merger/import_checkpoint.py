@@ -110,6 +110,8 @@ def plan_import(source: Path, step: str | None = None, *, link: bool = False) ->
     checkpoint = opened.checkpoint(step, frozenset())
     refuse_weights_only(checkpoint)
     if link and isinstance(opened, StoreSource):
+        if SaveId.parse(checkpoint.certificate.save) not in opened.catalog.saves():
+            raise _not_linked(f"{checkpoint.origin} is no commit")
         return ImportPlan(source, opened.kind, checkpoint, (), {}, (), opened.catalog)
     _require_exact(checkpoint)
     notes = own_state_notes(checkpoint)

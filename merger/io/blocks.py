@@ -23,7 +23,7 @@ from isal import isal_zlib
 from merger.tensors import Implausible, implausible_values, torch_dtype, whole_elements
 from store.encoding import CHUNK, itemsize
 from store.errors import DamagedError, MissingError, StorageError, UnreachableError
-from store.fragments import Copy, FragmentIndex, FragmentReader, Readable, Source
+from store.fragments import FragmentIndex, FragmentReader, Readable, Source
 from store.names import BUFFER, Box, Fragment
 from store.resolve import RejectedVersion
 from store.schema import digest
@@ -94,15 +94,6 @@ class StoredFragment:
         return _CHUNKS_PER_PASS * min(CHUNK, self.source.entry.numel) * itemsize(self.source.dtype)
 
 
-@dataclass(frozen=True)
-class Boxes:
-    """All boxes of a tensor, which a pass puts together in memory by ``copies``; else as :class:`StoredFragment`."""
-
-    copies: "Sequence[Copy[Extent]]"
-    nbytes: int
-    memory: int
-
-
 ReadExtents = Callable[["Sequence[Extent]"], bytearray]  # reads the values of extents that are whole blocks, in order
 
 
@@ -127,9 +118,7 @@ class BlockPass:
 
         Raises DamagedError, perhaps after the last piece, if the stored bytes are wrong; StorageError."""
         self.flaw = block.flaw
-        if isinstance(block.coded, Boxes):
-            yield from self._put_together(block.coded.copies)
-        elif isinstance(block.coded, Computed):
+        if isinstance(block.coded, Computed):
             yield from block.coded.values(self._read)
         elif block.coded is not None:
             yield from self._decoded(block.coded)
@@ -138,17 +127,6 @@ class BlockPass:
             for begin, end in read_chunks(block, buffer):
                 self.progress(end - begin)
                 yield buffer[: end - begin]
-
-    def _put_together(self, copies: "Sequence[Copy[Extent]]") -> Iterator[memoryview]:
-        size = itemsize(copies[0].source.dtype)
-        whole = np.empty(sum(copy.numel for copy in copies) * size, np.uint8)
-        for _, group in groupby(copies, lambda copy: id(copy.source)):
-            own = list(group)
-            values = self._read([own[0].source])
-            for copy in own:
-                copy.place(np.frombuffer(values, np.uint8)[copy.source.offset :], whole, size)
-        for start in range(0, len(whole), CHUNK * size):
-            yield whole[start : start + CHUNK * size].data
 
     def _read(self, extents: "Sequence[Extent]") -> bytearray:
         values = bytearray()
@@ -195,9 +173,7 @@ class Block:
     digest: str
     name: str  # name in errors
     flaw: Damage | None = None  # the damaged version if the bytes are wrong; None if damage ends the merge
-    coded: StoredFragment | Boxes | Computed | None = (
-        None  # makes ``nbytes`` bytes from those stored, of which ``digest`` is
-    )
+    coded: StoredFragment | Computed | None = None  # makes ``nbytes`` bytes from those stored, of which ``digest`` is
 
     @property
     def stored_bytes(self) -> int:
@@ -253,8 +229,20 @@ def put_together(extents: Sequence[Extent]) -> Sequence[Extent]:
     copies = FragmentIndex(extents).cover(Fragment(first.fqn, first.slot, 0, numel))
     nbytes = numel * itemsize(first.dtype)
     memory = max(0 if block.coded is None else block.coded.memory for block in blocks) + 3 * nbytes
+
+    def values(read: ReadExtents) -> Iterator[memoryview]:
+        size = itemsize(first.dtype)
+        whole = np.empty(nbytes, np.uint8)
+        for _, group in groupby(copies, lambda copy: id(copy.source)):
+            own = list(group)
+            stored = np.frombuffer(read([own[0].source]), np.uint8)
+            for copy in own:
+                copy.place(stored[copy.source.offset :], whole, size)
+        for start in range(0, nbytes, CHUNK * size):
+            yield whole[start : start + CHUNK * size].data
+
     known = digest("".join(block.digest for block in blocks).encode())
-    coded = Boxes(copies, sum(block.stored_bytes for block in blocks), memory)
+    coded = Computed(values, sum(block.stored_bytes for block in blocks), memory)
     block = replace(first.block, nbytes=nbytes, digest=known, coded=coded)
     return [replace(first, start=0, stop=numel, offset=0, box=None, block=block)]
 

@@ -74,7 +74,11 @@ class OpenSource:
         if self.source.kind == "store" and not steps:
             raise NothingToResumeError(f"the store {self.path} has no commit yet")
         if bound is None:
-            if self.step is not None and _step_of(self.step) not in (None, *steps) and not self._is_in_journal():
+            if (
+                self.step is not None
+                and _step_of(self.step) not in (None, *steps)
+                and not self._is_in_journal(self.step)
+            ):
                 journal = ", and its journal does not lead there" if (self.path / JOURNAL).is_dir() else ""
                 raise UsageError(f"{self.path} has no checkpoint {self.step}{journal}; {_newest_steps(steps)}")
             return [self.step]
@@ -83,9 +87,8 @@ class OpenSource:
             raise UsageError(f"{self.path} has no checkpoint at a step {self.step}; {_newest_steps(steps)}")
         return within
 
-    def _is_in_journal(self) -> bool:
-        step = str(self.step)
-        return isinstance(self.source, StoreSource) and step.isdecimal() and self.source.leads_to(int(step))
+    def _is_in_journal(self, step: int | str) -> bool:
+        return isinstance(self.source, StoreSource) and self.source.leads_to(step)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from merger.checkpoint import Checkpoint, RunStates, read_run_states
+from merger.checkpoint import Checkpoint, RunStates, read_run_states, with_problems
 from merger.io.blocks import Block, Computed, Extent, ReadExtents, put_together, xxh3
 from merger.tensors import from_leaf, memory_of, torch_dtype
 from store.catalog import Catalog
@@ -19,19 +19,16 @@ from store.certificate import certify_replayed
 from store.errors import DamagedError, MergeError, StorageError, UnsupportedError
 from store.fragments import FragmentIndex, Source
 from store.journal import KIND, STEPPED, Chain, JournalStep, find_chain, fragments_of
-from store.names import BUFFER, GRADIENT, WEIGHTS
-from store.resolve import Resolution, resolve
+from store.names import BUFFER, GRADIENT, SEGMENTS, WEIGHTS, SaveId, parse_save_dir
+from store.resolve import RejectedVersion, Resolution, resolve
+from store.schema import digest
 from store.segment import read_leaves
 from store.state_tree import decode
+from store.storage.local import list_or_empty
 from store.text import listed
 
-_KINDS = {
-    f"{one.__module__}.{one.__qualname__}": one
-    for one in (
-        torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.RAdam,
-        torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.RMSprop, torch.optim.Rprop,
-    )
-}  # fmt: skip
+_NAMES = ("SGD", "Adam", "AdamW", "Adamax", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop")
+_KINDS = {f"{one.__module__}.{one.__name__}": one for one in (getattr(torch.optim, name) for name in _NAMES)}
 """Optimizers that update each element by itself, and count steps at most besides."""
 
 _OTHERS = {"capturable": False, "differentiable": False}  # hyperparameters that change how a step is computed, not what
@@ -46,12 +43,19 @@ class _Step:
     stored: Mapping[tuple[str, str], Sequence[Extent]]
 
 
-def chain_to(catalog: Catalog, journal: Catalog, step: int, bad: Set[Any]) -> tuple[Resolution, Chain] | None:
-    """Return the newest commit from which the journal leads to ``step``, and the records on the way; None if none is.
+def records(journal: Catalog, step: int | str) -> list[SaveId]:
+    """Return the records of a step, or of a record's name, the newest epoch first. They need not be whole."""
+    found = map(parse_save_dir, list_or_empty(journal.files, SEGMENTS))
+    return sorted((one for one in found if one and step in (one.step, str(one.step), one.name)), reverse=True)
 
-    ``bad``: damaged versions, of records too. Raises MergeError if a record on the way is one of them."""
-    torn = {one.save for one in bad if one.unit is not None and one.unit.slot == GRADIENT}
-    for save in (save for save in catalog.saves() if save.step < step):
+
+def chain_to(
+    catalog: Catalog, journal: Catalog, record: SaveId, bad: Set[RejectedVersion], torn: Set[SaveId]
+) -> tuple[Resolution, Chain] | None:
+    """Return the newest commit from which the journal leads to ``record``, and the records up to it; None if none is.
+
+    ``bad``: damaged versions of commits; ``torn``: damaged records. Raises MergeError if one of those is on the way."""
+    for save in (save for save in catalog.saves() if save.step < record.step):
         try:
             resolution = resolve(catalog, save, bad)
         except (DamagedError, StorageError):
@@ -61,11 +65,11 @@ def chain_to(catalog: Catalog, journal: Catalog, step: int, bad: Set[Any]) -> tu
         if resolution.fallbacks or any(of_layer[unit.layer] != version for unit, version in moving):
             continue  # weights need the moments of the same step
         chain = find_chain(journal, save, {version for _, version in moving})
-        if chain is None or chain.steps[-1].save.step < step:
+        if chain is None or all(one.save != record for one in chain.steps):
             continue
-        steps = tuple(one for one in chain.steps if one.save.step <= step)
-        if found := next((one for one in steps if one.save in torn), None):
-            raise MergeError(f"step {step} cannot be reached: the record of step {found.save.step} is damaged")
+        steps = tuple(one for one in chain.steps if one.save.step <= record.step)
+        if found := next((one.save for one in steps if one.save in torn), None):
+            raise MergeError(f"step {record.step} cannot be reached: the record of step {found.step} is damaged")
         return resolution, replace(chain, steps=steps)
     return None
 
@@ -84,8 +88,10 @@ def replayed(base: Checkpoint, chain: Chain, journal: Catalog, extent: Callable[
     own = {(unit.layer, unit.slot): unit.step for unit in base.certificate.units if unit.moving}
     extents: list[Extent] = []
     for (fqn, slot), stored in held.items():
-        if (base.record(fqn).layer, slot) not in own:  # frozen, or a buffer, which the last record may have anew
-            extents += steps[-1].stored.get((fqn, slot), stored) if slot == BUFFER else stored
+        if slot == BUFFER:
+            extents += steps[-1].stored.get((fqn, slot), stored)
+        elif (fqn, WEIGHTS) not in held:  # frozen, perhaps with moments of the time before
+            extents += stored
         elif slot == WEIGHTS:
             begun = own[base.record(fqn).layer, slot]
             extents += _Parameter.of(base, fqn, after, [one for one in steps if one.step > begun]).extents()
@@ -93,12 +99,10 @@ def replayed(base: Checkpoint, chain: Chain, journal: Catalog, extent: Callable[
     if missing := sorted(fqn for fqn in trained if (fqn, WEIGHTS) not in held):
         raise UnsupportedError(f"{listed(missing)}: trained since {base.origin}, which has no optimizer state of it")
     told = (
-        f"steps {chain.oldest + 1} to {step} were taken again from the journal, on this machine: last bits may differ "
-        f"from the job's. ckpt.resume(step={step}) in the job takes them with its own optimizer, and compares samples "
-        "of the weights"
+        f"the steps after {chain.oldest} were taken again from the journal, on this machine: last bits may differ from "
+        f"the job's. ckpt.resume(step={step}) in the job takes them with its own optimizer, and compares samples"
     )
-    certificate = certify_replayed(base.certificate, last.save, as_saved=False)
-    return replace(
+    found = replace(
         base,
         origin=f"step {step} of the journal after {base.origin}",
         step=step,
@@ -106,10 +110,10 @@ def replayed(base: Checkpoint, chain: Chain, journal: Catalog, extent: Callable[
         framework_state=after.framework,
         run_states=after.ranks,
         client_state=after.client_state,
-        certificate=replace(certificate, problems=(*certificate.problems, told)),
-        problems=(*base.problems, *after.problems, told),
+        certificate=certify_replayed(base.certificate, last.save, as_saved=False),
         stored_steps={},
     )
+    return with_problems(found, [*after.problems, told])
 
 
 def _read_step(journal: Catalog, one: JournalStep, extent: Callable[[Source], Extent]) -> _Step:
@@ -149,13 +153,19 @@ class _Parameter:
             )
         slots = tuple(after.framework["slots"].get(fqn, ()))
         if slots != base.slots(fqn) or len(kinds) > 1:
-            raise UnsupportedError(f"the optimizer of {fqn} changed between {base.origin} and step {steps[-1].step}")
+            raise UnsupportedError(
+                f"the optimizer of {fqn} changed between {base.origin} and step {steps[-1].step}, or had no state there"
+            )
         scalars = after.framework["scalars"].get(fqn) or {}
         if scalars.keys() - {"step"}:
             raise UnsupportedError(f"the optimizer keeps {listed(sorted(scalars))} of {fqn}, which are not in records")
         count = float(scalars["step"]) - len(taken) if "step" in scalars else None
-        before = base.stored_steps.get(fqn, (base.framework_state["scalars"].get(fqn) or {}).get("step"))
-        if count is not None and count != (before if before is None else float(before)):
+        before = (base.framework_state["scalars"].get(fqn) or {}).get("step")
+        if (
+            fqn not in base.stored_steps
+            and count is not None
+            and count != (before if before is None else float(before))
+        ):
             raise MergeError(f"the steps of {fqn} in the journal do not lead from {base.origin} to {steps[-1].step}")
         names = base.index.names()
         stored = {slot: names[fqn, slot] for slot in (WEIGHTS, *slots) if (fqn, slot) in names}
@@ -173,8 +183,11 @@ class _Parameter:
             sum(block.stored_bytes for block in read),
             4 * sum(sizes) + max(0 if block.coded is None else block.coded.memory for block in read),
         )
-        name, files = f"{self.fqn} after step {self.steps[-1].step}", read[0].files
-        block = Block(files, self.fqn, 0, sum(sizes), xxh3, "", name, None, coded)
+        name, known = (
+            f"{self.fqn} after step {self.steps[-1].step}",
+            digest("".join(one.digest for one in read).encode()),
+        )
+        block = Block(read[0].files, self.fqn, 0, sum(sizes), xxh3, known, name, None, coded)
         found, offset = [], 0
         for (slot, stored), size in zip(self.slots.items(), sizes, strict=True):
             found.append(
@@ -188,14 +201,21 @@ class _Parameter:
         state = {slot: self._tensor(read, stored) for slot, stored in self.slots.items()}
         weights = state.pop(WEIGHTS).requires_grad_()
         optimizer = _KINDS[self.kind]([weights])
-        optimizer.state[weights] = {**state} if self.count is None else {"step": torch.tensor(self.count), **state}
+        if self.count is not None:
+            state = {"step": torch.tensor(self.count, dtype=torch.float32, device="cpu"), **state}
+        optimizer.state[weights] = state
         for one in self.steps:
             optimizer.param_groups[0].update({**one.groups[self.fqn]["hyper"], **_OTHERS})
             gradient = self._tensor(read, one.stored[self.fqn, GRADIENT])
             try:
                 weights.grad = gradient
                 optimizer.step()
-            except (RuntimeError, TypeError, ValueError) as error:  # of torch: hyperparameters of another release
+            except (
+                KeyError,
+                RuntimeError,
+                TypeError,
+                ValueError,
+            ) as error:  # of torch: hyperparameters of another release
                 raise MergeError(f"step {one.step} of {self.fqn} cannot be taken again: {error}") from error
         for slot in self.slots:
             yield memory_of(weights if slot == WEIGHTS else optimizer.state[weights][slot])

@@ -8,15 +8,15 @@ from typing import Any
 
 from merger.checkpoint import IMPORTED_WITH, Checkpoint, RunStates, read_run_states, require_whole, with_problems
 from merger.io.blocks import Block, Damage, Extent, StoredFragment, put_together, xxh3
-from merger.sources.journal import chain_to, replayed
+from merger.sources.journal import chain_to, records, replayed
 from store.catalog import open_catalog
 from store.certificate import CertifiedUnit, certify_stored, imported_as_found
 from store.encoding import itemsize
 from store.errors import DamagedError, MergeError, StorageError
 from store.fragments import FragmentIndex, Source
-from store.journal import journal_catalog
+from store.journal import Chain, journal_catalog
 from store.location import files_at
-from store.names import BUFFER, FROZEN, LEFT_OUT, RAW, WEIGHTS, SaveId, payload_path, weights_dir
+from store.names import BUFFER, FROZEN, JOURNAL, LEFT_OUT, RAW, WEIGHTS, SaveId, payload_path, weights_dir
 from store.resolve import RejectedVersion, Resolution, newest_resumable, resolve
 from store.schema import TensorRecord
 from store.storage.local import Files
@@ -38,15 +38,14 @@ class StoreSource:
 
     def checkpoint(self, step: int | str | None, flaws: Set[Damage]) -> Checkpoint:
         known = {flaw.bad for flaw in flaws if flaw.store == self.root}
-        save = None if step is None else self._save(step)
-        if save is None and step is not None:
-            return self._replayed(int(step), known)
-        marks = self.catalog.suspects().why.items()
-        told = tuple(f"{save} is suspect: jobs that resumed from it died ({why})" for one, why in marks if one == save)
-        if save is not None and save not in self.catalog.saves():
-            found = StoreSource(self.root / weights_dir(save)).checkpoint(save.name, flaws)
-            return replace(found, problems=(*told, *found.problems))
+        torn = {flaw.bad.save for flaw in flaws if flaw.store == self.root / JOURNAL}
         while True:
+            save, chain = (None, None) if step is None else self._meant(step, known, torn)
+            why = None if save is None else self.catalog.suspects().why.get(save)
+            told = () if why is None else (f"{save} is suspect: jobs that resumed from it died ({why})",)
+            if save is not None and save not in self.catalog.saves():
+                found = StoreSource(self.root / weights_dir(save)).checkpoint(save.name, flaws)
+                return replace(found, problems=(*told, *found.problems))
             try:
                 resolution, passed_over = (
                     newest_resumable(self.catalog, known)
@@ -63,31 +62,29 @@ class StoreSource:
             if states is not None:
                 break
             known.add(RejectedVersion(resolution.manifest.save))
-        return self._checkpoint(resolution, states, passed_over)
-
-    def leads_to(self, step: int) -> bool:
-        """Return whether the journal leads from a commit to ``step``. Raises MergeError if damaged records did."""
-        return chain_to(self.catalog, journal_catalog(self.catalog), step, set()) is not None
-
-    def _save(self, step: int | str) -> SaveId | None:
-        """Return the save that is meant; None for a step that the journal leads to."""
-        saves = all_saves(self.catalog)
-        for save in saves:
-            if step in (save.step, save.name, str(save.step)):
-                return save
-        if str(step).isdecimal() and self.leads_to(int(step)):
-            return None
-        newest = listed((known.name for known in saves), 5) or "none"
-        raise MergeError(f"the store {self.root} has no commit {step}; the newest are: {newest}")
-
-    def _replayed(self, step: int, known: Set[RejectedVersion]) -> Checkpoint:
+        found = self._checkpoint(resolution, states, passed_over)
+        if chain is None:
+            return found
         journal = journal_catalog(self.catalog)
-        found = chain_to(self.catalog, journal, step, known)
-        states = found and read_run_states(self.catalog.files, found[0].run_parts)
-        if not found or not states:
-            raise MergeError(f"no whole commit of {self.root} is left from which the journal leads to step {step}")
-        extent = partial(self._extent, files=journal.files)
-        return replayed(self._checkpoint(found[0], states, ()), found[1], journal, extent)
+        return replayed(found, chain, journal, partial(self._extent, files=journal.files, root=self.root / JOURNAL))
+
+    def leads_to(self, step: int | str) -> bool:
+        """Return whether the journal leads from a commit to a step, or to a record by its name."""
+        journal = journal_catalog(self.catalog)
+        return any(chain_to(self.catalog, journal, one, set(), set()) for one in records(journal, step))
+
+    def _meant(self, step: int | str, known: Set[RejectedVersion], torn: Set[SaveId]) -> tuple[SaveId, Chain | None]:
+        """Return the commit that is meant; or, if the newest branch has a record of ``step``, the way to that."""
+        saves, journal = all_saves(self.catalog), journal_catalog(self.catalog)
+        save = next((one for one in saves if step in (one.step, one.name, str(one.step))), None)
+        for record in records(journal, step):
+            newer = save is None or record.epoch > save.epoch
+            if newer and (found := chain_to(self.catalog, journal, record, known, torn)):
+                return found[0].manifest.save, found[1]
+        if save is None:
+            newest = listed((one.name for one in saves), 5) or "none"
+            raise MergeError(f"the store {self.root} has no commit {step}; the newest are: {newest}")
+        return save, None
 
     def _checkpoint(self, resolution: Resolution, states: RunStates, passed_over: tuple[str, ...]) -> Checkpoint:
         manifest = resolution.manifest
@@ -128,8 +125,8 @@ class StoreSource:
         ]
         return with_problems(checkpoint, [*implausible, *states.problems])
 
-    def _extent(self, source: Source, files: Files | None = None) -> Extent:
-        files = self.catalog.files if files is None else files
+    def _extent(self, source: Source, files: Files | None = None, root: Path | None = None) -> Extent:
+        files, root = files or self.catalog.files, root or self.root
         part, entry = source.part, source.entry
         plain = entry.encoding == RAW and entry.packing is None
         block = Block(
@@ -140,8 +137,8 @@ class StoreSource:
             xxh3,
             entry.xxh3_128,
             f"{entry.unit} of save {part.save}",
-            Damage(self.root, RejectedVersion(part.save, entry.unit)),
-            None if plain else StoredFragment(files, source, self.root),
+            Damage(root, RejectedVersion(part.save, entry.unit)),
+            None if plain else StoredFragment(files, source, root),
         )
         return Extent(entry.fqn, entry.slot, entry.start, entry.stop, entry.dtype, block, 0, entry.box)
 

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from monitor.adapters.base import Piece, sample, weights_of
 from monitor.adapters.identity import version_of
@@ -52,6 +53,15 @@ class _Step:
     rng: Mapping[str, Any] | None = None
     copies: list[tuple[Fragment, torch.Tensor]] = field(default_factory=list)
     factor: torch.Tensor | float = 1.0  # that the gradients were multiplied by
+
+
+def kind_with_hooks(optimizer: torch.optim.Optimizer) -> str:
+    """Return the class of an optimizer, with its module; and whether hooks of the script take part in its steps."""
+    local = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    shared = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    hooks = (getattr(one, "func", one) for found in (*local, *shared) for one in found.values())
+    foreign = any(not str(getattr(one, "__module__", "")).startswith("monitor.") for one in hooks)
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}{' with hooks of the script' * foreign}"
 
 
 class JournaledSaver(Saver):
@@ -202,8 +212,8 @@ class JournaledSaver(Saver):
             return "an optimizer took two steps between two calls of ckpt.step()"
         step.rng = step.rng or capture_rng()
         step.members += [number] * (number not in step.members)
-        kind = type(self._job.adapter.optimizers()[number])
-        step.groups += ({**one, KIND: f"{kind.__module__}.{kind.__qualname__}"} for one in groups)
+        kind = kind_with_hooks(self._job.adapter.optimizers()[number])
+        step.groups += ({**one, KIND: kind} for one in groups)
         step.copies += map(self._copied, pieces)
         return None
 

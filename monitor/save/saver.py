@@ -21,21 +21,9 @@ from monitor.events import BackgroundFailureEvent, CommitEvent, SaveBeginEvent, 
 from monitor.ledger import AS_RESUMED, CommitDraft, PreparedCommit
 from monitor.observe.drift_meter import Signature
 from monitor.observe.units import LocalUnit, Survey
+from monitor.save import save_task
 from monitor.save.encode import Packer, SavePacking, StagedUnit, encoded_bytes
-from monitor.save.save_task import (
-    CommitPlan,
-    Finish,
-    SaveResult,
-    SaveTask,
-    begin_run_state,
-    check_after_commit,
-    discard,
-    empty_segment,
-    make_room,
-    prune_after_commit,
-    require_storable,
-    run_save,
-)
+from monitor.save.save_task import CommitPlan, Finish, SaveResult, SaveTask
 from monitor.save.self_check import SelfChecker
 from monitor.save.staging import CopyTiming, Stager, UnfinishedCopy, WaveCopy
 from monitor.save.store_session import StoreSession
@@ -230,7 +218,7 @@ class Saver:
 
     def require_storable(self, survey: Survey) -> None:
         """Raise on all ranks if a part of the job can never be stored; not for trouble that may pass. Collective."""
-        require_storable(self._job, self._session.catalog.store_id, survey)
+        save_task.require_storable(self._job, self._session.catalog.store_id, survey)
 
     def settle_commit(self, step: int, timeout: float) -> str | None:
         """Wait at most so many seconds for the pending save, and finish it on all ranks. Collective.
@@ -289,14 +277,15 @@ class Saver:
             if unit.measure is not None and encoding_named(unit.encoding).lossless:
                 task.meter_stage(unit)
         self._outcome = None
-        self._pending = _Pending(self._writer.submit(lambda: run_save(task)), task, frozenset(decided.saved))
+        self._pending = _Pending(self._writer.submit(lambda: save_task.run_save(task)), task, frozenset(decided.saved))
         if plan is not None:
             self.upkeep(
-                lambda: prune_after_commit(task, self._session.epoch), f"tidying up after the commit of step {step}"
+                lambda: save_task.prune_after_commit(task, self._session.epoch),
+                f"tidying up after the commit of step {step}",
             )
             self._check_free_space()
         if check is not None:
-            self.upkeep(lambda: check_after_commit(task), f"the self-check of step {step}")
+            self.upkeep(lambda: save_task.check_after_commit(task), f"the self-check of step {step}")
         if decided.preempted:
             self._checker.stop()
         else:
@@ -434,10 +423,10 @@ class Saver:
         if not outcome.committed:
             self._checker.repeat()
         if not outcome.committed and not outcome.attempted and not isinstance(done.error, errors.ExistsError):
-            remove = partial(discard, task.files, pending.save, self._group.rank)
+            remove = partial(save_task.discard, task.files, pending.save, self._group.rank)
             self.upkeep(remove, f"removing the files of the failed save {pending.save.name}")
         if full and not outcome.committed and self._group.rank == 0:
-            self.upkeep(lambda: make_room(task, self._session.epoch), "making room for the next save")
+            self.upkeep(lambda: save_task.make_room(task, self._session.epoch), "making room for the next save")
         self._pending = self._outcome = None
         return {**early, **progress.signatures}
 
@@ -471,9 +460,9 @@ class Saver:
         Such an error does not stop training: the save fails and is reported like any other."""
         units = [[unit.layer, unit.slot, choice.encoding] for unit, choice in decided.saved.items()]
         plan, differs = digest(seal([save.name, units])), self._checker.differs
-        segment = empty_segment(self._job, self._session.catalog.store_id, save, plan, differs)
+        segment = save_task.empty_segment(self._job, self._session.catalog.store_id, save, plan, differs)
         try:
-            return *begin_run_state(segment, self._job, self._checker.describe), None
+            return *save_task.begin_run_state(segment, self._job, self._checker.describe), None
         except errors.UsageError as error:
             return segment, replace, error
         except Exception as error:  # noqa: BLE001 - the edge to the user's own objects: kept as the save's failure

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from monitor.save import saver
+from monitor.save import save_task
 from monitor.save.save_task import SaveTask
 from store.catalog import open_catalog
 from store.errors import NoSpaceError, StorageError
@@ -175,7 +175,7 @@ def test_room_made_while_the_job_renews_its_own_epoch_is_no_fence(
             require_newest(task.files, epoch)
             went_on.set()
 
-        saver.make_room, original = waits, saver.make_room
+        save_task.make_room, original = waits, save_task.make_room
         try:
             files.before = lambda operation, path: wait_for(began) if path.startswith("epochs") else None
             one.ckpt._step = 1  # rolled back, as a framework's own load does: the next save renews the epoch
@@ -184,7 +184,7 @@ def test_room_made_while_the_job_renews_its_own_epoch_is_no_fence(
             renewed.set()
             one.ckpt.flush()
         finally:
-            saver.make_room = original
+            save_task.make_room = original
         one.ckpt.flush()
     assert "took it over" not in caplog.text and "making room" not in caplog.text
     assert not went_on.is_set()

@@ -78,7 +78,7 @@ def test_merge_takes_a_step_of_the_journal_and_labels_it(tmp_path: Path, here: H
     said = " ".join(made.out.split())
     assert made.code == 0
     assert "not exact: 1 problem" in said
-    assert "steps 5 to 6 were taken again from the journal" in said
+    assert "the steps after 4 were taken again from the journal" in said
     again = Job(seed=2)
     ckpt = again.attach(store)
     ckpt.resume(step=6)

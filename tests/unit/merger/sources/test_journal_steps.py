@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 import monitor.save.journaled_saver as journaled_saver
 from merger.checkpoint import Checkpoint
+from merger.import_checkpoint import plan_import
 from merger.layouts.base import Target
 from merger.merge import merge
 from merger.sources.store import StoreSource
@@ -142,7 +144,7 @@ def test_a_damaged_commit_gives_way_to_the_one_before(
     damage(store / "segments/00000008-000001/rank-00000.safetensors")
     model, _, result = merged(store, tmp_path / "out", 9)
     assert all(torch.equal(model[name], value) for name, value in kept[9]["model"].items())
-    assert "steps 5 to 9" in "".join(result.certificate.problems)
+    assert "the steps after 4 were taken again" in "".join(result.certificate.problems)
 
 
 def test_records_of_an_abandoned_branch_are_not_taken(store: Path, tmp_path: Path) -> None:
@@ -185,3 +187,108 @@ def test_a_parameter_that_the_commit_does_not_hold_is_refused(
     monkeypatch.setattr(StoreSource, "_checkpoint", without_one)
     with pytest.raises(UnsupportedError, match=r"0\.0\.bias: trained since commit 00000004"):
         merge(store, tmp_path / "out", save=7, target=Target("hf"))
+
+
+def sign(optimizer: torch.optim.Optimizer) -> None:
+    for one in optimizer.param_groups[0]["params"]:
+        one.grad.sign_()
+
+
+@pytest.mark.parametrize("kind", ["pre", "post"])
+def test_steps_with_hooks_of_the_script_are_refused(tmp_path: Path, kind: str) -> None:
+    """A hook before the step comes after the record was taken, and none is called here."""
+    job, store = Job(), tmp_path / "store"
+    getattr(job.optimizer, f"register_step_{kind}_hook")(lambda optimizer, *_: sign(optimizer))
+    trained(store, job=job)
+    with pytest.raises(UnsupportedError, match="with hooks of the script"):
+        merge(store, tmp_path / "out", save=7, target=Target("hf"))
+
+
+def test_a_damaged_buffer_is_never_taken(store: Path, tmp_path: Path) -> None:
+    record = next(one for one in records(store) if one.name.startswith("00000007"))
+    part, path = json.loads((record / "rank-00000.json").read_bytes())["body"], record / "rank-00000.safetensors"
+    data, entry = bytearray(path.read_bytes()), next(one for one in part["entries"] if one["slot"] == "buffer")
+    data[part["header_bytes"] + entry["offset"]] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(MergeError, match="the record of step 7 is damaged"):
+        merge(store, tmp_path / "out", save=7, target=Target("hf"))
+
+
+def test_a_damaged_run_state_of_the_commit_gives_way_to_the_commit_before(
+    job: tuple[Path, dict[int, Any]], store: Path, tmp_path: Path
+) -> None:
+    path = store / "segments/00000008-000001/rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1  # run state comes last
+    path.write_bytes(data)
+    result = merge(store, tmp_path / "out", save=9, target=Target("hf"))
+    assert "the steps after 4 were taken again" in result.problems[-1]
+    assert_weights(tmp_path / "out", job[1][9])
+
+
+@pytest.mark.parametrize("wanted", [8, "00000008-000002"], ids=str)
+def test_a_step_of_the_newest_branch_goes_before_a_commit_of_one_that_was_left(
+    job: tuple[Path, dict[int, Any]], store: Path, tmp_path: Path, wanted: Any
+) -> None:
+    again, kept = Job(seed=2), dict[int, Any]()
+    ckpt = again.attach(store, every=100)
+    assert ckpt.resume(step=5) == 5
+    torch.manual_seed(99)
+    for step in (6, 7, 8):
+        again.train_one_step()
+        ckpt.step()
+        ckpt.flush()
+        keep(again, kept)(step)
+    ckpt.finish(clean=False)
+    merge(store, tmp_path / "out", save=wanted, target=Target("hf"))
+    assert_weights(tmp_path / "out", kept[8])
+    left = merge(store, tmp_path / "left", save="00000008-000001", target=Target("hf"))
+    assert left.certificate.exact
+    assert_weights(tmp_path / "left", job[1][8])
+
+
+def test_a_parameter_that_was_frozen_after_training_keeps_its_moments(tmp_path: Path) -> None:
+    job, store = Job(), tmp_path / "store"
+    bias = job.model.get_parameter("0.0.bias")
+    kept: dict[int, Any] = {}
+    freeze = lambda step: setattr(bias, "requires_grad", step < 3)  # noqa: E731
+    job.run(job.attach(store), 9, before=freeze, after=keep(job, kept))
+    _, optimizer, _ = merged(store, tmp_path / "out", 9)
+    for number, state in kept[9]["optimizer"].items():
+        assert all(torch.equal(optimizer["state"][number][slot], value) for slot, value in state.items())
+
+
+def test_a_layer_that_is_trained_in_some_steps_only_in_a_composite(tmp_path: Path) -> None:
+    job, store, kept = Job(), tmp_path / "store", dict[int, Any]()
+    skipped = list(job.model[2].parameters())
+    train = job.train_one_step
+
+    def train_one_step() -> float:
+        for one in skipped:
+            one.grad = None
+            one.requires_grad_(True)
+        hooks = [one.register_post_accumulate_grad_hook(drop) for one in skipped] if len(kept) % 3 == 1 else []
+        loss = train()
+        for hook in hooks:
+            hook.remove()
+        return loss
+
+    def drop(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    job.train_one_step = train_one_step  # type: ignore[method-assign]
+    job.run(job.attach(store, every=2, policy={"name": "parity", "k": 3}), 13, after=keep(job, kept))
+    for step in (11, 13):
+        merge(store, tmp_path / f"{step}", save=step, target=Target("hf"))
+        assert_weights(tmp_path / f"{step}", kept[step])
+
+
+@pytest.mark.parametrize("step", ["9" * 5000, "\uff17", "0007", "00000007-000003", "tag"], ids=lambda step: step[:20])
+def test_what_names_no_step_is_refused(store: Path, tmp_path: Path, step: str) -> None:
+    with pytest.raises((MergeError, UsageError)):
+        merge(store, tmp_path / "out", save=step, target=Target("hf"))
+
+
+def test_a_step_of_the_journal_is_not_linked(store: Path) -> None:
+    with pytest.raises(UsageError, match="is no commit"):
+        plan_import(store, "7", link=True)
