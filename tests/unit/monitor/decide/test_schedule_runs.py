@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +26,7 @@ from store.storage.local import LocalFiles
 from store.verify import verify
 from tests.support.internals import job_of, session_of
 from tests.support.jobs import Job, job
-from tests.support.launch import ENVIRONMENT
+from tests.support.launch import python
 
 AUTO: dict[str, Any] = {"every": "auto", "auto": {"gpu_hours_per_interruption": 1e-4}}
 """An interruption every 0.36 seconds: where nothing else does, this asks for a decision at almost every step."""
@@ -225,15 +222,11 @@ match sys.argv[2]:
 """
 
 
-def ends(store: Path, how: str, steps: int = 4) -> int:
-    done = subprocess.run(
-        [sys.executable, "-c", ENDING, store, how, str(steps)],
-        env={**os.environ, **ENVIRONMENT},
-        check=False,
-        timeout=180,
-        stderr=subprocess.DEVNULL,
-    )
-    return done.returncode
+def ends(store: Path, how: str, steps: int = 4, *, fresh: bool = False) -> int:
+    """Train, and end. fresh: in a process of its own making, where how Python itself ends matters."""
+    script = store.with_name(f"{store.name}-ends.py")
+    script.write_text(ENDING)
+    return python([script, store, how, steps], store.parent, fresh=fresh, timeout=180).returncode
 
 
 def interruptions(store: Path) -> float:
@@ -254,7 +247,7 @@ def interruptions(store: Path) -> float:
 )
 @pytest.mark.slow
 def test_what_is_an_interruption(tmp_path: Path, how: str, code: int, counted: int) -> None:
-    assert ends(tmp_path, how) == code
+    assert ends(tmp_path, how, fresh=True) == code
     assert interruptions(tmp_path) == counted
     assert interruptions(tmp_path) == counted  # and is not counted again
 
