@@ -292,3 +292,18 @@ def test_what_names_no_step_is_refused(store: Path, tmp_path: Path, step: str) -
 def test_a_step_of_the_journal_is_not_linked(store: Path) -> None:
     with pytest.raises(UsageError, match="is no commit"):
         plan_import(store, "7", link=True)
+
+
+def test_the_count_of_steps_does_not_depend_on_torchs_default_dtype(tmp_path: Path) -> None:
+    """bfloat16 cannot count past 256."""
+    job, store = Job(), tmp_path / "store"
+    job.train_one_step()
+    for state in job.optimizer.state.values():
+        state["step"].fill_(300)
+    kept = trained(store, job=job)
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        merge(store, tmp_path / "out", save=7, target=Target("hf"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert_weights(tmp_path / "out", kept[7])
