@@ -26,8 +26,8 @@ PLAN = digest(b"journal")  # in the parts of all records
 
 CONTINUES = "continues"  # key in the facts of a record: names of the state before it
 STEPPED = "journal"  # key in its run state: what the optimizers had before the step
-KIND = "kind"  # key in its param groups: the class of their optimizer, with its module
 SAMPLE = "sample"  # likewise: some bytes of this rank's weights after it
+KIND = "kind"  # key in the param groups of STEPPED: the class of their optimizer, with its module
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,18 @@ def journal_catalog(catalog: Catalog) -> Catalog:
     return Catalog(catalog.files.below(JOURNAL), catalog.record)
 
 
+def recorded(files: Files) -> list[SaveId]:
+    """Return the names of all records below the directory of a journal, of those that are not whole, too."""
+    return [save for name in list_or_empty(files, SEGMENTS) if (save := parse_save_dir(name)) is not None]
+
+
 def find_chain(journal: Catalog, own: SaveId, versions: Collection[SaveId]) -> Chain | None:
     """Return the records that continue the state ``own``; None if there are none.
 
     If ``versions``, of the units that an optimizer updates, are older, the records that lead from the oldest of them to
     ``own`` come first. Also None if one of those is missing, or a version is of another branch."""
-    listed = [save for name in list_or_empty(journal.files, SEGMENTS) if (save := parse_save_dir(name)) is not None]
     by_step: dict[int, list[SaveId]] = {}
-    for save in sorted(listed, reverse=True):
+    for save in sorted(recorded(journal.files), reverse=True):
         by_step.setdefault(save.step, []).append(save)
     oldest = min((save.step for save in versions), default=own.step)
     names, step, back = frozenset({own.name}), own.step, list[JournalStep]()
@@ -112,9 +116,8 @@ def fragments_of(parts: Mapping[int, PartRecord]) -> FragmentIndex[Source]:
 
 def prune_journal(files: Files, store: Files, epoch: int, step: int) -> None:
     """Remove the records up to ``step``. Raises FencedError if another job took the store over."""
-    for name in list_or_empty(files, SEGMENTS):
-        save = parse_save_dir(name)
-        if save is not None and save.step <= step:
+    for save in recorded(files):
+        if save.step <= step:
             require_newest(store, epoch)
             folder = segment_dir(save)
             remove_all(files, [f"{folder}/{one}" for one in list_or_empty(files, folder)])

@@ -17,8 +17,8 @@ from store.encoding.base import Bytes, chunk_sizes
 from store.encoding.stream import next_chunk, require_end
 from store.errors import DamagedError, MissingError, NothingToResumeError, StorageError, UnreachableError
 from store.fragments import Readable, Source, StoredBytes, check_encoded
-from store.journal import find_chain, journal_catalog
-from store.names import SEGMENTS, SaveId, parse_save_dir, part_path, payload_path
+from store.journal import find_chain, journal_catalog, recorded
+from store.names import SEGMENTS, SaveId, part_path, payload_path
 from store.resolve import Key, RejectedVersion, Resolution, base_key, index_bases, newest_resumable, resolve, whole_key
 from store.schema import Entry, PartRecord
 from store.segment import check_header, check_payload_size, present_parts, read_leaves, read_part
@@ -190,7 +190,7 @@ def _with_journal(
 
 def _records(journal: Catalog) -> Iterator[LoadedGroup]:
     """Yield the parts of all records. What a crash may leave of the last ones is no damage."""
-    for save in filter(None, map(parse_save_dir, list_or_empty(journal.files, SEGMENTS))):
+    for save in recorded(journal.files):
         parts, problems = dict[int, PartRecord](), list[str]()
         for rank in present_parts(journal.files, save):
             with noting(problems), suppress(MissingError):

@@ -18,13 +18,12 @@ from store.catalog import Catalog
 from store.certificate import certify_replayed
 from store.errors import DamagedError, MergeError, StorageError, UnsupportedError
 from store.fragments import FragmentIndex, Source
-from store.journal import KIND, STEPPED, Chain, JournalStep, find_chain, fragments_of
-from store.names import BUFFER, GRADIENT, SEGMENTS, WEIGHTS, SaveId, parse_save_dir
+from store.journal import KIND, STEPPED, Chain, JournalStep, find_chain, fragments_of, recorded
+from store.names import BUFFER, GRADIENT, WEIGHTS, SaveId
 from store.resolve import RejectedVersion, Resolution, resolve
 from store.schema import digest
 from store.segment import read_leaves
 from store.state_tree import decode
-from store.storage.local import list_or_empty
 from store.text import listed
 
 _NAMES = ("SGD", "Adam", "AdamW", "Adamax", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop")
@@ -45,8 +44,8 @@ class _Step:
 
 def records(journal: Catalog, step: int | str) -> list[SaveId]:
     """Return the records of a step, or of a record's name, the newest epoch first. They need not be whole."""
-    found = map(parse_save_dir, list_or_empty(journal.files, SEGMENTS))
-    return sorted((one for one in found if one and step in (one.step, str(one.step), one.name)), reverse=True)
+    named = (one for one in recorded(journal.files) if step in (one.step, str(one.step), one.name))
+    return sorted(named, reverse=True)
 
 
 def chain_to(
@@ -161,11 +160,8 @@ class _Parameter:
             raise UnsupportedError(f"the optimizer keeps {listed(sorted(scalars))} of {fqn}, which are not in records")
         count = float(scalars["step"]) - len(taken) if "step" in scalars else None
         before = (base.framework_state["scalars"].get(fqn) or {}).get("step")
-        if (
-            fqn not in base.stored_steps
-            and count is not None
-            and count != (before if before is None else float(before))
-        ):
+        same = count is None or (before is not None and count == float(before))
+        if not same and fqn not in base.stored_steps:  # those are estimates, where a step may leave a parameter out
             raise MergeError(f"the steps of {fqn} in the journal do not lead from {base.origin} to {steps[-1].step}")
         names = base.index.names()
         stored = {slot: names[fqn, slot] for slot in (WEIGHTS, *slots) if (fqn, slot) in names}
@@ -183,16 +179,13 @@ class _Parameter:
             sum(block.stored_bytes for block in read),
             4 * sum(sizes) + max(0 if block.coded is None else block.coded.memory for block in read),
         )
-        name, known = (
-            f"{self.fqn} after step {self.steps[-1].step}",
-            digest("".join(one.digest for one in read).encode()),
-        )
+        name = f"{self.fqn} after step {self.steps[-1].step}"
+        known = digest("".join(one.digest for one in read).encode())
         block = Block(read[0].files, self.fqn, 0, sum(sizes), xxh3, known, name, None, coded)
         found, offset = [], 0
         for (slot, stored), size in zip(self.slots.items(), sizes, strict=True):
-            found.append(
-                Extent(self.fqn, slot, 0, sum(one.stop - one.start for one in stored), stored[0].dtype, block, offset)
-            )
+            numel = sum(one.stop - one.start for one in stored)
+            found.append(Extent(self.fqn, slot, 0, numel, stored[0].dtype, block, offset))
             offset += size
         return found
 
@@ -210,12 +203,7 @@ class _Parameter:
             try:
                 weights.grad = gradient
                 optimizer.step()
-            except (
-                KeyError,
-                RuntimeError,
-                TypeError,
-                ValueError,
-            ) as error:  # of torch: hyperparameters of another release
+            except (KeyError, RuntimeError, TypeError, ValueError) as error:  # of torch, of another release
                 raise MergeError(f"step {one.step} of {self.fqn} cannot be taken again: {error}") from error
         for slot in self.slots:
             yield memory_of(weights if slot == WEIGHTS else optimizer.state[weights][slot])

@@ -42,7 +42,11 @@ class StoreSource:
         while True:
             save, chain = (None, None) if step is None else self._meant(step, known, torn)
             why = None if save is None else self.catalog.suspects().why.get(save)
-            told = () if why is None else (f"{save} is suspect: jobs that resumed from it died ({why})",)
+            told: tuple[str, ...] = (
+                () if why is None else (f"{save} is suspect: jobs that resumed from it died ({why})",)
+            )
+            if step is not None and save is not None and chain is None and self._is_left(step, save):
+                told += (f"the journal has step {save.step} of a newer branch, to which no whole records lead",)
             if save is not None and save not in self.catalog.saves():
                 found = StoreSource(self.root / weights_dir(save)).checkpoint(save.name, flaws)
                 return replace(found, problems=(*told, *found.problems))
@@ -72,6 +76,9 @@ class StoreSource:
         """Return whether the journal leads from a commit to a step, or to a record by its name."""
         journal = journal_catalog(self.catalog)
         return any(chain_to(self.catalog, journal, one, set(), set()) for one in records(journal, step))
+
+    def _is_left(self, step: int | str, save: SaveId) -> bool:
+        return any(one.epoch > save.epoch for one in records(journal_catalog(self.catalog), step))
 
     def _meant(self, step: int | str, known: Set[RejectedVersion], torn: Set[SaveId]) -> tuple[SaveId, Chain | None]:
         """Return the commit that is meant; or, if the newest branch has a record of ``step``, the way to that."""

@@ -176,7 +176,7 @@ def test_a_parameter_that_was_frozen_at_the_commit_is_refused(tmp_path: Path) ->
 def test_a_parameter_that_the_commit_does_not_hold_is_refused(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It must not be left out in silence, whatever made the journal record it."""
+    """The merge fails, instead of writing the model without it."""
     whole = StoreSource._checkpoint
 
     def without_one(source: StoreSource, *arguments: Any) -> Checkpoint:
@@ -244,7 +244,13 @@ def test_a_step_of_the_newest_branch_goes_before_a_commit_of_one_that_was_left(
     assert_weights(tmp_path / "out", kept[8])
     left = merge(store, tmp_path / "left", save="00000008-000001", target=Target("hf"))
     assert left.certificate.exact
+    assert not left.problems
     assert_weights(tmp_path / "left", job[1][8])
+    DAMAGE["torn"](store / "journal/segments/00000007-000002")
+    if wanted == 8:
+        left = merge(store, tmp_path / "torn", save=wanted, target=Target("hf"))
+        assert "step 8 of a newer branch, to which no whole records lead" in left.problems[0]
+        assert_weights(tmp_path / "torn", job[1][8])
 
 
 def test_a_parameter_that_was_frozen_after_training_keeps_its_moments(tmp_path: Path) -> None:
