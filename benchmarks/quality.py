@@ -7,6 +7,9 @@
 Every seed of a part that is done is a few lines of ``--results``; what is there already is not run again, so a run
 that was cut off goes on where it stood, and parts may be run one by one. The figures are made from that file, by
 ``--summary`` alone without running anything. docs/benchmarks/quality.md says what is measured and how. One thread.
+
+``pretraining-114m`` needs a GPU and is only run where it is named. Its seeds may run at the same time, each with
+``--results`` of its own; the files put together give the figures of all. Stores are in the temporary folder.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from benchmarks.quality_calibration import calibration  # noqa: E402
 from benchmarks.quality_curves import Record, curves  # noqa: E402
 from benchmarks.quality_results import load  # noqa: E402
 from benchmarks.quality_rows import Row  # noqa: E402
-from benchmarks.quality_settings import MAKERS, TIERS, Setting, setting_named  # noqa: E402
+from benchmarks.quality_settings import DEFAULTS, MAKERS, TIERS, Setting, setting_named  # noqa: E402
 from benchmarks.quality_summary import figures  # noqa: E402
 from benchmarks.quality_trunk import Base, base  # noqa: E402
 
@@ -43,7 +46,7 @@ RESULTS = HERE.parent / "docs" / "benchmarks" / "quality" / "results.jsonl"
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--parts", nargs="+", default=["calibration", "curves"], choices=["calibration", "curves"])
-    parser.add_argument("--settings", nargs="+", default=list(MAKERS), choices=list(MAKERS))
+    parser.add_argument("--settings", nargs="+", default=list(DEFAULTS), choices=list(MAKERS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="which ones")
     parser.add_argument("--rows", nargs="+", default=None, metavar="FAMILY", help="families of rows; all by default")
     parser.add_argument("--tier", choices=TIERS, default=None, help="which rows, whatever the setting says")

@@ -61,6 +61,8 @@ class Row:
             "retention": {"keep_last": 1, "log_spaced": False},
             **self.settings,
         }
+        if learner.shape.device == "cuda" and "encoding" in self.settings:
+            values["encode"] = "staging"  # the same bytes; encoding on the host takes longer than the steps between
         if self.rate is not None:
             nbytes = self.rate * sum(one.numel() for one in learner.model.parameters() if one.requires_grad)
             values["budget"] = per_step(nbytes, lambda: learner.schedule.last_epoch, _GATHER)
@@ -134,3 +136,8 @@ FEW = RULED - {"parity 4 @20", "budget @10 0.15"} | {
     "budget, compact, packed @10 0.0375",
 }
 """Rows of a setting whose steps are dear."""
+
+LARGE = frozenset(
+    {"full @10", "full, compact @10", "turns, compact @10", "budget @10 0.3", "budget, compact @10 0.15"}
+)
+"""Rows of a setting whose saves are dear as well."""

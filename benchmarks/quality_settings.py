@@ -14,14 +14,18 @@ import torch
 from torch import nn
 
 from benchmarks.learner import Course, Learner, Shape, reference, sources
-from benchmarks.quality_rows import FEW, LAGGED, RULED
+from benchmarks.quality_rows import FEW, LAGGED, LARGE, RULED
 
 SHAPE = Shape(hidden=96, inner=256, held_out=32)
+LARGE_SHAPE = Shape(hidden=768, inner=3072, layers=12, heads=12, windows=16, length=256, held_out=64, device="cuda")
+"""114 million parameters."""
+
 STRANGER = 1000
 """Added to a seed for the values that a resume must replace."""
 
-TIERS = ("all", "usual", "few", "ruled", "lagged")
-"""Which rows are run; ``ruled``: those whose resumes are tried from several steps; ``lagged``: with several lags."""
+TIERS = ("all", "usual", "few", "ruled", "lagged", "large")
+"""Which rows are run; ``ruled``: those whose resumes are tried from several steps; ``lagged``: with several lags;
+``large``: the fewest."""
 
 _RANK = 4
 _DECAY = 0.5
@@ -65,7 +69,7 @@ class Setting:
 
     def runs(self, name: str, more: bool) -> bool:
         """Whether a row is run: its name, and whether it is one of the ``more``."""
-        named = {"few": FEW, "ruled": RULED, "lagged": LAGGED}
+        named = {"few": FEW, "ruled": RULED, "lagged": LAGGED, "large": LARGE}
         return name in named[self.rows] if self.rows in named else self.rows == "all" or not more
 
     def begin(self, seed: int, *, stranger: bool = False) -> Learner:
@@ -76,6 +80,10 @@ class Setting:
 
 def _llama(course: Course, seed: int, init: int | None) -> Learner:
     return Learner(SHAPE, course, seed, init=init)
+
+
+def _large(course: Course, seed: int, init: int | None) -> Learner:
+    return Learner(LARGE_SHAPE, course, seed, init=init)
 
 
 @cache
@@ -189,8 +197,21 @@ MAKERS: dict[str, Callable[[], Setting]] = {
         "falling", 3e-4, _llama, **_READING, span=Span(hold=800), delays=(), rules=True, rows="ruled"
     ),
     "beta2-0.95": lambda: _of("beta2-0.95", 3e-4, _llama, **_READING, betas=(0.9, 0.95)),
+    "pretraining-114m": lambda: _of(
+        "pretraining-114m",
+        3e-4,
+        _large,
+        text=_READING["text"],
+        span=Span(start=200, first=250, last=280, end=320),
+        delays=(30, 20, 10),
+        rows="large",
+    ),
 }
-"""By name. beta2-0.95 and falling: pretraining with another beta2, and with a rate that falls while failures come."""
+"""By name. beta2-0.95 and falling: pretraining with another beta2, and with a rate that falls while failures come.
+pretraining-114m: needs a GPU."""
+
+DEFAULTS = tuple(name for name in MAKERS if name != "pretraining-114m")
+"""What is run where nothing is named: on a CPU the others would take days."""
 
 
 @cache

@@ -68,8 +68,8 @@ def place(learner: Learner, where: State) -> None:
 
 @dataclass(frozen=True)
 class Base:
-    """A run up to its first save. early: steps before it -> its state then. drift: unit -> steps since a version ->
-    drift, by the product's sketch."""
+    """A run up to its first save. early: steps before it -> its state then, where the rate falls at once. drift: unit ->
+    steps since a version -> drift, by the product's sketch."""
 
     state: State
     early: Mapping[int, State]
@@ -93,7 +93,7 @@ def base(setting: Setting, seed: int) -> Base:
     learner, probed = setting.begin(seed), min(max(PROBED), setting.span.start // 2)
     for _ in range(setting.span.start - probed):
         learner.step()
-    early = {probed: state_of(learner)}
+    early = {probed: state_of(learner)} if setting.span.start == setting.span.falls else {}
     drift: dict[str, dict[int, float]] = {}
     with tempfile.TemporaryDirectory(prefix="driftpoint-bench-") as store:
         config = {
