@@ -2,8 +2,8 @@
 
 Weights and moments are float32 and the forward is autocast to bfloat16, as mixed precision does it. The text is on
 every machine that has Python: the standard library's sources, or, as another text, the reference that ``help()``
-shows. A batch follows from the seed and the step alone, so a learner that resumes sees what it would have seen. On a GPU
-deterministic kernels are asked for in the forward and the backward, so that a whole resume changes nothing there either.
+shows. A batch follows from the seed and the step alone, so a learner that resumes sees what it would have seen. On a
+GPU the forward and the backward take deterministic kernels where torch has them, so that exact resumes change nothing.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Learner:
 
 
 def _prepare_device() -> None:
-    """Free learners that are gone: schedule and optimizer refer to each other, so their memory waits for a collection."""
+    """Free the memory of learners that are gone: schedule and optimizer refer to each other, so it waits for that."""
     gc.collect()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic kernels; before the first use
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

@@ -137,7 +137,5 @@ FEW = RULED - {"parity 4 @20", "budget @10 0.15"} | {
 }
 """Rows of a setting whose steps are dear."""
 
-LARGE = frozenset(
-    {"full @10", "full, compact @10", "turns, compact @10", "budget @10 0.3", "budget, compact @10 0.15"}
-)
+LARGE = frozenset({"full @10", "full, compact @10", "turns, compact @10", "budget @10 0.3", "budget, compact @10 0.15"})
 """Rows of a setting whose saves are dear as well."""

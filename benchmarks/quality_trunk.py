@@ -68,8 +68,9 @@ def place(learner: Learner, where: State) -> None:
 
 @dataclass(frozen=True)
 class Base:
-    """A run up to its first save. early: steps before it -> its state then, where the rate falls at once. drift: unit ->
-    steps since a version -> drift, by the product's sketch."""
+    """A run up to its first save. early: steps before it -> its state then, if the rate falls from there on.
+
+    drift: unit -> steps since a version -> drift, by the product's sketch."""
 
     state: State
     early: Mapping[int, State]

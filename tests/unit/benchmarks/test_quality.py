@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import isnan
 from pathlib import Path
 
 import pytest
 
-from benchmarks.learner import Course, reference
+import benchmarks.quality_settings as settings
+from benchmarks.learner import Course, Learner, Shape, reference
 from benchmarks.quality_calibration import calibration, moments
 from benchmarks.quality_curves import curves, marks
 from benchmarks.quality_results import (
@@ -21,8 +23,8 @@ from benchmarks.quality_results import (
     slope_through_zero,
 )
 from benchmarks.quality_rows import Row, rows
-from benchmarks.quality_settings import MAKERS, Setting, Tiny
-from benchmarks.quality_summary import by_case, lags, ruled
+from benchmarks.quality_settings import DEFAULTS, MAKERS, Setting, Tiny, setting_named
+from benchmarks.quality_summary import by_case, figures, lags, ruled
 from benchmarks.quality_trunk import Base, base, place, placed, state_of, take
 
 pytestmark = pytest.mark.slow
@@ -180,5 +182,40 @@ def test_the_rate_holds_and_then_falls() -> None:
 
 
 def test_settings_can_be_told_apart() -> None:
-    assert set(MAKERS) == {"pretraining", "adapters", "layer-wise", "minilm", "falling", "beta2-0.95"}
+    usual = {"pretraining", "adapters", "layer-wise", "minilm", "falling", "beta2-0.95"}
+    assert set(MAKERS) == usual | {"pretraining-114m"}
+    assert set(DEFAULTS) == usual  # the other one needs a GPU
     assert Row("a", 10, rate=0.5).name == "a @10 0.5"
+
+
+def test_a_learner_is_made_where_its_shape_says() -> None:
+    shape, course = Tiny().shape, Course(reference(), 1e-3, 10)
+    assert Shape().device == "cpu"
+    for device in ("cpu", "meta"):  # meta is on every machine, and on it are no values
+        made = Learner(replace(shape, device=device), course, 0)
+        assert {one.device.type for one in (*made.model.parameters(), *made.model.buffers())} == {device}
+    usual, named = Learner(shape, course, 0), Learner(replace(shape, device="cpu"), course, 0)
+    usual.step()
+    named.step()
+    assert usual.loss() == named.loss()
+
+
+def test_the_large_setting_gives_figures_without_a_calibration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(settings, "LARGE_SHAPE", Tiny().shape)
+    setting = setting_named("pretraining-114m")
+    assert (setting.span.start, setting.rows, setting.rules) == (200, "large", False)
+    short = replace(setting, span=Tiny().setting().span, delays=(10,), marks=1)
+    records = as_read(list(curves(short, 0, base(short, 0), tmp_path, lambda row: True)))
+    costs = {one.name: one for one in figures(records) if one.name.endswith(": cost")}
+    assert costs.keys() == {f"{setting.name}, {row}: cost" for row in settings.LARGE}
+    assert all(not isnan(one.value) and " bytes; " in one.against for one in costs.values())
+
+
+def test_on_a_device_what_is_encoded_is_encoded_there(tmp_path: Path) -> None:
+    learner = Tiny().setting().begin(0)
+    made = {row.name: row for row in rows({})}
+    compact, full = made["full, compact @10"], made["full @10"]
+    assert compact.config(tmp_path, learner).encode == "saving"
+    learner.shape = replace(learner.shape, device="cuda")
+    assert compact.config(tmp_path, learner).encode == "staging"
+    assert full.config(tmp_path, learner).encode == "saving"
