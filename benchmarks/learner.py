@@ -166,7 +166,7 @@ class Learner:
 
 
 def _prepare_device() -> None:
-    """Free the memory of learners that are gone: schedule and optimizer refer to each other, so it waits for that."""
+    """Free the memory of learners that are gone: those that were attached are in reference cycles."""
     gc.collect()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic kernels; before the first use
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
