@@ -1,6 +1,7 @@
 """What a save costs beside training on one device: copies, stalls, drift and encoding, against plain copies.
 
-    python benchmarks/gpu_copies.py --folder DIR [--gigabytes 10] [--device cuda] [--rounds 1] [--profile] [--json FILE]
+    python benchmarks/gpu_copies.py --folder DIR [--gigabytes 10] [--device cuda] [--rounds 1] [--parts PART ...]
+                                    [--profile] [--json FILE]
 
 Plain PyTorch with AdamW on layers of 16.8 million parameters, as many as make the state so large (float32 weights and
 moments); a step takes about a second. Rates are told as times, since goals are upper bounds: 1.25 x the time of a plain
@@ -35,6 +36,7 @@ from store.encoding import ENCODINGS, WRITABLE
 from store.names import Unit
 
 BLOCK = 1 << 28  # bytes of one plain copy
+PARTS = ("stalls", "drift", "copies", "encodings", "peers")
 
 
 class Trainer:
@@ -249,6 +251,7 @@ def main() -> int:
     parser.add_argument("--gigabytes", type=float, default=10.0)
     parser.add_argument("--seconds", type=float, default=1.0, help="of a step")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="peers need stalls")
     parser.add_argument("--profile", action="store_true", help="print what the training thread does")
     parser.add_argument("--json", type=Path, default=None)
     options = parser.parse_args()
@@ -259,16 +262,16 @@ def main() -> int:
     def stall() -> float:
         return next(figure.value for figure in figures if figure.name == "stall, lazy") / 1000
 
-    parts: list[Callable[[], list[Figure]]] = [
-        lambda: stalls(trainer, folder, rounds, options.profile),
-        lambda: drift(trainer, rounds, options.profile),
-        lambda: copies(trainer, folder, rounds),
-        lambda: encodings(trainer, rounds),
-        lambda: peers(trainer, folder, stall()),
-    ]
+    parts: dict[str, Callable[[], list[Figure]]] = {
+        "stalls": lambda: stalls(trainer, folder, rounds, options.profile),
+        "drift": lambda: drift(trainer, rounds, options.profile),
+        "copies": lambda: copies(trainer, folder, rounds),
+        "encodings": lambda: encodings(trainer, rounds),
+        "peers": lambda: peers(trainer, folder, stall()),
+    }
     status = 0
-    for part in parts:  # told after each: one that runs out of time loses only what it would have found
-        figures += part()
+    for part in options.parts:  # told after each: one that runs out of time loses only what it would have found
+        figures += parts[part]()
         status = report(f"a save beside training, on {options.device}", figures, options.json)
     return status
 

@@ -1,10 +1,11 @@
 """What the journal costs, and how fast its steps are taken again.
 
-    python benchmarks/journal.py [--stage 2] [--precision bf16] [--layers 12] [--steps 12] [--rounds 3] [--json FILE]
+    python benchmarks/journal.py [--stage 2] [--ranks 2] [--precision bf16] [--layers 12] [--steps 12] [--rounds 3]
+                                 [--json FILE]
 
-Two ranks with one thread each, gloo, a Llama of 110 million parameters at ZeRO-2. In turns: a process that trains
-without the journal, and one with it. Then a process that resumes the save before the first recorded step and takes
-the steps again, beside one that resumes without them. Bytes are those of the files.
+Two ranks with one thread each and gloo, or one rank on a GPU; a Llama of 110 million parameters at ZeRO-2. In turns: a
+process that trains without the journal, and one with it. Then a process that resumes the save before the first recorded
+step and takes the steps again, beside one that resumes without them. Bytes are those of the files.
 
 Exits 1 when a goal is missed.
 """
@@ -26,6 +27,7 @@ from benchmarks.ranks import torchrun
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--stage", type=int, default=2)
+    parser.add_argument("--ranks", type=int, default=2, help="each needs a device of its own, unless that is a CPU")
     parser.add_argument(
         "--precision",
         choices=("bf16", "fp32"),
@@ -43,7 +45,9 @@ def main() -> int:
     for _ in range(options.rounds):
         with tempfile.TemporaryDirectory(prefix="driftpoint-bench-", dir=options.dir) as folder:
             one_round(options, Path(folder), seen)
-    return report(f"the journal, ZeRO-{options.stage}, {options.precision}, two ranks", figures(seen), options.json)
+    return report(
+        f"the journal, ZeRO-{options.stage}, {options.precision}, ranks: {options.ranks}", figures(seen), options.json
+    )
 
 
 def one_round(options: argparse.Namespace, folder: Path, seen: dict[str, list[Any]]) -> None:
@@ -52,7 +56,8 @@ def one_round(options: argparse.Namespace, folder: Path, seen: dict[str, list[An
         arguments = [f"--{name}={getattr(options, name)}" for name in names]
         out = folder / "result.json"
         out.unlink(missing_ok=True)
-        return torchrun("journal_worker.py", [*arguments, f"--way={way}", f"--store={folder / store}"], out)
+        arguments += [f"--way={way}", f"--store={folder / store}"]
+        return torchrun("journal_worker.py", arguments, out, options.ranks)
 
     seen["off"].append(run("off", "off"))
     seen["journal"].append(run("journal", "on"))

@@ -10,7 +10,7 @@ from typing import Protocol
 from store.names import Unit
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class UnitStats:
     """Statistics of one unit, a (layer, slot), at a decision, over all ranks.
 
@@ -37,13 +37,45 @@ class UnitStats:
     nbytes: int
     drift: float | None
     staleness: int | None
-    finite: bool = True
-    moving: bool = True
-    changed_shape: bool = False
-    error: float = 0.0
-    numel: int = 0
-    encoding: str | None = None
-    stored_bytes: int = 0
+    finite: bool
+    moving: bool
+    changed_shape: bool
+    error: float
+    numel: int
+    encoding: str | None
+    stored_bytes: int
+
+    def __init__(  # noqa: PLR0917 - a generated one sets field after field, which takes three times as long
+        self,
+        unit: Unit,
+        position: int,
+        block: bool,
+        nbytes: int,
+        drift: float | None,
+        staleness: int | None,
+        finite: bool = True,
+        moving: bool = True,
+        changed_shape: bool = False,
+        error: float = 0.0,
+        numel: int = 0,
+        encoding: str | None = None,
+        stored_bytes: int = 0,
+    ) -> None:
+        self.__dict__.update(
+            unit=unit,
+            position=position,
+            block=block,
+            nbytes=nbytes,
+            drift=drift,
+            staleness=staleness,
+            finite=finite,
+            moving=moving,
+            changed_shape=changed_shape,
+            error=error,
+            numel=numel,
+            encoding=encoding,
+            stored_bytes=stored_bytes,
+        )
 
 
 @dataclass(frozen=True)

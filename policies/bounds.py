@@ -111,7 +111,8 @@ class Bounded:
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
         check_shown(self.name, stats)
         rows = self._rows(stats, history.step)
-        stale = self._encoded((one, self._stale(one, history.interval)) for one in stats)
+        ages = stats if self.bounds.max_staleness is not None else ()
+        stale = self._encoded((one, self._stale(one, history.interval)) for one in ages)
         demanded = {unit for unit in (*rows, *stale) if (rows.get(unit) or stale[unit]).saved}
         answer = self.policy.select(stats, replace(budget, demanded=frozenset(demanded)), history)
         inner = checked_answer(self.name, stats, answer, self.bounds.refusal)

@@ -70,7 +70,7 @@ class PolicyError(UsageError):
 def check_shown(policy: str, stats: Sequence[UnitStats]) -> None:
     """Raise PolicyError if a unit is shown twice."""
     seen: set[Unit] = set()
-    for one in stats:
+    for one in stats if len({one.unit for one in stats}) < len(stats) else ():
         if one.unit in seen:
             raise PolicyError(policy, one.unit, "shown twice in one decision; sum it over ranks before deciding")
         seen.add(one.unit)

@@ -223,7 +223,7 @@ class PyTorchAdapter(OneStage):
         return digest(repr(keys).encode()) if self.framework == "torch" and self.local is None else None
 
     def attributes(self) -> Mapping[str, OptimizerAttributes]:
-        groups = zip(self._members(), self._named_groups(), strict=True)
+        groups = zip(self._members(), self._keep("groups", self._named_groups), strict=True)
         first = {id(member): fqns[0] for (_, member), fqns in reversed(list(groups)) if fqns}
         return {f"{one.kind} with {first.get(id(one.optimizer))}": one for one in self._optimizer_attributes}
 

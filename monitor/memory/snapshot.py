@@ -23,10 +23,10 @@ from monitor.adapters.module_tensors import as_bytes, dtype_name
 from monitor.context import JobContext
 from monitor.ledger import CommitDraft, manifest_of, new_version
 from monitor.observe.units import LocalUnit, UnitLayout
+from monitor.save.async_copy import AsyncCopy, CopyTiming
 from monitor.save.encode import squared
 from monitor.save.save_task import Finish, SaveTask, begin_run_state, empty_segment
 from monitor.save.saver import Saver
-from monitor.save.staging import AsyncCopy, CopyTiming
 from monitor.save.store_session import StoreSession
 from monitor.save.torch_codecs import EncodedCopy, EncodingLoss
 from policies.base import Choice

@@ -28,9 +28,9 @@ from monitor.memory.recovery import MemoryCandidate, find_newest_snapshot, rolle
 from monitor.memory.replication import Replication, ReplicationStatus
 from monitor.memory.snapshot import Loan, SnapshotManifest, SnapshotStager, Version, seal_snapshot
 from monitor.observe.units import LocalUnit, Survey
+from monitor.save.async_copy import UnfinishedCopy
 from monitor.save.save_task import SaveTask
 from monitor.save.saver import Saver
-from monitor.save.staging import UnfinishedCopy
 from monitor.save.store_session import StoreSession
 from monitor.types import DecisionResult, SaveStatus
 from store.catalog import Catalog

@@ -31,7 +31,8 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import groupby
+from itertools import chain, groupby
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -213,24 +214,32 @@ class SketchMeter(StagingMeter[Signature]):
         self._replaced: list[Signature | None] = []  # freed beside the next save: that takes time
         self._one_by_one = False
         self._batches: dict[Any, tuple[Any, Any]] = {}  # by device, dtype, C: the units' addresses, and the batch
+        self._seen: list[Any] = []  # of the units measured at once last, all that ``_queue`` depends on
+        self._queue: list[tuple[list[Unit], Any]] = []
 
     def measure_many(self, units: Mapping[Unit, Sequence[torch.Tensor]]) -> dict[Unit, Measure]:
-        kinds: dict[Any, dict[Unit, Sequence[torch.Tensor]]] = {}
         try:
             with self._lock, torch.inference_mode():
-                for unit, pieces in units.items():
-                    numel = sum(piece.numel() for piece in pieces)
-                    if numel > self._projection.width and self._fits(pieces):
-                        length = self._chunk_lengths.setdefault(unit, _kernels().chunk_length(numel))
-                        kinds.setdefault((pieces[0].device, pieces[0].dtype, length), {})[unit] = pieces
-                queued = {kind: self._batch(kind, found) for kind, found in kinds.items()}
-                runs = [(kinds[kind], batch, batch.run()) for kind, batch in queued.items()]
-                found = [self._of_batch(*run) for run in runs]
+                if (seen := _facts(units)) != self._seen:
+                    self._seen, self._queue = [], self._queue_of(units)
+                    self._seen = seen
+                runs = [(chosen, batch, batch.run()) for chosen, batch in self._queue]
+                found = [self._of_batch({u: units[u] for u in chosen}, batch, made) for chosen, batch, made in runs]
         except Exception as error:  # noqa: BLE001 - of the compiler of kernels too: units are measured one by one
             _log.warning("units are measured one by one from now on, since this failed for all at once: %r", error)
-            self._one_by_one = True
+            self._one_by_one, self._seen, self._queue = True, [], []
             return {}
         return {unit: measure for one in found for unit, measure in one.items()}
+
+    def _queue_of(self, units: Mapping[Unit, Sequence[torch.Tensor]]) -> list[tuple[list[Unit], Any]]:
+        """Return the batches that measure units, and the units of each."""
+        kinds: dict[Any, dict[Unit, Sequence[torch.Tensor]]] = {}
+        for unit, pieces in units.items():
+            numel = sum(piece.numel() for piece in pieces)
+            if numel > self._projection.width and self._fits(pieces):
+                length = self._chunk_lengths.setdefault(unit, _kernels().chunk_length(numel))
+                kinds.setdefault((pieces[0].device, pieces[0].dtype, length), {})[unit] = pieces
+        return [(list(found), self._batch(kind, found)) for kind, found in kinds.items()]
 
     def _fits(self, pieces: Sequence[torch.Tensor]) -> bool:
         one_by_one = self._one_by_one or not pieces[0].is_cuda or _kernels() is None
@@ -256,15 +265,17 @@ class SketchMeter(StagingMeter[Signature]):
         self, units: Mapping[Unit, Sequence[torch.Tensor]], batch: Any, signatures: torch.Tensor
     ) -> dict[Unit, Measure]:
         """Return what a batch has queued. What needs no result is done while the device works."""
+        rows = torch.empty(signatures.shape, pin_memory=signatures.is_cuda).copy_(signatures, non_blocking=True)
         samples, places = [_sampled(pieces) for pieces in units.values()], list(map(_places, units.values()))
         values = torch.cat([part for parts in samples for part in parts])
         counts, numels = [sum(map(torch.numel, parts)) for parts in samples], list(map(_numels, units.values()))
         known = [self._reference_for(unit, sizes) for unit, sizes in zip(units, numels, strict=True)]
+        # Waits for the device, and so for the rows.
         moved = batch.distances(signatures, [None if one is None else one.values for one in known])
-        finite, rows = torch.isfinite(signatures).all(1).tolist(), signatures.cpu().numpy()
+        finite, row_of = torch.isfinite(signatures).all(1).tolist(), rows.unbind()
         values_of, thread, found = torch.split(values.cpu().to(torch.float64), counts), threading.get_ident(), {}
         for i, (unit, pieces) in enumerate(units.items()):
-            signature = Signature(torch.from_numpy(rows[i].copy()), numels[i], finite[i] or all_finite(pieces))
+            signature = Signature(row_of[i], numels[i], finite[i] or all_finite(pieces))
             self._measured[thread, unit] = _Measured(signature, values_of[i], places[i])
             found[unit] = _measure(signature, known[i], moved[i])
         return found
@@ -307,8 +318,8 @@ class SketchMeter(StagingMeter[Signature]):
             self._replaced.clear()
             measured = self._measured.pop((threading.get_ident(), unit), None)
             if measured is not None:  # here, mostly in the background, and not when the save is settled
-                same = measured.places == _places(copies)
-                self._staged_as[unit] = replace(measured, sample=None) if same else measured
+                sample = None if measured.places == _places(copies) else measured.sample
+                self._staged_as[unit] = replace(measured, sample=sample, signature=_alone(measured.signature))
 
     def settle(self, unit: Unit, committed: bool) -> None:
         with self._lock:
@@ -339,6 +350,21 @@ class SketchMeter(StagingMeter[Signature]):
         # A non-finite value makes the signature non-finite. The reverse may be an overflow: check the values then.
         finite = bool(torch.isfinite(values).all()) or all_finite(pieces)
         return Signature(values, numels, finite)
+
+
+def _facts(units: Mapping[Unit, Sequence[torch.Tensor]]) -> list[Any]:
+    """Return what batches depend on, by loops that run in C."""
+    pieces = list(chain.from_iterable(units.values()))
+    return [list(units), list(map(len, units.values())), *(list(map(get, pieces)) for get in _FACTS)]
+
+
+_FACTS = (torch.Tensor.data_ptr, torch.numel, torch.Tensor.is_contiguous, attrgetter("dtype"), attrgetter("device"))
+
+
+def _alone(signature: Signature) -> Signature:
+    """Return a signature that does not keep the memory of those that were made with it."""
+    shares = signature.values.untyped_storage().nbytes() > signature.values.nbytes
+    return replace(signature, values=signature.values.clone()) if shares else signature
 
 
 def _measure(signature: Signature, reference: Signature | None, moved_sq: float) -> Measure:

@@ -19,9 +19,9 @@ from monitor.ledger import CommitDraft, PreparedCommit, build_manifest
 from monitor.observe.drift_meter import DriftMeter, Signature, measure_record
 from monitor.observe.units import Survey
 from monitor.run_state import CapturedState, begin_tree, capture_run_state
+from monitor.save.async_copy import AsyncCopy
 from monitor.save.encode import SavePacking, StagedUnit, encode_unit
 from monitor.save.self_check import SelfCheck
-from monitor.save.staging import AsyncCopy
 from store.catalog import Catalog
 from store.commit import Expected, commit, hint_latest, wait_for_group
 from store.encoding import encoding_named

@@ -22,10 +22,11 @@ from monitor.ledger import AS_RESUMED, CommitDraft, PreparedCommit
 from monitor.observe.drift_meter import Signature
 from monitor.observe.units import LocalUnit, Survey
 from monitor.save import save_task
+from monitor.save.async_copy import CopyTiming, UnfinishedCopy, WaveCopy
 from monitor.save.encode import Packer, SavePacking, StagedUnit, encoded_bytes
 from monitor.save.save_task import CommitPlan, Finish, SaveResult, SaveTask
 from monitor.save.self_check import SelfChecker
-from monitor.save.staging import CopyTiming, Stager, UnfinishedCopy, WaveCopy
+from monitor.save.staging import Stager
 from monitor.save.store_session import StoreSession
 from monitor.types import Chosen, DecisionResult, SaveStatus, newest_text
 from store import errors
@@ -418,7 +419,7 @@ class Saver:
         for unit in task.staged:
             if unit.unit in progress.metered:
                 self._meter.settle(unit.unit, unit.unit in moved_units)
-            self._stager.unstage(unit)
+        self._stager.unstage_all(task.staged)
         self._job.table.lost -= moved_units
         if not outcome.committed:
             self._checker.repeat()

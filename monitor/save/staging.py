@@ -1,347 +1,48 @@
-"""Copies live state to host memory, encoded on the device if wanted, so that it can be written beside training.
+"""Stages the units of a save: chooses their buffers, and whether they are encoded while they are copied."""
 
-State does not change between two optimizer steps. So copies are made at once (``eager``), or during the next forward
-and backward (``lazy``); then the next optimizer step waits for the copies that are not complete, and so does any other
-public call of the framework that changes the state. What cannot be intercepted is found, and the save is given up:
-by the kernel, whatever code made the change (:class:`WriteTracker`), or else by version counters and a sample.
-Where there is no room for a second copy of the state, the optimizer step waits for storage, too (:class:`WaveCopy`).
-"""
-
-import logging
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
-from functools import cache, partial
-from itertools import chain, islice, repeat
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice, repeat
+from operator import is_
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from monitor.adapters.base import Adapter
-from monitor.adapters.identity import MemoryRegions, addresses_of, version_of
+from monitor.adapters.identity import addresses_of
 from monitor.adapters.module_tensors import dtype_name
-from monitor.background import Once
 from monitor.config.load import Config
 from monitor.observe.drift_meter import DriftMeter, Measure, measure_record
-from monitor.observe.units import LocalUnit
+from monitor.observe.units import LocalUnit, UnitLayout
+from monitor.save.async_copy import AsyncCopy, CopyTiming, WaveCopy
 from monitor.save.encode import LateCopy, StagedUnit, applicable_encoding
-from monitor.save.staging_pool import StagingPool, WavePiece, padded_bytes
+from monitor.save.staging_pool import StagingPool, padded_bytes
 from monitor.save.torch_codecs import EncodedCopy
-from monitor.save.write_tracker import LastPlan, SourceSample, TrackedCopy, WriteTracker, write_tracker
 from monitor.types import DecisionResult
 from store.encoding import CHUNK, encoding_named
-from store.errors import SaveError, StateChangedError
+from store.errors import SaveError
 from store.names import BUFFER, FROZEN, RAW, Unit
 
-_log = logging.getLogger("driftpoint")
 
-T = TypeVar("T")
+@dataclass(frozen=True)
+class _Together:
+    """Units of a save that were all chosen without being measured, and are copied as they are."""
 
+    staged: list[StagedUnit]
+    chosen: Mapping[Unit, str]
+    layouts: Sequence[UnitLayout]
+    addresses: Sequence[npt.NDArray[np.int64]]
+    buffers: Sequence[Callable[[], Sequence[torch.Tensor]]]
 
-class AsyncCopy:
-    """Copies the live tensors of one save into host buffers.
-
-    The training thread adds and starts. The first thread that calls :meth:`finish` completes the copies, and the other
-    one waits for it, so training never depends on a background thread that hangs. Until then buffers are not read and
-    sources do not change. On CUDA the copies run in a side stream into pinned memory, after all work queued before."""
-
-    def __init__(self) -> None:
-        self._units: list[tuple[LocalUnit, npt.NDArray[np.int64], Callable[[], Sequence[torch.Tensor]]]] = []
-        """Units that are added and not started, the addresses of their buffers, and what returns the buffers."""
-        self._versions: list[tuple[torch.Tensor, int]] = []
-        self._samples: list[SourceSample] = []
-        self._torn = self._checked = self._differ = False
-        self.torn = False  # whether tracked copies are over, and not those of one state
-        self._host: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._devices: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._encoded: list[EncodedCopy] = []
-        self._watched: list[torch.Tensor] = []  # sources that are compared with themselves only
-        self._queued: dict[torch.device, Any] = {}  # events after the copies in the streams of training
-        self._tracked: TrackedCopy | None = None
-        self._lock = threading.Lock()
-        self._done = False
-
-    def add_unit(
-        self, part: LocalUnit, addresses: npt.NDArray[np.int64], buffers: Callable[[], Sequence[torch.Tensor]]
-    ) -> None:
-        """Add copies of all pieces of a unit into buffers at ``addresses``, which the caller keeps until then."""
-        self._units.append((part, addresses, buffers))
-
-    def add(self, sources: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
-        """Add copies of ``sources`` into ``buffers``, pair by pair."""
-        self._versions += [(source, version_of(source)) for source in sources]
-        for pair in zip(sources, buffers, strict=True):
-            pairs = self._devices.setdefault(pair[0].device, []) if pair[0].is_cuda else self._host
-            pairs.append(pair)
-
-    def copy_now(self, sources: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
-        """Copy before what follows in training's own stream, such as a forward that changes buffers."""
-        for source, buffer in zip(sources, buffers, strict=True):
-            buffer.copy_(source, non_blocking=True)
-        for device in {source.device for source in sources if source.is_cuda}:
-            self._queued[device] = torch.cuda.current_stream(device).record_event()
-
-    def add_encoded(self, copies: Sequence[EncodedCopy]) -> None:
-        """Add fragments to be encoded on their device."""
-        self._versions += [(copy.source, version_of(copy.source)) for copy in copies]
-        self._encoded += copies
-        self._watched += [copy.source for copy in copies]
-        for copy in copies:
-            if copy.source.is_cuda:
-                self._devices.setdefault(copy.source.device, [])
-
-    def start(self) -> None:
-        """Take the samples, and queue the copies from devices. Training thread."""
-        self._add_units()
-        self._sample(self._host, "cpu")
-        for device, pairs in self._devices.items():
-            stream = _side_stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                self._sample(pairs, device)
-                if pairs:
-                    sources, buffers = zip(*pairs, strict=True)
-                    torch._foreach_copy_(buffers, sources, non_blocking=True)
-                for copy in self._encoded:
-                    if copy.source.device == device:
-                        copy.begin()
-
-    def start_tracked(self, tracker: WriteTracker, last: LastPlan) -> bool:
-        """Start with every write to the sources tracked. Return False if it cannot be. Training thread."""
-        sources = [source for source, _ in self._host]
-        regions = last.regions([part.layout for part, _, _ in self._units])
-        regions = MemoryRegions.joined([regions, MemoryRegions.of(sources)]) if sources else regions
-        if self._devices or self._encoded or any(device.type != "cpu" for device in regions.devices):
-            return False
-        if 2 * int(regions.sizes[regions.pageable].sum()) < int(regions.sizes.sum()):
-            return False  # most of it is pinned, which would be copied at once
-        others = addresses_of([buffer for _, buffer in self._host])
-        targets = np.concatenate([*(addresses for _, addresses, _ in self._units), others])
-        owners = [*chain.from_iterable(part.sources for part, _, _ in self._units), *sources]
-        plan = last.plan(regions, targets)
-        if not tracker.in_use.acquire(blocking=False):
-            return False
-        self._tracked = TrackedCopy(tracker, plan, owners)
-        self._units.clear()
-        return True
-
-    def let_change(self) -> None:
-        """Return once the sources may be changed by what the current streams are given from now on.
-
-        Copies from devices need not be complete: the streams wait for them. Training thread."""
-        with self._lock:
-            if not (self._done or self._units or self._host or self._encoded or self._tracked):
-                self._check()
-                for device in self._devices:
-                    torch.cuda.current_stream(device).wait_stream(_side_stream(device))
-                return
-        self.finish()
-
-    def finish(self) -> None:
-        """Copy the host tensors, and return once every copy is complete. Later calls do nothing.
-
-        Nothing then means that a graph may be captured meanwhile, whose stream must not wait."""
-        for device in () if self._done else self._devices:  # without the lock: :meth:`let_change` does not wait for it
-            _side_stream(device).synchronize()
-        with self._lock:
-            if self._done:
-                return
-            self._done = self._torn = True  # torn until all succeed: after an error the save must not use the copies
-            for event in self._queued.values():
-                event.synchronize()
-            self._add_units()
-            if self._tracked is not None:
-                self._host, self._versions = [], []
-                self.torn = self._torn = not self._tracked.finish()
-                return
-            for source, buffer in self._host:
-                buffer.copy_(source)
-            for copy in self._encoded:
-                if not copy.source.is_cuda:
-                    copy.begin()
-            for device in self._devices:
-                _side_stream(device).synchronize()
-            for copy in self._encoded:
-                copy.finish()
-            self._torn = self._check() or not all(self._of_samples(SourceSample.holds))
-            self._samples.clear()
-
-    def close(self) -> None:
-        """Let no thread wait for the writer any more: the save is over."""
-
-    def consolidate(self, stop: Callable[[], bool]) -> None:
-        """Make the next copies of the same memory begin faster. Background thread, once the copies are complete."""
-        if self._tracked is not None:
-            self._tracked.consolidate(stop)
-
-    def require_whole(self) -> None:
-        """Raise StateChangedError if a source was changed in place before its copy was complete.
-
-        With tracked writes, every change is found. Otherwise autograd's version counters tell of most changes outside
-        the optimizer, and of others, such as those through ``.data``, a sample tells: one that leaves the sampled
-        elements as they were is not found."""
-        if self._torn:
-            raise StateChangedError(
-                "the state was changed between two optimizer steps while it was copied, so this save is given up; "
-                "call ckpt.copied() before such a change, or set `staging: eager`"
-            )
-
-    def _add_units(self) -> None:
-        for part, _, buffers in self._units:
-            self.add(part.tensors, buffers())
-        self._units.clear()
-
-    def _sample(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device | str) -> None:
-        watched = [source for source in self._watched if source.device == torch.device(device)]
-        self._samples.append(SourceSample(pairs, watched))
-
-    def _check(self) -> bool:
-        """Return whether the versions of sources differ from when they were added, and read their samples. Once."""
-        if not self._checked:
-            self._checked = True
-            self._differ = any(version_of(source) != version for source, version in self._versions)
-            self._versions.clear()
-            self._of_samples(SourceSample.read_again)
-        return self._differ
-
-    def _of_samples(self, call: Callable[[SourceSample], T]) -> list[T]:
-        """Call a method of each sample in the stream of the copies. There are none if these were not started."""
-        streams: list[Any] = [nullcontext(), *(torch.cuda.stream(_side_stream(device)) for device in self._devices)]
-        found = []
-        for sample, stream in zip(self._samples, streams, strict=False):
-            with stream:
-                found.append(call(sample))
-        return found
-
-
-class WaveCopy(AsyncCopy):
-    """Copies the state of a save in waves, each into the memory of the one before, once that is written.
-
-    The writer copies a wave when it comes to it; or the training thread the first one, if it waits before. For storage
-    it waits at most ``timeout`` seconds: then the save is given up. The state must not change until all is copied,
-    which is checked as for other copies. ``lazy``: whether that may be after the decision."""
-
-    def __init__(self, pieces: Sequence[WavePiece], timeout: float, *, lazy: bool) -> None:
-        super().__init__()
-        self._pieces, self._timeout, self.lazy = pieces, timeout, lazy
-        self._watched = [source for _, source, _ in pieces]
-        self._versions = [(source, version_of(source)) for source in self._watched]
-        self._devices = {source.device: [] for source in self._watched if source.is_cuda}
-        self._change = threading.Condition()
-        self._over: SaveError | None = None  # why no more waves are copied
-        self._first = self._left = pieces[0][0] + 1 if pieces else 0  # waves, and those that are not copied
-
-    def finish(self) -> None:
-        """Do nothing: see :meth:`let_change` and :meth:`take`."""
-
-    def let_change(self, timeout: float | None = None) -> None:
-        """Return once all waves are copied, or the save is given up. Training thread. timeout: if it is another one."""
-        began = time.monotonic()
-        with self._change:
-            if self._left and self._left == self._first:
-                self._copy_next()
-            if self._left and not self._over:
-                if self._change.wait_for(lambda: not self._left or self._over, timeout or self._timeout):
-                    _log.info("training waited %.2f s for storage (staging.max_bytes)", time.monotonic() - began)
-                    return
-                self.close(SaveError("storage took longer than timeouts.staging: raise that, or staging.max_bytes"))
-                _log.warning("training goes on, and this save is given up: %s", self._over)
-
-    def take(self, pieces: Iterable[WavePiece]) -> Iterator[torch.Tensor]:
-        """Yield copies, each until one of a later wave is taken. Raises SaveError if the save is given up. Writer."""
-        for left, _, copy in pieces:
-            with self._change:
-                if left == self._left - 1 and not self._over:
-                    self._copy_next()
-                if self._over or left != self._left:
-                    raise self._over or SaveError("a wave cannot be written again")
-                self.require_whole()
-            yield copy
-
-    def close(self, error: SaveError | None = None) -> None:
-        with self._change:
-            self._over = self._over or error or SaveError("the save is over")
-            self._change.notify_all()
-
-    def _copy_next(self) -> None:
-        try:
-            for left, source, copy in self._pieces:
-                if left == self._left - 1:
-                    with torch.cuda.stream(_side_stream(source.device)) if source.is_cuda else nullcontext():
-                        copy.copy_(source, non_blocking=True)
-            for device in self._devices:
-                _side_stream(device).synchronize()
-            self._left -= 1
-            self._torn = not self._left and (self._check() or not all(self._of_samples(SourceSample.holds)))
-        except Exception as error:  # noqa: BLE001 - of the training thread, too: kept as the save's failure
-            self.close(SaveError(f"the state could not be copied: {error!r}"))
-        self._change.notify_all()
-
-
-class CopyTiming:
-    """Chooses when the copies of a job are made, for its saves and its snapshots. Training thread.
-
-    Beside training where the state is ``private`` to the optimizer, the user vouches for it (``lazy``), or all writes
-    to it are tracked; until a change of it is found. Else at once."""
-
-    def __init__(self, setting: Literal["auto", "eager", "lazy"], *, private: bool) -> None:
-        self._lazy = setting == "lazy" or (setting == "auto" and private)
-        self._tracker = write_tracker() if setting == "auto" else None
-        self._last = AsyncCopy()  # with tracked writes
-        self._plan = LastPlan()
-
-    def start(self, copying: AsyncCopy) -> None:
-        """Start the copies, and complete them if they are not made beside training."""
-        if self._tracker is not None and self._last.torn:
-            self._tracker, self._lazy = None, False
-            _log.warning(
-                "the state was changed between two optimizer steps, so copies are made before ckpt.step() returns from "
-                "now on, which takes longer. Make such changes before ckpt.step(), or call ckpt.copied() before them"
-            )
-        if isinstance(copying, WaveCopy):
-            copying.lazy &= self._lazy
-        elif self._tracker is not None and copying.start_tracked(self._tracker, self._plan):
-            self._last = copying
-            return
-        copying.start()
-        if not self._lazy:
-            copying.finish()
-
-
-class UnfinishedCopy:
-    """The copies of the last save, which the next change of the state waits for.
-
-    ``waited`` gets the seconds of a wait."""
-
-    def __init__(self, adapter: Adapter, waited: Callable[[float], None]) -> None:
-        self._copying: AsyncCopy | Once[None] | None = None
-        self._waited = waited
-        adapter.before_change(self.before_update)
-
-    def set(self, copying: AsyncCopy | Once[None] | None) -> None:
-        self._copying = copying
-
-    def finish(self) -> None:
-        """Return once the copies are complete, but for waves."""
-        if self._copying is not None:
-            self._copying.finish()
-
-    def before_update(self) -> None:
-        copying, self._copying = self._copying, None
-        if isinstance(copying, AsyncCopy):
-            began = time.perf_counter()
-            copying.let_change()
-            self._waited(time.perf_counter() - began)
-        elif copying is not None:  # what follows a resume is no part of a save
-            copying.finish()
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    @classmethod
+    def of(cls, staged: list[StagedUnit], copying: AsyncCopy) -> "_Together | None":
+        """Return None unless all units are copied beside training."""
+        if len(copying.units) < len(staged) or not staged:
+            return None
+        chosen, layouts = {one.unit: one.encoding for one in staged}, [one.layout for one in staged]
+        return cls(staged, chosen, layouts, [one for _, one, _ in copying.units], [one for *_, one in copying.units])
 
 
 class Stager:
@@ -351,6 +52,8 @@ class Stager:
         self._meter = meter
         self._encode, self._most, self._timeout = config.encode, config.copies.max_bytes, config.timeouts.staging
         self._pool = StagingPool()
+        self._last: _Together | None = None  # units of the last save
+        self._free: _Together | None = None  # the same, if that save is over
         self.keeps = self._most is None and not config.shares_memory()
         """Whether buffers stay for the next save. Else most saves are lent memory, and own buffers are let go."""
 
@@ -371,7 +74,7 @@ class Stager:
         local: Mapping[Unit, LocalUnit],
         lent: Mapping[Unit, list[torch.Tensor]],
         timing: CopyTiming,
-    ) -> tuple[tuple[StagedUnit, ...], AsyncCopy, Exception | None]:
+    ) -> tuple[list[StagedUnit], AsyncCopy, Exception | None]:
         """Stage the decided units and start their copies. Return also the error, if any, and then nothing staged.
 
         Out of memory, for example, on one rank: raised here, it would leave the others waiting in a collective. The
@@ -384,16 +87,22 @@ class Stager:
                 chosen = {}
             encoded = [local[u] for u in chosen if u not in decided.mine and self._encodes_now(local[u], chosen[u])]
             mine = {**decided.mine, **self._meter.measure_many({part.unit: part.tensors for part in encoded})}
-            for unit, encoding in chosen.items():
-                staged.append(self.stage(local[unit], encoding, mine.get(unit), copying, lent.get(unit)))
+            alike = not (encoded or lent or mine.keys() & chosen.keys())
+            if (again := self._again(chosen if alike else {}, local)) is not None:
+                staged = again.staged
+                copying.units = list(zip(map(local.__getitem__, chosen), again.addresses, again.buffers, strict=True))
+            else:
+                for unit, encoding in chosen.items():
+                    staged.append(self.stage(local[unit], encoding, mine.get(unit), copying, lent.get(unit)))
+                self._last = _Together.of(staged, copying) if alike and self.keeps else None
             timing.start(copying)
         except Exception as error:  # noqa: BLE001 - this rank's edge: kept as the save's failure
             with suppress(Exception):
                 copying.finish()  # a device may be writing into the buffers
             for one in staged:
                 self.unstage(one)
-            return (), AsyncCopy(), SaveError(f"the state could not be copied: {error!r}")
-        return tuple(staged), copying, None
+            return [], AsyncCopy(), SaveError(f"the state could not be copied: {error!r}")
+        return staged, copying, None
 
     def stage(
         self,
@@ -444,6 +153,27 @@ class Stager:
             staged.append(StagedUnit(unit, encoding, part.layout, copies, record, (), known, late=tuple(late)))
         return staged, copying
 
+    def _again(self, chosen: Mapping[Unit, str], local: Mapping[Unit, LocalUnit]) -> "_Together | None":
+        """Return the units of the last save, if the same are chosen. Else give their buffers back to the pool."""
+        last, self._free = self._free, None
+        if last is None or last.chosen != chosen:
+            same = False
+        else:
+            same = all(map(is_, last.layouts, (local[unit].layout for unit in chosen)))
+        if last is None or same:
+            return last
+        for unit in last.staged:
+            self.unstage(unit)
+        return None
+
+    def unstage_all(self, staged: Sequence[StagedUnit]) -> None:
+        """Return buffers after a save. Those of the last one stay together: mostly, the next one takes them again."""
+        if self._last is not None and self._last.staged is staged:
+            self._free = self._last
+            return
+        for unit in staged:
+            self.unstage(unit)
+
     def unstage(self, unit: StagedUnit) -> None:
         """Return buffers to the pool after a save."""
         if unit.lent or not self.keeps:
@@ -454,8 +184,7 @@ class Stager:
 
     def _encodes_now(self, part: LocalUnit, encoding: str) -> bool:
         """Whether to encode while staging: fewer bytes to copy, but the copying thread spends the time."""
-        known = encoding_named(encoding)
-        if self._encode == "saving" or known.lossless:
+        if self._encode == "saving" or (known := encoding_named(encoding)).lossless:
             return False
         return all(known.applies(dtype_name(dtype)) for dtype in part.layout.dtypes)
 

@@ -137,7 +137,7 @@ def pin(address: int, nbytes: int) -> bool:
     """Pin memory that stays mapped until it is unpinned. Return False, and log it, if CUDA refuses."""
     code = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, 0))  # type: ignore[no-untyped-call]
     if code:
-        _clear_error()
+        clear_error()
         _log.warning("%d bytes of memory cannot be pinned (CUDA error %d): copies into them are slower", nbytes, code)
     return not code
 
@@ -145,10 +145,17 @@ def pin(address: int, nbytes: int) -> bool:
 def unpin(address: int) -> None:
     """Unpin memory that no copy is under way into."""
     if int(torch.cuda.cudart().cudaHostUnregister(address)):  # type: ignore[no-untyped-call]
-        _clear_error()
+        clear_error()
 
 
-def _clear_error() -> None:
+def clear_error() -> None:
     """Clear this thread's last CUDA error. Otherwise the next kernel launch raises it."""
-    with suppress(OSError):  # of the runtime that torch has loaded; another one has errors of its own
-        ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}", os.RTLD_NOLOAD).cudaGetLastError()
+    if (library := runtime()) is not None:
+        library.cudaGetLastError()
+
+
+def runtime() -> ctypes.CDLL | None:
+    """Return the CUDA runtime that torch has loaded. Another one has errors of its own."""
+    with suppress(OSError):
+        return ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}", os.RTLD_NOLOAD)
+    return None

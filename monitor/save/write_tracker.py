@@ -5,8 +5,8 @@ sees all, from 6.7 on: a page that is write-protected by userfaultfd(2) in its a
 when it is written, without a signal or a wait, and PAGEMAP_SCAN tells which pages have it (admin-guide/mm/pagemap).
 
 It does not see writes by a device into pinned memory, nor by another process into shared memory. Such memory is
-copied at once, and so is what shares a page with other data. Where it cannot be used, :class:`SourceSample` finds most
-writes that autograd does not count."""
+copied at once, and so is what shares a page with other data. Where it cannot be used, a
+:class:`~monitor.save.source_memory.SourceSample` finds most writes that autograd does not count."""
 
 import ctypes
 import fcntl
@@ -21,7 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import is_
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +28,7 @@ import torch
 
 from monitor.adapters.identity import MemoryRegions
 from monitor.observe.units import UnitLayout
+from monitor.save.source_memory import HeldMemory
 
 _SYSCALL = {"x86_64": 323, "aarch64": 282}  # userfaultfd(2)
 _USER_MODE_ONLY = 1
@@ -231,8 +231,7 @@ class TrackedCopy:
         self._tracker = tracker
         self._protected: list[range] = []  # the blocks, and what little lies between them
         self._blocks: list[_Block] = []
-        self._storages: list[torch.UntypedStorage] = []  # keep the memory
-        self._places: list[int] = []
+        self._held = HeldMemory(())
         try:
             self._begin(plan, owners)
         except BaseException:
@@ -245,7 +244,7 @@ class TrackedCopy:
         A storage may get other memory, as by ``share_memory_()`` or ``resize_()``."""
         try:
             whole = all([self._copied(block) for block in self._blocks])  # noqa: C419 - all memory is to be unprotected
-            whole = whole and [storage.data_ptr() for storage in self._storages] == self._places
+            whole = whole and self._held.in_place()
             for pages in self._protected:  # once all are known: blocks may share pages
                 self._tracker.unprotect(pages)
         finally:
@@ -276,14 +275,13 @@ class TrackedCopy:
             self._protected += [pages for pages in found if pages is not None]
             self._blocks += [b for b, pages in zip(run, found * (len(run) // len(found)), strict=True) if pages]
         held, rest = plan.parts(self._blocks)
-        self._storages = [owner.untyped_storage() for owner in {id(owners[at]): owners[at] for at in held}.values()]
-        self._places = [storage.data_ptr() for storage in self._storages]
+        self._held = HeldMemory(list({id(owners[at]): owners[at] for at in held}.values()))
         for target, source, size in zip(*rest, strict=True):  # of memory that is not gone, and visible to this host
             (_move if size < _LEAST else ctypes.memmove)(target, source, size)
 
     def _end(self) -> None:
         self._blocks.clear()  # pages that an error left protected only cost a fault each when they are written
-        self._storages.clear()
+        self._held = HeldMemory(())
         self._tracker.in_use.release()
 
 
@@ -358,64 +356,3 @@ def _tracker_of(_: int) -> WriteTracker | None:
         return WriteTracker()
     except (OSError, AttributeError):  # another system, an older kernel, or a sandbox that does not permit it
         return None
-
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SAMPLED = 64
-
-
-class SourceSample:
-    """Elements of tensors on one device, compared bit by bit with what they were.
-
-    At most 64 of each tensor, evenly spread, the first and the last among them.
-
-    It finds what autograd's version counters do not count: writes through ``.data``, or by code outside PyTorch. A
-    change between the sampled elements is not found. Built and compared in the stream of the copies. ``pairs`` are
-    sources that are copied as they are, and their buffers in host memory; ``others`` are encoded."""
-
-    def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], others: Sequence[torch.Tensor]) -> None:
-        self._pairs = pairs
-        self._copied, self._encoded = _sampled([source for source, _ in pairs]), _sampled(others)
-        self._before = self._after = _values(self._copied), _values(self._encoded)
-
-    def read_again(self) -> None:
-        """Read the sources, after their copies and before anything that may change them."""
-        self._after = _values(self._copied), _values(self._encoded)
-
-    def holds(self) -> bool:
-        """Return whether the sources, when last read, and the filled buffers have the values of the beginning."""
-        buffers = _values(_sampled([buffer for _, buffer in self._pairs]))
-        found = (self._before[0], buffers), *zip(self._before, self._after, strict=True)
-        return all(_equal(before, now) for before, now in found)
-
-
-_Words = dict[int, list[Any]]
-"""Views by the size of an element: of numpy in host memory, where many small ones cost less, else of torch."""
-
-
-def _sampled(tensors: Sequence[torch.Tensor]) -> _Words:
-    found: _Words = {}
-    for tensor in tensors:
-        last = tensor.numel() - 1
-        if last >= 0:
-            size = tensor.element_size()
-            bits = tensor.view(_WORDS[size])  # integers are equal where all bits are, those of NaN too
-            words: Any = bits if bits.is_cuda else bits.numpy()
-            stride = max(1, -(-last // (_SAMPLED - 2)))
-            found.setdefault(size, []).extend((words[:1], words[last % stride :: stride]))
-    return found
-
-
-def _values(sampled: _Words) -> dict[int, Any]:
-    return {
-        size: torch.cat(views) if isinstance(views[0], torch.Tensor) else np.concatenate(views)
-        for size, views in sampled.items()
-    }
-
-
-def _equal(one: dict[int, Any], other: dict[int, Any]) -> bool:
-    return all(np.array_equal(_on_host(values), _on_host(other[size])) for size, values in one.items())
-
-
-def _on_host(values: Any) -> Any:
-    return values.cpu().numpy() if isinstance(values, torch.Tensor) else values

@@ -28,7 +28,7 @@ import store.memory.cleanup
 import store.segment
 from deploy.daemon import node
 from deploy.daemon.metrics import DaemonMetrics
-from monitor.save.staging import AsyncCopy, UnfinishedCopy
+from monitor.save.async_copy import AsyncCopy, UnfinishedCopy
 from store.errors import DamagedError, StoreError
 from store.memory.arena import Arena, boot_seconds
 from store.memory.cleanup import KEEP_SECONDS, clear_old
@@ -242,7 +242,7 @@ def do_not_wait_before_the_update(patch: pytest.MonkeyPatch) -> None:
 
 
 def do_not_compare_the_sample(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(monitor.save.write_tracker.SourceSample, "holds", lambda _: True)
+    patch.setattr(monitor.save.source_memory.SourceSample, "holds", lambda _: True)
 
 
 def do_not_check_hashes(patch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from monitor.adapters.base import Piece
 from monitor.observe.drift_meter import drift_ratio
 from monitor.observe.sketch_meter import SketchMeter
 from monitor.observe.units import UnitLayout
-from monitor.save import staging_pool
+from monitor.save import source_memory, staging_pool
 from monitor.save.staging_pool import StagingPool
 from monitor.save.torch_codecs import EncodedCopy
 from store.encoding import CHUNK, ENCODINGS, WRITABLE, encoding_named
@@ -119,6 +119,30 @@ def test_a_change_right_after_a_decision_is_not_in_its_commit(staging: str, chan
     one.ckpt.flush()
     one.ckpt.close(save=False)
     assert equal(committed(tmp_path / "s", 1), decided)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_all_copies_are_queued_by_one_call(refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (call := source_memory._copy_batch()) is None:
+        pytest.skip("this CUDA runtime has no such call")
+    codes: list[int] = []
+
+    def queue(*arguments: object) -> int:
+        codes.append(1 if refused else call(*arguments))
+        return codes[-1]
+
+    monkeypatch.setattr(source_memory, "_refused", [])
+    monkeypatch.setattr(source_memory, "_copy_batch", lambda: None if source_memory._refused else queue)
+    one = Run(tmp_path / "s", "lazy")
+    one.ckpt.resume()
+    for _ in range(3):
+        one.update()
+        decided = one.values()
+        one.ckpt.step()
+        one.ckpt.flush()
+    one.ckpt.close(save=False)
+    assert codes == ([1] if refused else [0, 0])  # the layout is known from the second save on
+    assert equal(committed(tmp_path / "s", 3), decided)
 
 
 def test_steps_of_a_graph_are_committed_as_they_are(tmp_path: Path) -> None:

@@ -118,7 +118,16 @@ def hold_writer(ckpt: monitor.Checkpointer, release: threading.Event) -> None:
 
 def staging_buffers(ckpt: monitor.Checkpointer) -> list[Unit]:
     """Units that a save has buffers for, of its own, and that are not in use."""
-    return [unit for unit, free in saver_of(ckpt)._stager._pool._free.items() if free]
+    stager = saver_of(ckpt)._stager
+    together = [] if stager._free is None else stager._free.staged
+    return [*(unit for unit, free in stager._pool._free.items() if free), *(one.unit for one in together)]
+
+
+def buffers_of(ckpt: monitor.Checkpointer) -> dict[Unit, list[int]]:
+    """Addresses of the buffers of the save under way."""
+    task = saver_of(ckpt).task
+    assert task is not None
+    return {one.unit: [copy.data_ptr() for copy in one.copies] for one in task.staged}
 
 
 def staged_copies(ckpt: monitor.Checkpointer) -> dict[Fragment, torch.Tensor]:

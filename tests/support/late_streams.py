@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from monitor.save import staging
+from monitor.save import async_copy
 
 
 class Stream:
@@ -56,7 +56,7 @@ class LateStreams:
         patch.setattr(torch, "_foreach_copy_", copies)
         patch.setattr(torch.Tensor, "is_cuda", True)
         patch.setattr(torch.Tensor, "copy_", copy)
-        patch.setattr(staging, "_side_stream", cache(staging._side_stream.__wrapped__))
+        patch.setattr(async_copy, "_side_stream", cache(async_copy._side_stream.__wrapped__))
         patch.setattr(torch.cuda, "Stream", lambda _: self.side)
         patch.setattr(torch.cuda, "current_stream", lambda _: self.main)
         patch.setattr(torch.cuda, "stream", self._in)

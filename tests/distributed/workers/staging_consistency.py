@@ -22,7 +22,7 @@ from resume_jobs import Results, build, leave, rank, start_group
 import monitor
 from monitor.adapters import adapter_for
 from monitor.adapters.module_tensors import as_bytes
-from monitor.save.staging import AsyncCopy
+from monitor.save.async_copy import AsyncCopy
 from store.memory.index import scan_node
 from store.memory.layout import Tier
 from store.names import FROZEN, SaveId

@@ -12,7 +12,7 @@ import torch
 import monitor.memory.tier
 from monitor.memory.buffers import SharedMemoryBuffers
 from monitor.memory.snapshot import Version, seal_snapshot
-from monitor.save.staging import CopyTiming
+from monitor.save.async_copy import CopyTiming
 from store.errors import StorageError
 from store.memory.index import scan_node
 from store.names import SaveId

@@ -14,7 +14,7 @@ from torch import nn
 
 import monitor
 from monitor import run_state
-from monitor.save import staging
+from monitor.save import async_copy
 from store import catalog
 from store.catalog import open_catalog
 from store.certificate import certify
@@ -314,7 +314,7 @@ def test_values_that_are_lost(store: Path, logged: pytest.LogCaptureFixture, mon
 
 def test_a_copy_that_is_wrong(store: Path, logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a large tensor, too: the last element."""
-    kept, added, copies = staging.AsyncCopy.finish, staging.AsyncCopy.add_unit, list[torch.Tensor]()
+    kept, added, copies = async_copy.AsyncCopy.finish, async_copy.AsyncCopy.add_unit, list[torch.Tensor]()
 
     def add_unit(self: Any, part: Any, addresses: Any, buffers: Any) -> None:
         copies.extend(buffers())
@@ -326,8 +326,8 @@ def test_a_copy_that_is_wrong(store: Path, logged: pytest.LogCaptureFixture, mon
             if buffer.numel() > 100_000:
                 buffer[-1] = 123.0
 
-    monkeypatch.setattr(staging.AsyncCopy, "add_unit", add_unit)
-    monkeypatch.setattr(staging.AsyncCopy, "finish", finish)
+    monkeypatch.setattr(async_copy.AsyncCopy, "add_unit", add_unit)
+    monkeypatch.setattr(async_copy.AsyncCopy, "finish", finish)
     job = Job(store, nn.Linear(4, 30_000))
     job.step()
     assert "weight/fp32, F32, comes back with other values" in errors(logged)[0]

@@ -10,7 +10,7 @@ import torch
 from monitor.adapters.base import Piece
 from monitor.adapters.module_tensors import as_bytes
 from monitor.observe.units import UnitLayout
-from monitor.save.staging import AsyncCopy
+from monitor.save.async_copy import AsyncCopy
 from monitor.save.staging_pool import StagingPool
 from store.errors import SaveError
 from store.names import Fragment, Unit

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from monitor.save.staging import AsyncCopy
+from monitor.save.async_copy import AsyncCopy
 from tests.support.jobs import Job, Model, job, same
 from tests.support.kept import memory
 from tests.support.memory_jobs import kept_steps, settled

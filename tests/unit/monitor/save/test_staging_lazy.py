@@ -10,7 +10,7 @@ import torch
 
 import monitor
 from monitor.adapters.pytorch import PyTorchAdapter
-from monitor.save.staging import AsyncCopy
+from monitor.save.async_copy import AsyncCopy
 from store.catalog import open_catalog
 from store.resolve import newest_resumable
 from store.storage.local import LocalFiles

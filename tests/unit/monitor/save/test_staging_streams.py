@@ -16,12 +16,19 @@ import torch
 from torch import nn
 
 import monitor
-from monitor.save.staging import AsyncCopy
+from monitor.save import source_memory
+from monitor.save.async_copy import AsyncCopy
 from store.catalog import open_catalog
 from store.errors import StateChangedError, UnsupportedError
 from store.storage.local import LocalFiles
 from tests.support.internals import hold_writer, saver_of
 from tests.support.late_streams import LateStreams, Stream
+
+
+@pytest.fixture(params=["pairs", "views"], autouse=True)
+def _views(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether saves copy through views that own nothing, as they do on a device."""
+    monkeypatch.setattr(source_memory, "_has_views", lambda _: request.param == "views")
 
 
 class Run:

@@ -20,7 +20,7 @@ from torch import nn
 import monitor
 from monitor.adapters.pytorch import PyTorchAdapter
 from monitor.context import JobContext
-from monitor.save import staging
+from monitor.save import async_copy
 from monitor.save.write_tracker import LastPlan, WriteTracker, write_tracker
 from store.errors import SaveError
 from tests.support.internals import hold_writer, saver_of
@@ -287,7 +287,7 @@ def settle(one: Job) -> None:
 
 
 def without_a_tracker(patch: pytest.MonkeyPatch) -> dict[str, Any]:
-    patch.setattr(staging, "write_tracker", lambda: None)
+    patch.setattr(async_copy, "write_tracker", lambda: None)
     return {}
 
 
@@ -317,8 +317,8 @@ def test_copies_are_made_at_once_where_nothing_vouches(
 def test_a_copy_under_way_is_no_change_and_another_one_beside_it_is_made_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    timing, live = staging.CopyTiming("auto", private=False), torch.randn(WIDTH, WIDTH).flatten()
-    first, second, buffers = staging.AsyncCopy(), staging.AsyncCopy(), [torch.empty_like(live) for _ in range(2)]
+    timing, live = async_copy.CopyTiming("auto", private=False), torch.randn(WIDTH, WIDTH).flatten()
+    first, second, buffers = async_copy.AsyncCopy(), async_copy.AsyncCopy(), [torch.empty_like(live) for _ in range(2)]
     real, began, release = WriteTracker.written, threading.Event(), threading.Event()
 
     def written(*given: Any) -> bool:
@@ -392,7 +392,7 @@ def test_state_that_is_mostly_pinned_is_not_copied_at_once_for_being_so(monkeypa
     live = [torch.randn(1 << 20), torch.randn(10)]
     pinned, buffers = live[0], [torch.empty_like(one) for one in live]
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self is pinned)
-    copying = staging.AsyncCopy()
+    copying = async_copy.AsyncCopy()
     copying.add(live, buffers)
     tracker = write_tracker()
     assert tracker is not None and not copying.start_tracked(tracker, LastPlan())

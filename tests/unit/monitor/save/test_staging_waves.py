@@ -17,7 +17,7 @@ import torch
 
 import monitor
 from monitor.config.schema import StagingSettings
-from monitor.save.staging import WaveCopy
+from monitor.save.async_copy import WaveCopy
 from monitor.save.staging_pool import StagingPool
 from store.catalog import open_catalog
 from store.errors import NoSpaceError, SaveError
