@@ -217,8 +217,9 @@ class Decider:
                 stats = unit_stats(self._table, self._ledger, step, measured)
         if proposed is None:
             proposed = run_on_rank0(self._group, partial(self._choose, step, stats, request))
-        chosen = sorted((i, encoding, reason) for encoding, reason, which in proposed.saved for i in which)
-        saved = {stats[i].unit: Choice(encoding, reason) for i, encoding, reason in chosen}
+        choices = [Choice(encoding, reason) for encoding, reason, _ in proposed.saved]
+        chosen = sorted((i, kind) for kind, (_, _, which) in enumerate(proposed.saved) for i in which)
+        saved = {stats[i].unit: choices[kind] for i, kind in chosen}
         shown = len(measured)
         self._measure([unit for unit in units if unit not in saved], local, measured, mine)
         sick = {unit.layer: unit for unit in (*dropped, *(unit for unit, one in measured.items() if not one.finite))}

@@ -90,7 +90,8 @@ class Stager:
             alike = not (encoded or lent or mine.keys() & chosen.keys())
             if (again := self._again(chosen if alike else {}, local)) is not None:
                 staged = again.staged
-                copying.units = list(zip(map(local.__getitem__, chosen), again.addresses, again.buffers, strict=True))
+                parts = map(local.__getitem__, again.chosen)  # whose order is that of the addresses
+                copying.units = list(zip(parts, again.addresses, again.buffers, strict=True))
             else:
                 for unit, encoding in chosen.items():
                     staged.append(self.stage(local[unit], encoding, mine.get(unit), copying, lent.get(unit)))
@@ -156,11 +157,9 @@ class Stager:
     def _again(self, chosen: Mapping[Unit, str], local: Mapping[Unit, LocalUnit]) -> "_Together | None":
         """Return the units of the last save, if the same are chosen. Else give their buffers back to the pool."""
         last, self._free = self._free, None
-        if last is None or last.chosen != chosen:
-            same = False
-        else:
-            same = all(map(is_, last.layouts, (local[unit].layout for unit in chosen)))
-        if last is None or same:
+        if last is None:
+            return None
+        if last.chosen == chosen and all(map(is_, last.layouts, (local[unit].layout for unit in last.chosen))):
             return last
         for unit in last.staged:
             self.unstage(unit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 from monitor.save.async_copy import CopyTiming
+from monitor.save.staging import Stager
+from monitor.types import DecisionResult
 from store.errors import StorageError
 from store.names import Unit
 from tests.support.hooked import nothing
@@ -116,4 +119,22 @@ def test_a_save_that_cannot_be_staged_gives_its_buffers_back(tmp_path: Path, mon
         one.ckpt.save(wait=True)
         assert counted(one) == dict.fromkeys(counted(one), 1) and len(counted(one)) == UNITS
         expected = one.weights()
+    assert same(resumed(tmp_path / "s", {}), expected)
+
+
+def test_the_order_of_a_decision_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Stager.stage_all
+
+    def backwards(self: Stager, decided: DecisionResult, *rest: Any) -> Any:
+        saved = dict(reversed(decided.saved.items()))
+        return real(self, replace(decided, saved=saved), *rest)
+
+    with job(tmp_path / "s", staging="eager") as one:
+        one.ckpt.resume()
+        for _ in range(3):
+            one.step()
+        monkeypatch.setattr(Stager, "stage_all", backwards)
+        one.step()
+        expected = one.weights()
+    assert committed_steps(tmp_path / "s")[-1] == 4
     assert same(resumed(tmp_path / "s", {}), expected)
