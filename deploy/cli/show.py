@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
+from typer import Argument, Exit, Option
 
 from deploy import console as output
 from deploy import store_status, tables
@@ -26,14 +26,14 @@ def show(
     *,
     step: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="[STEP]",
             help="A step (of the newest epoch that has it), or a save such as 00000120-000003. "
             "Default: the commit that a resume would take.",
         ),
     ] = None,
     long: Annotated[
-        bool, typer.Option("--long", "-l", help="Show one row per layer and slot, with the reason of each save.")
+        bool, Option("--long", "-l", help="Show one row per layer and slot, with the reason of each save.")
     ] = False,
     json: JsonOption = False,
     _debug: DebugOption = False,
@@ -58,7 +58,7 @@ def show(
     }
     output.answer(body, lambda console: _draw(console, manifest, certificate, body, reasons, long=long), as_json=json)
     resumable = resolution is not None or store_status.is_resumable(catalog, without=manifest.save)
-    raise typer.Exit(health(resumable=resumable, damaged=bool(problems)))
+    raise Exit(health(resumable=resumable, damaged=bool(problems)))
 
 
 def _find(catalog: Catalog, wanted: str | None, problems: list[str]) -> tuple[ManifestRecord, Resolution | None]:
