@@ -153,13 +153,11 @@ def usual_gap(facts: Facts) -> float | None:
     """Return the usual seconds between commits, at least the time to the next decision; None if unknown.
 
     Taken from this run's trace, else from the store's records, else from the interval between decisions."""
-    job_status = facts.current
-    if job_status is None:
+    current = facts.current
+    if current is None:
         return facts.commit_gap
-    found = next(
-        (gap for gap in (job_status.save_gap, facts.commit_gap, job_status.decision_gap) if gap is not None), None
-    )
-    gaps = [gap for gap in (found, job_status.next_gap) if gap is not None]
+    found = next((gap for gap in (current.save_gap, facts.commit_gap, current.decision_gap) if gap is not None), None)
+    gaps = [gap for gap in (found, current.next_gap) if gap is not None]
     return max(gaps, default=None)
 
 
@@ -323,21 +321,19 @@ def check_finite(facts: Facts) -> Check:
 
 def check_job(facts: Facts) -> Check:
     """Check that a job trains and progresses."""
-    status, job_status, name = facts.status, facts.current, "Job"
+    status, current, name = facts.status, facts.current, "Job"
     if not facts.running:
         return _no_job(facts, name)
     pid = None if status is None else status.in_use_by
     text = f"process {pid}" if pid else "training" + (f" on {facts.remote_host}" if facts.remote_host else "")
-    if job_status is None:
+    if current is None:
         return Check(name, "good", text, "its progress is only in its drift trace")
-    silent = facts.now - job_status.last_seen
-    usual = max(
-        (gap for gap in (job_status.decision_gap, job_status.next_gap) if gap is not None), default=usual_gap(facts)
-    )
-    at = job_status.step_at(facts.now)
+    silent = facts.now - current.last_seen
+    usual = max((gap for gap in (current.decision_gap, current.next_gap) if gap is not None), default=usual_gap(facts))
+    at = current.step_at(facts.now)
     note = f"at about step {at:.0f}" if at is not None else ""
-    if job_status.step_seconds is not None:
-        note += f", {span_text(job_status.step_seconds)} per step"
+    if current.step_seconds is not None:
+        note += f", {span_text(current.step_seconds)} per step"
     if silent > (LONG if usual is None else max(FLOOR, LATE * usual)):
         todo = "check for a dead rank, a hanging collective, or a disk that does not answer"
         often = "" if usual is None else f"usually one every {span_text(usual)}"
@@ -463,8 +459,7 @@ def _how(facts: Facts, resume: Resume) -> str:
     if resume.exact or resume.as_found:
         return "bit for bit" if resume.exact else "as it was imported"
     if resume.fallbacks:
-        units = plural(len(resume.fallbacks), "layer slot")
-        return f"with {units} in an older version because of damage"
+        return f"with {plural(len(resume.fallbacks), 'layer slot')} in an older version because of damage"
     if resume.max_staleness > 0:
         return f"as a composite whose layers are up to {plural(resume.max_staleness, 'step')} old"
     return "rounded by its lossy encoding"

@@ -1,6 +1,6 @@
 """Validate our own form of recipe files; errors name the line and the nearest known key."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -145,7 +145,8 @@ def recipe_path(path: str | None) -> Path | None:
 def _message(file: YamlFile, kind: type[Section], item: Any) -> str:
     loc, where = item["loc"], file.at(item["loc"])
     if item["type"] == "extra_forbidden":
-        key, known = str(loc[-1]), _known_keys(kind, loc[:-1])
+        above = next((kind.sections[step] for step in map(str, reversed(loc[:-1])) if step in kind.sections), kind)
+        key, known = str(loc[-1]), [field.alias or name for name, field in above.model_fields.items()]
         return f"{where}: unknown key {key!r}: {suggestion(key, known)} Known here: {', '.join(sorted(known))}"
     name = ".".join(str(step) for step in loc)
     if item["type"] == "missing":
@@ -154,8 +155,3 @@ def _message(file: YamlFile, kind: type[Section], item: Any) -> str:
     message = (message[:1].lower() + message[1:]).replace("dictionary", "mapping")
     shown = "" if item["type"] == "value_error" else f" (it is {item['input']!r})"
     return f"{where}: {name}: {message}{shown}"
-
-
-def _known_keys(kind: type[Section], loc: Sequence[str | int]) -> list[str]:
-    above = next((kind.sections[step] for step in map(str, reversed(loc)) if step in kind.sections), kind)
-    return [field.alias or name for name, field in above.model_fields.items()]

@@ -178,9 +178,7 @@ def _rank0_partitions(files: deepspeed_files.RankFiles, index: int, group: Seque
     if masters is None or base is None or base.get("state") is None:
         return {}
     state, numel = zero.state_of(base, index), sum(slice_numel(shape.numel, files.world_size) for shape in group)
-    tensors = {
-        key: nest.value for key, nest in state.items() if isinstance(nest.value, FileTensor) and nest.value.shape
-    }
+    tensors = {key: one.value for key, one in state.items() if isinstance(one.value, FileTensor) and one.value.shape}
     out = {**tensors, WEIGHTS: masters.at(index).tensor()}
     for slot, tensor in out.items():
         if tensor.shape != (numel,):

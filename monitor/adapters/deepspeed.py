@@ -150,9 +150,7 @@ class _SteppedAdapter(deepspeed_base.ZeroAdapter):
         """Return what ``unscale_and_clip_grads`` multiplies by; of the same types, since the last bit counts.
 
         Without asking a device for a number, for which training would wait."""
-        scale, clip, norm = (
-            getattr(self._zero, name, 0.0) for name in ("loss_scale", "clip_grad", "_global_grad_norm")
-        )
+        scale, clip, norm = (getattr(self._zero, one, 0.0) for one in ("loss_scale", "clip_grad", "_global_grad_norm"))
         scale = scale or 1.0  # a wrapper without loss scale has 0.0 here
         if clip and isinstance(norm, torch.Tensor):
             scale = torch.clamp((norm + 1e-6) / clip, min=1.0) * scale

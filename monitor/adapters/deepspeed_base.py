@@ -441,18 +441,16 @@ class ZeroAdapter(EngineAdapter, ABC):
         """Return (slots, scalars) of a flat partition's optimizer state."""
         state = self._base_optimizer.state.get(flat.tensor, {})
         slots, scalars = optimizer_state.slots_of(state, flat.tensor), {}
-        for key, value in state.items():
+        for key, one in state.items():
             if key in slots:
                 continue
-            if isinstance(value, torch.Tensor) and value.ndim:
+            if isinstance(one, torch.Tensor) and one.ndim:
                 raise UnsupportedError(
-                    f"{type(self._base_optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for a flat "
+                    f"{type(self._base_optimizer).__name__} keeps {key!r} of shape {tuple(one.shape)} for a flat "
                     f"partition of {flat.tensor.numel()} elements: it cannot be split by parameter; use an "
                     "optimizer with state per element, such as AdamW"
                 )
-            scalars[key] = optimizer_state.to_host(
-                value, f"optimizer state {key!r} of the partition with {flat.fqns[0]}"
-            )
+            scalars[key] = optimizer_state.to_host(one, f"optimizer state {key!r} of the partition with {flat.fqns[0]}")
         return slots, scalars
 
     def _restored_scalars(

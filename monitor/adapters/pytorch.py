@@ -208,15 +208,13 @@ class PyTorchAdapter(base.OneStage):
         restore_groups(state["param_groups"], self._groups_to_restore(state))
         for fqn, parameter, group in self._optimized():
             scalars = self._restored_scalars(fqn, parameter, group, state)
-            if optimizer_state.complete_state(
-                self.optimizer, parameter, state.get("slots", {}).get(fqn, ()), bool(scalars)
-            ):
-                strides = state.get("strides", {}).get(fqn, {}).items()
+            slots = state.get("slots", {}).get(fqn, ())
+            if optimizer_state.complete_state(self.optimizer, parameter, slots, bool(scalars)):
                 live = self.optimizer.state[parameter]
                 live.update(scalars)
-                live.update(
-                    {slot: optimizer_state.with_stride(live[slot], stride) for slot, stride in strides if slot in live}
-                )
+                for slot, stride in state.get("strides", {}).get(fqn, {}).items():
+                    if slot in live:
+                        live[slot] = optimizer_state.with_stride(live[slot], stride)
         states = {fqn: self.optimizer.state.get(parameter, {}) for fqn, parameter, _ in self._optimized()}
         for (first, own), *others in state.get("shared", ()):
             tensor = states.get(first, {}).get(own)
@@ -246,11 +244,9 @@ class PyTorchAdapter(base.OneStage):
                     shown = optimizer_state.to_host(value, key) if optimizer_state.is_packed(value) else value
                     yield base.LiveValue(f"{place}['state'][{index}][{key!r}]", shown, stored=stored)
             yield from group_values(whole.get("param_groups", ()), f"{place}['param_groups']", first)
-            own_names = [
-                (name, one.state_dict()) for name, one in self.attributes().items() if one.optimizer is optimizer
-            ]
+            names = [(name, one.state_dict()) for name, one in self.attributes().items() if one.optimizer is optimizer]
             for key in whole.keys() - {"state", "param_groups"}:
-                path = next((("attributes", name, key) for name, found in own_names if key in found), None)
+                path = next((("attributes", name, key) for name, found in names if key in found), None)
                 yield base.LiveValue(f"{place}[{key!r}]", whole[key], stored=path)
 
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
@@ -308,9 +304,8 @@ class PyTorchAdapter(base.OneStage):
 
     def _replica(self, fqn: str, slot: str, tensor: torch.Tensor) -> Replica:
         """Return this rank's piece of a tensor and its place among the ranks that hold the same piece."""
-        return Replica(
-            whole_piece(fqn, slot, tensor, strided=True), *self._places.get(fqn, (self._rank, self._world_size))
-        )
+        place = self._places.get(fqn, (self._rank, self._world_size))
+        return Replica(whole_piece(fqn, slot, tensor, strided=True), *place)
 
     def _home(self, tensor: torch.Tensor) -> base.Home:  # noqa: ARG002 - for adapters of sharded models
         """Return how this rank holds a tensor."""

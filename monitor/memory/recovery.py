@@ -68,7 +68,9 @@ def find_newest_snapshot(
     suspect = run_on_rank0(group, lambda: max(catalog.suspects().saves, default=None))
     node = _scan(tier, catalog, suspect)
     on_disk = run_on_rank0(group, lambda: _newest_commit(catalog))
-    reports = group.all_gather(_report(tier, node, on_disk))
+    newer = {save: held for save, held in node.versions.items() if on_disk is None or save > on_disk.oldest}
+    versions = {save.name: {rank: held[rank].record.replica for rank in sorted(held)} for save, held in newer.items()}
+    reports = group.all_gather(_NodeReport(node_id(tier), versions))
     nodes = [report.node for report in reports]
     first = nodes.index(nodes[group.rank]) == group.rank  # of the ranks on its node
     for name in _candidates(reports):
@@ -217,12 +219,6 @@ def _previous(
             except StoreError:  # not of all ranks
                 continue
     return None
-
-
-def _report(tier: Tier, node: index.NodeIndex, on_disk: _NewestCommit | None) -> _NodeReport:
-    newer = {save: held for save, held in node.versions.items() if on_disk is None or save > on_disk.oldest}
-    versions = {save.name: {rank: held[rank].record.replica for rank in sorted(held)} for save, held in newer.items()}
-    return _NodeReport(node_id(tier), versions)
 
 
 def _candidates(reports: list[_NodeReport]) -> list[str]:

@@ -380,18 +380,16 @@ def _lost(version: Version) -> tuple[MeasureRecord, ...]:
 def _write_leaves(version: Version, leaves: Sequence[Leaf]) -> tuple[tuple[StateTensor, ...], int]:
     loan, found = version.loan, []
     end = loan.placed.end  # of all fragments
-    version.room.nbytes = sum(len(leaf.data) for leaf in leaves)
+    version.room.nbytes = sum(len(one.data) for one in leaves)
     if end + version.room.nbytes > len(loan.memory):
         raise SaveError(
             f"the run state has grown to {version.room.nbytes} bytes of tensors: memory keeps the version before, and "
             "has room for them at the next one"
         )
-    for leaf in leaves:
-        loan.arena.write_at(loan.slot, end, leaf.data)
+    for one in leaves:
+        loan.arena.write_at(loan.slot, end, one.data)
         found.append(
-            StateTensor(
-                dtype=leaf.dtype, shape=leaf.shape, offset=end, nbytes=len(leaf.data), xxh3_128=digest(leaf.data)
-            )
+            StateTensor(dtype=one.dtype, shape=one.shape, offset=end, nbytes=len(one.data), xxh3_128=digest(one.data))
         )
-        end += len(leaf.data)
+        end += len(one.data)
     return tuple(found), end

@@ -482,9 +482,7 @@ def _reset_ledger(job: JobContext, catalog: Catalog, result: ResumeResult, step:
     if result.memory is not None:
         versions = result.resolution.versions.items()
         job.table.lost |= {unit for unit, version in versions if version.save in result.kept}
-        job.table.lost |= {
-            version.record.unit for version in result.resolution.fallbacks
-        }  # below may be the damaged one
+        job.table.lost |= {one.record.unit for one in result.resolution.fallbacks}  # below may be the damaged one
         newest = newest_on_disk(catalog, job.group)
         if newest is None:
             job.ledger.forget()

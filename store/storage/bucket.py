@@ -116,8 +116,7 @@ def _advice(error: BaseException, text: str) -> str:
 
 def _short(text: str) -> str:
     """Return a server's answer on one line, without the library's debug output."""
-    plain = text.split("\n\nDebug source", 1)[0]
-    return " ".join(re.sub(r"<[^>]*>", " ", plain).split())[:240]
+    return " ".join(re.sub(r"<[^>]*>", " ", text.split("\n\nDebug source", 1)[0]).split())[:240]
 
 
 def _exceptions() -> Any:
