@@ -226,9 +226,7 @@ def _label(card: Path, told: str, problems: Sequence[str]) -> None:
     lines = (f"Commit {told}. driftpoint-certificate.json lists the layers.", *problems)
     label = "".join(f"\n> {printable(line)}\n" for line in lines)
     text = card.read_text() if card.exists() else ""
-    card.write_text(
-        re.sub(r"\A(---\n.*?\n---\n)?", lambda front: f"{front[0]}{label}\n", text, count=1, flags=re.DOTALL)
-    )
+    card.write_text(re.sub(r"\A(---\n.*?\n---\n)?", lambda head: f"{head[0]}{label}\n", text, count=1, flags=re.DOTALL))
 
 
 def _as_json(result: "MergeResult") -> dict[str, Any]:

@@ -335,9 +335,8 @@ class Zero3Adapter(_SteppedAdapter):
                 placements.append(deepspeed_base.Placement(fqn, start, offset, numel))
             offset += parameter.partition_numel()
         group = int(self._zero.sub_group_to_group_id[index])
-        return deepspeed_base.FlatPartition(
-            self._zero.fp32_partitioned_groups_flat[index], group, tuple(fqns), tuple(placements)
-        )
+        masters = self._zero.fp32_partitioned_groups_flat[index]
+        return deepspeed_base.FlatPartition(masters, group, tuple(fqns), tuple(placements))
 
     def _unpartitioned(self) -> tuple[list[Piece], list[Piece]]:
         inside = {id(parameter) for group in self._zero.fp16_groups for parameter in group}

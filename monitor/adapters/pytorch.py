@@ -343,15 +343,13 @@ class PyTorchAdapter(base.OneStage):
         return self._inventory.cache.keep(self.identity(), key, compute)
 
     def _check_names(self) -> None:
+        kind = optimizer_state.kind_of(self.optimizer)
         counted = Counter(fqn for fqns, _ in self._groups() for fqn in fqns)
         if twice := [fqn for fqn, count in counted.items() if count > 1]:
-            kind = optimizer_state.kind_of(self.optimizer)
             raise UnsupportedError(f"several of {kind} hold {listed(twice)}: give each parameter to one optimizer")
         optimizer_state.require_by_parameter(self.optimizer)
         names = self._inventory.names()
-        optimizer_state.require_storable(
-            self.optimizer, lambda key: names.of(key, optimizer_state.kind_of(self.optimizer)), self._known_tensors
-        )
+        optimizer_state.require_storable(self.optimizer, lambda key: names.of(key, kind), self._known_tensors)
 
     def _slots(self) -> dict[str, list[str]]:
         states = self.optimizer.state
