@@ -183,17 +183,9 @@ def _make_plan(assembled: Assembly, checkpoint: Checkpoint, target: Target, requ
     files = (*laid.files, OutFile(CERTIFICATE, certificate))
     holes = [Hole(0, stored) for file in files for stored in file.container.tensors()]
     transfer = plan_transfer(checkpoint.index, ((0, hole) for hole in holes))
-    return MergePlan(
-        checkpoint,
-        laid,
-        files,
-        transfer.bytes_to_read,
-        sum(file.container.nbytes for file in files),
-        assembled.uses,
-        _reads(transfer, assembled, checkpoint),
-        notes,
-        transfer.memory,
-    )
+    to_read, to_write = transfer.bytes_to_read, sum(file.container.nbytes for file in files)
+    reads = _reads(transfer, assembled, checkpoint)
+    return MergePlan(checkpoint, laid, files, to_read, to_write, assembled.uses, reads, notes, transfer.memory)
 
 
 def _dtype_note(request: Request, target: Target, checkpoint: Checkpoint) -> list[str]:

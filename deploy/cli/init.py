@@ -101,17 +101,13 @@ def _policy(name: str | None, given: Sequence[str]) -> str | dict[str, Any] | No
 
 
 def _values(
-    store: str | None,
-    policy: str | dict[str, Any] | None,
-    every: str | None,
-    encoding: str | None,
-    bytes_per_hour: float | None,
+    store: str | None, policy: str | dict[str, Any] | None, every: str | None, encoding: str | None, limit: float | None
 ) -> dict[str, Any]:
     steps = int(every) if every is not None and every.isascii() and every.isdigit() else every
     given = {"store": store, "every": steps, "policy": policy, "encoding": encoding}
     values: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    if bytes_per_hour is not None:
-        values["budget"] = {"bytes_per_hour": bytes_per_hour}
+    if limit is not None:
+        values["budget"] = {"bytes_per_hour": limit}
     elif policy == "budget":
         raise UsageError("policy budget needs a limit: add --bytes-per-hour, such as 2e10")
     return values

@@ -110,7 +110,11 @@ def _draw(
         f"{manifest.save}: step {manifest.step}, epoch {manifest.epoch}, {manifest.created}; "
         f"{manifest.framework} on {plural(manifest.world_size, 'rank')}, policy {manifest.policy}"
     )
-    rows = {"Commit": title, "Kind": kind, "Bytes": _bytes(manifest)}
+    own, kept = store_status.written(manifest), manifest.bytes_avoided
+    share = tables.bytes_per_parameter(own, store_status.parameters(manifest))
+    each = "" if share is None else f" ({share:.2f} bytes per parameter)"
+    wrote = f"this save wrote {size_text(own)}{each}" + (f" and avoided {size_text(kept)}" if kept else "")
+    rows = {"Commit": title, "Kind": kind, "Bytes": wrote}
     if body["suspect"]:
         rows["Suspect"] = f"jobs that resumed from it died: {body['suspect']}; a resume prefers older commits"
     if body["goes_on_at"] is not None:
@@ -125,10 +129,3 @@ def _draw(
     console.print()
     console.print(tables.slot_table(certificate.units, store_status.parameters(manifest)))
     output.problems(console, body["problems"])
-
-
-def _bytes(manifest: ManifestRecord) -> str:
-    own, kept = store_status.written(manifest), manifest.bytes_avoided
-    share = tables.bytes_per_parameter(own, store_status.parameters(manifest))
-    each = "" if share is None else f" ({share:.2f} bytes per parameter)"
-    return f"this save wrote {size_text(own)}{each}" + (f" and avoided {size_text(kept)}" if kept else "")

@@ -123,13 +123,8 @@ def _locking(path: Path) -> Finding:
 def _locked(path: Path) -> Iterator[str | None]:
     """Lock the file in another process during the block; yields the reason if that failed."""
     try:
-        child = subprocess.Popen(
-            [sys.executable, "-c", _LOCKER, str(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
+        command, pipe = [sys.executable, "-c", _LOCKER, str(path)], subprocess.PIPE
+        child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
     except OSError as error:
         yield f"cannot start a second process: {error.strerror}"
         return

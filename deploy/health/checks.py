@@ -190,9 +190,7 @@ def _verify(facts: Facts) -> str:
 
 @dataclass(frozen=True)
 class Loss:
-    """Training lost by a failure.
-
-    ``steps`` and ``seconds`` are None if unknown."""
+    """Training lost by a failure. ``steps`` and ``seconds`` are None if unknown."""
 
     back_to: int | None  # step of the resume, None if nothing can be resumed
     at: float | None = None  # current step of the job, as far as known

@@ -250,12 +250,8 @@ def _group(
             f"{list(paddings)} on {counted(files.world_size, 'rank')} cannot hold the {counted(end, 'element')} of "
             "its parameters; files of different saves are mixed, or the layout is unknown"
         )
-    return facts.GroupFacts(
-        params=tuple(shape.fqn for shape in (in_group_order(shapes, files.world_size) if round_robin else shapes)),
-        layout=layout,
-        partition_size=size,
-        group_paddings=paddings,
-    )
+    params = tuple(shape.fqn for shape in (in_group_order(shapes, files.world_size) if round_robin else shapes))
+    return facts.GroupFacts(params=params, layout=layout, partition_size=size, group_paddings=paddings)
 
 
 def _gaps(files: deepspeed_files.RankFiles, index: int, count: int) -> tuple[int, ...]:

@@ -436,21 +436,20 @@ def go_on_from(
 
     measure(False)
     measure_later(partial(measure, True))
-    job.listeners.on_resume(
-        ResumeEvent(
-            step=step,
-            commit=manifest.step,
-            created=manifest.created,
-            newest=job.ledger.newest,
-            certificate=certificate,
-            from_memory=result.memory is not None,
-            replicas=len(result.replicas),
-            fallbacks=len(result.resolution.fallbacks),
-            passed_over=result.passed_over,
-            replayed=result.replayed,
-            notes=result.notes,
-        )
+    event = ResumeEvent(
+        step=step,
+        commit=manifest.step,
+        created=manifest.created,
+        newest=job.ledger.newest,
+        certificate=certificate,
+        from_memory=result.memory is not None,
+        replicas=len(result.replicas),
+        fallbacks=len(result.resolution.fallbacks),
+        passed_over=result.passed_over,
+        replayed=result.replayed,
+        notes=result.notes,
     )
+    job.listeners.on_resume(event)
 
 
 def build_certificate(result: ResumeResult) -> Certificate:
