@@ -307,11 +307,8 @@ class ZeroAdapter(EngineAdapter, ABC):
     def owned(self) -> list[Piece]:
         """Return pieces of the flat partitions and their optimizer state, and a part of the replicated tensors."""
         replicated, sliced = self._unpartitioned()
-        return [
-            *self._flat_pieces(),
-            *sliced,
-            *partition_replicated([*replicated, *self._buffers()], self._rank, self._world_size),
-        ]
+        parts = partition_replicated([*replicated, *self._buffers()], self._rank, self._world_size)
+        return [*self._flat_pieces(), *sliced, *parts]
 
     def held(self) -> list[Piece]:
         replicated, sliced = self._unpartitioned()

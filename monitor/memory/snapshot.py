@@ -241,17 +241,12 @@ class SnapshotStager:
         return self._version(loan, segment, finish, copying, encoded)
 
     def _version(
-        self,
-        loan: "Loan",
-        segment: SegmentDraft,
-        finish: Finish,
-        copying: AsyncCopy,
-        encoded: Mapping[Fragment, EncodedCopy],
+        self, loan: "Loan", draft: SegmentDraft, finish: Finish, copy: AsyncCopy, encoded: dict[Fragment, EncodedCopy]
     ) -> Version:
         head = None
-        if segment.rank == 0:
-            head = self._manifest.manifest(segment.save, segment.store_id, segment.differs)
-        return Version(loan, segment, finish, self._room, self._session.token, encoded, head, copying)
+        if draft.rank == 0:
+            head = self._manifest.manifest(draft.save, draft.store_id, draft.differs)
+        return Version(loan, draft, finish, self._room, self._session.token, encoded, head, copy)
 
     def _start_copies(
         self, local: Mapping[Unit, LocalUnit], placed: "_Placed", memory: Any, encoded: Mapping[Fragment, EncodedCopy]
