@@ -11,11 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
+from typer import Argument, Option
 
 from deploy.format import printable
 from store.location import place_of
@@ -118,13 +118,11 @@ else:  # typer would convert the parser's result to a plain Path
 
 StoreArgument = Annotated[
     StorePath,
-    typer.Argument(metavar="STORE", parser=place_of, help="Directory of the store, or its s3://, az:// or gs:// URL."),
+    Argument(metavar="STORE", parser=place_of, help="Directory of the store, or its s3://, az:// or gs:// URL."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
-DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-MemoryOption = Annotated[
-    Path, typer.Option(metavar="PATH", help="Shared memory directory: the job's `memory: {path: ...}`.")
-]
+JsonOption = Annotated[bool, Option("--json", help="Print one JSON object instead of tables.")]
+DebugOption = Annotated[bool, Option("--debug", help="Show the traceback of an error.")]
+MemoryOption = Annotated[Path, Option(metavar="PATH", help="Shared memory directory: the job's `memory: {path: ...}`.")]
 
 
 class ByteBar:

@@ -150,13 +150,9 @@ def with_problems(checkpoint: Checkpoint, lines: Sequence[str]) -> Checkpoint:
     """Return the checkpoint with more problems, so that it counts as neither exact nor as found."""
     if not lines:
         return checkpoint
-    certificate = checkpoint.certificate
-    problems = (*certificate.problems, *lines)
-    return replace(
-        checkpoint,
-        certificate=replace(certificate, exact=False, as_found=False, problems=problems),
-        problems=(*checkpoint.problems, *lines),
-    )
+    own = checkpoint.certificate
+    certificate = replace(own, exact=False, as_found=False, problems=(*own.problems, *lines))
+    return replace(checkpoint, certificate=certificate, problems=(*checkpoint.problems, *lines))
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,6 @@ def _split_module(node: _Node) -> Iterator[tuple[str, bool, Iterable[str]]]:
 
 
 def _block_names(node: _Node) -> set[str]:
-    """Return the names of the children that are blocks of a stack."""
     if not node.is_list:
         return set()
     composite = {name: child for name, child in node.children.items() if child.children}

@@ -186,14 +186,12 @@ def _sync(one: _CreatedFile, _: threading.Event) -> None:
         raise OutputError(one.path, error) from error
 
 
-def _require_paths(folder: Path, files: Sequence[OutFile]) -> None:
+def _require_paths(out: Path, files: Sequence[OutFile]) -> None:
     """Raise MergeError for paths that leave the directory or collide: they may come from a foreign checkpoint."""
     taken: set[str] = set()
     for file in files:
         if any(name in ("", ".", "..") or "\0" in name for name in file.path.split("/")):
-            raise MergeError(
-                f"the source has a file {file.path!r}, which is not a valid path inside the output {folder}"
-            )
+            raise MergeError(f"the source has a file {file.path!r}, which is not a valid path inside the output {out}")
         if file.path in taken:
             raise MergeError(f"two files of the output have the path {file.path}")
         taken.add(file.path)

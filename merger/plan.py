@@ -150,7 +150,9 @@ def _draft(
     flaws: Set[Damage] = frozenset(),
     implausible: Mapping[tuple[str, str], Set[Implausible]] = MappingProxyType({}),
 ) -> MergeDraft:
-    target = _target(request)
+    recipe, target = request.recipe, request.target
+    if recipe is not None and recipe.dtype is not None and target.dtype is None and target.layout == "hf":
+        target = replace(target, dtype=recipe.dtype)
     assembled = assemble(sources, flaws, weights_only=target.layout == "hf")
     if assembled.checkpoint is None:
         return MergeDraft(assembled.uses, None, assembled.errors)
@@ -181,25 +183,9 @@ def _make_plan(assembled: Assembly, checkpoint: Checkpoint, target: Target, requ
     files = (*laid.files, OutFile(CERTIFICATE, certificate))
     holes = [Hole(0, stored) for file in files for stored in file.container.tensors()]
     transfer = plan_transfer(checkpoint.index, ((0, hole) for hole in holes))
-    return MergePlan(
-        checkpoint,
-        laid,
-        files,
-        transfer.bytes_to_read,
-        sum(file.container.nbytes for file in files),
-        assembled.uses,
-        _reads(transfer, assembled, checkpoint),
-        notes,
-        transfer.memory,
-    )
-
-
-def _target(request: Request) -> Target:
-    """Return the requested target, with the recipe's dtype for exported weights if no other dtype is requested."""
-    recipe, target = request.recipe, request.target
-    if recipe is None or recipe.dtype is None or target.dtype is not None or target.layout != "hf":
-        return target
-    return replace(target, dtype=recipe.dtype)
+    to_read, to_write = transfer.bytes_to_read, sum(file.container.nbytes for file in files)
+    reads = _reads(transfer, assembled, checkpoint)
+    return MergePlan(checkpoint, laid, files, to_read, to_write, assembled.uses, reads, notes, transfer.memory)
 
 
 def _dtype_note(request: Request, target: Target, checkpoint: Checkpoint) -> list[str]:

@@ -14,23 +14,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, takewhile
 
-from store import errors
+from store import errors, schema
 from store import names as paths
 from store.names import SaveId, Unit
-from store.schema import (
-    FORMAT,
-    READER,
-    Entry,
-    EpochRecord,
-    GroupRecord,
-    ManifestRecord,
-    PartRecord,
-    StoreRecord,
-    SuspectRecord,
-    from_bytes,
-    to_bytes,
-    unseal,
-)
 from store.segment import PART_LIMIT, check_payload_size, parse_part, parts_digest, present_parts
 from store.storage.atomic import ensure_dir, is_temporary, replace_hint, write_new
 from store.storage.local import Files, list_or_empty
@@ -56,14 +42,14 @@ class LoadedGroup:
     """The readable parts of a segment group by rank, and the problems of the others."""
 
     save: SaveId
-    parts: Mapping[int, PartRecord]
+    parts: Mapping[int, schema.PartRecord]
     problems: tuple[str, ...]
     refused: bool = False  # storage refused a read (I/O error, too many open files), so missing parts may be whole
 
     @cached_property
-    def by_unit(self) -> Mapping[Unit, tuple[tuple[PartRecord, Entry], ...]]:
+    def by_unit(self) -> Mapping[Unit, tuple[tuple[schema.PartRecord, schema.Entry], ...]]:
         """Stored fragments of all whole parts by unit; cached, because a group may hold a million fragments."""
-        fragments: dict[Unit, list[tuple[PartRecord, Entry]]] = {}
+        fragments: dict[Unit, list[tuple[schema.PartRecord, schema.Entry]]] = {}
         for part in self.parts.values():
             for entry in part.entries:
                 fragments.setdefault(entry.unit, []).append((part, entry))
@@ -97,10 +83,10 @@ class CommitSurvey:
 class Catalog:
     """Reads the records of one store."""
 
-    def __init__(self, files: Files, record: StoreRecord) -> None:
+    def __init__(self, files: Files, record: schema.StoreRecord) -> None:
         self.files = files
         self.record = record
-        self._manifests: dict[SaveId, ManifestRecord] = {}
+        self._manifests: dict[SaveId, schema.ManifestRecord] = {}
         self._groups: dict[tuple[SaveId, str], LoadedGroup] = {}
         self.survey: CommitSurvey | None = None  # the last one of store.retention
         self.swept: set[SaveId] = set()  # finished segment groups without temporary files
@@ -154,7 +140,7 @@ class Catalog:
                 continue
             path = paths.suspect_path(save)
             try:
-                mark = from_bytes(SuspectRecord, self.files.read(path, _MARK_LIMIT), path)
+                mark = schema.from_bytes(schema.SuspectRecord, self.files.read(path, _MARK_LIMIT), path)
                 if (mark.store_id, mark.save) != (self.store_id, save.name):
                     raise errors.DamagedError(
                         f"{path} is the mark of {mark.save} of store {mark.store_id}: it was copied or renamed"
@@ -166,12 +152,12 @@ class Catalog:
                 problems.append(f"{error}; the mark is ignored")
         return Suspects(why, tuple(problems))
 
-    def manifest(self, save: SaveId) -> ManifestRecord:
+    def manifest(self, save: SaveId) -> schema.ManifestRecord:
         """Return a manifest. Raises DamagedError if it is not whole, or of another store or save."""
         if save not in self._manifests:
             path = paths.manifest_path(save)
             try:
-                manifest = from_bytes(ManifestRecord, self.files.read(path, _MANIFEST_LIMIT), path)
+                manifest = schema.from_bytes(schema.ManifestRecord, self.files.read(path, _MANIFEST_LIMIT), path)
             except errors.MissingError as error:
                 raise errors.DamagedError(str(error)) from error
             if (manifest.store_id, manifest.save) != (self.store_id, save):
@@ -181,7 +167,7 @@ class Catalog:
             self._manifests[save] = manifest
         return self._manifests[save]
 
-    def group(self, save: SaveId, record: GroupRecord) -> LoadedGroup:
+    def group(self, save: SaveId, record: schema.GroupRecord) -> LoadedGroup:
         """Return the parts of a group that match the manifest's ``record``, with the sizes of their payloads checked.
 
         Raises UnreachableError if an object store does not answer; all other problems are listed in the group."""
@@ -210,8 +196,8 @@ class Catalog:
         self.survey = None
         self.swept.clear()
 
-    def _load_group(self, save: SaveId, record: GroupRecord) -> LoadedGroup:
-        parts: dict[int, PartRecord] = {}
+    def _load_group(self, save: SaveId, record: schema.GroupRecord) -> LoadedGroup:
+        parts: dict[int, schema.PartRecord] = {}
         raw: list[bytes] = []
         problems: list[str] = []
         refused = False
@@ -252,21 +238,21 @@ def open_catalog(files: Files) -> Catalog:
         data = files.read(paths.STORE, _STORE_LIMIT)
     except errors.MissingError as error:
         raise errors.NoStoreError(f"{_root(files)} is no driftpoint store: there is no {paths.STORE} in it") from error
-    body = unseal(data, paths.STORE)
+    body = schema.unseal(data, paths.STORE)
     reader = body.get("reader") if isinstance(body, dict) else None
-    if isinstance(reader, int) and reader > READER:
+    if isinstance(reader, int) and reader > schema.READER:
         raise errors.NewerFormatError(
             f"{_root(files)} is in a format that needs a reader of format {reader}; this release reads up to "
-            f"{READER}: run `pip install --upgrade driftpoint`"
+            f"{schema.READER}: run `pip install --upgrade driftpoint`"
         )
-    return Catalog(files, from_bytes(StoreRecord, data, paths.STORE))
+    return Catalog(files, schema.from_bytes(schema.StoreRecord, data, paths.STORE))
 
 
 def require_reader(files: Files, reader: int) -> None:
     """Refuse readers of versions before ``reader`` from now on; durable on return."""
     record = open_catalog(files).record
     if record.reader < reader:
-        replace_hint(files, paths.STORE, to_bytes(record.model_copy(update={"reader": reader})))
+        replace_hint(files, paths.STORE, schema.to_bytes(record.model_copy(update={"reader": reader})))
 
 
 def newest_first(names: Iterable[str]) -> list[SaveId]:
@@ -299,9 +285,9 @@ def open_or_create(files: Files) -> Catalog:
         return _reopen(files)
     for folder in (paths.EPOCHS, paths.SEGMENTS, paths.MANIFESTS, paths.PROVEN):
         ensure_dir(files, folder)
-    record = StoreRecord(format=FORMAT, reader=FORMAT, store_id=secrets.token_hex(16))
+    record = schema.StoreRecord(format=schema.FORMAT, reader=schema.FORMAT, store_id=secrets.token_hex(16))
     with suppress(errors.ExistsError):  # another process created the store at the same moment
-        write_new(files, paths.STORE, to_bytes(record))
+        write_new(files, paths.STORE, schema.to_bytes(record))
     return open_catalog(files)
 
 
@@ -311,23 +297,24 @@ def restore_store_record(files: Files) -> Catalog:
     Raises ExistsError if it is there, DamagedError if no record can be read, or they carry several ids."""
     if paths.STORE in files.list_dir(""):
         raise errors.ExistsError(f"{_root(files)} has its {paths.STORE}: nothing is to be restored")
-    kinds: tuple[tuple[str, type[EpochRecord | ManifestRecord]], ...] = (
-        (paths.EPOCHS, EpochRecord),
-        (paths.MANIFESTS, ManifestRecord),
+    kinds: tuple[tuple[str, type[schema.EpochRecord | schema.ManifestRecord]], ...] = (
+        (paths.EPOCHS, schema.EpochRecord),
+        (paths.MANIFESTS, schema.ManifestRecord),
     )
-    ids, reader = set(), FORMAT
+    ids, reader = set(), schema.FORMAT
     for folder, kind in kinds:
         for name in (name for name in list_or_empty(files, folder) if name.endswith(".json")):
             with suppress(errors.DamagedError):  # marks of closed epochs, and records that are damaged
-                found = from_bytes(kind, files.read(f"{folder}/{name}", _MANIFEST_LIMIT), name)
+                found = schema.from_bytes(kind, files.read(f"{folder}/{name}", _MANIFEST_LIMIT), name)
                 ids.add(found.store_id)
-                reader = max(reader, found.reader if isinstance(found, ManifestRecord) else FORMAT)
+                reader = max(reader, found.reader if isinstance(found, schema.ManifestRecord) else schema.FORMAT)
     if len(ids) != 1:
         raise errors.DamagedError(
             f"the records in {_root(files)} carry {len(ids)} store ids, so its {paths.STORE} cannot be restored: copy "
             "that file from a backup"
         )
-    write_new(files, paths.STORE, to_bytes(StoreRecord(format=FORMAT, reader=reader, store_id=ids.pop())))
+    record = schema.StoreRecord(format=schema.FORMAT, reader=reader, store_id=ids.pop())
+    write_new(files, paths.STORE, schema.to_bytes(record))
     return open_catalog(files)
 
 
@@ -366,7 +353,8 @@ def mark_suspect(files: Files, store_id: str, save: SaveId, why: str) -> None:
     """Record that jobs which resumed from the commit died. Durable on return. A second mark changes nothing."""
     ensure_dir(files, paths.SUSPECT)
     with suppress(errors.ExistsError):
-        write_new(files, paths.suspect_path(save), to_bytes(SuspectRecord(store_id=store_id, save=save.name, why=why)))
+        record = schema.SuspectRecord(store_id=store_id, save=save.name, why=why)
+        write_new(files, paths.suspect_path(save), schema.to_bytes(record))
 
 
 def withdraw_suspect(files: Files, save: SaveId) -> None:

@@ -140,9 +140,5 @@ def _read_matching_part(files: Files, expected: Expected, rank: int) -> tuple[by
 def _build_group(by_rank: Mapping[int, tuple[bytes, PartRecord]]) -> Group:
     ordered = [by_rank[rank] for rank in sorted(by_rank)]
     parts = tuple(part for _, part in ordered)
-    record = GroupRecord(
-        world_size=len(parts),
-        payload_bytes=sum(part.payload_bytes for part in parts),
-        parts=parts_digest(data for data, _ in ordered),
-    )
-    return Group(parts, record)
+    nbytes, digests = sum(part.payload_bytes for part in parts), parts_digest(data for data, _ in ordered)
+    return Group(parts, GroupRecord(world_size=len(parts), payload_bytes=nbytes, parts=digests))

@@ -154,21 +154,19 @@ class FragmentIndex(Generic[S]):
         return self.cover_all([wanted])[0]
 
     def _cover_range(self, wanted: Fragment) -> list[Copy[S]]:
-        copies, position = [], wanted.start
+        copies, at = [], wanted.start
         spans = self._by_name.get((wanted.fqn, wanted.slot), [])
         first = max(0, bisect_right(spans, wanted.start, key=lambda source: source.start) - 1)
         for source in spans[first:]:
-            if source.start > position or position >= wanted.stop:
+            if source.start > at or at >= wanted.stop:
                 break
-            if source.stop <= position:
+            if source.stop <= at:
                 continue
-            numel = min(source.stop, wanted.stop) - position
-            copies.append(Copy(source, position - source.start, position - wanted.start, numel))
-            position += numel
-        if position < wanted.stop:
-            raise DamagedError(
-                f"{wanted.fqn}/{wanted.slot}: elements {position} to {wanted.stop} are in no stored fragment"
-            )
+            numel = min(source.stop, wanted.stop) - at
+            copies.append(Copy(source, at - source.start, at - wanted.start, numel))
+            at += numel
+        if at < wanted.stop:
+            raise DamagedError(f"{wanted.fqn}/{wanted.slot}: elements {at} to {wanted.stop} are in no stored fragment")
         return copies
 
 
@@ -363,24 +361,22 @@ class FragmentReader:
         """Yield the values: float32 from lossy encodings, bytes (uint8) of ``entry.dtype`` from raw.
 
         Raises DamagedError, perhaps after the last chunk, if stored bytes are not those written; StorageError."""
-        entry = self._source.entry
+        entry, own = self._source.entry, self._own
         encoding, state = encoding_named(entry.encoding), xxhash.xxh3_128()
         base = None if self._base is None else BaseEntry(self._base.read, self._base.packed)
         try:
-            encoded = encoded_chunks(
-                self._own.read, entry.numel, entry.dtype, encoding, packed=self._own.packed, base=base
-            )
+            encoded = encoded_chunks(own.read, entry.numel, entry.dtype, encoding, packed=own.packed, base=base)
             for size, chunk in zip(chunk_sizes(entry.numel), encoded, strict=True):
-                if self._own.packed:
+                if own.packed:
                     state.update(chunk.data)
                 yield encoding.decode(chunk, size, entry.dtype)
-            for stored in (self._base, self._own):
+            for stored in (self._base, own):
                 if stored is not None:
                     stored.check()
         except (DamagedError, StorageError):
             self._find_fault()
             raise
-        if self._own.packed:
+        if own.packed:
             check_encoded(self._source, state.hexdigest())
 
     def _find_fault(self) -> None:

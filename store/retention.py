@@ -185,14 +185,10 @@ def plan_prune(
     # Damaged commits are not retained, except those newer than all whole ones, which may be resumed in part.
     newest_whole, newest = commits.whole[0], next(iter(readable))
     marks = {folder: list_or_empty(files, folder) for folder in (paths.PROVEN, paths.SUSPECT)}
-    proven, suspects = (
-        set(newest_first(marks[paths.PROVEN])),
-        catalog.suspects().saves if marks[paths.SUSPECT] else frozenset(),
-    )
+    proven = set(newest_first(marks[paths.PROVEN]))
+    suspects = catalog.suspects().saves if marks[paths.SUSPECT] else frozenset()
     fenced = epoch + ended  # saves of an epoch before this one cannot be committed any more
-    older = sorted(
-        group for group in folders.values() if group is not None and (group < newest or group.epoch < fenced)
-    )
+    older = sorted(one for one in folders.values() if one is not None and (one < newest or one.epoch < fenced))
     garbage = _Garbage(files, readable, [group for group in older if group not in groups])
     needed = {save for save in readable if save > newest_whole or save == continued}
     elsewhere = groups - garbage.reachable(needed & {continued})
@@ -225,10 +221,7 @@ def plan_prune(
         *_old_epochs(files, {save.epoch for save in (*keep, *reachable)}),
     )
     unrecognised += [
-        f"{paths.segment_dir(group)}/{name}"
-        for group in dead
-        for name in garbage.names(group)
-        if not _is_segment_file(name)
+        f"{paths.segment_dir(one)}/{name}" for one in dead for name in garbage.names(one) if not _is_segment_file(name)
     ]
     return PrunePlan(
         keep=tuple(save for save in reversed(readable) if save in keep),

@@ -111,9 +111,7 @@ def write_payload(
     most = len(reserved) + sum(item.nbytes for item in items)
     write_new(files, path, fill, patched=not all(item.exact for item in items), most=most, sync_name=False)
     ends = list(accumulate(nbytes for nbytes, _ in found))
-    placed = tuple(
-        PayloadPiece(end - nbytes, nbytes, hashed) for end, (nbytes, hashed) in zip(ends, found, strict=True)
-    )
+    placed = tuple(PayloadPiece(end - size, size, hashed) for end, (size, hashed) in zip(ends, found, strict=True))
     return Payload(len(reserved) + (ends[-1] if ends else 0), len(reserved), digest(headers[0]), placed)
 
 

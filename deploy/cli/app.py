@@ -18,12 +18,9 @@ from deploy.exit_codes import BROKEN_PIPE, EPILOG, INTERRUPTED, OK
 from deploy.format import installed_version
 from store.errors import DriftpointError, UsageError
 
+_HELP = {"help_option_names": ["-h", "--help"]}
 app = typer.Typer(
-    name="driftpoint",
-    epilog=EPILOG,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    name="driftpoint", epilog=EPILOG, add_completion=False, pretty_exceptions_enable=False, context_settings=_HELP
 )
 for _command in (
     *(init.init, doctor.doctor, init.schema),  # need no store

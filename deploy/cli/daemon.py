@@ -7,9 +7,9 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Annotated, TypeVar
 
-import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Option, Typer
 
 from deploy import console as output
 from deploy.console import DebugOption, JsonOption, MemoryOption
@@ -21,7 +21,7 @@ from store.errors import DaemonError, system_errors
 from store.memory.layout import make_home
 from store.metrics_server import EndpointSecurity, Tls
 
-app = typer.Typer(epilog=EPILOG, no_args_is_help=False, help="Run, query and stop the daemon of this node.")
+app = Typer(epilog=EPILOG, no_args_is_help=False, help="Run, query and stop the daemon of this node.")
 
 _PATIENCE = 10.0  # seconds to wait for the daemon's answer
 _LOG_BYTES = 1 << 20
@@ -34,26 +34,24 @@ def run(
     *,
     memory: MemoryOption = Path("/dev/shm"),
     port: Annotated[
-        int, typer.Option(min=0, max=65535, metavar="N", help="Port of the metrics; 0 picks a free one.")
+        int, Option(min=0, max=65535, metavar="N", help="Port of the metrics; 0 picks a free one.")
     ] = _DEFAULT.port,
     exit_idle: Annotated[
-        float | None, typer.Option(min=0.0, metavar="SECONDS", help="Exit after this time without a job.")
+        float | None, Option(min=0.0, metavar="SECONDS", help="Exit after this time without a job.")
     ] = None,
     grace: Annotated[
-        float, typer.Option(min=0.0, metavar="SECONDS", help="Time to finish a rescue in progress on exit.")
+        float, Option(min=0.0, metavar="SECONDS", help="Time to finish a rescue in progress on exit.")
     ] = _DEFAULT.grace,
-    log: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the log here instead of stderr.")] = None,
+    log: Annotated[Path | None, Option(metavar="FILE", help="Write the log here instead of stderr.")] = None,
     host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Address of the metrics; all but loopback need TLS or --insecure.")
+        str, Option(metavar="ADDRESS", help="Address of the metrics; all but loopback need TLS or --insecure.")
     ] = _DEFAULT.host,
-    tls_cert: Annotated[Path | None, typer.Option(metavar="FILE", help="TLS certificate of the metrics.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(metavar="FILE", help="Private key of the certificate.")] = None,
+    tls_cert: Annotated[Path | None, Option(metavar="FILE", help="TLS certificate of the metrics.")] = None,
+    tls_key: Annotated[Path | None, Option(metavar="FILE", help="Private key of the certificate.")] = None,
     tls_client_ca: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Require client certificates of this CA.")
+        Path | None, Option(metavar="FILE", help="Require client certificates of this CA.")
     ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Let other machines read the metrics without TLS.")
-    ] = False,
+    insecure: Annotated[bool, Option("--insecure", help="Let other machines read the metrics without TLS.")] = False,
     _debug: DebugOption = False,
 ) -> None:
     """Watch the jobs of this node, and commit the in-memory snapshots that they leave when they die."""

@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console
+from typer import Argument, Exit, Option
 
 from deploy import console as output
 from deploy.console import DebugOption, JsonOption, StorePath
@@ -30,19 +30,18 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 def doctor(
     store: Annotated[
         StorePath | None,
-        typer.Argument(
+        Argument(
             metavar="[STORE]", parser=place_of, help="Directory (existing or planned), or s3://, az:// or gs:// URL."
         ),
     ] = None,
     *,
     config: Annotated[
-        Path | None,
-        typer.Option("--config", "-c", metavar="FILE", help="The job's YAML (./driftpoint.yaml if it exists)."),
+        Path | None, Option("--config", "-c", metavar="FILE", help="The job's YAML (./driftpoint.yaml if it exists).")
     ] = None,
-    parameters: Annotated[str | None, typer.Option(metavar="N", help="Number of model parameters: 350M, 8b.")] = None,
-    nodes: Annotated[int, typer.Option(min=1, metavar="N", help="Number of nodes of the job.")] = 1,
+    parameters: Annotated[str | None, Option(metavar="N", help="Number of model parameters: 350M, 8b.")] = None,
+    nodes: Annotated[int, Option(min=1, metavar="N", help="Number of nodes of the job.")] = 1,
     repair: Annotated[
-        bool, typer.Option("--repair", help="Restore a lost STORE.json from the store's other records, then check.")
+        bool, Option("--repair", help="Restore a lost STORE.json from the store's other records, then check.")
     ] = False,
     json: JsonOption = False,
     _debug: DebugOption = False,
@@ -65,7 +64,7 @@ def doctor(
     healthy = all(one.state != "fail" for one in findings)
     body = {"store": str(root.absolute()), "ok": healthy, "findings": list(map(asdict, findings))}
     output.answer(body, lambda console: _draw(console, root, findings), as_json=json)
-    raise typer.Exit(OK if healthy else DriftpointError.exit_code)
+    raise Exit(OK if healthy else DriftpointError.exit_code)
 
 
 @contextmanager

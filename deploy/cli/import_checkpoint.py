@@ -4,9 +4,9 @@ The merger is imported when the command runs, because it imports torch."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Argument, Option
 
 from deploy import console as output
 from deploy.cli.merge import NonfiniteOption, damage_as_no_result, kind_of
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def import_(
     checkpoint: Annotated[
         StorePath,
-        typer.Argument(
+        Argument(
             parser=place_of,
             metavar="CHECKPOINT",
             help="A checkpoint of DeepSpeed, DCP, the Trainer or torch.save, or another store.",
@@ -30,7 +30,7 @@ def import_(
     *,
     store: Annotated[
         StorePath,
-        typer.Option(
+        Option(
             metavar="STORE",
             parser=place_of,
             help="The store to write: without commits, or a new or empty directory or s3://, az:// or gs:// prefix.",
@@ -38,13 +38,13 @@ def import_(
     ],
     step: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="STEP",
             help="A step, a tag or a save name. Default: `latest` of a DeepSpeed directory, otherwise the newest.",
         ),
     ] = None,
     link: Annotated[
-        bool, typer.Option("--link", help="Take a store's commit over as it is, by hard links where possible.")
+        bool, Option("--link", help="Take a store's commit over as it is, by hard links where possible.")
     ] = False,
     allow_nonfinite: NonfiniteOption = False,
     json: JsonOption = False,

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
+from typer import Option
 
 from deploy import console as output
 from deploy.cli.run import DEFAULT_STORE
@@ -19,25 +19,23 @@ from store.names import STORE
 
 def init(
     *,
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="FILE", help="File to write; it must not exist yet.")
-    ] = Path("driftpoint.yaml"),
-    store: Annotated[str | None, typer.Option(metavar="DIR", help="Store for the commits.")] = None,
+    out: Annotated[Path, Option("--out", "-o", metavar="FILE", help="File to write; it must not exist yet.")] = Path(
+        "driftpoint.yaml"
+    ),
+    store: Annotated[str | None, Option(metavar="DIR", help="Store for the commits.")] = None,
     policy: Annotated[
-        str | None, typer.Option(metavar="POLICY", help="Name of the policy, which decides what is saved.")
+        str | None, Option(metavar="POLICY", help="Name of the policy, which decides what is saved.")
     ] = None,
     set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set a parameter of the policy; repeatable.")
+        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Set a parameter of the policy; repeatable.")
     ] = None,
-    every: Annotated[str | None, typer.Option(metavar="STEPS", help="Steps between decisions, or auto.")] = None,
-    encoding: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Encoding preset: raw, compact or careful.")
-    ] = None,
+    every: Annotated[str | None, Option(metavar="STEPS", help="Steps between decisions, or auto.")] = None,
+    encoding: Annotated[str | None, Option(metavar="NAME", help="Encoding preset: raw, compact or careful.")] = None,
     bytes_per_hour: Annotated[
-        float | None, typer.Option(metavar="N", help="Bytes that policy budget may write in an hour.")
+        float | None, Option(metavar="N", help="Bytes that policy budget may write in an hour.")
     ] = None,
     schema: Annotated[
-        bool, typer.Option("--schema/--no-schema", help="Also write the JSON schema for editors and refer to it.")
+        bool, Option("--schema/--no-schema", help="Also write the JSON schema for editors and refer to it.")
     ] = True,
     json: JsonOption = False,
     _debug: DebugOption = False,
@@ -103,17 +101,13 @@ def _policy(name: str | None, given: Sequence[str]) -> str | dict[str, Any] | No
 
 
 def _values(
-    store: str | None,
-    policy: str | dict[str, Any] | None,
-    every: str | None,
-    encoding: str | None,
-    bytes_per_hour: float | None,
+    store: str | None, policy: str | dict[str, Any] | None, every: str | None, encoding: str | None, limit: float | None
 ) -> dict[str, Any]:
     steps = int(every) if every is not None and every.isascii() and every.isdigit() else every
     given = {"store": store, "every": steps, "policy": policy, "encoding": encoding}
     values: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    if bytes_per_hour is not None:
-        values["budget"] = {"bytes_per_hour": bytes_per_hour}
+    if limit is not None:
+        values["budget"] = {"bytes_per_hour": limit}
     elif policy == "budget":
         raise UsageError("policy budget needs a limit: add --bytes-per-hour, such as 2e10")
     return values

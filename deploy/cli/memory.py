@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
+from typer import Abort, Argument, Context, Exit, Option, Typer
 
 from deploy import console as output
 from deploy.cli.daemon import base_of
@@ -23,18 +23,12 @@ from store.memory.layout import Tier, tiers
 from store.memory.rescue import INCOMPLETE, WRITTEN, rescue_newest
 from store.text import listed
 
-app = typer.Typer(
-    epilog=EPILOG, help="List or free the snapshots in this node's shared memory.", invoke_without_command=True
-)
+app = Typer(epilog=EPILOG, help="List or free the snapshots in this node's shared memory.", invoke_without_command=True)
 
 
 @app.callback(invoke_without_command=True)
 def memory(
-    context: typer.Context,
-    *,
-    memory: MemoryOption = Path("/dev/shm"),
-    json: JsonOption = False,
-    _debug: DebugOption = False,
+    context: Context, *, memory: MemoryOption = Path("/dev/shm"), json: JsonOption = False, _debug: DebugOption = False
 ) -> None:
     """List the snapshots in this node's shared memory."""
     if context.invoked_subcommand is None:
@@ -47,12 +41,10 @@ def memory(
 
 @app.command("clear", epilog=EPILOG)
 def clear_(
-    store: Annotated[
-        str | None, typer.Argument(metavar="[STORE]", help="Directory or URL of the store, or its id.")
-    ] = None,
+    store: Annotated[str | None, Argument(metavar="[STORE]", help="Directory or URL of the store, or its id.")] = None,
     *,
-    all_: Annotated[bool, typer.Option("--all", help="Free those of all stores.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    all_: Annotated[bool, Option("--all", help="Free those of all stores.")] = False,
+    yes: Annotated[bool, Option("--yes", "-y", help="Do not ask.")] = False,
     memory: MemoryOption = Path("/dev/shm"),
     json: JsonOption = False,
     _debug: DebugOption = False,
@@ -64,7 +56,7 @@ def clear_(
         stores = listed((tier.store_id[:8] for tier in found), 8)
         output.note(f"Remove the snapshots that dead jobs left of {plural(len(found), 'store')} ({stores})? [y/N]")
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-            raise typer.Abort
+            raise Abort
     freed = sum(clear(tier) for tier in found)
     body = {"freed_bytes": freed, "stores": [tier.store_id for tier in found]}
     output.answer(body, lambda console: console.print(f"Freed {size_text(freed)}."), as_json=json)
@@ -141,4 +133,4 @@ def rescue(
     }
     text = "Nothing written" if save is None or done.outcome != WRITTEN else f"Committed step {save.step} from memory"
     output.answer(body, lambda console: console.print(f"{text}: {done.why}."), as_json=json)
-    raise typer.Exit(DriftpointError.exit_code if done.outcome == INCOMPLETE else OK)
+    raise Exit(DriftpointError.exit_code if done.outcome == INCOMPLETE else OK)

@@ -14,11 +14,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Exit, Option
 
 from deploy import console as output
 from deploy import tables
@@ -61,7 +61,7 @@ def damage_error(error: DriftpointError) -> DriftpointError:
 
 NonfiniteOption = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--allow-nonfinite",
         help="Take NaN, infinite values and negative second moments of a foreign checkpoint as they are, instead of "
         "refusing them.",
@@ -72,7 +72,7 @@ NonfiniteOption = Annotated[
 def merge(
     source: Annotated[
         StorePath | None,
-        typer.Argument(
+        Argument(
             metavar="SOURCE",
             parser=place_of,
             help="A store (a directory, s3://, az:// or gs:// URL), or a checkpoint of a framework (or the directory "
@@ -80,10 +80,10 @@ def merge(
         ),
     ] = None,
     *,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Directory to write; it must not exist yet.")] = None,
+    out: Annotated[Path | None, Option(metavar="DIR", help="Directory to write; it must not exist yet.")] = None,
     step: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="STEP",
             help="A step, also of the journal, a save such as 00000120-000003, a tag, or a bound such as '<= 120'. "
             "Default: the newest that can be rebuilt of a store, `latest` of a DeepSpeed directory, the newest "
@@ -91,42 +91,39 @@ def merge(
         ),
     ] = None,
     layout: Annotated[
-        str, typer.Option(metavar="LAYOUT", help="native, deepspeed, universal, hf, dcp, trainer or torch.")
+        str, Option(metavar="LAYOUT", help="native, deepspeed, universal, hf, dcp, trainer or torch.")
     ] = "native",
     zero_stage: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="ZeRO stage to write, 1 to 3 (deepspeed).", show_default="the source's"),
+        int | None, Option(metavar="N", help="ZeRO stage to write, 1 to 3 (deepspeed).", show_default="the source's")
     ] = None,
     world_size: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", help="Number of ranks to write for (deepspeed, trainer).", show_default="the source's"
-        ),
+        Option(metavar="N", help="Number of ranks to write for (deepspeed, trainer).", show_default="the source's"),
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="DTYPE", help="dtype of the hf weights: float32, bfloat16 or float16.", show_default="as trained"
         ),
     ] = None,
     shard_size: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Largest file size (hf, dcp).", show_default="5GB")
+        str | None, Option(metavar="SIZE", help="Largest file size (hf, dcp).", show_default="5GB")
     ] = None,
     files: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="DIR", help="Directory with configuration and tokenizer (hf, trainer).", show_default="the source's"
         ),
     ] = None,
     recipe: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Recipe that combines layers of several checkpoints.")
+        Path | None, Option(metavar="FILE", help="Recipe that combines layers of several checkpoints.")
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Number of threads.", show_default="processors, up to 8")
+        int | None, Option(metavar="N", min=1, help="Number of threads.", show_default="processors, up to 8")
     ] = None,
     allow_nonfinite: NonfiniteOption = False,
     plan: Annotated[
-        bool, typer.Option("--plan", help="Only list what would be read and written, and what is missing.")
+        bool, Option("--plan", help="Only list what would be read and written, and what is missing.")
     ] = False,
     json: JsonOption = False,
     _debug: DebugOption = False,
@@ -150,7 +147,7 @@ def merge(
     rules = None if recipe is None else read_recipe(recipe)
     if plan:
         request = Request(source, wanted, target, rules, allow_nonfinite)
-        raise typer.Exit(print_plan(request, out, workers, as_json=json))
+        raise Exit(print_plan(request, out, workers, as_json=json))
     assert out is not None  # checked above
     from merger.merge import merge as run
 
@@ -170,16 +167,14 @@ def merge(
 
 
 def export(
-    source: Annotated[StorePath, typer.Argument(metavar="SOURCE", parser=place_of, help="As that of `merge`.")],
-    repo: Annotated[str, typer.Argument(metavar="REPO", help="Repository on the hub; made if there is none.")],
+    source: Annotated[StorePath, Argument(metavar="SOURCE", parser=place_of, help="As that of `merge`.")],
+    repo: Annotated[str, Argument(metavar="REPO", help="Repository on the hub; made if there is none.")],
     *,
-    step: Annotated[str | None, typer.Option(metavar="STEP", help="As that of `merge`.")] = None,
-    files: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Directory with config.json, tokenizer, card.")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(metavar="DTYPE", help="float32, bfloat16 or float16.")] = None,
-    revision: Annotated[str | None, typer.Option(metavar="BRANCH", help="Branch, if not main.")] = None,
-    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    step: Annotated[str | None, Option(metavar="STEP", help="As that of `merge`.")] = None,
+    files: Annotated[Path | None, Option(metavar="DIR", help="Directory with config.json, tokenizer, card.")] = None,
+    dtype: Annotated[str | None, Option(metavar="DTYPE", help="float32, bfloat16 or float16.")] = None,
+    revision: Annotated[str | None, Option(metavar="BRANCH", help="Branch, if not main.")] = None,
+    private: Annotated[bool, Option("--private", help="Make a new repository private.")] = False,
     json: JsonOption = False,
     _debug: DebugOption = False,
 ) -> None:
@@ -231,9 +226,7 @@ def _label(card: Path, told: str, problems: Sequence[str]) -> None:
     lines = (f"Commit {told}. driftpoint-certificate.json lists the layers.", *problems)
     label = "".join(f"\n> {printable(line)}\n" for line in lines)
     text = card.read_text() if card.exists() else ""
-    card.write_text(
-        re.sub(r"\A(---\n.*?\n---\n)?", lambda front: f"{front[0]}{label}\n", text, count=1, flags=re.DOTALL)
-    )
+    card.write_text(re.sub(r"\A(---\n.*?\n---\n)?", lambda head: f"{head[0]}{label}\n", text, count=1, flags=re.DOTALL))
 
 
 def _as_json(result: "MergeResult") -> dict[str, Any]:

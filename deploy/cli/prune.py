@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Exit, Option
 
 from deploy import console as output
 from deploy.console import DebugOption, JsonOption, StoreArgument
@@ -29,22 +29,20 @@ _DEFAULT = Retention()
 def prune(
     store: StoreArgument,
     *,
-    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Only list what would be deleted.")] = False,
-    keep_last: Annotated[int, typer.Option(min=1, metavar="N", help="Keep the newest N commits.")] = _DEFAULT.keep_last,
+    dry_run: Annotated[bool, Option("--dry-run", "-n", help="Only list what would be deleted.")] = False,
+    keep_last: Annotated[int, Option(min=1, metavar="N", help="Keep the newest N commits.")] = _DEFAULT.keep_last,
     keep_every: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Also keep one commit in every N steps.")
+        int | None, Option(min=1, metavar="N", help="Also keep one commit in every N steps.")
     ] = _DEFAULT.keep_every,
     log_spaced: Annotated[
-        bool, typer.Option("--log-spaced/--no-log-spaced", help="Also keep older commits at increasing distances.")
+        bool, Option("--log-spaced/--no-log-spaced", help="Also keep older commits at increasing distances.")
     ] = _DEFAULT.log_spaced,
     weights_every: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Also keep the weights of one commit in every N steps.")
+        int | None, Option(min=1, metavar="N", help="Also keep the weights of one commit in every N steps.")
     ] = _DEFAULT.weights_every,
     minimum: Annotated[
         bool,
-        typer.Option(
-            "--minimum", help="Free all that can be freed: keep the newest commit and the last one resumed from."
-        ),
+        Option("--minimum", help="Free all that can be freed: keep the newest commit and the last one resumed from."),
     ] = False,
     json: JsonOption = False,
     _debug: DebugOption = False,
@@ -69,7 +67,7 @@ def prune(
     remarks = [*problems, *_remarks(store, plan, in_use_by, foreign)]
     body = _as_json(store, plan, in_use_by, dry_run=dry_run)
     output.answer(body, lambda console: _draw(console, plan, remarks, dry_run=dry_run), as_json=json)
-    raise typer.Exit(code)
+    raise Exit(code)
 
 
 def _as_json(root: Path, plan: PrunePlan, in_use_by: int | None, *, dry_run: bool) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
+from typer import Exit, Option
 
 from deploy import console as output
 from deploy.cli.daemon import base_of
@@ -21,14 +21,10 @@ def report(
     store: StoreArgument,
     *,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="File to write (STORE.report.html).")
+        Path | None, Option("--out", "-o", metavar="FILE", help="File to write (STORE.report.html).")
     ] = None,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Drift trace of the job (STORE.trace.jsonl).")
-    ] = None,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Verify every byte first, like `driftpoint verify`.")
-    ] = False,
+    trace: Annotated[Path | None, Option(metavar="FILE", help="Drift trace of the job (STORE.trace.jsonl).")] = None,
+    verify: Annotated[bool, Option("--verify", help="Verify every byte first, like `driftpoint verify`.")] = False,
     memory: MemoryOption = Path("/dev/shm"),
     json: JsonOption = False,
     _debug: DebugOption = False,
@@ -43,7 +39,7 @@ def report(
     path = out or beside(store.absolute(), ".report.html")
     made.write(path)
     output.answer(_as_json(made, path), lambda console: _draw(console, made, path), as_json=json)
-    raise typer.Exit(made.exit_code)
+    raise Exit(made.exit_code)
 
 
 def _as_json(made: "ReportResult", path: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import signal
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Exit, Option
 
 from deploy.console import DebugOption, StorePath, note
 from deploy.supervisor.events import EventLog
@@ -20,30 +20,27 @@ DEFAULT_MEMORY = Path("/dev/shm")
 
 
 def run(
-    command: Annotated[
-        list[str], typer.Argument(metavar="-- COMMAND...", help="The training command and its arguments.")
-    ],
+    command: Annotated[list[str], Argument(metavar="-- COMMAND...", help="The training command and its arguments.")],
     *,
     config: Annotated[
-        Path | None,
-        typer.Option("--config", "-c", metavar="FILE", help=f"The job's YAML; {CONFIG} unless --store is given."),
+        Path | None, Option("--config", "-c", metavar="FILE", help=f"The job's YAML; {CONFIG} unless --store is given.")
     ] = None,
     store: Annotated[
         StorePath | None,
-        typer.Option(metavar="STORE", parser=place_of, help="The job's store, instead of the YAML's `store:`."),
+        Option(metavar="STORE", parser=place_of, help="The job's store, instead of the YAML's `store:`."),
     ] = None,
-    max_restarts: Annotated[int, typer.Option(metavar="N", min=0, help="Restarts in a row without progress.")] = 3,
-    max_failures: Annotated[int | None, typer.Option(metavar="N", min=1, help="Failures in total (no limit).")] = None,
+    max_restarts: Annotated[int, Option(metavar="N", min=0, help="Restarts in a row without progress.")] = 3,
+    max_failures: Annotated[int | None, Option(metavar="N", min=1, help="Failures in total (no limit).")] = None,
     backoff: Annotated[
-        float, typer.Option(metavar="S", min=0, help="Seconds before the first restart, doubled each time.")
+        float, Option(metavar="S", min=0, help="Seconds before the first restart, doubled each time.")
     ] = 2.0,
-    backoff_max: Annotated[float, typer.Option(metavar="S", min=0, help="Longest delay before a restart.")] = 300.0,
+    backoff_max: Annotated[float, Option(metavar="S", min=0, help="Longest delay before a restart.")] = 300.0,
     grace: Annotated[
-        float, typer.Option(metavar="S", min=0, help="Seconds for the final save before SIGTERM is sent.")
+        float, Option(metavar="S", min=0, help="Seconds for the final save before SIGTERM is sent.")
     ] = 30.0,
-    wait: Annotated[float, typer.Option(metavar="S", min=0, help="Seconds to wait for a store in use.")] = 0.0,
+    wait: Annotated[float, Option(metavar="S", min=0, help="Seconds to wait for a store in use.")] = 0.0,
     events: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Append each event to this file as a JSON line.")
+        Path | None, Option(metavar="FILE", help="Append each event to this file as a JSON line.")
     ] = None,
     _debug: DebugOption = False,
 ) -> None:
@@ -57,7 +54,7 @@ def run(
         message = ensure_daemon(*wanted)
         if message is not None:
             log.message(message)
-    raise typer.Exit(Supervisor(options, seen, log).run())
+    raise Exit(Supervisor(options, seen, log).run())
 
 
 def places(config: Path | None, store: Path | None) -> tuple[StoreProbe, tuple[Path, list[str]] | None, signal.Signals]:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
+from typer import Argument, Exit, Option
 
 from deploy import console as output
 from deploy import store_status, tables
@@ -26,14 +26,14 @@ def show(
     *,
     step: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="[STEP]",
             help="A step (of the newest epoch that has it), or a save such as 00000120-000003. "
             "Default: the commit that a resume would take.",
         ),
     ] = None,
     long: Annotated[
-        bool, typer.Option("--long", "-l", help="Show one row per layer and slot, with the reason of each save.")
+        bool, Option("--long", "-l", help="Show one row per layer and slot, with the reason of each save.")
     ] = False,
     json: JsonOption = False,
     _debug: DebugOption = False,
@@ -58,7 +58,7 @@ def show(
     }
     output.answer(body, lambda console: _draw(console, manifest, certificate, body, reasons, long=long), as_json=json)
     resumable = resolution is not None or store_status.is_resumable(catalog, without=manifest.save)
-    raise typer.Exit(health(resumable=resumable, damaged=bool(problems)))
+    raise Exit(health(resumable=resumable, damaged=bool(problems)))
 
 
 def _find(catalog: Catalog, wanted: str | None, problems: list[str]) -> tuple[ManifestRecord, Resolution | None]:
@@ -110,7 +110,11 @@ def _draw(
         f"{manifest.save}: step {manifest.step}, epoch {manifest.epoch}, {manifest.created}; "
         f"{manifest.framework} on {plural(manifest.world_size, 'rank')}, policy {manifest.policy}"
     )
-    rows = {"Commit": title, "Kind": kind, "Bytes": _bytes(manifest)}
+    own, kept = store_status.written(manifest), manifest.bytes_avoided
+    share = tables.bytes_per_parameter(own, store_status.parameters(manifest))
+    each = "" if share is None else f" ({share:.2f} bytes per parameter)"
+    wrote = f"this save wrote {size_text(own)}{each}" + (f" and avoided {size_text(kept)}" if kept else "")
+    rows = {"Commit": title, "Kind": kind, "Bytes": wrote}
     if body["suspect"]:
         rows["Suspect"] = f"jobs that resumed from it died: {body['suspect']}; a resume prefers older commits"
     if body["goes_on_at"] is not None:
@@ -125,10 +129,3 @@ def _draw(
     console.print()
     console.print(tables.slot_table(certificate.units, store_status.parameters(manifest)))
     output.problems(console, body["problems"])
-
-
-def _bytes(manifest: ManifestRecord) -> str:
-    own, kept = store_status.written(manifest), manifest.bytes_avoided
-    share = tables.bytes_per_parameter(own, store_status.parameters(manifest))
-    each = "" if share is None else f" ({share:.2f} bytes per parameter)"
-    return f"this save wrote {size_text(own)}{each}" + (f" and avoided {size_text(kept)}" if kept else "")

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from typer import Argument, Option
 
 from deploy import console as output
 from deploy.console import DebugOption, JsonOption
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PolicyOption = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--policy",
         "-p",
         metavar="POLICY",
@@ -33,27 +33,22 @@ PolicyOption = Annotated[
         "Repeatable; default: the recorded one.",
     ),
 ]
-MtbfOption = Annotated[
-    list[float] | None, typer.Option(metavar="HOURS", help="Mean time between failures (3, 12, 48).")
-]
-RestartOption = Annotated[float, typer.Option(min=0, metavar="S", help="Seconds from a failure to the next step.")]
-GpuPriceOption = Annotated[
-    float | None, typer.Option(min=0, metavar="PRICE", help="Price of a GPU hour, in any currency.")
-]
-WrittenPriceOption = Annotated[float | None, typer.Option(min=0, metavar="PRICE", help="Price of writing 10^12 bytes.")]
+MtbfOption = Annotated[list[float] | None, Option(metavar="HOURS", help="Mean time between failures (3, 12, 48).")]
+RestartOption = Annotated[float, Option(min=0, metavar="S", help="Seconds from a failure to the next step.")]
+GpuPriceOption = Annotated[float | None, Option(min=0, metavar="PRICE", help="Price of a GPU hour, in any currency.")]
+WrittenPriceOption = Annotated[float | None, Option(min=0, metavar="PRICE", help="Price of writing 10^12 bytes.")]
 StorageOption = Annotated[
-    float | None,
-    typer.Option(min=0, metavar="GB/S", help="Write speed of all ranks together, in 10^9 bytes per second."),
+    float | None, Option(min=0, metavar="GB/S", help="Write speed of all ranks together, in 10^9 bytes per second.")
 ]
 CopyOption = Annotated[
-    float | None, typer.Option(min=0, metavar="GB/S", help="Blocking copy speed of one rank, in 10^9 bytes per second.")
+    float | None, Option(min=0, metavar="GB/S", help="Blocking copy speed of one rank, in 10^9 bytes per second.")
 ]
 
 _LARGEST = 1e18  # largest accepted number, so that the product of two stays finite
 
 
 def simulate(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="Drift trace of a job, STORE.trace.jsonl.")],
+    trace: Annotated[Path, Argument(metavar="TRACE", help="Drift trace of a job, STORE.trace.jsonl.")],
     *,
     policy: PolicyOption = None,
     mtbf: MtbfOption = None,
@@ -77,16 +72,16 @@ def simulate(
 
 
 def estimate(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="llama-8b, llama-70b or llama-405b.")],
+    model: Annotated[str, Argument(metavar="MODEL", help="llama-8b, llama-70b or llama-405b.")],
     *,
-    gpus: Annotated[int | None, typer.Option(min=1, metavar="N", help="Number of GPUs (1024).")] = None,
-    step_seconds: Annotated[float | None, typer.Option(min=0, metavar="S", help="Seconds per step.")] = None,
-    drift: Annotated[float | None, typer.Option(min=0, metavar="D", help="Drift of the weights over 10 steps.")] = None,
+    gpus: Annotated[int | None, Option(min=1, metavar="N", help="Number of GPUs (1024).")] = None,
+    step_seconds: Annotated[float | None, Option(min=0, metavar="S", help="Seconds per step.")] = None,
+    drift: Annotated[float | None, Option(min=0, metavar="D", help="Drift of the weights over 10 steps.")] = None,
     learning_rate: Annotated[
-        float | None, typer.Option(min=0, metavar="LR", help="Learning rate, instead of --drift (1e-4).")
+        float | None, Option(min=0, metavar="LR", help="Learning rate, instead of --drift (1e-4).")
     ] = None,
-    every: Annotated[int | None, typer.Option(min=1, metavar="N", help="Steps between decisions (25).")] = None,
-    hours: Annotated[float | None, typer.Option(min=0, metavar="H", help="Hours of training (24).")] = None,
+    every: Annotated[int | None, Option(min=1, metavar="N", help="Steps between decisions (25).")] = None,
+    hours: Annotated[float | None, Option(min=0, metavar="H", help="Hours of training (24).")] = None,
     policy: PolicyOption = None,
     mtbf: MtbfOption = None,
     restart_seconds: RestartOption = 600.0,

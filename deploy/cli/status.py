@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Exit
 
 from deploy import console as output
 from deploy import store_status
@@ -21,7 +21,7 @@ def status(store: StoreArgument, *, json: JsonOption = False, _debug: DebugOptio
     """Show the commits of a store, the job that uses it, and the commit that a resume would take."""
     found = store_status.store_status(store_status.open_store(store), store)
     output.answer(_as_json(found), lambda console: _draw(console, found), as_json=json)
-    raise typer.Exit(found.exit_code)
+    raise Exit(found.exit_code)
 
 
 def _as_json(found: store_status.StoreStatus) -> dict[str, Any]:

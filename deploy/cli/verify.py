@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import typer
 from rich.console import Console
 from rich.text import Text
+from typer import Exit
 
 from deploy import console as output
 from deploy.console import DebugOption, JsonOption, StoreArgument, byte_progress, watched
@@ -47,7 +47,7 @@ def verify(store: StoreArgument, *, json: JsonOption = False, _debug: DebugOptio
         "problems": list(report.problems),
     }
     output.answer(body, lambda console: _draw(console, report, body), as_json=json)
-    raise typer.Exit(health(resumable=report.resumable is not None, damaged=not report.ok))
+    raise Exit(health(resumable=report.resumable is not None, damaged=not report.ok))
 
 
 def _draw(console: Console, report: VerifyReport, body: dict[str, Any]) -> None:

@@ -162,9 +162,7 @@ def _save(name: str | None) -> SaveId | None:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of ``driftpoint daemon run``.
-
-    ``host``, ``port`` and ``security``: of the metrics endpoint."""
+    """Options of ``driftpoint daemon run``. ``host``, ``port`` and ``security``: of the metrics endpoint."""
 
     base: Path  # shared-memory directory
     port: int = 9465
@@ -332,11 +330,10 @@ class Node:
         level = logging.INFO if done.outcome in ("written", "nothing", "fenced", "given up") else logging.ERROR
         _log.log(level, "rescue of %s: %s: %s (%.1f s)", request.store, done.outcome, done.why, done.seconds)
         self.metrics.rescued(done.outcome)
-        self._rescues.append(
-            RescueReport(
-                store=str(request.store), outcome=done.outcome, why=done.why, seconds=done.seconds, at=time.time()
-            )
+        report = RescueReport(
+            store=str(request.store), outcome=done.outcome, why=done.why, seconds=done.seconds, at=time.time()
         )
+        self._rescues.append(report)
 
     def _on_old_rescued(self, done: RescueResult) -> None:
         """Remove old memory once all places of its store were tried, and report what no rescue could save."""

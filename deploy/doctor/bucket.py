@@ -17,9 +17,7 @@ from store.storage.object_store import ObjectFiles
 _WRITERS = 4
 _LIMIT = 1 << 10
 _FIRST = b"driftpoint doctor"
-_SYNCHRONISE = (
-    "synchronise this machine by NTP (chronyd, systemd-timesyncd): from 15 minutes on, S3 refuses all requests"
-)
+_NTP = "synchronise this machine by NTP (chronyd, systemd-timesyncd): from 15 minutes on, S3 refuses all requests"
 
 
 def check_bucket(files: ObjectFiles, plan: Plan) -> Iterator[Finding]:
@@ -48,7 +46,7 @@ def _check(probe: Probe[ObjectFiles]) -> Iterator[Finding]:
     first = probe.name()
     began = time.time() - 1.0  # stamps have whole seconds
     write_new(probe.files, first, _FIRST)
-    yield clock("the server's", began, probe.files.modified(first), _SYNCHRONISE)
+    yield clock("the server's", began, probe.files.modified(first), _NTP)
     broken = [text for text in (check(probe, first) for check in _PROMISES) if text is not None]
     works = "conditional puts are refused and atomic; puts, replacements and deletions are visible at once"
     yield semantics(broken, works, "use Amazon S3, or a server that supports this")

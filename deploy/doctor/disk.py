@@ -20,9 +20,7 @@ from store.location import mount_of
 from store.session import FileLock
 from store.storage.local import LocalFiles
 
-_SYNCHRONISE = (
-    "synchronise both by NTP (chronyd, systemd-timesyncd); commits are ordered by step, only shown ages are wrong"
-)
+_NTP = "synchronise both by NTP (chronyd, systemd-timesyncd); commits are ordered by step, only shown ages are wrong"
 _LOCKER = """
 import fcntl, os, sys
 descriptor = os.open(sys.argv[1], os.O_RDWR)
@@ -50,7 +48,7 @@ def check_disk(root: Path, plan: Plan) -> Iterator[Finding]:
 def _writes(probe: Probe[LocalFiles], place: Path) -> Iterator[Finding]:
     first, began = probe.name(), time.time()
     _written(probe, first)
-    yield clock("the filesystem's", began, (place / first).stat().st_mtime, _SYNCHRONISE)
+    yield clock("the filesystem's", began, (place / first).stat().st_mtime, _NTP)
     broken = [text for text in (check(probe, first) for check in _PROMISES) if text is not None]
     works = "fsync, exclusive creation, atomic renames and hard links work"
     yield semantics(broken, works, "put the store on a filesystem that supports this")
@@ -125,13 +123,8 @@ def _locking(path: Path) -> Finding:
 def _locked(path: Path) -> Iterator[str | None]:
     """Lock the file in another process during the block; yields the reason if that failed."""
     try:
-        child = subprocess.Popen(
-            [sys.executable, "-c", _LOCKER, str(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
+        command, pipe = [sys.executable, "-c", _LOCKER, str(path)], subprocess.PIPE
+        child = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
     except OSError as error:
         yield f"cannot start a second process: {error.strerror}"
         return

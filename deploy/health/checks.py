@@ -153,13 +153,11 @@ def usual_gap(facts: Facts) -> float | None:
     """Return the usual seconds between commits, at least the time to the next decision; None if unknown.
 
     Taken from this run's trace, else from the store's records, else from the interval between decisions."""
-    job_status = facts.current
-    if job_status is None:
+    current = facts.current
+    if current is None:
         return facts.commit_gap
-    found = next(
-        (gap for gap in (job_status.save_gap, facts.commit_gap, job_status.decision_gap) if gap is not None), None
-    )
-    gaps = [gap for gap in (found, job_status.next_gap) if gap is not None]
+    found = next((gap for gap in (current.save_gap, facts.commit_gap, current.decision_gap) if gap is not None), None)
+    gaps = [gap for gap in (found, current.next_gap) if gap is not None]
     return max(gaps, default=None)
 
 
@@ -192,9 +190,7 @@ def _verify(facts: Facts) -> str:
 
 @dataclass(frozen=True)
 class Loss:
-    """Training lost by a failure.
-
-    ``steps`` and ``seconds`` are None if unknown."""
+    """Training lost by a failure. ``steps`` and ``seconds`` are None if unknown."""
 
     back_to: int | None  # step of the resume, None if nothing can be resumed
     at: float | None = None  # current step of the job, as far as known
@@ -234,21 +230,21 @@ def in_memory_versions(facts: Facts) -> SaveId | None:
 
 def _at(facts: Facts) -> float | None:
     """Return the step of training now, or when it ended."""
-    job_status = facts.current
-    if job_status is None:
+    current = facts.current
+    if current is None:
         return None
-    ended = None if job_status.newest is None else float(job_status.newest.step)
-    at = job_status.step_at(facts.now) if facts.running else ended
+    ended = None if current.newest is None else float(current.newest.step)
+    at = current.step_at(facts.now) if facts.running else ended
     # The store may have been looked at after the trace.
-    own = facts.newest is not None and facts.newest.epoch == job_status.job.epoch
+    own = facts.newest is not None and facts.newest.epoch == current.job.epoch
     return max(at, float(facts.newest.step)) if at is not None and own and facts.newest is not None else at
 
 
 def _seconds(facts: Facts, steps: float | None, made: float | None) -> float | None:
     """Return the seconds of lost training: by the job's pace, else since the commit."""
-    job_status = facts.current
-    if steps is not None and job_status is not None and job_status.step_seconds is not None:
-        return steps * job_status.step_seconds
+    current = facts.current
+    if steps is not None and current is not None and current.step_seconds is not None:
+        return steps * current.step_seconds
     return max(0.0, facts.now - made) if made is not None and facts.running else None
 
 
@@ -270,26 +266,26 @@ def check_loss(facts: Facts) -> Check:
 
 def check_saving(facts: Facts) -> Check:
     """Check that saves succeed, and report their size."""
-    job_status, name = facts.current, "Saves"
-    if job_status is None:
+    current, name = facts.current, "Saves"
+    if current is None:
         return Check(name, "plain", "unknown", "needs the drift trace")
-    if job_status.failed:
-        level: Level = "bad" if len(job_status.failed) > 2 else "look"
-        reasons = ", ".join(dict.fromkeys(job_status.failed))
-        return Check(name, level, f"{plural(len(job_status.failed), 'save')} failed since", reasons, _LOG)
-    newest = job_status.newest
+    if current.failed:
+        level: Level = "bad" if len(current.failed) > 2 else "look"
+        reasons = ", ".join(dict.fromkeys(current.failed))
+        return Check(name, level, f"{plural(len(current.failed), 'save')} failed since", reasons, _LOG)
+    newest = current.newest
     refused = None if newest is None else SKIPPED.get(newest.skipped)
     if refused is not None and refused[0] != "plain":
         return Check(name, refused[0], "none at the last decision", refused[1], _LOG)
-    if job_status.job.observing:
+    if current.job.observing:
         return Check(name, "look", "none: policy observe saves nothing", "it reports what would be saved", "")
-    if not job_status.saves:
+    if not current.saves:
         return Check(name, "plain", "none yet since the last start")
-    written, full = sum(one.written for one in job_status.saves), sum(one.full for one in job_status.saves)
-    text = f"{size_text(round(written / len(job_status.saves)))} each"
+    written, full = sum(one.written for one in current.saves), sum(one.full for one in current.saves)
+    text = f"{size_text(round(written / len(current.saves)))} each"
     if full:
         text += f", {100 * written / full:.0f} % of a full one"
-    return Check(name, "good", text, f"the last {plural(len(job_status.saves), 'save')} all committed")
+    return Check(name, "good", text, f"the last {plural(len(current.saves), 'save')} all committed")
 
 
 def check_memory(facts: Facts) -> Check:
@@ -310,11 +306,11 @@ def check_memory(facts: Facts) -> Check:
 
 def check_finite(facts: Facts) -> Check:
     """Check that all layers are finite."""
-    job_status = facts.current
-    if job_status is None or job_status.newest is None:
+    current = facts.current
+    if current is None or current.newest is None:
         return Check("Finite", "plain", "unknown", "needs the drift trace")
-    if job_status.sick:
-        units = sorted(map(str, job_status.sick))
+    if current.sick:
+        units = sorted(map(str, current.sick))
         text = f"{plural(len(units), 'layer slot')} with NaN or Inf"
         note = f"{listed(units, 4)}; their last finite version is kept"
         return Check("Finite", "bad", text, note, "stop the job, fix the cause, and resume")
@@ -323,21 +319,19 @@ def check_finite(facts: Facts) -> Check:
 
 def check_job(facts: Facts) -> Check:
     """Check that a job trains and progresses."""
-    status, job_status, name = facts.status, facts.current, "Job"
+    status, current, name = facts.status, facts.current, "Job"
     if not facts.running:
         return _no_job(facts, name)
     pid = None if status is None else status.in_use_by
     text = f"process {pid}" if pid else "training" + (f" on {facts.remote_host}" if facts.remote_host else "")
-    if job_status is None:
+    if current is None:
         return Check(name, "good", text, "its progress is only in its drift trace")
-    silent = facts.now - job_status.last_seen
-    usual = max(
-        (gap for gap in (job_status.decision_gap, job_status.next_gap) if gap is not None), default=usual_gap(facts)
-    )
-    at = job_status.step_at(facts.now)
+    silent = facts.now - current.last_seen
+    usual = max((gap for gap in (current.decision_gap, current.next_gap) if gap is not None), default=usual_gap(facts))
+    at = current.step_at(facts.now)
     note = f"at about step {at:.0f}" if at is not None else ""
-    if job_status.step_seconds is not None:
-        note += f", {span_text(job_status.step_seconds)} per step"
+    if current.step_seconds is not None:
+        note += f", {span_text(current.step_seconds)} per step"
     if silent > (LONG if usual is None else max(FLOOR, LATE * usual)):
         todo = "check for a dead rank, a hanging collective, or a disk that does not answer"
         often = "" if usual is None else f"usually one every {span_text(usual)}"
@@ -463,8 +457,7 @@ def _how(facts: Facts, resume: Resume) -> str:
     if resume.exact or resume.as_found:
         return "bit for bit" if resume.exact else "as it was imported"
     if resume.fallbacks:
-        units = plural(len(resume.fallbacks), "layer slot")
-        return f"with {units} in an older version because of damage"
+        return f"with {plural(len(resume.fallbacks), 'layer slot')} in an older version because of damage"
     if resume.max_staleness > 0:
         return f"as a composite whose layers are up to {plural(resume.max_staleness, 'step')} old"
     return "rounded by its lossy encoding"

@@ -70,8 +70,7 @@ def disk_of(root: Path) -> Disk | None:
         found = os.statvfs(root)
     except OSError:
         return None
-    files = found.f_favail if found.f_files else None
-    return Disk(found.f_bavail * found.f_frsize, files)
+    return Disk(found.f_bavail * found.f_frsize, found.f_favail if found.f_files else None)
 
 
 @dataclass(frozen=True)
@@ -217,9 +216,7 @@ def _commit_gap(catalog: Catalog, saves: Sequence[SaveId]) -> float | None:
         with suppress(DamagedError, StorageError):
             at = parse_time(catalog.manifest(save).created)
             made += [] if at is None else [(save.epoch, at)]
-    gaps = [
-        later - earlier for (epoch, later), (before, earlier) in pairwise(made) if epoch == before and later > earlier
-    ]
+    gaps = [new - old for (epoch, new), (before, old) in pairwise(made) if epoch == before and new > old]
     return median(gaps[:3]) if gaps else None
 
 

@@ -14,9 +14,7 @@ from store.trace import ResumedLine
 
 @dataclass(frozen=True)
 class Incident:
-    """An event in a run.
-
-    ``step`` and ``at``: step and Unix time of its begin, None if unknown."""
+    """An event in a run. ``step`` and ``at``: step and Unix time of its begin, None if unknown."""
 
     kind: str
     severity: Severity

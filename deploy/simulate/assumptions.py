@@ -135,15 +135,11 @@ def assumed_trace(one: Assumptions) -> Trace:
     if len(steps) < 2:
         raise UsageError(f"{one.hours:g} hours are fewer than two decisions every {one.every} steps: raise --hours")
     decisions = [DecisionLine(step=step, seconds=step * one.step, commits=0, skipped="nothing") for step in steps]
-    return Trace((job, *decisions, _moved(one, units, steps[-1])), 0)
-
-
-def _moved(one: Assumptions, units: tuple[TracedUnit, ...], last: int) -> MovedLine:
-    """Return the movement at the last step over all ages, which applies to every step."""
+    # The movement at the last step over all ages applies to every step.
+    last = steps[-1]
     ages = sorted({age for power in range(64) if (age := round(2 ** (power / 2))) <= last})
-    return MovedLine(
-        step=last, since={last - age: tuple(_distance(one, unit.slot, age) for unit in units) for age in ages}
-    )
+    since = {last - age: tuple(_distance(one, unit.slot, age) for unit in units) for age in ages}
+    return Trace((job, *decisions, MovedLine(step=last, since=since)), 0)
 
 
 def _distance(one: Assumptions, slot: str, age: int) -> float:

@@ -126,7 +126,8 @@ def plan_of(one: SimulationRequest, run: Run, costs: Costs | None = None) -> Rep
 def remarks(one: SimulationRequest, run: Run) -> list[str]:
     """Return caveats of replaying this configuration on this run."""
     recorded, found, every = recorded_config(run), [], _every(one.config, run)
-    gap = min(_gaps(run), default=0)
+    steps = [[point.line.step for point in segment.decisions] for segment in run.segments]
+    gap = min((later - one for taken in steps for one, later in itertools.pairwise(taken) if later > one), default=0)
     if gap and every is not None and every < gap:
         found.append(f"{one.name}: the trace has decisions every {gap} steps, so every {every} is replayed as {gap}")
     elif gap and every is not None and every % gap:
@@ -157,11 +158,6 @@ def _ours(policy: object) -> bool:
 def _every(config: Config, run: Run) -> int | None:
     """Return the interval, None for the recorded decisions."""
     return config.every if isinstance(config.every, int) and config.every != recorded_config(run).every else None
-
-
-def _gaps(run: Run) -> list[int]:
-    steps = [[point.line.step for point in segment.decisions] for segment in run.segments]
-    return [later - one for taken in steps for one, later in itertools.pairwise(taken) if later > one]
 
 
 def _short(values: Mapping[str, Any]) -> str:

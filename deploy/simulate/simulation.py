@@ -180,7 +180,6 @@ def simulated(
 
 
 def _window_notes(summaries: Sequence[Summary]) -> Iterator[str]:
-    """Yield caveats of the comparison window."""
     for one in summaries:
         if one.saves < 2:
             yield f"{one.name}: commits {('never', 'once')[one.saves]} in this run, too rarely to compare"

@@ -20,9 +20,7 @@ SUSPECT_AFTER = 2  # consecutive deaths without a commit after which the commit 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of restarts.
-
-    ``least`` and ``most``: back-off in seconds."""
+    """Limits of restarts. ``least`` and ``most``: back-off in seconds."""
 
     restarts: int = 3  # in a row without progress
     failures: int | None = None  # in total, None for no limit

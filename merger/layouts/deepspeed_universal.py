@@ -245,9 +245,8 @@ def _without_places(facts: EngineFacts, groups: Groups, stage: int) -> EngineFac
         SubGroupFacts(params=params, param_group=i, partition_numels=(0,) * len(params))
         for i, params in enumerate(groups)
     )
-    return facts.model_copy(
-        update={"zero_stage": stage, "ds_config": config, "param_groups": named, "sub_groups": flat}
-    )
+    update = {"zero_stage": stage, "ds_config": config, "param_groups": named, "sub_groups": flat}
+    return facts.model_copy(update=update)
 
 
 def _require_loadable(checkpoint: Checkpoint, facts: EngineFacts, groups: Groups) -> None:

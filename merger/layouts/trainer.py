@@ -69,13 +69,9 @@ def trainer_layout(engine: Layout | None, checkpoint: Checkpoint, target: Target
         notes += [note] if note else []
     tag = f"checkpoint-{checkpoint.step}"
     files = {file.path: file for file in own}
-    return LayoutResult(
-        tag,
-        tuple(replace(file, path=f"{tag}/{path}") for path, file in files.items()),
-        (f"trainer.train(resume_from_checkpoint={{out:{tag}}})",),
-        (*state.notes, *rescaled.notes, *notes),
-        state.certificate,
-    )
+    placed = tuple(replace(file, path=f"{tag}/{path}") for path, file in files.items())
+    load = (f"trainer.train(resume_from_checkpoint={{out:{tag}}})",)
+    return LayoutResult(tag, placed, load, (*state.notes, *rescaled.notes, *notes), state.certificate)
 
 
 def _plain(checkpoint: Checkpoint, folder: Path) -> LayoutResult:

@@ -82,12 +82,11 @@ def _run_state(recipe: Recipe, parts: Mapping[str, Part], errors: list[Driftpoin
     newest = max(part.checkpoint.step for part in parts.values())
     found = [name for name, part in parts.items() if part.checkpoint.step == newest]
     if len(found) > 1:
-        errors.append(
-            ConfigError(
-                f"{recipe.where}: {listed(found, 3, ' and ')} are all at step {newest}, so the source of counters, "
-                "schedule and random generators is ambiguous: add `run_state:` with one of them"
-            )
+        text = (
+            f"{recipe.where}: {listed(found, 3, ' and ')} are all at step {newest}, so the source of counters, "
+            "schedule and random generators is ambiguous: add `run_state:` with one of them"
         )
+        errors.append(ConfigError(text))
     return found[0], (
         *recipe.notes,
         f"run state (counters, schedule, random generators) is of {found[0]}, step {newest}",
@@ -100,12 +99,11 @@ def _files(recipe: Recipe, parts: Mapping[str, Part], run_state: str, errors: li
     if isinstance(recipe.files, str):
         found = parts[recipe.files].checkpoint.files
         if found is None:
-            errors.append(
-                UsageError(
-                    f"{recipe.where}: the source `files: {recipe.files}` has no configuration and tokenizer files; "
-                    "name a directory that has them"
-                )
+            text = (
+                f"{recipe.where}: the source `files: {recipe.files}` has no configuration and tokenizer files; "
+                "name a directory that has them"
             )
+            errors.append(UsageError(text))
         return found
     if not recipe.files.is_dir():
         errors.append(UsageError(f"{recipe.where}: `files: {recipe.files}` is neither a source nor a directory"))
@@ -137,13 +135,12 @@ def choose_sources(recipe: Recipe, model: Model) -> SourceChoice:
     left = [fqn for fqn in model.tensors if fqn not in chosen]
     if left:
         layers = listed(dict.fromkeys(model.tensors[fqn].layer for fqn in left))
-        errors.append(
-            ConfigError(
-                f"{recipe.where}:{aside} no rule names {listed(left)} ({len(left)} of "
-                f"{counted(len(model.tensors), 'tensor')}, of {layers}); add a rule, or `rest:` with a source for "
-                "everything that is not named"
-            )
+        text = (
+            f"{recipe.where}:{aside} no rule names {listed(left)} ({len(left)} of "
+            f"{counted(len(model.tensors), 'tensor')}, of {layers}); add a rule, or `rest:` with a source for "
+            "everything that is not named"
         )
+        errors.append(ConfigError(text))
     return SourceChoice({fqn: chosen[fqn] for fqn in model.tensors if fqn in chosen}, tuple(errors))
 
 

@@ -123,7 +123,6 @@ class Model:
 
 
 def _outermost(name: str, blocks: Set[str]) -> str:
-    """Return the outermost block that a block lies in."""
     parts = name.split(".")
     paths = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
     return next(path for path in paths if path in blocks)

@@ -1,20 +1,10 @@
 """Validate our own form of recipe files; errors name the line and the nearest known key."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainValidator,
-    StrictStr,
-    StringConstraints,
-    ValidationError,
-    model_validator,
-)
+import pydantic
 
 from merger.recipe.model import SourceRef, parse_dtype
 from merger.recipe.sources import step_bound
@@ -25,7 +15,7 @@ from store.text import listed, suggestion
 
 EVERY = "(all)"  # key of `auxiliary` for all auxiliary layers
 
-Text = Annotated[StrictStr, StringConstraints(min_length=1)]
+Text = Annotated[pydantic.StrictStr, pydantic.StringConstraints(min_length=1)]
 
 
 def _as_list(value: Any) -> Any:
@@ -41,20 +31,22 @@ def _step(value: Any) -> int | str | None:
     raise ValueError(f"a step must be a number, a save's name, a tag or a bound such as '<= 120', not {value!r}")
 
 
-Texts = Annotated[tuple[Text, ...], BeforeValidator(_as_list), Field(min_length=1)]  # one or several
+Texts = Annotated[tuple[Text, ...], pydantic.BeforeValidator(_as_list), pydantic.Field(min_length=1)]  # one or several
 Ranges = Annotated[
-    tuple[Annotated[str, StringConstraints(pattern=r"^\d+(-\d+)?$")], ...],
-    BeforeValidator(lambda value: [str(item) for item in _as_list(value)] if not isinstance(value, dict) else value),
-    Field(min_length=1),
+    tuple[Annotated[str, pydantic.StringConstraints(pattern=r"^\d+(-\d+)?$")], ...],
+    pydantic.BeforeValidator(
+        lambda value: [str(item) for item in _as_list(value)] if not isinstance(value, dict) else value
+    ),
+    pydantic.Field(min_length=1),
 ]
 
-Step = Annotated[int | str | None, PlainValidator(_step)]
+Step = Annotated[int | str | None, pydantic.PlainValidator(_step)]
 
 
-class Section(BaseModel):
+class Section(pydantic.BaseModel):
     """Base of all sections: frozen, without unknown keys. ``sections``: those in a file, by the key above them."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = pydantic.ConfigDict(frozen=True, extra="forbid")
     sections: ClassVar[Mapping[str, "type[Section]"]] = {}
 
 
@@ -67,7 +59,7 @@ class SourceSection(Section):
     path: Text | None = None
     step: Step = None
 
-    @model_validator(mode="before")
+    @pydantic.model_validator(mode="before")
     @classmethod
     def _path_alone(cls, value: Any) -> Any:
         return {"path": value} if isinstance(value, str) else value
@@ -76,14 +68,14 @@ class SourceSection(Section):
 class TakeSection(Section):
     """An entry of ``take``: parts of the model, and the source that they come from."""
 
-    source: Text = Field(alias="from")
+    source: Text = pydantic.Field(alias="from")
     layers: Texts | None = None
     blocks: Ranges | None = None
     parameters: Texts | None = None
     regex: Texts | None = None
-    but: Texts | None = Field(default=None, alias="except")
+    but: Texts | None = pydantic.Field(default=None, alias="except")
 
-    @model_validator(mode="after")
+    @pydantic.model_validator(mode="after")
     def _one_kind(self) -> "TakeSection":
         given = [kind for kind in ("layers", "blocks", "parameters", "regex") if getattr(self, kind) is not None]
         if len(given) != 1:
@@ -101,9 +93,10 @@ class RecipeFile(Section):
 
     sources: dict[Text, SourceSection] = {}
     take: tuple[TakeSection, ...] = ()
-    parity: Annotated[tuple[Text, ...], Field(min_length=2)] | None = None
+    parity: Annotated[tuple[Text, ...], pydantic.Field(min_length=2)] | None = None
     auxiliary: Annotated[
-        dict[Text, Text] | None, BeforeValidator(lambda value: {EVERY: value} if isinstance(value, str) else value)
+        dict[Text, Text] | None,
+        pydantic.BeforeValidator(lambda value: {EVERY: value} if isinstance(value, str) else value),
     ] = None
     rest: Text | None = None
     run_state: Text | None = None
@@ -115,7 +108,7 @@ def validate(file: YamlFile, kind: type[_Section]) -> _Section:
     """Return the file's values. ConfigError lists everything that is wrong with them."""
     try:
         return kind.model_validate(dict(file.values))
-    except ValidationError as error:
+    except pydantic.ValidationError as error:
         texts = dict.fromkeys(_message(file, kind, item) for item in error.errors())
         raise ConfigError(listed(texts, 3, "; ")) from error
 
@@ -145,7 +138,8 @@ def recipe_path(path: str | None) -> Path | None:
 def _message(file: YamlFile, kind: type[Section], item: Any) -> str:
     loc, where = item["loc"], file.at(item["loc"])
     if item["type"] == "extra_forbidden":
-        key, known = str(loc[-1]), _known_keys(kind, loc[:-1])
+        above = next((kind.sections[step] for step in map(str, reversed(loc[:-1])) if step in kind.sections), kind)
+        key, known = str(loc[-1]), [field.alias or name for name, field in above.model_fields.items()]
         return f"{where}: unknown key {key!r}: {suggestion(key, known)} Known here: {', '.join(sorted(known))}"
     name = ".".join(str(step) for step in loc)
     if item["type"] == "missing":
@@ -154,8 +148,3 @@ def _message(file: YamlFile, kind: type[Section], item: Any) -> str:
     message = (message[:1].lower() + message[1:]).replace("dictionary", "mapping")
     shown = "" if item["type"] == "value_error" else f" (it is {item['input']!r})"
     return f"{where}: {name}: {message}{shown}"
-
-
-def _known_keys(kind: type[Section], loc: Sequence[str | int]) -> list[str]:
-    above = next((kind.sections[step] for step in map(str, reversed(loc)) if step in kind.sections), kind)
-    return [field.alias or name for name, field in above.model_fields.items()]

@@ -49,19 +49,17 @@ class OpenSource:
         return Part(checkpoint, place if self.source.kind == "store" else f"{place}#{checkpoint.origin}", self.name)
 
     def _checkpoint(self, flaws: Set[Damage]) -> Checkpoint:
-        passed_over: list[str] = []
+        passed: list[str] = []
         for step in self._candidates():
             try:
                 found = self.source.checkpoint(step, flaws)
             except (MergeError, DamagedError, StorageError) as error:
                 if step == self.step:
                     raise
-                passed_over.append(f"step {step}: {error}")
+                passed.append(f"step {step}: {error}")
                 continue
-            return replace(found, problems=(*passed_over, *found.problems))
-        raise MergeError(
-            f"{self.path} has no complete checkpoint at a step {self.step}; {listed(passed_over, 3, '; ')}"
-        )
+            return replace(found, problems=(*passed, *found.problems))
+        raise MergeError(f"{self.path} has no complete checkpoint at a step {self.step}; {listed(passed, 3, '; ')}")
 
     def _candidates(self) -> Sequence[int | str | None]:
         """Return the steps to ask the source for, best first; only a bound has several.
@@ -74,11 +72,7 @@ class OpenSource:
         if self.source.kind == "store" and not steps:
             raise NothingToResumeError(f"the store {self.path} has no commit yet")
         if bound is None:
-            if (
-                self.step is not None
-                and _step_of(self.step) not in (None, *steps)
-                and not self._is_in_journal(self.step)
-            ):
+            if self.step is not None and _step_of(self.step) not in (None, *steps) and not self._in_journal(self.step):
                 journal = ", and its journal does not lead there" if (self.path / JOURNAL).is_dir() else ""
                 raise UsageError(f"{self.path} has no checkpoint {self.step}{journal}; {_newest_steps(steps)}")
             return [self.step]
@@ -87,7 +81,7 @@ class OpenSource:
             raise UsageError(f"{self.path} has no checkpoint at a step {self.step}; {_newest_steps(steps)}")
         return within
 
-    def _is_in_journal(self, step: int | str) -> bool:
+    def _in_journal(self, step: int | str) -> bool:
         return isinstance(self.source, StoreSource) and self.source.leads_to(step)
 
 

@@ -121,11 +121,9 @@ def _read_models(files: LocalFiles, models: dict[int, str]) -> tuple[tuple[Nest,
 
 def _nest(files: LocalFiles, name: str) -> Nest:
     value, archive = read_pt(files, name)
-    saved_as = f"{archive}.pt"
-    if saved_as != name and (_OPTIM.fullmatch(saved_as) or _MODEL.fullmatch(saved_as)):
-        raise MergeError(
-            f"{files.root / name} was saved as {saved_as}, so it holds another rank's state; restore its name"
-        )
+    own = f"{archive}.pt"
+    if own != name and (_OPTIM.fullmatch(own) or _MODEL.fullmatch(own)):
+        raise MergeError(f"{files.root / name} was saved as {own}, so it holds another rank's state; restore its name")
     nest = Nest(value, str(files.root / name))
     nest.mapping()
     return nest

@@ -12,19 +12,10 @@ from typing import Any
 
 from merger.io.blocks import Extent
 from merger.layouts.deepspeed_facts import BF16_OPTIMIZER, ZERO_3, ZERO_12, optimizer_wrapper, slice_numel
+from merger.sources import deepspeed_files
 from merger.sources import deepspeed_zero as zero
 from merger.sources.base import FileTensor, Nest, checked_name, read_values
 from merger.sources.deepspeed import DeepSpeedSource
-from merger.sources.deepspeed_files import (
-    CHUNK,
-    RankFiles,
-    comparable,
-    is_universal,
-    read_elements,
-    read_universal,
-    refuse,
-    sample_ranges,
-)
 from merger.sources.deepspeed_zero import OptimizerContents, Shape
 from merger.sources.torch_file import read_pt
 from merger.tensors import memory_of
@@ -42,20 +33,20 @@ class UniversalSource(DeepSpeedSource):
     """A directory of universal checkpoints, or one of them."""
 
     kind, latest = "universal", "latest_universal"
-    is_one = staticmethod(is_universal)
+    is_one = staticmethod(deepspeed_files.is_universal)
 
-    def _read(self, folder: Path) -> tuple[RankFiles, OptimizerContents]:
+    def _read(self, folder: Path) -> tuple[deepspeed_files.RankFiles, OptimizerContents]:
         if (folder / _UNFINISHED).is_dir():  # it may hold files of an earlier conversion
             raise MergeError(
                 f"{folder / _UNFINISHED} exists, so ds_to_universal was interrupted, and {folder / 'zero'} may hold "
                 "files of an earlier conversion. Convert the checkpoint again into an empty directory (or remove "
                 f"{_UNFINISHED} if --keep_temp_folder kept it)"
             )
-        files = read_universal(folder)
+        files = deepspeed_files.read_universal(folder)
         return files, _read_optimizer(files)
 
 
-def _read_optimizer(files: RankFiles) -> OptimizerContents:
+def _read_optimizer(files: deepspeed_files.RankFiles) -> OptimizerContents:
     shapes, state = zero.param_shapes(files.model), files.optims[0]
     own, groups = state.get("driftpoint"), zero.base_groups(state, files.model)
     out, local = OptimizerContents(), LocalFiles(files.folder)
@@ -90,14 +81,14 @@ def _read_optimizer(files: RankFiles) -> OptimizerContents:
     return out
 
 
-def _is_wrapped(files: RankFiles) -> bool:
+def _is_wrapped(files: deepspeed_files.RankFiles) -> bool:
     """Return whether the run used ``BF16_Optimizer``: its own file has no stage; else by configuration."""
     config = files.model.at("ds_config").mapping()
     wrapper = optimizer_wrapper(files.stage, "bf16" if files.bf16 else "", config)
     return wrapper == BF16_OPTIMIZER or files.optims[0].get("zero_stage") is None
 
 
-def _in_order(files: RankFiles, group: list[Shape]) -> list[Shape]:
+def _in_order(files: deepspeed_files.RankFiles, group: list[Shape]) -> list[Shape]:
     """Return a (sub-)group's parameters in the order of the param group. MergeError if the converter broke it."""
     if files.stage == 3 or _is_wrapped(files) or not zero.is_round_robin(files.model):
         return group
@@ -153,7 +144,9 @@ def require_one_save(found: Nest, own: Nest | None) -> None:
         )
 
 
-def slice_problems(files: RankFiles, shapes: Sequence[Sequence[Shape]], extents: Sequence[Extent]) -> Iterator[str]:
+def slice_problems(
+    files: deepspeed_files.RankFiles, shapes: Sequence[Sequence[Shape]], extents: Sequence[Extent]
+) -> Iterator[str]:
     """Compare the parameters' files with rank 0's slices. Yields what could not be verified.
 
     ``extents``: the parameters' files, each whole. Raises MergeError, naming the parameter, if they differ;
@@ -178,16 +171,14 @@ def slice_problems(files: RankFiles, shapes: Sequence[Sequence[Shape]], extents:
         )
 
 
-def _rank0_partitions(files: RankFiles, index: int, group: Sequence[Shape]) -> Mapping[str, FileTensor]:
+def _rank0_partitions(files: deepspeed_files.RankFiles, index: int, group: Sequence[Shape]) -> Mapping[str, FileTensor]:
     """Return rank 0's flat partitions of a sub-group by slot; none if the converter kept none."""
     optim = files.optims[0]
     masters, base = optim.get("fp32_flat_groups"), optim.get("optimizer_state_dict")
     if masters is None or base is None or base.get("state") is None:
         return {}
     state, numel = zero.state_of(base, index), sum(slice_numel(shape.numel, files.world_size) for shape in group)
-    tensors = {
-        key: nest.value for key, nest in state.items() if isinstance(nest.value, FileTensor) and nest.value.shape
-    }
+    tensors = {key: one.value for key, one in state.items() if isinstance(one.value, FileTensor) and one.value.shape}
     out = {**tensors, WEIGHTS: masters.at(index).tensor()}
     for slot, tensor in out.items():
         if tensor.shape != (numel,):
@@ -204,27 +195,27 @@ def _is_verified(pairs: Sequence[tuple[Extent, Extent]], part: int) -> bool:
     unproven = {own.slot for own, _ in pairs if own.slot != WEIGHTS}
     if not unproven:
         return False
-    for start, stop in (*sample_ranges(0, part), *_chunks(0, part)):
+    for start, stop in (*deepspeed_files.sample_ranges(0, part), *_chunks(0, part)):
         for own, slice_ in pairs:
             unproven -= {own.slot} if _require_same(own, slice_, start, stop) else set()
         if not unproven:
             return True
     # A parameter that is never trained has no moments anywhere, and the same weights in every save.
     rest = [(own, chunk) for own, _ in pairs if own.slot in unproven for chunk in _chunks(part, own.stop)]
-    return not any(bool(read_elements(own, *chunk).any()) for own, chunk in rest)
+    return not any(bool(deepspeed_files.read_elements(own, *chunk).any()) for own, chunk in rest)
 
 
 def _chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    count = CHUNK // 8
+    count = deepspeed_files.CHUNK // 8
     for at in range(start, stop, count):
         yield at, min(at + count, stop)
 
 
 def _require_same(own: Extent, slice_: Extent, start: int, stop: int) -> bool:
     """Compare elements [start, stop), bit for bit. Returns whether any of them is not zero."""
-    one, other = read_elements(own, start, stop), read_elements(slice_, start, stop)
+    one, other = deepspeed_files.read_elements(own, start, stop), deepspeed_files.read_elements(slice_, start, stop)
     if one.dtype != other.dtype or memory_of(one) != memory_of(other):
-        refuse(
+        deepspeed_files.refuse(
             (own.block, slice_.block),
             f"{own.fqn}: {own.slot} in {own.block.name} differs from {slice_.block.name} (elements {start} to {stop}), "
             "so files of different saves are mixed; convert the checkpoint again into an empty directory",
@@ -238,7 +229,7 @@ def _save_note(own: Nest) -> tuple[Any, ...]:
 
 
 def require_whole_groups(
-    files: RankFiles, groups: Sequence[Sequence[str]], found: OptimizerContents, own: Nest | None
+    files: deepspeed_files.RankFiles, groups: Sequence[Sequence[str]], found: OptimizerContents, own: Nest | None
 ) -> None:
     """Raise MergeError unless all parameters of a param group have the same slots and step, and no file is surplus.
 
@@ -254,7 +245,7 @@ def require_whole_groups(
         _require_equal(files, group, expected.union(*(found.slots[fqn] for fqn in group)), found.scalars)
 
 
-def _refuse_surplus(files: RankFiles, found: OptimizerContents) -> None:
+def _refuse_surplus(files: deepspeed_files.RankFiles, found: OptimizerContents) -> None:
     """Raise MergeError for a directory of an unknown parameter.
 
     The converter gives everything else in the model (frozen parameters, buffers, other names of tied parameters) a
@@ -270,7 +261,9 @@ def _refuse_surplus(files: RankFiles, found: OptimizerContents) -> None:
             )
 
 
-def _require_equal(files: RankFiles, group: Sequence[str], slots: set[str], scalars: dict[str, dict[str, Any]]) -> None:
+def _require_equal(
+    files: deepspeed_files.RankFiles, group: Sequence[str], slots: set[str], scalars: dict[str, dict[str, Any]]
+) -> None:
     held = {fqn: set(LocalFiles(files.folder).list_dir(f"zero/{fqn}")) for fqn in group}
     for fqn in group:
         missing = sorted(slot for slot in slots if f"{slot}.pt" not in held[fqn])
@@ -281,14 +274,14 @@ def _require_equal(files: RankFiles, group: Sequence[str], slots: set[str], scal
             )
     first = group[0] if group else ""
     for fqn in group[1:]:
-        if comparable(scalars[fqn]) != comparable(scalars[first]):
+        if deepspeed_files.comparable(scalars[fqn]) != deepspeed_files.comparable(scalars[first]):
             raise MergeError(
                 f"{files.folder / 'zero' / fqn} has the scalars {scalars[fqn]}, but {first} of the same param group "
                 f"has {scalars[first]}: one of them is of another save; copy the checkpoint again"
             )
 
 
-def _doubts(files: RankFiles, found: OptimizerContents) -> Iterator[str]:
+def _doubts(files: deepspeed_files.RankFiles, found: OptimizerContents) -> Iterator[str]:
     """Yield doubts from step counts: an optimizer not loaded with its model restarts at 0, which proves nothing."""
     counted = files.model.at("global_steps").natural() - files.model.at("skipped_steps").natural()
     each = found.steps()

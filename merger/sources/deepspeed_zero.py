@@ -13,18 +13,8 @@ from typing import Any
 from merger.checkpoint import config_section
 from merger.io.blocks import Extent
 from merger.layouts import deepspeed_facts as facts
+from merger.sources import deepspeed_files
 from merger.sources.base import FileTensor, Nest, read_values
-from merger.sources.deepspeed_files import (
-    RankFiles,
-    comparable,
-    read_elements,
-    refuse,
-    require_cast,
-    require_equal,
-    sample_ranges,
-    step_problems,
-    stored_step,
-)
 from merger.sources.torch_file import FragmentAddress
 from store.errors import MergeError, UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS
@@ -71,8 +61,8 @@ class OptimizerContents:
                 continue
             self.vouched.add((extent.fqn, extent.slot))
             working = weights.extent(extent.fqn, "working", extent.start, extent.stop, extent.start)
-            for start, stop in sample_ranges(extent.start, extent.stop):
-                require_cast(working, extent, start, stop)
+            for start, stop in deepspeed_files.sample_ranges(extent.start, extent.stop):
+                deepspeed_files.require_cast(working, extent, start, stop)
         self.problems += (
             f"{where}, the working weights of {fqn}, could not be compared with the optimizer's copy"
             for fqn, where in skipped.items()
@@ -81,7 +71,7 @@ class OptimizerContents:
     def steps(self) -> list[float | None]:
         """Return the steps that the optimizer counts for each parameter."""
         groups = ((group["hyper"], group["params"]) for group in self.groups)
-        return [stored_step(self.scalars.get(fqn, {}), hyper) for hyper, fqns in groups for fqn in fqns]
+        return [deepspeed_files.stored_step(self.scalars.get(fqn, {}), hyper) for hyper, fqns in groups for fqn in fqns]
 
 
 def param_shapes(model: Nest) -> list[list[Shape]]:
@@ -105,8 +95,8 @@ def flat_state(ranks: Sequence[Nest], masters: Sequence[FileTensor], numel: int)
     ``ranks`` and ``masters``: its state and its master weights on each rank.
 
     Raises MergeError if ranks differ in slots or scalars; UnsupportedError for state of another shape."""
-    slots = require_equal(ranks, "slots", lambda nest: _slots(nest, numel))
-    require_equal(ranks, "scalars", lambda nest: comparable(scalars_of(nest)))
+    slots = deepspeed_files.require_equal(ranks, "slots", lambda nest: _slots(nest, numel))
+    deepspeed_files.require_equal(ranks, "scalars", lambda nest: deepspeed_files.comparable(scalars_of(nest)))
     tensors = [
         {WEIGHTS: master, **{slot: nest.at(slot).tensor() for slot in slots}}
         for master, nest in zip(masters, ranks, strict=True)
@@ -177,10 +167,12 @@ def state_of(base: Nest, index: int) -> Nest:
     return states.at(index) if index in states.mapping() else Nest({}, f"{states.where}, {index}")
 
 
-def read_zero12(files: RankFiles) -> OptimizerContents:
+def read_zero12(files: deepspeed_files.RankFiles) -> OptimizerContents:
     """Read the optimizer files of ZeRO-1/2. MergeError, UnsupportedError, DamagedError."""
     bases = [_base(optim) for optim in files.optims]
-    require_equal(bases, "param_groups", lambda base: comparable(base.at("param_groups").value))
+    deepspeed_files.require_equal(
+        bases, "param_groups", lambda base: deepspeed_files.comparable(base.at("param_groups").value)
+    )
     hyper, shapes = base_groups(bases[0], files.model, one_each=True), param_shapes(files.model)
     out = OptimizerContents()
     round_robin = not _is_wrapper(files) and is_round_robin(files.model)
@@ -202,7 +194,7 @@ def read_zero12(files: RankFiles) -> OptimizerContents:
         "param_alignment_paddings": [list(group) for group in gaps] if aligned else [],
         "param_groups": [group.model_dump(mode="json") for group in groups],
     }
-    out.problems += step_problems(files.model, files.optims[0].where, out.steps())
+    out.problems += deepspeed_files.step_problems(files.model, files.optims[0].where, out.steps())
     out.compare_weights(files.model)
     return out
 
@@ -221,7 +213,7 @@ def _master(optim: Nest, index: int) -> FileTensor:
     return optim.at("single_partition_of_fp32_groups").at(index).tensor()
 
 
-def _is_wrapper(files: RankFiles) -> bool:
+def _is_wrapper(files: deepspeed_files.RankFiles) -> bool:
     """Return whether the run used ``BF16_Optimizer``, which keeps the padding."""
     return files.optims[0].get("zero_stage") is None
 
@@ -239,7 +231,7 @@ def in_group_order(dealt: Sequence[Shape], world_size: int) -> list[Shape]:
 
 
 def _group(
-    files: RankFiles, index: int, shapes: list[Shape], gaps: Sequence[int], round_robin: bool
+    files: deepspeed_files.RankFiles, index: int, shapes: list[Shape], gaps: Sequence[int], round_robin: bool
 ) -> facts.GroupFacts:
     layout, end = facts.place_in_row((shape.fqn, shape.numel, gap) for shape, gap in zip(shapes, gaps, strict=True))
     paddings = tuple(optim.at("group_paddings").at(index).natural() for optim in files.optims)
@@ -258,15 +250,11 @@ def _group(
             f"{list(paddings)} on {counted(files.world_size, 'rank')} cannot hold the {counted(end, 'element')} of "
             "its parameters; files of different saves are mixed, or the layout is unknown"
         )
-    return facts.GroupFacts(
-        params=tuple(shape.fqn for shape in (in_group_order(shapes, files.world_size) if round_robin else shapes)),
-        layout=layout,
-        partition_size=size,
-        group_paddings=paddings,
-    )
+    params = tuple(shape.fqn for shape in (in_group_order(shapes, files.world_size) if round_robin else shapes))
+    return facts.GroupFacts(params=params, layout=layout, partition_size=size, group_paddings=paddings)
 
 
-def _gaps(files: RankFiles, index: int, count: int) -> tuple[int, ...]:
+def _gaps(files: deepspeed_files.RankFiles, index: int, count: int) -> tuple[int, ...]:
     """Return the elements that ``parameter_alignment`` leaves behind each parameter."""
     found = {
         (0,) * count if paddings is None else paddings.at(index).naturals()
@@ -277,7 +265,7 @@ def _gaps(files: RankFiles, index: int, count: int) -> tuple[int, ...]:
     return found.pop()
 
 
-def _check_mapping(files: RankFiles, rank: int, index: int, pieces: Sequence[facts.Piece]) -> None:
+def _check_mapping(files: deepspeed_files.RankFiles, rank: int, index: int, pieces: Sequence[facts.Piece]) -> None:
     nest = files.optims[rank].at("param_slice_mappings").at(index)
     found = [(fqn, *_address(address)) for fqn, address in nest.items()]
     expected = [(piece.fqn, piece.offset, piece.stop - piece.start) for piece in pieces]
@@ -297,11 +285,13 @@ def _address(nest: Nest) -> tuple[int, int]:
     return plain.at("start").natural(), plain.at("numel").natural()
 
 
-def read_zero3(files: RankFiles) -> OptimizerContents:
+def read_zero3(files: deepspeed_files.RankFiles) -> OptimizerContents:
     """Read the optimizer files of ZeRO-3. MergeError, UnsupportedError, DamagedError."""
     _refuse_variants(files)
     bases = [optim.at("optimizer_state_dict") for optim in files.optims]
-    require_equal(bases, "param_groups", lambda base: comparable(base.at("param_groups").value))
+    deepspeed_files.require_equal(
+        bases, "param_groups", lambda base: deepspeed_files.comparable(base.at("param_groups").value)
+    )
     hyper, shapes = base_groups(bases[0], files.model), param_shapes(files.model)
     home = {index: group for group, (indices, _) in enumerate(hyper) for index in indices}
     out = OptimizerContents(groups=[{"params": [], "hyper": values} for _, values in hyper])
@@ -330,7 +320,7 @@ def read_zero3(files: RankFiles) -> OptimizerContents:
         "param_groups": [{"params": list(group["params"])} for group in out.groups],
         "sub_groups": sub_groups,
     }
-    out.problems += step_problems(files.model, files.optims[0].where, out.steps())
+    out.problems += deepspeed_files.step_problems(files.model, files.optims[0].where, out.steps())
     if all(step is None for step in out.steps()):
         out.problems.append(
             f"the optimizer counts no steps, and ZeRO-3 saves the weights once: nothing tells whether all files in "
@@ -359,7 +349,7 @@ def _refuse_swapped(
                 ranks[other], placed, held[rank], held[other]
             ):
                 continue
-            refuse(
+            deepspeed_files.refuse(
                 {ranks[one][slot].block for one in (rank, other) for slot in _MOMENTS if slot in ranks[one]},
                 f"{files[rank]} has moments where rank {rank} holds only padding, and {files[other]} has zeros there: "
                 "the optimizer files of these ranks were exchanged. Copy the checkpoint again, or restore their names",
@@ -377,13 +367,13 @@ def _has_moments(
         for (fqn, _, part), begin, end in zip(placed, first, stop, strict=True):
             if begin < end:
                 found = tensors[slot].extent(fqn, slot, 0, end - begin, offset + begin)
-                if bool(read_elements(found, 0, end - begin).any()):
+                if bool(deepspeed_files.read_elements(found, 0, end - begin).any()):
                     return True
             offset += part
     return False
 
 
-def _refuse_variants(files: RankFiles) -> None:
+def _refuse_variants(files: deepspeed_files.RankFiles) -> None:
     for optim in files.optims:
         count = optim.at("partition_count")
         partly = isinstance(count.value, list) or count.natural() != files.world_size

@@ -51,11 +51,10 @@ class StoreSource:
                 found = StoreSource(self.root / weights_dir(save)).checkpoint(save.name, flaws)
                 return replace(found, problems=(*told, *found.problems))
             try:
-                resolution, passed_over = (
-                    newest_resumable(self.catalog, known)
-                    if save is None
-                    else (resolve(self.catalog, save, known), told)
-                )
+                if save is None:
+                    resolution, passed_over = newest_resumable(self.catalog, known)
+                else:
+                    resolution, passed_over = resolve(self.catalog, save, known), told
             except (DamagedError, StorageError) as error:
                 if save is None:
                     raise

@@ -105,15 +105,13 @@ class DcpFiles:
             return self._blob(key, ())
         try:
             dtype, shape = dtype_name(vars(found["properties"])["values"][0]), tuple(found["size"])
-            chunks = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in found["chunks"]]
-            if any(
-                not 0 <= at <= at + size <= most for box in chunks for at, size, most in zip(*box, shape, strict=True)
-            ):
+            boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in found["chunks"]]
+            if any(not 0 <= at <= at + size <= end for box in boxes for at, size, end in zip(*box, shape, strict=True)):
                 raise ValueError("a chunk lies outside its tensor")
         except UNPICKLING_ERRORS as error:
             raise DamagedError(f"{self.where}: {key} is not described as DCP does it: {error!r}") from error
         tensors = []
-        for offsets, sizes in chunks:
+        for offsets, sizes in boxes:
             tensor = Nest(self._blob(key, offsets), f"{self.where}, {key}").tensor()
             if (tensor.shape, tensor.dtype) != (sizes, dtype):
                 raise DamagedError(f"{tensor.where} is not the chunk of {sizes} {dtype} that {self.where} has of {key}")

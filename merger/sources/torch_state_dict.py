@@ -95,11 +95,9 @@ def _optimizer(state: TrainingState) -> OptimizerContents:
     """Return the optimizer's state: slots are tensors of their parameter's shape, as the adapters have it."""
     members = [fqn for group in state.groups for fqn in group["params"]]
     out = OptimizerContents(slots={fqn: [] for fqn in members}, scalars={fqn: {} for fqn in members})
-    unknown = sorted(state.states.keys() - out.slots.keys() | (out.slots.keys() - state.model.keys()))
-    if unknown or len(out.slots) < len(members):
-        raise MergeError(
-            f"{state.place}: the optimizer holds {listed(unknown) or 'a parameter twice'}, unlike the model"
-        )
+    other = sorted(state.states.keys() - out.slots.keys() | (out.slots.keys() - state.model.keys()))
+    if other or len(out.slots) < len(members):
+        raise MergeError(f"{state.place}: the optimizer holds {listed(other) or 'a parameter twice'}, unlike the model")
     for fqn, slots in out.slots.items():
         shape = state.model[fqn].shape
         for key, value in sorted(state.states.get(fqn, {}).items(), key=str):

@@ -130,7 +130,6 @@ def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors(value: Any) -> list[Any]:
-    """Return planned and other tensors in their order."""
     return [leaf for leaf in tree_iter(value, is_leaf=_is_leaf) if isinstance(leaf, PlannedTensor | torch.Tensor)]
 
 

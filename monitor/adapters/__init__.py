@@ -133,9 +133,7 @@ def unwrap(model: nn.Module) -> Unwrapped:
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             ignored = set(model.parameters_to_ignore)
-            local = sorted(
-                name for name, part in model.module.named_parameters() if name in ignored and part.requires_grad
-            )
+            local = sorted(fqn for fqn, one in model.module.named_parameters() if fqn in ignored and one.requires_grad)
             if local:
                 raise UnsupportedError(
                     f"DistributedDataParallel does not synchronize {listed(local)}, so every rank has values of its "

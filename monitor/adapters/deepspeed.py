@@ -9,18 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from monitor.adapters import deepspeed_base
 from monitor.adapters.base import Adapter, Gradient, Piece
-from monitor.adapters.deepspeed_base import (
-    EngineAdapter,
-    FlatPartition,
-    Placement,
-    ZeroAdapter,
-    check_engine_state,
-    engine_state,
-    load_engine_state,
-    require_same_engine,
-    scaler_state,
-)
 from monitor.adapters.hyperparameters import describe_group, restore_groups
 from monitor.adapters.module_tensors import ModuleTensors, ParameterNames, slice_piece, whole_piece
 from monitor.adapters.pytorch import PyTorchAdapter
@@ -83,7 +73,7 @@ def engine_facts(engine: Any, inventory: ModuleTensors) -> dict[str, Any]:
         "ds_config": as_json(engine._config._param_dict),
         "zero_optimizer": type(optimizer).__name__,
         "optimizer": type(engine.basic_optimizer).__name__,
-        "loss_scaler": scaler_state(optimizer),
+        "loss_scaler": deepspeed_base.scaler_state(optimizer),
         "dynamic_loss_scale": bool(getattr(optimizer, "dynamic_loss_scale", False)),
         "clip_grad": float(getattr(optimizer, "clip_grad", 0.0)),
         "elastic_checkpoint": bool(getattr(optimizer, "elastic_checkpoint", False)),
@@ -99,7 +89,7 @@ def engine_facts(engine: Any, inventory: ModuleTensors) -> dict[str, Any]:
     }
 
 
-class Stage0Adapter(EngineAdapter, PyTorchAdapter):
+class Stage0Adapter(deepspeed_base.EngineAdapter, PyTorchAdapter):
     """Adapter of an engine without ZeRO, in fp32: replicas, with DeepSpeed's counters and scheduler."""
 
     def __init__(self, engine: Any) -> None:
@@ -110,20 +100,20 @@ class Stage0Adapter(EngineAdapter, PyTorchAdapter):
         return ModuleTensors(module)  # with the names that DeepSpeed's own files use
 
     def check_attached(self) -> None:
-        require_same_engine(self.engine, self.module, self.optimizer)
+        deepspeed_base.require_same_engine(self.engine, self.module, self.optimizer)
         super().check_attached()
 
     def capture_run_state(self) -> Callable[[], dict[str, Any]]:
-        captured, own = super().capture_run_state(), engine_state(self.engine)
+        captured, own = super().capture_run_state(), deepspeed_base.engine_state(self.engine)
         return lambda: {**captured(), **own}
 
     def check_run_state(self, state: Mapping[str, Any]) -> None:
         super().check_run_state(state)
-        check_engine_state(self.engine, state)
+        deepspeed_base.check_engine_state(self.engine, state)
 
     def load_run_state(self, state: Mapping[str, Any]) -> None:
         super().load_run_state(state)
-        load_engine_state(self.engine, state)
+        deepspeed_base.load_engine_state(self.engine, state)
 
     def layout_facts(self) -> dict[str, Any]:
         return {**super().layout_facts(), **engine_facts(self.engine, self._inventory)}
@@ -138,7 +128,7 @@ class PipelineAdapter(Stage0Adapter):
         return PyTorchAdapter.layout_facts(self)
 
 
-class _SteppedAdapter(ZeroAdapter):
+class _SteppedAdapter(deepspeed_base.ZeroAdapter):
     """What the journal needs of an engine: the steps of the optimizer that ZeRO wraps, on its flat partitions."""
 
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
@@ -160,9 +150,7 @@ class _SteppedAdapter(ZeroAdapter):
         """Return what ``unscale_and_clip_grads`` multiplies by; of the same types, since the last bit counts.
 
         Without asking a device for a number, for which training would wait."""
-        scale, clip, norm = (
-            getattr(self._zero, name, 0.0) for name in ("loss_scale", "clip_grad", "_global_grad_norm")
-        )
+        scale, clip, norm = (getattr(self._zero, one, 0.0) for one in ("loss_scale", "clip_grad", "_global_grad_norm"))
         scale = scale or 1.0  # a wrapper without loss scale has 0.0 here
         if clip and isinstance(norm, torch.Tensor):
             scale = torch.clamp((norm + 1e-6) / clip, min=1.0) * scale
@@ -191,7 +179,7 @@ class _SteppedAdapter(ZeroAdapter):
         self._base_optimizer.step()
 
 
-def _pieces(flat: FlatPartition, gradient: torch.Tensor | None) -> list[Piece]:
+def _pieces(flat: deepspeed_base.FlatPartition, gradient: torch.Tensor | None) -> list[Piece]:
     return [
         Piece(Fragment(fqn, GRADIENT, start, numel), gradient.narrow(0, offset, numel))
         for fqn, start, offset, numel in map(astuple, flat.placements)
@@ -206,7 +194,7 @@ class Zero12Adapter(_SteppedAdapter):
     the address of its view in the flat tensor, not from DeepSpeed's parameter mappings: with ``round_robin_gradients``
     those are in another order than the data."""
 
-    def _flats(self) -> list[FlatPartition]:
+    def _flats(self) -> list[deepspeed_base.FlatPartition]:
         names = self._inventory.names()
         return [self._flat(index, names) for index in range(len(self._lists()))]
 
@@ -219,7 +207,7 @@ class Zero12Adapter(_SteppedAdapter):
     def finish_load(self) -> None:
         self._zero.update_lp_params()  # each rank casts its partition of the masters, then all gather
 
-    def _flat(self, index: int, names: ParameterNames) -> FlatPartition:
+    def _flat(self, index: int, names: ParameterNames) -> deepspeed_base.FlatPartition:
         params, working, masters = self._lists()[index]
         size = masters.numel()
         first = dist.get_rank(self._zero.real_dp_process_group[index]) * size
@@ -228,8 +216,8 @@ class Zero12Adapter(_SteppedAdapter):
         for fqn, offset, numel in placed:
             start, stop = max(offset, first), min(offset + numel, first + size)
             if start < stop:
-                placements.append(Placement(fqn, start - offset, start - first, stop - start))
-        return FlatPartition(masters, index, tuple(fqn for fqn, _, _ in placed), tuple(placements))
+                placements.append(deepspeed_base.Placement(fqn, start - offset, start - first, stop - start))
+        return deepspeed_base.FlatPartition(masters, index, tuple(fqn for fqn, _, _ in placed), tuple(placements))
 
     def _unpartitioned(self) -> tuple[list[Piece], list[Piece]]:
         inside = {id(parameter) for group, _, _ in self._lists() for parameter in group}
@@ -309,7 +297,7 @@ class Zero3Adapter(_SteppedAdapter):
     in one flat partition. The padding on the last ranks is cut off. Parameters that are not in the optimizer (frozen
     ones) have their slice in ``param.ds_tensor``."""
 
-    def _flats(self) -> list[FlatPartition]:
+    def _flats(self) -> list[deepspeed_base.FlatPartition]:
         names = self._inventory.names()
         return [self._flat(index, names) for index in range(len(self._zero.fp16_groups))]
 
@@ -337,17 +325,18 @@ class Zero3Adapter(_SteppedAdapter):
             self._base_optimizer.step()
             group["params"] = []
 
-    def _flat(self, index: int, names: ParameterNames) -> FlatPartition:
+    def _flat(self, index: int, names: ParameterNames) -> deepspeed_base.FlatPartition:
         placements, fqns, offset = [], [], 0
         for parameter in self._zero.fp16_groups[index]:
             fqn = names.of(parameter, f"sub-group {index} of ZeRO-3")
             start, numel = _local_slice(parameter)
             fqns.append(fqn)
             if numel:
-                placements.append(Placement(fqn, start, offset, numel))
+                placements.append(deepspeed_base.Placement(fqn, start, offset, numel))
             offset += parameter.partition_numel()
         group = int(self._zero.sub_group_to_group_id[index])
-        return FlatPartition(self._zero.fp32_partitioned_groups_flat[index], group, tuple(fqns), tuple(placements))
+        masters = self._zero.fp32_partitioned_groups_flat[index]
+        return deepspeed_base.FlatPartition(masters, group, tuple(fqns), tuple(placements))
 
     def _unpartitioned(self) -> tuple[list[Piece], list[Piece]]:
         inside = {id(parameter) for group in self._zero.fp16_groups for parameter in group}

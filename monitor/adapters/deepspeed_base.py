@@ -18,22 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from monitor.adapters import optimizer_state
 from monitor.adapters.base import FragmentPlace, LiveValue, OneStage, Piece, StateVersions, TensorInfo, wrap_methods
 from monitor.adapters.hyperparameters import describe_group, group_values, match_groups, restore_groups
 from monitor.adapters.identity import Identity, IdentityReader, OptimizerAttributes, T
 from monitor.adapters.module_tensors import ModuleTensors, partition_replicated, whole_piece
-from monitor.adapters.optimizer_state import (
-    common_scalars,
-    complete_state,
-    fit_slots,
-    planned_slots,
-    require_by_parameter,
-    require_storable,
-    require_storable_groups,
-    restored_scalars,
-    slots_of,
-    to_host,
-)
 from store.errors import ModelMismatchError, UnsupportedError
 from store.names import BUFFER, WEIGHTS, Fragment
 from store.schema import as_json
@@ -261,14 +250,14 @@ class ZeroAdapter(EngineAdapter, ABC):
             raise UnsupportedError(
                 "ZeRO's inner optimizer was replaced after monitor.attach: call close() and attach the engine again"
             )
-        require_storable_groups(self._base_optimizer)
+        optimizer_state.require_storable_groups(self._base_optimizer)
         self._optimizer_attributes[0].check()
         self._keep("attached", self._check_state)
 
     def _check_state(self) -> None:
         self._check_supported()
-        require_by_parameter(self._base_optimizer)
-        require_storable(self._base_optimizer, self._name_of_state)
+        optimizer_state.require_by_parameter(self._base_optimizer)
+        optimizer_state.require_storable(self._base_optimizer, self._name_of_state)
         known, groups = {id(flat.tensor) for flat in self.flats()}, self._base_optimizer.param_groups
         unknown = [index for index, group in enumerate(groups) if any(id(p) not in known for p in group["params"])]
         if unknown or len(groups) != self._group_count:
@@ -318,11 +307,8 @@ class ZeroAdapter(EngineAdapter, ABC):
     def owned(self) -> list[Piece]:
         """Return pieces of the flat partitions and their optimizer state, and a part of the replicated tensors."""
         replicated, sliced = self._unpartitioned()
-        return [
-            *self._flat_pieces(),
-            *sliced,
-            *partition_replicated([*replicated, *self._buffers()], self._rank, self._world_size),
-        ]
+        parts = partition_replicated([*replicated, *self._buffers()], self._rank, self._world_size)
+        return [*self._flat_pieces(), *sliced, *parts]
 
     def held(self) -> list[Piece]:
         replicated, sliced = self._unpartitioned()
@@ -334,7 +320,7 @@ class ZeroAdapter(EngineAdapter, ABC):
         places = [FragmentPlace(one.fragment, one.tensor.dtype) for one in [*sliced, *replicated, *self._buffers()]]
         for flat in self.flats():
             state = self._base_optimizer.state.get(flat.tensor, {})
-            planned = planned_slots(state, flat.tensor, _wanted_slots(flat, slots))
+            planned = optimizer_state.planned_slots(state, flat.tensor, _wanted_slots(flat, slots))
             for slot, dtype in {WEIGHTS: flat.tensor.dtype, **planned}.items():
                 places += [FragmentPlace(Fragment(at.fqn, slot, at.start, at.numel), dtype) for at in flat.placements]
         return [place for place in places if place.fragment.numel]
@@ -349,9 +335,9 @@ class ZeroAdapter(EngineAdapter, ABC):
         Missing ones are created with zeros, others dropped. If ``slots`` names one for only some parameters of a
         partition, the others' pieces become zeros."""
         for flat in self.flats():
-            fit_slots(self._base_optimizer, flat.tensor, _wanted_slots(flat, slots))
+            optimizer_state.fit_slots(self._base_optimizer, flat.tensor, _wanted_slots(flat, slots))
             state = self._base_optimizer.state.get(flat.tensor, {})
-            for slot in slots_of(state, flat.tensor):
+            for slot in optimizer_state.slots_of(state, flat.tensor):
                 for place in flat.placements:
                     if slot not in slots.get(place.fqn, {}):
                         state[slot].narrow(0, place.offset, place.numel).zero_()
@@ -376,16 +362,16 @@ class ZeroAdapter(EngineAdapter, ABC):
         match_groups(state["param_groups"], self._groups())
         check_engine_state(self.engine, state)
         for flat in self.flats():
-            self._restored_scalars(flat, common_scalars(flat.fqns, state)[1], state)
+            self._restored_scalars(flat, optimizer_state.common_scalars(flat.fqns, state)[1], state)
 
     def load_run_state(self, state: Mapping[str, Any]) -> None:
-        common = {flat.fqns: common_scalars(flat.fqns, state) for flat in self.flats()}
+        common = {flat.fqns: optimizer_state.common_scalars(flat.fqns, state) for flat in self.flats()}
         restore_groups(state["param_groups"], self._groups())
         load_engine_state(self.engine, state)
         for flat in self.flats():
             slots, saved = common[flat.fqns]
             scalars = self._restored_scalars(flat, saved, state)
-            if complete_state(self._base_optimizer, flat.tensor, slots, bool(scalars)):
+            if optimizer_state.complete_state(self._base_optimizer, flat.tensor, slots, bool(scalars)):
                 self._base_optimizer.state[flat.tensor].update(scalars)
         replay_steps(self._base_optimizer)
 
@@ -400,7 +386,7 @@ class ZeroAdapter(EngineAdapter, ABC):
                 name = f"optimizer.state[{'?' if flat is None else f'partition with {flat.fqns[0]}'}][{key!r}]"
                 if flat is None:
                     yield LiveValue(name, value)
-                elif key not in slots_of(state, flat.tensor):
+                elif key not in optimizer_state.slots_of(state, flat.tensor):
                     yield LiveValue(name, value, stored=("framework", "scalars", flat.fqns[0], key))
                 else:
                     for place in flat.placements:
@@ -439,7 +425,7 @@ class ZeroAdapter(EngineAdapter, ABC):
         for flat in self.flats():
             tensors = {WEIGHTS: flat.tensor}
             state = self._base_optimizer.state.get(flat.tensor, {})
-            tensors |= {slot: state[slot] for slot in slots_of(state, flat.tensor)}
+            tensors |= {slot: state[slot] for slot in optimizer_state.slots_of(state, flat.tensor)}
             for place in flat.placements:
                 for slot, tensor in tensors.items():
                     fragment = Fragment(place.fqn, slot, place.start, place.numel)
@@ -451,24 +437,26 @@ class ZeroAdapter(EngineAdapter, ABC):
     def _state_of(self, flat: FlatPartition) -> tuple[list[str], dict[str, Any]]:
         """Return (slots, scalars) of a flat partition's optimizer state."""
         state = self._base_optimizer.state.get(flat.tensor, {})
-        slots, scalars = slots_of(state, flat.tensor), {}
-        for key, value in state.items():
+        slots, scalars = optimizer_state.slots_of(state, flat.tensor), {}
+        for key, one in state.items():
             if key in slots:
                 continue
-            if isinstance(value, torch.Tensor) and value.ndim:
+            if isinstance(one, torch.Tensor) and one.ndim:
                 raise UnsupportedError(
-                    f"{type(self._base_optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for a flat "
+                    f"{type(self._base_optimizer).__name__} keeps {key!r} of shape {tuple(one.shape)} for a flat "
                     f"partition of {flat.tensor.numel()} elements: it cannot be split by parameter; use an "
                     "optimizer with state per element, such as AdamW"
                 )
-            scalars[key] = to_host(value, f"optimizer state {key!r} of the partition with {flat.fqns[0]}")
+            scalars[key] = optimizer_state.to_host(one, f"optimizer state {key!r} of the partition with {flat.fqns[0]}")
         return slots, scalars
 
     def _restored_scalars(
         self, flat: FlatPartition, scalars: Mapping[str, Any], saved: Mapping[str, Any]
     ) -> dict[str, Any]:
         group = self._base_optimizer.param_groups[flat.group]
-        return restored_scalars(self._base_optimizer, flat.tensor, group, scalars, saved.get("optimizer"))
+        return optimizer_state.restored_scalars(
+            self._base_optimizer, flat.tensor, group, scalars, saved.get("optimizer")
+        )
 
     def _require_attributes(self, *attributes: str) -> None:
         for name in attributes:

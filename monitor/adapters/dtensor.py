@@ -20,16 +20,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from monitor.adapters import module_tensors
 from monitor.adapters.base import Home, Piece
 from monitor.adapters.identity import Identity
-from monitor.adapters.module_tensors import (
-    ModuleTensors,
-    Replica,
-    even_slice,
-    require_materialized,
-    whole_piece,
-    without_wrappers,
-)
 from monitor.adapters.optimizer_state import AnyOptimizer, kind_of, slots_of
 from monitor.adapters.pytorch import PyTorchAdapter
 from store.errors import UnstorableError, UnsupportedError
@@ -69,7 +62,7 @@ def share_of(
             if placements[index].split_factor != prod(mesh[one] for one in order if one > index):  # type: ignore[attr-defined]
                 raise ValueError(f"{list(placements)}: its rows do not follow each other")
         for index in order:
-            start, sizes[dim] = even_slice(sizes[dim], coordinate[index], mesh[index])
+            start, sizes[dim] = module_tensors.even_slice(sizes[dim], coordinate[index], mesh[index])
             offsets[dim] += start
     offsets = offsets if all(sizes) else [0] * len(shape)
     return Share(Box(tuple(offsets), tuple(sizes), tuple(shape)), number, count)
@@ -125,11 +118,11 @@ def local_of(tensor: DTensor, name: str) -> torch.Tensor:
             f"{name} is made of {type(local).__name__} (quantized or otherwise packed), which is not supported; train "
             "with plain tensors"
         )
-    require_materialized(local, name)
+    module_tensors.require_materialized(local, name)
     return local
 
 
-def sharded_tensors(module: nn.Module) -> ModuleTensors:
+def sharded_tensors(module: nn.Module) -> module_tensors.ModuleTensors:
     """Return the sharded parameters, also if the last forward left gathered ones registered; the next gathers again."""
 
     def reshard() -> None:  # not a collective
@@ -137,7 +130,9 @@ def sharded_tensors(module: nn.Module) -> ModuleTensors:
             if isinstance(part, FSDPModule):
                 part.reshard()
 
-    return ModuleTensors(module, without_wrappers, known=frozenset({DTensor}), before=reshard)
+    return module_tensors.ModuleTensors(
+        module, module_tensors.without_wrappers, known=frozenset({DTensor}), before=reshard
+    )
 
 
 class DTensorAdapter(PyTorchAdapter):
@@ -189,7 +184,7 @@ class DTensorAdapter(PyTorchAdapter):
             slots = slots_of(state, parameter)
             yield from ((fqn, key, value, key in slots) for key, value in state.items())
 
-    def _collect_tensors(self, module: nn.Module) -> ModuleTensors:
+    def _collect_tensors(self, module: nn.Module) -> module_tensors.ModuleTensors:
         return sharded_tensors(module)
 
     def _read_identity(self) -> Identity | None:
@@ -202,14 +197,14 @@ class DTensorAdapter(PyTorchAdapter):
         local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         return local
 
-    def _replica(self, fqn: str, slot: str, tensor: torch.Tensor) -> Replica:
+    def _replica(self, fqn: str, slot: str, tensor: torch.Tensor) -> module_tensors.Replica:
         if not isinstance(tensor, DTensor):
             return super()._replica(fqn, slot, tensor)
         share, memory = share_in_memory(tensor, f"{fqn} ({slot})")
         place, homes = self._places.get(fqn, (0, 1))
         fragment = Fragment.of_box(fqn, slot, share.box)
-        piece = Piece(fragment, whole_piece(fqn, slot, memory).tensor)
-        return Replica(piece, place * share.count + share.number, homes * share.count)
+        piece = Piece(fragment, module_tensors.whole_piece(fqn, slot, memory).tensor)
+        return module_tensors.Replica(piece, place * share.count + share.number, homes * share.count)
 
     def _home(self, tensor: torch.Tensor) -> Home:
         if not isinstance(tensor, DTensor):

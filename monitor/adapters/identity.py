@@ -294,9 +294,7 @@ class OptimizerAttributes:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the plain values that changed since the first look."""
-        return {
-            name: value for name, value in self._plain().items() if repr(value) != repr(self._first.get(name, self))
-        }
+        return {name: one for name, one in self._plain().items() if repr(one) != repr(self._first.get(name, self))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the values in ``state``, and others that changed as at the first look."""
@@ -315,9 +313,7 @@ class OptimizerAttributes:
         if any(isinstance(value, torch.Tensor) for value in found.values()):
             own = {id(one) for group in self.optimizer.param_groups for one in (*group["params"], *group.values())}
             own |= {id(value) for state in self.optimizer.state.values() for value in state.values()}
-            found = {
-                name: one for name, one in found.items() if not isinstance(one, torch.Tensor) or id(one) not in own
-            }
+            found = {key: one for key, one in found.items() if not isinstance(one, torch.Tensor) or id(one) not in own}
         return {name: _mark(one) for name, one in found.items()}
 
 

@@ -16,42 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from monitor.adapters.base import (
-    FragmentPlace,
-    Gradient,
-    Home,
-    Listing,
-    LiveValue,
-    OneStage,
-    Piece,
-    StateVersions,
-    TensorInfo,
-    agree_on_stages,
-)
+from monitor.adapters import base, optimizer_state
 from monitor.adapters.frozen import fingerprint
 from monitor.adapters.hyperparameters import LiveGroups, describe_group, group_values, match_groups, restore_groups
 from monitor.adapters.identity import Identity, IdentityReader, OptimizerAttributes, T, versions_of
 from monitor.adapters.module_tensors import ModuleTensors, Replica, partition_replicas, whole_piece, without_wrappers
-from monitor.adapters.optimizer_state import (
-    AnyOptimizer,
-    StackedScalars,
-    can_take_over,
-    complete_state,
-    equal,
-    fit_slots,
-    is_packed,
-    kind_of,
-    members_of,
-    planned_slots,
-    require_by_parameter,
-    require_storable,
-    require_storable_groups,
-    restored_scalars,
-    slots_of,
-    to_host,
-    unusual_strides,
-    with_stride,
-)
 from monitor.distributed import Group, run_on_all_ranks
 from store.errors import UnsupportedError
 from store.names import BUFFER, FROZEN, GRADIENT, WEIGHTS, Fragment
@@ -59,7 +28,7 @@ from store.schema import digest
 from store.text import listed
 
 
-class PyTorchAdapter(OneStage):
+class PyTorchAdapter(base.OneStage):
     """Adapter of a module and its optimizer. Raises UnsupportedError for unsupported tensors or optimizers.
 
     The module is unwrapped; its parameter names are the fqns. ``group`` has the ranks that hold replicas; None for all
@@ -72,7 +41,7 @@ class PyTorchAdapter(OneStage):
     def __init__(
         self,
         module: nn.Module,
-        optimizer: AnyOptimizer,
+        optimizer: optimizer_state.AnyOptimizer,
         group: dist.ProcessGroup | None = None,
         wrappers: Sequence[tuple[Any, torch.optim.Optimizer]] = (),
         *,
@@ -81,7 +50,7 @@ class PyTorchAdapter(OneStage):
         self.module = module
         self.optimizer = optimizer
         self.buffers_follow_rank0 = buffers_follow_rank0
-        self._optimizers = members_of(optimizer)
+        self._optimizers = optimizer_state.members_of(optimizer)
         holders = [*((one, one) for one in self._optimizers), *wrappers]
         self._optimizer_attributes = [OptimizerAttributes(holder, one) for holder, one in holders]
         self._inventory = self._collect_tensors(module)
@@ -89,8 +58,9 @@ class PyTorchAdapter(OneStage):
         distributed = dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank(group) if distributed else 0
         self._world_size = dist.get_world_size(group) if distributed else 1
-        self._home_here = Home("replicas", group=None if group is None else tuple(dist.get_process_group_ranks(group)))
-        self._whole: Mapping[str, TensorInfo] | None = None  # tensors of the whole model, if this is a pipeline stage
+        ranks = None if group is None else tuple(dist.get_process_group_ranks(group))
+        self._home_here = base.Home("replicas", group=ranks)
+        self._whole: Mapping[str, base.TensorInfo] | None = None  # of the whole model, if this is a pipeline stage
         self._places: Mapping[str, tuple[int, int]] = {}
         if any(type(one).__name__ == "ZeroRedundancyOptimizer" for one in self._optimizers):
             raise UnsupportedError(
@@ -106,7 +76,7 @@ class PyTorchAdapter(OneStage):
         with self.cache_lookups():
             listing = run_on_all_ranks(group, self._listing)
             self.home = digest(repr(listing).encode())
-            found = agree_on_stages(group, listing, self._hash_of)
+            found = base.agree_on_stages(group, listing, self._hash_of)
         if found is not None:
             self._places = found.places
             if len(found.leaders) > 1:
@@ -132,15 +102,15 @@ class PyTorchAdapter(OneStage):
                 "tensors of this stage changed since monitor.attach (name, shape, dtype, or whether they are trained), "
                 "and other stages cannot know: close() and attach again"
             )
-        require_storable_groups(self.optimizer, self._known_tensors)
+        optimizer_state.require_storable_groups(self.optimizer, self._known_tensors)
 
-    def state_versions(self) -> StateVersions | None:
-        identity, kind = self.identity(), kind_of(self.optimizer)
+    def state_versions(self) -> base.StateVersions | None:
+        identity, kind = self.identity(), optimizer_state.kind_of(self.optimizer)
         if identity is not None:
-            return StateVersions(kind, versions_of(identity.trained), versions_of(identity.entries))
+            return base.StateVersions(kind, versions_of(identity.trained), versions_of(identity.entries))
         trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         state = [value for p in trained for value in self.optimizer.state.get(p, {}).values()]
-        return StateVersions(kind, versions_of(trained), versions_of(state))
+        return base.StateVersions(kind, versions_of(trained), versions_of(state))
 
     def before_update(self, hook: Callable[[], None]) -> None:
         for optimizer in self._optimizers:
@@ -153,28 +123,29 @@ class PyTorchAdapter(OneStage):
         for part in self.module.modules():  # a script may load a part of the model
             part.register_load_state_dict_pre_hook(_LoadHook(hook))  # type: ignore[no-untyped-call]
 
-    def tensors(self) -> Mapping[str, TensorInfo]:
+    def tensors(self) -> Mapping[str, base.TensorInfo]:
         return self._own_tensors() if self._whole is None else self._whole
 
-    def owned(self) -> list[Piece]:
+    def owned(self) -> list[base.Piece]:
         """Return this rank's part of :meth:`held`. Optimizer state is included once it exists, after the first step."""
         return partition_replicas(self._replicas())
 
-    def held(self) -> list[Piece]:
+    def held(self) -> list[base.Piece]:
         return [replica.piece for replica in self._replicas() if replica.piece.fragment.numel]
 
-    def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[FragmentPlace]:
+    def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[base.FragmentPlace]:
         optimized = {fqn: parameter for fqn, parameter, _ in self._optimized()}
         places = [
-            FragmentPlace(piece.fragment, piece.tensor.dtype) for piece, _, _ in self._replicas(stateless=optimized)
+            base.FragmentPlace(piece.fragment, piece.tensor.dtype)
+            for piece, _, _ in self._replicas(stateless=optimized)
         ]
         for fqn, parameter in optimized.items():
             state = self.optimizer.state.get(parameter, {})
-            live = slots_of(state, parameter)
-            for slot, dtype in planned_slots(state, parameter, slots.get(fqn, {})).items():
+            live = optimizer_state.slots_of(state, parameter)
+            for slot, dtype in optimizer_state.planned_slots(state, parameter, slots.get(fqn, {})).items():
                 new = slot not in live
                 fragment = self._replica(fqn, slot, parameter if new else state[slot]).piece.fragment
-                places.append(FragmentPlace(fragment, dtype, new and can_take_over(parameter)))
+                places.append(base.FragmentPlace(fragment, dtype, new and optimizer_state.can_take_over(parameter)))
         return [place for place in places if place.fragment.numel]
 
     def prepare_load(
@@ -185,7 +156,7 @@ class PyTorchAdapter(OneStage):
             wanted, live = slots.get(fqn, {}), self.optimizer.state.get(parameter, {})
             new = [slot for slot in wanted if slot not in live]
             found = {slot: values.get(self._replica(fqn, slot, parameter).piece.fragment) for slot in new}
-            fit_slots(self.optimizer, parameter, wanted, found)
+            optimizer_state.fit_slots(self.optimizer, parameter, wanted, found)
 
     def finish_load(self) -> None:
         pass  # nothing is derived from the parameters
@@ -199,7 +170,7 @@ class PyTorchAdapter(OneStage):
             for (fqns, group), (number, member) in zip(self._groups(), self._members(), strict=True)
         ]
         scalars = self._keep("stacks", self._stacked_scalars).capture(self._entries(), self._host)
-        slots, kind = self._keep("slots", self._slots), kind_of(self.optimizer)
+        slots, kind = self._keep("slots", self._slots), optimizer_state.kind_of(self.optimizer)
         shared, strides = self._keep("shared", self._shared), self._keep("strides", self._strides)
         return lambda: {
             "optimizer": kind,
@@ -237,20 +208,23 @@ class PyTorchAdapter(OneStage):
         restore_groups(state["param_groups"], self._groups_to_restore(state))
         for fqn, parameter, group in self._optimized():
             scalars = self._restored_scalars(fqn, parameter, group, state)
-            if complete_state(self.optimizer, parameter, state.get("slots", {}).get(fqn, ()), bool(scalars)):
-                strides = state.get("strides", {}).get(fqn, {}).items()
+            slots = state.get("slots", {}).get(fqn, ())
+            if optimizer_state.complete_state(self.optimizer, parameter, slots, bool(scalars)):
                 live = self.optimizer.state[parameter]
                 live.update(scalars)
-                live.update({slot: with_stride(live[slot], stride) for slot, stride in strides if slot in live})
+                for slot, stride in state.get("strides", {}).get(fqn, {}).items():
+                    if slot in live:
+                        live[slot] = optimizer_state.with_stride(live[slot], stride)
         states = {fqn: self.optimizer.state.get(parameter, {}) for fqn, parameter, _ in self._optimized()}
         for (first, own), *others in state.get("shared", ()):
             tensor = states.get(first, {}).get(own)
             for fqn, key in others:
                 other = states.get(fqn, {}).get(key)
-                if tensor is not None and other is not None and equal(tensor, other):  # a composite's may differ
+                # A composite's may differ.
+                if tensor is not None and other is not None and optimizer_state.equal(tensor, other):
                     states[fqn][key] = tensor
 
-    def live_values(self) -> Iterator[LiveValue]:
+    def live_values(self) -> Iterator[base.LiveValue]:
         yield from self._inventory.live_values()
         groups = self._groups()
         for number, optimizer in enumerate(self._optimizers):
@@ -264,23 +238,21 @@ class PyTorchAdapter(OneStage):
                 for wrapped in [key for key in state if key not in live and isinstance(state[key], Mapping)]:
                     state = {**state, **state[wrapped]}  # noqa: PLW2901 - as of bitsandbytes, for FSDP1
                     del state[wrapped]
-                slots = slots_of(live, parameter)
+                slots = optimizer_state.slots_of(live, parameter)
                 for key, value in state.items():
                     stored = None if key in slots else ("framework", "scalars", fqn, key)
-                    shown = to_host(value, key) if is_packed(value) else value
-                    yield LiveValue(f"{place}['state'][{index}][{key!r}]", shown, stored=stored)
+                    shown = optimizer_state.to_host(value, key) if optimizer_state.is_packed(value) else value
+                    yield base.LiveValue(f"{place}['state'][{index}][{key!r}]", shown, stored=stored)
             yield from group_values(whole.get("param_groups", ()), f"{place}['param_groups']", first)
-            own_names = [
-                (name, one.state_dict()) for name, one in self.attributes().items() if one.optimizer is optimizer
-            ]
+            names = [(name, one.state_dict()) for name, one in self.attributes().items() if one.optimizer is optimizer]
             for key in whole.keys() - {"state", "param_groups"}:
-                path = next((("attributes", name, key) for name, found in own_names if key in found), None)
-                yield LiveValue(f"{place}[{key!r}]", whole[key], stored=path)
+                path = next((("attributes", name, key) for name, found in names if key in found), None)
+                yield base.LiveValue(f"{place}[{key!r}]", whole[key], stored=path)
 
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         return self._optimizers
 
-    def step_inputs(self, number: int) -> tuple[list[dict[str, Any]], list[Piece], torch.Tensor | float]:
+    def step_inputs(self, number: int) -> tuple[list[dict[str, Any]], list[base.Piece], torch.Tensor | float]:
         groups = self._groups_of(number)
         gradients = (
             self._replica(fqn, GRADIENT, parameter.grad)
@@ -290,7 +262,7 @@ class PyTorchAdapter(OneStage):
         )
         return [describe_group(*group) for group in groups], partition_replicas(gradients), 1.0
 
-    def new_gradients(self, number: int) -> list[Gradient]:
+    def new_gradients(self, number: int) -> list[base.Gradient]:
         trained = (
             (fqn, parameter)
             for fqns, group in self._groups_of(number)
@@ -298,10 +270,10 @@ class PyTorchAdapter(OneStage):
             if parameter.requires_grad
         )
         made = [(fqn, parameter, torch.empty_like(parameter)) for fqn, parameter in trained]
-        return [Gradient(one, memory, [self._replica(fqn, GRADIENT, memory).piece]) for fqn, one, memory in made]
+        return [base.Gradient(one, memory, [self._replica(fqn, GRADIENT, memory).piece]) for fqn, one, memory in made]
 
     def repeat_step(
-        self, number: int, groups: Sequence[Mapping[str, Any]], fqns: Set[str], gradients: Sequence[Gradient]
+        self, number: int, groups: Sequence[Mapping[str, Any]], fqns: Set[str], gradients: Sequence[base.Gradient]
     ) -> None:
         optimizer = self._optimizers[number]
         restore_groups(groups, self._groups_of(number))
@@ -318,7 +290,7 @@ class PyTorchAdapter(OneStage):
         alone = {} if len(self.leaders) > 1 else {"state_dict_names": self._inventory.state_dict_names()}
         return {
             "framework": self.framework,
-            "optimizer": kind_of(self.optimizer),
+            "optimizer": optimizer_state.kind_of(self.optimizer),
             "world_size": self._world_size,
             "param_groups": [{"params": fqns} for fqns, _ in self._groups()],
             **alone,  # without it, the names of all stages are those of the tensors
@@ -332,11 +304,10 @@ class PyTorchAdapter(OneStage):
 
     def _replica(self, fqn: str, slot: str, tensor: torch.Tensor) -> Replica:
         """Return this rank's piece of a tensor and its place among the ranks that hold the same piece."""
-        return Replica(
-            whole_piece(fqn, slot, tensor, strided=True), *self._places.get(fqn, (self._rank, self._world_size))
-        )
+        place = self._places.get(fqn, (self._rank, self._world_size))
+        return Replica(whole_piece(fqn, slot, tensor, strided=True), *place)
 
-    def _home(self, tensor: torch.Tensor) -> Home:  # noqa: ARG002 - for adapters of sharded models
+    def _home(self, tensor: torch.Tensor) -> base.Home:  # noqa: ARG002 - for adapters of sharded models
         """Return how this rank holds a tensor."""
         return self._home_here
 
@@ -355,7 +326,7 @@ class PyTorchAdapter(OneStage):
 
     # ---- shared by all
 
-    def _listing(self) -> Listing:
+    def _listing(self) -> base.Listing:
         held = {**self._inventory.parameters(), **self._inventory.buffers()}
         found = {fqn: (info, self._home(held[fqn])) for fqn, info in self._own_tensors().items()}
         # Where a rank is outside the mesh of a tensor, its optimizer has no state of it.
@@ -364,7 +335,7 @@ class PyTorchAdapter(OneStage):
     def _hash_of(self, fqn: str) -> int:
         return fingerprint(self._replica(fqn, WEIGHTS, self._inventory.parameters()[fqn]).piece.tensor, 0)
 
-    def _own_tensors(self) -> Mapping[str, TensorInfo]:
+    def _own_tensors(self) -> Mapping[str, base.TensorInfo]:
         return self._keep("infos", lambda: self._inventory.infos(trainable=frozenset()))
 
     def _keep(self, key: str, compute: Callable[[], T]) -> T:
@@ -372,18 +343,20 @@ class PyTorchAdapter(OneStage):
         return self._inventory.cache.keep(self.identity(), key, compute)
 
     def _check_names(self) -> None:
+        kind = optimizer_state.kind_of(self.optimizer)
         counted = Counter(fqn for fqns, _ in self._groups() for fqn in fqns)
         if twice := [fqn for fqn, count in counted.items() if count > 1]:
-            raise UnsupportedError(
-                f"several of {kind_of(self.optimizer)} hold {listed(twice)}: give each parameter to one optimizer"
-            )
-        require_by_parameter(self.optimizer)
+            raise UnsupportedError(f"several of {kind} hold {listed(twice)}: give each parameter to one optimizer")
+        optimizer_state.require_by_parameter(self.optimizer)
         names = self._inventory.names()
-        require_storable(self.optimizer, lambda key: names.of(key, kind_of(self.optimizer)), self._known_tensors)
+        optimizer_state.require_storable(self.optimizer, lambda key: names.of(key, kind), self._known_tensors)
 
     def _slots(self) -> dict[str, list[str]]:
         states = self.optimizer.state
-        return {fqn: slots_of(states.get(parameter, {}), parameter) for fqn, parameter, _ in self._optimized()}
+        return {
+            fqn: optimizer_state.slots_of(states.get(parameter, {}), parameter)
+            for fqn, parameter, _ in self._optimized()
+        }
 
     def _shared(self) -> list[list[tuple[str, str]]]:
         """Return the (fqn, key) of each tensor that is in several places of the optimizer's state."""
@@ -396,7 +369,10 @@ class PyTorchAdapter(OneStage):
 
     def _strides(self) -> dict[str, dict[str, list[int]]]:
         states = self.optimizer.state
-        found = {fqn: unusual_strides(states.get(parameter, {}), parameter) for fqn, parameter, _ in self._optimized()}
+        found = {
+            fqn: optimizer_state.unusual_strides(states.get(parameter, {}), parameter)
+            for fqn, parameter, _ in self._optimized()
+        }
         return {fqn: strides for fqn, strides in found.items() if strides}
 
     def _entries(self) -> Sequence[Any]:
@@ -404,16 +380,16 @@ class PyTorchAdapter(OneStage):
         return [value for state in states for value in state.values()] if identity is None else identity.entries
 
     def _host(self, key: str, value: Any, fqn: str) -> Any:
-        return to_host(self._scalar(key, value, fqn), f"optimizer state {key!r} of {fqn}")
+        return optimizer_state.to_host(self._scalar(key, value, fqn), f"optimizer state {key!r} of {fqn}")
 
-    def _stacked_scalars(self) -> StackedScalars:
+    def _stacked_scalars(self) -> optimizer_state.StackedScalars:
         slots, fqns = self._keep("slots", self._slots), {id(p): fqn for fqn, p, _ in self._optimized()}
         places, first = {fqn: dict[str, int]() for fqn in slots}, 0
         for parameter, state in self.optimizer.state.items():
             if fqn := fqns.get(id(parameter)):
                 places[fqn] = {key: index for index, key in enumerate(state, first) if key not in slots[fqn]}
             first += len(state)
-        return StackedScalars.of(places, self._entries())
+        return optimizer_state.StackedScalars.of(places, self._entries())
 
     def _replicas(self, stateless: Container[str] = ()) -> Iterator[Replica]:
         """Yield the pieces on this rank. stateless: parameters whose optimizer state is left out."""
@@ -421,7 +397,7 @@ class PyTorchAdapter(OneStage):
         for fqn, parameter in self._inventory.parameters().items():
             yield self._replica(fqn, WEIGHTS if parameter.requires_grad else FROZEN, parameter)
             state = {} if fqn in stateless else states.get(parameter, {})
-            for slot in slots_of(state, parameter):
+            for slot in optimizer_state.slots_of(state, parameter):
                 yield self._replica(fqn, slot, state[slot])
         for fqn, buffer in self._inventory.buffers().items():
             yield self._replica(fqn, BUFFER, buffer)
@@ -465,7 +441,7 @@ class PyTorchAdapter(OneStage):
         owner = next(one for one in self._optimizers if any(group is own for own in one.param_groups))
         kind, several = saved.get("optimizer"), len(self._optimizers) > 1  # each parameter's class was compared
         kind = type(owner).__name__ if several or " + " in str(kind) else kind
-        return restored_scalars(owner, parameter, group, saved["scalars"].get(fqn, {}), kind)
+        return optimizer_state.restored_scalars(owner, parameter, group, saved["scalars"].get(fqn, {}), kind)
 
 
 class _LoadHook:

@@ -173,7 +173,6 @@ class TrainerProgress:
 
 
 def _own_generators(fetcher: Any) -> list[torch.Generator]:
-    """Return the generators of the loaders' own, and of their samplers."""
     loaders = fetcher.combined_loader.flattened
     samplers = [getattr(loader, name, None) for loader in loaders for name in ("sampler", "batch_sampler")]
     owners = [*loaders, *samplers, *(getattr(one, "sampler", None) for one in samplers)]

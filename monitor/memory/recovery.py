@@ -18,17 +18,7 @@ from store.catalog import Catalog
 from store.certificate import certify, run_saves
 from store.errors import StoreError, UsageError
 from store.fragments import stored_slot
-from store.memory.index import (
-    MemoryVersion,
-    NodeIndex,
-    Piece,
-    RankShare,
-    assemble_version,
-    belonging_to,
-    rank_share,
-    scan_node,
-    take_newer_units,
-)
+from store.memory import index
 from store.memory.layout import Tier
 from store.memory.overlay import Overlay
 from store.names import SaveId
@@ -78,7 +68,9 @@ def find_newest_snapshot(
     suspect = run_on_rank0(group, lambda: max(catalog.suspects().saves, default=None))
     node = _scan(tier, catalog, suspect)
     on_disk = run_on_rank0(group, lambda: _newest_commit(catalog))
-    reports = group.all_gather(_report(tier, node, on_disk))
+    newer = {save: held for save, held in node.versions.items() if on_disk is None or save > on_disk.oldest}
+    versions = {save.name: {rank: held[rank].record.replica for rank in sorted(held)} for save, held in newer.items()}
+    reports = group.all_gather(_NodeReport(node_id(tier), versions))
     nodes = [report.node for report in reports]
     first = nodes.index(nodes[group.rank]) == group.rank  # of the ranks on its node
     for name in _candidates(reports):
@@ -141,14 +133,14 @@ def newest_on_disk(catalog: Catalog, group: Group) -> Resolution | None:
         return None
 
 
-def _scan(tier: Tier, catalog: Catalog, suspect: SaveId | None) -> NodeIndex:
+def _scan(tier: Tier, catalog: Catalog, suspect: SaveId | None) -> index.NodeIndex:
     """Return the snapshots on this node that are newer than ``suspect``, a state after whose resume jobs died."""
     try:
-        there = scan_node(tier)
-        node = belonging_to(there, catalog.files)
+        there = index.scan_node(tier)
+        node = index.belonging_to(there, catalog.files)
     except (StoreError, OSError) as error:
         _log.warning("the memory tier cannot be read: %s", error)
-        return NodeIndex({})
+        return index.NodeIndex({})
     for problem in node.problems:
         _log.warning("memory: %s", problem)
     if node.versions.keys() != there.versions.keys():
@@ -159,7 +151,7 @@ def _scan(tier: Tier, catalog: Catalog, suspect: SaveId | None) -> NodeIndex:
     sound = {save: held for save, held in node.versions.items() if suspect is None or save > suspect}
     if len(sound) < len(node.versions):
         _log.warning("memory is not used: jobs that resumed from %s died; see `driftpoint status`", suspect)
-    return NodeIndex(sound, node.problems)
+    return index.NodeIndex(sound, node.problems)
 
 
 def _newest_commit(catalog: Catalog) -> _NewestCommit | None:
@@ -180,10 +172,10 @@ def _replicas_of(name: str, reports: list[_NodeReport]) -> frozenset[int]:
 
 def _overlaid(
     catalog: Catalog,
-    found: MemoryVersion | None,
+    found: index.MemoryVersion | None,
     *,
     on_disk: _NewestCommit | None,
-    older: MemoryVersion | None,
+    older: index.MemoryVersion | None,
     replicas: frozenset[int] = frozenset(),
 ) -> MemoryCandidate | None:
     """Return the store with the snapshot on top, and ``older`` in between; None if nothing in it is newer."""
@@ -195,14 +187,14 @@ def _overlaid(
         manifest = _following(found, newest if older is None else older.save)
         whole = Catalog(Overlay(files, found, manifest), catalog.record)
         return MemoryCandidate(found.save, found.save, whole, replicas, older=None if older is None else older.save)
-    composite = take_newer_units(catalog.manifest(newest), found.manifest)
+    composite = index.take_newer_units(catalog.manifest(newest), found.manifest)
     if composite is None:
         return None
     whole = Catalog(Overlay(catalog.files, found, composite), catalog.record)
     return MemoryCandidate(found.save, newest, whole, replicas)
 
 
-def _following(found: MemoryVersion, newest: SaveId | None) -> ManifestRecord:
+def _following(found: index.MemoryVersion, newest: SaveId | None) -> ManifestRecord:
     """Return the snapshot's manifest with the newest commit of its epoch as ``previous``; in an epoch steps only rise.
 
     When the snapshot was taken that commit may not have been known. Damaged layers fall back to it."""
@@ -212,8 +204,8 @@ def _following(found: MemoryVersion, newest: SaveId | None) -> ManifestRecord:
 
 
 def _previous(
-    name: str, node: NodeIndex, reports: list[_NodeReport], on_disk: _NewestCommit | None
-) -> MemoryVersion | None:
+    name: str, node: index.NodeIndex, reports: list[_NodeReport], on_disk: _NewestCommit | None
+) -> index.MemoryVersion | None:
     """Return the snapshot before that one, if it is of the same epoch and newer than every commit.
 
     Only on a single node, where all ranks can read all of it."""
@@ -223,16 +215,10 @@ def _previous(
     for other in sorted(node.versions, reverse=True):
         if other.epoch == save.epoch and other < save and (newest is None or other > newest):
             try:
-                return assemble_version(other, [rank_share(node.versions[other])], node)
+                return index.assemble_version(other, [index.rank_share(node.versions[other])], node)
             except StoreError:  # not of all ranks
                 continue
     return None
-
-
-def _report(tier: Tier, node: NodeIndex, on_disk: _NewestCommit | None) -> _NodeReport:
-    newer = {save: held for save, held in node.versions.items() if on_disk is None or save > on_disk.oldest}
-    versions = {save.name: {rank: held[rank].record.replica for rank in sorted(held)} for save, held in newer.items()}
-    return _NodeReport(node_id(tier), versions)
 
 
 def _candidates(reports: list[_NodeReport]) -> list[str]:
@@ -245,19 +231,19 @@ def _candidates(reports: list[_NodeReport]) -> list[str]:
     return sorted(whole, key=SaveId.parse, reverse=True)
 
 
-def _assemble(save: SaveId, node: NodeIndex, group: Group, *, speaks: bool) -> MemoryVersion | None:
-    local = rank_share(node.versions.get(save, {})) if speaks else RankShare({}, None)
-    shares = [RankShare(*share) for share in group.all_gather((dict(local.parts), local.head))]
+def _assemble(save: SaveId, node: index.NodeIndex, group: Group, *, speaks: bool) -> index.MemoryVersion | None:
+    local = index.rank_share(node.versions.get(save, {})) if speaks else index.RankShare({}, None)
+    shares = [index.RankShare(*share) for share in group.all_gather((dict(local.parts), local.head))]
     try:
-        return assemble_version(save, shares, node)
+        return index.assemble_version(save, shares, node)
     except StoreError as error:  # the same on all ranks: they have the same shares
         _log.warning("memory: %s", error)
         return None
 
 
 def _broadcast_missing(
-    catalog: Catalog, commit: SaveId, version: MemoryVersion, adapter: Adapter | None, group: Group
-) -> Mapping[Piece, bytes] | None:
+    catalog: Catalog, commit: SaveId, version: index.MemoryVersion, adapter: Adapter | None, group: Group
+) -> Mapping[index.Piece, bytes] | None:
     """Return the bytes of the snapshot that ranks lack, on all of them; None if rank 0 cannot provide them.
 
     catalog: the store with the snapshot on top. adapter: None if only run states are needed."""
@@ -270,13 +256,15 @@ def _broadcast_missing(
         return {}
     if sum(nbytes for _, _, nbytes in wanted) > _BROADCAST_LIMIT:
         return None
-    found: dict[Piece, bytes] | None = group.broadcast(
+    found: dict[index.Piece, bytes] | None = group.broadcast(
         _read_pieces(catalog, version, wanted) if group.rank == 0 else None
     )
     return found
 
 
-def _read_pieces(catalog: Catalog, version: MemoryVersion, wanted: list[Piece]) -> dict[Piece, bytes] | None:
+def _read_pieces(
+    catalog: Catalog, version: index.MemoryVersion, wanted: list[index.Piece]
+) -> dict[index.Piece, bytes] | None:
     files, found = Overlay(catalog.files, version), {}
     for rank, offset, nbytes in wanted:
         data = bytearray(nbytes)
@@ -289,8 +277,8 @@ def _read_pieces(catalog: Catalog, version: MemoryVersion, wanted: list[Piece]) 
 
 
 def _missing_pieces(
-    catalog: Catalog, commit: SaveId, version: MemoryVersion, adapter: Adapter | None, rank: int
-) -> set[Piece] | None:
+    catalog: Catalog, commit: SaveId, version: index.MemoryVersion, adapter: Adapter | None, rank: int
+) -> set[index.Piece] | None:
     """Return the pieces of the snapshot that this rank reads and whose payload is on another node; None if unknown."""
     if len(version.payloads) == len(version.parts):
         return set()
@@ -307,18 +295,18 @@ def _missing_pieces(
     return {piece for piece in run_state | entries if piece[0] not in version.payloads and piece[2]}
 
 
-def _needed_entries(resolution: Resolution, save: SaveId, adapter: Adapter) -> set[Piece]:
-    index = resolution.index
+def _needed_entries(resolution: Resolution, save: SaveId, adapter: Adapter) -> set[index.Piece]:
+    stored = resolution.index
     try:
         places = adapter.expected(resolution.slots())
     except UsageError:
         return set()  # the resume reports it
     found = set()
     for place in places:
-        slot = stored_slot(index, place.fragment)
+        slot = stored_slot(stored, place.fragment)
         if slot is None:
             continue
-        for copy in index.cover(place.fragment._replace(slot=slot)):
+        for copy in stored.cover(place.fragment._replace(slot=slot)):
             part, entry = copy.source.part, copy.source.entry
             if part.save == save:
                 found.add((part.rank, entry.offset, entry.nbytes))

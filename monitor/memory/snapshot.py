@@ -241,17 +241,12 @@ class SnapshotStager:
         return self._version(loan, segment, finish, copying, encoded)
 
     def _version(
-        self,
-        loan: "Loan",
-        segment: SegmentDraft,
-        finish: Finish,
-        copying: AsyncCopy,
-        encoded: Mapping[Fragment, EncodedCopy],
+        self, loan: "Loan", draft: SegmentDraft, finish: Finish, copy: AsyncCopy, encoded: dict[Fragment, EncodedCopy]
     ) -> Version:
         head = None
-        if segment.rank == 0:
-            head = self._manifest.manifest(segment.save, segment.store_id, segment.differs)
-        return Version(loan, segment, finish, self._room, self._session.token, encoded, head, copying)
+        if draft.rank == 0:
+            head = self._manifest.manifest(draft.save, draft.store_id, draft.differs)
+        return Version(loan, draft, finish, self._room, self._session.token, encoded, head, copy)
 
     def _start_copies(
         self, local: Mapping[Unit, LocalUnit], placed: "_Placed", memory: Any, encoded: Mapping[Fragment, EncodedCopy]
@@ -380,18 +375,16 @@ def _lost(version: Version) -> tuple[MeasureRecord, ...]:
 def _write_leaves(version: Version, leaves: Sequence[Leaf]) -> tuple[tuple[StateTensor, ...], int]:
     loan, found = version.loan, []
     end = loan.placed.end  # of all fragments
-    version.room.nbytes = sum(len(leaf.data) for leaf in leaves)
+    version.room.nbytes = sum(len(one.data) for one in leaves)
     if end + version.room.nbytes > len(loan.memory):
         raise SaveError(
             f"the run state has grown to {version.room.nbytes} bytes of tensors: memory keeps the version before, and "
             "has room for them at the next one"
         )
-    for leaf in leaves:
-        loan.arena.write_at(loan.slot, end, leaf.data)
+    for one in leaves:
+        loan.arena.write_at(loan.slot, end, one.data)
         found.append(
-            StateTensor(
-                dtype=leaf.dtype, shape=leaf.shape, offset=end, nbytes=len(leaf.data), xxh3_128=digest(leaf.data)
-            )
+            StateTensor(dtype=one.dtype, shape=one.shape, offset=end, nbytes=len(one.data), xxh3_128=digest(one.data))
         )
-        end += len(leaf.data)
+        end += len(one.data)
     return tuple(found), end

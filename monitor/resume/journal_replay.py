@@ -185,8 +185,9 @@ class Replay:
         later = run_on_all_ranks(self._job.group, self._later_versions)
         with self._payloads, _freed_memory_kept(), ThreadPoolExecutor(1, "driftpoint-journal") as pool:
             for reading in self._read_ahead(pool):
-                record = self._agreed(reading)
-                if record is None:
+                record = run_on_all_ranks(self._job.group, reading.result)
+                whole = self._job.group.all_gather(record is not None)  # on each rank
+                if record is None or not all(whole):
                     break
                 run_on_all_ranks(self._job.group, partial(self._take, record))
                 self._set_versions(later.pop(record.step.save.step, ()))
@@ -249,11 +250,6 @@ class Replay:
             if piece.fragment.numel and piece.fragment[:2] in index.names()
         ]
 
-    def _agreed(self, reading: "Future[_Record | None]") -> _Record | None:
-        """Return a record if all ranks have it whole. Collective."""
-        record = run_on_all_ranks(self._job.group, reading.result)
-        return record if all(self._job.group.all_gather(record is not None)) else None
-
     def _later_versions(self) -> dict[int, list[tuple[torch.Tensor, torch.Tensor]]]:
         """Return (live tensor, its version) of the pieces that the replay reaches later, by step."""
         manifest, found = self._result.resolution.manifest, dict[int, list[tuple[torch.Tensor, torch.Tensor]]]()
@@ -271,7 +267,6 @@ class Replay:
             tensor.copy_(values)
 
     def _take(self, record: _Record) -> None:
-        """Take the step of a record."""
         read, groups = record.values.values, record.stepped["groups"]
         if record.stepped["rng"] is not None:
             restore_rng(record.stepped["rng"])

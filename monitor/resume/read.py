@@ -303,19 +303,17 @@ def _wanted(
     stored = _stored_fragment(index, place.fragment, notes)
     if stored is None:
         return None
-    copies, dtype = index.cover(stored), torch_dtype(index.dtype(stored.fqn, stored.slot) or "")
+    parts, dtype = index.cover(stored), torch_dtype(index.dtype(stored.fqn, stored.slot) or "")
     large = stored.numel * dtype.itemsize > _SMALL
     again = (
         large
         and dtype == place.dtype
         and not place.new
-        and all(_is_plain(copy) and payloads.repeatable(byte_range(copy.source)[0]) for copy in copies)
+        and all(_is_plain(copy) and payloads.repeatable(byte_range(copy.source)[0]) for copy in parts)
     )
-    source = copies[0].source
-    small = (
-        not large and len(copies) == 1 and dtype == place.dtype == torch_dtype(source.dtype) and _is_plain(copies[0])
-    )
-    return _Wanted(place, dtype, copies, again, small, byte_range(source))
+    source = parts[0].source
+    small = not large and len(parts) == 1 and dtype == place.dtype == torch_dtype(source.dtype) and _is_plain(parts[0])
+    return _Wanted(place, dtype, parts, again, small, byte_range(source))
 
 
 def _neighbours(run: Iterable[_Wanted]) -> Iterator[list[_Wanted]]:

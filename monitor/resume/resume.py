@@ -21,16 +21,8 @@ from monitor.distributed import Group, run_on_all_ranks, run_on_rank0
 from monitor.events import ResumeEvent
 from monitor.memory.recovery import MemoryCandidate, newest_on_disk
 from monitor.observe.units import LocalUnit, is_moving
+from monitor.resume import select
 from monitor.resume.read import OpenPayloads, ReadResult, Slots, encoding_loss, read_fragments
-from monitor.resume.select import (
-    ResumePoint,
-    require_model,
-    require_optimizer,
-    require_slots,
-    resolve_commit,
-    select_commit,
-    select_run_state,
-)
 from monitor.run_state import RunState, StateLoader, UserState, restore_rng, state_of, unrestored_state
 from store.catalog import Catalog
 from store.certificate import Certificate, certify_replayed, certify_stored, mark_memory_sources
@@ -51,7 +43,7 @@ class ResumeResult:
     """The state that a job was resumed to."""
 
     resolution: Resolution
-    resume_point: ResumePoint
+    resume_point: select.ResumePoint
     notes: tuple[str, ...]  # messages about everything damaged, skipped or converted
     lost: tuple[str, ...]
     """Values that the live dtypes or the optimizer cannot hold, stored state that was not restored, and live state that
@@ -62,7 +54,8 @@ class ResumeResult:
     passed_over: int = 0  # newer commits that were not used, since they are damaged or suspect
     chain: Chain | None = None  # records of the journal that continue it
     replayed: int = 0  # steps that were taken again from them
-    reconcile: Callable[[ResumePoint], ResumePoint] = lambda point: point  # chooses hyperparameters, as for the commit
+    # chooses hyperparameters, as for the commit
+    reconcile: Callable[[select.ResumePoint], select.ResumePoint] = lambda point: point
 
 
 @dataclass
@@ -86,7 +79,7 @@ class _Plan:
 class _Checked:
     """All that a resume loads on this rank, and what it loses."""
 
-    point: ResumePoint
+    point: select.ResumePoint
     read: ReadResult
     lost: tuple[str, ...]
     constructed: Constructed  # which later saves record
@@ -119,7 +112,7 @@ def resume(
     notes, skip = list[str](), frozenset[SaveId]()
     while True:
         chosen: list[Resolution] = []  # on rank 0
-        name, passed_over, newer = run_on_rank0(group, partial(select_commit, catalog, bad, chosen, skip))
+        name, passed_over, newer = run_on_rank0(group, partial(select.select_commit, catalog, bad, chosen, skip))
         if name is None:
             return None
         if not chosen:
@@ -164,8 +157,8 @@ def _check(
     own = [fqn for params in plan.before["param_groups"] for fqn in params["params"]]
     seen = group.all_gather((local, own if group.rank in adapter.leaders else [], list(extra_states(adapter.module))))
     live, held, modules = (set[str]().union(*found) for found in zip(*seen, strict=True))
-    require_slots({slot for slots in plan.slots.values() for slot in slots}, live)
-    point = select_run_state(catalog, plan.resolution, plan.slots, group, user=user, settings=settings, at=at)
+    select.require_slots({slot for slots in plan.slots.values() for slot in slots}, live)
+    point = select.select_run_state(catalog, plan.resolution, plan.slots, group, user=user, settings=settings, at=at)
     if isinstance(point, RejectedVersion):
         return frozenset({point})
     point = replace(point, state=with_own_scalars(point.state, adapter))
@@ -188,8 +181,8 @@ def _check(
 
 
 def _reconciled(
-    point: ResumePoint, plan: _Plan, user: UserState, settings: ResumeSettings
-) -> tuple[ResumePoint, Sequence[str], Constructed]:
+    point: select.ResumePoint, plan: _Plan, user: UserState, settings: ResumeSettings
+) -> tuple[select.ResumePoint, Sequence[str], Constructed]:
     """Return the resume point with the hyperparameters to go on with, and their differences."""
     state, live, prefer = point.state, plan.before, settings.hyperparameters
     framework, own, notes = reconcile(state.framework, live["param_groups"], user.script.groups, prefer)
@@ -210,12 +203,14 @@ def _reconciled(
     return replace(point, state=state), notes, Constructed(own, recorded)
 
 
-def _with_hyperparameters(point: ResumePoint, plan: _Plan, user: UserState, settings: ResumeSettings) -> ResumePoint:
+def _with_hyperparameters(
+    point: select.ResumePoint, plan: _Plan, user: UserState, settings: ResumeSettings
+) -> select.ResumePoint:
     return _reconciled(point, plan, user, settings)[0]
 
 
 def _dropped_state(
-    point: ResumePoint, plan: _Plan, adapter: Adapter, settings: ResumeSettings, held: Set[str]
+    point: select.ResumePoint, plan: _Plan, adapter: Adapter, settings: ResumeSettings, held: Set[str]
 ) -> list[str]:
     """Return a note on stored optimizer state whose parameters no live optimizer holds. The same on all ranks.
 
@@ -239,8 +234,8 @@ def _plan(
     catalog: Catalog, save: SaveId, bad: frozenset[RejectedVersion], adapter: Adapter, chosen: Sequence[Resolution]
 ) -> _Plan:
     adapter.check_attached()
-    resolution = chosen[0] if chosen else resolve_commit(catalog, save, bad)
-    require_model(resolution.manifest, adapter)
+    resolution = chosen[0] if chosen else select.resolve_commit(catalog, save, bad)
+    select.require_model(resolution.manifest, adapter)
     slots = resolution.slots()
     return _Plan(resolution, slots, adapter.expected(slots), adapter.run_state())
 
@@ -285,7 +280,7 @@ def with_own_scalars(state: RunState, adapter: Adapter) -> RunState:
     return replace(state, framework={**state.framework, "scalars": merged})
 
 
-def _unrestored(point: ResumePoint, adapter: Adapter, group: Group, modules: Set[str]) -> list[str]:
+def _unrestored(point: select.ResumePoint, adapter: Adapter, group: Group, modules: Set[str]) -> list[str]:
     notes = unrestored_state(point.state, adapter, point.generators, modules)
     fewer, moved = point.world_size != group.world_size, point.state.home != adapter.home
     names = [name for name in point.state.rank_buffers if fewer or (moved and "/" in name)]  # of an optimizer
@@ -342,7 +337,7 @@ def _load(
 
 def _check_run_state(state: RunState, plan: _Plan, adapter: Adapter) -> None:
     try:
-        require_optimizer(state.framework, plan.before)
+        select.require_optimizer(state.framework, plan.before)
         adapter.check_run_state(state.framework)
     except DriftpointError:
         raise
@@ -441,21 +436,20 @@ def go_on_from(
 
     measure(False)
     measure_later(partial(measure, True))
-    job.listeners.on_resume(
-        ResumeEvent(
-            step=step,
-            commit=manifest.step,
-            created=manifest.created,
-            newest=job.ledger.newest,
-            certificate=certificate,
-            from_memory=result.memory is not None,
-            replicas=len(result.replicas),
-            fallbacks=len(result.resolution.fallbacks),
-            passed_over=result.passed_over,
-            replayed=result.replayed,
-            notes=result.notes,
-        )
+    event = ResumeEvent(
+        step=step,
+        commit=manifest.step,
+        created=manifest.created,
+        newest=job.ledger.newest,
+        certificate=certificate,
+        from_memory=result.memory is not None,
+        replicas=len(result.replicas),
+        fallbacks=len(result.resolution.fallbacks),
+        passed_over=result.passed_over,
+        replayed=result.replayed,
+        notes=result.notes,
     )
+    job.listeners.on_resume(event)
 
 
 def build_certificate(result: ResumeResult) -> Certificate:
@@ -487,9 +481,7 @@ def _reset_ledger(job: JobContext, catalog: Catalog, result: ResumeResult, step:
     if result.memory is not None:
         versions = result.resolution.versions.items()
         job.table.lost |= {unit for unit, version in versions if version.save in result.kept}
-        job.table.lost |= {
-            version.record.unit for version in result.resolution.fallbacks
-        }  # below may be the damaged one
+        job.table.lost |= {one.record.unit for one in result.resolution.fallbacks}  # below may be the damaged one
         newest = newest_on_disk(catalog, job.group)
         if newest is None:
             job.ledger.forget()

@@ -101,10 +101,8 @@ class LayerMetrics:
         self._named |= {unit.layer for unit in nonfinite if unit in self._shown}
         for layer in (before | layers) & self._named:
             self.layer_nonfinite.labels(layer).set(layer in layers)
-        if layers - before:
-            _log.error(
-                "NaN or Inf in %s: not saved; the versions before are kept", listed(sorted(layers - before), _NAMED)
-            )
+        if new := sorted(layers - before):
+            _log.error("NaN or Inf in %s: not saved; the versions before are kept", listed(new, _NAMED))
         self._gauge("nonfinite_layers").set(len(layers))
         self.hidden.set(self._shown.hidden)
 

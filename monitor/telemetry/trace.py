@@ -274,13 +274,11 @@ class TraceFile:
                 self.close()
                 self._descriptor, _ = _open_file(self.path)
                 line = self._job if job else self._job + line
-            written = os.write(self._descriptor, line)
+            wrote = os.write(self._descriptor, line)
         except OSError as error:
             raise StorageError(f"cannot write {self.path}: {error.strerror or error}") from error
-        if written != len(line):
-            raise StorageError(
-                f"only {written} of {len(line)} bytes of a line went into {self.path}: is the disk full?"
-            )
+        if wrote != len(line):
+            raise StorageError(f"only {wrote} of {len(line)} bytes of a line went into {self.path}: is the disk full?")
 
     def close(self) -> None:
         if self._descriptor >= 0:

@@ -108,15 +108,10 @@ def _is_written(files: Files, part: PartRecord) -> bool:
 
 
 def _without_offsets(part: PartRecord) -> PartRecord:
-    return part.model_copy(
-        update={
-            "payload_bytes": 0,
-            "header_bytes": 0,
-            "header_xxh3_128": "",
-            "entries": tuple(one.model_copy(update={"offset": 0}) for one in part.entries),
-            "run_tensors": tuple(one.model_copy(update={"offset": 0}) for one in part.run_tensors),
-        }
-    )
+    entries = tuple(one.model_copy(update={"offset": 0}) for one in part.entries)
+    run_tensors = tuple(one.model_copy(update={"offset": 0}) for one in part.run_tensors)
+    header = {"payload_bytes": 0, "header_bytes": 0, "header_xxh3_128": ""}
+    return part.model_copy(update={**header, "entries": entries, "run_tensors": run_tensors})
 
 
 REASON = "written out of memory after the job died"
@@ -271,16 +266,10 @@ def _manifest(files: Files, catalog: Catalog, version: MemoryVersion) -> Manifes
     plan = next(iter(version.records.values())).plan
     group = wait_for_group(files, Expected(catalog.store_id, save, head.world_size, plan), timeout=0.0)
     previous, commits = _before(catalog, head)
-    return head.model_copy(
-        update={
-            "previous": previous,
-            "commits": commits + 1,
-            "groups": {**head.groups, save.name: group.record},
-            "units": tuple(
-                unit.model_copy(update={"reason": REASON}) if unit.version == save else unit for unit in head.units
-            ),
-        }
-    )
+    groups = {**head.groups, save.name: group.record}
+    units = tuple(one.model_copy(update={"reason": REASON}) if one.version == save else one for one in head.units)
+    update = {"previous": previous, "commits": commits + 1, "groups": groups, "units": units}
+    return head.model_copy(update=update)
 
 
 def _before(catalog: Catalog, head: ManifestRecord) -> tuple[str | None, int]:

@@ -116,8 +116,7 @@ def _advice(error: BaseException, text: str) -> str:
 
 def _short(text: str) -> str:
     """Return a server's answer on one line, without the library's debug output."""
-    plain = text.split("\n\nDebug source", 1)[0]
-    return " ".join(re.sub(r"<[^>]*>", " ", plain).split())[:240]
+    return " ".join(re.sub(r"<[^>]*>", " ", text.split("\n\nDebug source", 1)[0]).split())[:240]
 
 
 def _exceptions() -> Any:
@@ -249,15 +248,8 @@ class Bucket:
 
         def begin() -> Any:
             with ExitStack() as stack:
-                writer = stack.enter_context(
-                    self._lib.open_writer(
-                        self._store,
-                        key,
-                        attributes={OWNER: owner},
-                        buffer_size=part_bytes,
-                        max_concurrency=self.options.connections,
-                    )
-                )
+                opened = self._lib.open_writer(self._store, key, buffer_size=part_bytes, **self._in_parts(owner))
+                writer = stack.enter_context(opened)
                 writer.write(head)
                 stack.pop_all()
                 return writer
@@ -270,15 +262,8 @@ class Bucket:
         def put() -> None:
             source.seek(0)
             try:
-                self._lib.put(
-                    self._store,
-                    key,
-                    source,
-                    attributes={OWNER: owner},
-                    use_multipart=True,
-                    chunk_size=part_bytes,
-                    max_concurrency=self.options.connections,
-                )
+                shared = self._in_parts(owner)
+                self._lib.put(self._store, key, source, use_multipart=True, chunk_size=part_bytes, **shared)
             except self.failures:
                 with suppress(MissingError):
                     if self.upload_at(key)[0] == owner:
@@ -286,6 +271,9 @@ class Bucket:
                 raise
 
         self._retry("upload", key, put)
+
+    def _in_parts(self, owner: str) -> dict[str, Any]:
+        return {"attributes": {OWNER: owner}, "max_concurrency": self.options.connections}
 
     def failed(self, error: BaseException, verb: str, key: str) -> StorageError:
         """Return the project's error for an error of a :meth:`writer`."""

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-import store.catalog
 import store.schema
 import store.segment
 from store.catalog import open_catalog
@@ -63,7 +62,7 @@ def saves(small: tuple[SimulatedFiles, list[SaveId]]) -> list[SaveId]:
 def parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parsing is a pure function of the bytes: unchanged records need not be parsed for each flipped byte."""
     remembered = cache(store.schema.from_bytes)
-    monkeypatch.setattr(store.catalog, "from_bytes", remembered)
+    monkeypatch.setattr(store.schema, "from_bytes", remembered)
     monkeypatch.setattr(store.segment, "from_bytes", remembered)
 
 

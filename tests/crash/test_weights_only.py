@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from store import catalog as catalog_module
+from store import schema
 from store import weights as weights_module
 from store.catalog import open_catalog
 from store.certificate import certify
@@ -112,7 +112,7 @@ def test_no_resume_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_newest(aging.catalog).save.step == 50
     assert inner.record.reader == inner.manifest(SaveId(20, 1)).reader == 5
     assert aging.catalog.record.reader < 5, "an older release still reads the store itself"
-    monkeypatch.setattr(catalog_module, "READER", 4)
+    monkeypatch.setattr(schema, "READER", 4)
     with pytest.raises(NewerFormatError):
         open_weights(aging.catalog, SaveId(20, 1))
 

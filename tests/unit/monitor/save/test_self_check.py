@@ -15,7 +15,7 @@ from torch import nn
 import monitor
 from monitor import run_state
 from monitor.save import async_copy
-from store import catalog
+from store import catalog, schema
 from store.catalog import open_catalog
 from store.certificate import certify
 from store.errors import NewerFormatError, StorageError
@@ -150,7 +150,7 @@ def test_older_releases_that_ignore_the_difference_refuse_the_store_and_its_memo
     abandoned(job)
     assert open_catalog(LocalFiles(store)).record.reader == 2
     assert scan_node(tier_of(store)).newest is not None
-    monkeypatch.setattr(catalog, "READER", 1)
+    monkeypatch.setattr(schema, "READER", 1)
     monkeypatch.setattr(layout, "READER", 1)
     with pytest.raises(NewerFormatError):
         open_catalog(LocalFiles(store))
