@@ -30,7 +30,7 @@ import monitor
 from benchmarks.drift import measure_all
 from benchmarks.figures import Figure, report
 from monitor.observe.sketch_meter import SketchMeter
-from monitor.save.staging_pool import StagingPool
+from monitor.save.staging import StagingPool
 from monitor.save.torch_codecs import EncodedCopy
 from store.encoding import ENCODINGS, WRITABLE
 from store.names import Unit

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from monitor.save.staging_pool import pin, unpin
+from monitor.save.device_memory import pin, unpin
 from monitor.save.store_session import StoreSession
 from store.errors import StorageError, StoreError
 from store.memory.arena import Arena

@@ -24,15 +24,16 @@ from monitor.adapters.base import Adapter
 from monitor.adapters.identity import MemoryRegions, addresses_of, version_of
 from monitor.background import Once
 from monitor.observe.units import LocalUnit
-from monitor.save.source_memory import HeldMemory, LastViews, MemoryViews, SourceSample
-from monitor.save.staging_pool import WavePiece
+from monitor.save.device_memory import LastViews, MemoryViews
 from monitor.save.torch_codecs import EncodedCopy
-from monitor.save.write_tracker import LastPlan, TrackedCopy, WriteTracker, write_tracker
+from monitor.save.write_tracker import HeldMemory, LastPlan, SourceSample, TrackedCopy, WriteTracker, write_tracker
 from store.errors import SaveError, StateChangedError
 
 _log = logging.getLogger("driftpoint")
 
 T = TypeVar("T")
+
+WavePiece = tuple[int, torch.Tensor, torch.Tensor]  # waves that come after its own, elements of the state, a buffer
 
 
 class AsyncCopy:
@@ -91,7 +92,8 @@ class AsyncCopy:
 
     def start(self, last: LastViews | None = None) -> None:
         """Take the samples, and queue the copies from devices. Training thread. last: views to be used again."""
-        self._views = last.of([(part, addresses) for part, addresses, _ in self.units]) if last else None
+        if last and self.units and any(map(_has_views, self.units[0][0].layout.regions.devices)):
+            self._views = last.of([(part, addresses) for part, addresses, _ in self.units])
         if self._views is not None:
             self._held = self._views.hold(self.units[0][0].owners)
             self._devices.setdefault(self._views.device, [])
@@ -207,7 +209,7 @@ class AsyncCopy:
         views: MemoryViews | None = None,
     ) -> None:
         watched = [source for source in self._watched if source.device == torch.device(device)]
-        self._samples.append(SourceSample(pairs, watched, views))
+        self._samples.append(SourceSample(pairs, watched, None if views is None else (views.sampled, views.kept)))
 
     def _check(self) -> bool:
         """Return whether the versions of sources differ from when they were added, and read their samples. Once."""
@@ -350,6 +352,11 @@ class UnfinishedCopy:
             self._waited(time.perf_counter() - began)
         elif copying is not None:  # what follows a resume is no part of a save
             copying.finish()
+
+
+def _has_views(device: torch.device) -> bool:
+    """Whether copies from a device go through :class:`MemoryViews`."""
+    return device.type == "cuda"
 
 
 @cache

@@ -1,5 +1,6 @@
 """Stages the units of a save: chooses their buffers, and whether they are encoded while they are copied."""
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,14 +17,107 @@ from monitor.adapters.module_tensors import dtype_name
 from monitor.config.load import Config
 from monitor.observe.drift_meter import DriftMeter, Measure, measure_record
 from monitor.observe.units import LocalUnit, UnitLayout
-from monitor.save.async_copy import AsyncCopy, CopyTiming, WaveCopy
+from monitor.save.async_copy import AsyncCopy, CopyTiming, WaveCopy, WavePiece
+from monitor.save.device_memory import ALIGN, pinned_buffers
 from monitor.save.encode import LateCopy, StagedUnit, applicable_encoding
-from monitor.save.staging_pool import StagingPool, padded_bytes
 from monitor.save.torch_codecs import EncodedCopy
 from monitor.types import DecisionResult
 from store.encoding import CHUNK, encoding_named
 from store.errors import SaveError
 from store.names import BUFFER, FROZEN, RAW, Unit
+
+
+class StagingPool:
+    """Reuses host buffers, by unit. The caller owns a buffer from ``take`` to ``give``.
+
+    New memory costs a page fault every 4 KiB, which takes several times as long as the copy."""
+
+    def __init__(self) -> None:
+        self._free: dict[Unit, list[tuple[UnitLayout, tuple[torch.Tensor, ...]]]] = {}  # layouts that they fit
+        self._addresses: dict[Unit, tuple[tuple[torch.Tensor, ...], npt.NDArray[np.int64]]] = {}
+        self._bytes: dict[Unit, list[torch.Tensor]] = {}
+        self._known: set[Unit] = set()
+        self._untouched: dict[Unit, tuple[torch.Tensor, ...]] = {}
+        self._lock = threading.Lock()
+        self._block: torch.Tensor | None = None  # of waves
+
+    @torch.inference_mode(False)
+    def take_waves(self, groups: Sequence[Sequence[torch.Tensor]], most: int) -> list[WavePiece]:
+        """Return a piece for each tensor, in order, with buffers in ``most`` bytes for all. Groups stay together."""
+        if self._block is None:  # of the host's memory, only pages that are written count
+            cuda = next((tensor.device for group in groups for tensor in group if tensor.is_cuda), None)
+            self._block = pinned_buffers([most], cuda)[0] if cuda else torch.empty(most, dtype=torch.uint8)
+        left, room, pieces = 0, most, list[WavePiece]()
+        for group in reversed(groups):  # so that the last wave, for which training waits least, is the fullest
+            if padded_bytes(group) > room:
+                left, room = left + 1, most
+            for tensor in reversed(group):
+                room = (room - tensor.nbytes) // ALIGN * ALIGN
+                pieces.append((left, tensor, self._block[room : room + tensor.nbytes].view(tensor.dtype)))
+        return pieces[::-1]
+
+    def take_bytes(self, unit: Unit, sizes: Sequence[int], cuda: torch.device | None) -> list[torch.Tensor]:
+        """Return 1-d uint8 buffers of these sizes, contents undefined; pinned for copies from ``cuda``, if given."""
+        free = self._bytes.pop(unit, None)
+        if free is not None and [buffer.numel() for buffer in free] == list(sizes):
+            return free
+        return pinned_buffers(sizes, cuda) if cuda else [torch.empty(size, dtype=torch.uint8) for size in sizes]
+
+    def give_bytes(self, unit: Unit, buffers: Sequence[torch.Tensor]) -> None:
+        self._bytes[unit] = list(buffers)
+
+    def reserve(self, unit: Unit, layout: UnitLayout) -> None:
+        """Allocate one set of buffers. :meth:`prepare` touches its pages, unless pinning has done so."""
+        self._known.add(unit)
+        buffers = _allocate(layout)
+        if layout.regions.cuda is None:
+            self._untouched[unit] = buffers
+        self.give(unit, buffers, layout)
+
+    def prepare(self, unit: Unit, layout: UnitLayout) -> None:
+        """Touch the pages of the first set of buffers, unless a save has taken it. Any thread."""
+        with self._lock:
+            if unit not in self._known:
+                self.reserve(unit, layout)
+            for buffer in self._untouched.pop(unit, ()):
+                buffer.zero_()
+
+    def take(self, unit: Unit, layout: UnitLayout) -> tuple[torch.Tensor, ...]:
+        """Return buffers of the same dtypes and sizes, contents undefined."""
+        with self._lock:  # what is being touched is not being filled
+            self._known.add(unit)
+            self._untouched.pop(unit, None)
+        for index, (known, buffers) in enumerate(self._free.get(unit, [])):
+            if known is layout or (known == layout and known.regions.cuda == layout.regions.cuda):
+                self._free[unit] = self._free[unit][index + 1 :]  # those before fit an earlier shape
+                return buffers
+        self._free.pop(unit, None)  # they fit an earlier shape of the unit
+        return _allocate(layout)
+
+    def give(self, unit: Unit, buffers: tuple[torch.Tensor, ...], layout: UnitLayout) -> None:
+        """Take buffers back, which were taken for ``layout``."""
+        self._free.setdefault(unit, []).append((layout, buffers))
+
+    def addresses(self, unit: Unit, buffers: tuple[torch.Tensor, ...]) -> npt.NDArray[np.int64]:
+        """Return the first byte of each buffer. Keeps those of the last call: a unit mostly gets the same buffers."""
+        known = self._addresses.get(unit)
+        if known is None or known[0] is not buffers:
+            known = self._addresses[unit] = buffers, addresses_of(buffers)
+        return known[1]
+
+
+def padded_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Return the bytes that buffers for tensors take in one block, at most."""
+    return sum(tensor.nbytes + ALIGN for tensor in tensors)
+
+
+@torch.inference_mode(False)
+def _allocate(layout: UnitLayout) -> tuple[torch.Tensor, ...]:
+    numels, cuda = [fragment.numel for fragment in layout.fragments], layout.regions.cuda
+    if cuda is None:
+        return tuple(torch.empty(n, dtype=dtype) for n, dtype in zip(numels, layout.dtypes, strict=True))
+    sizes = [n * dtype.itemsize for n, dtype in zip(numels, layout.dtypes, strict=True)]
+    return tuple(buffer.view(dtype) for buffer, dtype in zip(pinned_buffers(sizes, cuda), layout.dtypes, strict=True))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ when it is written, without a signal or a wait, and PAGEMAP_SCAN tells which pag
 
 It does not see writes by a device into pinned memory, nor by another process into shared memory. Such memory is
 copied at once, and so is what shares a page with other data. Where it cannot be used, a
-:class:`~monitor.save.source_memory.SourceSample` finds most writes that autograd does not count."""
+:class:`SourceSample` finds most writes that autograd does not count."""
 
 import ctypes
 import fcntl
@@ -21,14 +21,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import is_
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from monitor.adapters.identity import MemoryRegions
+from monitor.adapters.identity import MemoryRegions, versions_of
 from monitor.observe.units import UnitLayout
-from monitor.save.source_memory import HeldMemory
 
 _SYSCALL = {"x86_64": 323, "aarch64": 282}  # userfaultfd(2)
 _USER_MODE_ONLY = 1
@@ -221,6 +221,29 @@ class LastPlan:
         return self._plan
 
 
+class HeldMemory:
+    """Keeps the memory of tensors from being freed, and tells whether it is still theirs.
+
+    A storage may get other memory, as by ``share_memory_()`` or ``resize_()``."""
+
+    def __init__(self, owners: Sequence[torch.Tensor]) -> None:
+        self._owners = owners
+        self._versions = versions_of(self._owners)
+        self._storages = [owner.untyped_storage() for owner in self._owners]
+        self._places = self._addresses()
+
+    def in_place(self) -> bool:
+        """Return whether all memory is where it was."""
+        return self._addresses() == self._places
+
+    def unchanged(self) -> bool:
+        """Return whether it is, and autograd counted no change."""
+        return versions_of(self._owners) == self._versions and self.in_place()
+
+    def _addresses(self) -> list[int]:
+        return [storage.data_ptr() for storage in self._storages]
+
+
 class TrackedCopy:
     """Copies host memory, most of it in :meth:`finish`, and tells whether any was written before it was copied.
 
@@ -356,3 +379,77 @@ def _tracker_of(_: int) -> WriteTracker | None:
         return WriteTracker()
     except (OSError, AttributeError):  # another system, an older kernel, or a sandbox that does not permit it
         return None
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SAMPLED = 64
+
+Words = dict[int, list[Any]]
+"""Views by the size of an element: of numpy in host memory, where many small ones cost less, else of torch."""
+
+
+class SourceSample:
+    """Elements of tensors on one device, compared bit by bit with what they were.
+
+    At most 64 of each tensor, evenly spread, the first and the last among them.
+
+    It finds what autograd's version counters do not count: writes through ``.data``, or by code outside PyTorch. A
+    change between the sampled elements is not found. Built and compared in the stream of the copies. ``pairs`` are
+    sources that are copied as they are, and their buffers in host memory, and so are those whose views
+    ``views`` has, likewise; ``others`` are encoded."""
+
+    def __init__(
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        others: Sequence[torch.Tensor],
+        views: "tuple[Words, Words] | None" = None,
+    ) -> None:
+        self._pairs, self._views = pairs, views
+        copied = sampled([source for source, _ in pairs])
+        self._copied = _joined(copied, views[0]) if views else copied
+        self._encoded = sampled(others)
+        self._before = self._after = _values(self._copied), _values(self._encoded)
+
+    def read_again(self) -> None:
+        """Read the sources, after their copies and before anything that may change them."""
+        self._after = _values(self._copied), _values(self._encoded)
+
+    def holds(self) -> bool:
+        """Return whether the sources, when last read, and the filled buffers have the values of the beginning."""
+        kept = sampled([buffer for _, buffer in self._pairs])
+        buffers = _values(_joined(kept, self._views[1]) if self._views else kept)
+        found = (self._before[0], buffers), *zip(self._before, self._after, strict=True)
+        return all(_equal(before, now) for before, now in found)
+
+
+def sampled(tensors: Sequence[torch.Tensor]) -> Words:
+    """Return views of the elements that a sample has of each tensor."""
+    found: Words = {}
+    for tensor in tensors:
+        last = tensor.numel() - 1
+        if last >= 0:
+            size = tensor.element_size()
+            bits = tensor.view(_WORDS[size])  # integers are equal where all bits are, those of NaN too
+            words: Any = bits if bits.is_cuda else bits.numpy()
+            stride = max(1, -(-last // (_SAMPLED - 2)))
+            found.setdefault(size, []).extend((words[:1], words[last % stride :: stride]))
+    return found
+
+
+def _joined(one: Words, other: Words) -> Words:
+    return {size: [*one.get(size, ()), *other.get(size, ())] for size in one | other}
+
+
+def _values(views: Words) -> dict[int, Any]:
+    return {
+        size: torch.cat(found) if isinstance(found[0], torch.Tensor) else np.concatenate(found)
+        for size, found in views.items()
+    }
+
+
+def _equal(one: dict[int, Any], other: dict[int, Any]) -> bool:
+    return all(np.array_equal(_on_host(values), _on_host(other[size])) for size, values in one.items())
+
+
+def _on_host(values: Any) -> Any:
+    return values.cpu().numpy() if isinstance(values, torch.Tensor) else values

@@ -242,7 +242,7 @@ def do_not_wait_before_the_update(patch: pytest.MonkeyPatch) -> None:
 
 
 def do_not_compare_the_sample(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(monitor.save.source_memory.SourceSample, "holds", lambda _: True)
+    patch.setattr(monitor.save.write_tracker.SourceSample, "holds", lambda _: True)
 
 
 def do_not_check_hashes(patch: pytest.MonkeyPatch) -> None:

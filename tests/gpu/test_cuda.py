@@ -17,8 +17,8 @@ from monitor.adapters.base import Piece
 from monitor.observe.drift_meter import drift_ratio
 from monitor.observe.sketch_meter import SketchMeter
 from monitor.observe.units import UnitLayout
-from monitor.save import source_memory, staging_pool
-from monitor.save.staging_pool import StagingPool
+from monitor.save import device_memory
+from monitor.save.staging import StagingPool
 from monitor.save.torch_codecs import EncodedCopy
 from store.encoding import CHUNK, ENCODINGS, WRITABLE, encoding_named
 from store.names import Fragment, Unit
@@ -71,20 +71,20 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def test_a_refused_registration_fails_no_later_kernel() -> None:
     block = np.frombuffer(mmap.mmap(-1, 1 << 20), np.uint8)
     address = block.ctypes.data
-    assert staging_pool.pin(address, block.nbytes)
+    assert device_memory.pin(address, block.nbytes)
     try:
         assert int(torch.cuda.cudart().cudaHostRegister(address, block.nbytes, 0))  # registered already: it sticks
         with pytest.raises(RuntimeError):
             torch.zeros(8, device="cuda").add_(1)
-        assert not staging_pool.pin(address, block.nbytes)
+        assert not device_memory.pin(address, block.nbytes)
         assert float(torch.zeros(8, device="cuda").add_(1).sum()) == 8
     finally:
-        staging_pool.unpin(address)
+        device_memory.unpin(address)
 
 
 def test_buffers_are_pinned_once_for_a_unit_and_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    unpinned, unpin = list[int](), staging_pool.unpin
-    monkeypatch.setattr(staging_pool, "unpin", lambda address: (unpinned.append(address), unpin(address)))
+    unpinned, unpin = list[int](), device_memory.unpin
+    monkeypatch.setattr(device_memory, "unpin", lambda address: (unpinned.append(address), unpin(address)))
     live = [torch.randn(100_000, device="cuda"), torch.randn(7, device="cuda")]
     layout = UnitLayout.of([Piece(Fragment(str(i), "fp32", 0, t.numel()), t) for i, t in enumerate(live)])
     buffers = StagingPool().take(UNIT, layout)
@@ -123,7 +123,7 @@ def test_a_change_right_after_a_decision_is_not_in_its_commit(staging: str, chan
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_all_copies_are_queued_by_one_call(refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if (call := source_memory._copy_batch()) is None:
+    if (call := device_memory._copy_batch()) is None:
         pytest.skip("this CUDA runtime has no such call")
     codes: list[int] = []
 
@@ -131,8 +131,8 @@ def test_all_copies_are_queued_by_one_call(refused: bool, tmp_path: Path, monkey
         codes.append(1 if refused else call(*arguments))
         return codes[-1]
 
-    monkeypatch.setattr(source_memory, "_refused", [])
-    monkeypatch.setattr(source_memory, "_copy_batch", lambda: None if source_memory._refused else queue)
+    monkeypatch.setattr(device_memory, "_refused", [])
+    monkeypatch.setattr(device_memory, "_copy_batch", lambda: None if device_memory._refused else queue)
     one = Run(tmp_path / "s", "lazy")
     one.ckpt.resume()
     for _ in range(3):

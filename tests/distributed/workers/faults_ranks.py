@@ -22,8 +22,7 @@ from resume_jobs import Results, leave, rank, start_group
 from monitor.adapters import adapter_for
 from monitor.adapters.module_tensors import as_bytes
 from monitor.config.schema import StagingSettings
-from monitor.save.staging import Stager
-from monitor.save.staging_pool import StagingPool
+from monitor.save.staging import Stager, StagingPool
 from monitor.telemetry import log
 from store.catalog import Catalog, open_catalog
 from store.errors import DriftpointError, StorageError

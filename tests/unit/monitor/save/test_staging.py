@@ -11,7 +11,7 @@ from monitor.adapters.base import Piece
 from monitor.adapters.module_tensors import as_bytes
 from monitor.observe.units import UnitLayout
 from monitor.save.async_copy import AsyncCopy
-from monitor.save.staging_pool import StagingPool
+from monitor.save.staging import StagingPool
 from store.errors import SaveError
 from store.names import Fragment, Unit
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from monitor.save.async_copy import AsyncCopy
-from monitor.save.source_memory import SourceSample
+from monitor.save.write_tracker import SourceSample
 from store.catalog import open_catalog
 from store.errors import SaveError
 from store.storage.local import LocalFiles

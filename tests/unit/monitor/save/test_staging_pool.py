@@ -11,7 +11,7 @@ import torch
 
 from monitor.adapters.base import Piece
 from monitor.observe.units import UnitLayout
-from monitor.save.staging_pool import StagingPool
+from monitor.save.staging import StagingPool
 from store.names import Fragment, Unit
 from tests.support.cuda_runtime import OUT_OF_MEMORY, CudaRuntime, install_runtime, needs_compiler
 

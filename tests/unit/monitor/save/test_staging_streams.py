@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import monitor
-from monitor.save import source_memory
+from monitor.save import async_copy
 from monitor.save.async_copy import AsyncCopy
 from store.catalog import open_catalog
 from store.errors import StateChangedError, UnsupportedError
@@ -28,7 +28,7 @@ from tests.support.late_streams import LateStreams, Stream
 @pytest.fixture(params=["pairs", "views"], autouse=True)
 def _views(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether saves copy through views that own nothing, as they do on a device."""
-    monkeypatch.setattr(source_memory, "_has_views", lambda _: request.param == "views")
+    monkeypatch.setattr(async_copy, "_has_views", lambda _: request.param == "views")
 
 
 class Run:

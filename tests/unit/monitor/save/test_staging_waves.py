@@ -18,7 +18,7 @@ import torch
 import monitor
 from monitor.config.schema import StagingSettings
 from monitor.save.async_copy import WaveCopy
-from monitor.save.staging_pool import StagingPool
+from monitor.save.staging import StagingPool
 from store.catalog import open_catalog
 from store.errors import NoSpaceError, SaveError
 from store.schema import PartRecord

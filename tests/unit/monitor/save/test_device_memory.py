@@ -13,11 +13,13 @@ import torch
 from torch import nn
 
 import monitor
-from monitor.save import source_memory
-from monitor.save.source_memory import HeldMemory, LastViews, MemoryViews, view_of
+from monitor.observe.units import LocalUnit
+from monitor.save import async_copy, device_memory, write_tracker
+from monitor.save.device_memory import LastViews, MemoryViews, view_of
+from monitor.save.write_tracker import HeldMemory
 from store.catalog import open_catalog
 from store.storage.local import LocalFiles
-from tests.support.internals import hold_writer
+from tests.support.internals import hold_writer, job_of
 from tests.support.late_streams import LateStreams
 
 CPU = torch.device("cpu")
@@ -28,8 +30,8 @@ class Run:
 
     def __init__(self, store: Path, patch: pytest.MonkeyPatch) -> None:
         self.made: list[MemoryViews] = []
-        patch.setattr(source_memory, "_has_views", lambda _: True)
-        patch.setattr(source_memory, "MemoryViews", self._make)
+        patch.setattr(async_copy, "_has_views", lambda _: True)
+        patch.setattr(device_memory, "MemoryViews", self._make)
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(40, 8), nn.Linear(8, 2))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
@@ -154,7 +156,7 @@ def test_a_save_whose_memory_changed_meanwhile_is_given_up(
                 one.model[0].weight[3, 3] += 1
         else:
             one.model[0].weight.share_memory_()
-            monkeypatch.setattr(source_memory.SourceSample, "read_again", lambda _: pytest.fail("the memory is gone"))
+            monkeypatch.setattr(write_tracker.SourceSample, "read_again", lambda _: pytest.fail("the memory is gone"))
         release.set()
         one.ckpt.flush()
     assert steps_of(tmp_path / "s") == [1]
@@ -172,16 +174,19 @@ def test_held_memory_tells_of_what_autograd_counts_and_of_storages_that_moved() 
     assert not held.unchanged() and not held.in_place()
 
 
-def test_views_are_of_one_device_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Run(tmp_path / "s", monkeypatch)
+def test_views_are_made_once_and_not_of_layouts_that_are_listed_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, last = Run(tmp_path / "s", monkeypatch), LastViews()
     one.update()
-    one.ckpt._job.table.local()
-    parts = list(one.ckpt._job.table.local().values())
-    units = [(part, part.layout.regions.addresses) for part in parts]
-    last = LastViews()
-    found = last.of(units)
-    assert found is not None and last.of(units) is found
-    assert [view.data_ptr() for view in found._sources] == [t.data_ptr() for part in parts for t in part.tensors]
-    monkeypatch.setattr(source_memory, "_has_views", lambda device: device.type == "cuda")
-    assert LastViews().of(units) is None and LastViews().of([]) is None
+    first, second, third = ([*job_of(one.ckpt).table.local().values()] for _ in range(3))
+    assert last.of(addressed(first)) is None
+    found = last.of(addressed(second))
+    assert found is not None and last.of(addressed(third)) is found
+    assert [view.data_ptr() for view in found._sources] == [t.data_ptr() for part in third for t in part.tensors]
     one.ckpt.close(save=False)
+
+
+def addressed(parts: list[LocalUnit]) -> list[tuple[LocalUnit, Any]]:
+    """Units with buffers where they lie themselves."""
+    return [(part, part.layout.regions.addresses) for part in parts]
