@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from merger.sources.base import ChunkedTensor, FileTensor, Nest, StoredTensor, checked_name, read_values
 from merger.sources.torch_file import STRUCTURE_LIMIT, UNPICKLING_ERRORS, StandIn, read_pt
@@ -141,6 +140,8 @@ def is_dcp(folder: Path) -> bool:
 
 def read_dcp(folder: Path) -> TrainingState:
     """Read a directory with ``.metadata``, or Accelerate's with a directory for the model and one for the optimizer."""
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict  # takes a second, and others need it not
+
     parts = [DcpFiles(folder / name) for name in (("",) if (folder / METADATA).is_file() else ACCELERATE)]
     # torchtitan's data loaders keep a pickle per rank, of no use to another job.
     values = {path: one.value(path) for one in parts for path in one.paths if path[0] != "dataloader"}

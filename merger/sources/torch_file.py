@@ -17,13 +17,11 @@ from typing import Any, BinaryIO, cast
 
 import torch
 from isal import isal_zlib
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from merger.io.blocks import Block, Crc32
 from merger.sources.base import FileTensor
 from merger.tensors import dtype_name
-from merger.writers.dcp import Window
-from merger.writers.torch_zip import Record, read_records, read_records_from
+from merger.writers.torch_zip import Record, Window, load_hollow, read_records, read_records_from
 from store.errors import DamagedError, StorageError, UnsupportedError, system_errors
 from store.storage.local import LocalFiles
 
@@ -93,11 +91,8 @@ def read_pt(
         _refuse_classes(str(path), structure)
         window.seek(0)
         try:
-            with (
-                torch.serialization.safe_globals([(kind, known) for known, kind in STAND_INS.items()]),
-                FakeTensorMode(),
-            ):
-                loaded = torch.load(cast("BinaryIO", window), map_location="cpu", weights_only=True)
+            with torch.serialization.safe_globals([(kind, known) for known, kind in STAND_INS.items()]):
+                loaded = load_hollow(window)
         except UNPICKLING_ERRORS as error:
             raise DamagedError(f"{path} does not hold what torch.save writes: {error}") from error
         value = _Converter(str(path), blocks).of(loaded)

@@ -4,7 +4,6 @@ A ``.distcp`` file is a row of ``torch.save`` blobs. ``torch.save`` writes each 
 checksums inside are set once those bytes are there. ``.metadata`` is a pickle of torch's classes with the place of each
 blob, so it is made last. Peak memory: the plain values."""
 
-import io
 import os
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,39 +17,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from merger.checkpoint import PlannedTensor
 from merger.io.output_file import Hole, VerbatimFile, read_back_error, write_error
-from merger.writers.torch_zip import Record, hollow_tensor, patch_checksum, read_records_from, rest_of
+from merger.writers.torch_zip import Record, Window, hollow_tensor, patch_checksum, read_records_from, rest_of
 
 _BLOB_BYTES = 1300  # approximate overhead of `torch.save` per value
-
-
-class Window(io.RawIOBase):
-    """``nbytes`` bytes from ``start`` of an open file as a file. One thread."""
-
-    def __init__(self, file: BinaryIO, start: int, nbytes: int) -> None:
-        self._file, self._start, self._nbytes = file, start, nbytes
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        self._position = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}[whence] + offset
-        return self._position
-
-    def readinto(self, target: object, /) -> int:
-        view = memoryview(target).cast("B")  # type: ignore[arg-type]
-        count = max(0, min(len(view), self._nbytes - self._position))
-        self._file.seek(self._start + self._position)
-        data = self._file.read(count)
-        view[: len(data)] = data
-        self._position += len(data)
-        return len(data)
 
 
 @dataclass(frozen=True, eq=False)

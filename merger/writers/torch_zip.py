@@ -5,19 +5,22 @@ file is one that ``torch.save`` could have written. Peak memory: the plain value
 PKWARE's APPNOTE 6.3, sections 4.3.7 (local header), 4.3.9 (data descriptor) and 4.3.12 (directory entry)."""
 
 import errno
+import io
+import mmap
+import os
 import pickle
 import struct
+import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from isal import isal_zlib
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_iter, tree_map
 
 from merger.checkpoint import PlannedTensor
@@ -25,6 +28,7 @@ from merger.io.output_file import Hole, read_back_error, write_error
 from merger.tensors import memory_of
 from store.errors import DamagedError, MergeError, UnsupportedError
 
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # MAP_NORESERVE: no memory is set aside for it
 _LOCAL, _DESCRIPTOR, _ENTRY = b"PK\x03\x04", b"PK\x07\x08", b"PK\x01\x02"
 
 
@@ -114,9 +118,41 @@ def _hollow(seen: dict[int, Any], leaf: Any) -> Any:
 
 
 def hollow_tensor(planned: PlannedTensor) -> torch.Tensor:
-    """Return a tensor that takes no memory, for :func:`torch.serialization.skip_data`."""
-    with FakeTensorMode():
+    """Return a tensor that takes no memory, for :func:`torch.serialization.skip_data`: nothing touches its pages."""
+    if not planned.nbytes:
         return torch.empty(planned.shape, dtype=planned.dtype)
+    try:
+        memory = mmap.mmap(-1, planned.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        return torch.frombuffer(memory, dtype=planned.dtype).view(planned.shape)
+    except OSError:  # a system that reserves memory for all that is mapped
+        with fake_tensors():
+            return torch.empty(planned.shape, dtype=planned.dtype)
+
+
+def load_hollow(file: Any) -> Any:
+    """Return what ``torch.load`` would; storages have no memory, but the ``_checkpoint_offset`` of theirs in the file.
+
+    ``weights_only``: raises pickle.UnpicklingError for classes that are not allowed."""
+    if _knows_places():
+        return torch.load(file, map_location="meta", weights_only=True)
+    with fake_tensors():
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+@cache
+def _knows_places() -> bool:
+    """Return whether torch notes offsets when it loads to no device. Earlier versions do so for fake tensors only."""
+    torch.save(torch.zeros(1), file := io.BytesIO())
+    file.seek(0)
+    loaded = torch.load(file, map_location="meta", weights_only=True)
+    return hasattr(loaded.untyped_storage(), "_checkpoint_offset")
+
+
+def fake_tensors() -> Any:
+    """Return a context in which tensors take no memory. The first one in a process takes seconds."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
 
 
 def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -137,8 +173,8 @@ def _offsets(path: Path, classes: Sequence[Any], leaves: Sequence[Any]) -> list[
     """Return the offsets of the tensors' bytes in the same order, as torch itself reads the file."""
     try:
         # pickle writes b"" as a call of bytes, which weights_only does not know by itself.
-        with torch.serialization.safe_globals([*classes, bytes]), FakeTensorMode():
-            value = torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals([*classes, bytes]):
+            value = load_hollow(path)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         raise MergeError(f"{path} cannot be read back: {error}") from error
     found = _tensors(value)
@@ -175,6 +211,36 @@ def _records(path: Path) -> "list[Record]":
         return read_records(path)
     except DamagedError as error:
         raise read_back_error(path) from error
+
+
+class Window(io.RawIOBase):
+    """``nbytes`` bytes from ``start`` of an open file as a file. One thread."""
+
+    def __init__(self, file: BinaryIO, start: int, nbytes: int) -> None:
+        self._file, self._start, self._nbytes = file, start, nbytes
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        self._position = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._nbytes}[whence] + offset
+        return self._position
+
+    def readinto(self, target: object, /) -> int:
+        view = memoryview(target).cast("B")  # type: ignore[arg-type]
+        count = max(0, min(len(view), self._nbytes - self._position))
+        self._file.seek(self._start + self._position)
+        data = self._file.read(count)
+        view[: len(data)] = data
+        self._position += len(data)
+        return len(data)
 
 
 @dataclass(frozen=True)
