@@ -37,13 +37,13 @@ class UnitStats:
     nbytes: int
     drift: float | None
     staleness: int | None
-    finite: bool
-    moving: bool
-    changed_shape: bool
-    error: float
-    numel: int
-    encoding: str | None
-    stored_bytes: int
+    finite: bool = True
+    moving: bool = True
+    changed_shape: bool = False
+    error: float = 0.0
+    numel: int = 0
+    encoding: str | None = None
+    stored_bytes: int = 0
 
     def __init__(  # noqa: PLR0917 - a generated one sets field after field, which takes three times as long
         self,

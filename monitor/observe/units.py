@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from monitor.adapters.base import Adapter, Piece, StateVersions, TensorInfo
@@ -56,6 +58,14 @@ class UnitLayout:
         fragments, dtypes = (piece.fragment for piece in pieces), (tensor.dtype for tensor in tensors)
         regions = MemoryRegions.of(tensors)
         return cls(tuple(fragments), tuple(dtypes), regions, int(regions.sizes.sum()))
+
+    @cached_property
+    def firsts(self) -> npt.NDArray[np.int64]:
+        """Of each piece: the byte at which it begins in the tensor that it lies in."""
+        spans = self.spans or ((0, 0),) * len(self.dtypes)
+        return np.array(
+            [first * dtype.itemsize for (_, first), dtype in zip(spans, self.dtypes, strict=True)], np.int64
+        )
 
     @cached_property
     def members(self) -> _Members:

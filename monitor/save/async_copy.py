@@ -46,6 +46,7 @@ class AsyncCopy:
     def __init__(self) -> None:
         self.units: list[tuple[LocalUnit, npt.NDArray[np.int64], Callable[[], Sequence[torch.Tensor]]]] = []
         """Units that are added and not started, the addresses of their buffers, and what returns the buffers."""
+        self._kept: list[Any] = []  # those that are started by address: their buffers must stay until the end
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._samples: list[SourceSample] = []
         self._torn = self._checked = self._differ = False
@@ -93,11 +94,7 @@ class AsyncCopy:
     def start(self, last: LastViews | None = None) -> None:
         """Take the samples, and queue the copies from devices. Training thread. last: views to be used again."""
         if last and self.units and any(map(_has_views, self.units[0][0].layout.regions.devices)):
-            self._views = last.of([(part, addresses) for part, addresses, _ in self.units])
-        if self._views is not None:
-            self._held = self._views.hold(self.units[0][0].owners)
-            self._devices.setdefault(self._views.device, [])
-            self.units.clear()
+            self._use_views(last.of([(part, addresses) for part, addresses, _ in self.units]))
         self._add_units()
         self._sample(self._host, "cpu")
         for device, pairs in self._devices.items():
@@ -115,6 +112,13 @@ class AsyncCopy:
                     if copy.source.device == device:
                         copy.begin()
 
+    def _use_views(self, views: MemoryViews | None) -> None:
+        held = None if views is None else views.hold(self.units[0][0].owners)
+        if views is not None and held is not None:  # else the tensors are asked for their memory
+            self._views, self._held = views, held
+            self._devices.setdefault(views.device, [])
+            self._kept, self.units = self.units, []
+
     def start_tracked(self, tracker: WriteTracker, last: LastPlan) -> bool:
         """Start with every write to the sources tracked. Return False if it cannot be. Training thread."""
         sources = [source for source, _ in self._host]
@@ -127,11 +131,14 @@ class AsyncCopy:
         others = addresses_of([buffer for _, buffer in self._host])
         targets = np.concatenate([*(addresses for _, addresses, _ in self.units), others])
         owners = [*chain.from_iterable(part.sources for part, _, _ in self.units), *sources]
+        firsts = np.concatenate([*(part.layout.firsts for part, _, _ in self.units), np.zeros(len(sources), np.int64)])
+        if not np.array_equal(addresses_of(owners) + firsts, regions.addresses):
+            return False  # the script gave tensors other memory since they were listed
         plan = last.plan(regions, targets)
         if not tracker.in_use.acquire(blocking=False):
             return False
         self._tracked = TrackedCopy(tracker, plan, owners)
-        self.units.clear()
+        self._kept, self.units = self.units, []
         return True
 
     def let_change(self) -> None:
@@ -156,26 +163,30 @@ class AsyncCopy:
             if self._done:
                 return
             self._done = self._torn = True  # torn until all succeed: after an error the save must not use the copies
-            for event in self._queued.values():
-                event.synchronize()
-            self._add_units()
-            if self._tracked is not None:
-                self._host, self._versions = [], []
-                self.torn = self._torn = not self._tracked.finish()
-                return
-            for source, buffer in self._host:
-                buffer.copy_(source)
-            for copy in self._encoded:
-                if not copy.source.is_cuda:
-                    copy.begin()
-            for device in self._devices:
-                _side_stream(device).synchronize()
-            for copy in self._encoded:
-                copy.finish()
-            self._torn = self._check() or not all(self._of_samples(SourceSample.holds))
-            self._samples.clear()
-            self._views = None
-            self._held = HeldMemory(())
+            try:
+                self._complete()
+            finally:
+                self._views, self._held, self._kept = None, HeldMemory(()), []
+
+    def _complete(self) -> None:
+        for event in self._queued.values():
+            event.synchronize()
+        self._add_units()
+        if self._tracked is not None:
+            self._host, self._versions = [], []
+            self.torn = self._torn = not self._tracked.finish()
+            return
+        for source, buffer in self._host:
+            buffer.copy_(source)
+        for copy in self._encoded:
+            if not copy.source.is_cuda:
+                copy.begin()
+        for device in self._devices:
+            _side_stream(device).synchronize()
+        for copy in self._encoded:
+            copy.finish()
+        self._torn = self._check() or not all(self._of_samples(SourceSample.holds))
+        self._samples.clear()
 
     def close(self) -> None:
         """Let no thread wait for the writer any more: the save is over."""

@@ -95,7 +95,6 @@ class MemoryViews:
     @torch.inference_mode(False)
     def __init__(self, layouts: Sequence[UnitLayout], targets: npt.NDArray[np.int64], device: torch.device) -> None:
         self.layouts, self.targets, self.device = layouts, targets, device
-        self._owners = sorted({index for layout in layouts for index, _ in layout.spans or ()})
         dtypes = [dtype for layout in layouts for dtype in layout.dtypes]
         self._sizes = np.concatenate([layout.regions.sizes for layout in layouts])
         self._places = np.concatenate([layout.regions.addresses for layout in layouts])
@@ -103,10 +102,16 @@ class MemoryViews:
         self._sources = [view_of(*one, device) for one in zip(places, sizes, dtypes, strict=True)]
         self._buffers = [view_of(*one, _CPU) for one in zip(targets.tolist(), sizes, dtypes, strict=True)]
         self.sampled, self.kept = sampled(self._sources), sampled(self._buffers)
+        begins = (self._places - np.concatenate([layout.firsts for layout in layouts])).tolist()
+        spans = (index for layout in layouts for index, _ in layout.spans or ())
+        self._begins = dict(zip(spans, begins, strict=True))  # of tensors of the job's identity
+        if [view.data_ptr() for view in self._sources] != places:
+            raise RuntimeError("views are copies of the memory that they should show")
 
-    def hold(self, tensors: Sequence[torch.Tensor]) -> HeldMemory:
-        """Keep the memory of the sources. tensors: of the job's identity."""
-        return HeldMemory([tensors[index] for index in self._owners])
+    def hold(self, tensors: Sequence[torch.Tensor]) -> HeldMemory | None:
+        """Keep the memory of the sources. tensors: of the job's identity. None if they have other memory by now."""
+        held = [tensors[index] for index in self._begins]
+        return HeldMemory(held) if list(map(torch.Tensor.data_ptr, held)) == [*self._begins.values()] else None
 
     def copy(self) -> None:
         """Queue the copies in the current stream: all by one call, where the CUDA runtime has such a call.

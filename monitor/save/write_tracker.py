@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from monitor.adapters.identity import MemoryRegions, versions_of
+from monitor.adapters.identity import MemoryRegions, addresses_of, versions_of
 from monitor.observe.units import UnitLayout
 
 _SYSCALL = {"x86_64": 323, "aarch64": 282}  # userfaultfd(2)
@@ -222,26 +222,22 @@ class LastPlan:
 
 
 class HeldMemory:
-    """Keeps the memory of tensors from being freed, and tells whether it is still theirs.
+    """Keeps the memory of tensors from being freed, and tells whether it changed.
 
-    A storage may get other memory, as by ``share_memory_()`` or ``resize_()``."""
+    The memory is that of now: a script may give a tensor other memory, which is no change of this one."""
 
+    @torch.inference_mode(False)
     def __init__(self, owners: Sequence[torch.Tensor]) -> None:
-        self._owners = owners
-        self._versions = versions_of(self._owners)
-        self._storages = [owner.untyped_storage() for owner in self._owners]
-        self._places = self._addresses()
+        self._tensors = [owner.detach() for owner in owners]  # these keep memory and its version counter
+        self._versions, self._places = versions_of(self._tensors), addresses_of(self._tensors)
 
     def in_place(self) -> bool:
-        """Return whether all memory is where it was."""
-        return self._addresses() == self._places
+        """Return whether all memory is where it was. ``share_memory_()`` and ``resize_()`` move it."""
+        return np.array_equal(addresses_of(self._tensors), self._places)
 
     def unchanged(self) -> bool:
-        """Return whether it is, and autograd counted no change."""
-        return versions_of(self._owners) == self._versions and self.in_place()
-
-    def _addresses(self) -> list[int]:
-        return [storage.data_ptr() for storage in self._storages]
+        """Return whether it is, and autograd counted no change in place."""
+        return versions_of(self._tensors) == self._versions and self.in_place()
 
 
 class TrackedCopy:

@@ -22,7 +22,8 @@ from resume_jobs import Results, leave, rank, start_group
 from monitor.adapters import adapter_for
 from monitor.adapters.module_tensors import as_bytes
 from monitor.config.schema import StagingSettings
-from monitor.save.staging import Stager, StagingPool
+from monitor.save.async_copy import CopyTiming
+from monitor.save.staging import StagingPool
 from monitor.telemetry import log
 from store.catalog import Catalog, open_catalog
 from store.errors import DriftpointError, StorageError
@@ -379,11 +380,11 @@ def no_memory_for_a_copy(s: Scenario) -> None:
     """Rank 1 cannot copy its part of one save, which fails on both; the next one is made."""
     job = s.job()
     s.steps(job, 1)
-    stage = Stager.stage
+    start = CopyTiming.start
     if rank() == 1:
-        Stager.stage = _out_of_memory  # type: ignore[assignment,method-assign]
+        CopyTiming.start = _out_of_memory  # type: ignore[assignment,method-assign]
     s.steps(job, 1, flush=rank() == 1)
-    Stager.stage = stage  # type: ignore[method-assign]
+    CopyTiming.start = start  # type: ignore[method-assign]
     s.steps(job, 1)
     s.steps(job, 2)
     s.end(job)

@@ -139,6 +139,40 @@ def test_memory_that_is_replaced_before_it_is_copied_is_kept_until_then(
     two.ckpt.close(save=False)
 
 
+@pytest.mark.parametrize("written", [False, True])
+def test_tensors_that_are_swapped_leave_the_memory_and_its_changes(
+    written: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ``module.to()`` and ``load_state_dict`` do on request. ``written``: an element that no sample has."""
+    one, release = Run(tmp_path / "s", monkeypatch), threading.Event()
+    for _ in range(2):
+        one.update()
+        assert one.save().skipped is None
+    one.update()
+    weight = one.model[0].weight
+    other, expected = nn.Parameter(weight.detach().clone()), weight.detach().clone()
+    with torch.no_grad():
+        while other._version < weight._version:
+            other.add_(0)
+    one.optimizer.zero_grad(set_to_none=True)
+    hold_writer(one.ckpt, release)
+    with monkeypatch.context() as patch:
+        LateStreams(patch)
+        one.ckpt.step()
+        torch.utils.swap_tensors(weight, other)
+        if written:
+            with torch.no_grad():
+                other.view(-1)[8] += 1  # the memory that is being copied
+        release.set()
+        one.ckpt.flush()
+    one.ckpt.close(save=False)
+    assert steps_of(tmp_path / "s")[-1] == (2 if written else 3)
+    if not written:
+        two = Run(tmp_path / "s", monkeypatch)
+        assert torch.equal(two.model[0].weight, expected)
+        two.ckpt.close(save=False)
+
+
 @pytest.mark.parametrize("way", ["version", "memory"])
 def test_a_save_whose_memory_changed_meanwhile_is_given_up(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
