@@ -84,11 +84,11 @@ def unit_stats(table: UnitTable, ledger: Ledger, step: int, measured: Mapping[Un
         staleness = age if age >= 0 else None
         known = measurement is not None and staleness is not None
         stats.append(
-            UnitStats(
-                unit,
-                layer.position,
-                layer.block,
-                size.nbytes,
+            UnitStats.of(
+                unit=unit,
+                position=layer.position,
+                block=layer.block,
+                nbytes=size.nbytes,
                 drift=measurement.drift if known and measurement is not None else None,
                 staleness=staleness,
                 finite=measurement is None or measurement.finite,

@@ -213,12 +213,7 @@ class AsyncCopy:
             self.add(part.tensors, buffers())
         self.units.clear()
 
-    def _sample(
-        self,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        device: torch.device | str,
-        views: MemoryViews | None = None,
-    ) -> None:
+    def _sample(self, pairs: Sequence[Any], device: torch.device | str, views: MemoryViews | None = None) -> None:
         watched = [source for source in self._watched if source.device == torch.device(device)]
         self._samples.append(SourceSample(pairs, watched, None if views is None else (views.sampled, views.kept)))
 

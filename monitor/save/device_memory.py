@@ -75,9 +75,7 @@ class _Memory:
     """Memory of a CUDA device, for :func:`torch.as_tensor`."""
 
     def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            **{"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2}
-        }
+        self.__cuda_array_interface__ = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2}
 
 
 def view_of(address: int, nbytes: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -26,6 +26,8 @@ from store.encoding import CHUNK, encoding_named
 from store.errors import SaveError
 from store.names import BUFFER, FROZEN, RAW, Unit
 
+Buffers = list[torch.Tensor]
+
 
 class StagingPool:
     """Reuses host buffers, by unit. The caller owns a buffer from ``take`` to ``give``.
@@ -163,11 +165,7 @@ class Stager:
                 self._pool.prepare(unit, part.layout)
 
     def stage_all(
-        self,
-        decided: DecisionResult,
-        local: Mapping[Unit, LocalUnit],
-        lent: Mapping[Unit, list[torch.Tensor]],
-        timing: CopyTiming,
+        self, decided: DecisionResult, local: Mapping[Unit, LocalUnit], lent: Mapping[Unit, Buffers], timing: CopyTiming
     ) -> tuple[list[StagedUnit], AsyncCopy, Exception | None]:
         """Stage the decided units and start their copies. Return also the error, if any, and then nothing staged.
 
@@ -200,12 +198,7 @@ class Stager:
         return staged, copying, None
 
     def stage(
-        self,
-        part: LocalUnit,
-        encoding: str,
-        measure: Measure | None,
-        copying: AsyncCopy,
-        lent: list[torch.Tensor] | None = None,
+        self, part: LocalUnit, encoding: str, measure: Measure | None, copying: AsyncCopy, lent: Buffers | None = None
     ) -> StagedUnit:
         """Add the copies of a unit, in ``encoding``, to ``copying``. ``measure`` is of the live tensors, if any.
 

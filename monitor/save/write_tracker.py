@@ -380,6 +380,7 @@ def _tracker_of(_: int) -> WriteTracker | None:
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SAMPLED = 64
 
+Pair = tuple[torch.Tensor, torch.Tensor]  # a source and its buffer
 Words = dict[int, list[Any]]
 """Views by the size of an element: of numpy in host memory, where many small ones cost less, else of torch."""
 
@@ -391,14 +392,11 @@ class SourceSample:
 
     It finds what autograd's version counters do not count: writes through ``.data``, or by code outside PyTorch. A
     change between the sampled elements is not found. Built and compared in the stream of the copies. ``pairs`` are
-    sources that are copied as they are, and their buffers in host memory, and so are those whose views
-    ``views`` has, likewise; ``others`` are encoded."""
+    sources that are copied as they are, and their buffers in host memory; ``views`` are sampled views of more of these;
+    ``others`` are encoded."""
 
     def __init__(
-        self,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        others: Sequence[torch.Tensor],
-        views: "tuple[Words, Words] | None" = None,
+        self, pairs: Sequence[Pair], others: Sequence[torch.Tensor], views: tuple[Words, Words] | None = None
     ) -> None:
         self._pairs, self._views = pairs, views
         copied = sampled([source for source, _ in pairs])
