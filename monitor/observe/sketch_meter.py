@@ -221,8 +221,7 @@ class SketchMeter(StagingMeter[Signature]):
         try:
             with self._lock, torch.inference_mode():
                 if (seen := _facts(units)) != self._seen:
-                    self._seen, self._queue = [], self._queue_of(units)
-                    self._seen = seen
+                    self._queue, self._seen = self._queue_of(units), seen
                 runs = [(chosen, batch, batch.run()) for chosen, batch in self._queue]
                 found = [self._of_batch({u: units[u] for u in chosen}, batch, made) for chosen, batch, made in runs]
         except Exception as error:  # noqa: BLE001 - of the compiler of kernels too: units are measured one by one

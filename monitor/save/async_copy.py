@@ -2,8 +2,8 @@
 
 State does not change between two optimizer steps. So copies are made at once (``eager``), or during the next forward
 and backward (``lazy``); then the next optimizer step waits for the copies that are not complete, and so does any other
-public call of the framework that changes the state. What cannot be intercepted is found, and the save is given up:
-by the kernel, whatever code made the change (:class:`WriteTracker`), or else by version counters and a sample.
+public call of the framework that changes the state. Any other change is detected, and the save is given up. The kernel
+reports every write (:class:`WriteTracker`); where it cannot, version counters and a sample find most.
 Where there is no room for a second copy of the state, the optimizer step waits for storage, too (:class:`WaveCopy`).
 """
 
@@ -269,7 +269,7 @@ class WaveCopy(AsyncCopy):
                     _log.info("training waited %.2f s for storage (staging.max_bytes)", time.monotonic() - began)
                     return
                 self.close(SaveError("storage took longer than timeouts.staging: raise that, or staging.max_bytes"))
-                _log.warning("training goes on, and this save is given up: %s", self._over)
+                _log.warning("this save is given up, and training continues: %s", self._over)
 
     def take(self, pieces: Iterable[WavePiece]) -> Iterator[torch.Tensor]:
         """Yield copies, each until one of a later wave is taken. Raises SaveError if the save is given up. Writer."""

@@ -103,8 +103,9 @@ class MemoryViews:
         begins = (self._places - np.concatenate([layout.firsts for layout in layouts])).tolist()
         spans = (index for layout in layouts for index, _ in layout.spans or ())
         self._begins = dict(zip(spans, begins, strict=True))  # of tensors of the job's identity
-        if [view.data_ptr() for view in self._sources] != places:
-            raise RuntimeError("views are copies of the memory that they should show")
+        self.show_memory = [
+            view.data_ptr() for view in self._sources
+        ] == places  # torch copies what is not device memory
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> HeldMemory | None:
         """Keep the memory of the sources. tensors: of the job's identity. None if they have other memory by now."""
@@ -160,5 +161,8 @@ class LastViews:
         devices = {device for layout in layouts for device in layout.regions.devices}
         if len(devices) != 1 or any(layout.spans is None for layout in layouts):
             return None  # without spans, the layouts are other ones at each decision
-        self._known.appendleft(MemoryViews(layouts, targets, *devices))
-        return self._known[0]
+        views = MemoryViews(layouts, targets, *devices)
+        if not views.show_memory:
+            return None
+        self._known.appendleft(views)
+        return views

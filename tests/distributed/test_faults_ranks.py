@@ -55,7 +55,7 @@ def test_a_rank_whose_storage_hangs_between_two_waves_of_copies(launched: Launch
     assert skipped(launched, "stuck_in_a_wave", rank) == [None, None, "busy", "busy", None]
     assert commits(launched, "stuck_in_a_wave") == [1, 5]
     assert failures(launched, "stuck_in_a_wave") == {"SaveError": 1}
-    assert "training goes on, and this save is given up" in launched.output
+    assert "this save is given up, and training continues" in launched.output
 
 
 @pytest.mark.parametrize("rank", RANKS)

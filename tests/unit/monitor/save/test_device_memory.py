@@ -197,6 +197,23 @@ def test_a_save_whose_memory_changed_meanwhile_is_given_up(
     one.ckpt.close(save=False)
 
 
+def test_memory_of_which_torch_makes_copies_is_copied_without_views(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch does with managed memory, and with host memory that a device can reach."""
+    one = Run(tmp_path / "s", monkeypatch)
+    monkeypatch.setattr(device_memory, "view_of", lambda *place: view_of(*place).clone())
+    for _ in range(3):
+        one.update()
+        expected = one.model[0].weight.detach().clone()
+        assert one.save().skipped is None
+    one.ckpt.close(save=False)
+    assert one.made and steps_of(tmp_path / "s")[-1] == 3
+    two = Run(tmp_path / "s", monkeypatch)
+    assert torch.equal(two.model[0].weight, expected)
+    two.ckpt.close(save=False)
+
+
 def test_held_memory_tells_of_what_autograd_counts_and_of_storages_that_moved() -> None:
     one, other = torch.zeros(10), torch.zeros(10)
     held = HeldMemory([one, other])
