@@ -176,7 +176,7 @@ def manifest_of(
     referenced = {name for record in units for name in (record.save, *record.bases)}
     return schema.ManifestRecord(
         **vars(draft.facts),
-        **vars(draft.save),
+        **draft.save._asdict(),
         commits=draft.commits,
         world_size=draft.world_size,
         created=datetime.now(UTC).isoformat(timespec="milliseconds"),

@@ -17,8 +17,7 @@ PROBE                                     in object stores: put once; a second p
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache, total_ordering
+from functools import lru_cache
 from math import prod
 from operator import add, mul
 from typing import NamedTuple
@@ -140,16 +139,27 @@ class Fragment(_Fragment):
         return [Fragment.of_box(self.fqn, self.slot, box) for box in boxes]
 
 
-@total_ordering
-@dataclass(frozen=True)
-class SaveId:
+class _SaveKey(NamedTuple):
+    epoch: int
+    step: int
+
+
+class SaveId(_SaveKey):
     """Identifies one save by its optimizer step and the epoch that made it.
 
     Ordered by epoch, then by step, and by no clock: a commit that an older incarnation of the job still makes after it
     was fenced is never newer than those of the newer incarnation."""
 
-    step: int
-    epoch: int
+    __slots__ = ()
+
+    def __new__(cls, step: int, epoch: int) -> "SaveId":
+        return super().__new__(cls, epoch, step)
+
+    def __getnewargs__(self) -> tuple[int, int]:
+        return self.step, self.epoch
+
+    def __repr__(self) -> str:
+        return f"SaveId(step={self.step}, epoch={self.epoch})"
 
     @property
     def name(self) -> str:
@@ -167,9 +177,6 @@ class SaveId:
         if save.name != name:
             raise ValueError(f"{name!r} is not the canonical form {save.name!r}")
         return save
-
-    def __lt__(self, other: "SaveId") -> bool:
-        return (self.epoch, self.step) < (other.epoch, other.step)
 
     def __str__(self) -> str:
         return self.name
