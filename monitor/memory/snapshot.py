@@ -98,7 +98,7 @@ def seal_snapshot(version: Version) -> float:
     tensors, end = _write_leaves(version, cast("Sequence[Leaf]", segment.run_leaves))
     part = PartRecord(
         store_id=segment.store_id,
-        **vars(segment.save),
+        **segment.save._asdict(),
         rank=segment.rank,
         world_size=segment.world_size,
         plan=segment.plan,
