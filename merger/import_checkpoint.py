@@ -15,15 +15,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from merger.checkpoint import (
-    IMPORTED_WITH,
-    Checkpoint,
-    RankState,
-    implausible_lines,
-    own_state_notes,
-    refuse_implausible,
-    refuse_weights_only,
-)
+from merger import checkpoint as checkpoints
+from merger.checkpoint import Checkpoint, RankState
 from merger.io.blocks import Extent, Progress, bytes_to_read, fragment_streams
 from merger.io.output_dir import OutputDir, require_space
 from merger.sources import open_source
@@ -108,13 +101,13 @@ def plan_import(source: Path, step: str | None = None, *, link: bool = False) ->
     if link and not isinstance(opened, StoreSource):
         raise _not_linked(f"{source} is a checkpoint of kind {opened.kind}, and only stores are linked")
     checkpoint = opened.checkpoint(step, frozenset())
-    refuse_weights_only(checkpoint)
+    checkpoints.refuse_weights_only(checkpoint)
     if link and isinstance(opened, StoreSource):
         if SaveId.parse(checkpoint.certificate.save) not in opened.catalog.saves():
             raise _not_linked(f"{checkpoint.origin} is no commit")
         return ImportPlan(source, opened.kind, checkpoint, (), {}, (), opened.catalog)
     _require_exact(checkpoint)
-    notes = own_state_notes(checkpoint)
+    notes = checkpoints.own_state_notes(checkpoint)
     client_state = _storable(checkpoint.client_state, notes)
     states = []
     for rank in range(max(checkpoint.run_states, default=0) + 1):  # at least one; empty for ranks that are missing
@@ -325,9 +318,9 @@ def _write_segments(
                 facts=plan.facts if rank == 0 else {},
             )
             write_segment(files, draft)
-        lines = implausible_lines(plan.checkpoint, implausible)
+        lines = checkpoints.implausible_lines(plan.checkpoint, implausible)
         if lines and not allow_nonfinite:
-            refuse_implausible(plan.checkpoint, lines)
+            checkpoints.refuse_implausible(plan.checkpoint, lines)
         group = wait_for_group(files, Expected(catalog.store_id, save, world_size, agreed), timeout=60)
         for part in group.parts:
             _read_back(files, part, "check `dmesg` for disk errors, or name a store elsewhere")
@@ -365,7 +358,7 @@ def _manifest(
     checkpoint = plan.checkpoint
     reasons: dict[tuple[str, str], str] = {}
     for (fqn, slot), kinds in implausible.items():
-        reasons[checkpoint.record(fqn).layer, slot] = f"{IMPORTED_WITH}{' and '.join(sorted(kinds))}"
+        reasons[checkpoint.record(fqn).layer, slot] = f"{checkpoints.IMPORTED_WITH}{' and '.join(sorted(kinds))}"
     return schema.ManifestRecord(
         store_id=store_id,
         step=save.step,

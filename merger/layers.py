@@ -54,8 +54,7 @@ def group_layers(shapes: Mapping[str, Sequence[int]]) -> tuple[Layer, ...]:
         *path, attribute = fqn.split(".")
         node = root
         for part in path:
-            inner = f"{node.path}.{part}" if node.path else part
-            node = node.children.setdefault(part, _Node(inner))
+            node = node.children.setdefault(part, _Node(f"{node.path}.{part}" if node.path else part))
         node.own[attribute] = tuple(shape)
     top = root
     while not top.own and len(top.children) == 1 and not _block_names(top):

@@ -75,8 +75,7 @@ class MergePlan:
     @property
     def parameters(self) -> int:
         """Number of model parameters, tied ones once, without buffers."""
-        tensors = self.checkpoint.tensors.values()
-        return sum(math.prod(tensor.shape) for tensor in tensors if tensor.kind != "buffer")
+        return sum(math.prod(tensor.shape) for tensor in self.checkpoint.tensors.values() if tensor.kind != "buffer")
 
     def load(self, out: Path) -> tuple[str, ...]:
         """Return the lines of Python that load the output from ``out``."""
@@ -179,8 +178,7 @@ def _make_plan(assembled: Assembly, checkpoint: Checkpoint, target: Target, requ
     )
     uses = [asdict(use) for use in assembled.uses]
     document = {"tag": laid.tag, **checkpoint.certificate.as_json(), "sources": uses, "notes": list(notes)}
-    certificate = VerbatimFile((json.dumps(document, indent=1) + "\n").encode())
-    files = (*laid.files, OutFile(CERTIFICATE, certificate))
+    files = (*laid.files, OutFile(CERTIFICATE, VerbatimFile((json.dumps(document, indent=1) + "\n").encode())))
     holes = [Hole(0, stored) for file in files for stored in file.container.tensors()]
     transfer = plan_transfer(checkpoint.index, ((0, hole) for hole in holes))
     to_read, to_write = transfer.bytes_to_read, sum(file.container.nbytes for file in files)

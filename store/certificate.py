@@ -193,8 +193,7 @@ def certify_replayed(certificate: Certificate, save: SaveId, *, as_saved: bool) 
     ]
     whole = as_saved and all(is_exact(unit, save.name) for unit in moved)
     exact, as_found = whole and not certificate.as_found, whole and certificate.as_found
-    step = save.step
-    return replace(certificate, units=tuple(moved), save=save.name, step=step, exact=exact, as_found=as_found)
+    return replace(certificate, units=tuple(moved), save=save.name, step=save.step, exact=exact, as_found=as_found)
 
 
 def certify(resolution: Resolution) -> Certificate:

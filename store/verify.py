@@ -273,8 +273,7 @@ class _Checker:
         if key is None:
             source, key = Source(part, entry), whole_key(part, entry)
             differences = self._differences.get(key, []) if self._whole[key].entry is entry else []
-            findings = check_with_differences(self._catalog.files, source, differences)
-            self._record([source, *differences], findings)
+            self._record([source, *differences], check_with_differences(self._catalog.files, source, differences))
         elif key not in self._whole:  # if a commit needs the base, resolving reports it
             source = Source(part, entry)
             finding = check_stored(self._catalog.files, source)

@@ -2,7 +2,7 @@
 
 The merger is imported when the command runs, because it imports torch."""
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
 from rich.text import Text
@@ -57,11 +57,7 @@ def import_(
         plan = plan_import(checkpoint, step, link=link)
         with byte_progress("Importing", plan.bytes_to_read) as progress:
             found = import_checkpoint(plan, store, progress, allow_nonfinite=allow_nonfinite)
-    output.answer(_as_json(plan, found), lambda console: _draw(console, plan, found), as_json=json)
-
-
-def _as_json(plan: "ImportPlan", found: "ImportResult") -> dict[str, Any]:
-    return {
+    body = {
         "store": str(found.store),
         "save": found.save.name,
         "step": found.save.step,
@@ -74,6 +70,7 @@ def _as_json(plan: "ImportPlan", found: "ImportResult") -> dict[str, Any]:
         "notes": list(found.notes),
         "problems": list(found.problems),
     }
+    output.answer(body, lambda console: _draw(console, plan, found), as_json=json)
 
 
 def _draw(console: Console, plan: "ImportPlan", found: "ImportResult") -> None:
@@ -89,7 +86,5 @@ def _draw(console: Console, plan: "ImportPlan", found: "ImportResult") -> None:
         console.print()
         console.print(output.cell(note, "yellow"))
     output.problems(console, found.problems)
-    console.print()
-    console.print("To resume from it, set this in the job's YAML:")
-    console.print()
+    console.print("\nTo resume from it, set this in the job's YAML:\n")
     console.print(Text(f"    store: {found.store}", style="bold"), soft_wrap=True)

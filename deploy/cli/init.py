@@ -46,8 +46,7 @@ def init(
     if (place_of(path).expanduser() / STORE).is_file():  # after the first start
         values["store"] = {"path": path, "create": False}
     files = create(out, values, schema=schema)
-    body = {"files": [str(path) for path in files]}
-    output.answer(body, lambda console: _draw(console, files), as_json=json)
+    output.answer({"files": [str(path) for path in files]}, lambda console: _draw(console, files), as_json=json)
 
 
 def schema(*, _json: JsonOption = True, _debug: DebugOption = False) -> None:

@@ -50,8 +50,7 @@ def clear_(
     _debug: DebugOption = False,
 ) -> None:
     """Free the shared memory of dead jobs. Memory of a living process is never touched."""
-    base = base_of(memory)
-    found = _select_tiers(base, store, everything=all_)
+    found = _select_tiers(base_of(memory), store, everything=all_)
     if not yes and found:
         stores = listed((tier.store_id[:8] for tier in found), 8)
         output.note(f"Remove the snapshots that dead jobs left of {plural(len(found), 'store')} ({stores})? [y/N]")

@@ -146,8 +146,7 @@ def merge(
     wanted = int(step) if step is not None and step.isascii() and step.isdigit() else step
     rules = None if recipe is None else read_recipe(recipe)
     if plan:
-        request = Request(source, wanted, target, rules, allow_nonfinite)
-        raise Exit(print_plan(request, out, workers, as_json=json))
+        raise Exit(print_plan(Request(source, wanted, target, rules, allow_nonfinite), out, workers, as_json=json))
     assert out is not None  # checked above
     from merger.merge import merge as run
 
@@ -343,9 +342,7 @@ def print_load(console: Console, lines: Sequence[str]) -> None:
     """Print lines of Python unwrapped, so that they can be copied."""
     if not lines:
         return
-    console.print()
-    console.print("Load it with:")
-    console.print()
+    console.print("\nLoad it with:\n")
     for line in lines:
         console.print(Text(f"    {line}", style="bold"), soft_wrap=True)
 

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from rich.console import Console
 from rich.text import Text
@@ -65,14 +65,8 @@ def prune(
     owner = epoch_owner(catalog, newest_epoch(catalog.files), [])
     foreign = None if owner is None or owner.host == socket.gethostname() else owner.host
     remarks = [*problems, *_remarks(store, plan, in_use_by, foreign)]
-    body = _as_json(store, plan, in_use_by, dry_run=dry_run)
-    output.answer(body, lambda console: _draw(console, plan, remarks, dry_run=dry_run), as_json=json)
-    raise Exit(code)
-
-
-def _as_json(root: Path, plan: PrunePlan, in_use_by: int | None, *, dry_run: bool) -> dict[str, Any]:
-    return {
-        "store": str(root.absolute()),
+    body = {
+        "store": str(store.absolute()),
         "dry_run": dry_run,
         "blocked": plan.blocked,
         "in_use_by": in_use_by or None,
@@ -87,6 +81,8 @@ def _as_json(root: Path, plan: PrunePlan, in_use_by: int | None, *, dry_run: boo
         "freed_bytes": plan.freed_bytes,
         "unrecognised": list(plan.unrecognised),
     }
+    output.answer(body, lambda console: _draw(console, plan, remarks, dry_run=dry_run), as_json=json)
+    raise Exit(code)
 
 
 def _draw(console: Console, plan: PrunePlan, remarks: Sequence[str], *, dry_run: bool) -> None:
@@ -95,8 +91,7 @@ def _draw(console: Console, plan: PrunePlan, remarks: Sequence[str], *, dry_run:
     else:
         console.print(output.facts(_rows(plan, dry_run=dry_run)))
     if plan.unrecognised:
-        console.print()
-        console.print("Unrecognised files, not deleted:")
+        console.print("\nUnrecognised files, not deleted:")
         for name in plan.unrecognised:
             console.print(output.cell(f"  {name}"))
     for remark in remarks:

@@ -20,14 +20,7 @@ from deploy.daemon.metrics import DaemonMetrics
 from deploy.daemon.rescuer import Rescuer, RescueRequest, RescueResult
 from store.daemon_protocol import JobReport, Register, Report, RescueReport, StatusUpdate
 from store.errors import DaemonError, StorageError
-from store.memory.cleanup import (
-    KEEP_SECONDS,
-    KEEP_UNREACHABLE_SECONDS,
-    clear_old,
-    clear_old_of,
-    oldest_version_seconds,
-    without_versions,
-)
+from store.memory import cleanup
 from store.memory.index import SeenStore
 from store.memory.layout import Tier, tiers
 from store.metrics_server import LOOPBACK, EndpointSecurity
@@ -195,7 +188,7 @@ class Node:
                 places = self._known.places(tier.store_id)
                 for path in places:
                     self.rescuer.ask(RescueRequest(path, tier.store_id, None))
-                if not places and oldest_version_seconds(tier) > 0.0:
+                if not places and cleanup.oldest_version_seconds(tier) > 0.0:
                     _log.warning("%s; `driftpoint rescue STORE` commits them", _unknown_place(tier))
         except StorageError as error:
             _log.warning("cannot read the snapshots in memory: %s", error)
@@ -345,13 +338,13 @@ class Node:
         self._cleaning.pop(store_id, None)
         tried = [one for one in results.values() if one is not None]
         tier, reachable = Tier(self.options.base, store_id), not any(one.outcome in _UNREACHED for one in tried)
-        keep = KEEP_SECONDS if reachable else KEEP_UNREACHABLE_SECONDS
+        keep = cleanup.KEEP_SECONDS if reachable else cleanup.KEEP_UNREACHABLE_SECONDS
         try:
-            age = oldest_version_seconds(tier)
+            age = cleanup.oldest_version_seconds(tier)
         except StorageError as error:
             _log.warning("cannot read the snapshots of old jobs: %s", error)
             return
-        if age <= KEEP_SECONDS:
+        if age <= cleanup.KEEP_SECONDS:
             return  # all of it was committed, or a job began to use it
         _log.error(
             "memory of store %s, written %.0f h ago, holds snapshots that no commit has; rescue failed (%s): %s",
@@ -391,13 +384,13 @@ def _unknown_place(tier: Tier) -> str:
 
 def _clear_empty(base: Path) -> tuple[int, list[Tier]]:
     """Remove old memory without a version. Return the bytes freed, and the stores with old memory left."""
-    freed = clear_old(base, wanted=without_versions)
-    return freed, [tier for tier in tiers(base) if oldest_version_seconds(tier) > KEEP_SECONDS]
+    freed = cleanup.clear_old(base, wanted=cleanup.without_versions)
+    return freed, [tier for tier in tiers(base) if cleanup.oldest_version_seconds(tier) > cleanup.KEEP_SECONDS]
 
 
 def _clear_lost(tier: Tier, keep: float) -> None:
     try:
-        nbytes = clear_old_of(tier, keep)
+        nbytes = cleanup.clear_old_of(tier, keep)
     except (StorageError, OSError) as error:
         _log.warning("cannot remove snapshots of old jobs: %s", error)
         return

@@ -7,24 +7,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from deploy.format import ago_text, clock, plural, size_text, span_text, steps_text
-from deploy.health.facts import (
-    AHEAD,
-    FLOOR,
-    LATE,
-    LONG,
-    ORDER,
-    VERY_LATE,
-    Check,
-    Facts,
-    Level,
-    parse_time,
-    shell_command,
-)
+from deploy.health.facts import FLOOR, LATE, ORDER, Check, Facts, Level, parse_time, shell_command
 from deploy.health.trace_reader import SKIPPED
 from deploy.store_status import Resume, StoreStatus, resume_kind
 from store.names import SaveId
 from store.text import listed
 
+_VERY_LATE = 10.0  # multiple of the usual interval after which a commit is very late (``bad``)
+_LONG = 3600.0  # seconds without a commit that need attention if the usual interval is unknown
+_AHEAD = 120.0  # accepted difference between the clocks of two machines, in seconds
 _FEW_SAVES = 3  # full saves for which a disk should have space
 _LOG = "read the job's log: the disk may be full or read-only, or a rank may hang"
 
@@ -42,7 +33,7 @@ def check_commit(facts: Facts) -> Check:
     if usual is not None:
         note += f"; usually one every {span_text(usual)}"
     text = f"step {newest.step}" + ("" if age is None else f", {ago_text(age)}")
-    if age is not None and age < -AHEAD:
+    if age is not None and age < -_AHEAD:
         return Check("Newest commit", "look", text, note, "synchronise the clocks: otherwise late commits go unnoticed")
     level = _lateness(facts, age, usual)
     todo = "" if level == "good" else "read the job's log: saves are late or failing, or training hangs"
@@ -144,9 +135,9 @@ def _lateness(facts: Facts, age: float | None, usual: float | None) -> Level:
     if age is None or not facts.running:
         return "good"
     if usual is None:
-        return "look" if age > LONG else "good"
+        return "look" if age > _LONG else "good"
     late = age / max(usual, FLOOR / LATE)
-    return "bad" if late > VERY_LATE else "look" if late > LATE else "good"
+    return "bad" if late > _VERY_LATE else "look" if late > LATE else "good"
 
 
 def usual_gap(facts: Facts) -> float | None:
@@ -157,8 +148,7 @@ def usual_gap(facts: Facts) -> float | None:
     if current is None:
         return facts.commit_gap
     found = next((gap for gap in (current.save_gap, facts.commit_gap, current.decision_gap) if gap is not None), None)
-    gaps = [gap for gap in (found, current.next_gap) if gap is not None]
-    return max(gaps, default=None)
+    return max([gap for gap in (found, current.next_gap) if gap is not None], default=None)
 
 
 def full_bytes(facts: Facts) -> int:
@@ -332,7 +322,7 @@ def check_job(facts: Facts) -> Check:
     note = f"at about step {at:.0f}" if at is not None else ""
     if current.step_seconds is not None:
         note += f", {span_text(current.step_seconds)} per step"
-    if silent > (LONG if usual is None else max(FLOOR, LATE * usual)):
+    if silent > (_LONG if usual is None else max(FLOOR, LATE * usual)):
         todo = "check for a dead rank, a hanging collective, or a disk that does not answer"
         often = "" if usual is None else f"usually one every {span_text(usual)}"
         return Check(name, "look", f"{text}: no decision for {span_text(silent)}", often, todo)

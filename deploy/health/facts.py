@@ -31,12 +31,8 @@ Level = Literal["good", "plain", "look", "bad"]
 ORDER: tuple[Level, ...] = ("plain", "good", "look", "bad")
 """From best to worst. ``plain``: nothing to judge; ``look``: needs attention; ``bad``: work is or would be lost."""
 
-LATE, VERY_LATE = 3.0, 10.0
-"""Multiples of the usual interval after which a commit is late (``look``) and very late (``bad``)."""
-
+LATE = 3.0  # multiple of the usual interval after which a commit is late (``look``)
 FLOOR = 60.0  # seconds below which nothing counts as late
-LONG = 3600.0  # seconds without a commit that need attention if the usual interval is unknown
-AHEAD = 120.0  # accepted difference between the clocks of two machines, in seconds
 _NEWEST = 8  # commits from which the usual interval is computed
 
 

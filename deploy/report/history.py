@@ -291,8 +291,7 @@ class _Reader:
         stall, held = line.stall + line.copy_wait, self._bins.columns[column]
         held.stall += stall
         held.longest = max(held.longest, stall)
-        copied = float(sum(self._nbytes[index] for index in line.saved))
-        self._waits = (copied, line.stall)
+        self._waits = (float(sum(self._nbytes[index] for index in line.saved)), line.stall)
         self._add_incidents(line, at)
 
     def _add_incidents(self, line: traces.DecisionLine, at: float) -> None:

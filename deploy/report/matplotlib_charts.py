@@ -118,8 +118,7 @@ def _strip(history: History, slots: Sequence[str], panel: _PanelMaker, title: st
             tip.append(f"{name}: {text}")
         if isinstance(norm, BoundaryNorm):
             ticks = norm.boundaries[:: math.ceil(len(norm.boundaries) / 6)]
-            bar = figure.colorbar(image, location="bottom", aspect=40, pad=0.01, ticks=ticks, format="%g")
-            bar.set_label("drift")
+            figure.colorbar(image, location="bottom", aspect=40, pad=0.01, ticks=ticks, format="%g").set_label("drift")
     rows = _labelled(history, layers, math.ceil(11 / cell))
     shown = [tail(names[row], 22) for row in rows]
     charts[0].set_yticks([row + 0.5 for row in rows], shown, family="monospace", size=9, color=_INK)

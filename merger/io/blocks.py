@@ -372,8 +372,7 @@ def _without_overlaps(extents: Sequence[Extent]) -> list[list[Extent]]:
     """Group extents into runs without overlaps: one, unless two names share the same bytes."""
     runs: list[list[Extent]] = []
     for extent in sorted(extents, key=lambda extent: extent.offset):
-        free = (run for run in runs if run[-1].offset + run[-1].nbytes <= extent.offset)
-        run = next(free, None)
+        run = next((run for run in runs if run[-1].offset + run[-1].nbytes <= extent.offset), None)
         if run is None:
             runs.append([extent])
         else:

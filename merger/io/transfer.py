@@ -53,8 +53,7 @@ class TransferPlan:
     @property
     def memory(self) -> int:
         """Most bytes that one thread takes."""
-        decoding = max((block.coded.memory for block in self.moves if block.coded is not None), default=0)
-        return 2 * READ + decoding
+        return 2 * READ + max((block.coded.memory for block in self.moves if block.coded is not None), default=0)
 
 
 def plan_transfer(index: FragmentIndex[Extent], holes: Iterable[tuple[int, Hole]]) -> TransferPlan:
@@ -130,8 +129,7 @@ def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: 
             for name, kinds in implausible.items():
                 result.implausible.setdefault(name, set()).update(kinds)
 
-    blocks = sorted(plan.moves, key=lambda block: (block.path, block.offset))
-    run_parallel(move, blocks, workers)
+    run_parallel(move, sorted(plan.moves, key=lambda block: (block.path, block.offset)), workers)
     return result
 
 

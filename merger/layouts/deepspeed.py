@@ -17,27 +17,12 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from merger.checkpoint import (
-    Checkpoint,
-    Placement,
-    PlannedTensor,
-    config_section,
-    plan_parameter,
-    portable_run_states,
-    to_portable,
-)
+from merger import checkpoint as checkpoints
+from merger.checkpoint import Checkpoint, Placement, PlannedTensor, plan_parameter, to_portable
 from merger.io.output_file import OutFile, VerbatimFile
+from merger.layouts import deepspeed_facts as ds_facts
 from merger.layouts.base import LayoutResult, Target, canonical_names, share_tied
-from merger.layouts.deepspeed_facts import (
-    ACCUMULATION,
-    MICRO,
-    EngineFacts,
-    Piece,
-    batch_of,
-    facts_of,
-    slice_numel,
-    slice_pieces,
-)
+from merger.layouts.deepspeed_facts import EngineFacts, Piece
 from merger.layouts.deepspeed_reshard import flat_partitions, has_state, retarget, with_common_steps
 from merger.layouts.torch_dcp import optimizer_state
 from merger.tensors import torch_dtype
@@ -53,7 +38,7 @@ CLASSES = (ZeroStageEnum, LossScaler, DynamicLossScaler, fragment_address)
 
 def deepspeed_layout(checkpoint: Checkpoint, target: Target) -> LayoutResult:
     """Plan the directory of an engine. MergeError if the checkpoint's facts do not describe one."""
-    saved = facts = facts_of(checkpoint)
+    saved = facts = ds_facts.facts_of(checkpoint)
     stage = saved.zero_stage if target.zero_stage is None else target.zero_stage
     world_size = target.world_size or saved.world_size
     if (stage, world_size) != (saved.zero_stage, saved.world_size) or not saved.has_layout:
@@ -76,12 +61,12 @@ def _notes(saved: EngineFacts, facts: EngineFacts) -> Iterator[str]:
             f"states and the user's objects are still those of {counted(saved.world_size, 'rank')}, in the client "
             f"state under {CLIENT_KEY!r}"
         )
-        before, after = batch_of(saved.ds_config, saved.world_size), batch_of(facts.ds_config, facts.world_size)
+        before, after = (ds_facts.batch_of(one.ds_config, one.world_size) for one in (saved, facts))
         if before and after and before.train != after.train:
             yield (
                 f"an optimizer step took {counted(before.train, 'sample')} and takes {after.train} with the "
-                f"configuration in the files, on {counted(facts.world_size, 'rank')}; set {ACCUMULATION} or {MICRO} of "
-                "your own configuration if that is not what you want"
+                f"configuration in the files, on {counted(facts.world_size, 'rank')}; set {ds_facts.ACCUMULATION} or "
+                f"{ds_facts.MICRO} of your own configuration if that is not what you want"
             )
     if facts.round_robin_gradients and facts.zero_stage in (1, 2):
         yield (
@@ -89,7 +74,7 @@ def _notes(saved: EngineFacts, facts: EngineFacts) -> Iterator[str]:
             "must have zero_optimization.round_robin_gradients on, or stock DeepSpeed gives each parameter the values "
             "of others, without an error"
         )
-    if config_section(facts.ds_config, "checkpoint").get("load_universal"):
+    if checkpoints.config_section(facts.ds_config, "checkpoint").get("load_universal"):
         yield (
             "the run's configuration loads universal checkpoints, and these are DeepSpeed's own: set load_universal "
             "to false, or write layout 'universal'"
@@ -183,7 +168,7 @@ def client_state(checkpoint: Checkpoint, ranks: Iterable[int]) -> dict[str, Any]
         "as_found": certificate.as_found,
         "unvouched": certificate.unvouched,
         "units": [] if certificate.whole else [asdict(unit) for unit in certificate.units],
-        "ranks": portable_run_states(checkpoint, ranks),
+        "ranks": checkpoints.portable_run_states(checkpoint, ranks),
     }
 
 
@@ -227,7 +212,7 @@ def zero3_states(facts: EngineFacts, checkpoint: Checkpoint, kept: "Sequence[Fla
     masters, states = [], []
     for sub_group, state in zip(facts.sub_groups, kept, strict=True):
         sizes = zip(sub_group.params, sub_group.partition_numels, strict=True)
-        pieces = slice_pieces(((fqn, checkpoint.numel(fqn), part) for fqn, part in sizes), rank)
+        pieces = ds_facts.slice_pieces(((fqn, checkpoint.numel(fqn), part) for fqn, part in sizes), rank)
         numel = sum(sub_group.partition_numels)
         masters.append(flat_tensor(WEIGHTS, pieces, numel, state.masters))
         states.append(flat_slots(state, pieces, numel))
@@ -321,8 +306,8 @@ def _frozen_fragment(facts: EngineFacts, checkpoint: Checkpoint, rank: int, fqn:
     """Plan a parameter that the optimizer does not hold: at ZeRO-3 a rank's slice, padding included."""
     if facts.zero_stage != 3:
         return _working_copy(facts, checkpoint, fqn)
-    part = slice_numel(checkpoint.numel(fqn), facts.world_size)
-    pieces = slice_pieces([(fqn, checkpoint.numel(fqn), part)], rank)
+    part = ds_facts.slice_numel(checkpoint.numel(fqn), facts.world_size)
+    pieces = ds_facts.slice_pieces([(fqn, checkpoint.numel(fqn), part)], rank)
     return flat_tensor(FROZEN, pieces, part, torch_dtype(checkpoint.dtype(fqn, FROZEN)))
 
 

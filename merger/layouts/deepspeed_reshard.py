@@ -13,19 +13,8 @@ from typing import Any
 import torch
 
 from merger.checkpoint import Checkpoint, config_section, gradient_clipping, with_steps
-from merger.layouts.deepspeed_facts import (
-    ZERO_3,
-    ZERO_12,
-    EngineFacts,
-    GroupFacts,
-    SubGroupFacts,
-    config_for,
-    optimizer_wrapper,
-    partition_paddings,
-    place_in_row,
-    round_robin_order,
-    slice_numel,
-)
+from merger.layouts import deepspeed_facts as ds_facts
+from merger.layouts.deepspeed_facts import EngineFacts, GroupFacts, SubGroupFacts
 from merger.tensors import torch_dtype
 from store.errors import UnsupportedError
 from store.text import counted, listed
@@ -43,7 +32,7 @@ def retarget(facts: EngineFacts, checkpoint: Checkpoint, zero_stage: int, world_
     Only the param groups and the configuration of ``facts`` are used, not the layout. Raises MergeError for a
     parameter that the checkpoint lacks, UnsupportedError if DeepSpeed cannot build such an engine."""
     _require_supported(facts, zero_stage)
-    config = config_for(facts.ds_config, (facts.zero_stage, facts.world_size), (zero_stage, world_size))
+    config = ds_facts.config_for(facts.ds_config, (facts.zero_stage, facts.world_size), (zero_stage, world_size))
     engine = {
         "zero_stage": zero_stage,
         "world_size": world_size,
@@ -67,19 +56,19 @@ def retarget(facts: EngineFacts, checkpoint: Checkpoint, zero_stage: int, world_
 def data_order(params: Sequence[str], zero_stage: int, world_size: int, dtype: str, config: Any) -> list[str]:
     """Return a param group's parameters in the order of its flat tensor."""
     dealt = _uses_round_robin(zero_stage, dtype, config)
-    return round_robin_order(params, world_size) if dealt else list(params)
+    return ds_facts.round_robin_order(params, world_size) if dealt else list(params)
 
 
 def _uses_round_robin(zero_stage: int, dtype: str, config: Any) -> bool:
     configured = bool(config_section(config, "zero_optimization").get("round_robin_gradients"))
-    return configured and optimizer_wrapper(zero_stage, dtype, config) == ZERO_12
+    return configured and ds_facts.optimizer_wrapper(zero_stage, dtype, config) == ds_facts.ZERO_12
 
 
 def _zero12(
     checkpoint: Checkpoint, groups: Sequence[tuple[str, ...]], stage: int, world_size: int, *, dtype: str, config: Any
 ) -> dict[str, Any]:
-    kind = optimizer_wrapper(stage, dtype, config)
-    aligned = kind == ZERO_12 and bool(config_section(config, "zero_optimization").get("parameter_alignment"))
+    kind = ds_facts.optimizer_wrapper(stage, dtype, config)
+    aligned = kind == ds_facts.ZERO_12 and bool(config_section(config, "zero_optimization").get("parameter_alignment"))
     laid, paddings = [], []
     for index, params in enumerate(groups):
         if not params:
@@ -89,9 +78,11 @@ def _zero12(
             )
         order = data_order(params, stage, world_size, dtype, config)
         behind = _paddings(checkpoint, order) if aligned else [0] * len(order)
-        layout, end = place_in_row((fqn, checkpoint.numel(fqn), gap) for fqn, gap in zip(order, behind, strict=True))
+        layout, end = ds_facts.place_in_row(
+            (fqn, checkpoint.numel(fqn), gap) for fqn, gap in zip(order, behind, strict=True)
+        )
         size = -(-end // (ALIGNMENT * world_size)) * ALIGNMENT
-        at_ends = partition_paddings(size, end, world_size)
+        at_ends = ds_facts.partition_paddings(size, end, world_size)
         laid.append(GroupFacts(params=params, layout=layout, partition_size=size, group_paddings=at_ends))
         paddings.append(tuple(behind))
     return {
@@ -99,7 +90,7 @@ def _zero12(
         "param_groups": tuple(laid),
         "partition_count": (world_size,) * len(groups),
         "round_robin_gradients": _uses_round_robin(stage, dtype, config),
-        "param_alignment_paddings": tuple(paddings) if kind == ZERO_12 else (),
+        "param_alignment_paddings": tuple(paddings) if kind == ds_facts.ZERO_12 else (),
     }
 
 
@@ -115,13 +106,13 @@ def _zero3(checkpoint: Checkpoint, groups: Sequence[tuple[str, ...]], world_size
     limit = SUB_GROUP_SIZE if limit is None else int(limit)
     sub_groups = []
     for index, params in enumerate(groups):
-        slices = [(fqn, slice_numel(checkpoint.numel(fqn), world_size)) for fqn in params]
+        slices = [(fqn, ds_facts.slice_numel(checkpoint.numel(fqn), world_size)) for fqn in params]
         for members in _cut(slices, limit):
             numels = tuple(numel for _, numel in members)
             names = tuple(fqn for fqn, _ in members)
             sub_groups.append(SubGroupFacts(params=names, param_group=index, partition_numels=numels))
     return {
-        "zero_optimizer": ZERO_3,
+        "zero_optimizer": ds_facts.ZERO_3,
         "param_groups": tuple(GroupFacts(params=params) for params in groups),
         "partition_count": world_size,
         "sub_groups": tuple(sub_groups),

@@ -22,18 +22,11 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from merger.checkpoint import Checkpoint, PlannedTensor, config_section, plan_whole, to_portable
 from merger.io.blocks import xxh3
 from merger.io.output_file import OutFile, VerbatimFile
+from merger.layouts import deepspeed_facts as ds_facts
 from merger.layouts import deepspeed_reshard as reshard
 from merger.layouts.base import LayoutResult, Target
 from merger.layouts.deepspeed import CLIENT_KEY, client_state, loss_scaler, model_states
-from merger.layouts.deepspeed_facts import (
-    ZERO_12,
-    EngineFacts,
-    GroupFacts,
-    SubGroupFacts,
-    config_for,
-    facts_of,
-    place_in_row,
-)
+from merger.layouts.deepspeed_facts import EngineFacts, GroupFacts, SubGroupFacts
 from merger.tensors import torch_dtype
 from merger.writers.torch_zip import PtFile
 from store.errors import MergeError, UnsupportedError
@@ -93,7 +86,7 @@ def universal_layout(checkpoint: Checkpoint, _: Target) -> LayoutResult:
 def _engine_of(checkpoint: Checkpoint) -> tuple[EngineFacts, Checkpoint]:
     """Return the facts of the engine that trained, and the checkpoint; of a run without one, as an engine has it."""
     if checkpoint.framework == "deepspeed":
-        return facts_of(checkpoint), checkpoint
+        return ds_facts.facts_of(checkpoint), checkpoint
     state = checkpoint.framework_state
     groups = state["param_groups"]
     if not groups:
@@ -111,7 +104,7 @@ def _engine_of(checkpoint: Checkpoint) -> tuple[EngineFacts, Checkpoint]:
         world_size=len(checkpoint.run_states) or 1,
         dtype="fp32",
         ds_config={},
-        zero_optimizer=ZERO_12,
+        zero_optimizer=ds_facts.ZERO_12,
         dynamic_loss_scale=False,
         clip_grad=0.0,
         buffer_names=tuple(fqn for fqn, record in checkpoint.tensors.items() if record.kind == "buffer"),
@@ -234,11 +227,10 @@ def _stage_12(facts: EngineFacts) -> int:
 
 def _without_places(facts: EngineFacts, groups: Groups, stage: int) -> EngineFacts:
     """Return facts of an engine at ``stage`` that name each group's parameters in data order, without offsets."""
-    here = (facts.zero_stage, facts.world_size)
-    config = config_for(facts.ds_config, here, (stage, facts.world_size))
+    config = ds_facts.config_for(facts.ds_config, (facts.zero_stage, facts.world_size), (stage, facts.world_size))
     ordered = [reshard.data_order(params, stage, facts.world_size, facts.dtype, config) for params in groups]
     named = tuple(
-        GroupFacts(params=params, layout=place_in_row((fqn, 0, 0) for fqn in order)[0])
+        GroupFacts(params=params, layout=ds_facts.place_in_row((fqn, 0, 0) for fqn in order)[0])
         for params, order in zip(groups, ordered, strict=True)
     )
     flat = tuple(

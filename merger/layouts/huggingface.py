@@ -69,8 +69,7 @@ def hf_weights(checkpoint: Checkpoint, target: Target) -> dict[str, PlannedTenso
         if requested is not None and dtype.is_floating_point and record.kind != "buffer":
             dtype = requested
         # A working weight is its fp32 master cast to the working dtype, bit for bit.
-        stored = plan_parameter(checkpoint, fqn, dtype)
-        out[name] = replace(stored, stays_finite=target.layout == "hf")
+        out[name] = replace(plan_parameter(checkpoint, fqn, dtype), stays_finite=target.layout == "hf")
     return out
 
 
@@ -251,8 +250,7 @@ def _is_exact(whole: Certificate, kept: tuple[CertifiedUnit, ...]) -> bool:
 def _rounded(unit: CertifiedUnit, dtype: str | None) -> CertifiedUnit:
     if dtype is None:
         return unit
-    encoding = f"{unit.encoding}, {dtype}" if is_lossy(unit.encoding) else dtype
-    return replace(unit, encoding=encoding, error=None)
+    return replace(unit, encoding=f"{unit.encoding}, {dtype}" if is_lossy(unit.encoding) else dtype, error=None)
 
 
 def _text(dtype: torch.dtype) -> str:

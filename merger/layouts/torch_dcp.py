@@ -19,18 +19,8 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from merger.checkpoint import (
-    Checkpoint,
-    Placement,
-    PlannedTensor,
-    changed_steps,
-    config_section,
-    plan_parameter,
-    plan_whole,
-    portable_run_states,
-    to_portable,
-    with_steps,
-)
+from merger import checkpoint as checkpoints
+from merger.checkpoint import Checkpoint, Placement, PlannedTensor, plan_parameter, to_portable
 from merger.io.output_file import OutFile
 from merger.layouts.base import LayoutResult, Target, canonical_names, grouped, model_names, share_tied, strip_wrappers
 from merger.writers.dcp import DcpFile, DcpMetadata, Item
@@ -158,7 +148,7 @@ def _extra(checkpoint: Checkpoint) -> Mapping[str, Any]:
         "step": checkpoint.step,
         **{key: to_portable(state.get(key)) for key in ("counters", "lr_scheduler", "loss_scaler")},
         "client_state": to_portable(checkpoint.client_state),
-        "ranks": portable_run_states(checkpoint, checkpoint.run_states),
+        "ranks": checkpoints.portable_run_states(checkpoint, checkpoint.run_states),
     }
 
 
@@ -167,9 +157,9 @@ def torch_hyper(checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], tuple[str
     groups = [dict(to_portable(group["hyper"])) for group in checkpoint.framework_state["param_groups"]]
     if not _uses_deepspeed_adam(checkpoint):
         return groups, ()
-    optimizer = config_section(checkpoint.facts, "ds_config", "optimizer")
+    optimizer = checkpoints.config_section(checkpoint.facts, "ds_config", "optimizer")
     # DeepSpeed's default for both ``Adam`` and ``AdamW`` is decoupled weight decay.
-    decoupled = config_section(optimizer, "params").get("adam_w_mode", True)
+    decoupled = checkpoints.config_section(optimizer, "params").get("adam_w_mode", True)
     named = str(optimizer.get("type", "")).lower()
     kind = torch.optim.AdamW if decoupled or named == "adamw" else torch.optim.Adam
     defaults = kind([torch.zeros(1)]).defaults
@@ -208,18 +198,17 @@ def with_torch_steps(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...
             run = [float(checkpoint.run_steps[fqn]) for fqn in group["params"] if fqn in checkpoint.run_steps]
             common = max(run or own.values())
             if run:
-                had = [(checkpoint.record(fqn).layer, step) for fqn, step in own.items()]
-                chosen.append((number, common, had))
+                chosen.append((number, common, [(checkpoint.record(fqn).layer, step) for fqn, step in own.items()]))
             own = {fqn: common for fqn in group["params"] if scalars.get(fqn)}
         for fqn, step in own.items():
             scalars[fqn][STEP] = torch.tensor(step)
     state = {**checkpoint.framework_state, "scalars": scalars}
-    certificate = with_steps(checkpoint.certificate, chosen) if chosen else checkpoint.certificate
+    certificate = checkpoints.with_steps(checkpoint.certificate, chosen) if chosen else checkpoint.certificate
     notes = (
         f"FusedAdam counts the steps of a param group in one of its parameters: all those of param group "
         f"{one.param_group} get the run's, {one.chosen:g}, whichever save they are of. Only Adam's bias correction "
         "depends on it"
-        for one in changed_steps(certificate)
+        for one in checkpoints.changed_steps(certificate)
     )
     return replace(checkpoint, framework_state=state, certificate=certificate), tuple(notes)
 
@@ -254,7 +243,7 @@ def torch_layout(checkpoint: Checkpoint, _: Target) -> LayoutResult:
     """Plan the files of a model and an optimizer that every rank holds whole."""
     # As in ``model.state_dict()``, tied tensors are under each of their names.
     model = OrderedDict(share_tied(canonical_names(checkpoint), lambda fqn: plan_parameter(checkpoint, fqn)))
-    ranks = portable_run_states(checkpoint, checkpoint.run_states)
+    ranks = checkpoints.portable_run_states(checkpoint, checkpoint.run_states)
     extra = {"save": checkpoint.certificate.save, "step": checkpoint.step, "ranks": ranks}
     members = sorted({group.get("member", 0) for group in checkpoint.framework_state["param_groups"]})
     names = {member: f"optimizer.{member}" if len(members) > 1 else "optimizer" for member in members}
@@ -295,7 +284,5 @@ def parameter_state(checkpoint: Checkpoint, fqn: str) -> dict[str, Any]:
                 f"optimizer state {key!r} of {fqn} is a {'.'.join(value[PACKED])}, which only a resume makes again: "
                 "write layout hf"
             )
-    out = dict(to_portable(scalars))
-    for slot in checkpoint.slots(fqn):
-        out[slot] = plan_whole(checkpoint, fqn, slot)
-    return out
+    slots = {slot: checkpoints.plan_whole(checkpoint, fqn, slot) for slot in checkpoint.slots(fqn)}
+    return {**to_portable(scalars), **slots}

@@ -69,8 +69,7 @@ def assemble(sources: OpenSources, flaws: Set[Damage], *, weights_only: bool) ->
         return Assembly(None, choice.source_of, uses, notes, tuple(errors))
     uses = tuple(use for use in uses if use.name in taken)
     if taken == {run_state}:
-        checkpoint = replace(parts[run_state].checkpoint, files=files)
-        return Assembly(checkpoint, choice.source_of, uses, notes, ())
+        return Assembly(replace(parts[run_state].checkpoint, files=files), choice.source_of, uses, notes, ())
     composed = replace(_compose(parts, choice.source_of, run_state, weights_only=weights_only), files=files)
     return Assembly(composed, choice.source_of, uses, (*notes, *_newer(composed, run_state)), ())
 

@@ -352,8 +352,7 @@ class DeepSpeedSource:
     def steps(self) -> tuple[int, ...]:
         """Return the steps that tags name, newest first."""
         tags = [self.root.name] if self.is_one(self.root) else self._tags()
-        found = {step for step in map(step_of, tags) if step is not None}
-        return tuple(sorted(found, reverse=True))
+        return tuple(sorted({step for step in map(step_of, tags) if step is not None}, reverse=True))
 
     def checkpoint(self, step: int | str | None, _: Set[Damage] = frozenset()) -> Checkpoint:
         files, optimized = self._read(self._folder(step))
@@ -393,8 +392,7 @@ class DeepSpeedSource:
         """Return the checkpoint of ``step`` if its own step counter agrees with its directory's name.
 
         Raises MergeError if not; adds a problem if the directory itself was named, so no step was requested."""
-        tag = checkpoint.certificate.save
-        step_in_name = step_of(tag)
+        step_in_name = step_of(checkpoint.certificate.save)
         if step_in_name in (None, checkpoint.step):
             return checkpoint
         line = f"{checkpoint.origin} is called after step {step_in_name} and holds step {checkpoint.step}"

@@ -83,8 +83,7 @@ def _read_optimizer(files: deepspeed_files.RankFiles) -> OptimizerContents:
 
 def _is_wrapped(files: deepspeed_files.RankFiles) -> bool:
     """Return whether the run used ``BF16_Optimizer``: its own file has no stage; else by configuration."""
-    config = files.model.at("ds_config").mapping()
-    wrapper = optimizer_wrapper(files.stage, "bf16" if files.bf16 else "", config)
+    wrapper = optimizer_wrapper(files.stage, "bf16" if files.bf16 else "", files.model.at("ds_config").mapping())
     return wrapper == BF16_OPTIMIZER or files.optims[0].get("zero_stage") is None
 
 

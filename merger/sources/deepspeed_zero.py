@@ -220,8 +220,7 @@ def _is_wrapper(files: deepspeed_files.RankFiles) -> bool:
 
 def is_round_robin(model: Nest) -> bool:
     """Return whether the run used ``round_robin_gradients``."""
-    config = config_section(model.at("ds_config").value, "zero_optimization")
-    return config.get("round_robin_gradients") is True
+    return config_section(model.at("ds_config").value, "zero_optimization").get("round_robin_gradients") is True
 
 
 def in_group_order(dealt: Sequence[Shape], world_size: int) -> list[Shape]:

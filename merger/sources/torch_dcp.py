@@ -13,16 +13,10 @@ from typing import Any
 
 import torch
 
+from merger.sources import torch_state_dict
 from merger.sources.base import ChunkedTensor, FileTensor, Nest, StoredTensor, checked_name, read_values
 from merger.sources.torch_file import STRUCTURE_LIMIT, UNPICKLING_ERRORS, StandIn, read_pt
-from merger.sources.torch_state_dict import (
-    MODEL_KEYS,
-    OPTIMIZER_KEYS,
-    TrainingState,
-    add_folder_values,
-    model_tensors,
-    named_groups,
-)
+from merger.sources.torch_state_dict import MODEL_KEYS, OPTIMIZER_KEYS, TrainingState
 from merger.tensors import dtype_name
 from store.errors import DamagedError, MergeError, UnsupportedError
 from store.storage.local import LocalFiles
@@ -155,10 +149,10 @@ def read_dcp(folder: Path) -> TrainingState:
     # torchtitan keeps the model's tensors beside the rest.
     beside = {key: one for key, one in held.items() if isinstance(one, StoredTensor) or key.endswith("_extra_state")}
     flat = {} if keys[0] else beside
-    model = model_tensors(Nest(held.get(keys[0], flat), str(folder)))
+    model = torch_state_dict.model_tensors(Nest(held.get(keys[0], flat), str(folder)))
     optimizer = Nest(held.get(keys[1], {"state": {}, "param_groups": []}), f"{folder}, {keys[1]}")
     flattened = "param_groups" not in optimizer.mapping()
-    groups, states = _flattened(optimizer, model) if flattened else named_groups(optimizer, model)
+    groups, states = _flattened(optimizer, model) if flattened else torch_state_dict.named_groups(optimizer, model)
     others = {key: value for key, value in held.items() if key not in (*keys, *flat)}
     if (folder / "extra.pt").is_file():  # a merge wrote it: the rest is the same once more, for torchtitan
         others = {}
@@ -168,7 +162,7 @@ def read_dcp(folder: Path) -> TrainingState:
         state.step = int(read_values(train["step"]))
     if any(path[0] == "dataloader" for one in parts for path in one.paths):
         state.notes.append("the places of torchtitan's data loaders are left out")
-    add_folder_values(state)
+    torch_state_dict.add_folder_values(state)
     return state
 
 

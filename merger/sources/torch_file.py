@@ -74,8 +74,7 @@ def read_pt(
         raise DamagedError(f"{path} has {size} bytes, but {nbytes} from byte {start} are needed: it was cut off")
     with system_errors("read", path), path.open("rb") as file:
         window = Window(file, start, nbytes)
-        records = read_records_from(cast("BinaryIO", window), path)
-        found = [replace(one, offset=start + one.offset) for one in records]
+        found = [replace(one, offset=start + one.offset) for one in read_records_from(cast("BinaryIO", window), path)]
         structure = _check_structure(files, name, found)
         blocks = {
             one.offset - start: Block(

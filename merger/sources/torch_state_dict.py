@@ -71,8 +71,7 @@ def build_checkpoint(state: TrainingState) -> Checkpoint:
         state.notes.append(f"{listed(guessed)}: tied, since it equals a trained parameter to the last bit")
     step, objects = _step(state, optimized), state.objects
     ours = {key: state.others.pop(key) for key in ("driftpoint",) if key in state.others}
-    folder = place if place.is_dir() else place.parent
-    files = RankFiles(folder, (Nest(ours, str(place)),), (), 0, 1, bf16=False)
+    files = RankFiles(place if place.is_dir() else place.parent, (Nest(ours, str(place)),), (), 0, 1, bf16=False)
     user = [read_values(value) for _, value in objects.values()]
     own = RankState(None, user, objects=[[name, kind] for name, (kind, _) in objects.items()])
     built = assemble_checkpoint(

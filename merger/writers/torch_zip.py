@@ -144,8 +144,7 @@ def _knows_places() -> bool:
     """Return whether torch notes offsets when it loads to no device. Earlier versions do so for fake tensors only."""
     torch.save(torch.zeros(1), file := io.BytesIO())
     file.seek(0)
-    loaded = torch.load(file, map_location="meta", weights_only=True)
-    return hasattr(loaded.untyped_storage(), "_checkpoint_offset")
+    return hasattr(torch.load(file, map_location="meta", weights_only=True).untyped_storage(), "_checkpoint_offset")
 
 
 def fake_tensors() -> Any:

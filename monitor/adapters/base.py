@@ -306,8 +306,7 @@ def agree_on_stages(group: Group, listing: Listing, hash_of: Callable[[str], int
             own.setdefault(home, []).extend(ranks)
             tensors[fqn] = replace(known, aliases=tuple(dict.fromkeys((*known.aliases, *info.aliases))))
     shared = {fqn for fqn in tensors if tensors[fqn].kind != "buffer" and (len(homes[fqn]) > 1 or len(stages[fqn]) > 1)}
-    own_hashes = run_on_all_ranks(group, lambda: {fqn: hash_of(fqn) for fqn in listing if fqn in shared})
-    values = group.all_gather(own_hashes)
+    values = group.all_gather(run_on_all_ranks(group, lambda: {fqn: hash_of(fqn) for fqn in listing if fqn in shared}))
     for fqn in (fqn for fqn in tensors if fqn in shared):
         everywhere = [home.ranks or (rank,) for home, ranks in homes[fqn].items() for rank in ranks]
         if len({tuple(values[rank].get(fqn) for rank in one) for one in everywhere}) > 1:

@@ -202,8 +202,7 @@ class DTensorAdapter(PyTorchAdapter):
             return super()._replica(fqn, slot, tensor)
         share, memory = share_in_memory(tensor, f"{fqn} ({slot})")
         place, homes = self._places.get(fqn, (0, 1))
-        fragment = Fragment.of_box(fqn, slot, share.box)
-        piece = Piece(fragment, module_tensors.whole_piece(fqn, slot, memory).tensor)
+        piece = Piece(Fragment.of_box(fqn, slot, share.box), module_tensors.whole_piece(fqn, slot, memory).tensor)
         return module_tensors.Replica(piece, place * share.count + share.number, homes * share.count)
 
     def _home(self, tensor: torch.Tensor) -> Home:

@@ -403,8 +403,7 @@ class PyTorchAdapter(base.OneStage):
             yield self._replica(fqn, BUFFER, buffer)
 
     def _groups(self) -> list[tuple[list[str], dict[str, Any]]]:
-        fqns = self._keep("groups", self._named_groups)
-        return list(zip(fqns, self.optimizer.param_groups, strict=True))
+        return list(zip(self._keep("groups", self._named_groups), self.optimizer.param_groups, strict=True))
 
     def _named_groups(self) -> list[list[str]]:
         names = self._inventory.names()

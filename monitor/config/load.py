@@ -281,8 +281,7 @@ def _explain(item: Any) -> str:
     if ".".join(path) in _REMOVED:
         return f"{'.'.join(path)}: {_REMOVED['.'.join(path)]}"
     known = _known_keys(path[:-1])
-    hint = suggestion(path[-1], known)
-    return f"unknown key {'.'.join(path)!r}: {hint} Known here: {', '.join(sorted(known))}"
+    return f"unknown key {'.'.join(path)!r}: {suggestion(path[-1], known)} Known here: {', '.join(sorted(known))}"
 
 
 def _known_keys(path: list[str]) -> list[str]:
@@ -316,11 +315,6 @@ _HEAD = """\
 _LATER = "# After the first start, which makes the store, refuse to begin without it: store: {store}"
 
 
-def documented(keys: Iterable[str]) -> str:
-    """Return settings with their defaults and meanings, as docs/configuration.md shows them."""
-    return "".join(f"{line}\n" for key in keys for line in _lines(key, None))
-
-
 def written(values: Mapping[str, Any], name: str, *, schema: bool) -> str:
     """Return a configuration file: the common settings, then the advanced ones; defaults are commented out.
 
@@ -337,19 +331,18 @@ def written(values: Mapping[str, Any], name: str, *, schema: bool) -> str:
 
 def config_schema() -> dict[str, Any]:
     """Return the JSON schema of a configuration file (draft 2020-12)."""
-    schema = Config.model_json_schema()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": TITLE}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Config.model_json_schema(), "title": TITLE}
 
 
-def _lines(key: str, active: Mapping[str, Any] | None) -> Iterator[str]:
-    """Yield the lines of a setting or section. Settings outside ``active`` are commented out; None: no setting is."""
+def _lines(key: str, active: Mapping[str, Any]) -> Iterator[str]:
     field = Config.model_fields[key]
-    if active is not None and isinstance(field.default, BaseModel):
+    if isinstance(field.default, BaseModel):
         yield ""
-    yield from _setting(key, field, Config().model_dump() if active is None else active, "")
+    yield from setting_lines(key, field, active, "")
 
 
-def _setting(key: str, field: FieldInfo, active: Mapping[str, Any], indent: str) -> Iterator[str]:
+def setting_lines(key: str, field: FieldInfo, active: Mapping[str, Any], indent: str) -> Iterator[str]:
+    """Yield the lines of a setting or section. Settings outside ``active`` are commented out."""
     mark = "" if key in active else "#"
     if not isinstance(field.default, BaseModel):
         value = _yaml(active.get(key, field.default))
@@ -359,7 +352,7 @@ def _setting(key: str, field: FieldInfo, active: Mapping[str, Any], indent: str)
     summary = " ".join((section.__doc__ or "").replace("``", "`").split()).removesuffix(".")
     yield f"{f'{mark}{indent}{key}:':<{_COLUMN - 1}} # {summary[0].lower()}{summary[1:]}"
     for name, inner in section.model_fields.items():
-        yield from _setting(name, inner, active.get(key, {}), f"{indent}  ")
+        yield from setting_lines(name, inner, active.get(key, {}), f"{indent}  ")
 
 
 def _yaml(value: Any) -> str:

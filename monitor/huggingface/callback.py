@@ -20,15 +20,7 @@ from transformers.trainer_callback import CallbackHandler, ExportableState
 from monitor.api import attach_counted
 from monitor.checkpointer import Checkpointer
 from monitor.config.load import Config, load_config
-from monitor.huggingface.resume import (
-    PLAN,
-    PredictionOverride,
-    ResumePlan,
-    plan_resume,
-    remove_override,
-    training_length,
-    write_override,
-)
+from monitor.huggingface import resume
 from monitor.huggingface.trainer_state import TRAINER, TrainerProgress
 from monitor.run_state import Objects, capture_rng, joined, restore_rng
 from store.errors import ConfigError, SaveError, StoreError, UsageError
@@ -61,7 +53,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._extra = state
         self._args: Any = None
         self._model: Any = None
-        self._plan: ResumePlan | None = None
+        self._plan: resume.ResumePlan | None = None
         self._progress: TrainerProgress | None = None
         self._generators: Mapping[str, Any] | None = None
         self._pending = False
@@ -74,7 +66,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         if self._args is None:
             raise UsageError("resume_path() was called before there is a Trainer: create one with this callback first")
         self._drop_plan()
-        self._plan = plan_resume(self, self.config, self._args, self._model, state=self._extra)
+        self._plan = resume.plan_resume(self, self.config, self._args, self._model, state=self._extra)
         return None if self._plan is None else str(self._plan.folder)
 
     def on_init_end(self, args: Any, state: Any, control: Any, *, model: Any = None, **_: Any) -> None:
@@ -95,7 +87,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         for one in _callbacks_of_store(self.config):
             one.close(clean=False)  # left by a train() that failed
         scaler = getattr(optimizer, "scaler", None)
-        length = training_length(args, state, train_dataloader)
+        length = resume.training_length(args, state, train_dataloader)
         callbacks = _callbacks_of_trainer(self, optimizer)
         self._progress = TrainerProgress(state, lr_scheduler, scaler, length, args.process_index)
         self._progress.exported = lambda: _exported_states(callbacks)
@@ -171,7 +163,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
             checkpointer.finish(clean=clean)
 
     def _resume(self, checkpointer: Checkpointer, progress: TrainerProgress, state: Any) -> None:
-        planned = (state.stateful_callbacks or {}).pop(PLAN, None)
+        planned = (state.stateful_callbacks or {}).pop(resume.PLAN, None)
         if planned is None and checkpointer.holds_commits:
             raise UsageError(
                 f"the store {self.config.store_path} holds commits, but the Trainer does not resume from them: call "
@@ -188,7 +180,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
                 f"will resume from step {step}"
             )
         if checkpointer.rank == 0 and planned is not None:
-            remove_override(self.config)
+            resume.remove_override(self.config)
         if progress.loaded is not None:
             self._generators = capture_rng()
 
@@ -200,7 +192,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
             group = groups.get(save) or commit.groups[save.name]
             predicted = planned["attributes"]["save"]
             found = {"store_id": commit.store_id, "foreseen": predicted, "onward": save.name, "group": group}
-            write_override(self.config, PredictionOverride(**found))
+            resume.write_override(self.config, resume.PredictionOverride(**found))
 
     def _begin_epoch(self, progress: TrainerProgress) -> None:
         """Restore the generators that the resumed epoch began with, so that its data is drawn in the same order.

@@ -107,8 +107,7 @@ def predict_resume(config: Config, group: Group, user: UserState) -> ResumePredi
         return None
     snapshot = None
     if config.memory.enabled:
-        tier = Tier(Path(config.memory.path), catalog.store_id)
-        snapshot = find_newest_snapshot(tier, catalog, None, group)
+        snapshot = find_newest_snapshot(Tier(Path(config.memory.path), catalog.store_id), catalog, None, group)
     point = memory_or_store(lambda view: _predict_resume_point(view, config, group, user), catalog, snapshot)
     if point is None:
         return None

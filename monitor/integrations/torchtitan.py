@@ -15,11 +15,8 @@ from monitor.checkpointer import Checkpointer
 from store.errors import ConfigError, UnsupportedError
 
 _KNOWN = {"enable", "folder", "interval"}
-_KNOWN |= {
-    "last_save_model_only",
-    "export_dtype",
-    "initial_load_model_only",
-}  # no effect: the last save holds everything
+# no effect: the last save holds everything
+_KNOWN |= {"last_save_model_only", "export_dtype", "initial_load_model_only"}
 
 
 class TorchtitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]

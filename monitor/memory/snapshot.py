@@ -170,8 +170,7 @@ class SnapshotManifest:
             sizes=sizes,
             groups=ledger.groups,
         )
-        differs = tuple(dict.fromkeys((*ledger.differs, *self._saver.differs, *more)))
-        return partial(_manifest, draft, differs)
+        return partial(_manifest, draft, tuple(dict.fromkeys((*ledger.differs, *self._saver.differs, *more))))
 
     def _committed(self, unit: Unit) -> bool:
         version = self._job.ledger.versions.get(unit)
@@ -179,8 +178,7 @@ class SnapshotManifest:
 
     def _current_versions(self) -> Any:
         """Return autograd's version counters of frozen parameters, which the script may still change."""
-        frozen = [one for one in self._job.adapter.module.parameters() if not one.requires_grad]
-        return versions_of(frozen)
+        return versions_of([one for one in self._job.adapter.module.parameters() if not one.requires_grad])
 
 
 def _manifest(draft: CommitDraft, differs: tuple[str, ...]) -> ManifestRecord:
@@ -243,9 +241,7 @@ class SnapshotStager:
     def _version(
         self, loan: "Loan", draft: SegmentDraft, finish: Finish, copy: AsyncCopy, encoded: dict[Fragment, EncodedCopy]
     ) -> Version:
-        head = None
-        if draft.rank == 0:
-            head = self._manifest.manifest(draft.save, draft.store_id, draft.differs)
+        head = self._manifest.manifest(draft.save, draft.store_id, draft.differs) if draft.rank == 0 else None
         return Version(loan, draft, finish, self._room, self._session.token, encoded, head, copy)
 
     def _start_copies(

@@ -89,8 +89,7 @@ class Projection:
         pieces: 1-d, any real dtype and device. key: selects the sequence of signs and offsets; signatures are
         comparable only with the same key."""
         total = torch.zeros(self.width, dtype=torch.float64)
-        chunks = sum(-(-piece.numel() // chunk_length) for piece in pieces)
-        draws = iter(self.draws(key, chunks))
+        draws = iter(self.draws(key, sum(-(-piece.numel() // chunk_length) for piece in pieces)))
         with torch.inference_mode():
             for device, group in groupby(filter(torch.numel, pieces), key=lambda piece: piece.device):
                 if (device, chunk_length) not in self._boards:
@@ -347,8 +346,7 @@ class SketchMeter(StagingMeter[Signature]):
             # One key per unit, so that the errors of units are independent.
             values = self._projection.project(pieces, length, _key(unit))
         # A non-finite value makes the signature non-finite. The reverse may be an overflow: check the values then.
-        finite = bool(torch.isfinite(values).all()) or all_finite(pieces)
-        return Signature(values, numels, finite)
+        return Signature(values, numels, bool(torch.isfinite(values).all()) or all_finite(pieces))
 
 
 def _facts(units: Mapping[Unit, Sequence[torch.Tensor]]) -> list[Any]:

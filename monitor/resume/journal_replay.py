@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from monitor.adapters.base import FragmentPlace, Gradient, Piece, sample, weights_of
+from monitor.adapters.base import FragmentPlace, Gradient, sample, weights_of
 from monitor.adapters.hyperparameters import IMPLEMENTATION
 from monitor.context import JobContext
 from monitor.distributed import run_on_all_ranks, run_on_rank0
@@ -33,7 +33,7 @@ from store.catalog import Catalog
 from store.errors import CollectiveError, DamagedError, DriftpointError, NothingToResumeError, StorageError
 from store.fragments import FragmentIndex, Source
 from store.journal import SAMPLE, STEPPED, Chain, JournalStep, find_chain, fragments_of, journal_catalog
-from store.names import BUFFER, GRADIENT, WEIGHTS, Fragment, SaveId, Unit
+from store.names import BUFFER, GRADIENT, WEIGHTS, SaveId, Unit
 from store.resolve import RejectedVersion, Resolution, newest_resumable
 from store.text import listed
 
@@ -173,7 +173,9 @@ class Replay:
         self._gradients = [self._new_gradients()]  # a record is read into one while the step of another is taken
         self._to_host = all(one.memory.device.type == "cpu" for optimizer in self._gradients[0] for one in optimizer)
         self._gradients += [self._new_gradients()] * self._to_host
-        self._owned = {_gradient(piece) for piece in job.adapter.owned() if piece.fragment.slot == WEIGHTS}
+        self._owned = {
+            piece.fragment._replace(slot=GRADIENT) for piece in job.adapter.owned() if piece.fragment.slot == WEIGHTS
+        }
         self._rng = capture_rng()
         trained = {fqn for fqn, info in job.adapter.tensors().items() if info.kind == "trainable"}
         groups = job.adapter.run_state()["param_groups"]
@@ -335,7 +337,3 @@ def _freed_memory_kept() -> Iterator[None]:
 
 def _implementation(group: Mapping[str, Any]) -> Mapping[str, Any]:
     return {key: group["hyper"].get(key) for key in IMPLEMENTATION}
-
-
-def _gradient(piece: Piece) -> Fragment:
-    return piece.fragment._replace(slot=GRADIENT)

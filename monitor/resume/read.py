@@ -384,8 +384,7 @@ class _Reader:
                 if self._failed:
                     return
                 ahead.reading(sum(one.nbytes for one in batch))
-                rest = self._read_at_once(batch) if batch[0].small else batch
-                for one in rest:
+                for one in self._read_at_once(batch) if batch[0].small else batch:
                     self._read(one, scratch)
         except BaseException:
             self._failed = True

@@ -137,7 +137,7 @@ def resume(
         notes, lost = list(dict.fromkeys([*notes, *shared])), (*found.lost, *shared)
         chain = chain if found.point.save.step == at else None
         result = ResumeResult(plan.resolution, found.point, tuple(notes), lost, passed_over=newer, chain=chain)
-        return replace(result, reconcile=partial(_with_hyperparameters, plan=plan, user=user, settings=settings))
+        return replace(result, reconcile=lambda point: _reconciled(point, plan, user, settings)[0])  # noqa: B023 - it returns
 
 
 def _check(
@@ -201,12 +201,6 @@ def _reconciled(
         notes = (*notes, *lines)
     state = replace(state, user=state.user and tuple(objects.values()), framework=framework)
     return replace(point, state=state), notes, Constructed(own, recorded)
-
-
-def _with_hyperparameters(
-    point: select.ResumePoint, plan: _Plan, user: UserState, settings: ResumeSettings
-) -> select.ResumePoint:
-    return _reconciled(point, plan, user, settings)[0]
 
 
 def _dropped_state(
@@ -479,8 +473,7 @@ def _reset_ledger(job: JobContext, catalog: Catalog, result: ResumeResult, step:
     if result.replayed:
         job.table.lost |= {unit for unit in result.resolution.versions if is_moving(unit)}
     if result.memory is not None:
-        versions = result.resolution.versions.items()
-        job.table.lost |= {unit for unit, version in versions if version.save in result.kept}
+        job.table.lost |= {unit for unit, version in result.resolution.versions.items() if version.save in result.kept}
         job.table.lost |= {one.record.unit for one in result.resolution.fallbacks}  # below may be the damaged one
         newest = newest_on_disk(catalog, job.group)
         if newest is None:

@@ -76,8 +76,7 @@ def select_run_state(
         found = read_run_state(catalog, save, record, group)
         problem, state = found.problem, found.state
         if state is not None and save != own:
-            mismatch = run_on_all_ranks(group, partial(_mismatch, state, slots, user))
-            problem = _first_problem(group, mismatch)
+            problem = _first_problem(group, run_on_all_ranks(group, partial(_mismatch, state, slots, user)))
         if problem and save == own:
             return RejectedVersion(own, why=problem)
         if problem or state is None:

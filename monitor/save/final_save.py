@@ -135,8 +135,7 @@ class FinalSave:
                 break
         if self.job.group.rank == 0:
             self.job.listeners.on_preempted(self._outcome(deadline.passed, reports[-1].skipped))
-        first = next((one for one in reports if one.skipped is None), reports[0])
-        return replace(first, saved=saved, preempted=True)
+        return replace(next((one for one in reports if one.skipped is None), reports[0]), saved=saved, preempted=True)
 
     def _ages(self) -> list[int | None]:
         return [self.job.ledger.staleness(unit, self.step) for unit in self.job.table.sizes if is_moving(unit)]

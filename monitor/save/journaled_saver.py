@@ -106,9 +106,8 @@ class JournaledSaver(Saver):
             self._renewing = True
         self._at, self._names = step, frozenset()
         going = bool(names) and follows and not self._renewing and self._is_whole()
-        (stopped,) = self._group.all_reduce_max(
-            [not going]
-        )  # on all ranks: state_dict() of an object may be collective
+        # on all ranks: state_dict() of an object may be collective
+        (stopped,) = self._group.all_reduce_max([not going])
         if not stopped:
             self._record(SaveId(step, self._session.epoch), made, names)
         else:
@@ -182,8 +181,7 @@ class JournaledSaver(Saver):
             self._interrupt(why)
 
     def _refusal(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> str | None:
-        first = self._step.rng is None
-        if first and not self._has_room():
+        if self._step.rng is None and not self._has_room():
             return "storage takes longer for a record than training for a step"
         if self._is_changed():
             return _CHANGED

@@ -287,8 +287,7 @@ class _Encoding:
     def __init__(self, task: SaveTask, unit: StagedUnit) -> None:
         unit = unit._replace(copies=tuple(late.copy for late in unit.late) or unit.copies)
         self._task, self._unit, self._before = task, unit, unit.measure
-        lossy = not encoding_named(unit.encoding).lossless
-        if lossy and self._before is None:
+        if not encoding_named(unit.encoding).lossless and self._before is None:
             self._before = self._measure_copies()  # later the copies hold decoded values
         healthy = self._before is None or self._before.finite
         encoding = unit.encoding if healthy else RAW  # non-finite values are never committed

@@ -17,20 +17,7 @@ from itertools import groupby
 
 import torch
 
-from store.encoding import (
-    BF16,
-    BF16_INT8,
-    CHUNK,
-    INT8_BLOCK,
-    INT8_LOG2,
-    INT8_SHARED_EXPONENT,
-    bfloat16,
-    chunk_sizes,
-    encoding_named,
-    int8,
-    log2,
-    shared_exponent,
-)
+from store.encoding import CHUNK, bfloat16, chunk_sizes, encoding_named, int8, log2, shared_exponent
 from store.encoding.base import BLOCK, PIECE, Bytes, lanes_bytes
 from store.errors import DamagedError
 
@@ -307,11 +294,11 @@ def _put_bfloat16(values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 _ENCODERS: dict[str, Encoder] = {
-    BF16: Bf16Encoder(),
-    BF16_INT8: Bf16Int8Encoder(),
-    INT8_BLOCK: Int8BlockEncoder(),
-    INT8_LOG2: Int8Log2Encoder(),
-    INT8_SHARED_EXPONENT: Int8SharedExponentEncoder(),
+    bfloat16.BF16: Bf16Encoder(),
+    bfloat16.BF16_INT8: Bf16Int8Encoder(),
+    int8.INT8_BLOCK: Int8BlockEncoder(),
+    log2.INT8_LOG2: Int8Log2Encoder(),
+    shared_exponent.INT8_SHARED_EXPONENT: Int8SharedExponentEncoder(),
 }
 
 

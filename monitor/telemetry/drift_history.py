@@ -60,7 +60,9 @@ class DriftHistory:
         thens = [self._decisions[at] for at in compared_with(number, self._anchors)]
         rows = [_rows(now, then) for then in thens]
         self._number, self._newest = number + 1, step
-        retained, decisions = _retained_numbers(number, self._anchors), {**self._decisions, number: now}
+        # This decision or a later one is compared with the last two multiples of each power of two.
+        retained = {(number >> j) << j for j in range(self._anchors)} | set(compared_with(number, self._anchors))
+        decisions = {**self._decisions, number: now}
         self._decisions = {at: decision for at, decision in decisions.items() if at in retained}
         return Compared(tuple(then.step for then in thens), torch.stack(rows) if rows else empty)
 
@@ -75,11 +77,6 @@ class DriftHistory:
 def compared_with(number: int, anchors: int) -> list[int]:
     """Return the numbers, from 0, of the decisions that this one is compared with, newest first."""
     return sorted({((number >> j) - 1) << j for j in range(anchors) if number >> j}, reverse=True)
-
-
-def _retained_numbers(number: int, anchors: int) -> set[int]:
-    """Return what this decision or a later one is compared with: the last two multiples of each power of two."""
-    return {(number >> j) << j for j in range(anchors)} | set(compared_with(number, anchors))
 
 
 def _rows(now: _DecisionSignatures, then: _DecisionSignatures) -> torch.Tensor:

@@ -126,14 +126,9 @@ class SaveLog(SaveListener):
     def on_save_begin(self, event: events.SaveBeginEvent) -> None:
         if event.dry_run is not None:
             self._observing = True
-            _log.info(
-                "observe: step %d would have saved %d of %d layer slots, %d of %d bytes",
-                event.step,
-                len(event.dry_run),
-                len(event.sizes),
-                event.dry_run_bytes,
-                sum(size.nbytes for size in event.sizes.values()),
-            )
+            slots = (event.step, len(event.dry_run), len(event.sizes))
+            nbytes = (event.dry_run_bytes, sum(size.nbytes for size in event.sizes.values()))
+            _log.info("observe: step %d would have saved %d of %d layer slots, %d of %d bytes", *slots, *nbytes)
 
     def on_commit(self, event: events.CommitEvent) -> None:
         self._commits += 1

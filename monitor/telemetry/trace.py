@@ -197,8 +197,7 @@ class TraceRecorder(SaveListener):
         self._put(lambda: line)
 
     def put_drawn(self, step: int, digest: str) -> None:
-        ranks = self._group.world_size
-        line = traces.DrawnLine(step=step, seconds=self._seconds(), world_size=ranks, digest=digest)
+        line = traces.DrawnLine(step=step, seconds=self._seconds(), world_size=self._group.world_size, digest=digest)
         self._put(lambda: line)
 
     def on_close(self, clean: bool, timeout: float) -> None:

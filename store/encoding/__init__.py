@@ -13,25 +13,9 @@ from store.encoding.shared_exponent import INT8_SHARED_EXPONENT, Int8SharedExpon
 from store.errors import NewerFormatError
 from store.names import RAW
 
-__all__ = [
-    "BF16",
-    "BF16_INT8",
-    "BF16_SCALED",
-    "BLOCK",
-    "CHUNK",
-    "ENCODINGS",
-    "INT8_BLOCK",
-    "INT8_LOG2",
-    "INT8_SHARED_EXPONENT",
-    "INT8_SQRT_BLOCK",
-    "RAW",
-    "WRITABLE",
-    "Encoding",
-    "Lane",
-    "chunk_sizes",
-    "encoding_named",
-    "itemsize",
-]
+__all__ = ["BF16", "BF16_INT8", "BF16_SCALED", "BLOCK", "CHUNK", "ENCODINGS", "INT8_BLOCK", "INT8_LOG2"]
+__all__ += ["INT8_SHARED_EXPONENT", "INT8_SQRT_BLOCK", "RAW", "WRITABLE"]
+__all__ += ["Encoding", "Lane", "chunk_sizes", "encoding_named", "itemsize"]
 
 _ALL: tuple[Encoding, ...] = (Raw(), Bf16(), Bf16Int8(), Int8Block(), Int8Log2(), Int8SharedExponent(), Int8SqrtBlock())
 ENCODINGS: dict[str, Encoding] = {encoding.name: encoding for encoding in _ALL}

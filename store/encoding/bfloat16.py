@@ -67,7 +67,8 @@ class Bf16Int8(Bf16):
         return Lane(numel, 2), Lane(numel, 1)
 
     def _decode_into(self, values: NDArray[np.float32], data: Bytes) -> None:
-        bits, (highs, lows) = values.view("<i4"), _split(data, values.size)
+        bits = values.view("<i4")
+        highs, lows = data[: 2 * values.size].view("<u2"), data[2 * values.size :].view(np.int8)
         if values.size and int(lows.min()) < -127:
             raise DamagedError(f"a chunk stored as {self.name} has a residual that was never written")
         for piece in pieces(bits.size):
@@ -98,7 +99,3 @@ class ScaledBf16(Bf16):
                 raise DamagedError(f"a chunk stored as {self.name} has a factor that was never written")
             super()._decode_into(values, data[4:])
             np.multiply(values, factor, out=values)
-
-
-def _split(data: Bytes, numel: int) -> tuple[NDArray[np.uint16], NDArray[np.int8]]:
-    return data[: 2 * numel].view("<u2"), data[2 * numel :].view(np.int8)

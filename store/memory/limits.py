@@ -92,8 +92,7 @@ def _left(root: Path, controllers: str, path: str) -> Iterator[int]:
     folder = top / path
     for place in (folder, *folder.parents):
         with suppress(OSError, ValueError):
-            allowed = int((place / limit).read_text())
-            yield allowed - int((place / used).read_text()) + _reclaimable(place, cached)
+            yield int((place / limit).read_text()) - int((place / used).read_text()) + _reclaimable(place, cached)
         if place == top:
             break
 

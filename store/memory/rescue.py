@@ -49,8 +49,7 @@ class _Bytes:
 
     def pieces(self) -> Iterator[memoryview]:
         """Yield the bytes. Raises DamagedError after the last piece if they do not match their hash."""
-        files = LocalFiles(self.path.parent)
-        for _, chunk in segment.read_chunks(files, self.path.name, 0, self.piece):
+        for _, chunk in segment.read_chunks(LocalFiles(self.path.parent), self.path.name, 0, self.piece):
             self.checked()
             yield chunk
 
@@ -268,8 +267,7 @@ def _manifest(files: Files, catalog: Catalog, version: MemoryVersion) -> Manifes
     previous, commits = _before(catalog, head)
     groups = {**head.groups, save.name: group.record}
     units = tuple(one.model_copy(update={"reason": REASON}) if one.version == save else one for one in head.units)
-    update = {"previous": previous, "commits": commits + 1, "groups": groups, "units": units}
-    return head.model_copy(update=update)
+    return head.model_copy(update={"previous": previous, "commits": commits + 1, "groups": groups, "units": units})
 
 
 def _before(catalog: Catalog, head: ManifestRecord) -> tuple[str | None, int]:

@@ -82,9 +82,7 @@ def is_passing(error: BaseException) -> bool:
     """Return whether a retry may succeed: no answer came, or a temporary error."""
     found = _exceptions()
     refused = found.PermissionDeniedError, found.UnauthenticatedError, found.NotSupportedError, found.InvalidPathError
-    if isinstance(error, (*refused, FileNotFoundError)):
-        return False
-    if _LOST in str(error):
+    if isinstance(error, (*refused, FileNotFoundError)) or _LOST in str(error):
         return False
     status = _STATUS.search(str(error))
     if status is not None:
@@ -209,8 +207,7 @@ class Bucket:
 
     def size(self, key: str) -> int:
         """Return the size of an object in bytes. Raises MissingError."""
-        found = self._retry("look at", key, lambda: self._lib.head(self._store, key))
-        return int(found["size"])
+        return int(self._retry("look at", key, lambda: self._lib.head(self._store, key))["size"])
 
     def modified(self, key: str) -> float:
         """Return when an object was put, by the server's clock, in seconds since 1970. Raises MissingError."""

@@ -192,8 +192,7 @@ class _Streamed(_Upload):
         kept = bytes(data)  # the writer keeps a view of the data until the part is sent
         try:
             if self._writer is None:
-                begun = self._bucket.writer(self._key, self._token, self._part, kept)
-                self._writer = self._stack.enter_context(begun)
+                self._writer = self._stack.enter_context(self._bucket.writer(self._key, self._token, self._part, kept))
             else:
                 self._writer.write(kept)
         except self._bucket.failures as error:

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 
-from monitor.config.load import ADVANCED, COMMON, config_schema, documented
+from monitor.config.load import ADVANCED, COMMON, Config, config_schema, setting_lines
 from tests.support.cli import ROOT
 
 PAGE = ROOT / "docs" / "configuration.md"
 SCHEMA = ROOT / "docs" / "driftpoint.schema.json"
 
 _BLOCK = re.compile(r"(?<=```yaml\n).*?(?=```)", re.S)
+
+
+def documented(keys: Iterable[str]) -> str:
+    """Return settings with their defaults and meanings, as docs/configuration.md shows them."""
+    fields, defaults = Config.model_fields, Config().model_dump()
+    return "".join(f"{line}\n" for key in keys for line in setting_lines(key, fields[key], defaults, ""))
 
 
 def page() -> str:

@@ -11,10 +11,10 @@ import yaml
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel
 
-from monitor.config.load import ADVANCED, COMMON, Config, config_schema, documented, load_config
+from monitor.config.load import ADVANCED, COMMON, Config, config_schema, load_config
 from store.errors import ConfigError
 from tests.support.cli import ROOT
-from tests.support.settings_page import PAGE, SCHEMA, page, schema_text
+from tests.support.settings_page import PAGE, SCHEMA, documented, page, schema_text
 
 EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.yaml"))
 
