@@ -23,7 +23,6 @@ from store.location import place_of
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-
 _PIECE = 1024  # characters, of 4 bytes at most
 
 
@@ -82,6 +81,12 @@ def facts(rows: Mapping[str, Text | str]) -> Table:
 def cell(value: Text | str, style: str = "") -> Text:
     """Return text without markup and without control characters."""
     return value if isinstance(value, Text) else Text(printable(value), style=style)
+
+
+def spaced(console: Console, part: Table | Text) -> None:
+    """Print a part, and an empty line after it."""
+    console.print(part)
+    console.print()
 
 
 def problems(console: Console, found: Sequence[str], limit: int = 20, heading: str = "Problems") -> None:

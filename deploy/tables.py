@@ -14,8 +14,6 @@ from store.certificate import CertifiedUnit, is_lossy, max_or_none
 from store.names import BUFFER, FROZEN, WEIGHTS, Unit
 
 _BYTES_WIDTH, _NAME_WIDTH, _SLOT_WIDTH, _ERROR_WIDTH = 11, 16, 16, 9  # columns of the terminal, with gaps
-_STALE = "yellow"
-_FALLBACK = "bold red"
 
 Row = tuple[str, str, int]
 """Layer, source of a part of it, and a number if that source has several versions of the part."""
@@ -41,8 +39,7 @@ def print_layers(console: Console, units: Sequence[CertifiedUnit]) -> None:
     for first in range(0, len(slots), fit):
         group = slots[first : first + fit]
         names = max(_NAME_WIDTH, room - width * len(group) + _NAME_WIDTH) - 3
-        console.print(_layer_table(by_row, group, names, lossy=lossy, sources=sources))
-        console.print()
+        output.spaced(console, _layer_table(by_row, group, names, lossy=lossy, sources=sources))
     newer, fallback = any(unit.moving and unit.staleness < 0 for unit in units), any(unit.fallback for unit in units)
     shown = ((LEGEND, True), (ERROR_LEGEND, lossy), (NEWER_LEGEND, newer), (FALLBACK_LEGEND, fallback))
     for legend in (text for text, holds in shown if holds):
@@ -131,8 +128,8 @@ def _age(unit: CertifiedUnit) -> tuple[str, str]:
 
 def _style(unit: CertifiedUnit) -> str:
     if unit.fallback:
-        return _FALLBACK
-    return _STALE if unit.moving and unit.staleness else ""
+        return "bold red"
+    return "yellow" if unit.moving and unit.staleness else ""
 
 
 def _error(unit: CertifiedUnit) -> str:

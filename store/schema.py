@@ -74,7 +74,6 @@ Ratio = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 Name = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 
-
 SaveName = Annotated[str, AfterValidator(lambda name: SaveId.parse(name).name)]
 """Canonical name of a save, which :meth:`SaveId.parse` accepts."""
 

@@ -91,8 +91,7 @@ def _draw(console: Console, root: Path, findings: "list[Finding]") -> None:
         if one.todo:
             text = text.copy().append(f"\n-> {output.cell(one.todo).plain}", style="bold")
         rows.add_row(output.cell(one.check), output.cell(one.state, _STYLES[one.state]), text)
-    console.print(rows)
-    console.print()
+    output.spaced(console, rows)
     failed, warned = (sum(one.state == state for one in findings) for state in ("fail", "warn"))
     verdict = f"{plural(failed, 'check')} failed" if failed else "no check failed"
     console.print(output.cell(f"{root.absolute()}: {verdict}" + (f", {plural(warned, 'warning')}" if warned else "")))

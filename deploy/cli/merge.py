@@ -247,8 +247,7 @@ def _draw(console: Console, result: "MergeResult") -> None:
     certificate = result.certificate
     print_certificate(console, certificate, result.parameters)
     if len(result.sources) > 1:
-        console.print(source_table(result.sources))
-        console.print()
+        output.spaced(console, source_table(result.sources))
     rows: dict[str, Text | str] = {
         "Rebuilt": f"{certificate.save}: step {certificate.step}",
         "Kind": kind_of(certificate),
@@ -264,8 +263,7 @@ def print_certificate(console: Console, certificate: Certificate, parameters: in
     """Print tables per layer and per slot, and the optimizer steps that had to be changed."""
     tables.print_layers(console, certificate.units)
     console.print()
-    console.print(tables.slot_table(certificate.units, parameters))
-    console.print()
+    output.spaced(console, tables.slot_table(certificate.units, parameters))
     from merger.checkpoint import changed_steps
 
     if steps := changed_steps(certificate):
@@ -273,8 +271,7 @@ def print_certificate(console: Console, certificate: Certificate, parameters: in
         for step in steps:  # of a param group, or those of it with one step
             had = "; ".join(f"{one.step:g}: {listed(one.layers, _NAMED)}" for one in step.had)
             table.add_row(str(step.param_group), f"{step.chosen:g}", output.cell(had))
-        console.print(table)
-        console.print()
+        output.spaced(console, table)
 
 
 def kind_of(certificate: Certificate) -> Text:
@@ -383,11 +380,9 @@ def _draw_plan(console: Console, draft: "MergeDraft", body: Mapping[str, Any]) -
     if plan is not None:
         print_certificate(console, plan.checkpoint.certificate, plan.parameters)
     if draft.sources:
-        console.print(source_table(draft.sources, None if plan is None else dict(plan.reads)))
-        console.print()
+        output.spaced(console, source_table(draft.sources, None if plan is None else dict(plan.reads)))
     if plan is not None:
-        console.print(_file_table(plan))
-        console.print()
+        output.spaced(console, _file_table(plan))
         console.print(output.facts(_facts(plan, body)))
         output.problems(console, plan.checkpoint.problems)
         _print_notes(console, plan.notes)

@@ -120,8 +120,7 @@ def _draw(
     if body["goes_on_at"] is not None:
         going_on = resume_step_text(certificate.step, body["goes_on_at"], certificate.effective_step)
         rows |= {"Resume": going_on} if going_on else {}
-    console.print(output.facts(rows))
-    console.print()
+    output.spaced(console, output.facts(rows))
     if long:
         console.print(tables.unit_table(certificate.units, reasons))
     else:

@@ -22,7 +22,6 @@ from store.errors import UsageError
 if TYPE_CHECKING:
     from deploy.simulate.simulation import Simulation, Summary, Terms
 
-
 PolicyOption = Annotated[
     list[str] | None,
     Option(
@@ -156,8 +155,7 @@ def draw(console: Console, found: "Simulation", assumed: Mapping[str, str]) -> N
     for name, text in assumed.items():
         console.print(output.cell(f"{name}: {text}."))
     if assumed:
-        console.print(Text("Assumed, not measured.", style="bold yellow"))
-        console.print()
+        output.spaced(console, Text("Assumed, not measured.", style="bold yellow"))
     run = found.run
     steps = [point.line.step for point in run.decisions]
     rows = {
@@ -165,13 +163,10 @@ def draw(console: Console, found: "Simulation", assumed: Mapping[str, str]) -> N
         f"{span_text(step_seconds(run))} per step, {run.segments[-1].job.world_size} ranks",
         "Compared": f"over steps {found.window[0]:.0f} to {found.window[1]:.0f}, from where all have a commit",
     }
-    console.print(output.facts(rows))
-    console.print()
+    output.spaced(console, output.facts(rows))
     console.print(_costs(found.summaries, found.baseline))
-    console.print(output.cell("¹ without the first save of a store, which is always full"))
-    console.print()
-    console.print(_failure(found.summaries))
-    console.print()
+    output.spaced(console, output.cell("¹ without the first save of a store, which is always full"))
+    output.spaced(console, _failure(found.summaries))
     console.print(_kept(found.summaries))
     if found.notes:
         console.print()

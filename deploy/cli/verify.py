@@ -52,8 +52,7 @@ def verify(store: StoreArgument, *, json: JsonOption = False, _debug: DebugOptio
 
 def _draw(console: Console, report: VerifyReport, body: dict[str, Any]) -> None:
     if report.commits:
-        console.print(_table(body))
-        console.print()
+        output.spaced(console, _table(body))
     console.print(_verdict(report))
     output.problems(console, report.problems)
 

@@ -311,7 +311,6 @@ _HEAD = """\
 # Lines that begin with # show defaults. To change one, remove its #, and that of its section.
 """
 
-
 _LATER = "# After the first start, which makes the store, refuse to begin without it: store: {store}"
 
 

@@ -35,7 +35,6 @@ from store.storage.local import Files
 
 _log = logging.getLogger("driftpoint")
 
-
 Finish = Callable[[SegmentDraft], SegmentDraft]  # adds what was captured before
 
 

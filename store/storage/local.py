@@ -331,7 +331,6 @@ _ADVICE = {
     errno.ELOOP: "it is a symbolic link, and the store follows none",
 }
 
-
 _KINDS = {errno.ENOENT: MissingError, errno.EEXIST: ExistsError, errno.ENOSPC: NoSpaceError, errno.EDQUOT: NoSpaceError}
 
 
