@@ -95,11 +95,23 @@ def rows(thresholds: Mapping[int, Mapping[str, float]]) -> Iterator[Row]:
     yield from (
         _budget("budget, compact, packed", rate, {"encoding": "compact", **_PACKED}) for rate in (0.15, 0.075, 0.0375)
     )
+    yield from _auto()
     for lag in (0.3, 30.0):
         yield _budget("budget", 0.3, {}, lag)
         yield _budget("budget, compact", 0.15, {"encoding": "compact"}, lag)
     for lag in (10.0, 30.0):
         yield _budget("budget, compact", 0.3, {"encoding": "compact"}, lag)
+
+
+def _auto() -> Iterator[Row]:
+    """Policy ``auto``, deciding at every step, as everything less often is given every period; and turns, packed."""
+    packed = {"encoding": "compact", **_PACKED}
+    for family, rates, settings in (
+        ("auto, compact, packed", (0.3, 0.15, 0.075, 0.0375), packed),
+        ("auto", (0.6, 0.3, 0.15, 0.075), {}),
+    ):
+        yield from (Row(family, 1, {"policy": "auto", **settings}, rate, more=True) for rate in rates)
+    yield from (Row("turns, compact, packed", every, {**packed, "turns": 8}, more=True) for every in (5, 10, 20))
 
 
 def _budget(family: str, rate: float, settings: Mapping[str, Any], lag: float | None = None) -> Row:

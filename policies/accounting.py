@@ -29,6 +29,11 @@ class TokenBucket:
         self._at = now
         return self._level
 
+    @property
+    def now(self) -> float:
+        """The time of the clock."""
+        return self._clock()
+
     def charge(self, tokens: float) -> None:
         """Take tokens, even more than are available; a negative number gives tokens back, up to the capacity."""
         self._level = min(self.capacity, self.available() - tokens)
@@ -131,6 +136,15 @@ class _Limit:
         # After a restart no price is known yet: assume that a full save costs the capacity.
         return self.everything * available / self.bucket.capacity
 
+    def most(self) -> float:
+        """Return the bytes of units that a full bucket pays for."""
+        return self.pricing.affordable(self.bucket.capacity) if self.pricing.known else self.everything
+
+    def per_second(self) -> float:
+        """Return the bytes of full saves that a second pays for; infinite if no price is known."""
+        cost = self.pricing.cost(self.everything) if self.pricing.known else 0.0
+        return self.bucket.rate * self.everything / cost if cost > 0.0 else math.inf
+
 
 @dataclass(frozen=True)
 class Widened:
@@ -149,6 +163,8 @@ class Account:
         self._expected = 0.0
         self._stalled = 0.0
         self._begun = self._free = False
+        self._last: tuple[float, int] | None = None  # time and step of the last decision
+        self._passed = (0.0, 0)  # seconds and steps between decisions, in all
 
     @property
     def limited(self) -> bool:
@@ -183,6 +199,21 @@ class Account:
             self._limits[STALL].pricing.learn(self._expected if self._begun else 0.0, self._stalled)
         self._stalled, self._begun, self._free = 0.0, False, False
         return min((limit.affordable() for limit in self._limits.values()), default=None)
+
+    def earned(self, step: int) -> float | None:
+        """Return the bytes of full saves that a step pays for, on average so far; None until two decisions were made.
+
+        Called once at each decision."""
+        now = next(iter(self._limits.values())).bucket.now
+        (seconds, steps), last, self._last = self._passed, self._last, (now, step)
+        if last is not None and step > last[1]:
+            seconds, steps = self._passed = seconds + now - last[0], steps + step - last[1]
+        rate = min((limit.per_second() for limit in self._limits.values()), default=math.inf)
+        return rate * seconds / steps if steps and seconds > 0.0 and rate < math.inf else None
+
+    def most(self) -> float:
+        """Return the most bytes of units that one save can ever pay for."""
+        return min((limit.most() for limit in self._limits.values()), default=math.inf)
 
     def begin(self, expected: float, free: bool) -> float:
         """Charge a save of ``expected`` bytes of units. Return the bytes of it that exceed the budget."""

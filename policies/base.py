@@ -60,10 +60,14 @@ class Budget:
     Attributes:
         bytes: Bytes that may be written. None: unlimited. Below 0: earlier saves are not paid for yet.
         demanded: Units that are saved regardless of the policy. Their cost is deducted first.
+        per_step: Bytes that a step of training earns, on average so far. None: unlimited, or not known yet.
+        most: Most bytes that can ever be at hand. None: unlimited.
     """
 
     bytes: float | None = None
     demanded: frozenset[Unit] = frozenset()
+    per_step: float | None = None
+    most: float | None = None
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class History:
         step: Optimizer step of this decision.
         commits: Commits in the store so far. Failed saves do not count, so a policy that takes turns repeats a turn
             that failed.
-        interval: Steps to the next decision, if they vary (``every: auto``); otherwise None.
+        interval: Steps to the next decision. None: not known.
     """
 
     step: int

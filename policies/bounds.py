@@ -114,7 +114,8 @@ class Bounded:
         ages = stats if self.bounds.max_staleness is not None else ()
         stale = self._encoded((one, self._stale(one, history.interval)) for one in ages)
         demanded = {unit for unit in (*rows, *stale) if (rows.get(unit) or stale[unit]).saved}
-        answer = self.policy.select(stats, replace(budget, demanded=frozenset(demanded)), history)
+        told = replace(history, interval=history.interval or self.bounds.interval)
+        answer = self.policy.select(stats, replace(budget, demanded=frozenset(demanded)), told)
         inner = checked_answer(self.name, stats, answer, self.bounds.refusal)
         chosen = dict(inner.choices)
         for unit, choice in stale.items():  # the inner policy's encoding stands if it saves the unit anyway

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
 
+from policies.auto import AutoPolicy
 from policies.base import Budget, Decision, History, Policy, UnitStats
 from policies.bounds import Bounded, Bounds
 from policies.budget import BudgetPolicy
@@ -212,7 +213,7 @@ def with_fixed_encoding(policy: Policy, encodings: Mapping[str, str], bounds: Bo
 
 
 POLICIES: Mapping[str, type[Any]] = MappingProxyType(
-    {kind.name: kind for kind in (BudgetPolicy, Filter, Full, Observe, Parity, Threshold)}
+    {kind.name: kind for kind in (AutoPolicy, BudgetPolicy, Filter, Full, Observe, Parity, Threshold)}
 )
 """The built-in policies. Each is a frozen dataclass; its fields are its parameters, except those whose metadata have
 ``setting`` False."""

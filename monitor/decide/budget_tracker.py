@@ -32,8 +32,8 @@ class BudgetTracker(SaveListener):
         self._widened: set[str] = set()
         self.writing = WriteEstimate()  # learned from the time that units took to become durable
 
-    def offer(self, stats: Sequence[UnitStats]) -> Budget:
-        """Return what a decision on these units may cost."""
+    def offer(self, stats: Sequence[UnitStats], step: int) -> Budget:
+        """Return what a decision on these units, at ``step``, may cost."""
         if not self._account.limited:
             return Budget()
         sizes = [one.nbytes for one in stats]
@@ -51,7 +51,7 @@ class BudgetTracker(SaveListener):
                 "themselves use the whole budget: raise the limit, or decide less often (`every`)",
                 _DEBT_WARNING,
             )
-        return Budget(bytes_)
+        return Budget(bytes_, per_step=self._account.earned(step), most=self._account.most())
 
     def begin(self, step: int, stats: Sequence[UnitStats], saved: Mapping[Unit, Choice], first: bool) -> None:
         """Charge the expected cost of a save. first: the store has no commit yet."""

@@ -280,7 +280,7 @@ class Decider:
         select: Callable[[Sequence[UnitStats], Budget, History], Decision],
         step: int,
     ) -> Chosen:
-        interval, budget = self._job.pace.choose(), self._budget_tracker.offer(stats)
+        interval, budget = self._job.pace.choose(), self._budget_tracker.offer(stats, step)
         decision = select(stats, budget, History(step, self._ledger.commits, interval))
         self._made = stats, decision, budget
         alike: dict[tuple[str, str], list[int]] = {}

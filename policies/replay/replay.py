@@ -218,8 +218,9 @@ class _Replay:
         self._account.make_room(max((one.nbytes for one in stats), default=0), sum(one.nbytes for one in stats))
         offered = self._account.offer()
         if self._state.on_path and self._plan.same_offers and point.line.staleness:
-            return Budget(point.line.offered)
-        return Budget(None if offered == math.inf else offered)
+            offered = point.line.offered
+        bytes_ = None if offered == math.inf else offered
+        return Budget(bytes_, per_step=self._account.earned(point.line.step), most=self._account.most())
 
     def _select(self, stats: tuple[UnitStats, ...], budget: Budget, point: DecisionPoint) -> Decision:
         line = point.line

@@ -1,0 +1,143 @@
+"""Implement policy ``auto``: compare plans by the steps of training that a failure costs, and follow the cheapest.
+
+The plans: everything at once, as often as the bytes allow; the weights more often, with the moments of some layers in
+turn; or layer by layer, as policy ``budget`` chooses. docs/budget.md states the model. Pure."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from policies.base import Budget, Choice, Decision, History, UnitStats, worth_saving
+from policies.budget import LAG, BudgetPolicy
+from policies.encodings import options
+from store.names import BUFFER, WEIGHTS, Unit
+
+PARTS = (1, 2, 4, 8, 16)
+"""Into how many parts the moments may be divided, of which each save stores one."""
+
+APART = 0.9
+"""Layers are saved one by one only if the model says that it costs at most this share of the best other plan: it does
+not count that the layers of a composite are of different steps."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A way of spending the bytes. ``period``: steps between two saves. ``cost``: steps that a failure costs."""
+
+    text: str
+    parts: int  # of the moments, of which each save stores one; 0: layer by layer
+    nbytes: float  # of one save
+    period: float
+    cost: float
+
+
+@dataclass(frozen=True)
+class AutoPolicy(BudgetPolicy):
+    """Policy ``auto``: the cheapest of several plans, compared anew at each decision. Parameters as of ``budget``.
+
+    It chooses as ``budget`` does until the rate of the budget is known, and where one save can never be paid whole."""
+
+    name: ClassVar[str] = "auto"
+
+    def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
+        worth = worth_saving(stats)
+        moving = [one for one in stats if one.unit in worth]
+        plans = self._plans(moving, budget, history.interval or 1) if moving and budget.per_step else []
+        if not plans:
+            return super().select(stats, budget, history)
+        best = min(plans, key=lambda plan: plan.cost)
+        others = ", ".join(f"{plan.text} {plan.cost:.3g}" for plan in plans if plan is not best)
+        why = f"{best.text}, every {best.period:.3g} steps, costs a failure {best.cost:.3g} steps; {others}"
+        if not best.parts:
+            choices = super().select(stats, budget, history).choices
+            return Decision({unit: Choice(one.encoding, f"{one.reason}; {why}") for unit, one in choices.items()})
+        fixed, nbytes = self._fixed(stats, budget)
+        chosen = self._chosen(moving, best.parts) - fixed.keys()
+        nbytes += sum(self._size(one) for one in moving if one.unit in chosen)
+        at_hand = math.inf if budget.bytes is None else budget.bytes
+        if nbytes > at_hand:
+            chosen, why = frozenset(), f"{nbytes:.0f} bytes are needed, {at_hand:.0f} are at hand; {why}"
+        return Decision({one.unit: fixed.get(one.unit) or self._choice(one, chosen, why) for one in stats})
+
+    def _choice(self, one: UnitStats, chosen: frozenset[Unit], why: str) -> Choice:
+        if one.unit in chosen:
+            return Choice(options(one, self._coarsest(one))[0].encoding, why)
+        return Choice(None, f"not its turn; {why}" if chosen else why)
+
+    def _plans(self, moving: Sequence[UnitStats], budget: Budget, interval: int) -> list[Plan]:
+        """Return the plans that can be paid: everything at once, the best with moments in turn, layer by layer."""
+        weights = sum(self._size(one) for one in moving if _is_weight(one))
+        moments = sum(self._size(one) for one in moving if not _is_weight(one))
+        shares, made = _shares(moving), []
+        for parts in PARTS if moments else PARTS[:1]:
+            nbytes = weights + moments / parts
+            period = max(interval, nbytes / (budget.per_step or math.inf))
+            cost = period / 2 + self._outdated(moving, shares, period * (parts - 1) / 2)
+            text = "everything" if parts == 1 else f"weights and 1/{parts} of the moments"
+            if budget.most is None or nbytes <= budget.most:
+                made.append(Plan(text, parts, nbytes, period, cost))
+        if not made:
+            return []
+        best = min(made, key=lambda plan: plan.cost)
+        saved = (1.0 - self._spread(moving, shares)) * (best.period - interval) / 2
+        if saved >= (1.0 - APART) * best.cost:
+            made.append(Plan("layer by layer", 0, 0.0, interval, best.cost - saved))
+        return [plan for plan in made if plan is best or plan.parts <= 1]
+
+    def _spread(self, moving: Sequence[UnitStats], shares: Mapping[str, float]) -> float:
+        """Return the factor by which the mean age of weights falls, if each layer is saved as often as is best for it.
+
+        A layer whose weights take b bytes and are the share s of all progress is best saved every sqrt(b / s) steps."""
+        pairs = [(self._size(one), shares[one.unit.layer]) for one in moving if one.unit.slot == WEIGHTS]
+        total = sum(size for size, _ in pairs) * sum(share for _, share in pairs)
+        return sum(math.sqrt(size * share) for size, share in pairs) ** 2 / total if total else 1.0
+
+    def _outdated(self, moving: Sequence[UnitStats], shares: Mapping[str, float], age: float) -> float:
+        """Return the steps that moments of this mean age cost: ``lag`` for each slot that drifted by 1 or more."""
+        return sum(
+            self.lags.get(one.unit.slot, LAG) * shares.get(one.unit.layer, 0.0) * min(1.0, _pace(one) * age)
+            for one in moving
+            if age and not _is_weight(one)
+        )
+
+    def _chosen(self, moving: Sequence[UnitStats], parts: int) -> frozenset[Unit]:
+        """Return the weights, and of the moments those of the layers where they are oldest, one part of their bytes."""
+        moments: dict[str, list[UnitStats]] = {}
+        for one in sorted(moving, key=lambda one: (one.position, one.unit)):
+            if not _is_weight(one):
+                moments.setdefault(one.unit.layer, []).append(one)
+        left = sum(self._size(one) for units in moments.values() for one in units) / parts
+        chosen = {one.unit for one in moving if _is_weight(one)}
+        for units in sorted(moments.values(), key=lambda units: -max(one.staleness or 0 for one in units)):
+            if left > 0.0:
+                chosen |= {one.unit for one in units}
+                left -= sum(map(self._size, units))
+        return frozenset(chosen)
+
+    def _size(self, one: UnitStats) -> float:
+        return options(one, self._coarsest(one))[0].nbytes
+
+
+def _is_weight(one: UnitStats) -> bool:
+    return one.unit.slot in (WEIGHTS, BUFFER)
+
+
+def _shares(moving: Sequence[UnitStats]) -> Mapping[str, float]:
+    """Return each layer's share of the progress: values times pace of its weights, as for the effective step."""
+    weights = [one for one in moving if one.unit.slot == WEIGHTS]
+    known = [pace for one in weights if 0.0 < (pace := _pace(one)) < math.inf]
+    usual = sum(known) / len(known) if known else 1.0
+    parts = {
+        one.unit.layer: max(1, one.numel) * (pace if 0.0 < (pace := _pace(one)) < math.inf else usual)
+        for one in weights
+    }
+    total = sum(parts.values())
+    return {layer: part / total for layer, part in parts.items()}
+
+
+def _pace(one: UnitStats) -> float:
+    """Return the drift per step since the version, without the error of its encoding; infinite if unknown."""
+    if one.drift is None or not one.drift < 1e100 or not one.staleness:
+        return math.inf
+    return math.sqrt(max(0.0, one.drift**2 - one.error**2)) / one.staleness
