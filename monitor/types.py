@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from monitor.observe.drift_meter import Measure
-from policies.base import Choice, UnitStats
+from policies.base import Budget, Choice, UnitStats
 from store.errors import PREEMPTED
 from store.names import SaveId, Unit
 
@@ -60,7 +60,7 @@ class DecisionResult:
     forced: bool = False  # requested by ``save()`` or by a preemption
     interval: int | None = None  # steps to the next decision, if they vary
     seen: tuple[UnitStats, ...] = ()  # the units as the policy saw them
-    offered: float | None = None  # bytes that the policy was offered
+    offered: Budget = Budget()  # as the policy saw it, but for the units that bounds demand
     commits: int = 0
     preempted: bool = False  # limited to the time left before the job ends
 

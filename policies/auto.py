@@ -4,7 +4,7 @@ The plans: everything at once, as often as the bytes allow; the weights more oft
 turn; or layer by layer, as policy ``budget`` chooses. docs/budget.md states the model. Pure."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -54,7 +54,7 @@ class AutoPolicy(BudgetPolicy):
             return Decision({unit: Choice(one.encoding, f"{one.reason}; {why}") for unit, one in choices.items()})
         fixed, nbytes = self._fixed(stats, budget)
         chosen = self._chosen(moving, best.parts) - fixed.keys()
-        nbytes += sum(self._size(one) for one in moving if one.unit in chosen)
+        nbytes += self._sum(one for one in moving if one.unit in chosen)
         at_hand = math.inf if budget.bytes is None else budget.bytes
         if nbytes > at_hand:
             chosen, why = frozenset(), f"{nbytes:.0f} bytes are needed, {at_hand:.0f} are at hand; {why}"
@@ -67,8 +67,8 @@ class AutoPolicy(BudgetPolicy):
 
     def _plans(self, moving: Sequence[UnitStats], budget: Budget, interval: int) -> list[Plan]:
         """Return the plans that can be paid: everything at once, the best with moments in turn, layer by layer."""
-        weights = sum(self._size(one) for one in moving if _is_weight(one))
-        moments = sum(self._size(one) for one in moving if not _is_weight(one))
+        weights = self._sum(one for one in moving if _is_weight(one))
+        moments = self._sum(one for one in moving if not _is_weight(one))
         shares, made = _shares(moving), []
         for parts in PARTS if moments else PARTS[:1]:
             nbytes = weights + moments / parts
@@ -80,22 +80,24 @@ class AutoPolicy(BudgetPolicy):
         if not made:
             return []
         best = min(made, key=lambda plan: plan.cost)
+        turns = sorted((plan for plan in made if plan.parts > 1), key=lambda plan: plan.cost)
+        plans = [*(plan for plan in made if plan.parts == 1), *turns[:1]]
         saved = (1.0 - self._spread(moving, shares)) * (best.period - interval) / 2
         if saved >= (1.0 - APART) * best.cost:
-            made.append(Plan("layer by layer", 0, 0.0, interval, best.cost - saved))
-        return [plan for plan in made if plan is best or plan.parts <= 1]
+            plans.append(Plan("layer by layer", 0, 0.0, interval, best.cost - saved))
+        return plans
 
     def _spread(self, moving: Sequence[UnitStats], shares: Mapping[str, float]) -> float:
         """Return the factor by which the mean age of weights falls, if each layer is saved as often as is best for it.
 
         A layer whose weights take b bytes and are the share s of all progress is best saved every sqrt(b / s) steps."""
         pairs = [(self._size(one), shares[one.unit.layer]) for one in moving if one.unit.slot == WEIGHTS]
-        total = sum(size for size, _ in pairs) * sum(share for _, share in pairs)
-        return sum(math.sqrt(size * share) for size, share in pairs) ** 2 / total if total else 1.0
+        total = math.fsum(size for size, _ in pairs) * math.fsum(share for _, share in pairs)
+        return math.fsum(math.sqrt(size * share) for size, share in pairs) ** 2 / total if total else 1.0
 
     def _outdated(self, moving: Sequence[UnitStats], shares: Mapping[str, float], age: float) -> float:
         """Return the steps that moments of this mean age cost: ``lag`` for each slot that drifted by 1 or more."""
-        return sum(
+        return math.fsum(
             self.lags.get(one.unit.slot, LAG) * shares.get(one.unit.layer, 0.0) * min(1.0, _pace(one) * age)
             for one in moving
             if age and not _is_weight(one)
@@ -107,13 +109,16 @@ class AutoPolicy(BudgetPolicy):
         for one in sorted(moving, key=lambda one: (one.position, one.unit)):
             if not _is_weight(one):
                 moments.setdefault(one.unit.layer, []).append(one)
-        left = sum(self._size(one) for units in moments.values() for one in units) / parts
+        left = self._sum(one for one in moving if not _is_weight(one)) / parts
         chosen = {one.unit for one in moving if _is_weight(one)}
         for units in sorted(moments.values(), key=lambda units: -max(one.staleness or 0 for one in units)):
             if left > 0.0:
                 chosen |= {one.unit for one in units}
-                left -= sum(map(self._size, units))
+                left -= self._sum(units)
         return frozenset(chosen)
+
+    def _sum(self, units: Iterable[UnitStats]) -> float:
+        return math.fsum(map(self._size, units))
 
     def _size(self, one: UnitStats) -> float:
         return options(one, self._coarsest(one))[0].nbytes
@@ -127,17 +132,17 @@ def _shares(moving: Sequence[UnitStats]) -> Mapping[str, float]:
     """Return each layer's share of the progress: values times pace of its weights, as for the effective step."""
     weights = [one for one in moving if one.unit.slot == WEIGHTS]
     known = [pace for one in weights if 0.0 < (pace := _pace(one)) < math.inf]
-    usual = sum(known) / len(known) if known else 1.0
+    usual = math.fsum(known) / len(known) if known else 1.0
     parts = {
         one.unit.layer: max(1, one.numel) * (pace if 0.0 < (pace := _pace(one)) < math.inf else usual)
         for one in weights
     }
-    total = sum(parts.values())
+    total = math.fsum(parts.values())
     return {layer: part / total for layer, part in parts.items()}
 
 
 def _pace(one: UnitStats) -> float:
     """Return the drift per step since the version, without the error of its encoding; infinite if unknown."""
-    if one.drift is None or not one.drift < 1e100 or not one.staleness:
+    if one.drift is None or not one.drift < 1e100:
         return math.inf
-    return math.sqrt(max(0.0, one.drift**2 - one.error**2)) / one.staleness
+    return math.sqrt(max(0.0, one.drift**2 - one.error**2)) / max(1, one.staleness or 0)

@@ -144,7 +144,7 @@ class BudgetPolicy:
     spends: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_lags(self.lags)
+        _check_lags(f"policy {self.name}", self.lags)
         object.__setattr__(self, "lags", dict(self.lags))  # copies, since the caller may change its own
         object.__setattr__(self, "encodings", dict(self.encodings))
 
@@ -189,17 +189,17 @@ def spends(policy: Policy) -> bool:
     return getattr(policy.inner if isinstance(policy, Observe) else policy, "spends", False) is True
 
 
-def _check_lags(lags: object) -> None:
+def _check_lags(whose: str, lags: object) -> None:
     if not isinstance(lags, Mapping):
         raise ConfigError(
-            f"policy budget: lags must map names of slots to steps, such as {{exp_avg: 3}}, not {described(lags)}"
+            f"{whose}: lags must map names of slots to steps, such as {{exp_avg: 3}}, not {described(lags)}"
         )
     for slot, steps in lags.items():
         if not isinstance(slot, str) or slot == WEIGHTS:
             raise ConfigError(
-                f"policy budget: the keys of lags must be names of slots other than {WEIGHTS}, not {described(slot)}: "
+                f"{whose}: the keys of lags must be names of slots other than {WEIGHTS}, not {described(slot)}: "
                 "each value is the number of weight steps that the slot counts as"
             )
-        check_number("policy budget", f"lags.{slot}", steps)
+        check_number(whose, f"lags.{slot}", steps)
         if not 1e-6 <= steps <= 1e6:
-            raise ConfigError(f"policy budget: lags.{slot} must lie between 1e-6 and 1e6, not {described(steps)}")
+            raise ConfigError(f"{whose}: lags.{slot} must lie between 1e-6 and 1e6, not {described(steps)}")

@@ -73,6 +73,8 @@ class DecisionLine(_Line):
     commits: int
     interval: Count | None = None  # steps to the next decision
     offered: float | None = None  # bytes of the budget, null if unlimited
+    per_step: float | None = None  # bytes that a step earns, null if unlimited or not known
+    most: float | None = None  # bytes that can ever be at hand, null if unlimited
     drift: tuple[float | None, ...] = ()  # by unit, null if unknown: a policy that ignores drift decides before it is
     staleness: tuple[int | None, ...] = ()  # by unit, of the newest version, as the next three; null without one
     error: tuple[float, ...] = ()

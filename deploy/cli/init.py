@@ -107,8 +107,8 @@ def _values(
     values: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
     if limit is not None:
         values["budget"] = {"bytes_per_hour": limit}
-    elif policy == "budget":
-        raise UsageError("policy budget needs a limit: add --bytes-per-hour, such as 2e10")
+    elif policy in ("budget", "auto"):
+        raise UsageError(f"policy {policy} needs a limit: add --bytes-per-hour, such as 2e10")
     return values
 
 

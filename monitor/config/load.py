@@ -123,15 +123,17 @@ class Config(sections.Settings):
 
     def _check_budget(self, policy: Policy) -> None:
         limited = self.budget.limited
-        if isinstance(policy.inner if isinstance(policy, Observe) else policy, BudgetPolicy) and not limited:
+        inner = policy.inner if isinstance(policy, Observe) else policy
+        if isinstance(inner, BudgetPolicy) and not limited:
             raise ConfigError(
-                "policy budget has no limit: set `budget: {bytes_per_hour: 2.0e+10}`, or stall_share, or storage_share"
+                f"policy {inner.name} has no limit: set `budget: {{bytes_per_hour: 2.0e+10}}`, or stall_share, or "
+                "storage_share"
             )
         if limited and self.journal.enabled:
             raise ConfigError("journal: it needs whole layers, and a budget is spent slot by slot: use another policy")
         if limited and not spends(policy):
             raise ConfigError(
-                "budget: only a policy that spends (budget, or your own with `spends = True`) uses this section, and "
+                "budget: only a policy that spends (budget, auto, or your own with `spends = True`) uses it, and "
                 f"the policy is {policy.name}: set `policy: budget`, or remove the section"
             )
 

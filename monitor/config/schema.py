@@ -111,7 +111,7 @@ class AutoSettings(Settings):
 
 
 class BudgetSettings(Settings):
-    """Limits for policy budget; the tightest one counts; see docs/budget.md."""
+    """Limits for policies budget and auto; the tightest one counts; see docs/budget.md."""
 
     bytes_per_hour: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     """payload bytes written per hour, over all ranks"""

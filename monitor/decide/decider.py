@@ -248,7 +248,7 @@ class Decider:
             stats=stats if shown == len(measured) else unit_stats(self._table, self._ledger, step, measured),
             choices=decision.choices,
             seen=seen,
-            offered=budget.bytes,
+            offered=budget,
             commits=self._ledger.commits,
         )
 

@@ -384,7 +384,9 @@ def decision_line(line: traces.DecisionLine, decided: DecisionResult, begun: boo
     index = {one.unit: at for at, one in enumerate(decided.stats)}
     return line.model_copy(
         update={
-            "offered": _number(decided.offered),
+            "offered": _number(decided.offered.bytes),
+            "per_step": _number(decided.offered.per_step),
+            "most": _number(decided.offered.most),
             "drift": tuple(_number(one.drift) for one in decided.stats),
             "staleness": tuple(one.staleness for one in decided.stats),
             "error": tuple(_finite(one.error) for one in decided.stats),

@@ -216,11 +216,11 @@ class _Replay:
         if not self._account.limited:
             return Budget()
         self._account.make_room(max((one.nbytes for one in stats), default=0), sum(one.nbytes for one in stats))
-        offered = self._account.offer()
+        offered, per_step = self._account.offer(), self._account.earned(point.line.step)
         if self._state.on_path and self._plan.same_offers and point.line.staleness:
-            offered = point.line.offered
+            return Budget(point.line.offered, per_step=point.line.per_step, most=point.line.most)
         bytes_ = None if offered == math.inf else offered
-        return Budget(bytes_, per_step=self._account.earned(point.line.step), most=self._account.most())
+        return Budget(bytes_, per_step=per_step, most=self._account.most())
 
     def _select(self, stats: tuple[UnitStats, ...], budget: Budget, point: DecisionPoint) -> Decision:
         line = point.line

@@ -34,12 +34,14 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "threshold that nothing reaches": {"name": "threshold", "threshold": 1e9},
     "budget": {"name": "budget"},
     "budget with lags": {"name": "budget", "lags": {"exp_avg": 40, "exp_avg_sq": 0.1}},
+    "auto": {"name": "auto"},
+    "auto with lags": {"name": "auto", "lags": {"exp_avg": 40, "exp_avg_sq": 0.1}},
     "observe budget": {"name": "observe", "inner": {"name": "budget"}},
     "observe": {"name": "observe", "inner": {"name": "threshold", "threshold": 0.05}},
     "observe full": {"name": "observe"},
 }
 OBSERVING = sorted(name for name, chosen in SETTINGS.items() if chosen["name"] == "observe")
-NAMED = {"full", "parity of 2", "filter", "threshold", "budget", "observe"}
+NAMED = {"full", "parity of 2", "filter", "threshold", "budget", "auto", "observe"}
 """One of each policy. The others are tried by ``make test-all``."""
 
 BY_NAME = others_slow(sorted(SETTINGS, key=lambda name: (name not in NAMED, name)), fast=len(NAMED))

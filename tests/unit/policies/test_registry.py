@@ -35,7 +35,7 @@ def test_settings_become_a_policy(settings: Any, policy: Policy) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("parrity", r"unknown policy 'parrity': did you mean 'parity'\? Known: budget, filter, full, observe, "),
+        ("parrity", r"unknown policy 'parrity': did you mean 'parity'\? Known: auto, budget, filter, full, observe, "),
         ("Full", r"unknown policy 'Full': did you mean 'full'\?"),
         ("", r"unknown policy ''"),
         ({"name": "treshold", "threshold": 0.1}, r"did you mean 'threshold'\?"),
@@ -46,7 +46,7 @@ def test_settings_become_a_policy(settings: Any, policy: Policy) -> None:
         ("threshold", r"policy threshold: missing a required argument: 'threshold'"),
         ({"name": "parity", "k": 1}, r"policy parity: k must be an integer >= 2, not 1"),
         ({"name": "threshold", "threshold": -1}, r"threshold must be a finite number >= 0, not -1"),
-        ({"k": 3}, r"policy needs a name \(it has none\); known: budget, filter, full"),
+        ({"k": 3}, r"policy needs a name \(it has none\); known: auto, budget, filter, full"),
         ({"name": 3}, r"policy needs a name \(not 3\)"),
         (None, r"policy must be a name, or a mapping such as \{name: parity, k: 2\}, not None"),
         (["full"], r"policy must be a name, or a mapping .*, not \['full'\]"),

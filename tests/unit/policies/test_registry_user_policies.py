@@ -75,7 +75,7 @@ def test_a_registered_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert saved({"name": "in-turns", "every": 4}, 3) == [3]
     assert policy_from("full").name == "full"
     with pytest.raises(
-        ConfigError, match=r"unknown policy 'in-turn': did you mean 'in-turns'\? Known: budget, .*in-tur"
+        ConfigError, match=r"unknown policy 'in-turn': did you mean 'in-turns'\? Known: auto, budget, .*in-tur"
     ):
         policy_from("in-turn")
     registered(tmp_path, "in-turns", "another_module:Mine", "other")

@@ -32,6 +32,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "threshold in bounds": {"policy": {"name": "threshold", "threshold": 0.2}, "bounds": {"max_staleness": 4}},
     "budget": {"policy": "budget", "budget": {"bytes_per_hour": 1e9, "burst_seconds": 0.3}, "encoding": "compact"},
     "budget of time": {"policy": "budget", "budget": {"stall_share": 0.2, "storage_share": 0.3, "burst_seconds": 0.3}},
+    "auto": {"policy": "auto", "budget": {"bytes_per_hour": 1e9, "burst_seconds": 0.3}, "encoding": "compact"},
     "observe": {"policy": {"name": "observe", "inner": {"name": "parity", "k": 3}}, "encoding": "compact"},
 }
 
@@ -101,7 +102,7 @@ def test_the_recorded_configuration_gives_the_recorded_run(tmp_path: Path, name:
     assert len(found.decisions) == 14 and len(found.committed) > 1
 
 
-@pytest.mark.parametrize("name", ["full", "parity", "budget"])
+@pytest.mark.parametrize("name", ["full", "parity", "budget", "auto"])
 def test_so_it_does_over_a_restart_and_a_save_by_hand(tmp_path: Path, name: str) -> None:
     for _ in range(2):
         trace = recorded(tmp_path / "store", 8, asked_at=5, **POLICIES[name])

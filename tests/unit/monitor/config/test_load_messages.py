@@ -24,8 +24,16 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"policy": MINE, "budget": {"bytes_per_hour": 5}},
-        """budget: only a policy that spends (budget, or your own with `spends = True`) uses this section, and the
-        policy is mine: set `policy: budget`, or remove the section""",
+        """budget: only a policy that spends (budget, auto, or your own with `spends = True`) uses it, and the policy
+        is mine: set `policy: budget`, or remove the section""",
+    ),
+    (
+        {"policy": "auto"},
+        "policy auto has no limit: set `budget: {bytes_per_hour: 2.0e+10}`, or stall_share, or storage_share",
+    ),
+    (
+        {"policy": {"name": "auto", "lags": {"exp_avg": 0}}, "budget": {"bytes_per_hour": 5}},
+        "policy auto: lags.exp_avg must lie between 1e-6 and 1e6, not 0",
     ),
     (
         {"every": 100, "bounds": {"max_staleness": 50}},
@@ -40,7 +48,8 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"bounds": {"max_drift": -0.1}}, "bounds: max_drift must be a finite number >= 0, not -0.1"),
     (
         {"policy": "treshold"},
-        "unknown policy 'treshold': did you mean 'threshold'? Known: budget, filter, full, observe, parity, threshold",
+        """unknown policy 'treshold': did you mean 'threshold'? Known: auto, budget, filter, full, observe, parity,
+        threshold""",
     ),
     (
         {"bounds": {"max_stalenes": 5}},

@@ -48,7 +48,7 @@ def value(metrics: Metrics, name: str) -> float:
 
 def test_without_a_bucket_everything_may_be_spent() -> None:
     spending = BudgetTracker(Account({}), Metrics())
-    assert spending.offer([unit("a")]).bytes is None
+    assert spending.offer([unit("a")], 1).bytes is None
     spending.begin(1, [unit("a")], choices(unit("a")), first=True)
     spending.committed(100, 1.0)
 
@@ -58,7 +58,7 @@ def test_the_first_save_is_free_and_shows_what_a_save_takes_besides() -> None:
     spending.begin(1, [unit("a")], choices(unit("a")), first=True)
     spending.committed(430, 1.0)
     clock.now = 50.0
-    assert spending.offer([unit("a")]).bytes == 500.0 - 30.0
+    assert spending.offer([unit("a")], 1).bytes == 500.0 - 30.0
     assert value(metrics, "driftpoint_budget_bytes") == 500.0
 
 
@@ -66,9 +66,9 @@ def test_a_save_is_charged_when_it_begins_and_corrected_when_it_is_committed() -
     spending, clock, _ = account(10.0, 1000.0)
     clock.now = 100.0
     spending.begin(1, [unit("a")], choices(unit("a")), first=False)
-    assert spending.offer([unit("a")]).bytes == 600.0
+    assert spending.offer([unit("a")], 1).bytes == 600.0
     spending.committed(250, 1.0)  # it packed well
-    assert spending.offer([unit("a")]).bytes == 750.0
+    assert spending.offer([unit("a")], 1).bytes == 750.0
 
 
 def test_a_save_that_fails_stays_charged() -> None:
@@ -77,7 +77,7 @@ def test_a_save_that_fails_stays_charged() -> None:
     spending.begin(1, [unit("a")], choices(unit("a")), first=False)
     spending.begin(2, [unit("a")], choices(unit("a")), first=False)
     spending.committed(400, 1.0)
-    assert spending.offer([unit("a")]).bytes == 200.0
+    assert spending.offer([unit("a")], 1).bytes == 200.0
 
 
 def test_a_bucket_too_small_for_a_layer_is_widened_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -85,10 +85,10 @@ def test_a_bucket_too_small_for_a_layer_is_widened_and_that_is_said(caplog: pyte
     clock.now = 1000.0
     with caplog.at_level(logging.WARNING, "driftpoint"):
         for _ in range(3):
-            spending.offer([unit("a"), unit("small", values=1)])
+            spending.offer([unit("a"), unit("small", values=1)], 1)
     assert len(caplog.records) == 1 and "takes 400 bytes, more than the 50" in caplog.text
     clock.now = 2000.0
-    assert spending.offer([unit("a")]).bytes == 400.0
+    assert spending.offer([unit("a")], 1).bytes == 400.0
 
 
 def test_what_bounds_demand_makes_a_debt_that_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -97,7 +97,7 @@ def test_what_bounds_demand_makes_a_debt_that_is_told_once(caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING, "driftpoint"):
         for step in (10, 20):
             stats = [unit("a"), unit("b", staleness=1)]
-            decision = policy.select(stats, spending.offer(stats), History(step, 1))
+            decision = policy.select(stats, spending.offer(stats, step), History(step, 1))
             assert decision.saved == (stats[0].unit,)
             spending.begin(step, stats, choices(stats[0]), first=False)
             spending.committed(400, 1.0)
@@ -110,7 +110,7 @@ def test_what_bounds_demand_makes_a_debt_that_is_told_once(caplog: pytest.LogCap
     assert value(metrics, "driftpoint_budget_overdraft_bytes_total") == 800.0
     assert value(metrics, "driftpoint_budget_bytes") == -800.0
     clock.now = 80.0
-    assert spending.offer([unit("a")]).bytes == 0.0
+    assert spending.offer([unit("a")], 1).bytes == 0.0
 
 
 def test_where_deciding_alone_takes_all_that_is_allowed_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -119,12 +119,12 @@ def test_where_deciding_alone_takes_all_that_is_allowed_it_is_said_once(caplog: 
     spending.begin(1, [unit("a")], choices(unit("a")), first=True)
     spending.on_copy_wait(3.0)
     spending.committed(400, 1.0)
-    spending.offer([unit("a")])
+    spending.offer([unit("a")], 1)
     with caplog.at_level(logging.WARNING, "driftpoint"):
         for _ in range(60):
             clock.now += 1.0
             spending.on_copy_wait(0.02)
-            assert (spending.offer([unit("a")]).bytes or 0.0) <= 0.0
+            assert (spending.offer([unit("a")], 1).bytes or 0.0) <= 0.0
     assert [record.message.split(",")[0] for record in caplog.records] == [
         "budget: there was nothing to spend at the last 20 decisions"
     ]
@@ -135,7 +135,7 @@ def test_how_long_the_largest_unit_takes_to_be_paid_is_told_once(caplog: pytest.
     with caplog.at_level(logging.WARNING, "driftpoint"):
         for _ in range(3):
             clock.now += 1.0
-            spending.offer([unit("a"), unit("small", values=1)])
+            spending.offer([unit("a"), unit("small", values=1)], 1)
     assert [record.message.split(",")[:2] for record in caplog.records] == [
         ["budget: at the configured rate the largest unit", " 400 bytes raw"]
     ]
@@ -168,7 +168,7 @@ class Run:
                 else unit(name, None, None, values[name])
                 for name in values
             ]
-            decision = policy.select(stats, spending.offer(stats), History(step, len(self.spent)))
+            decision = policy.select(stats, spending.offer(stats, step), History(step, len(self.spent)))
             if not decision.saved:
                 continue
             sizes = {one.unit: one.nbytes for one in stats}

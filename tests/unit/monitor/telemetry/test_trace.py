@@ -93,7 +93,8 @@ def test_a_replay_of_what_was_seen_decides_alike(store: Path, name: str) -> None
     for line, report in zip(decisions, reports, strict=True):
         stats = shown(found.job, line)
         assert list(report.stats) == stats
-        again = policy.select(stats, Budget(line.offered), History(line.step, line.commits))
+        budget = Budget(line.offered, per_step=line.per_step, most=line.most)
+        again = policy.select(stats, budget, History(line.step, line.commits))
         assert again.choices == report.choices
         chosen = {unit: choice.encoding for unit, choice in (report.saved or {}).items()}
         assert {found.units[at]: encoding for at, encoding in line.saved.items()} == chosen

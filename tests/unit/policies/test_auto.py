@@ -1,0 +1,234 @@
+"""Policy ``auto``: which plan is the cheapest, what it saves, and that it spends no more than there is."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.auto import APART, PARTS, AutoPolicy
+from policies.base import Budget, Decision, History, UnitStats
+from policies.bounds import Bounded, Bounds
+from policies.budget import LAG, BudgetPolicy
+from policies.encodings import expected_bytes
+from policies.registry import policy_from, with_fixed_encoding
+from store.encoding import BF16, INT8_LOG2, INT8_SHARED_EXPONENT
+from store.names import BUFFER, RAW, WEIGHTS, Unit
+
+SLOTS = (WEIGHTS, "exp_avg", "exp_avg_sq")
+COMPACT = {WEIGHTS: BF16, "exp_avg": INT8_SHARED_EXPONENT, "exp_avg_sq": INT8_LOG2}
+EACH = 4000
+"""Bytes of a unit."""
+
+
+def unit(position: int, slot: str, drift: float, **more: Any) -> UnitStats:
+    given_ = {"staleness": 10, "encoding": RAW, "numel": EACH // 4, "stored_bytes": EACH, **more}
+    return UnitStats(Unit(f"layer.{position}", slot), position, True, EACH, drift, **given_)
+
+
+def model(layers: int = 8, moments: float = 1.0, paces: tuple[float, ...] = (1.0,)) -> list[UnitStats]:
+    """Weights that drift by 0.01 in ten steps, times ``paces`` in turn; moments by ``moments``."""
+    return [
+        unit(position, slot, 0.01 * paces[position % len(paces)] if slot == WEIGHTS else moments)
+        for position in range(layers)
+        for slot in SLOTS
+    ]
+
+
+def select(stats: list[UnitStats], nbytes: float, per_step: float | None, **more: Any) -> Decision:
+    return AutoPolicy().select(
+        stats, Budget(nbytes, per_step=per_step, most=more.pop("most", None)), History(100, 3, **more)
+    )
+
+
+def saved(decision: Decision) -> list[str]:
+    return [str(one) for one in decision.saved]
+
+
+def reasons(decision: Decision) -> set[str]:
+    return {choice.reason for choice in decision.choices.values()}
+
+
+def test_where_bytes_are_plenty_everything_is_saved_at_once() -> None:
+    stats = model()
+    decision = select(stats, 24 * EACH, per_step=24 * EACH / 4)
+    assert len(decision.saved) == 24
+    (why,) = reasons(decision)
+    assert why.startswith("everything, every 4 steps, costs a failure 2 steps; weights and 1/")
+
+
+def test_it_waits_until_the_whole_plan_can_be_paid() -> None:
+    decision = select(model(), 24 * EACH - 1, per_step=24 * EACH / 4)
+    assert decision.saved == ()
+    (why,) = reasons(decision)
+    assert why.startswith("96000 bytes are needed, 95999 are at hand; everything, every 4 steps")
+
+
+def test_where_bytes_are_few_the_weights_are_saved_more_often_and_moments_in_turn() -> None:
+    per_step = 24 * EACH / 100  # everything takes a hundred steps
+    stats = model()
+    decision = select(stats, 9 * EACH, per_step)
+    assert decision.saved == ()  # a sixteenth of the moments is one layer's: two units
+    decision = select(stats, 10 * EACH, per_step)
+    assert saved(decision) == [f"layer.{i}/{slot}" for i in range(8) for slot in (SLOTS if i == 0 else (WEIGHTS,))]
+    assert "everything 50" in next(iter(reasons(decision)))
+
+
+def test_the_cost_is_half_a_period_and_lag_for_moments_that_are_out_of_date() -> None:
+    stats, per_step = model(), 24 * EACH / 100
+    plans = AutoPolicy()._plans(stats, Budget(0.0, per_step=per_step), 1)
+    whole, turns = plans
+    assert (whole.parts, whole.period, whole.cost) == (1, pytest.approx(100), pytest.approx(50))
+    nbytes = 8 * EACH + 16 * EACH / turns.parts
+    assert turns.parts == 16 and turns.period == pytest.approx(nbytes / per_step)
+    assert turns.cost == pytest.approx(turns.period / 2 + 2 * LAG)  # both slots drifted by 1 in 10 steps
+
+
+def test_moments_that_keep_are_saved_seldom_and_cost_little() -> None:
+    still, moving = (
+        min(
+            AutoPolicy()._plans(model(moments=moments), Budget(0.0, per_step=24 * EACH / 12), 1),
+            key=lambda one: one.cost,
+        )
+        for moments in (1e-4, 1.0)
+    )
+    assert still.parts == PARTS[-1] and still.cost < 3.0
+    assert moving.parts == 1 and moving.cost == pytest.approx(6.0)
+
+
+def test_a_plan_is_never_more_frequent_than_decisions() -> None:
+    stats = model(moments=0.001)
+    assert "everything, every 100 steps" in next(iter(reasons(select(stats, 1e9, 24 * EACH / 30, interval=100))))
+    bounded = Bounded(AutoPolicy(), Bounds(interval=100))
+    decision = bounded.select(stats, Budget(1e9, per_step=24 * EACH / 30), History(100, 3))
+    assert len(decision.saved) == 24 and "everything, every 100 steps" in next(iter(reasons(decision)))
+
+
+def test_where_layers_are_far_apart_they_are_saved_one_by_one_as_budget_does() -> None:
+    stats = model(paces=(100.0, 1.0, 1.0, 1.0), moments=0.01)
+    budget = Budget(4 * EACH, per_step=24 * EACH / 100)
+    decision = AutoPolicy().select(stats, budget, History(100, 3))
+    inner = BudgetPolicy().select(stats, budget, History(100, 3))
+    assert {unit: one.encoding for unit, one in decision.choices.items()} == {
+        unit: one.encoding for unit, one in inner.choices.items()
+    }
+    assert 0 < len(decision.saved) < 8
+    assert all("layer by layer, every 1 steps" in why for why in reasons(decision))
+
+
+def test_alike_layers_are_never_saved_one_by_one() -> None:
+    plans = AutoPolicy()._plans(model(paces=(1.2, 1.0, 0.9)), Budget(0.0, per_step=10.0), 1)
+    assert all(plan.parts for plan in plans)
+    assert APART < 1.0
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [Budget(5 * EACH), Budget(None), Budget(5 * EACH, per_step=100.0, most=5 * EACH)],
+    ids=["the rate is not known", "no limit", "no save can be paid whole"],
+)
+def test_otherwise_it_decides_as_budget_does(budget: Budget) -> None:
+    stats = model(paces=(3.0, 1.0))
+    assert AutoPolicy().select(stats, budget, History(100, 3)) == BudgetPolicy().select(stats, budget, History(100, 3))
+
+
+def test_buffers_are_saved_with_the_weights() -> None:
+    stats = [*model(), unit(3, BUFFER, 0.5)]
+    assert Unit("layer.3", BUFFER) in select(stats, 11 * EACH, 24 * EACH / 100).saved
+
+
+def test_what_is_demanded_is_paid_first_and_not_twice() -> None:
+    stats, per_step = model(), 24 * EACH / 4
+    demanded = frozenset({stats[0].unit, stats[4].unit})
+    policy = AutoPolicy()
+    assert len(policy.select(stats, Budget(24 * EACH, demanded, per_step), History(100, 3)).saved) == 24
+    assert set(policy.select(stats, Budget(24 * EACH - 1, demanded, per_step), History(100, 3)).saved) == demanded
+
+
+def test_units_are_stored_as_the_encodings_say() -> None:
+    policy = with_fixed_encoding(policy_from("auto"), COMPACT, Bounds(precision="any", interval=10))
+    stats = [replace(one, stored_bytes=0, encoding=None) for one in model()]
+    decision = policy.select(stats, Budget(1e6, per_step=1e5), History(100, 3))
+    assert {unit.slot: choice.encoding for unit, choice in decision.choices.items()} == COMPACT
+
+
+def test_a_sick_layer_is_left_out_of_every_plan() -> None:
+    stats = [replace(one, finite=one.position != 2) for one in model()]
+    decision = select(stats, 21 * EACH, 24 * EACH / 4)
+    assert len(decision.saved) == 21 and not [one for one in decision.saved if one.layer == "layer.2"]
+
+
+@st.composite
+def anything(draw: st.DrawFn) -> tuple[list[UnitStats], Budget, History]:
+    drifts = st.none() | st.floats(0, 2) | st.sampled_from([0.0, 1e-30, math.inf, math.nan])
+    stats = [
+        UnitStats(
+            Unit(f"layer.{position}", slot),
+            position,
+            True,
+            nbytes := draw(st.integers(0, 1000)),
+            draw(drifts),
+            draw(st.none() | st.integers(-3, 60)),
+            finite=draw(st.integers(0, 9)) > 0,
+            moving=draw(st.integers(0, 9)) > 0,
+            error=draw(st.sampled_from([0.0, 0.2])),
+            numel=draw(st.sampled_from([0, nbytes // 4])),
+            encoding=draw(st.sampled_from([None, RAW, BF16])),
+            stored_bytes=draw(st.integers(0, nbytes)),
+        )
+        for position in range(draw(st.integers(0, 6)))
+        for slot in draw(st.sets(st.sampled_from([*SLOTS, BUFFER]), min_size=1))
+    ]
+    amounts = st.none() | st.floats(0.01, 1e5)
+    budget = Budget(draw(st.none() | st.floats(-1e4, 1e5)), frozenset(), draw(amounts), draw(amounts))
+    return stats, budget, History(100, 3, draw(st.none() | st.integers(1, 50)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(given_=anything(), shuffle=st.randoms(use_true_random=False))
+def test_in_any_state_it_decides_on_every_unit_within_the_bytes_whatever_their_order(
+    given_: tuple[list[UnitStats], Budget, History], shuffle: random.Random
+) -> None:
+    stats, budget, history = given_
+    policy = AutoPolicy(encodings=COMPACT)
+    decision = policy.select(stats, budget, history)
+    assert list(decision.choices) == [one.unit for one in stats]
+    assert all(choice.reason for choice in decision.choices.values())
+    mixed = policy.select(shuffle.sample(stats, len(stats)), budget, history)
+    assert mixed == decision
+    chosen = {one.unit: decision.choices[one.unit].encoding for one in stats}
+    costs = [max(1.0, expected_bytes(one, encoding)) for one in stats if (encoding := chosen[one.unit]) is not None]
+    needed = [one for one in stats if one.staleness is None]
+    if budget.bytes is not None and len(costs) > len(needed):
+        assert math.fsum(costs) <= budget.bytes + 1e-6
+
+
+@pytest.mark.parametrize("share", [0.5, 0.1, 0.02])
+@pytest.mark.parametrize("paces", [(1.0,), (30.0, 1.0, 0.1)], ids=["alike", "apart"])
+def test_units_get_their_turn_and_the_bytes_are_spent(share: float, paces: tuple[float, ...]) -> None:
+    """A run in which a save of everything takes the income of 100 / share steps. Where layers are apart, moments may
+    wait for longer than it takes, as under ``budget``."""
+    layers, income, steps = 6, share * 18 * EACH / 100, 40_000
+    at: dict[Unit, int] = dict.fromkeys((Unit(f"layer.{i}", slot) for i in range(layers) for slot in SLOTS), 0)
+    counts = dict.fromkeys(at, 0)
+    bucket = spent = 0.0
+    for step in range(10, steps, 10):
+        bucket += 10 * income
+        stats = []
+        for one, saved_at in at.items():
+            position, age = int(one.layer.removeprefix("layer.")), step - saved_at
+            drift = 0.001 * age * paces[position % len(paces)] if one.slot == WEIGHTS else min(1.0, 0.1 * age)
+            stats.append(unit(position, one.slot, drift, staleness=age))
+        decision = AutoPolicy().select(stats, Budget(bucket, per_step=income), History(step, 1, 10))
+        for one in decision.saved:
+            at[one], counts[one] = step, counts[one] + 1
+        bucket -= len(decision.saved) * EACH
+        spent += len(decision.saved) * EACH
+        assert bucket >= 0.0
+    assert spent >= income * steps - 18 * EACH
+    assert all(counts[one] > 0 for one in at if paces == (1.0,) or one.slot == WEIGHTS)
