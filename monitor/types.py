@@ -1,7 +1,7 @@
 """Define the records of a decision: requests, results, and the report returned to the training loop."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from monitor.observe.drift_meter import Measure
@@ -60,7 +60,7 @@ class DecisionResult:
     forced: bool = False  # requested by ``save()`` or by a preemption
     interval: int | None = None  # steps to the next decision, if they vary
     seen: tuple[UnitStats, ...] = ()  # the units as the policy saw them
-    offered: Budget = Budget()  # as the policy saw it, but for the units that bounds demand
+    offered: Budget = field(default_factory=Budget)  # as the policy saw it, but for the units that bounds demand
     commits: int = 0
     preempted: bool = False  # limited to the time left before the job ends
 

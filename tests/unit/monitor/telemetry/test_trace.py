@@ -42,6 +42,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "parity in bounds": {"policy": {"name": "parity", "k": 3}, "bounds": {"max_drift": 0.3, "max_staleness": 2}},
     "threshold": {"policy": {"name": "threshold", "threshold": 0.05}, "encoding": "compact"},
     "budget": {"policy": "budget", "budget": {"bytes_per_hour": 1e9, "burst_seconds": 0.3}, "encoding": "compact"},
+    "auto": {"policy": "auto", "budget": {"bytes_per_hour": 1e9, "burst_seconds": 0.3}, "encoding": "compact"},
     "budget of time": {"policy": "budget", "budget": {"storage_share": 0.3, "burst_seconds": 0.3}},
     "observe": {"policy": {"name": "observe", "inner": {"name": "threshold", "threshold": 0.05}}},
     "observe budget": {
