@@ -1,4 +1,4 @@
-"""Gather facts about a run at one parse_time: store, disk, shared memory and trace.
+"""Gather facts about a run at one moment: store, disk, shared memory and trace.
 
 Facts are not judged here. An unreadable part never fails the whole: it is None, and ``trouble`` holds the reason.
 Reads records, no payload."""
