@@ -1,7 +1,7 @@
 """The figures of the quality benchmark, from its results: calibration, curves, rules of resuming.
 
-Which goals there are: that policy ``budget`` costs no more than saving everything less often, in as many bytes. It
-does not know how results are made.
+Which goals there are: that policies ``budget`` and ``auto`` cost no more than saving everything less often, in as many
+bytes. It does not know how results are made.
 """
 
 from __future__ import annotations
@@ -29,7 +29,11 @@ from policies.budget import LAG
 RAW, COMPACT = 12.0, 4.14
 """Bytes a parameter of a save of everything; compact's are taken from its row where there is one."""
 
-BASELINES = {"budget": "full", "budget, compact": "full, compact", "budget, compact, packed": "full, compact, packed"}
+BASELINES = {
+    f"{policy}{encoding}": f"full{encoding}"
+    for policy in ("budget", "auto")
+    for encoding in ("", ", compact", ", compact, packed")
+}
 """What each family is held against: as many bytes, spent on everything, less often, in the same encoding."""
 
 
