@@ -176,7 +176,8 @@ def manifest_of(
     referenced = {name for record in units for name in (record.save, *record.bases)}
     return schema.ManifestRecord(
         **vars(draft.facts),
-        **draft.save._asdict(),
+        step=draft.save.step,
+        epoch=draft.save.epoch,
         commits=draft.commits,
         world_size=draft.world_size,
         created=datetime.now(UTC).isoformat(timespec="milliseconds"),

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from policies.base import Budget
+
 
 class TokenBucket:
     """A token bucket. rate: tokens per second, > 0. capacity: tokens, > 0. clock: monotonic seconds."""
@@ -28,11 +30,6 @@ class TokenBucket:
         self._level = min(self.capacity, self._level + (now - self._at) * self.rate)
         self._at = now
         return self._level
-
-    @property
-    def now(self) -> float:
-        """The time of the clock."""
-        return self._clock()
 
     def charge(self, tokens: float) -> None:
         """Take tokens, even more than are available; a negative number gives tokens back, up to the capacity."""
@@ -140,11 +137,6 @@ class _Limit:
         """Return the bytes of units that a full bucket pays for."""
         return self.pricing.affordable(self.bucket.capacity) if self.pricing.known else self.everything
 
-    def per_second(self) -> float:
-        """Return the bytes of full saves that a second pays for; infinite if no price is known."""
-        cost = self.pricing.cost(self.everything) if self.pricing.known else 0.0
-        return self.bucket.rate * self.everything / cost if cost > 0.0 else math.inf
-
 
 @dataclass(frozen=True)
 class Widened:
@@ -163,8 +155,10 @@ class Account:
         self._expected = 0.0
         self._stalled = 0.0
         self._begun = self._free = False
-        self._last: tuple[float, int] | None = None  # time and step of the last decision
-        self._passed = (0.0, 0)  # seconds and steps between decisions, in all
+        self._first: tuple[float, int] | None = None  # bytes at the first decision, less those of saves since; steps
+        self._step: int | None = None  # of the last decision
+        self._steps = 0  # between decisions, in all
+        self._made_first = False  # whether this process made the first save of the store
 
     @property
     def limited(self) -> bool:
@@ -200,16 +194,19 @@ class Account:
         self._stalled, self._begun, self._free = 0.0, False, False
         return min((limit.affordable() for limit in self._limits.values()), default=None)
 
-    def earned(self, step: int) -> float | None:
-        """Return the bytes of full saves that a step pays for, on average so far; None until two decisions were made.
+    def budget(self, step: int, offered: float | None) -> Budget:
+        """Return what a policy is told at a decision at which ``offered`` bytes are at hand. Called once at each.
 
-        Called once at each decision."""
-        now = next(iter(self._limits.values())).bucket.now
-        (seconds, steps), last, self._last = self._passed, self._last, (now, step)
-        if last is not None and step > last[1]:
-            seconds, steps = self._passed = seconds + now - last[0], steps + step - last[1]
-        rate = min((limit.per_second() for limit in self._limits.values()), default=math.inf)
-        return rate * seconds / steps if steps and seconds > 0.0 and rate < math.inf else None
+        A step earns what is at hand later and was not spent on saves: not what decisions cost by themselves, nor what a
+        full bucket could not hold."""
+        self._steps += max(0, step - (step if self._step is None else self._step))
+        self._step, per_step = step, None
+        if offered is not None and math.isfinite(offered):
+            if self._first is None:
+                self._first = offered, self._steps
+            earned, steps = offered - self._first[0], self._steps - self._first[1]
+            per_step = earned / steps if steps and earned > 0.0 else None
+        return Budget(offered, frozenset(), per_step, self.most(), None if self._made_first else self._steps)
 
     def most(self) -> float:
         """Return the most bytes of units that one save can ever pay for."""
@@ -220,6 +217,9 @@ class Account:
         affordable = min((limit.affordable() for limit in self._limits.values()), default=math.inf)
         beyond = 0.0 if free else max(0.0, expected - max(0.0, affordable))
         self._expected, self._begun, self._free = expected, True, free
+        self._made_first |= free
+        if self._first is not None and not free:
+            self._first = self._first[0] - expected, self._first[1]
         for name, limit in self._limits.items():
             limit.charged = None if free or name == STALL else limit.pricing.cost(expected)
             limit.bucket.charge(limit.charged or 0.0)

@@ -4,7 +4,7 @@ The plans: everything at once, as often as the bytes allow; the weights more oft
 turn; or layer by layer, as policy ``budget`` chooses. docs/budget.md states the model. Pure."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,8 +26,8 @@ class Plan:
     """A way of spending the bytes. ``period``: steps between two saves. ``cost``: steps that a failure costs."""
 
     text: str
-    parts: int  # of the moments, of which each save stores one; 0: layer by layer
-    nbytes: float  # of one save
+    units: frozenset[Unit]  # of one save; none: layer by layer
+    nbytes: float  # of one save, with what is saved whatever the policy says
     period: float
     cost: float
 
@@ -36,28 +36,25 @@ class Plan:
 class AutoPolicy(BudgetPolicy):
     """Policy ``auto``: the cheapest of several plans, compared anew at each decision. Parameters as of ``budget``.
 
-    It chooses as ``budget`` does until the rate of the budget is known, and where one save can never be paid whole."""
+    It chooses as ``budget`` does until the rate of the budget is known; where no save can ever be paid whole; and after
+    a resume, until the process has lived for a period, because one that never does would never save."""
 
     name: ClassVar[str] = "auto"
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
-        worth = worth_saving(stats)
-        moving = [one for one in stats if one.unit in worth]
-        plans = self._plans(moving, budget, history.interval or 1) if moving and budget.per_step else []
-        if not plans:
+        fixed, costs = self._fixed(stats, budget)
+        plans = self._plans(stats, fixed.keys(), costs, budget, history.interval or 1) if budget.per_step else []
+        best = min(plans, key=lambda plan: plan.cost, default=None)
+        if best is None or (budget.resumed_for is not None and budget.resumed_for < best.period):
             return super().select(stats, budget, history)
-        best = min(plans, key=lambda plan: plan.cost)
         others = ", ".join(f"{plan.text} {plan.cost:.3g}" for plan in plans if plan is not best)
         why = f"{best.text}, every {best.period:.3g} steps, costs a failure {best.cost:.3g} steps; {others}"
-        if not best.parts:
+        if not best.units:
             choices = super().select(stats, budget, history).choices
             return Decision({unit: Choice(one.encoding, f"{one.reason}; {why}") for unit, one in choices.items()})
-        fixed, nbytes = self._fixed(stats, budget)
-        chosen = self._chosen(moving, best.parts) - fixed.keys()
-        nbytes += self._sum(one for one in moving if one.unit in chosen)
-        at_hand = math.inf if budget.bytes is None else budget.bytes
-        if nbytes > at_hand:
-            chosen, why = frozenset(), f"{nbytes:.0f} bytes are needed, {at_hand:.0f} are at hand; {why}"
+        chosen, at_hand = best.units, math.inf if budget.bytes is None else budget.bytes
+        if best.nbytes > at_hand:
+            chosen, why = frozenset(), f"{best.nbytes:.0f} bytes are needed, {at_hand:.0f} are at hand; {why}"
         return Decision({one.unit: fixed.get(one.unit) or self._choice(one, chosen, why) for one in stats})
 
     def _choice(self, one: UnitStats, chosen: frozenset[Unit], why: str) -> Choice:
@@ -65,26 +62,29 @@ class AutoPolicy(BudgetPolicy):
             return Choice(options(one, self._coarsest(one))[0].encoding, why)
         return Choice(None, f"not its turn; {why}" if chosen else why)
 
-    def _plans(self, moving: Sequence[UnitStats], budget: Budget, interval: int) -> list[Plan]:
+    def _plans(
+        self, stats: Sequence[UnitStats], fixed: Set[Unit], costs: float, budget: Budget, interval: int
+    ) -> list[Plan]:
         """Return the plans that can be paid: everything at once, the best with moments in turn, layer by layer."""
-        weights = self._sum(one for one in moving if _is_weight(one))
-        moments = self._sum(one for one in moving if not _is_weight(one))
-        shares, made = _shares(moving), []
-        for parts in PARTS if moments else PARTS[:1]:
-            nbytes = weights + moments / parts
+        worth = worth_saving(stats)
+        moving = [one for one in stats if one.unit in worth]
+        shares, made = _shares(moving), dict[frozenset[Unit], Plan]()
+        for parts in PARTS:
+            units, taken = self._units(moving, parts)
+            nbytes = costs + self._sum(one for one in moving if one.unit in units and one.unit not in fixed)
             period = max(interval, nbytes / (budget.per_step or math.inf))
-            cost = period / 2 + self._outdated(moving, shares, period * (parts - 1) / 2)
-            text = "everything" if parts == 1 else f"weights and 1/{parts} of the moments"
-            if budget.most is None or nbytes <= budget.most:
-                made.append(Plan(text, parts, nbytes, period, cost))
+            cost = period / 2 + self._outdated(moving, shares, period * (1.0 / taken - 1.0) / 2)
+            text = "everything" if len(units) == len(moving) else f"weights and {100 * taken:.0f} % of the moments"
+            if units and (budget.most is None or nbytes <= budget.most):
+                made.setdefault(units, Plan(text, units, nbytes, period, cost))
         if not made:
             return []
-        best = min(made, key=lambda plan: plan.cost)
-        turns = sorted((plan for plan in made if plan.parts > 1), key=lambda plan: plan.cost)
-        plans = [*(plan for plan in made if plan.parts == 1), *turns[:1]]
+        whole = [plan for plan in made.values() if plan.text == "everything"]
+        plans = [*whole, *sorted((plan for plan in made.values() if plan not in whole), key=lambda one: one.cost)[:1]]
+        best = min(plans, key=lambda plan: plan.cost)
         saved = (1.0 - self._spread(moving, shares)) * (best.period - interval) / 2
         if saved >= (1.0 - APART) * best.cost:
-            plans.append(Plan("layer by layer", 0, 0.0, interval, best.cost - saved))
+            plans.append(Plan("layer by layer", frozenset(), 0.0, interval, best.cost - saved))
         return plans
 
     def _spread(self, moving: Sequence[UnitStats], shares: Mapping[str, float]) -> float:
@@ -103,19 +103,20 @@ class AutoPolicy(BudgetPolicy):
             if age and not _is_weight(one)
         )
 
-    def _chosen(self, moving: Sequence[UnitStats], parts: int) -> frozenset[Unit]:
-        """Return the weights, and of the moments those of the layers where they are oldest, one part of their bytes."""
+    def _units(self, moving: Sequence[UnitStats], parts: int) -> tuple[frozenset[Unit], float]:
+        """Return the weights, with the moments of the layers where they are oldest, and the share of the bytes of all
+        moments that these are: at least one of ``parts``, in whole layers."""
         moments: dict[str, list[UnitStats]] = {}
         for one in sorted(moving, key=lambda one: (one.position, one.unit)):
             if not _is_weight(one):
                 moments.setdefault(one.unit.layer, []).append(one)
-        left = self._sum(one for one in moving if not _is_weight(one)) / parts
         chosen = {one.unit for one in moving if _is_weight(one)}
+        everything, taken = self._sum(one for one in moving if not _is_weight(one)), 0.0
         for units in sorted(moments.values(), key=lambda units: -max(one.staleness or 0 for one in units)):
-            if left > 0.0:
+            if taken < everything / parts:
                 chosen |= {one.unit for one in units}
-                left -= self._sum(units)
-        return frozenset(chosen)
+                taken += self._sum(units)
+        return frozenset(chosen), taken / everything if everything else 1.0
 
     def _sum(self, units: Iterable[UnitStats]) -> float:
         return math.fsum(map(self._size, units))
@@ -145,4 +146,4 @@ def _pace(one: UnitStats) -> float:
     """Return the drift per step since the version, without the error of its encoding; infinite if unknown."""
     if one.drift is None or not one.drift < 1e100:
         return math.inf
-    return math.sqrt(max(0.0, one.drift**2 - one.error**2)) / max(1, one.staleness or 0)
+    return math.sqrt(max(0.0, one.drift * one.drift - one.error * one.error)) / max(1, one.staleness or 0)

@@ -62,12 +62,14 @@ class Budget:
         demanded: Units that are saved regardless of the policy. Their cost is deducted first.
         per_step: Bytes that a step of training earns, on average so far. None: unlimited, or not known yet.
         most: Most bytes that can ever be at hand. None: unlimited.
+        resumed_for: Steps since the process resumed. None: it made the first save of the store.
     """
 
     bytes: float | None = None
     demanded: frozenset[Unit] = frozenset()
     per_step: float | None = None
     most: float | None = None
+    resumed_for: int | None = None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod
-from operator import add, mul
+from operator import add, itemgetter, mul
 from typing import NamedTuple
 
 WEIGHTS = "fp32"
@@ -139,12 +139,7 @@ class Fragment(_Fragment):
         return [Fragment.of_box(self.fqn, self.slot, box) for box in boxes]
 
 
-class _SaveKey(NamedTuple):
-    epoch: int
-    step: int
-
-
-class SaveId(_SaveKey):
+class SaveId(tuple[int, int]):
     """Identifies one save by its optimizer step and the epoch that made it.
 
     Ordered by epoch, then by step, and by no clock: a commit that an older incarnation of the job still makes after it
@@ -153,7 +148,10 @@ class SaveId(_SaveKey):
     __slots__ = ()
 
     def __new__(cls, step: int, epoch: int) -> "SaveId":
-        return super().__new__(cls, epoch, step)
+        return super().__new__(cls, (epoch, step))
+
+    epoch: int = property(itemgetter(0))  # type: ignore[assignment]
+    step: int = property(itemgetter(1))  # type: ignore[assignment]
 
     def __getnewargs__(self) -> tuple[int, int]:
         return self.step, self.epoch

@@ -75,6 +75,7 @@ class DecisionLine(_Line):
     offered: float | None = None  # bytes of the budget, null if unlimited
     per_step: float | None = None  # bytes that a step earns, null if unlimited or not known
     most: float | None = None  # bytes that can ever be at hand, null if unlimited
+    resumed_for: int | None = None  # steps since the process resumed, null if it made the first save of the store
     drift: tuple[float | None, ...] = ()  # by unit, null if unknown: a policy that ignores drift decides before it is
     staleness: tuple[int | None, ...] = ()  # by unit, of the newest version, as the next three; null without one
     error: tuple[float, ...] = ()

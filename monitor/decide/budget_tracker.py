@@ -51,7 +51,7 @@ class BudgetTracker(SaveListener):
                 "themselves use the whole budget: raise the limit, or decide less often (`every`)",
                 _DEBT_WARNING,
             )
-        return Budget(bytes_, per_step=self._account.earned(step), most=self._account.most())
+        return self._account.budget(step, bytes_)
 
     def begin(self, step: int, stats: Sequence[UnitStats], saved: Mapping[Unit, Choice], first: bool) -> None:
         """Charge the expected cost of a save. first: the store has no commit yet."""

@@ -98,7 +98,8 @@ def seal_snapshot(version: Version) -> float:
     tensors, end = _write_leaves(version, cast("Sequence[Leaf]", segment.run_leaves))
     part = PartRecord(
         store_id=segment.store_id,
-        **segment.save._asdict(),
+        step=segment.save.step,
+        epoch=segment.save.epoch,
         rank=segment.rank,
         world_size=segment.world_size,
         plan=segment.plan,

@@ -387,6 +387,7 @@ def decision_line(line: traces.DecisionLine, decided: DecisionResult, begun: boo
             "offered": _number(decided.offered.bytes),
             "per_step": _number(decided.offered.per_step),
             "most": _number(decided.offered.most),
+            "resumed_for": decided.offered.resumed_for,
             "drift": tuple(_number(one.drift) for one in decided.stats),
             "staleness": tuple(one.staleness for one in decided.stats),
             "error": tuple(_finite(one.error) for one in decided.stats),

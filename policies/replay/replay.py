@@ -216,11 +216,11 @@ class _Replay:
         if not self._account.limited:
             return Budget()
         self._account.make_room(max((one.nbytes for one in stats), default=0), sum(one.nbytes for one in stats))
-        offered, per_step = self._account.offer(), self._account.earned(point.line.step)
-        if self._state.on_path and self._plan.same_offers and point.line.staleness:
-            return Budget(point.line.offered, per_step=point.line.per_step, most=point.line.most)
-        bytes_ = None if offered == math.inf else offered
-        return Budget(bytes_, per_step=per_step, most=self._account.most())
+        offered, line = self._account.offer(), point.line
+        budget = self._account.budget(line.step, None if offered == math.inf else offered)
+        if self._state.on_path and self._plan.same_offers and line.staleness:
+            return Budget(line.offered, frozenset(), line.per_step, line.most, line.resumed_for)
+        return budget
 
     def _select(self, stats: tuple[UnitStats, ...], budget: Budget, point: DecisionPoint) -> Decision:
         line = point.line

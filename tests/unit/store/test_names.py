@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -114,3 +117,11 @@ def test_records_believe_only_names_that_parse(name: str) -> None:
     for wrong in ({"previous": name}, {"groups": {name: group}}, {"units": (unit,)}):
         with pytest.raises(DamagedError, match="it is no ManifestRecord"):
             from_bytes(ManifestRecord, seal({**manifest.model_dump(mode="json"), **wrong}), "it")
+
+
+def test_a_save_id_keeps_its_fields_in_a_copy_a_pickle_and_a_set() -> None:
+    save = SaveId(step=120, epoch=3)
+    assert (save.step, save.epoch, save.name) == (120, 3, "00000120-000003")
+    copies = [copy.copy(save), copy.deepcopy(save), *(pickle.loads(pickle.dumps(save, at)) for at in range(6))]
+    assert {*copies, SaveId.parse(save.name)} == {save} and {(one.step, one.epoch) for one in copies} == {(120, 3)}
+    assert SaveId(900, 2) < save < SaveId(121, 3) and repr(save) == "SaveId(step=120, epoch=3)"

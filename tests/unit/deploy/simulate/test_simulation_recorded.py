@@ -111,7 +111,7 @@ def test_so_it_does_over_a_restart_and_a_save_by_hand(tmp_path: Path, name: str)
     assert len(require_same(run, trace).decisions) == 17
 
 
-@pytest.mark.parametrize("name", ["full", "parity", "budget"])
+@pytest.mark.parametrize("name", ["full", "parity", "budget", "auto"])
 def test_so_it_does_where_the_end_of_the_job_allowed_only_a_part(tmp_path: Path, name: str) -> None:
     """How much was saved then is no matter of policy: under another one it is the same."""
     with job(tmp_path / "store", width=64, preemption={"exit": False}, **POLICIES[name]) as one:

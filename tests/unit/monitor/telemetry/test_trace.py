@@ -94,7 +94,7 @@ def test_a_replay_of_what_was_seen_decides_alike(store: Path, name: str) -> None
     for line, report in zip(decisions, reports, strict=True):
         stats = shown(found.job, line)
         assert list(report.stats) == stats
-        budget = Budget(line.offered, per_step=line.per_step, most=line.most)
+        budget = Budget(line.offered, frozenset(), line.per_step, line.most, line.resumed_for)
         again = policy.select(stats, budget, History(line.step, line.commits))
         assert again.choices == report.choices
         chosen = {unit: choice.encoding for unit, choice in (report.saved or {}).items()}
