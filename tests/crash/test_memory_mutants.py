@@ -148,7 +148,7 @@ def age(tmp_path: Path) -> None:
         await beside.rescuer.end(30.0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(node, "oldest_version_seconds", lambda _: 2 * KEEP_SECONDS)
+        patch.setattr(node.cleanup, "oldest_version_seconds", lambda _: 2 * KEEP_SECONDS)
         patch.setattr(node, "clear_old_of", lambda tier, keep: store.memory.cleanup.clear_old_of(tier, keep, later))
         asyncio.run(clean())
     assert set(whole(tier)) == {SaveId(4, 1)}
