@@ -147,9 +147,10 @@ def age(tmp_path: Path) -> None:
         await asyncio.sleep(0.2)
         await beside.rescuer.end(30.0)
 
+    clear = node.cleanup.clear_old_of
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(node.cleanup, "oldest_version_seconds", lambda _: 2 * KEEP_SECONDS)
-        patch.setattr(node, "clear_old_of", lambda tier, keep: store.memory.cleanup.clear_old_of(tier, keep, later))
+        patch.setattr(node.cleanup, "clear_old_of", lambda tier, keep: clear(tier, keep, later))
         asyncio.run(clean())
     assert set(whole(tier)) == {SaveId(4, 1)}
 
