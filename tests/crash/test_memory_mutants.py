@@ -150,7 +150,7 @@ def age(tmp_path: Path) -> None:
     clear = node.cleanup.clear_old_of
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(node.cleanup, "oldest_version_seconds", lambda _: 2 * KEEP_SECONDS)
-        patch.setattr(node.cleanup, "clear_old_of", lambda tier, keep: clear(tier, keep, later))
+        patch.setattr(node.cleanup, "clear_old_of", lambda *of, **more: clear(*of, **({"clock": later} | more)))
         asyncio.run(clean())
     assert set(whole(tier)) == {SaveId(4, 1)}
 
