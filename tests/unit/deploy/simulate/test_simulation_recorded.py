@@ -32,7 +32,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "threshold in bounds": {"policy": {"name": "threshold", "threshold": 0.2}, "bounds": {"max_staleness": 4}},
     "budget": {"policy": "budget", "budget": {"bytes_per_hour": 1e9, "burst_seconds": 0.3}, "encoding": "compact"},
     "budget of time": {"policy": "budget", "budget": {"stall_share": 0.2, "storage_share": 0.3, "burst_seconds": 0.3}},
-    "auto": {"policy": "auto", "budget": {"bytes_per_hour": 1e9, "burst_seconds": 0.3}, "encoding": "compact"},
+    "auto": {"policy": "auto", "budget": {"bytes_per_hour": 1e10, "burst_seconds": 0.3}, "encoding": "compact"},
     "observe": {"policy": {"name": "observe", "inner": {"name": "parity", "k": 3}}, "encoding": "compact"},
 }
 
