@@ -4,7 +4,7 @@ The plans: everything at once, as often as the bytes allow; the weights more oft
 turn; or layer by layer, as policy ``budget`` chooses. docs/budget.md states the model. Pure."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -42,8 +42,7 @@ class AutoPolicy(BudgetPolicy):
     name: ClassVar[str] = "auto"
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
-        fixed, costs = self._fixed(stats, budget)
-        plans = self._plans(stats, fixed.keys(), costs, budget, history.interval or 1) if budget.per_step else []
+        plans = self._plans(stats, budget, history.interval or 1) if budget.per_step else []
         best = min(plans, key=lambda plan: plan.cost, default=None)
         if best is None or (budget.resumed_for is not None and budget.resumed_for < best.period):
             return super().select(stats, budget, history)
@@ -52,7 +51,8 @@ class AutoPolicy(BudgetPolicy):
         if not best.units:
             choices = super().select(stats, budget, history).choices
             return Decision({unit: Choice(one.encoding, f"{one.reason}; {why}") for unit, one in choices.items()})
-        chosen, at_hand = best.units, math.inf if budget.bytes is None else budget.bytes
+        (fixed, _), chosen = self._fixed(stats, budget), best.units
+        at_hand = math.inf if budget.bytes is None else budget.bytes
         if best.nbytes > at_hand:
             chosen, why = frozenset(), f"{best.nbytes:.0f} bytes are needed, {at_hand:.0f} are at hand; {why}"
         return Decision({one.unit: fixed.get(one.unit) or self._choice(one, chosen, why) for one in stats})
@@ -62,18 +62,22 @@ class AutoPolicy(BudgetPolicy):
             return Choice(options(one, self._coarsest(one))[0].encoding, why)
         return Choice(None, f"not its turn; {why}" if chosen else why)
 
-    def _plans(
-        self, stats: Sequence[UnitStats], fixed: Set[Unit], costs: float, budget: Budget, interval: int
-    ) -> list[Plan]:
+    def _plans(self, stats: Sequence[UnitStats], budget: Budget, interval: int) -> list[Plan]:
         """Return the plans that can be paid: everything at once, the best with moments in turn, layer by layer."""
-        worth = worth_saving(stats)
+        worth, (fixed, costs) = worth_saving(stats), self._fixed(stats, budget)
         moving = [one for one in stats if one.unit in worth]
+        sizes = {one.unit: options(one, self._coarsest(one))[0].nbytes for one in moving}
         shares, made = _shares(moving), dict[frozenset[Unit], Plan]()
-        for parts in PARTS:
-            units, taken = self._units(moving, parts)
-            nbytes = costs + self._sum(one for one in moving if one.unit in units and one.unit not in fixed)
+        outdated = [
+            (self.lags.get(one.unit.slot, LAG) * shares.get(one.unit.layer, 0.0), _pace(one))
+            for one in moving
+            if not _is_weight(one)
+        ]
+        for units, taken in _sets(moving, sizes):
+            nbytes = costs + math.fsum(sizes[unit] for unit in units if unit not in fixed)
             period = max(interval, nbytes / (budget.per_step or math.inf))
-            cost = period / 2 + self._outdated(moving, shares, period * (1.0 / taken - 1.0) / 2)
+            age = period * (1.0 / taken - 1.0) / 2
+            cost = period / 2 + math.fsum(lag * min(1.0, pace * age) for lag, pace in outdated if age)
             text = "everything" if len(units) == len(moving) else f"weights and {100 * taken:.0f} % of the moments"
             if units and (budget.most is None or nbytes <= budget.most):
                 made.setdefault(units, Plan(text, units, nbytes, period, cost))
@@ -82,47 +86,38 @@ class AutoPolicy(BudgetPolicy):
         whole = [plan for plan in made.values() if plan.text == "everything"]
         plans = [*whole, *sorted((plan for plan in made.values() if plan not in whole), key=lambda one: one.cost)[:1]]
         best = min(plans, key=lambda plan: plan.cost)
-        saved = (1.0 - self._spread(moving, shares)) * (best.period - interval) / 2
+        weights = [(sizes[one.unit], shares[one.unit.layer]) for one in moving if one.unit.slot == WEIGHTS]
+        saved = (1.0 - _spread(weights)) * (best.period - interval) / 2
         if saved >= (1.0 - APART) * best.cost:
             plans.append(Plan("layer by layer", frozenset(), 0.0, interval, best.cost - saved))
         return plans
 
-    def _spread(self, moving: Sequence[UnitStats], shares: Mapping[str, float]) -> float:
-        """Return the factor by which the mean age of weights falls, if each layer is saved as often as is best for it.
 
-        A layer whose weights take b bytes and are the share s of all progress is best saved every sqrt(b / s) steps."""
-        pairs = [(self._size(one), shares[one.unit.layer]) for one in moving if one.unit.slot == WEIGHTS]
-        total = math.fsum(size for size, _ in pairs) * math.fsum(share for _, share in pairs)
-        return math.fsum(math.sqrt(size * share) for size, share in pairs) ** 2 / total if total else 1.0
+def _sets(moving: Sequence[UnitStats], sizes: Mapping[Unit, float]) -> Iterator[tuple[frozenset[Unit], float]]:
+    """Yield for each of :data:`PARTS` the weights, with the moments of the layers where they are oldest, and the share
+    of the bytes of all moments that these are: at least one part, in whole layers."""
+    moments: dict[str, list[UnitStats]] = {}
+    for one in sorted(moving, key=lambda one: (one.position, one.unit)):
+        if not _is_weight(one):
+            moments.setdefault(one.unit.layer, []).append(one)
+    layers = sorted(moments.values(), key=lambda units: -max(one.staleness or 0 for one in units))
+    held = [math.fsum(sizes[one.unit] for one in units) for units in layers]
+    weights, everything = [one.unit for one in moving if _is_weight(one)], math.fsum(held)
+    for parts in PARTS:
+        taken, count = 0.0, 0
+        while count < len(layers) and taken < everything / parts:
+            taken, count = taken + held[count], count + 1
+        chosen = frozenset([*weights, *(one.unit for units in layers[:count] for one in units)])
+        yield chosen, taken / everything if everything else 1.0
 
-    def _outdated(self, moving: Sequence[UnitStats], shares: Mapping[str, float], age: float) -> float:
-        """Return the steps that moments of this mean age cost: ``lag`` for each slot that drifted by 1 or more."""
-        return math.fsum(
-            self.lags.get(one.unit.slot, LAG) * shares.get(one.unit.layer, 0.0) * min(1.0, _pace(one) * age)
-            for one in moving
-            if age and not _is_weight(one)
-        )
 
-    def _units(self, moving: Sequence[UnitStats], parts: int) -> tuple[frozenset[Unit], float]:
-        """Return the weights, with the moments of the layers where they are oldest, and the share of the bytes of all
-        moments that these are: at least one of ``parts``, in whole layers."""
-        moments: dict[str, list[UnitStats]] = {}
-        for one in sorted(moving, key=lambda one: (one.position, one.unit)):
-            if not _is_weight(one):
-                moments.setdefault(one.unit.layer, []).append(one)
-        chosen = {one.unit for one in moving if _is_weight(one)}
-        everything, taken = self._sum(one for one in moving if not _is_weight(one)), 0.0
-        for units in sorted(moments.values(), key=lambda units: -max(one.staleness or 0 for one in units)):
-            if taken < everything / parts:
-                chosen |= {one.unit for one in units}
-                taken += self._sum(units)
-        return frozenset(chosen), taken / everything if everything else 1.0
+def _spread(weights: Sequence[tuple[float, float]]) -> float:
+    """Return the factor by which the mean age of weights falls, if each layer is saved as often as is best for it.
 
-    def _sum(self, units: Iterable[UnitStats]) -> float:
-        return math.fsum(map(self._size, units))
-
-    def _size(self, one: UnitStats) -> float:
-        return options(one, self._coarsest(one))[0].nbytes
+    A layer whose weights take b bytes and are the share s of all progress is best saved every sqrt(b / s) steps.
+    weights: b and s of each layer."""
+    total = math.fsum(size for size, _ in weights) * math.fsum(share for _, share in weights)
+    return math.fsum(math.sqrt(size * share) for size, share in weights) ** 2 / total if total else 1.0
 
 
 def _is_weight(one: UnitStats) -> bool:

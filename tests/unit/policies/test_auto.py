@@ -48,8 +48,8 @@ def select(stats: list[UnitStats], nbytes: float, per_step: float | None, **more
     )
 
 
-def plans(stats: list[UnitStats], per_step: float, costs: float = 0.0) -> list[Plan]:
-    return AutoPolicy()._plans(stats, frozenset(), costs, Budget(0.0, per_step=per_step), 1)
+def plans(stats: list[UnitStats], per_step: float) -> list[Plan]:
+    return AutoPolicy()._plans(stats, Budget(0.0, per_step=per_step), 1)
 
 
 def saved(decision: Decision) -> list[str]:
