@@ -195,7 +195,7 @@ class Account:
         return min((limit.affordable() for limit in self._limits.values()), default=None)
 
     def budget(self, step: int, offered: float | None) -> Budget:
-        """Return what a policy is told at a decision at which ``offered`` bytes are at hand. Called once at each.
+        """Return the budget of a decision. ``offered``: the bytes at hand. Call it once at each decision.
 
         A step earns what is at hand later and was not spent on saves: not what decisions cost by themselves, nor what a
         full bucket could not hold."""

@@ -27,7 +27,7 @@ class Plan:
 
     text: str
     units: frozenset[Unit]  # of one save; none: layer by layer
-    nbytes: float  # of one save, with what is saved whatever the policy says
+    nbytes: float  # of one save, including the units that bounds demand
     period: float
     cost: float
 

@@ -27,8 +27,10 @@ from store.errors import ModelMismatchError, UnsupportedError
 from store.names import BUFFER, WEIGHTS, Fragment
 from store.schema import as_json
 
-_CHANGING: tuple[str, ...] = ("load_state_dict", "refresh_fp32_params", "_restore_from_bit16_weights")
-_CHANGING += ("set_full_hp_param", "set_local_hp_param")
+_CHANGING = (
+    *("load_state_dict", "refresh_fp32_params", "_restore_from_bit16_weights"),
+    *("set_full_hp_param", "set_local_hp_param"),
+)
 """Methods of a ZeRO optimizer, besides ``step``, that write masters or moments."""
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")

@@ -137,7 +137,7 @@ def resume(
         notes, lost = list(dict.fromkeys([*notes, *shared])), (*found.lost, *shared)
         chain = chain if found.point.save.step == at else None
         result = ResumeResult(plan.resolution, found.point, tuple(notes), lost, passed_over=newer, chain=chain)
-        return replace(result, reconcile=lambda point: _reconciled(point, plan, user, settings)[0])  # noqa: B023 - it returns
+        return replace(result, reconcile=partial(_with_hyperparameters, plan=plan, user=user, settings=settings))
 
 
 def _check(
@@ -201,6 +201,12 @@ def _reconciled(
         notes = (*notes, *lines)
     state = replace(state, user=state.user and tuple(objects.values()), framework=framework)
     return replace(point, state=state), notes, Constructed(own, recorded)
+
+
+def _with_hyperparameters(
+    point: select.ResumePoint, plan: _Plan, user: UserState, settings: ResumeSettings
+) -> select.ResumePoint:
+    return _reconciled(point, plan, user, settings)[0]
 
 
 def _dropped_state(

@@ -103,9 +103,8 @@ class MemoryViews:
         begins = (self._places - np.concatenate([layout.firsts for layout in layouts])).tolist()
         spans = (index for layout in layouts for index, _ in layout.spans or ())
         self._begins = dict(zip(spans, begins, strict=True))  # of tensors of the job's identity
-        self.show_memory = [
-            view.data_ptr() for view in self._sources
-        ] == places  # torch copies what is not device memory
+        # torch copies what is not device memory
+        self.show_memory = [view.data_ptr() for view in self._sources] == places
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> HeldMemory | None:
         """Keep the memory of the sources. tensors: of the job's identity. None if they have other memory by now."""
