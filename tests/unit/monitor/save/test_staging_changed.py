@@ -125,6 +125,7 @@ def test_loading_waits_for_the_copies_and_the_save_is_that_of_the_decision(
             decided = one.weights()
             load(one, before)
         one.ckpt.flush()
+        settled(one)
         assert commits(store) == [3]
         one.update()
         with writers_held_up(one):
