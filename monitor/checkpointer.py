@@ -278,7 +278,7 @@ class Checkpointer:
         self.flush()
         if wait and self._memory is not None:  # so that there is memory to write the save from
             self._memory.wait(self.config.timeouts.close)
-        with self._job.adapter.cache_lookups(), without_gc():
+        with self._job.adapter.cache_lookups(), without_gc(), training_first():
             report = self._decide(SaveRequest("asked for by save()"))
         if not wait or not isinstance(self._saver, Saver):
             return report

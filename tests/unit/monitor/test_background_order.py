@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 from monitor.background import BackgroundWorker, training_first
+from tests.support.jobs import Job, job
 
 
 def test_a_task_begins_at_the_end_of_the_context() -> None:
@@ -64,4 +70,27 @@ def test_other_threads_submit_at_once() -> None:
         other.start()
         assert done.wait(30)
         other.join()
+    worker.stop()
+
+
+@pytest.mark.parametrize("ask", [lambda one: one.step(), lambda one: one.ckpt.save()], ids=["step", "save"])
+def test_a_decision_is_over_before_the_tasks_that_it_submits_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: Callable[[Job], Any]
+) -> None:
+    worker, begun, inside = BackgroundWorker[None]("test"), threading.Event(), list[bool]()
+    with job(tmp_path / "s") as one:
+        one.ckpt.resume()
+        one.step()
+        decide = one.ckpt._decide
+
+        def deciding(*args: Any) -> Any:
+            worker.submit(begun.set)
+            report = decide(*args)
+            inside.append(begun.wait(0.2))
+            return report
+
+        monkeypatch.setattr(one.ckpt, "_decide", deciding)
+        ask(one)
+        assert inside == [False]
+        assert begun.wait(30)
     worker.stop()
