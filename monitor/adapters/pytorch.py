@@ -66,8 +66,8 @@ class PyTorchAdapter(base.OneStage):
             raise UnsupportedError(
                 "ZeroRedundancyOptimizer shards its state in its own way; use a plain optimizer or DeepSpeed ZeRO"
             )
-        self.check_attached()
-        self.held()
+        with self.cache_lookups():
+            self.check_attached()
 
     def agree(self, group: Group) -> None:
         """Learn which ranks hold what, if not all hold the same: of pipeline stages, and meshes of some of the ranks.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+import monitor
 from monitor.adapters import adapter_for
 from monitor.adapters.base import Adapter
 from monitor.adapters.module_tensors import dtype_name
@@ -257,11 +259,12 @@ def test_steps_of_another_optimizer_keep_counting() -> None:
     assert other.state[fresh.out.weight]["step"] == 3
 
 
-def test_a_parameter_with_gaps_in_memory_is_refused_by_name() -> None:
+def test_a_parameter_with_gaps_in_memory_is_refused_by_name(tmp_path: Path) -> None:
     net = Net()
     net.out.weight.data = torch.zeros(4, 24)[:, ::2]
     with pytest.raises(UnsupportedError, match=r"out\.weight .*contiguous"):
-        adapter_for((net, adamw(list(net.parameters()))))
+        monitor.attach((net, adamw(list(net.parameters()))), {"store": str(tmp_path / "s")})
+    assert not (tmp_path / "s").exists()
 
 
 def test_a_parameter_of_another_module_is_refused() -> None:
@@ -346,11 +349,12 @@ def test_buffers_of_a_module_with_two_names_have_both() -> None:
 
 
 @pytest.mark.parametrize("place", ["out", "norm"])
-def test_uninitialized_tensors_are_refused_by_name(place: str) -> None:
+def test_uninitialized_tensors_are_refused_by_name(tmp_path: Path, place: str) -> None:
     net = Net()
     getattr(net, place).to("meta")
     with pytest.raises(UnsupportedError, match=rf"{place}\.\w+ .*meta device and has no values yet.*to_empty"):
-        adapter_for((net, adamw(list(net.parameters()))))
+        monitor.attach((net, adamw(list(net.parameters()))), {"store": str(tmp_path / "s")})
+    assert not (tmp_path / "s").exists()
 
 
 def test_layout_facts_and_steps() -> None:
