@@ -15,7 +15,6 @@ from monitor.adapters.base import Adapter
 from monitor.adapters.frozen import SkipFrozenAdapter
 from monitor.adapters.hyperparameters import Constructed, constructed, settings_of
 from monitor.adapters.pytorch import PyTorchAdapter
-from monitor.background import without_gc
 from monitor.checkpointer import Checkpointer
 from monitor.config.load import Config, bytes_each, load_config
 from monitor.context import JobContext
@@ -36,6 +35,7 @@ from monitor.telemetry.log import SaveLog, check_rng, log_startup
 from monitor.telemetry.metrics import Metrics
 from monitor.telemetry.trace import TraceRecorder
 from policies.builtin import Observe
+from store.collector import without_gc
 from store.encoding import encoding_named
 from store.errors import ConfigError, UnsupportedError
 from store.location import is_url, mount_of, place_of

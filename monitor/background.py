@@ -7,7 +7,6 @@ kept in its :class:`TaskResult`; none is swallowed. At interpreter exit, tasks t
 
 import atexit
 import ctypes
-import gc
 import os
 import queue
 import sys
@@ -68,18 +67,6 @@ def training_first() -> Iterator[None]:
     finally:
         _held.hand_over()
         _held.items = None
-
-
-@contextmanager
-def without_gc() -> Iterator[None]:
-    """Pause the cyclic garbage collector: it would go through the records of all tensors again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class Once(Generic[T]):

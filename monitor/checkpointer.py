@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
-from monitor.background import training_first, without_gc
+from monitor.background import training_first
 from monitor.context import JobContext
 from monitor.decide.budget_tracker import BudgetTracker
 from monitor.decide.decider import Decider
@@ -35,6 +35,7 @@ from monitor.telemetry.metrics import Metrics
 from monitor.types import DecisionResult, Preempted, SaveRequest, StepReport
 from store.catalog import Catalog
 from store.certificate import Certificate
+from store.collector import without_gc
 from store.errors import CollectiveError, ConfigError
 from store.location import store_place
 from store.names import Unit

@@ -23,6 +23,7 @@ from torch import nn
 from monitor.adapters.base import Adapter
 from monitor.adapters.hyperparameters import Constructed, is_schedule, with_constructed
 from monitor.adapters.module_tensors import RankBuffers, bits_of, dtype_name, extra_states, memory_order, torch_dtype
+from store.collector import without_gc
 from store.errors import ConfigError, DamagedError, ModelMismatchError, UsageError
 from store.state_tree import Encoder, Leaf, decode, encode
 from store.text import listed
@@ -362,7 +363,7 @@ def begin_tree(state: CapturedState) -> Callable[[], tuple[Any, list[Leaf]]]:
     """Encode what training may change of a captured run state. Return what encodes the rest, once, in any thread."""
     encoder = Encoder(tensor_leaf)
     live = encoder.encode(dict(state.live))
-    return lambda: ({**encoder.encode(dict(state.copies())), **live}, encoder.leaves)
+    return without_gc()(lambda: ({**encoder.encode(dict(state.copies())), **live}, encoder.leaves))
 
 
 def from_tree(tree: Any, leaves: Sequence[Leaf]) -> Any:

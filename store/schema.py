@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 import xxhash
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, ValidationInfo
 
+from store.collector import without_gc
 from store.errors import DamagedError
 from store.names import Box, Fragment, SaveId, Unit
 
@@ -317,11 +318,13 @@ class SuspectRecord(Record):
 _R = TypeVar("_R", bound=Record)
 
 
+@without_gc()
 def to_bytes(record: Record) -> bytes:
     """Return the sealed file content of a record."""
     return seal(record.model_dump(mode="json"))
 
 
+@without_gc()
 def from_bytes(kind: type[_R], data: bytes, what: str) -> _R:
     """Parse a record from sealed bytes. Raises DamagedError, naming ``what``, unless all of it is valid."""
     try:

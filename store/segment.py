@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import xxhash
 
+from store.collector import without_gc
 from store.encoding import BF16, RAW, encoding_named, itemsize
 from store.encoding.compression import packed_bound
 from store.encoding.stream import PACKING, PACKINGS, EncodedEntry
@@ -159,6 +160,7 @@ def check_header(files: Files, path: str, header_bytes: int, expected: str) -> N
         raise DamagedError(f"{path}: the safetensors header does not match its hash")
 
 
+@without_gc()
 def _header(items: Sequence[Item], sizes: Sequence[int], length: int) -> bytes:
     """Return the safetensors header for items of these sizes, padded to ``length`` bytes."""
     position, table = 0, {}
@@ -236,13 +238,20 @@ def write_segment(
         files.make_dir(segment_dir(draft.save))
     except MissingError:  # segments/ was deleted
         ensure_dir(files, segment_dir(draft.save))
-    fragments = [entry_item(fragment, fragment.data) for fragment in draft.fragments]
-    leaves = [Item(f"run_state/{i}", leaf.dtype, leaf.shape, leaf.data) for i, leaf in enumerate(draft.run_leaves)]
-    payload = write_payload(
-        files, payload_path(draft.save, draft.rank), fragments + leaves, lambda: measures.extend(measure())
-    )
+    with without_gc():
+        items = [entry_item(fragment, fragment.data) for fragment in draft.fragments]
+        items += [Item(f"run_state/{i}", leaf.dtype, leaf.shape, leaf.data) for i, leaf in enumerate(draft.run_leaves)]
+    payload = write_payload(files, payload_path(draft.save, draft.rank), items, lambda: measures.extend(measure()))
+    part = _part(draft, payload, measures)
+    data = to_bytes(part)
+    write_new(files, part_path(draft.save, draft.rank), lambda file: file.write(data), sync_name=False)
+    return part
+
+
+@without_gc()
+def _part(draft: SegmentDraft, payload: Payload, measures: Sequence[MeasureRecord]) -> PartRecord:
     placed = iter(payload.placed)
-    part = PartRecord(
+    return PartRecord(
         store_id=draft.store_id,
         step=draft.save.step,
         epoch=draft.save.epoch,
@@ -259,9 +268,6 @@ def write_segment(
         facts=dict(draft.facts),
         differs=draft.differs,
     )
-    data = to_bytes(part)
-    write_new(files, part_path(draft.save, draft.rank), lambda file: file.write(data), sync_name=False)
-    return part
 
 
 def read_part(files: Files, store_id: str, save: SaveId, rank: int) -> PartRecord:
