@@ -35,12 +35,11 @@ from monitor.telemetry.log import SaveLog, check_rng, log_startup
 from monitor.telemetry.metrics import Metrics
 from monitor.telemetry.trace import TraceRecorder
 from policies.builtin import Observe
-from store.collector import without_gc
 from store.encoding import encoding_named
 from store.errors import ConfigError, UnsupportedError
 from store.location import is_url, mount_of, place_of
 from store.names import Unit
-from store.schema import as_json
+from store.schema import as_json, without_gc
 from store.text import counted
 from store.trace import JobLine
 

@@ -35,10 +35,10 @@ from monitor.telemetry.metrics import Metrics
 from monitor.types import DecisionResult, Preempted, SaveRequest, StepReport
 from store.catalog import Catalog
 from store.certificate import Certificate
-from store.collector import without_gc
 from store.errors import CollectiveError, ConfigError
 from store.location import store_place
 from store.names import Unit
+from store.schema import without_gc
 
 _log = logging.getLogger("driftpoint")
 

@@ -16,7 +16,6 @@ from monitor.observe.drift_meter import drift_ratio
 from monitor.observe.units import UnitSize, is_moving
 from policies.base import Choice
 from store import schema
-from store.collector import without_gc
 from store.commit import Group
 from store.encoding import encoding_named
 from store.errors import DamagedError, NotFiniteError, SaveError
@@ -140,7 +139,7 @@ def staleness_of(record: schema.UnitRecord | None, step: int) -> int | None:
     return None if record is None or record.version.step > step else step - record.version.step
 
 
-@without_gc()
+@schema.without_gc()
 def build_manifest(draft: CommitDraft, group: Group) -> PreparedCommit:
     """Build the manifest that commits a complete segment group.
 

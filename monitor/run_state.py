@@ -23,8 +23,8 @@ from torch import nn
 from monitor.adapters.base import Adapter
 from monitor.adapters.hyperparameters import Constructed, is_schedule, with_constructed
 from monitor.adapters.module_tensors import RankBuffers, bits_of, dtype_name, extra_states, memory_order, torch_dtype
-from store.collector import without_gc
 from store.errors import ConfigError, DamagedError, ModelMismatchError, UsageError
+from store.schema import without_gc
 from store.state_tree import Encoder, Leaf, decode, encode
 from store.text import listed
 

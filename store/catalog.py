@@ -16,7 +16,6 @@ from itertools import islice, takewhile
 
 from store import errors, schema
 from store import names as paths
-from store.collector import without_gc
 from store.names import SaveId, Unit
 from store.segment import PART_LIMIT, check_payload_size, parse_part, parts_digest, present_parts
 from store.storage.atomic import ensure_dir, is_temporary, replace_hint, write_new
@@ -48,7 +47,7 @@ class LoadedGroup:
     refused: bool = False  # storage refused a read (I/O error, too many open files), so missing parts may be whole
 
     @cached_property
-    @without_gc()
+    @schema.without_gc()
     def by_unit(self) -> Mapping[Unit, tuple[tuple[schema.PartRecord, schema.Entry], ...]]:
         """Stored fragments of all whole parts by unit; cached, because a group may hold a million fragments."""
         fragments: dict[Unit, list[tuple[schema.PartRecord, schema.Entry]]] = {}

@@ -6,15 +6,16 @@ bytes around it are fixed, so any flipped, missing or added byte is detected bef
 Records are validated when read and when built. Unknown keys are ignored, so that a later release can add some without
 a new format; a change that old readers must not ignore raises ``reader`` in STORE.json."""
 
+import gc
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Annotated, Any, TypeVar
 
 import xxhash
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, ValidationInfo
 
-from store.collector import without_gc
 from store.errors import DamagedError
 from store.names import Box, Fragment, SaveId, Unit
 
@@ -23,6 +24,21 @@ _MIDDLE = b',"xxh3_128":"'
 _TAIL = b'"}\n'
 _DIGEST_LENGTH = 32
 _FIXED = len(_HEAD) + len(_MIDDLE) + _DIGEST_LENGTH + len(_TAIL)
+
+
+@contextmanager
+def without_gc() -> Iterator[None]:
+    """Pause the collector while records of all tensors are made. Not while storage is waited for.
+
+    It runs once some hundred objects were made, in whichever thread. For a save of many tensors it would go through all
+    objects of the process again and again, and training waits for the interpreter meanwhile."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:

@@ -14,14 +14,13 @@ from typing import Any, Protocol
 
 import xxhash
 
-from store.collector import without_gc
 from store.encoding import BF16, RAW, encoding_named, itemsize
 from store.encoding.compression import packed_bound
 from store.encoding.stream import PACKING, PACKINGS, EncodedEntry
 from store.errors import DamagedError, MissingError, NewerFormatError
 from store.fragments import Readable
 from store.names import Box, SaveId, parse_rank_file, part_path, payload_path, segment_dir
-from store.schema import Entry, MeasureRecord, PartRecord, StateTensor, digest, from_bytes, to_bytes
+from store.schema import Entry, MeasureRecord, PartRecord, StateTensor, digest, from_bytes, to_bytes, without_gc
 from store.state_tree import Leaf, leaf_bytes
 from store.storage.atomic import ensure_dir, write_new
 from store.storage.local import Files, NewFile, as_bytes, list_or_empty

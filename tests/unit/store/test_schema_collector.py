@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import monitor
-from store.collector import without_gc
+from store.schema import without_gc
 
 
 @pytest.fixture
