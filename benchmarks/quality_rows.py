@@ -111,10 +111,6 @@ def _auto() -> Iterator[Row]:
         ("auto", (0.6, 0.3, 0.15, 0.075), {}),
     ):
         yield from (Row(family, 1, {"policy": "auto", **settings}, rate, more=True) for rate in rates)
-    for lag in (1.0, 0.3):
-        policy = {"name": "auto", "lags": {"exp_avg": lag, "exp_avg_sq": lag}}
-        for rate in (0.15, 0.075, 0.0375):
-            yield Row("auto, compact, packed", 1, {"policy": policy, **packed}, rate, f" lag {lag:g}", more=True)
     yield from (Row("turns, compact, packed", every, {**packed, "turns": 8}, more=True) for every in (5, 10, 20))
 
 

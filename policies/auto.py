@@ -1,7 +1,7 @@
 """Implement policy ``auto``: compare plans by the steps of training that a failure costs, and follow the cheapest.
 
-The plans: everything at once, as often as the bytes allow; the weights more often, with the moments of some layers in
-turn; or layer by layer, as policy ``budget`` chooses. docs/budget.md states the model. Pure."""
+The plans: everything at once, as often as the bytes allow; or the weights more often, with the moments of some layers
+in turn. docs/budget.md states the model. Pure."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,16 +9,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from policies.base import Budget, Choice, Decision, History, UnitStats, worth_saving
-from policies.budget import LAG, BudgetPolicy
+from policies.budget import BudgetPolicy
 from policies.encodings import options
 from store.names import BUFFER, WEIGHTS, Unit
 
 PARTS = (1, 2, 4, 8, 16)
 """Into how many parts the moments may be divided, of which each save stores one."""
 
-APART = 0.9
-"""Layers are saved one by one only if the model says that it costs at most this share of the best other plan: it does
-not count that the layers of a composite are of different steps."""
+LAG = 1.0
+"""Steps that a failure costs for a slot of moments that is wholly out of date, where ``lags`` says nothing."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,7 @@ class Plan:
     """A way of spending the bytes. ``period``: steps between two saves. ``cost``: steps that a failure costs."""
 
     text: str
-    units: frozenset[Unit]  # of one save; none: layer by layer
+    units: frozenset[Unit]  # of one save
     nbytes: float  # of one save, including the units that bounds demand
     period: float
     cost: float
@@ -34,7 +33,8 @@ class Plan:
 
 @dataclass(frozen=True)
 class AutoPolicy(BudgetPolicy):
-    """Policy ``auto``: the cheapest of several plans, compared anew at each decision. Parameters as of ``budget``.
+    """Policy ``auto``: the cheapest of several plans, compared anew at each decision. Parameters as of ``budget``;
+    ``lags`` are 1 by default.
 
     It chooses as ``budget`` does until the rate of the budget is known; where no save can ever be paid whole; and after
     a resume, until the process has lived for a period, because one that never does would never save."""
@@ -48,9 +48,6 @@ class AutoPolicy(BudgetPolicy):
             return super().select(stats, budget, history)
         others = ", ".join(f"{plan.text} {plan.cost:.3g}" for plan in plans if plan is not best)
         why = f"{best.text}, every {best.period:.3g} steps, costs a failure {best.cost:.3g} steps; {others}"
-        if not best.units:
-            choices = super().select(stats, budget, history).choices
-            return Decision({unit: Choice(one.encoding, f"{one.reason}; {why}") for unit, one in choices.items()})
         (fixed, _), chosen = self._fixed(stats, budget), best.units
         at_hand = math.inf if budget.bytes is None else budget.bytes
         if best.nbytes > at_hand:
@@ -63,7 +60,7 @@ class AutoPolicy(BudgetPolicy):
         return Choice(None, f"not its turn; {why}" if chosen else why)
 
     def _plans(self, stats: Sequence[UnitStats], budget: Budget, interval: int) -> list[Plan]:
-        """Return the plans that can be paid: everything at once, the best with moments in turn, layer by layer."""
+        """Return the plans that can be paid: everything at once, and the best with moments in turn."""
         worth, (fixed, costs) = worth_saving(stats), self._fixed(stats, budget)
         moving = [one for one in stats if one.unit in worth]
         sizes = {one.unit: options(one, self._coarsest(one))[0].nbytes for one in moving}
@@ -81,16 +78,9 @@ class AutoPolicy(BudgetPolicy):
             text = "everything" if len(units) == len(moving) else f"weights and {100 * taken:.0f} % of the moments"
             if units and (budget.most is None or nbytes <= budget.most):
                 made.setdefault(units, Plan(text, units, nbytes, period, cost))
-        if not made:
-            return []
+        turns = [plan for plan in made.values() if plan.text != "everything"]
         whole = [plan for plan in made.values() if plan.text == "everything"]
-        plans = [*whole, *sorted((plan for plan in made.values() if plan not in whole), key=lambda one: one.cost)[:1]]
-        best = min(plans, key=lambda plan: plan.cost)
-        weights = [(sizes[one.unit], shares[one.unit.layer]) for one in moving if one.unit.slot == WEIGHTS]
-        saved = (1.0 - _spread(weights)) * (best.period - interval) / 2
-        if saved >= (1.0 - APART) * best.cost:
-            plans.append(Plan("layer by layer", frozenset(), 0.0, interval, best.cost - saved))
-        return plans
+        return [*whole, *sorted(turns, key=lambda plan: plan.cost)[:1]]
 
 
 def _sets(moving: Sequence[UnitStats], sizes: Mapping[Unit, float]) -> Iterator[tuple[frozenset[Unit], float]]:
@@ -109,15 +99,6 @@ def _sets(moving: Sequence[UnitStats], sizes: Mapping[Unit, float]) -> Iterator[
             taken, count = taken + held[count], count + 1
         chosen = frozenset([*weights, *(one.unit for units in layers[:count] for one in units)])
         yield chosen, taken / everything if everything else 1.0
-
-
-def _spread(weights: Sequence[tuple[float, float]]) -> float:
-    """Return the factor by which the mean age of weights falls, if each layer is saved as often as is best for it.
-
-    A layer whose weights take b bytes and are the share s of all progress is best saved every sqrt(b / s) steps.
-    weights: b and s of each layer."""
-    total = math.fsum(size for size, _ in weights) * math.fsum(share for _, share in weights)
-    return math.fsum(math.sqrt(size * share) for size, share in weights) ** 2 / total if total else 1.0
 
 
 def _is_weight(one: UnitStats) -> bool:
