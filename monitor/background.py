@@ -65,8 +65,10 @@ def training_first() -> Iterator[None]:
     try:
         yield
     finally:
-        _held.hand_over()
-        _held.items = None
+        try:
+            _held.hand_over()
+        finally:
+            _held.items = None
 
 
 class Once(Generic[T]):

@@ -24,7 +24,6 @@ from monitor.adapters.base import Adapter
 from monitor.adapters.hyperparameters import Constructed, is_schedule, with_constructed
 from monitor.adapters.module_tensors import RankBuffers, bits_of, dtype_name, extra_states, memory_order, torch_dtype
 from store.errors import ConfigError, DamagedError, ModelMismatchError, UsageError
-from store.schema import without_gc
 from store.state_tree import Encoder, Leaf, decode, encode
 from store.text import listed
 
@@ -363,7 +362,7 @@ def begin_tree(state: CapturedState) -> Callable[[], tuple[Any, list[Leaf]]]:
     """Encode what training may change of a captured run state. Return what encodes the rest, once, in any thread."""
     encoder = Encoder(tensor_leaf)
     live = encoder.encode(dict(state.live))
-    return without_gc()(lambda: ({**encoder.encode(dict(state.copies())), **live}, encoder.leaves))
+    return lambda: ({**encoder.encode(dict(state.copies())), **live}, encoder.leaves)
 
 
 def from_tree(tree: Any, leaves: Sequence[Leaf]) -> Any:

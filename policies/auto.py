@@ -46,8 +46,8 @@ class AutoPolicy(BudgetPolicy):
         best = min(plans, key=lambda plan: plan.cost, default=None)
         if best is None or (budget.resumed_for is not None and budget.resumed_for < best.period):
             return super().select(stats, budget, history)
-        others = ", ".join(f"{plan.text} {plan.cost:.3g}" for plan in plans if plan is not best)
-        why = f"{best.text}, every {best.period:.3g} steps, costs a failure {best.cost:.3g} steps; {others}"
+        others = "".join(f"; {plan.text} {plan.cost:.3g}" for plan in plans if plan is not best)
+        why = f"{best.text}, every {best.period:.3g} steps, costs a failure {best.cost:.3g} steps{others}"
         (fixed, _), chosen = self._fixed(stats, budget), best.units
         at_hand = math.inf if budget.bytes is None else budget.bytes
         if best.nbytes > at_hand:
@@ -60,27 +60,22 @@ class AutoPolicy(BudgetPolicy):
         return Choice(None, f"not its turn; {why}" if chosen else why)
 
     def _plans(self, stats: Sequence[UnitStats], budget: Budget, interval: int) -> list[Plan]:
-        """Return the plans that can be paid: everything at once, and the best with moments in turn."""
+        """Return the plans that can be paid, at most two: everything at once, and the best with moments in turn."""
         worth, (fixed, costs) = worth_saving(stats), self._fixed(stats, budget)
         moving = [one for one in stats if one.unit in worth]
         sizes = {one.unit: options(one, self._coarsest(one))[0].nbytes for one in moving}
         shares, made = _shares(moving), dict[frozenset[Unit], Plan]()
-        outdated = [
-            (self.lags.get(one.unit.slot, LAG) * shares.get(one.unit.layer, 0.0), _pace(one))
-            for one in moving
-            if not _is_weight(one)
-        ]
+        moments = [one for one in moving if not _is_weight(one)]
+        aging = [(self.lags.get(one.unit.slot, LAG) * shares.get(one.unit.layer, 0.0), _pace(one)) for one in moments]
         for units, taken in _sets(moving, sizes):
             nbytes = costs + math.fsum(sizes[unit] for unit in units if unit not in fixed)
             period = max(interval, nbytes / (budget.per_step or math.inf))
             age = period * (1.0 / taken - 1.0) / 2
-            cost = period / 2 + math.fsum(lag * min(1.0, pace * age) for lag, pace in outdated if age)
+            cost = period / 2 + math.fsum(lag * min(1.0, pace * age) for lag, pace in aging if age)
             text = "everything" if len(units) == len(moving) else f"weights and {100 * taken:.0f} % of the moments"
             if units and (budget.most is None or nbytes <= budget.most):
                 made.setdefault(units, Plan(text, units, nbytes, period, cost))
-        turns = [plan for plan in made.values() if plan.text != "everything"]
-        whole = [plan for plan in made.values() if plan.text == "everything"]
-        return [*whole, *sorted(turns, key=lambda plan: plan.cost)[:1]]
+        return sorted(made.values(), key=lambda plan: (plan.text != "everything", plan.cost))[:2]
 
 
 def _sets(moving: Sequence[UnitStats], sizes: Mapping[Unit, float]) -> Iterator[tuple[frozenset[Unit], float]]:

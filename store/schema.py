@@ -8,6 +8,8 @@ a new format; a change that old readers must not ignore raises ``reader`` in STO
 
 import gc
 import json
+import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -26,19 +28,48 @@ _DIGEST_LENGTH = 32
 _FIXED = len(_HEAD) + len(_MIDDLE) + _DIGEST_LENGTH + len(_TAIL)
 
 
+class _Pause:
+    """Pauses the garbage collector while any thread asks for it, by its threshold, as ``gc.set_threshold`` documents: so
+    a script that meanwhile turns the collector off or on, or sets thresholds, is heard."""
+
+    def __init__(self) -> None:
+        self._lock, self._depth = threading.RLock(), 0  # a finalizer may come in between
+        self._threshold = 0  # to be restored; 0: nothing is
+        os.register_at_fork(after_in_child=self._forked)
+
+    def begin(self) -> None:
+        with self._lock:
+            self._depth += 1
+            if threshold := gc.get_threshold()[0]:
+                self._threshold = threshold
+                gc.set_threshold(0)
+
+    def end(self) -> None:
+        with self._lock:
+            self._depth = max(0, self._depth - 1)
+            if not self._depth and self._threshold:
+                gc.set_threshold(gc.get_threshold()[0] or self._threshold)
+                self._threshold = 0
+
+    def _forked(self) -> None:
+        self._lock, self._depth = threading.RLock(), 0  # threads that had asked for it are not in this process
+        self.end()
+
+
+_pause = _Pause()
+
+
 @contextmanager
 def without_gc() -> Iterator[None]:
-    """Pause the collector while records of all tensors are made. Not while storage is waited for.
+    """Pause the cyclic garbage collector while records of all tensors are made.
 
     It runs once some hundred objects were made, in whichever thread. For a save of many tensors it would go through all
     objects of the process again and again, and training waits for the interpreter meanwhile."""
-    enabled = gc.isenabled()
-    gc.disable()
     try:
+        _pause.begin()
         yield
     finally:
-        if enabled:
-            gc.enable()
+        _pause.end()
 
 
 def digest(data: bytes | bytearray | memoryview) -> str:

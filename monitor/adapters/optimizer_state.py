@@ -353,8 +353,11 @@ def _unstorable(optimizer: AnyOptimizer, key: Any, holder: str, kind: str) -> Un
 
 def unusual_strides(state: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, list[int]]:
     """Return the strides of the slots whose memory is in another order than a new one's would be."""
+    strided = [key for key in slots_of(state, parameter) if state[key].layout is parameter.layout is torch.strided]
+    if not strided:
+        return {}  # others are refused by name where the units are listed
     usual = (parameter if parameter.is_contiguous() else torch.empty_like(parameter, device="meta")).stride()
-    return {slot: list(state[slot].stride()) for slot in slots_of(state, parameter) if state[slot].stride() != usual}
+    return {slot: list(state[slot].stride()) for slot in strided if state[slot].stride() != usual}
 
 
 def with_stride(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:

@@ -83,6 +83,8 @@ def unit_stats(table: UnitTable, ledger: Ledger, step: int, measured: Mapping[Un
         age = -1 if version is None else step - version.version.step
         staleness = age if age >= 0 else None
         known = measurement is not None and staleness is not None
+        # A frozen unit whose drift is unknown may have changed, and must be saved then.
+        lost = unit in table.lost or (measurement is not None and measurement.finite and measurement.drift is None)
         stats.append(
             UnitStats.of(
                 unit=unit,
@@ -93,8 +95,7 @@ def unit_stats(table: UnitTable, ledger: Ledger, step: int, measured: Mapping[Un
                 staleness=staleness,
                 finite=measurement is None or measurement.finite,
                 moving=moving,
-                changed_shape=version is not None
-                and (version.members != size.members or (not moving and _is_unverified(table, unit, measurement))),
+                changed_shape=version is not None and (version.members != size.members or (not moving and lost)),
                 error=version.error if version is not None else 0.0,
                 numel=size.numel,
                 encoding=version.encoding if version is not None else None,
@@ -102,11 +103,6 @@ def unit_stats(table: UnitTable, ledger: Ledger, step: int, measured: Mapping[Un
             )
         )
     return tuple(stats)
-
-
-def _is_unverified(table: UnitTable, unit: Unit, measured: Measured | None) -> bool:
-    """Return whether a frozen unit may have changed, since its drift is unknown. It must be saved then."""
-    return unit in table.lost or (measured is not None and measured.finite and measured.drift is None)
 
 
 _UNKNOWN = [0.0, 0.0, 0.0, 1.0]
