@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -82,6 +82,8 @@ def tensor_figures(count: int, told: dict[str, Any]) -> list[Figure]:
     return [
         figure("decision", median(told["decision"]), goal=DECISION.get(count)),
         figure("decision that saves nothing", median(told["observed"])),
+        Figure(f"{count} tensors: the garbage collector's full passes, a save", mean(told["passes"]), "", "mean"),
+        figure("those passes, a save", mean(told["passing"]), "wall time, mean"),
         figure("attach", told["attach"], goal=ATTACH.get(count)),
         figure("resume", told["resume"], goal=RESUME.get(count)),
         figure("attach and resume", told["attach_wall"] + told["resume_wall"], "wall time"),

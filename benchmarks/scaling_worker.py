@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import signal
 import sys
 import threading
@@ -80,17 +81,22 @@ class Job:
 def tensors(options: argparse.Namespace) -> dict[str, Any]:
     """Processor seconds of this thread, except where a name says that it is the whole process or wall time."""
     job, store = Job(options.counts[0]), options.folder / "store"
-    seen: dict[str, Any] = {"decision": [], "observed": []}
+    seen: dict[str, Any] = {"decision": [], "observed": [], "passes": [], "passing": []}
+    collector = FullCollections()
     for name, settings in (("decision", {}), ("observed", {"policy": {"name": "observe"}})):
         ckpt = job.attach(store, every=1, **settings)
         ckpt.resume()
         for number in range(options.repeats + 2):  # the first saves are not like the others
             job.step()
+            collector.seconds.clear()
             began = time.thread_time()
             ckpt.step()
             if number > 1:
                 seen[name].append(time.thread_time() - began)
             ckpt.flush()
+            if number > 1 and name == "decision":
+                seen["passes"].append(len(collector.seconds))
+                seen["passing"].append(sum(collector.seconds))
         ckpt.close(save=False)
     other = Job(options.counts[0])
     began, wall = time.process_time(), time.perf_counter()
@@ -102,6 +108,20 @@ def tensors(options: argparse.Namespace) -> dict[str, Any]:
     ckpt.close(save=False)
     seen["torch"], seen["dcp"] = torch_load(job, options.folder), dcp_load(job, options.folder)
     return seen
+
+
+class FullCollections:
+    """Wall seconds of each pass of the garbage collector over all objects, in any thread."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        gc.callbacks.append(self.saw)
+
+    def saw(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self.began = time.perf_counter()
+        elif info["generation"] == 2:
+            self.seconds.append(time.perf_counter() - self.began)
 
 
 def torch_load(job: Job, folder: Path) -> float:

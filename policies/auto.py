@@ -34,7 +34,7 @@ class Plan:
 @dataclass(frozen=True)
 class AutoPolicy(BudgetPolicy):
     """Policy ``auto``: the cheapest of several plans, compared anew at each decision. Parameters as of ``budget``;
-    ``lags`` are 1 by default.
+    ``lags`` are 1 by default, and 3 where it chooses as that does.
 
     It chooses as ``budget`` does until the rate of the budget is known; where no save can ever be paid whole; and after
     a resume, until the process has lived for a period, because one that never does would never save."""

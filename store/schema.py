@@ -29,8 +29,8 @@ _FIXED = len(_HEAD) + len(_MIDDLE) + _DIGEST_LENGTH + len(_TAIL)
 
 
 class _Pause:
-    """Pauses the garbage collector while any thread asks for it, by its threshold, as ``gc.set_threshold`` documents: so
-    a script that meanwhile turns the collector off or on, or sets thresholds, is heard."""
+    """Pauses the garbage collector while any thread asks for it, by its threshold (see ``gc.set_threshold``), so that a
+    script that meanwhile turns the collector off or on, or sets thresholds, is heard."""
 
     def __init__(self) -> None:
         self._lock, self._depth = threading.RLock(), 0  # a finalizer may come in between

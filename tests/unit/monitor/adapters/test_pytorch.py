@@ -17,7 +17,7 @@ import monitor
 from monitor.adapters import adapter_for
 from monitor.adapters.base import Adapter
 from monitor.adapters.module_tensors import dtype_name
-from store.errors import ModelMismatchError, UnsupportedError
+from store.errors import ModelMismatchError, UnstorableError, UnsupportedError
 from store.names import Fragment
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -346,6 +346,19 @@ def test_buffers_of_a_module_with_two_names_have_both() -> None:
     known = {*infos, *(alias for info in infos.values() for alias in info.aliases)}
     assert set(adapter.layout_facts()["state_dict_names"]) == set(net.state_dict()) == known
     assert len([piece for piece in adapter.owned() if piece.fragment.slot == "buffer"]) == 3
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("where", ["weights", "state"])
+def test_a_sparse_tensor_is_refused_by_name(tmp_path: Path, where: str) -> None:
+    net, sparse = Net(), torch.eye(4).to_sparse_csr()
+    net.s = nn.Parameter(sparse if where == "weights" else torch.eye(4))
+    optimizer = adamw(list(net.parameters()))
+    if where == "state":
+        optimizer.state[net.s]["exp_avg"] = sparse
+    with pytest.raises(UnstorableError, match=r"\bs\b.*sparse_csr"):
+        monitor.attach((net, optimizer), {"store": str(tmp_path / "s")})
+    assert not (tmp_path / "s").exists()
 
 
 @pytest.mark.parametrize("place", ["out", "norm"])
