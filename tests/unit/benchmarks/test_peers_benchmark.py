@@ -129,7 +129,9 @@ def test_growth_is_held_against_the_fewest_commits() -> None:
 
 def test_goals_of_tensors_and_ranks() -> None:
     names = ("attach", "resume", "attach_wall", "resume_wall", "torch", "dcp")
-    found = tensor_figures(110, {**dict.fromkeys(names, 1.0), "decision": [0.002], "observed": [0.001]})
+    lists = {"decision": [0.002], "observed": [0.001], "passes": [0, 1], "passing": [0.0, 0.2]}
+    found = tensor_figures(110, {**dict.fromkeys(names, 1.0), **lists})
+    assert [figure.value for figure in found if "passes" in figure.name] == [0.5, 0.1]
     assert [(figure.value, figure.holds) for figure in found if figure.goal is not None] == [(0.002, False)]
     ranks = [{"collectives": [1, 1, 6], "seconds": [0.1], "inside": [0.1], "kinds": {"all_reduce": 1}}] * 2
     assert [figure.holds for figure in rank_figures(2, ranks) if figure.goal is not None] == [True]
