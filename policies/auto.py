@@ -1,4 +1,4 @@
-"""Implement policy ``auto``: compare plans by the steps of training that a failure costs, and follow the cheapest.
+"""Implement policy ``auto``: compare two plans by the steps of training that a failure costs, and follow the cheaper.
 
 The plans: everything at once, as often as the bytes allow; or the weights more often, with the moments of some layers
 in turn. docs/budget.md states the model. Pure."""
@@ -33,7 +33,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class AutoPolicy(BudgetPolicy):
-    """Policy ``auto``: the cheapest of several plans, compared anew at each decision. Parameters as of ``budget``;
+    """Policy ``auto``: the cheaper of two plans, compared anew at each decision. Parameters as of ``budget``;
     ``lags`` are 1 by default, and 3 where it chooses as that does.
 
     It chooses as ``budget`` does until the rate of the budget is known; where no save can ever be paid whole; and after
