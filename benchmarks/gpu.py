@@ -93,7 +93,7 @@ STEPS = (
     Step(
         "copies",
         ("benchmarks/gpu_copies.py", "--profile", *_RESUME),
-        150,
+        200,
         ("--gigabytes=0.02", "--seconds=0.1", "--rounds=1"),
         measures=True,
     ),

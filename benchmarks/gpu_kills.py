@@ -74,6 +74,8 @@ def train(store: Path | None, policy: str, device: str, steps: int, seed: int, l
     ckpt, first = None, 0
     if store is not None:
         settings = {"store": str(store), "every": EVERY, "metrics": {"enabled": False}, **POLICIES[policy]}
+        if cuda and policy == "auto":  # 700 times the state at four times the time of a step
+            settings["budget"] = {"bytes_per_hour": 4e11, "burst_seconds": 5}
         ckpt = monitor.attach((model, optimizer), settings, state=[schedule, batches])
         first = ckpt.resume()
     with log.open("a") as lines:

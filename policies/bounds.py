@@ -120,7 +120,7 @@ class Bounded:
         chosen = dict(inner.choices)
         for unit, choice in stale.items():  # the inner policy's encoding stands if it saves the unit anyway
             chosen[unit] = replace(choice, encoding=chosen[unit].encoding or choice.encoding)
-        if not isinstance(self.policy, BudgetPolicy):
+        if self.encodings and not isinstance(self.policy, BudgetPolicy):
             chosen = dict(self._encoded((one, chosen[one.unit]) for one in stats))
         chosen |= rows
         return Decision(dict(_with_layers(stats, chosen)) if self.bounds.whole_layers else chosen)
@@ -128,11 +128,12 @@ class Bounded:
     def _rows(self, stats: Sequence[UnitStats], step: int) -> Mapping[Unit, Choice]:
         """Return the choices of the table that do not depend on the inner policy, except for max_staleness."""
         sick = nonfinite_slots(stats)
-        first = all(one.staleness is None for one in stats)
-        return self._encoded((one, self._row(one, sick.get(one.unit.layer, ()), first, step)) for one in stats)
-
-    def _row(self, one: UnitStats, sick: tuple[str, ...], first: bool, step: int) -> Choice | None:
-        return _gated(one, sick, step) or _unversioned(one, first) or _standing(one, step) or self._drifted(one)
+        first, limited = all(one.staleness is None for one in stats), self.bounds.max_drift is not None
+        return self._encoded(
+            (one, _gated(one, sick, step) or _unversioned(one, first) or _standing(one, step) or self._drifted(one))
+            for one in stats  # mostly none
+            if limited or one.staleness is None or one.changed_shape or not one.moving or one.unit.layer in sick
+        )
 
     def _encoded(self, choices: Iterable[tuple[UnitStats, Choice | None]]) -> Mapping[Unit, Choice]:
         """Return the choices that there are, those to store a moving unit raw in the encoding of its slot."""
@@ -190,7 +191,8 @@ def incomplete(stats: Sequence[UnitStats], decision: Decision) -> tuple[Unit, ..
     )
 
 
-def _gated(one: UnitStats, sick: tuple[str, ...], step: int) -> Choice | None:
+def _gated(one: UnitStats, slots: Mapping[str, tuple[str, ...]], step: int) -> Choice | None:
+    sick = slots.get(one.unit.layer)
     if not sick:
         return None
     verb = "has" if len(sick) == 1 else "have"

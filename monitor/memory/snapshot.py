@@ -40,7 +40,7 @@ from store.segment import SegmentDraft
 from store.state_tree import Leaf
 
 _ALIGN = 64
-_MARGIN = 1 << 20  # bytes reserved in a payload beyond the fragments, for the run state, which may grow
+_MARGIN = 1 << 20  # bytes that a payload has beyond what it held last, for the run state, which may grow
 _NO_COPY = torch.empty(0)
 
 
@@ -202,7 +202,7 @@ class SnapshotStager:
         self._last: _Placed | None = None
 
     def payload_bytes(self, local: Mapping[Unit, LocalUnit]) -> int:
-        return self._placed(_moving(local)).end + _MARGIN
+        return self._placed(_moving(local)).end + 2 * _MARGIN
 
     def lend(self, local: Mapping[Unit, LocalUnit], arena: Arena, slot: int, allocate: Callable[[int], Any]) -> "Loan":
         """Return buffers in ``allocate(nbytes)``, the payload ``slot``, for all units. Raises StorageError."""

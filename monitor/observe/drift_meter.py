@@ -94,8 +94,8 @@ class DriftMeter(Protocol):
 
         The caller does not change them until the save is settled."""
 
-    def settle(self, unit: Unit, committed: bool) -> None:
-        """Make the staged values the reference if the save was committed, and drop them if it failed."""
+    def settle(self, committed: Mapping[Unit, bool]) -> None:
+        """Make the staged values of units the reference if their save was committed, and drop them if it failed."""
 
 
 R = TypeVar("R")
@@ -120,14 +120,15 @@ class StagingMeter(DriftMeter, ABC, Generic[R]):
                 raise ValueError(f"{unit} is already staged; settle that save before staging another one")
             self._staged[unit] = copies
 
-    def settle(self, unit: Unit, committed: bool) -> None:
-        """Update the reference if committed. Raises ValueError if the unit is not staged."""
+    def settle(self, committed: Mapping[Unit, bool]) -> None:
+        """Update the references. Raises ValueError if a unit is not staged."""
         with self._lock:
-            if unit not in self._staged:
-                raise ValueError(f"{unit} is not staged; call stage() before settle()")
-            copies = self._staged.pop(unit)
-            if committed:
-                self._references[unit] = self._staged_reference(unit, copies)
+            for unit, counts in committed.items():
+                if unit not in self._staged:
+                    raise ValueError(f"{unit} is not staged; call stage() before settle()")
+                copies = self._staged.pop(unit)
+                if counts:
+                    self._references[unit] = self._staged_reference(unit, copies)
 
     def _staged_reference(self, unit: Unit, copies: Sequence[torch.Tensor]) -> R:
         """Return the reference that committed copies become."""
@@ -199,11 +200,12 @@ class FrozenMeter(DriftMeter):
         self._meter.stage(unit, copies)
         self._staged[unit] = self._measured.pop(unit, None)
 
-    def settle(self, unit: Unit, committed: bool) -> None:
-        self._meter.settle(unit, committed)
-        staged = self._staged.pop(unit)
-        if committed:
-            self._refer(unit, staged)
+    def settle(self, committed: Mapping[Unit, bool]) -> None:
+        self._meter.settle(committed)
+        for unit, counts in committed.items():
+            staged = self._staged.pop(unit)
+            if counts:
+                self._refer(unit, staged)
 
     def _refer(self, unit: Unit, fingerprint: _Fingerprint | None) -> None:
         self._references[unit] = fingerprint
@@ -231,8 +233,10 @@ class BySlotMeter:
     def stage(self, unit: Unit, copies: Sequence[torch.Tensor]) -> None:
         self._of(unit).stage(unit, copies)
 
-    def settle(self, unit: Unit, committed: bool) -> None:
-        self._of(unit).settle(unit, committed)
+    def settle(self, committed: Mapping[Unit, bool]) -> None:
+        self._buffers.settle({unit: counts for unit, counts in committed.items() if unit.slot == BUFFER})
+        self._frozen.settle({unit: counts for unit, counts in committed.items() if unit.slot == FROZEN})
+        self._state.settle({u: counts for u, counts in committed.items() if u.slot not in (BUFFER, FROZEN)})
 
     def _of(self, unit: Unit) -> DriftMeter:
         return self._buffers if unit.slot == BUFFER else self._frozen if unit.slot == FROZEN else self._state

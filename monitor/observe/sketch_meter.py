@@ -1,28 +1,18 @@
 """Estimate drift with random-projection sketches: a signature of a few thousand values stands for a unit's state.
+A measurement is one pass over the values at about the speed of a copy.
 
-Memory does not grow with the model; a measurement is one pass over the values at about the speed of a copy.
-
-The projection
-==============
-
-Write x for the values of a unit, cut into chunks x_1, x_2, ... of at most C values; no chunk crosses pieces.
-The seed fixes a table t of C random signs, and a random assignment of L >= C + O slots to k buckets,
-the same number of slots each. Each chunk draws a sign s_c and an offset o_c in [0, O). Then
+The values x of a unit are cut into chunks x_1, x_2, ... of at most C; no chunk crosses pieces. The seed fixes a table t
+of C random signs, and assigns each of L >= C + O slots to one of k buckets at random, equally many to each. Each chunk
+draws a sign s_c and an offset o_c in [0, O). Then
 
     board[o_c + j] += s_c * t[j] * x_c[j]          one fused pass over the data: addcmul
     signature[b]    = sum of board over the slots of bucket b
 
-Claim: E |signature|^2 = |x|^2, and its variance is at most 2 (1/k + 2/O) |x|^4 up to terms of order 1/k^2,
-*for every x*. The projection is linear, so the same holds for the difference of two signatures and a distance.
+and E |signature|^2 = |x|^2 with a variance of about 2 (1/k + 2/O) |x|^4 at most, *for every x*. The projection is
+linear, so this holds for distances, too. docs/decisions/0004-sketch-with-a-sign-per-value.md has the proof.
 
-docs/decisions/0004-sketch-with-a-sign-per-value.md has the proof, and why each part is needed.
-
-Precision
-=========
-
-The board is float32 and is added to a float64 total every 64 chunks. The rounding noise of a measured
-relative distance is then about 2e-7, added in squares: 1e-5 is measured within the statistical error, 1e-6
-within some percent more, below that the noise shows."""
+The board is float32 and is added to a float64 total every 64 chunks. Rounding adds about 2e-7 to a relative distance,
+in squares: 1e-5 is measured within the statistical error, 1e-6 within some percent more."""
 
 import logging
 import math
@@ -189,17 +179,16 @@ class _Measured:
 class SketchMeter(StagingMeter[Signature]):
     """Estimates distances within about 1.2 % (one standard deviation, width 4099), for any kind of change.
 
-    A unit of at most ``width`` values is kept as it is and measured exactly. Float64 and integer values count
-    with float32 precision in larger units. Memory: 4 bytes * width per signature, and tables and accumulators
-    once per device. Raises ConfigError for a width below 64. Signatures are
-    comparable within one meter only; they are not saved or sent.
+    A unit of at most ``width`` values is kept as it is and measured exactly. Float64 and integer values count with
+    float32 precision in larger units. Memory: 4 bytes * width per signature, and tables and accumulators once per
+    device. Raises ConfigError for a width below 64. Signatures are comparable within one meter only.
 
     A save gets the signature of the last measurement of the unit by the thread that stages it, unless an earlier save
     used that up; otherwise one computed from the copies. :meth:`stage` does not read the copies, which may still be
-    filling. Unless they are what was measured, :meth:`settle` reads them once the save is committed, and compares a
-    sample of at most 64 values, spread over the unit, bit by bit. If they differ, the state changed between measuring
-    and copying (an optimizer step changes all values), and the signature is computed from the copies. A change outside
-    the sample (a few rows of an embedding) is not detected, so measure a unit in the step in which it is staged.
+    filling. Unless they are what was measured, :meth:`settle` compares a sample of at most 64 values, spread over the
+    unit, bit by bit. If they differ, the state changed between measuring and copying (an optimizer step changes all
+    values), and the signature is computed from the copies. A change outside the sample (a few rows of an embedding) is
+    not detected, so measure a unit in the step in which it is staged.
 
     Thread-safe. The training thread measures live pieces while a thread that carries out a save measures and stages its
     copies; neither uses the other's measurement."""
@@ -221,13 +210,13 @@ class SketchMeter(StagingMeter[Signature]):
             with self._lock, torch.inference_mode():
                 if (seen := _facts(units)) != self._seen:
                     self._queue, self._seen = self._queue_of(units), seen
-                runs = [(chosen, batch, batch.run()) for chosen, batch in self._queue]
-                found = [self._of_batch({u: units[u] for u in chosen}, batch, made) for chosen, batch, made in runs]
+                runs = [({u: units[u] for u in chosen}, batch, batch.run()) for chosen, batch in self._queue]
+                begun = [self._begin(*run) for run in runs]  # all of them, before the first is waited for
+                return {unit: measure for one in begun for unit, measure in self._finish(*one).items()}
         except Exception as error:  # noqa: BLE001 - of the compiler of kernels too: units are measured one by one
             _log.warning("units are measured one by one from now on, since this failed for all at once: %r", error)
             self._one_by_one, self._seen, self._queue = True, [], []
             return {}
-        return {unit: measure for one in found for unit, measure in one.items()}
 
     def _queue_of(self, units: Mapping[Unit, Sequence[torch.Tensor]]) -> list[tuple[list[Unit], Any]]:
         """Return the batches that measure units, and the units of each."""
@@ -240,8 +229,7 @@ class SketchMeter(StagingMeter[Signature]):
         return [(list(found), self._batch(kind, found)) for kind, found in kinds.items()]
 
     def _fits(self, pieces: Sequence[torch.Tensor]) -> bool:
-        one_by_one = self._one_by_one or not pieces[0].is_cuda or _kernels() is None
-        return not one_by_one and bool(_kernels().fits(pieces))
+        return not self._one_by_one and pieces[0].is_cuda and _kernels() is not None and bool(_kernels().fits(pieces))
 
     def _batch(self, kind: tuple[torch.device, torch.dtype, int], units: Mapping[Unit, Sequence[torch.Tensor]]) -> Any:
         places = [(unit, _places(pieces), list(map(torch.numel, pieces))) for unit, pieces in units.items()]
@@ -259,23 +247,28 @@ class SketchMeter(StagingMeter[Signature]):
             self._batches[kind] = places, _kernels().Batch(list(units.values()), draws, tables)
         return self._batches[kind][1]
 
-    def _of_batch(
-        self, units: Mapping[Unit, Sequence[torch.Tensor]], batch: Any, signatures: torch.Tensor
-    ) -> dict[Unit, Measure]:
-        """Return what a batch has queued. What needs no result is done while the device works."""
-        rows = torch.empty(signatures.shape, pin_memory=signatures.is_cuda).copy_(signatures, non_blocking=True)
-        samples, places = [_sampled(pieces) for pieces in units.values()], list(map(_places, units.values()))
+    def _begin(self, units: Mapping[Unit, Sequence[torch.Tensor]], batch: Any, signatures: torch.Tensor) -> Any:
+        """Do what needs no result of a batch, while the device works. Return the arguments of :meth:`_finish`."""
+        samples, places = [_sampled(pieces) for pieces in units.values()], map(_places, units.values())
         values = torch.cat([part for parts in samples for part in parts])
         counts, numels = [sum(map(torch.numel, parts)) for parts in samples], list(map(_numels, units.values()))
         known = [self._reference_for(unit, sizes) for unit, sizes in zip(units, numels, strict=True)]
-        # Waits for the device, and so for the rows.
-        moved = batch.distances(signatures, [None if one is None else one.values for one in known])
-        finite, row_of = torch.isfinite(signatures).all(1).tolist(), rows.unbind()
-        values_of, thread, found = torch.split(values.cpu().to(torch.float64), counts), threading.get_ident(), {}
-        for i, (unit, pieces) in enumerate(units.items()):
-            signature = Signature(row_of[i], numels[i], finite[i] or all_finite(pieces))
-            self._measured[thread, unit] = _Measured(signature, values_of[i], places[i])
-            found[unit] = _measure(signature, known[i], moved[i])
+        rows, sampled = _beside(signatures, torch.float32).unbind(), _beside(values, torch.float64)
+        made = [Signature(row, sizes, True) for row, sizes in zip(rows, numels, strict=True)]
+        measured = list(map(_Measured, made, torch.split(sampled, counts), places))
+        # Last: new references are sent to the device, which waits for what it was given before.
+        return units, known, measured, batch.distances(signatures, [one and one.values for one in known])
+
+    def _finish(
+        self, units: Mapping[Unit, Any], known: Sequence[Any], measured: Sequence[_Measured], moved: torch.Tensor
+    ) -> dict[Unit, Measure]:
+        found, thread = {}, threading.get_ident()
+        distances = moved.tolist()  # waits for the device, and so for the copies queued before
+        for (unit, pieces), one, reference, distance in zip(units.items(), measured, known, distances, strict=True):
+            finite = math.isfinite(distance) or all_finite(pieces)  # if it is not, nor is one of the two signatures
+            made = one if finite else replace(one, signature=replace(one.signature, finite=False))
+            self._measured[thread, unit] = made
+            found[unit] = _measure(made.signature, reference, distance)
         return found
 
     def measure(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Measure:
@@ -319,13 +312,14 @@ class SketchMeter(StagingMeter[Signature]):
                 sample = None if measured.places == _places(copies) else measured.sample
                 self._staged_as[unit] = replace(measured, sample=sample, signature=_alone(measured.signature))
 
-    def settle(self, unit: Unit, committed: bool) -> None:
+    def settle(self, committed: Mapping[Unit, bool]) -> None:
         with self._lock:
-            self._replaced.append(self._references.get(unit))
+            self._replaced += map(self._references.get, committed)
             try:
-                super().settle(unit, committed)
+                super().settle(committed)
             finally:
-                self._staged_as.pop(unit, None)
+                for unit in committed:
+                    self._staged_as.pop(unit, None)
 
     def _staged_reference(self, unit: Unit, copies: Sequence[torch.Tensor]) -> Signature:
         measured = self._staged_as.get(unit)
@@ -356,6 +350,11 @@ def _facts(units: Mapping[Unit, Sequence[torch.Tensor]]) -> list[Any]:
 
 
 _FACTS = (torch.Tensor.data_ptr, torch.numel, torch.Tensor.is_contiguous, attrgetter("dtype"), attrgetter("device"))
+
+
+def _beside(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Queue a copy to the host, and return it."""
+    return torch.empty(values.shape, dtype=dtype, pin_memory=values.is_cuda).copy_(values, non_blocking=True)
 
 
 def _alone(signature: Signature) -> Signature:

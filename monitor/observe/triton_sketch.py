@@ -125,14 +125,13 @@ class Batch:
                 _sum[grid](self._board, tables.order, out, first, slots, rows, tables.width, step=_ROWS, size=_BUCKETS)
         return out
 
-    def distances(self, signatures: torch.Tensor, references: Sequence[torch.Tensor | None]) -> list[float]:
-        """Return the squared distance of each row to its reference on the host, or to zero; in float64."""
+    def distances(self, signatures: torch.Tensor, references: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Queue the squared distances of all rows to their references on the host, or to zero; in float64."""
         if len(self._known) != len(references) or not all(map(is_, self._known, references)):
             nothing = torch.zeros(self.tables.width)
             rows = [nothing if one is None else one for one in references]
             self._known, self._references = references, torch.stack(rows).to(signatures.device)
-        found: list[float] = (signatures.double() - self._references).square_().sum(1).tolist()
-        return found
+        return (signatures.double() - self._references).square_().sum(1)
 
 
 def fits(pieces: Sequence[torch.Tensor]) -> bool:

@@ -416,9 +416,7 @@ class Saver:
         moved_units = pending.saved - set(outcome.dropped) if outcome.committed else frozenset()
         seconds, reached = progress.write_seconds, frozenset(outcome.groups)
         self._packer.settle(task.packing, seconds, moved_units.__contains__, reached)
-        for unit in task.staged:
-            if unit.unit in progress.metered:
-                self._meter.settle(unit.unit, unit.unit in moved_units)
+        self._meter.settle({one.unit: one.unit in moved_units for one in task.staged if one.unit in progress.metered})
         self._stager.unstage_all(task.staged)
         self._job.table.lost -= moved_units
         if not outcome.committed:

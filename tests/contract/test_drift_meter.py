@@ -63,7 +63,7 @@ def moved(meter: DriftMeter, pieces: Sequence[torch.Tensor], unit: Unit = UNIT) 
 
 def commit(meter: DriftMeter, pieces: Sequence[torch.Tensor], unit: Unit = UNIT) -> None:
     meter.stage(unit, copies(pieces))
-    meter.settle(unit, True)
+    meter.settle({unit: True})
 
 
 def test_without_a_reference_both_squares_are_zero(meter: SketchMeter, sizes: tuple[int, ...]) -> None:
@@ -156,7 +156,7 @@ def test_a_failed_save_leaves_the_reference(meter: SketchMeter, sizes: tuple[int
     before = meter.measure(UNIT, pieces)
     meter.stage(UNIT, copies(pieces))
     assert meter.measure(UNIT, pieces) == before
-    meter.settle(UNIT, False)
+    meter.settle({UNIT: False})
     assert meter.measure(UNIT, pieces) == before
 
 
@@ -164,7 +164,7 @@ def test_a_failed_first_save_leaves_no_reference(meter: SketchMeter, sizes: tupl
     pieces = values(sizes)
     meter.stage(UNIT, copies(pieces))
     assert not has_reference(meter, UNIT)
-    meter.settle(UNIT, False)
+    meter.settle({UNIT: False})
     assert not has_reference(meter, UNIT)
 
 
@@ -175,7 +175,7 @@ def test_measuring_between_stage_and_settle_disturbs_nothing(meter: SketchMeter,
     meter.stage(UNIT, copies(saved))
     nudge(pieces, 1.0)
     meter.measure(UNIT, pieces)
-    meter.settle(UNIT, True)
+    meter.settle({UNIT: True})
     assert moved(meter, saved) == 0.0
     assert moved(meter, pieces) == pytest.approx(distance(pieces, saved), rel=tolerance(sizes))
 
@@ -197,7 +197,7 @@ def test_copies_may_fill_after_they_are_staged(meter: SketchMeter, sizes: tuple[
         meter.stage(UNIT, staged)
         for copy, piece in zip(staged, pieces, strict=True):
             copy.copy_(piece)
-        meter.settle(UNIT, True)
+        meter.settle({UNIT: True})
         assert moved(meter, pieces) == 0.0
         nudge(pieces, 1.0)
 
@@ -209,7 +209,7 @@ def test_the_thread_of_a_save_and_the_training_thread_keep_apart(meter: SketchMe
         pieces[0][5] += 1.0  # no value of a sample
         meter.measure(UNIT, pieces)
         saver.submit(meter.stage, UNIT, saved).result()
-        meter.settle(UNIT, True)
+        meter.settle({UNIT: True})
     assert moved(meter, saved) == 0.0
     assert moved(meter, pieces) == pytest.approx(1.0, rel=1e-5)
 
@@ -241,7 +241,7 @@ def test_copies_are_free_once_they_are_settled(meter: SketchMeter, sizes: tuple[
         nudge(pieces, 0.1)
         staged = copies(pieces)
         meter.stage(UNIT, staged)
-        meter.settle(UNIT, committed)
+        meter.settle({UNIT: committed})
         for tensor in staged:
             tensor.fill_(7.0)
     assert moved(meter, pieces) == 0.0
@@ -294,7 +294,7 @@ Misuse = Callable[[DriftMeter, list[torch.Tensor]], object]
 @pytest.mark.parametrize(
     ("misuse", "said"),
     [
-        (lambda meter, pieces: meter.settle(UNIT, True), "not staged"),
+        (lambda meter, pieces: meter.settle({UNIT: True}), "not staged"),
         (lambda meter, pieces: (meter.stage(UNIT, pieces), meter.stage(UNIT, pieces)), "already staged"),
         (lambda meter, pieces: (meter.reset(UNIT, pieces), meter.measure(UNIT, pieces[:1])), "reset the unit"),
     ],

@@ -220,7 +220,7 @@ def test_units_measured_at_once_are_measured_as_one_by_one(dtype: torch.dtype) -
         assert found.signature is not None and found.finite
         copies = [piece.cpu() for piece in units[unit]]
         many.stage(unit, copies)
-        many.settle(unit, committed=True)
+        many.settle({unit: True})
     assert all(found.moved_sq == 0.0 for found in many.measure_many(units).values())
     units[Unit("blocks.2", "fp32")][0][4_000_000] = torch.nan
     found = many.measure_many(units)

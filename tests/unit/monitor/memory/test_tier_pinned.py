@@ -68,6 +68,21 @@ def test_each_payload_is_registered_once_and_no_more_after_the_end(
     assert runtime.registered == mapped(tier) and len(runtime.registered) == 2
     assert runtime.log == calls
     one.ckpt.close()
+
+
+def test_payloads_have_room_for_the_run_state_before_its_size_is_known(
+    store: Path, runtime: CudaRuntime, state_on_device: None
+) -> None:
+    one, _ = begun(store)
+    run(one, 1)
+    one.ckpt.close()  # with a commit that has the moments
+    two, tier = begun(store)
+    reserved, calls = mapped(tier), list(runtime.log)
+    run(two, 3)  # to map a payload again, and to pin it, takes training as long as a hundred snapshots
+    assert kept_steps(store)
+    assert mapped(tier) == reserved and len(reserved) == 2
+    assert runtime.log == calls
+    two.ckpt.close()
     assert not runtime.registered and [name for name, _ in runtime.log[len(calls) :]] == ["unregister"] * 2
 
 

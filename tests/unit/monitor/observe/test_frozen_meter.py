@@ -27,7 +27,7 @@ def drift(meter: BySlotMeter, pieces: list[torch.Tensor]) -> float:
 def committed(meter: BySlotMeter, pieces: list[torch.Tensor]) -> None:
     meter.measure(UNIT, pieces)
     meter.stage(UNIT, [piece.clone() for piece in pieces])
-    meter.settle(UNIT, True)
+    meter.settle({UNIT: True})
 
 
 def reset(meter: BySlotMeter, pieces: list[torch.Tensor]) -> None:
@@ -59,11 +59,11 @@ def test_a_save_that_failed_or_was_not_measured_is_no_reference() -> None:
     pieces[0].data[5] *= 1 + 1e-6
     meter.measure(UNIT, pieces)
     meter.stage(UNIT, [piece.clone() for piece in pieces])
-    meter.settle(UNIT, False)
+    meter.settle({UNIT: False})
     assert drift(meter, pieces) > 0.0
     other = BySlotMeter(SketchMeter())
     other.stage(UNIT, [piece.clone() for piece in pieces])
-    other.settle(UNIT, True)
+    other.settle({UNIT: True})
     assert drift(other, pieces) > 0.0
 
 

@@ -209,7 +209,7 @@ def test_memory_share_of_a_realistic_shard() -> None:
     for unit in units:
         meter.measure(unit, layer)
         meter.stage(unit, layer)
-        meter.settle(unit, True)
+        meter.settle({unit: True})
         meter.measure(unit, layer)
         meter.stage(unit, layer)
     for unit in units:
@@ -278,5 +278,5 @@ def test_real_training_all_slots_ten_steps_apart(rate: float) -> None:
             assert true > 0
             assert drift_ratio(seen.moved_sq, seen.reference_sq) == pytest.approx(true, rel=0.05), unit
             sketch.stage(unit, [piece.clone() for piece in pieces])
-            sketch.settle(unit, True)
+            sketch.settle({unit: True})
             before[unit] = now

@@ -128,7 +128,7 @@ def test_a_save_refers_to_what_was_measured_unless_the_copies_differ() -> None:
             if unit == changed:
                 copies[0].mul_(2.0)
             meter.stage(unit, copies)
-            meter.settle(unit, committed=True)
+            meter.settle({unit: True})
     found = {unit.layer: measure.moved_sq for unit, measure in meter.measure_many(state).items()}
     assert found.pop("layers.2") > 1.0
     assert set(found.values()) == {0.0}
