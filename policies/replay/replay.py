@@ -3,8 +3,7 @@
 Recorded values are used while the replay agrees with the recorded run: the drift of a unit whose version is the
 recorded one, the bytes of a unit stored as recorded, stall and write time of an equal decision, and budget offers while
 all decisions were equal. So the recorded configuration reproduces the recorded run to the byte. Everything else is
-estimated: movement (:mod:`policies.replay.movement`), bytes (:mod:`policies.encodings`), seconds
-(:mod:`policies.accounting`). docs/simulate.md describes the method."""
+estimated: movement, bytes (:mod:`policies.encodings`), seconds (:mod:`policies.accounting`); see docs/simulate.md."""
 
 import math
 from collections.abc import Mapping
@@ -77,7 +76,7 @@ class _Replay:
         if len(self._segments) == 1 or (anew and not segment.resumed and segment.process):
             state.begin(segment)
         elif segment.resumed:
-            state.resume(segment, self._plan.goes_back)
+            state.resume(segment, self._plan.goes_back, self._account.limited)
         else:
             state.durable, state.durable_newest = state.versions, state.newest
 

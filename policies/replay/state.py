@@ -129,17 +129,18 @@ class ReplayState:
         self.newest = max((one.step for one in self.versions.values()), default=segment.newest if commits else None)
         self.durable, self.durable_newest = self.versions, self.newest
 
-    def resume(self, segment: RunSegment, goes_back: bool) -> None:
+    def resume(self, segment: RunSegment, goes_back: bool, limited: bool) -> None:
         """Resume where the recorded run did.
 
-        If a composite is resumed before its newest step, moving units count as not saved, as in a live run: the next
-        save is full."""
+        A composite that is resumed before its newest step loses later versions, as in a live run, and without a budget
+        (``limited``) those of all moving units: the next save is full."""
         back = self._returns(goes_back) if not self.on_path else (segment.newest or segment.start) > segment.start
         start = segment.start  # live values move away from there
         self.durable = {key: replace(one, step=min(one.step, start), since=start) for key, one in self.versions.items()}
         self.durable_newest = None if self.newest is None else min(self.newest, start)
-        moving = {unit.unit for unit in segment.units if unit.moving}
-        self.versions = {unit: one for unit, one in self.durable.items() if not (back and unit in moving)}
+        later = {unit for unit, one in self.versions.items() if one.step > start}
+        dropped = later if limited else later | {unit.unit for unit in segment.units if unit.moving}
+        self.versions = {unit: one for unit, one in self.durable.items() if not (back and unit in dropped)}
 
     def note_changes(self, changed: frozenset[Unit]) -> None:
         """Mark units whose set of parameters changed, so that earlier versions do not cover them."""
