@@ -40,7 +40,7 @@ from store.segment import SegmentDraft
 from store.state_tree import Leaf
 
 _ALIGN = 64
-_MARGIN = 1 << 20  # bytes that a payload has beyond what it held last, for the run state, which may grow
+_MARGIN = 1 << 20  # bytes that are reserved for a run state of unknown size, and at least for one to grow
 _NO_COPY = torch.empty(0)
 
 
@@ -202,12 +202,12 @@ class SnapshotStager:
         self._last: _Placed | None = None
 
     def payload_bytes(self, local: Mapping[Unit, LocalUnit]) -> int:
-        return self._placed(_moving(local)).end + 2 * _MARGIN
+        room = _MARGIN if self._room.nbytes is None else self._room.nbytes
+        return self._placed(_moving(local)).end + room + max(room // 8, _MARGIN)
 
     def lend(self, local: Mapping[Unit, LocalUnit], arena: Arena, slot: int, allocate: Callable[[int], Any]) -> "Loan":
         """Return buffers in ``allocate(nbytes)``, the payload ``slot``, for all units. Raises StorageError."""
-        placed, room = self._placed(_moving(local)), self._room.nbytes or 0
-        return Loan(arena, slot, placed, allocate(placed.end + room + max(room // 8, _MARGIN)))
+        return Loan(arena, slot, self._placed(_moving(local)), allocate(self.payload_bytes(local)))
 
     def adopt(self, loan: "Loan", task: SaveTask) -> Version:
         """Return the snapshot of what a save staged in lent memory."""

@@ -121,14 +121,13 @@ class StagingMeter(DriftMeter, ABC, Generic[R]):
             self._staged[unit] = copies
 
     def settle(self, committed: Mapping[Unit, bool]) -> None:
-        """Update the references. Raises ValueError if a unit is not staged."""
+        """Update the references. Raises ValueError, before it changes any, if a unit is not staged."""
         with self._lock:
-            for unit, counts in committed.items():
-                if unit not in self._staged:
-                    raise ValueError(f"{unit} is not staged; call stage() before settle()")
-                copies = self._staged.pop(unit)
-                if counts:
-                    self._references[unit] = self._staged_reference(unit, copies)
+            for unit in committed.keys() - self._staged.keys():
+                raise ValueError(f"{unit} is not staged; call stage() before settle()")
+            staged = {unit: self._staged.pop(unit) for unit in committed}  # all of them, whatever fails
+            for unit in filter(committed.get, committed):
+                self._references[unit] = self._staged_reference(unit, staged[unit])
 
     def _staged_reference(self, unit: Unit, copies: Sequence[torch.Tensor]) -> R:
         """Return the reference that committed copies become."""
@@ -201,11 +200,10 @@ class FrozenMeter(DriftMeter):
         self._staged[unit] = self._measured.pop(unit, None)
 
     def settle(self, committed: Mapping[Unit, bool]) -> None:
+        staged = {unit: self._staged.pop(unit, None) for unit in committed}
+        for unit in filter(committed.get, committed):  # first: that of an older version would hide a change
+            self._refer(unit, staged[unit])
         self._meter.settle(committed)
-        for unit, counts in committed.items():
-            staged = self._staged.pop(unit)
-            if counts:
-                self._refer(unit, staged)
 
     def _refer(self, unit: Unit, fingerprint: _Fingerprint | None) -> None:
         self._references[unit] = fingerprint
@@ -234,9 +232,8 @@ class BySlotMeter:
         self._of(unit).stage(unit, copies)
 
     def settle(self, committed: Mapping[Unit, bool]) -> None:
-        self._buffers.settle({unit: counts for unit, counts in committed.items() if unit.slot == BUFFER})
-        self._frozen.settle({unit: counts for unit, counts in committed.items() if unit.slot == FROZEN})
-        self._state.settle({u: counts for u, counts in committed.items() if u.slot not in (BUFFER, FROZEN)})
+        for meter in {self._of(unit): None for unit in committed}:
+            meter.settle({unit: done for unit, done in committed.items() if self._of(unit) is meter})
 
     def _of(self, unit: Unit) -> DriftMeter:
         return self._buffers if unit.slot == BUFFER else self._frozen if unit.slot == FROZEN else self._state

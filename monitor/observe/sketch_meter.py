@@ -185,10 +185,10 @@ class SketchMeter(StagingMeter[Signature]):
 
     A save gets the signature of the last measurement of the unit by the thread that stages it, unless an earlier save
     used that up; otherwise one computed from the copies. :meth:`stage` does not read the copies, which may still be
-    filling. Unless they are what was measured, :meth:`settle` compares a sample of at most 64 values, spread over the
-    unit, bit by bit. If they differ, the state changed between measuring and copying (an optimizer step changes all
-    values), and the signature is computed from the copies. A change outside the sample (a few rows of an embedding) is
-    not detected, so measure a unit in the step in which it is staged.
+    filling. Unless they are what was measured, :meth:`settle` reads them when the save is over, and compares a sample
+    of at most 64 values, spread over the unit, bit by bit. If they differ, the state changed between measuring and
+    copying (an optimizer step changes all values), and the signature is computed from the copies. A change outside the
+    sample (a few rows of an embedding) is not detected, so measure a unit in the step in which it is staged.
 
     Thread-safe. The training thread measures live pieces while a thread that carries out a save measures and stages its
     copies; neither uses the other's measurement."""
@@ -253,10 +253,9 @@ class SketchMeter(StagingMeter[Signature]):
         values = torch.cat([part for parts in samples for part in parts])
         counts, numels = [sum(map(torch.numel, parts)) for parts in samples], list(map(_numels, units.values()))
         known = [self._reference_for(unit, sizes) for unit, sizes in zip(units, numels, strict=True)]
-        rows, sampled = _beside(signatures, torch.float32).unbind(), _beside(values, torch.float64)
+        rows, sampled = _queued_to_host(signatures, torch.float32).unbind(), _queued_to_host(values, torch.float64)
         made = [Signature(row, sizes, True) for row, sizes in zip(rows, numels, strict=True)]
         measured = list(map(_Measured, made, torch.split(sampled, counts), places))
-        # Last: new references are sent to the device, which waits for what it was given before.
         return units, known, measured, batch.distances(signatures, [one and one.values for one in known])
 
     def _finish(
@@ -352,7 +351,7 @@ def _facts(units: Mapping[Unit, Sequence[torch.Tensor]]) -> list[Any]:
 _FACTS = (torch.Tensor.data_ptr, torch.numel, torch.Tensor.is_contiguous, attrgetter("dtype"), attrgetter("device"))
 
 
-def _beside(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _queued_to_host(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Queue a copy to the host, and return it."""
     return torch.empty(values.shape, dtype=dtype, pin_memory=values.is_cuda).copy_(values, non_blocking=True)
 

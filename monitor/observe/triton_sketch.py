@@ -126,11 +126,13 @@ class Batch:
         return out
 
     def distances(self, signatures: torch.Tensor, references: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Queue the squared distances of all rows to their references on the host, or to zero; in float64."""
+        """Queue the squared distances of all rows to ``references``, which are on the host (None: 0), in float64."""
         if len(self._known) != len(references) or not all(map(is_, self._known, references)):
             nothing = torch.zeros(self.tables.width)
             rows = [nothing if one is None else one for one in references]
-            self._known, self._references = references, torch.stack(rows).to(signatures.device)
+            stacked = torch.empty(signatures.shape, pin_memory=signatures.is_cuda)  # else the copy waits for the device
+            torch.stack(rows, out=stacked)
+            self._known, self._references = references, stacked.to(signatures.device, non_blocking=True)
         return (signatures.double() - self._references).square_().sum(1)
 
 

@@ -168,6 +168,38 @@ def test_a_failed_first_save_leaves_no_reference(meter: SketchMeter, sizes: tupl
     assert not has_reference(meter, UNIT)
 
 
+def test_units_of_a_save_settle_together(meter: SketchMeter, sizes: tuple[int, ...]) -> None:
+    for unit in (UNIT, OTHER):
+        meter.stage(unit, values(sizes))
+    meter.settle({UNIT: True, OTHER: False})
+    assert has_reference(meter, UNIT) and not has_reference(meter, OTHER)
+
+
+def test_a_unit_that_is_not_staged_keeps_the_others_from_settling(meter: SketchMeter, sizes: tuple[int, ...]) -> None:
+    meter.stage(OTHER, values(sizes))
+    with pytest.raises(ValueError, match="not staged"):
+        meter.settle({OTHER: True, UNIT: True})
+    assert not has_reference(meter, OTHER)
+    meter.settle({OTHER: True})
+    assert has_reference(meter, OTHER)
+
+
+def test_an_error_at_one_unit_leaves_none_staged(
+    meter: SketchMeter, sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    for unit in (UNIT, OTHER):
+        meter.stage(unit, values(sizes))
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(meter, "_reference_of", fail)
+        meter.settle({UNIT: True, OTHER: True})
+    for unit in (UNIT, OTHER):
+        commit(meter, values(sizes), unit)
+        assert has_reference(meter, unit)
+
+
 def test_measuring_between_stage_and_settle_disturbs_nothing(meter: SketchMeter, sizes: tuple[int, ...]) -> None:
     pieces = values(sizes)
     meter.measure(UNIT, pieces)

@@ -42,7 +42,7 @@ def state_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def begun(store: Path, **settings: Any) -> tuple[Job, MemoryTier]:
-    one = Job(store, every=100, **{"memory": memory(store), **settings})
+    one = Job(store, **{"every": 100, "memory": memory(store), **settings})
     one.ckpt.resume()
     tier = memory_of(one.ckpt)
     assert tier is not None
@@ -68,22 +68,34 @@ def test_each_payload_is_registered_once_and_no_more_after_the_end(
     assert runtime.registered == mapped(tier) and len(runtime.registered) == 2
     assert runtime.log == calls
     one.ckpt.close()
+    assert not runtime.registered and [name for name, _ in runtime.log[len(calls) :]] == ["unregister"] * 2
 
 
 def test_payloads_have_room_for_the_run_state_before_its_size_is_known(
     store: Path, runtime: CudaRuntime, state_on_device: None
 ) -> None:
-    one, _ = begun(store)
+    one, _ = begun(store, width=512)  # more than the pages that a mapping is rounded up to
     run(one, 1)
     one.ckpt.close()  # with a commit that has the moments
-    two, tier = begun(store)
+    two, tier = begun(store, width=512)
     reserved, calls = mapped(tier), list(runtime.log)
     run(two, 3)  # to map a payload again, and to pin it, takes training as long as a hundred snapshots
     assert kept_steps(store)
     assert mapped(tier) == reserved and len(reserved) == 2
     assert runtime.log == calls
     two.ckpt.close()
-    assert not runtime.registered and [name for name, _ in runtime.log[len(calls) :]] == ["unregister"] * 2
+
+
+def test_payloads_grow_once_in_a_fresh_job_that_saves_at_once(
+    store: Path, runtime: CudaRuntime, state_on_device: None
+) -> None:
+    one, tier = begun(store, width=512, every=1)
+    run(one, 2)  # the moments appear, and the size of the run state is known from the second on
+    grown, calls = mapped(tier), list(runtime.log)
+    run(one, 3)
+    assert mapped(tier) == grown and len(grown) == 2
+    assert runtime.log == calls
+    one.ckpt.close()
 
 
 def test_a_payload_that_grew_is_registered_in_its_new_place_only(store: Path, runtime: CudaRuntime) -> None:
