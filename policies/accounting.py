@@ -171,8 +171,7 @@ class Account:
 
     def slowest(self, largest: float) -> float:
         """Return the seconds until a unit of ``largest`` bytes is paid for, by the slowest limit."""
-        waits = (limit.pricing.cost(largest) / limit.bucket.rate for limit in self._limits.values())
-        return max(waits, default=0.0)
+        return max((one.pricing.cost(largest) / one.bucket.rate for one in self._limits.values()), default=0.0)
 
     def make_room(self, largest: float, everything: float) -> list[Widened]:
         """Enlarge each bucket to hold the cost of a unit of ``largest`` bytes, which could never be saved otherwise.

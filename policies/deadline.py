@@ -68,8 +68,7 @@ class DeadlinePolicy:
 
     def fits(self, stats: Sequence[UnitStats], budget_bytes: float, history: History) -> bool:
         """Return whether everything is saved, so that drift need not be measured."""
-        wanted = self._wanted(stats, self._demanded(stats, history))
-        return self._takes_all(wanted, budget_bytes)
+        return self._takes_all(self._wanted(stats, self._demanded(stats, history)), budget_bytes)
 
     def select(self, stats: Sequence[UnitStats], budget_bytes: float, history: History) -> Decision:
         """Choose for each unit, for about ``budget_bytes`` bytes."""

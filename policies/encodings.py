@@ -65,8 +65,7 @@ def expected_error(one: UnitStats, encoding: str) -> float:
     """Return the expected relative error of the decoded unit right after storing it in ``encoding``."""
     if one.encoding == encoding and not one.changed_shape:
         return one.error
-    known = encoding_named(encoding)
-    return TYPICAL_ERROR.get(encoding, known.relative_bound)
+    return TYPICAL_ERROR.get(encoding, encoding_named(encoding).relative_bound)
 
 
 def _is_f32(one: UnitStats) -> bool:

@@ -87,8 +87,7 @@ class StepTiming:
         """Return the current measurements; the last decision counts with all its cost."""
         self._settle()
         # The slowest commit, not the median: a decision during a save cannot begin another.
-        slowest = max(self._durable) if self._durable else None
-        return Measured(_median(self._steps), _median(self._costs), slowest)
+        return Measured(_median(self._steps), _median(self._costs), max(self._durable, default=None))
 
     def _settle(self) -> None:
         if self._cost is not None:

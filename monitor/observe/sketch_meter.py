@@ -190,8 +190,7 @@ class SketchMeter(StagingMeter[Signature]):
     copying (an optimizer step changes all values), and the signature is computed from the copies. A change outside the
     sample (a few rows of an embedding) is not detected, so measure a unit in the step in which it is staged.
 
-    Thread-safe. The training thread measures live pieces while a thread that carries out a save measures and stages its
-    copies; neither uses the other's measurement."""
+    Thread-safe. The training thread and one that measures and stages copies do not use each other's measurements."""
 
     def __init__(self, width: int = 4099, seed: int = 0) -> None:
         super().__init__()
