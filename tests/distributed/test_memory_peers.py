@@ -105,7 +105,7 @@ def test_there_is_always_a_version_that_all_have_at_home_and_at_their_peers(plac
 
 @pytest.mark.needs_root
 def test_without_room_for_replicas_there_are_none_and_memory_works_at_home(place: Place) -> None:
-    with tmpfs(place.directory / "small", "3M") as small:
+    with tmpfs(place.directory / "small", "5M") as small:
         first = place.life("first", steps=8, case=DDP, paths={"1": str(small)})
         assert not [path for path in small.rglob("rank-00000.*") if path.suffix != ".owner"]
     assert said(first, "nothing is replicated to other nodes: rank 1: no room in memory")
