@@ -201,29 +201,28 @@ def test_after_a_resume_drift_begins_at_what_was_resumed() -> None:
     assert [shown.staleness for shown in first.stats] == [10] * 4
 
 
-def test_a_composite_that_goes_back_saves_everything_next() -> None:
+def went_back() -> Run:
+    """A job that resumed at step 80, where the newest commit is of step 100."""
     one = movers()
     lines: list[Line] = [job_line(one, {"every": EVERY}), *decisions(range(EVERY, 101, EVERY))]
     lines += [moved_line(one, 100, (10, 20, 40, 80)), job_line(one, {"every": EVERY}, started=500.0)]
     lines += [ResumedLine(step=80, newest=100, seconds=1.0), *decisions(range(90, 161, EVERY))]
     lines.append(moved_line(one, 160, (10, 20, 40, 80)))
-    run = run_of(Trace(tuple(lines), 0))
+    return run_of(Trace(tuple(lines), 0))
+
+
+def test_a_composite_that_goes_back_saves_everything_next() -> None:
     parity: dict[str, Any] = {"policy": {"name": "parity", "k": 4}}
     for settings, saved in ((parity, 4), ({**parity, "resume": {"at": "newest"}}, 1)):
-        found = replayed(run, **settings)
+        found = replayed(went_back(), **settings)
         assert [len(decision.saved) for decision in found.committed[10:] if decision.step == 90] == [saved]
         assert found.exposure.unprotected == EVERY
 
 
 def test_under_a_budget_only_what_the_job_went_back_behind_is_saved_next() -> None:
     """As :meth:`monitor.ledger.Ledger.adopt` has it: a full save at each resume might use up all of the budget."""
-    one = movers()
-    lines: list[Line] = [job_line(one, {"every": EVERY}), *decisions(range(EVERY, 101, EVERY))]
-    lines += [moved_line(one, 100, (10, 20, 40, 80)), job_line(one, {"every": EVERY}, started=500.0)]
-    lines += [ResumedLine(step=80, newest=100, seconds=1.0), *decisions(range(90, 161, EVERY))]
-    lines.append(moved_line(one, 160, (10, 20, 40, 80)))
     budget = {"bytes_per_hour": 3600 * 20.0, "burst_seconds": 30.0}  # a layer at every second decision
-    found = replayed(run_of(Trace(tuple(lines), 0)), policy="budget", budget=budget)
+    found = replayed(went_back(), policy="budget", budget=budget)
     newest = {unit: decision.step for decision in found.decisions[:10] for unit in decision.saved}
     assert sorted(newest.values()) == [30, 50, 70, 90]
     first = next(decision for decision in found.decisions[10:] if decision.step == 90)
