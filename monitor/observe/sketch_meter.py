@@ -352,7 +352,8 @@ _FACTS = (torch.Tensor.data_ptr, torch.numel, torch.Tensor.is_contiguous, attrge
 
 def _queued_to_host(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Queue a copy to the host, and return it."""
-    return torch.empty(values.shape, dtype=dtype, pin_memory=values.is_cuda).copy_(values, non_blocking=True)
+    host = torch.empty(values.shape, dtype=dtype, device="cpu", pin_memory=values.is_cuda)
+    return host.copy_(values, non_blocking=True)
 
 
 def _alone(signature: Signature) -> Signature:

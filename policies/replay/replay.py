@@ -90,11 +90,10 @@ class _Replay:
         cut = last is not None and last.commit is None and not last.failed
         if last is None or not cut or following is None or segment.job.observing:
             return True
-        final, first = segment.decisions[-1].line, following.decisions[0].line
-        shown = [first.step - one for one in first.staleness if one is not None]  # the job may go on from memory
-        newest = max((one for one in (following.newest or 0, *shown) if one <= final.step), default=0)
-        known = last.line.step <= newest
-        return step <= newest if known else step < last.line.step and pending.done_at <= final.seconds
+        final = segment.decisions[-1].line
+        if following.newest is not None and last.line.step <= following.newest <= final.step:
+            return step <= following.newest
+        return step < last.line.step and pending.done_at <= final.seconds
 
     def _commit(self, pending: Pending) -> None:
         state = self._state

@@ -118,20 +118,16 @@ class ReplayState:
 
     def begin(self, segment: RunSegment) -> None:
         """Start with the versions that the recorded run began with."""
-        self.versions, self.commits = self._recorded(segment), (commits := segment.decisions[0].line.commits)
+        line, self.versions = segment.decisions[0].line, {}
+        for index, staleness in enumerate(line.staleness):
+            traced, encoding = segment.units[index], line.encoding[index]
+            if staleness is not None and encoding is not None:
+                step, size = line.step - staleness, (traced.nbytes, traced.numel)
+                since, error, nbytes = segment.moves_from(step), line.error[index], line.stored_bytes[index]
+                self.versions[traced.unit] = Version(step, since, encoding, error, nbytes, size)
+        self.commits = commits = line.commits
         self.newest = max((one.step for one in self.versions.values()), default=segment.newest if commits else None)
         self.durable, self.durable_newest = self.versions, self.newest
-
-    def _recorded(self, segment: RunSegment) -> dict[Unit, Version]:
-        """Return the versions that the first decision was shown."""
-        line, found = segment.decisions[0].line, dict[Unit, Version]()
-        columns = zip(segment.units, line.staleness, line.encoding, line.error, line.stored_bytes, strict=False)
-        for traced, staleness, encoding, error, nbytes in columns:
-            if staleness is not None and encoding is not None:
-                step, changes = line.step - staleness, self.changes.get(traced.unit, 0)
-                since, size = segment.moves_from(step), (traced.nbytes, traced.numel)
-                found[traced.unit] = Version(step, since, encoding, error, nbytes, size, changes)
-        return found
 
     def resume(self, segment: RunSegment, goes_back: bool, limited: bool) -> None:
         """Resume where the recorded run did.
@@ -145,8 +141,6 @@ class ReplayState:
         later = {unit for unit, one in self.versions.items() if one.step > start}
         dropped = later if limited else later | {unit.unit for unit in segment.units if unit.moving}
         self.versions = {unit: one for unit, one in self.durable.items() if not (back and unit in dropped)}
-        if self.on_path and segment.decisions[0].line.staleness:
-            self.versions = self._recorded(segment)
 
     def note_changes(self, changed: frozenset[Unit]) -> None:
         """Mark units whose set of parameters changed, so that earlier versions do not cover them."""

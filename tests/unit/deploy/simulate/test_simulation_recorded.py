@@ -22,7 +22,7 @@ from policies.replay.replay import replay
 from policies.replay.state import ReplayResult
 from store.trace import CommitLine, DecisionLine, Trace
 from tests.support.jobs import Job, job
-from tests.support.kept import abandoned, kept_step, memory
+from tests.support.kept import kept_step, memory
 from tests.support.slow import others_slow
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -194,26 +194,20 @@ def test_a_run_that_went_on_from_memory_is_replayed_too(tmp_path: Path, name: st
 @pytest.mark.parametrize("seed", others_slow(range(16)))
 def test_random_runs_of_several_jobs_are_replayed_as_recorded(tmp_path: Path, seed: int) -> None:
     draw, store = random.Random(seed), tmp_path / "store"
-    name = draw.choice(list(POLICIES))
-    settings = {"width": 64, "every": draw.choice((1, 1, 2, 3)), **POLICIES[name]}
+    settings = {"width": 64, "every": draw.choice((1, 1, 2, 3)), **POLICIES[draw.choice(list(POLICIES))]}
     settings["resume"] = {"at": draw.choice(("effective", "newest"))}
-    with_memory = name != "observe" and draw.random() < 0.5
-    if with_memory:
-        settings["memory"] = memory(store)
     for _ in range(draw.randint(2, 4)):
         one, asked_at = Job(store, **settings), draw.randint(1, 12)
         one.ckpt.resume()
         for step in range(1, draw.randint(2, 9) + 1):
-            one.step(flush=with_memory or draw.random() < 0.8)
+            one.step(flush=draw.random() < 0.8)
             if step == asked_at:
                 one.ckpt.save(wait=draw.random() < 0.7)
-        end = draw.choice(("closed", "saved", "killed"))
-        if end != "killed":
-            one.ckpt.close(save=end == "saved")
-        elif with_memory:
-            abandoned(one)
-        else:
+        end = draw.choice(("closed", "saved", "cut off"))
+        if end == "cut off":
             one.ckpt.finish(clean=False)
+        else:
+            one.ckpt.close(save=end == "saved")
     run = run_of(read_trace(store.with_name(store.name + ".trace.jsonl")))
     points = [(segment, point) for segment in run.segments for point in segment.decisions]
     recorded_saves = [

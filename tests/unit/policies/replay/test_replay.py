@@ -271,25 +271,6 @@ def test_the_last_save_of_a_killed_job_counts_if_it_was_resumed(newest: int, kep
         assert len(replayed(run_of(Trace(tuple(back), 0))).committed) == len(found.committed)
 
 
-def test_the_last_save_of_a_killed_job_counts_if_a_job_that_went_on_from_memory_shows_it() -> None:
-    one, shown = movers(), {"error": (0.25,) * 4, "encoding": ("bf16",) * 4, "stored_bytes": (200,) * 4}
-    lines: list[Line] = [job_line(one, {"every": EVERY})]
-    for line in decisions(range(EVERY, 41, EVERY)):
-        lines.append(line.model_copy(update={"saved": dict.fromkeys(range(4), "bf16"), "skipped": None}))
-        if line.step < 40:
-            sizes = dict.fromkeys(range(4), (200, "bf16", 0.25, None))
-            lines.append(CommitLine(step=line.step, seconds=line.seconds, took=0.0, written=800, sizes=sizes))
-    lines += [moved_line(one, 40, (10, 20)), job_line(one, {"every": EVERY}, started=500.0)]
-    lines.append(ResumedLine(step=45, newest=45, seconds=1.0))  # the version in memory, and not a commit
-    first, *others = decisions(range(50, 81, EVERY))
-    lines += [first.model_copy(update={"staleness": (10,) * 4, "drift": (None,) * 4, **shown}), *others]
-    lines.append(moved_line(one, 80, (10, 20)))
-    found = replayed(run_of(Trace(tuple(lines), 0)), policy="full", encoding={"fp32": "bf16"})
-    assert [decision.step for decision in found.committed][:4] == [10, 20, 30, 40]
-    stats = found.decisions[4].stats
-    assert [(shown.staleness, shown.error, shown.stored_bytes) for shown in stats] == [(10, 0.25, 200)] * 4
-
-
 def test_what_is_not_finite_is_not_saved() -> None:
     lines: list[Line] = [job_line(movers(), {"every": EVERY})]
     lines += [
