@@ -131,7 +131,7 @@ class Bounded:
         first, limited = all(one.staleness is None for one in stats), self.bounds.max_drift is not None
         return self._encoded(
             (one, _gated(one, sick, step) or _unversioned(one, first) or _standing(one, step) or self._drifted(one))
-            for one in stats  # mostly none
+            for one in stats  # only those that a row may apply to: mostly none
             if limited or one.staleness is None or one.changed_shape or not one.moving or one.unit.layer in sick
         )
 

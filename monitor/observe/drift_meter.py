@@ -125,7 +125,7 @@ class StagingMeter(DriftMeter, ABC, Generic[R]):
         with self._lock:
             for unit in committed.keys() - self._staged.keys():
                 raise ValueError(f"{unit} is not staged; call stage() before settle()")
-            staged = {unit: self._staged.pop(unit) for unit in committed}  # all of them, whatever fails
+            staged = {unit: self._staged.pop(unit) for unit in committed}  # so an error below leaves none staged
             for unit in filter(committed.get, committed):
                 self._references[unit] = self._staged_reference(unit, staged[unit])
 
@@ -201,7 +201,7 @@ class FrozenMeter(DriftMeter):
 
     def settle(self, committed: Mapping[Unit, bool]) -> None:
         staged = {unit: self._staged.pop(unit, None) for unit in committed}
-        for unit in filter(committed.get, committed):  # first: that of an older version would hide a change
+        for unit in filter(committed.get, committed):  # before what may fail: an older fingerprint would hide a change
             self._refer(unit, staged[unit])
         self._meter.settle(committed)
 
@@ -232,8 +232,11 @@ class BySlotMeter:
         self._of(unit).stage(unit, copies)
 
     def settle(self, committed: Mapping[Unit, bool]) -> None:
-        for meter in {self._of(unit): None for unit in committed}:
-            meter.settle({unit: done for unit, done in committed.items() if self._of(unit) is meter})
+        of_meter: dict[DriftMeter, dict[Unit, bool]] = {}
+        for unit, is_committed in committed.items():
+            of_meter.setdefault(self._of(unit), {})[unit] = is_committed
+        for meter, units in of_meter.items():
+            meter.settle(units)
 
     def _of(self, unit: Unit) -> DriftMeter:
         return self._buffers if unit.slot == BUFFER else self._frozen if unit.slot == FROZEN else self._state
