@@ -357,11 +357,11 @@ class FragmentReader:
         self._base = None if source.base is None else StoredBytes(files, source.base)
         self.at_fault: SaveId = source.part.save  # after an error: the save whose bytes are damaged or cannot be read
 
-    def chunks(self) -> Iterator[Values]:
-        """Yield the values: float32 from lossy encodings, bytes (uint8) of ``entry.dtype`` from raw.
+    def chunks(self, out: Values | None = None) -> Iterator[Values]:
+        """Yield the values: float32 from lossy encodings, in ``out`` if given, bytes of ``entry.dtype`` from raw.
 
         Raises DamagedError, perhaps after the last chunk, if stored bytes are not those written; StorageError."""
-        entry, own = self._source.entry, self._own
+        entry, own, rest = self._source.entry, self._own, out
         encoding, state = encoding_named(entry.encoding), xxhash.xxh3_128()
         base = None if self._base is None else BaseEntry(self._base.read, self._base.packed)
         try:
@@ -369,7 +369,8 @@ class FragmentReader:
             for size, chunk in zip(chunk_sizes(entry.numel), encoded, strict=True):
                 if own.packed:
                     state.update(chunk.data)
-                yield encoding.decode(chunk, size, entry.dtype)
+                yield encoding.decode(chunk, size, entry.dtype, None if rest is None else rest[:size])
+                rest = None if rest is None else rest[size:]
             for stored in (self._base, own):
                 if stored is not None:
                     stored.check()
@@ -420,7 +421,7 @@ class StoredBytes:
 
     def read(self, nbytes: int) -> memoryview:
         """Return the next bytes, fewer only at the end."""
-        data = memoryview(bytearray(min(nbytes, self._entry.nbytes - self._read)))
+        data = np.empty(min(nbytes, self._entry.nbytes - self._read), np.uint8).data
         self._files.read_into(self._path, self._offset + self._read, data)
         self._read += len(data)
         self._hash.update(data)

@@ -468,11 +468,12 @@ def _fetch(
                 target.view(torch.uint8)[start : start + len(read)].copy_(torch.frombuffer(read, dtype=torch.uint8))
         return
     reader, position = FragmentReader(files, copy.source), -copy.source_start
+    direct = target.numel() == entry.numel and target.dtype == torch.float32 and target.device.type == "cpu"
     try:
-        for chunk in reader.chunks():
+        for chunk in reader.chunks(target.numpy() if direct else None):
             values = torch.from_numpy(chunk).view(target.dtype)
             first, after = max(0, -position), min(values.numel(), target.numel() - position)
-            if first < after:
+            if first < after and values.data_ptr() != target[max(0, position) :].data_ptr():
                 target[position + first : position + after] = values[first:after]
             position += values.numel()
     except (DamagedError, StorageError):

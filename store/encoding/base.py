@@ -62,8 +62,8 @@ class Encoding(ABC):
         """Return the lanes of one chunk of ``numel <= CHUNK`` elements, in byte order."""
 
     @abstractmethod
-    def decode(self, data: Bytes, numel: int, dtype: str) -> Values:
-        """Decode one chunk. Raises DamagedError for ``data`` that no encoder writes."""
+    def decode(self, data: Bytes, numel: int, dtype: str, out: Values | None = None) -> Values:
+        """Decode one chunk, a lossy one into ``out``. Raises DamagedError for ``data`` that no encoder writes."""
 
 
 def chunk_sizes(numel: int) -> Iterator[int]:
@@ -131,7 +131,7 @@ class Raw(Encoding):
     def lanes(self, numel: int, dtype: str) -> tuple[Lane, ...]:
         return (Lane(numel, itemsize(dtype)),)
 
-    def decode(self, data: Bytes, numel: int, dtype: str) -> Values:
+    def decode(self, data: Bytes, numel: int, dtype: str, out: Values | None = None) -> Values:  # noqa: ARG002
         """Return the bytes as uint8, for the caller to view: numpy has no type for some dtypes (BF16, F8)."""
         check_size(self, data, numel, dtype)
         return data
@@ -154,9 +154,9 @@ class Float32Encoding(Encoding):
             raise DamagedError(f"encoding {self.name!r} holds no values of dtype {dtype!r}")
         return self._lanes(numel)
 
-    def decode(self, data: Bytes, numel: int, dtype: str) -> Values:
+    def decode(self, data: Bytes, numel: int, dtype: str, out: Values | None = None) -> Values:
         check_size(self, data, numel, dtype)
-        values = np.empty(numel, "<f4")
+        values = np.empty(numel, "<f4") if out is None else out
         self._decode_into(values, data)
         return values
 

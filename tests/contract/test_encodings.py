@@ -123,6 +123,17 @@ def test_sizes_are_known_beforehand_and_errors_within_bounds(readable: Encoding,
 
 
 @pytest.mark.parametrize("numel", SIZES)
+def test_a_chunk_is_decoded_into_the_memory_given(lossy: Encoding, numel: int) -> None:
+    data, out = encode_all(lossy, fitting(lossy, normal(numel))), np.full(numel, np.nan, "<f4")
+    start = 0
+    for chunk, size in zip(split_chunks(data, lossy, numel, "F32"), chunk_sizes(numel), strict=True):
+        found = lossy.decode(chunk, size, "F32", out[start : start + size])
+        assert np.shares_memory(found, out)
+        start += size
+    assert same(out, decode_all(lossy, data, numel))
+
+
+@pytest.mark.parametrize("numel", SIZES)
 def test_torch_gives_the_same_bytes_and_values(lossy: Encoding, numel: int) -> None:
     values = fitting(lossy, normal(numel, seed=numel))
     data, good = in_torch(lossy.name, values)
