@@ -231,19 +231,17 @@ def certify_stored(resolution: Resolution) -> Certificate:
     return replace(certificate, exact=False, as_found=True) if foreign else certificate
 
 
-def certify_record(step: int, record: UnitRecord) -> CertifiedUnit:
-    """Return a unit as the manifest of ``step`` records it."""
+def certify_record(step: int, record: UnitRecord, **found: Any) -> CertifiedUnit:
+    """Return a unit as the manifest of ``step`` records it, except for what was ``found`` otherwise."""
     same = {"layer", "slot", "save", "encoding", "drift", "moving", "nbytes", "error", "bases", "numel"}
     written = record.version.step
-    return CertifiedUnit(
-        **{name: getattr(record, name) for name in same}, step=written, staleness=step - written, fallback=False
-    )
+    recorded = {name: getattr(record, name) for name in same}
+    return CertifiedUnit(**{**recorded, "step": written, "staleness": step - written, "fallback": False, **found})
 
 
 def _certify_unit(step: int, version: Version) -> CertifiedUnit:
-    unit = certify_record(step, version.record)
-    drift = None if version.fallback else unit.drift
-    return replace(unit, encoding=_encoding(version), drift=drift, fallback=version.fallback)
+    changes: dict[str, Any] = {"fallback": True, "drift": None} if version.fallback else {}
+    return certify_record(step, version.record, encoding=_encoding(version), **changes)
 
 
 def _moved(drift: float | None, error: float | None) -> float | None:

@@ -223,6 +223,7 @@ def part_path(save: SaveId, rank: int) -> str:
     return f"{segment_dir(save)}/rank-{rank:05d}.json"
 
 
+@lru_cache(1 << 14)
 def payload_path(save: SaveId, rank: int) -> str:
     """Return the path of a rank's payload."""
     return f"{segment_dir(save)}/rank-{rank:05d}.safetensors"

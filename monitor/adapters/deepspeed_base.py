@@ -317,7 +317,8 @@ class ZeroAdapter(EngineAdapter, ABC):
         places = [FragmentPlace(one.fragment, one.tensor.dtype) for one in [*sliced, *replicated, *self._buffers()]]
         for flat in self.flats():
             state = self._base_optimizer.state.get(flat.tensor, {})
-            planned = optimizer_state.planned_slots(state, flat.tensor, _wanted_slots(flat, slots))
+            live = optimizer_state.slots_of(state, flat.tensor)
+            planned = optimizer_state.planned_slots(state, live, _wanted_slots(flat, slots))
             for slot, dtype in {WEIGHTS: flat.tensor.dtype, **planned}.items():
                 places += [FragmentPlace(Fragment(at.fqn, slot, at.start, at.numel), dtype) for at in flat.placements]
         return [place for place in places if place.fragment.numel]

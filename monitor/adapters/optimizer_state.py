@@ -238,18 +238,16 @@ def slots_of(state: Mapping[str, Any], parameter: torch.Tensor) -> list[str]:
     if not state:
         return []
     shape = parameter.shape
-    tensors = [key for key, value in state.items() if isinstance(value, torch.Tensor) and value.shape == shape]
-    plain = [key for key in tensors if not is_packed(state[key]) and not state[key].requires_grad]
-    return sorted(key for key in plain if key not in _NO_SLOTS)
+    tensors = [(key, value) for key, value in state.items() if isinstance(value, torch.Tensor) and key not in _NO_SLOTS]
+    return sorted(
+        key for key, value in tensors if value.shape == shape and not value.requires_grad and not is_packed(value)
+    )
 
 
-def planned_slots(
-    state: Mapping[str, Any], parameter: torch.Tensor, wanted: Mapping[str, str]
-) -> dict[str, torch.dtype]:
+def planned_slots(state: Mapping[str, Any], live: Sequence[str], wanted: Mapping[str, str]) -> dict[str, torch.dtype]:
     """Return the slots and dtypes that a parameter's state has after :func:`fit_slots`. Changes nothing.
 
-    ``wanted``: slot -> stored dtype. An existing slot keeps its dtype. Raises UnsupportedError for an unknown dtype."""
-    live = slots_of(state, parameter)
+    ``live``: its slots now. ``wanted``: slot -> stored dtype. Raises UnsupportedError for an unknown dtype."""
     return {
         slot: state[slot].dtype if slot in live else torch_dtype(dtype)
         for slot, dtype in wanted.items()
@@ -317,6 +315,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    if tensor.is_contiguous():
+        return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
@@ -393,7 +393,8 @@ def fit_slots(
 ) -> None:
     """Create the slots in ``wanted`` (slot -> dtype) and drop others. ``values``: by slot, see :func:`new_slot`."""
     state = optimizer.state.get(parameter, {})
-    planned, live = planned_slots(state, parameter, wanted), slots_of(state, parameter)
+    live = slots_of(state, parameter)
+    planned = planned_slots(state, live, wanted)
     for slot in live if parameter.numel() else ():  # an empty tensor has nothing in the store and nothing to lose
         if slot not in planned:
             del state[slot]

@@ -362,7 +362,7 @@ def _stored_fragment(index: FragmentIndex[Source], fragment: Fragment, notes: li
     if slot is None:
         notes.append(f"{fragment.fqn}/{fragment.slot} is not in the store and keeps its initial value")
         return None
-    return fragment._replace(slot=slot)
+    return fragment if slot == fragment.slot else fragment._replace(slot=slot)
 
 
 class _Reader:
@@ -417,8 +417,7 @@ class _Reader:
         if host is None:
             self.values[one.place.fragment] = CheckedValues(self._payloads, one.copies)
             return
-        loss = encoding_loss(host, one.place)
-        if loss is not None:
+        if (loss := encoding_loss(host, one.place)) is not None:
             self.rounded.add(loss)
         self.values[one.place.fragment] = host
 
