@@ -227,17 +227,17 @@ def attach_counted(
     counts as one."""
     group = current_group()
     settings, adapter = run_on_all_ranks(group, lambda: (load_config(config), adapter_for(target)))
-    if isinstance(adapter, PyTorchAdapter):
-        adapter.agree(group)
-    adapter, layers = run_on_all_ranks(group, lambda: _find_layers(adapter, settings))
-    if len(adapter.leaders) > 1:
-        layers = join_layers(group.all_gather(layers if group.rank in adapter.leaders else ()))
-    build = partial(_build_job, adapter, settings, layers, state, group, steps=steps)
-    job, metrics, budget_tracker = run_on_all_ranks(group, build)
-    check_same_config(job)
-    if isinstance(job.adapter, SkipFrozenAdapter):
-        job.adapter.agree(group)
-    with job.adapter.cache_lookups():  # nothing changes
+    with adapter.cache_lookups():  # nothing changes
+        if isinstance(adapter, PyTorchAdapter):
+            adapter.agree(group)
+        adapter, layers = run_on_all_ranks(group, lambda: _find_layers(adapter, settings))
+        if len(adapter.leaders) > 1:
+            layers = join_layers(group.all_gather(layers if group.rank in adapter.leaders else ()))
+        build = partial(_build_job, adapter, settings, layers, state, group, steps=steps)
+        job, metrics, budget_tracker = run_on_all_ranks(group, build)
+        check_same_config(job)
+        if isinstance(job.adapter, SkipFrozenAdapter):
+            job.adapter.agree(group)
         local = run_on_all_ranks(group, job.table.local)  # raises now if something cannot be stored
         return _open(job, metrics, budget_tracker, local, unset=config is None)
 
@@ -272,9 +272,8 @@ def _find_layers(adapter: Adapter, settings: Config) -> tuple[Adapter, tuple[Lay
     if settings.frozen == "skip":
         adapter = cast("Adapter", SkipFrozenAdapter(adapter))
     experts, patterns = settings.layers.experts, settings.layers.patterns
-    with adapter.cache_lookups():
-        fqns = list(adapter.tensors())
-        return adapter, find_layers(adapter.module, fqns, experts=experts, patterns=patterns, local=adapter.local)
+    fqns = list(adapter.tensors())
+    return adapter, find_layers(adapter.module, fqns, experts=experts, patterns=patterns, local=adapter.local)
 
 
 def _build_job(
@@ -287,19 +286,18 @@ def _build_job(
     steps: Callable[[], int] | None,
 ) -> tuple[JobContext, Metrics, BudgetTracker]:
     user = UserState(state)
-    with adapter.cache_lookups():
-        state = capture_run_state(adapter, user, adapter.leaders[0]).whole()
-        to_tree(state)  # raises now if something cannot be stored
-        schedules = {key: settings_of(item) for key, item in {**user.schedules, **adapter.objects()}.items()}
-        user.script = user.recorded = Constructed(constructed(state["framework"]), schedules)
-        if any(group["hyper"].get("capturable") for group in state["framework"]["param_groups"]):
-            if settings.copies.mode == "lazy":
-                raise UnsupportedError(
-                    "the optimizer is capturable: a CUDA graph may replay its steps without a call that could wait for "
-                    "the copies of `staging: lazy`. Set `staging: auto`, or capturable=False"
-                )
-            settings = settings.model_copy(update={"staging": settings.copies.model_copy(update={"mode": "eager"})})
-        table = UnitTable(adapter, layers, group)
+    state = capture_run_state(adapter, user, adapter.leaders[0]).whole()
+    to_tree(state)  # raises now if something cannot be stored
+    schedules = {key: settings_of(item) for key, item in {**user.schedules, **adapter.objects()}.items()}
+    user.script = user.recorded = Constructed(constructed(state["framework"]), schedules)
+    if any(group["hyper"].get("capturable") for group in state["framework"]["param_groups"]):
+        if settings.copies.mode == "lazy":
+            raise UnsupportedError(
+                "the optimizer is capturable: a CUDA graph may replay its steps without a call that could wait for "
+                "the copies of `staging: lazy`. Set `staging: auto`, or capturable=False"
+            )
+        settings = settings.model_copy(update={"staging": settings.copies.model_copy(update={"mode": "eager"})})
+    table = UnitTable(adapter, layers, group)
     meter = BySlotMeter(SketchMeter(settings.drift.width, settings.drift.seed))
     policy = settings.bounded_policy()
     observing = isinstance(policy, Observe)
