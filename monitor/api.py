@@ -227,7 +227,7 @@ def attach_counted(
     counts as one."""
     group = current_group()
     settings, adapter = run_on_all_ranks(group, lambda: (load_config(config), adapter_for(target)))
-    with adapter.cache_lookups():  # nothing changes
+    with adapter.cache_lookups():
         if isinstance(adapter, PyTorchAdapter):
             adapter.agree(group)
         adapter, layers = run_on_all_ranks(group, lambda: _find_layers(adapter, settings))
@@ -238,6 +238,7 @@ def attach_counted(
         check_same_config(job)
         if isinstance(job.adapter, SkipFrozenAdapter):
             job.adapter.agree(group)
+    with job.adapter.cache_lookups():  # nothing changes. Until here, state_dict() of the script's objects was called
         local = run_on_all_ranks(group, job.table.local)  # raises now if something cannot be stored
         return _open(job, metrics, budget_tracker, local, unset=config is None)
 

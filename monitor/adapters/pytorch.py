@@ -136,14 +136,13 @@ class PyTorchAdapter(base.OneStage):
     def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[base.FragmentPlace]:
         optimized = {fqn: parameter for fqn, parameter, _ in self._optimized()}
         places = [base.FragmentPlace(one.piece.fragment, one.piece.tensor.dtype) for one in self._replicas(optimized)]
-        named = {place.fragment.fqn: place.fragment for place in places}
         for fqn, parameter in optimized.items():
             state = self.optimizer.state.get(parameter, {})
             live = optimizer_state.slots_of(state, parameter)
             for slot, dtype in optimizer_state.planned_slots(state, live, slots.get(fqn, {})).items():
                 new = slot not in live
-                own = named[fqn]._replace(slot=slot) if new else self._replica(fqn, slot, state[slot]).piece.fragment
-                places.append(base.FragmentPlace(own, dtype, new and optimizer_state.can_take_over(parameter)))
+                fragment = self._replica(fqn, slot, parameter if new else state[slot]).piece.fragment
+                places.append(base.FragmentPlace(fragment, dtype, new and optimizer_state.can_take_over(parameter)))
         return [place for place in places if place.fragment.numel]
 
     def prepare_load(
@@ -152,8 +151,8 @@ class PyTorchAdapter(base.OneStage):
         """Create the slots in ``slots`` that the optimizer lacks, and drop others."""
         for fqn, parameter, _ in self._optimized():
             wanted, live = slots.get(fqn, {}), self.optimizer.state.get(parameter, {})
-            own = self._replica(fqn, WEIGHTS, parameter).piece.fragment
-            found = {slot: values.get(own._replace(slot=slot)) for slot in wanted if slot not in live}
+            new = [slot for slot in wanted if slot not in live]
+            found = {slot: values.get(self._replica(fqn, slot, parameter).piece.fragment) for slot in new}
             optimizer_state.fit_slots(self.optimizer, parameter, wanted, found)
 
     def finish_load(self) -> None:

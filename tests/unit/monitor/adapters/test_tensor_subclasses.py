@@ -156,6 +156,32 @@ def test_a_subclass_of_parameter_is_refused_unless_it_is_left_out(tmp_path: Path
     assert len(open_catalog(LocalFiles(tmp_path / "store")).saves()) == 1
 
 
+def test_a_subclass_that_is_left_out_may_be_in_the_optimizer(tmp_path: Path) -> None:
+    class Quantized(nn.Parameter):
+        """As above."""
+
+    settings = {**CONFIG, "store": str(tmp_path / "store"), "frozen": "skip"}
+
+    def job() -> tuple[nn.Linear, torch.optim.Optimizer, monitor.Checkpointer]:
+        torch.manual_seed(1)
+        model = nn.Linear(4, 4)
+        model.weight = Quantized(torch.ones(4, 4), requires_grad=False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        return model, optimizer, monitor.attach((model, optimizer), settings)
+
+    model, optimizer, ckpt = job()
+    train(model, optimizer)
+    ckpt.step()
+    ckpt.close()
+    resumed, optimizer, ckpt = job()
+    ckpt.resume()
+    assert ckpt.certificate is not None
+    assert ckpt.certificate.exact
+    assert torch.equal(resumed.bias, model.bias)
+    assert set(optimizer.state[resumed.bias]) == {"step", "exp_avg", "exp_avg_sq"}
+    ckpt.close()
+
+
 def test_a_buffer_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     model.register_buffer("mean", torch.ones(4).as_subclass(Tagged))
