@@ -361,7 +361,7 @@ class FragmentReader:
         """Yield the values: float32 from lossy encodings, in ``out`` if given, bytes of ``entry.dtype`` from raw.
 
         Raises DamagedError, perhaps after the last chunk, if stored bytes are not those written; StorageError."""
-        entry, own, rest = self._source.entry, self._own, out
+        entry, own = self._source.entry, self._own
         encoding, state = encoding_named(entry.encoding), xxhash.xxh3_128()
         base = None if self._base is None else BaseEntry(self._base.read, self._base.packed)
         try:
@@ -369,8 +369,8 @@ class FragmentReader:
             for size, chunk in zip(chunk_sizes(entry.numel), encoded, strict=True):
                 if own.packed:
                     state.update(chunk.data)
-                yield encoding.decode(chunk, size, entry.dtype, None if rest is None else rest[:size])
-                rest = None if rest is None else rest[size:]
+                yield encoding.decode(chunk, size, entry.dtype, None if out is None else out[:size])
+                out = None if out is None else out[size:]
             for stored in (self._base, own):
                 if stored is not None:
                     stored.check()
