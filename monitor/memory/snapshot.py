@@ -9,6 +9,7 @@ are committed, and the manifest points to their version on disk. Nothing here kn
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
@@ -228,16 +229,21 @@ class SnapshotStager:
             segment, finish = finish(segment), lambda finished: finished
             self._room.nbytes = sum(len(leaf.data) for leaf in cast("Sequence[Leaf]", segment.run_leaves))
         loan = self.lend(local, arena, slot, allocate)
-        placed, memory = loan.placed, loan.memory
         encoded = {
-            one.fragment: EncodedCopy(source, one.encoding, one.copy(memory), _NO_COPY)
-            for unit, places in placed.by_unit.items()
+            one.fragment: EncodedCopy(source, one.encoding, one.copy(loan.memory), _NO_COPY)
+            for unit, places in loan.placed.by_unit.items()
             if any(one.encoding != RAW for one in places)
             for one, source in zip(places, moving[unit].tensors, strict=True)
             if one.encoding != RAW
         }
-        copying = self._start_copies(moving, placed, memory, encoded)  # last: an error would leave them unfinished
-        return self._version(loan, segment, finish, copying, encoded)
+        version = self._version(loan, segment, finish, AsyncCopy(), encoded)
+        try:
+            self._start_copies(version, moving)
+        except BaseException:
+            with suppress(Exception):
+                version.copying.finish()  # a device may be writing into the payload
+            raise
+        return version
 
     def _version(
         self, loan: "Loan", draft: SegmentDraft, finish: Finish, copy: AsyncCopy, encoded: dict[Fragment, EncodedCopy]
@@ -245,11 +251,10 @@ class SnapshotStager:
         head = self._manifest.manifest(draft.save, draft.store_id, draft.differs) if draft.rank == 0 else None
         return Version(loan, draft, finish, self._room, self._session.token, encoded, head, copy)
 
-    def _start_copies(
-        self, local: Mapping[Unit, LocalUnit], placed: "_Placed", memory: Any, encoded: Mapping[Fragment, EncodedCopy]
-    ) -> AsyncCopy:
+    def _start_copies(self, version: Version, local: Mapping[Unit, LocalUnit]) -> None:
         """Copy buffers at once, since a forward may change them; start the other copies."""
-        copying, base = AsyncCopy(), torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        placed, memory, copying = version.loan.placed, version.loan.memory, version.copying
+        base = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         for unit, part in local.items():
             places = placed.by_unit[unit]
             if unit.slot == BUFFER:
@@ -259,9 +264,8 @@ class SnapshotStager:
             else:
                 raw = [(one, source) for one, source in zip(places, part.tensors, strict=True) if one.encoding == RAW]
                 copying.add([source for _, source in raw], [one.copy(memory) for one, _ in raw])
-        copying.add_encoded(list(encoded.values()))
+        copying.add_encoded(list(version.encoded.values()))
         self._copy_timing.start(copying)
-        return copying
 
     def _placed(self, local: Mapping[Unit, LocalUnit]) -> "_Placed":
         """Place every fragment, unless they are those of the last snapshot."""

@@ -16,6 +16,8 @@ import torch
 
 import monitor.memory.tier
 from monitor.config.load import Config
+from monitor.save.async_copy import AsyncCopy, CopyTiming
+from monitor.save.write_tracker import write_tracker
 from store.catalog import open_catalog
 from store.errors import StorageError
 from store.memory import cleanup
@@ -64,6 +66,31 @@ def test_what_a_users_object_raises_never_reaches_training(
     assert kept_steps(store) == [3], "the version before is still there"
     assert "no version of step 4 in memory" in caplog.text
     assert same(state_in(store), kept)
+    run(one, 2)
+    assert kept_steps(store)[-1] == 7
+    one.ckpt.close(save=False)
+
+
+def test_a_snapshot_that_fails_after_its_copies_began_completes_them(
+    store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They go on otherwise, into memory that the next snapshot takes, and no later copy can track writes."""
+    one = trained(store, 3, every=100)
+    begun = list[AsyncCopy]()
+    start = CopyTiming.start
+
+    def fails_late(timing: CopyTiming, copying: AsyncCopy) -> None:
+        start(timing, copying)
+        begun.append(copying)
+        raise RuntimeError("no stream")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(CopyTiming, "start", fails_late)
+        run(one, 2)
+    assert "no version of step 4 in memory: no stream" in caplog.text
+    tracker = write_tracker()
+    assert begun and all(one._done for one in begun)
+    assert tracker is None or not tracker.in_use.locked()
     run(one, 2)
     assert kept_steps(store)[-1] == 7
     one.ckpt.close(save=False)
