@@ -1,19 +1,6 @@
 """Define units, fragments and save ids, and the names of slots and of the files of a store. Pure values.
 
-No other module builds or parses the names of files:
-
-STORE.json                                format, least reader version, store id
-LOCK                                      held by the job that writes (advisory, this machine only)
-epochs/000003.json                        who owns epoch 3
-epochs/000003.closed.json                 its owner ended cleanly
-segments/00000120-000003/rank-00007.*     payload (.safetensors) and part (.json) of one rank
-manifests/00000120-000003.json            the commit
-proven/00000120-000003.json               resumed from, and a step succeeded
-suspect/00000120-000003.json              jobs that resumed from it died repeatedly
-journal/segments/00000121-000003/rank-*   what one optimizer step was made of, if ``journal:`` is on
-weights/00000120-000003/                  its weights alone, as a store of one commit, after retention deleted it
-LATEST                                    a hint, never trusted
-PROBE                                     in object stores: put once; a second put tests If-None-Match"""
+No other module builds or parses the names of files; docs/store-format.md lists them."""
 
 import re
 from collections.abc import Iterator, Sequence

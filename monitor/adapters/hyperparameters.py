@@ -4,7 +4,7 @@ Training moves some of them: schedulers move ``lr``, OneCycleLR moves ``betas``.
 its step, those that the script had constructed before training, and a resume compares constructed with constructed."""
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial, reduce
 from types import FunctionType, MethodType
@@ -247,13 +247,28 @@ def group_values(groups: Iterable[Mapping[str, Any]], name: str, first: int = 0)
                 yield LiveValue(f"{name}[{index}][{key!r}]", value, stored=stored)
 
 
+def trained_otherwise(
+    saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]], before: Set[str], now: Set[str]
+) -> list[str]:
+    """Return notes on parameters that only the saved groups train, or only the live ones, which are of this rank.
+
+    before, now: parameters that require gradients; now: and that any rank's optimizer holds."""
+    old, new = ({fqn for group in groups for fqn in group["params"]} for groups in (saved, live))
+    trained = before & old
+    found = {"at the save and not now": trained - now, "now and not at the save": (now & new) - trained}
+    return [f"trained {when}: {listed(sorted(names))}" for when, names in found.items() if names and old]
+
+
 def match_groups(saved: Sequence[Mapping[str, Any]], live: LiveGroups) -> list[Mapping[str, Any]]:
     """Return the saved hyperparameters of each live group, matched by the parameters in it, not by position.
 
     Changes nothing. Raises ModelMismatchError if a group has no parameter in the saved state, parameters that were
     saved with different values, or a tensor that the saved value does not fit."""
     hyper_of = {fqn: group["hyper"] for group in saved for fqn in group["params"]}
-    matched = [_hyper_for(index, fqns, hyper_of) for index, (fqns, _) in enumerate(live)]
+    empty = [{} if group["params"] or len(saved) != len(live) else group["hyper"] for group in saved] or [{}]
+    matched = [
+        _hyper_for(index, fqns, hyper_of) if fqns else empty[index % len(empty)] for index, (fqns, _) in enumerate(live)
+    ]
     for index, ((_, group), hyper) in enumerate(zip(live, matched, strict=True)):
         for key, value in hyper.items():
             if key not in _LIVE:
@@ -263,10 +278,14 @@ def match_groups(saved: Sequence[Mapping[str, Any]], live: LiveGroups) -> list[M
 
 def restore_groups(saved: Sequence[Mapping[str, Any]], live: LiveGroups) -> None:
     """Restore saved hyperparameters of live groups. Raises the errors of :func:`match_groups` before any change."""
-    for (_, group), hyper in zip(live, match_groups(saved, live), strict=True):
-        for key, value in hyper.items():
-            if key not in _LIVE:
-                group[key] = _like(group.get(key), value)
+    matched = match_groups(saved, live)
+    for (_, group), hyper in zip(live, matched, strict=True):
+        for key in hyper.keys() - _LIVE:
+            own = group.get(key)
+            if isinstance(own, torch.Tensor):  # torch gives several groups one tensor
+                others = [one for (_, other), one in zip(live, matched, strict=True) if other.get(key) is own]
+                own = own if all(equal(hyper[key], one.get(key)) for one in others) else own.clone()
+            group[key] = _like(own, hyper[key])
 
 
 def _check_same_shape(index: int, key: str, live: Any, value: Any) -> None:
@@ -287,8 +306,6 @@ def _check_same_shape(index: int, key: str, live: Any, value: Any) -> None:
 def _hyper_for(index: int, fqns: Sequence[str], hyper_of: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
     known = [fqn for fqn in fqns if fqn in hyper_of]
     if not known:
-        if not fqns:
-            return {}
         raise ModelMismatchError(
             f"param group {index} (with {fqns[0]}) has no parameter in the saved state; resume with the model and "
             "the optimizer that wrote it"

@@ -313,6 +313,7 @@ class OptimizerAttributes:
         if any(isinstance(value, torch.Tensor) for value in found.values()):
             own = {id(one) for group in self.optimizer.param_groups for one in (*group["params"], *group.values())}
             own |= {id(value) for state in self.optimizer.state.values() for value in state.values()}
+            own |= {id(value) for value in getattr(self.optimizer, "defaults", {}).values()}  # of groups that come
             found = {key: one for key, one in found.items() if not isinstance(one, torch.Tensor) or id(one) not in own}
         return {name: _mark(one) for name, one in found.items()}
 

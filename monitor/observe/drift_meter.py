@@ -145,8 +145,7 @@ class BufferMeter(StagingMeter[bytes]):
     change beside a large mask. Only NaN makes a buffer not finite; a mask's infinities do not."""
 
     def measure(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Measure:
-        floats = (piece for piece in pieces if piece.is_floating_point() or piece.is_complex())
-        finite = not any(bool(piece.isnan().any()) for piece in floats)
+        finite = not any(bool(piece.isnan().any()) for piece in pieces if piece.is_floating_point())
         reference = self._references.get(unit)
         if reference is None:
             return Measure(0.0, 0.0, finite)
@@ -212,7 +211,7 @@ class FrozenMeter(DriftMeter):
 
 class BySlotMeter:
     """Measures buffers with a :class:`BufferMeter`, other units with ``state``, frozen ones through a
-    :class:`FrozenMeter`."""
+    :class:`FrozenMeter`. They see complex values as pairs of real ones."""
 
     def __init__(self, state: DriftMeter) -> None:
         self._state = state
@@ -220,16 +219,16 @@ class BySlotMeter:
         self._frozen = FrozenMeter(state)
 
     def measure_many(self, units: Mapping[Unit, Sequence[torch.Tensor]]) -> dict[Unit, Measure]:
-        return self._state.measure_many({u: pieces for u, pieces in units.items() if self._of(u) is self._state})
+        return self._state.measure_many({u: _real(pieces) for u, pieces in units.items() if self._of(u) is self._state})
 
     def measure(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Measure:
-        return self._of(unit).measure(unit, pieces)
+        return self._of(unit).measure(unit, _real(pieces))
 
     def reset(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> None:
-        self._of(unit).reset(unit, pieces)
+        self._of(unit).reset(unit, _real(pieces))
 
     def stage(self, unit: Unit, copies: Sequence[torch.Tensor]) -> None:
-        self._of(unit).stage(unit, copies)
+        self._of(unit).stage(unit, _real(copies))
 
     def settle(self, committed: Mapping[Unit, bool]) -> None:
         of_meter: dict[DriftMeter, dict[Unit, bool]] = {}
@@ -240,6 +239,12 @@ class BySlotMeter:
 
     def _of(self, unit: Unit) -> DriftMeter:
         return self._buffers if unit.slot == BUFFER else self._frozen if unit.slot == FROZEN else self._state
+
+
+def _real(pieces: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    if not any(map(torch.is_complex, pieces)):
+        return pieces
+    return [torch.view_as_real(one.detach()).view(-1) if one.is_complex() else one for one in pieces]
 
 
 def _fingerprints(pieces: Sequence[torch.Tensor]) -> _Fingerprint:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from monitor.adapters.base import Adapter, FragmentPlace
-from monitor.adapters.hyperparameters import Constructed, reconcile, reconcile_schedule
+from monitor.adapters.hyperparameters import Constructed, reconcile, reconcile_schedule, trained_otherwise
 from monitor.adapters.module_tensors import extra_states
 from monitor.adapters.optimizer_state import NOT_STATE
 from monitor.config.schema import ResumeSettings
@@ -163,6 +163,7 @@ def _check(
         return frozenset({point})
     point = replace(point, state=with_own_scalars(point.state, adapter))
     dropped = run_on_all_ranks(group, partial(_dropped_state, point, plan, adapter, settings, held))
+    trained = _over_ranks(group, run_on_all_ranks(group, partial(_trained_otherwise, point, plan, adapter, held)))
     read = run_on_all_ranks(group, partial(read_fragments, payloads, plan.resolution.index, plan.places))
     bad: frozenset[RejectedVersion] = frozenset().union(*group.all_gather(read.bad))
     if bad:
@@ -172,7 +173,7 @@ def _check(
     unrestored = _over_ranks(group, run_on_all_ranks(group, partial(_unrestored, point, adapter, group, modules)))
     saved = point.state.user
     objects = _over_ranks(group, run_on_all_ranks(group, lambda: [] if saved is None else user.notes(saved)))
-    lost = (*dropped, *rounded, *unrestored, *objects)
+    lost = (*dropped, *trained, *rounded, *unrestored, *objects)
     run_on_all_ranks(group, lambda: _check_run_state(point.state, plan, adapter))
     chosen, notes, constructed = run_on_all_ranks(group, partial(_reconciled, point, plan, user, settings))
     if settings.hyperparameters == "store":
@@ -228,6 +229,12 @@ def _dropped_state(
             "be in a param group and stay frozen. To go on without that state, set `resume: {unused_state: drop}`"
         )
     return [f"the optimizer state of {listed(unused)} was dropped (`unused_state: drop`)"] if unused else []
+
+
+def _trained_otherwise(point: select.ResumePoint, plan: _Plan, adapter: Adapter, held: Set[str]) -> list[str]:
+    infos, saved = adapter.tensors(), plan.resolution.manifest.tensors
+    before, now = ({fqn for fqn, one in found.items() if one.kind == "trainable"} for found in (saved, infos))
+    return trained_otherwise(point.state.framework["param_groups"], plan.before["param_groups"], before, now & held)
 
 
 def _plan(

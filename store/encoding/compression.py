@@ -1,14 +1,8 @@
 """Pack encoded chunks losslessly: zstd (RFC 8878) on byte planes, optionally of the difference to a base chunk.
 
-    frame = u32 length of what follows, then the lanes
-    lane = one plane for each byte of an element; or u8 3 (sparse), a plane of bits, and then planes of the elements
-           that are not 0
-    plane = u8 method (0 stored, 1 zstd, 2 split), u32 length, bytes
-    split = u8 bits (1, 2 or 4), plane of the low bits, plane of the values >> bits unless all of them are 0
-
-Byte k of all elements of a lane makes one plane: signs and exponents of training state repeat and compress, low bytes
-are close to noise. A plane that would not get at least 3 % smaller is stored. Byte planes are the shuffle filter of
-HDF5 and Blosc, applied to model weights by ZipNN (arXiv:2411.05239).
+docs/store-format.md has the layout of a frame. Byte k of all elements of a lane makes one plane: signs and exponents of
+training state repeat and compress, low bytes are close to noise. A plane that would not get at least 3 % smaller is
+stored. Byte planes are the shuffle filter of HDF5 and Blosc, applied to model weights by ZipNN (arXiv:2411.05239).
 
 zstd spends at least one bit on each byte that it does not find repeated. So a plane of mostly small values is split:
 the low bits of 8, 4 or 2 values share a byte, and the rest, mostly 0, takes little. Its planes are not split again.

@@ -3,15 +3,10 @@
 Scales are float32 whose low 8 bits are zero. The product of such a scale with an 8-bit integer is exact in float32, so
 encoding a decoded value gives the same bytes again.
 
-``int8-block`` stores float32 values as signed bytes, one scale for 64 values.
-
-    scale = |largest of the block| / 127, its low 8 bits cut off; 0 where that is below 2**-124
-    code  = value / scale, rounded to the nearest, ties to even; 0 where the scale is 0
-    value = code * scale
-
-It is meant for first moments, whose size matters less than their sign; values far below the largest of their block
-become zero. Refused: NaN and infinities. Block-wise 8-bit state is from Dettmers et al., "8-bit Optimizers via
-Block-wise Quantization" (arXiv:2110.02861); here with linear codes.
+``int8-block`` stores float32 values as signed bytes, one scale for 64 values; docs/encodings.md has the formulas. It is
+meant for first moments, whose size matters less than their sign; values far below the largest of their block become
+zero. Refused: NaN and infinities. Block-wise 8-bit state is from Dettmers et al., "8-bit Optimizers via Block-wise
+Quantization" (arXiv:2110.02861); here with linear codes.
 
 ``int8-sqrt-block`` is only read: earlier releases stored second moments in it, now ``int8-log2`` takes its place.
 

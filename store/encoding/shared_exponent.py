@@ -1,16 +1,7 @@
 """Implement ``int8-shared-exponent``: coarse whole multiples of a power of two, one exponent for 64 values.
 
-    large = the largest magnitude of the block
-    usual = the least of four magnitudes, of which each is the largest of every fourth element of the block
-    scale = the greater of 2**(e - 1), where usual rounded to 2 significant bits is in [2**e, 2**(e + 1)),
-            2**(f - 6), where large rounded to 7 significant bits is in [2**f, 2**(f + 1)), and 2**-124;
-            0 where large is at most half of 2**-124
-    code  = value / scale, rounded to the nearest, ties to even; 0 where the scale is 0
-    value = code * scale
-
-All rounding is to the nearest, ties to even. Codes are within -127 and 127, and are stored as zigzag, so that small
-ones have zeros in their high bits; a scale is stored as its exponent, plus 127, or 0. Most codes are within -3 and 3,
-and take less than three bits once packed.
+docs/encodings.md has the formulas. Codes are within -127 and 127, and are stored as zigzag, so that small ones have
+zeros in their high bits; most are within -3 and 3, and take less than three bits once packed.
 
 It is meant for first moments, of which a resume needs the sign and about the size: a decoded value has the sign of the
 value or is 0, and is at most twice as large, so no update gets larger than that or turns around. ``usual`` ignores

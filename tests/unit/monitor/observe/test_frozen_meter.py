@@ -126,3 +126,39 @@ def test_a_frozen_weight_changed_a_little_is_saved_again_and_then_rests(tmp_path
     report = train(model, optimizer, ckpt)
     assert report is not None and report.saved is not None and Unit("base", FROZEN) in report.saved
     ckpt.close()
+
+
+# ---- complex values
+
+
+@pytest.mark.parametrize("slot", ["fp32", FROZEN])
+@pytest.mark.parametrize("numel", [6, 40_000])
+def test_imaginary_parts_count(slot: str, numel: int) -> None:
+    unit, values = Unit("base", slot), torch.complex(torch.ones(numel), torch.zeros(numel))
+    meter = BySlotMeter(SketchMeter())
+    meter.measure(unit, [values])
+    meter.stage(unit, [values.clone()])
+    meter.settle({unit: True})
+    values.imag += 1
+    measure = meter.measure(unit, [values])
+    assert drift_ratio(measure.moved_sq, measure.reference_sq) == pytest.approx(1.0, rel=0.1) and measure.finite
+    values.imag[3] = torch.nan
+    assert not meter.measure(unit, [values]).finite
+
+
+def test_a_nan_in_an_imaginary_part_never_replaces_a_finite_version(tmp_path: Path) -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.ones(64, 64, dtype=torch.complex64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ckpt = monitor.attach((model, optimizer), {"store": str(tmp_path / "store"), **SETTINGS})
+    ckpt.resume()
+    for step in range(2):
+        model.weight.abs().square().sum().backward()
+        optimizer.step()
+        if step == 1:
+            model.weight.data.imag[0, 0] = torch.nan
+        ckpt.step()
+        ckpt.flush()
+    assert ckpt.save(wait=True, strict=False).saved == {}
+    assert ckpt.resume() == 1 and bool(torch.view_as_real(model.weight.detach()).isfinite().all())
+    ckpt.close(save=False)

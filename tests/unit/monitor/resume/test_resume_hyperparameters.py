@@ -323,3 +323,51 @@ def test_a_store_of_an_older_release_is_compared_where_nothing_can_have_moved() 
     saved = {"optimizer": "AdamW", "param_groups": [{"params": ["w"], "hyper": hyper}]}
     live = [{"params": ["w"], "hyper": {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-6}}]
     assert [note.split(" ")[0] for note in reconcile(saved, live, {"w": live[0]["hyper"]}, "store")[2]] == ["eps"]
+
+
+# ---- values that groups share, and groups without parameters
+
+
+def two_groups(parameters: Iterator[nn.Parameter], **hyper: Any) -> AdamW:
+    first, *others = parameters
+    return AdamW([{"params": [first]}, {"params": others}], **hyper)
+
+
+def empty_group(parameters: Iterator[nn.Parameter], **hyper: Any) -> AdamW:
+    return AdamW([{"params": list(parameters)}, {"params": []}], **hyper)
+
+
+def test_a_tensor_that_torch_gave_to_several_groups_takes_the_value_of_each(tmp_path: Path) -> None:
+    def script() -> Script:
+        return Script(tmp_path / "store", two_groups, lr=torch.tensor(0.25))
+
+    with script() as one:
+        assert one.optimizer.param_groups[0]["lr"] is one.optimizer.param_groups[1]["lr"]
+        one.optimizer.param_groups[1]["lr"] = torch.tensor(0.5)
+        one.steps(1)
+    with script() as two:
+        assert [float(group["lr"]) for group in two.optimizer.param_groups] == [0.25, 0.5] and two.exact
+    with Script(tmp_path / "other", two_groups, lr=torch.tensor(0.25)) as one:
+        one.group["lr"].fill_(0.125)  # as schedules do
+        one.steps(1)
+    with Script(tmp_path / "other", two_groups, lr=torch.tensor(0.25)) as two:
+        first, second = (group["lr"] for group in two.optimizer.param_groups)
+        assert first is second and float(first) == 0.125 and two.exact
+
+
+def test_a_tensor_may_be_replaced_by_another_value(tmp_path: Path) -> None:
+    with Script(tmp_path / "store", lr=torch.tensor(0.25)) as one:
+        one.steps(1)
+        one.group["lr"] = 0.5
+        one.steps(2)
+        assert one.ckpt.save(wait=True).skipped is None
+    with Script(tmp_path / "store", lr=torch.tensor(0.25)) as two:
+        assert two.start == 3 and float(two.group["lr"]) == 0.5
+
+
+def test_a_group_without_parameters_gets_its_values_back(tmp_path: Path) -> None:
+    schedule = partial(lr_scheduler.ExponentialLR, gamma=0.5)
+    with Script(tmp_path / "store", empty_group, schedule) as one:
+        one.steps(2)
+    with Script(tmp_path / "store", empty_group, schedule) as two:
+        assert [group["lr"] for group in two.optimizer.param_groups] == [0.025, 0.025] and two.exact

@@ -5,7 +5,7 @@ that it began with."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +91,75 @@ def test_dropped_if_asked_for_and_not_exact(store: Path, optimizer: type[torch.o
     assert any("0.weight" in problem for problem in one.ckpt.certificate.problems)
     assert one.ckpt.resumed is not None and any("0.weight" in note for note in one.ckpt.resumed.notes)
     one.ckpt.close()
+
+
+# ---- which parameters are trained, and in which groups
+
+
+class Grouped:
+    """Two layers, each in a group of its own, or the second alone, trained without any state of the optimizer."""
+
+    def __init__(self, store: Path, *, alone: bool = False) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        groups = [{"params": list(layer.parameters())} for layer in self.model[int(alone) :]]
+        self.optimizer = torch.optim.SGD(groups, lr=0.01)
+        config = {"store": str(store), "every": 1, "metrics": {"enabled": False}}
+        self.ckpt = monitor.attach((self.model, self.optimizer), config)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(3, 4)).square().mean().backward()
+        self.optimizer.step()
+        self.ckpt.step()
+        self.ckpt.flush()
+
+
+def freeze(one: Grouped) -> None:
+    one.model[0].requires_grad_(False)
+
+
+def take_out(one: Grouped) -> None:
+    one.optimizer.param_groups[0]["params"].pop()
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (freeze, "trained now and not at the save: 0.bias, 0.weight"),
+        (take_out, "trained now and not at the save: 0.bias"),
+    ],
+)
+def test_what_training_changed_in_the_groups_is_not_exact_in_a_script_that_did_not(
+    tmp_path: Path, change: Callable[[Grouped], None], problem: str
+) -> None:
+    one = Grouped(tmp_path / "store")
+    one.ckpt.resume()
+    one.step()
+    change(one)
+    one.step()
+    one.ckpt.close()
+    two = Grouped(tmp_path / "store")
+    assert two.ckpt.resume() == 2
+    assert two.ckpt.certificate is not None and two.ckpt.certificate.problems == (problem,)
+    assert two.ckpt.resumed is not None and problem in two.ckpt.resumed.notes
+    two.ckpt.close(save=False)
+    three = Grouped(tmp_path / "store")
+    change(three)
+    assert three.ckpt.resume() == 2
+    assert three.ckpt.certificate is not None and three.ckpt.certificate.exact
+    three.ckpt.close(save=False)
+
+
+def test_a_group_that_was_added_is_not_exact_in_a_script_without_it(tmp_path: Path) -> None:
+    one = Grouped(tmp_path / "store", alone=True)
+    one.ckpt.resume()
+    one.step()
+    one.optimizer.add_param_group({"params": list(one.model[0].parameters())})
+    one.step()
+    one.ckpt.close()
+    two = Grouped(tmp_path / "store", alone=True)
+    assert two.ckpt.resume() == 2
+    assert two.ckpt.certificate is not None
+    assert two.ckpt.certificate.problems == ("trained at the save and not now: 0.bias, 0.weight",)
+    two.ckpt.close(save=False)
