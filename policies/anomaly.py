@@ -1,20 +1,14 @@
 """Detect weights that moved much further than usual, an early sign of silent corruption. Pure; no clock, no I/O.
 
-A flipped bit in an exponent, a device that computes wrongly or a bad restore changes *one* layer's weights by far more
-than an optimizer does. Each layer is compared with its own past, and that ratio with the other layers:
+Each layer is compared with its own past, and that ratio with the other layers; docs/metrics.md#drift-spikes says how:
 
     bound(t)  = median over its last readings (s, d) of  d * max(1, staleness / s)
     jump(t)   = (drift / bound) / max(1, median of the same over all layers read together)
 
 ``bound`` is the largest drift at this staleness if the layer moves as before, since distances grow at most in
-proportion to steps. Dividing by the median of all layers ignores a learning rate that warms up or restarts, which moves
-all layers. A jump is a **spike** if it is at least ``FACTOR`` and ``SIGMAS`` standard deviations above 1, estimated
-from the 90th percentile of this layer's jumps (robust against a few spikes), with at least ``LEAST`` readings. Jumps
-below 1, as with a decaying learning rate, do not count towards the deviation. Only the first of consecutive spikes is
-reported. With fewer readings, from the third on, a drift is a spike if it is ``EXPLODED``, and as many times the median
-of all layers.
-
-Moments are not checked: one large gradient moves them as far. Their corruption shows in the weights."""
+proportion to steps. Deviations are estimated from the 90th percentile of this layer's jumps (robust against a few
+spikes); jumps below 1, as with a decaying learning rate, do not count. Only the first of consecutive spikes is
+reported."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -4,15 +4,9 @@ docs/store-format.md has the layout of a frame. Byte k of all elements of a lane
 training state repeat and compress, low bytes are close to noise. A plane that would not get at least 3 % smaller is
 stored. Byte planes are the shuffle filter of HDF5 and Blosc, applied to model weights by ZipNN (arXiv:2411.05239).
 
-zstd spends at least one bit on each byte that it does not find repeated. So a plane of mostly small values is split:
-the low bits of 8, 4 or 2 values share a byte, and the rest, mostly 0, takes little. Its planes are not split again.
-
-A lane of which few elements are not 0 is sparse: a bit for each element, the first one lowest, and those elements. So
-are gradients of embeddings, and those that a communication hook leaves.
-
-Differences are taken lane by lane on little-endian integers of the lane's width: subtraction with wrap-around, then
-zigzag as in Protocol Buffers and Parquet, so that small differences of either sign have zeros in their high bytes.
-Widths other than 1, 2, 4 and 8 go byte by byte. When reading, every length is checked before memory is allocated."""
+zstd spends at least one bit on each byte that it does not find repeated. So a plane of mostly small values is split,
+and a lane of which few elements are not 0 is sparse, as are gradients of embeddings. Differences are zigzag, so that
+small ones have zeros in their high bytes. When reading, every length is checked before memory is allocated."""
 
 import struct
 import threading

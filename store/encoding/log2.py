@@ -1,15 +1,8 @@
 """Implement ``int8-log2``: values >= 0 on a fixed logarithmic grid, two levels an octave, one byte a value.
 
-    code  = ((bits + 0x280000) >> 22) - 63 if that is above 0, otherwise 1; 0 for zero
-    value = 2**((code - 191) / 2), rounded to float32; 0 for code 0
-
-``bits`` is the pattern of the float32. The addition moves the borders between codes to 1.1875 and 1.6875 times powers
-of two, so a value becomes the level that is nearest by ratio: value / decoded is between 0.8397 and 1.1933.
-
-It is meant for second moments, whose roots divide the update: no update changes by more than 9.3 % for it, and the
-changes average out. The grid is the same everywhere and at all times, so differences to an earlier save are mostly
-zero. Values below 2**-95 become that level, which is far below the square of any useful epsilon; only zero becomes
-zero.
+docs/encodings.md has the formulas. It is meant for second moments, whose roots divide the update: no update changes by
+more than 9.3 % for it, and the changes average out. The grid is the same everywhere and at all times, so differences to
+an earlier save are mostly zero. Values below 2**-95 become that level; only zero becomes zero.
 
 Refused: negative values (-0.0 counts as 0), NaN, infinities, and values from 1.1875 * 2**32 on. All operations are on
 integers, so results do not depend on the floating-point mode."""
