@@ -151,7 +151,9 @@ class AsyncSum:
     @property
     def done(self) -> bool:
         """Whether :meth:`finish` returns a sum at once. False where it would raise."""
-        return self._work is not None and self._work.is_completed() and self._work.exception() is None
+        with suppress(RuntimeError):  # value() raises where the sum failed; torch warns of exception()
+            return self._work is not None and self._work.is_completed() and self._work.get_future().value() is not None
+        return False
 
     def start(self, values: torch.Tensor) -> None:
         """Begin to sum ``values``, a tensor of its own. Raises CollectiveError."""

@@ -332,3 +332,27 @@ os._exit(0)
 
 def test_a_sum_that_failed_is_not_done(tmp_path: Path) -> None:
     run_ranks(_LOST, tmp_path)
+
+
+_USUAL = """
+import sys
+from pathlib import Path
+import torch.distributed as dist
+rank, path = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+from tests.support.jobs import Job
+job = Job(Path(path).with_name("store"), every=2, preemption={"signals": ["SIGUSR1"]})
+for _ in range(6):
+    job.step()
+job.ckpt.close()
+print("Warning: is seen", file=sys.stderr)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_no_call_that_torch_warns_of(tmp_path: Path) -> None:
+    """As ``Work.exception()``, of which torch itself prints a warning, on every rank."""
+    printed = run_ranks(_USUAL, tmp_path)
+    assert printed.count("Warning: is seen") == 2
+    assert "deprecated" not in printed
