@@ -268,9 +268,14 @@ def to_portable(value: Any) -> Any:
 
 
 def portable_run_states(checkpoint: Checkpoint, ranks: Iterable[int]) -> dict[int, Any]:
-    """Return ``rng`` and ``user`` of each rank in a form that any process can load."""
-    states = checkpoint.run_states
-    return {rank: {"rng": to_portable(states[rank].rng), "user": to_portable(states[rank].user)} for rank in ranks}
+    """Return ``rng``, ``user``, and ``state``, its named objects, of each rank in a form that any process can load."""
+    return {rank: _portable(checkpoint.run_states[rank]) for rank in ranks}
+
+
+def _portable(state: RankState) -> dict[str, Any]:
+    user = to_portable(state.user)
+    named = {name: one for (name, _), one in zip(state.objects or (), user or (), strict=False) if name}
+    return {"rng": to_portable(state.rng), "user": user, "state": named}
 
 
 def config_section(config: Any, *keys: str) -> Mapping[str, Any]:

@@ -4,9 +4,9 @@ DCP is as FSDP2 (``fully_shard``) and torchtitan load it. Keys are those of ``ge
 ``{"model": ..., "optim": ...}``: ``model.FQN``, ``optim.state.FQN.SLOT``, ``optim.param_groups.N.NAME``. torchtitan's
 keys are further names of the same bytes: ``FQN``, ``optimizer.state.FQN.SLOT``, ``optimizer.param_groups.FQN.NAME``.
 Any number of ranks loads it. Weights are in the dtype of the master weights, which a load casts to the model's.
-Counters, random-number states and the user's objects, by rank, are in ``extra.pt``. Hyperparameters and step counts of
-DeepSpeed's Adam variants become those of torch's optimizers, which otherwise refuse or ignore them. The other two files
-are for ``load_state_dict``, where every rank holds everything. Neither needs Driftpoint installed."""
+Counters, random-number states and the user's objects, by rank and name, are in ``extra.pt``. Hyperparameters and step
+counts of DeepSpeed's Adam variants become those of torch's optimizers, which otherwise refuse or ignore them. The other
+two files are for ``load_state_dict``, where every rank holds everything. Neither needs Driftpoint installed."""
 
 import math
 from collections import OrderedDict
@@ -59,8 +59,10 @@ def dcp_layout(checkpoint: Checkpoint, target: Target) -> LayoutResult:
         notes = (*notes, _TORCHTITAN)
     files, metadata = _plan_files(state, target.file_bytes)
     out = [OutFile(name, file) for name, file in files.items()]
-    out += [OutFile(".metadata", metadata), OutFile("extra.pt", PtFile(_extra(checkpoint)))]
-    return LayoutResult(f"step{checkpoint.step}", tuple(out), _LOAD, notes, checkpoint.certificate)
+    kept = {key: checkpoint.framework_state.get(key) for key in ("counters", "lr_scheduler", "loss_scaler")}
+    extra, load = _extra(checkpoint, to_portable({**kept, "client_state": checkpoint.client_state}))
+    out += [OutFile(".metadata", metadata), extra]
+    return LayoutResult(f"step{checkpoint.step}", tuple(out), (*_LOAD, *load), notes, checkpoint.certificate)
 
 
 def _optimizer(checkpoint: Checkpoint, hyper: list[dict[str, Any]]) -> dict[str, Any]:
@@ -141,15 +143,13 @@ def _chunks(
         yield dcp.ChunkStorageMetadata(offsets, sizes), part
 
 
-def _extra(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    state = checkpoint.framework_state
-    return {
-        "save": checkpoint.certificate.save,
-        "step": checkpoint.step,
-        **{key: to_portable(state.get(key)) for key in ("counters", "lr_scheduler", "loss_scaler")},
-        "client_state": to_portable(checkpoint.client_state),
-        "ranks": checkpoints.portable_run_states(checkpoint, checkpoint.run_states),
-    }
+def _extra(checkpoint: Checkpoint, more: Mapping[str, Any]) -> tuple[OutFile, tuple[str, ...]]:
+    """Plan ``extra.pt``. Return also the line that loads the user's objects of rank 0, if there are any."""
+    ranks = checkpoints.portable_run_states(checkpoint, checkpoint.run_states)
+    extra = {"save": checkpoint.certificate.save, "step": checkpoint.step, **more, "ranks": ranks}
+    key = next((key for key in ("state", "user") if ranks.get(0, {}).get(key)), None)
+    load = () if key is None else (f"objects = torch.load({{out:extra.pt}})['ranks'][0]['{key}']",)
+    return OutFile("extra.pt", PtFile(extra)), load
 
 
 def torch_hyper(checkpoint: Checkpoint) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
@@ -243,18 +243,17 @@ def torch_layout(checkpoint: Checkpoint, _: Target) -> LayoutResult:
     """Plan the files of a model and an optimizer that every rank holds whole."""
     # As in ``model.state_dict()``, tied tensors are under each of their names.
     model = OrderedDict(share_tied(canonical_names(checkpoint), lambda fqn: plan_parameter(checkpoint, fqn)))
-    ranks = checkpoints.portable_run_states(checkpoint, checkpoint.run_states)
-    extra = {"save": checkpoint.certificate.save, "step": checkpoint.step, "ranks": ranks}
+    extra, load_extra = _extra(checkpoint, {})
     members = sorted({group.get("member", 0) for group in checkpoint.framework_state["param_groups"]})
     names = {member: f"optimizer.{member}" if len(members) > 1 else "optimizer" for member in members}
     files = (
         OutFile("model.pt", PtFile(model)),
         *(OutFile(f"{name}.pt", PtFile(optimizer_state(checkpoint, member))) for member, name in names.items()),
-        OutFile("extra.pt", PtFile(extra)),
+        extra,
     )
     objects = {"model": "model", **{name: name.replace(".", "[") + "]" * ("." in name) for name in names.values()}}
     load = tuple(f"{item}.load_state_dict(torch.load({{out:{name}.pt}}))" for name, item in objects.items())
-    return LayoutResult(f"step{checkpoint.step}", files, load)
+    return LayoutResult(f"step{checkpoint.step}", files, (*load, *load_extra))
 
 
 def optimizer_state(checkpoint: Checkpoint, member: int = 0) -> dict[str, Any]:

@@ -9,14 +9,19 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import monitor
 from merger.io.output_dir import CERTIFICATE
+from merger.layouts.base import Target
 from merger.merge import merge
+from merger.plan import Request, open_request, plan_merge
 from store.errors import MergeError, NoStoreError, NothingToResumeError, StorageError, UnsupportedError, UsageError
 from store.names import SaveId, Unit
+from tests.support.jobs import Job
 from tests.support.plain_stores import PlainStore, digest_of, rebuilt, same
 from tests.support.slow import others_slow
 from tests.support.stores import FakeLayer, flip_byte
@@ -74,6 +79,25 @@ def test_the_rest_of_the_run_state(store: PlainStore, tmp_path: Path) -> None:
     ]
     kind, words, position = extra["ranks"][1]["rng"]["numpy"]
     assert (kind, words.tolist(), words.dtype, position) == ("MT19937", [0, 1, 2, 3], torch.uint32, 3)
+
+
+@pytest.mark.parametrize("layout", ["torch", "dcp"])
+@pytest.mark.parametrize("named", [True, False])
+def test_objects_of_the_script_are_named_as_in_state(tmp_path: Path, layout: str, named: bool) -> None:
+    schedule, loop = monitor.LoopState(at=3), monitor.LoopState(values=torch.arange(4.0), best=0.5)
+    job = Job(tmp_path / "store", {"schedule": schedule, "{loop}": loop} if named else [schedule, loop])  # type: ignore[arg-type]
+    job.step()
+    job.ckpt.close()
+    request = Request(tmp_path / "store", target=Target(layout))
+    plan = plan_merge(open_request(request), request)
+    out = merge(tmp_path / "store", tmp_path / "out", target=Target(layout)).out
+    own = torch.load(out / "extra.pt", weights_only=True)["ranks"][0]
+    assert [one.keys() for one in own["user"]] == [{"at"}, {"values", "best"}]
+    assert list(own["state"]) == (["schedule", "{loop}"] if named else [])
+    namespace: dict[str, Any] = {"torch": torch}
+    exec(next(line for line in plan.load(out) if "extra.pt" in line), namespace)
+    monitor.LoopState.load_state_dict(loop, namespace["objects"]["{loop}" if named else 1])
+    assert loop.best == 0.5 and torch.equal(loop.values, torch.arange(4.0))
 
 
 def test_a_composite_holds_what_its_certificate_names(store: PlainStore, tmp_path: Path) -> None:
