@@ -38,6 +38,15 @@ from store.text import counted
 
 _log = logging.getLogger("driftpoint")
 
+
+def _name(record: logging.LogRecord) -> bool:
+    """Put our name before what Python itself prints where no logging is configured. Records of handlers stay as is."""
+    record.msg = record.msg if _log.hasHandlers() else f"driftpoint: {record.msg}"
+    return True
+
+
+_log.addFilter(_name)
+
 _DECISIONS_WITHOUT_COMMIT = 3
 _PATIENCE = 60.0  # seconds in which the first save may be the reason for that
 _NAMED = 6  # maximum number of units named in a log line
@@ -135,11 +144,8 @@ class SaveLog(SaveListener):
         step, dropped = event.save.step, event.drawn.dropped
         self._held, self._newest = step, event.save
         if dropped:
-            _log.error(
-                "health gate: NaN or Inf in %s at step %d; the versions before are kept",
-                ", ".join(str(unit) for unit in dropped[:_NAMED]),
-                step,
-            )
+            names = ", ".join(str(unit) for unit in dropped[:_NAMED])
+            _log.error("health gate: NaN or Inf in %s at step %d; the versions before are kept", names, step)
         level, late = (logging.WARNING, "preempted: ") if self._unfinished else (logging.INFO, "")
         _log.log(level, "%scommitted step %d: %d bytes, %.2f s", late, step, event.written_bytes, event.seconds)
 

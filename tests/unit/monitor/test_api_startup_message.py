@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from monitor.config.load import load_config
 from monitor.events import DecisionEvent
 from monitor.telemetry.log import SaveLog, log_startup
 from store.location import Mount
+from tests.support.cli import environment
 from tests.support.internals import job_of
 from tests.support.jobs import Model
 
@@ -188,3 +191,30 @@ def test_a_layer_is_no_layers(capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Linear(3, 2)
     monitor.attach((model, torch.optim.SGD(model.parameters())), QUIET).close()
     assert "saving all of 1 layer (8 parameters" in capsys.readouterr().err
+
+
+_WARNS = """
+import logging, sys
+exec(sys.argv[1])
+import monitor.telemetry.log as log
+log.warn_of_beginning("100% %s")
+logging.getLogger("other").warning("theirs")
+"""
+
+
+@pytest.mark.parametrize(
+    ("configured", "expected"),
+    [
+        ("", "driftpoint: training begins"),
+        ("logging.basicConfig()", "WARNING:driftpoint:training begins"),
+        ("logging.getLogger('driftpoint').addHandler(logging.StreamHandler())", "training begins"),
+        ("logging.basicConfig(format='%(name)s %(message)s')", "driftpoint training begins"),
+    ],
+)
+def test_a_warning_has_our_name_where_logging_is_not_configured(configured: str, expected: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _WARNS, configured], check=True, capture_output=True, text=True, env=environment()
+    )
+    first, second = done.stderr.splitlines()
+    assert first.startswith(f"{expected} from nothing: there is no commit in 100% %s. ")
+    assert "driftpoint" not in second and second.endswith("theirs")
