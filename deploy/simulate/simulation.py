@@ -17,6 +17,7 @@ from policies.replay.replay import replay
 from policies.replay.state import ReplayResult
 from store.errors import UsageError, system_errors
 from store.names import WEIGHTS
+from store.text import listed
 from store.trace import Trace, opened, read_lines
 
 BASELINE = "full, raw"
@@ -174,7 +175,10 @@ def simulated(
         if known and plans.same_configuration(one.config, recorded) and not replayed.as_recorded:
             notes.append(f"{one.name}: this is the recorded configuration, but the replay differs from the recording")
         if replayed.exposure.unknown:
-            notes.append(f"{one.name}: some layer slots have no movement in the trace and are left out")
+            notes.append(
+                f"{one.name}: {listed(replayed.exposure.left_out)}: the trace of a job has no distance from an earlier "
+                "version of theirs (it ended too soon, or they were never saved), so they are left out there"
+            )
     compared = over(summaries, latest_first(one.replayed.timeline for one in summaries))
     return Simulation(run, compared, tuple(dict.fromkeys((*notes, *_window_notes(compared)))))
 
@@ -216,28 +220,22 @@ def _at(bytes_per_second: float) -> Fitted:
     return found
 
 
-def _notes(trace: Trace, run: Run, recorded: Config, costs: Costs | None) -> list[str]:
-    found = []
+def _notes(trace: Trace, run: Run, recorded: Config, costs: Costs | None) -> Iterator[str]:
     if not plans.knows_policy(run):
-        found.append(
-            "the recorded policy is not built in, and a trace must not run code: name it with --policy to replay it"
-        )
+        yield "the recorded policy is not built in, and a trace must not run code: name it with --policy to replay it"
     if trace.skipped:
-        found.append(f"{trace.skipped} lines of the trace are torn or of a later release and are skipped")
+        yield f"{trace.skipped} lines of the trace are torn or of a later release and are skipped"
     if not any(segment.moved for segment in run.segments):
-        found.append(
+        yield (
             "the trace holds no movement over several ages (`trace: {anchors: ...}` was 0): "
             "drift is taken to grow like age^0.75 from the one age that was recorded"
         )
     if costs is None and run.costs.write.cost(1e9) == 0.0:
-        found.append(
-            "nothing was written in this run, so save durations are unknown and taken as 0: give --storage-gbps"
-        )
+        yield "nothing was written in this run, so save durations are unknown and taken as 0: give --storage-gbps"
     if (costs is None or costs.stall is run.costs.stall) and any(segment.job.observing for segment in run.segments):
-        found.append("an observing run copies nothing, so the stall is that of measuring alone: give --copy-gbps")
+        yield "an observing run copies nothing, so the stall is that of measuring alone: give --copy-gbps"
     if recorded.encode == "staging":
-        found.append("stall is computed from raw bytes, though this run copied encoded ones")
-    return found
+        yield "stall is computed from raw bytes, though this run copied encoded ones"
 
 
 def over(summaries: Sequence[Summary], since: Position | None) -> tuple[Summary, ...]:

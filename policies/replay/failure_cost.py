@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from policies.budget import LAG
 from policies.replay.movement import Movement, Vector
-from store.names import BUFFER, FROZEN, WEIGHTS
+from store.names import BUFFER, FROZEN, WEIGHTS, Unit
 from store.trace import TracedUnit
 
 
@@ -48,6 +48,7 @@ class Exposure:
     rewound: Spread = field(default_factory=Spread)  # ``lost`` plus the weights' staleness, weighted by pace and size
     unprotected: float = 0.0  # steps without any commit
     unknown: int = 0  # units in intervals whose movement is unknown; they are left out
+    left_out: dict[Unit, None] = field(default_factory=dict)  # these units
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,10 @@ class Exposed:
     def __init__(self, units: Sequence[TracedUnit], movement: Movement, sums: Exposure) -> None:
         self._movement = movement
         self._sums = sums
-        counted = [unit.moving and unit.slot not in (BUFFER, FROZEN) for unit in units]
-        self._counted = np.array(counted, dtype=bool)
-        self._slots = {
-            slot: np.array([one and unit.slot == slot for one, unit in zip(counted, units, strict=True)])
-            for slot in sorted({unit.slot for one, unit in zip(counted, units, strict=True) if one})
-        }
+        self._units = [unit.unit for unit in units]
+        self._counted = np.array([unit.moving and unit.slot not in (BUFFER, FROZEN) for unit in units], dtype=bool)
+        slots = np.array([unit.slot for unit in units], dtype=object)
+        self._slots = {slot: self._counted & (slots == slot) for slot in sorted(set(slots[self._counted]))}
         layers = {layer: index for index, layer in enumerate(dict.fromkeys(unit.layer for unit in units))}
         self._layer = np.array([layers[unit.layer] for unit in units], dtype=np.int64)
         self._layers = len(layers)
@@ -101,7 +100,9 @@ class Exposed:
 
     def _add(self, scale: Vector, mean: Vector, worst: Vector, steps: float) -> None:
         known = self._counted & np.isfinite(mean)
-        self._sums.unknown += int((self._counted & ~known).sum())
+        left_out = np.flatnonzero(self._counted & ~known)
+        self._sums.unknown += left_out.size
+        self._sums.left_out |= dict.fromkeys(self._units[at] for at in left_out)
         totals = [0.0, 0.0]
         for slot, chosen in self._slots.items():
             among = chosen & known

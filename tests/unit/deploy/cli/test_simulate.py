@@ -236,3 +236,17 @@ def test_an_interval_that_varied_is_replayed_as_it_was(here: Here, tmp_path: Pat
     trace = write_trace(trace_of(movers, steps, **auto), tmp_path / "trace")
     shown = here("simulate", trace, "-p", "full", "-p", "{every: 40}", "--json").json
     assert [one["saves"] for one in shown["configurations"]] == [len(steps), len(steps), 12]
+
+
+def test_layer_slots_without_movement_are_named(here: Here, trace: Path) -> None:
+    def cut(line: str) -> str:
+        content = json.loads(line)
+        if content["kind"] == "moved":
+            content["since"] = {at: [None, *values[1:]] for at, values in content["since"].items()}
+        return json.dumps(content) + "\n"
+
+    assert "left out" not in here("simulate", trace, "--policy", "full").out
+    trace.write_text("".join(map(cut, trace.read_text().splitlines())))
+    answer = here("simulate", trace, "--policy", "full")
+    text = " ".join(answer.out.split())
+    assert f"full, raw: {Unit('layers.0', WEIGHTS)}: the trace of a job has no distance from an earlier version" in text
