@@ -23,7 +23,7 @@ from monitor.decide.budget_tracker import BudgetTracker
 from monitor.decide.schedule import schedule_for
 from monitor.distributed import Group, current_group, run_on_all_ranks
 from monitor.events import Listeners
-from monitor.huggingface.accelerator import is_accelerator, prepared_objects
+from monitor.huggingface.accelerator import StepCounter, is_accelerator, prepared_objects
 from monitor.observe.drift_meter import BySlotMeter
 from monitor.observe.layers import Layer, find_layers, join_layers
 from monitor.observe.sketch_meter import SketchMeter
@@ -309,7 +309,8 @@ def _build_job(
     tracer = TraceRecorder(settings, job_line, group, table, metrics)
     pace = schedule_for(settings.every, settings.auto, settings.bounds.max_staleness, group.world_size, metrics)
     daemon = DaemonClient(settings.daemon, settings.memory.path, metrics, settings.metrics.security())
-    check_rng(adapter, tracer, settings.trace_path(), group)
+    page = "huggingface.md" if isinstance(steps, StepCounter) else "loops.md"
+    check_rng(adapter, tracer, settings.trace_path(), group, page)
     listeners = Listeners(budget_tracker, pace, metrics, SaveLog(settings, group.rank), tracer, daemon)
     job = JobContext(settings, inner, group, adapter, table, meter, user, pace, listeners, observing, steps)
     job.ledger.full_after_rollback = not settings.budget.limited

@@ -378,13 +378,13 @@ def _has_scaler() -> bool:
 _TAIL = 4 << 20  # bytes at the end of a trace in which the line of a step is looked for
 
 
-def check_rng(adapter: Adapter, recorder: TraceRecorder, path: Path | None, group: Group) -> None:
+def check_rng(adapter: Adapter, recorder: TraceRecorder, path: Path | None, group: Group, page: str) -> None:
     """Compare where a resumed loop draws random numbers with where the saved run drew them, and warn once.
 
     A resume restores the generators. A loop that has drawn more or less than the saved run when its next optimizer step
     begins holds something that was not handed over: a batch fetched ahead, an iterator that begins anew. After each
     save, the state of rank 0's generators at the next optimizer step goes into the drift trace, as a digest. Those of
-    devices are not compared, nor python's, which libraries draw from. path: of the trace."""
+    devices are not compared, nor python's, which libraries draw from. path: of the trace. page: of the docs."""
 
     def before_update() -> None:
         saved, resumed = recorder.saved_step, recorder.resumed_step
@@ -399,7 +399,7 @@ def check_rng(adapter: Adapter, recorder: TraceRecorder, path: Path | None, grou
             _log.warning(
                 "after this resume the loop has drawn more or fewer random numbers than the saved run had at the same "
                 "optimizer step, so it does not go on as that run did: does it fetch a batch ahead, or begin an "
-                "iterator anew? See docs/loops.md"
+                f"iterator anew? It is harmless where nothing random follows. See docs/{page}"
             )
 
     if group.rank == 0 and path is not None:

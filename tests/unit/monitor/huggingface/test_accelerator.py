@@ -64,3 +64,30 @@ def test_a_step_that_the_scaler_skips_counts(tmp_path: Path, caplog: pytest.LogC
         (None, False), (1, False), (None, False), (2, True), (None, True), (3, False), (None, False), (4, False),
     ]  # fmt: skip
     assert NOTICE not in caplog.text
+
+
+@pytest.mark.parametrize("accelerated", [True, False])
+def test_other_random_numbers_after_a_resume_name_the_page(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, accelerated: bool
+) -> None:
+    settings: dict[str, Any] = {"store": str(tmp_path / "store"), "every": 2, "metrics": {"enabled": False}}
+    for resumed in (False, True):
+        model = nn.Linear(3, 1)
+        target: Any = (model, torch.optim.AdamW(model.parameters()))
+        optimizer = target[1]
+        if accelerated:
+            target = new_accelerator(1)
+            _, optimizer = target.prepare(model, optimizer)
+        ckpt = monitor.attach(target, settings)
+        assert ckpt.resume() == 2 * resumed
+        torch.rand(int(resumed))
+        for _ in range(3):
+            model(torch.ones(2, 3)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ckpt.step()
+            ckpt.flush()
+        ckpt.close(save=False)
+        assert ("random numbers" in caplog.text) == resumed
+    page = "huggingface" if accelerated else "loops"
+    assert f"It is harmless where nothing random follows. See docs/{page}.md" in caplog.text
