@@ -30,9 +30,7 @@ class Bounds:
     max_drift: float | None = None  # of a unit that a decision leaves unsaved; it keeps growing until the next one
     precision: Literal["exact", "any"] = "exact"  # exact: lossless encodings only
     interval: int | None = None
-    whole_layers: bool = (
-        False  # save all moving slots of a layer or none: the journal brings forward what is of one step
-    )
+    whole_layers: bool = False  # all moving slots of a layer or none: the journal brings forward what is of one step
 
     def __post_init__(self) -> None:
         check_one_of("bounds", "precision", self.precision, ("exact", "any"))
@@ -70,19 +68,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Bounded:
-    """A policy inside bounds; a policy itself. For each unit the first row that applies decides:
-
-    ===  ==================================================  =======================================
-    1    a slot of its layer has NaN or infinity             skipped: what is committed stays
-    2    no unit has a version                               saved: the first save is full
-    2    it has no version, or other parameters than it had  saved
-    3    does not move, and its version holds (drift 0, or   skipped, however old
-         not measured)
-    3    does not move, and yet has drift                    saved: someone changed it
-    4    drift > max_drift, or drift not known               saved
-    4    staleness + interval > max_staleness                saved
-    5    otherwise                                           as the inner policy says
-    ===  ==================================================  =======================================
+    """A policy inside bounds; a policy itself. For each unit the first row that applies of docs/policies.md#bounds decides.
 
     What is to be stored raw, and moves, is stored as ``encodings`` (slot -> encoding) has it, but for what policy
     ``budget`` chose, which weighs raw against other encodings itself. Where max_staleness demands what the inner policy
