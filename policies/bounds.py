@@ -68,7 +68,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Bounded:
-    """A policy inside bounds; a policy itself. For each unit the first row that applies of docs/policies.md#bounds decides.
+    """A policy inside bounds; a policy itself. The first row of docs/policies.md#bounds that applies to a unit decides.
 
     What is to be stored raw, and moves, is stored as ``encodings`` (slot -> encoding) has it, but for what policy
     ``budget`` chose, which weighs raw against other encodings itself. Where max_staleness demands what the inner policy
