@@ -243,17 +243,13 @@ def torch_layout(checkpoint: Checkpoint, _: Target) -> LayoutResult:
     """Plan the files of a model and an optimizer that every rank holds whole."""
     # As in ``model.state_dict()``, tied tensors are under each of their names.
     model = OrderedDict(share_tied(canonical_names(checkpoint), lambda fqn: plan_parameter(checkpoint, fqn)))
-    extra, load_extra = _extra(checkpoint, {})
+    extra, more = _extra(checkpoint, {})
     members = sorted({group.get("member", 0) for group in checkpoint.framework_state["param_groups"]})
     names = {member: f"optimizer.{member}" if len(members) > 1 else "optimizer" for member in members}
-    files = (
-        OutFile("model.pt", PtFile(model)),
-        *(OutFile(f"{name}.pt", PtFile(optimizer_state(checkpoint, member))) for member, name in names.items()),
-        extra,
-    )
+    files = [OutFile(f"{name}.pt", PtFile(optimizer_state(checkpoint, member))) for member, name in names.items()]
     objects = {"model": "model", **{name: name.replace(".", "[") + "]" * ("." in name) for name in names.values()}}
     load = tuple(f"{item}.load_state_dict(torch.load({{out:{name}.pt}}))" for name, item in objects.items())
-    return LayoutResult(f"step{checkpoint.step}", files, (*load, *load_extra))
+    return LayoutResult(f"step{checkpoint.step}", (OutFile("model.pt", PtFile(model)), *files, extra), (*load, *more))
 
 
 def optimizer_state(checkpoint: Checkpoint, member: int = 0) -> dict[str, Any]:

@@ -195,12 +195,11 @@ class SaveLog(SaveListener):
             )
         else:
             reason, intact = SKIP_REASONS.get(event.skipped, event.skipped), newest_text(event.newest)
+            text = "preempted: nothing new is saved at step %d: %s; %s"
             if event.skipped == "busy":  # the process waits for it as long as it may
-                self._unfinished = True
+                self._unfinished, text = True, "preempted: step %d is not committed yet: %s; %s"
                 intact += ". The save that is being written may still be committed before the process ends"
-                _log.error("preempted: step %d is not committed yet: %s; %s", step, reason, intact)
-            else:
-                _log.error("preempted: nothing new is saved at step %d: %s; %s", step, reason, intact)
+            _log.error(text, step, reason, intact)
 
 
 def _kind(certificate: Certificate) -> str:

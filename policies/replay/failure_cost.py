@@ -71,8 +71,7 @@ class Exposed:
         self._counted = np.array([unit.moving and unit.slot not in (BUFFER, FROZEN) for unit in units], dtype=bool)
         slots = np.array([unit.slot for unit in units], dtype=object)
         self._slots = {slot: self._counted & (slots == slot) for slot in sorted(set(slots[self._counted]))}
-        layers = {layer: index for index, layer in enumerate(dict.fromkeys(unit.layer for unit in units))}
-        self._layer = np.array([layers[unit.layer] for unit in units], dtype=np.int64)
+        layers, self._layer = np.unique([unit.layer for unit in units], return_inverse=True)
         self._layers = len(layers)
         self._weights = self._slots.get(WEIGHTS, np.zeros(len(units), dtype=bool))
         self._numel = np.array([max(1, unit.numel or unit.nbytes // 4) for unit in units], dtype=np.float64)
