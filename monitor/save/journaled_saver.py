@@ -72,7 +72,7 @@ class JournaledSaver(Saver):
         self._journal = session.files.below(JOURNAL)
         self._recorder: BackgroundWorker[None] = BackgroundWorker(f"driftpoint-journal-{job.group.rank}")
         self._names: frozenset[str] = frozenset()  # of the present state; none if the journal cannot go on from it
-        self._at = -1  # step of the present state
+        self._at = -1  # step of the present state; -1 before the first step, save or resume
         self._step = _Step()
         self._changes = self._updates = 0  # calls that change the state, and those of them that are optimizer steps
         self._versions: object = None
@@ -122,7 +122,8 @@ class JournaledSaver(Saver):
         lent: Mapping[Unit, list[torch.Tensor]] = MappingProxyType({}),
     ) -> int:
         staged = super().begin(step, decided, local, lent)
-        if step == self._at:
+        if self._at in (-1, step):
+            self._at = step
             if not self._names or self._is_whole():  # otherwise the record of that name leads to another state
                 self._names |= {SaveId(step, self._session.epoch).name}
             self._mark()

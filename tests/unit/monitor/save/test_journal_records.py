@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from monitor.adapters.pytorch import PyTorchAdapter
 from store.catalog import open_catalog
 from store.errors import FencedError
 from store.journal import prune_journal
@@ -27,6 +28,38 @@ def test_records_go_once_two_commits_do_not_need_them(tmp_path: Path) -> None:
     again = Job(seed=2)
     again.run(again.attach(tmp_path), 18)
     assert [int(one.name[:8]) for one in records(tmp_path)] == list(range(9, 19))
+
+
+@pytest.mark.parametrize("policy", ["full", {"name": "parity", "k": 2}], ids=str)
+@pytest.mark.parametrize("counted", [None, 7], ids=["from 0", "from 7"])
+def test_the_journal_begins_at_a_save_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, counted: int | None, policy: Any
+) -> None:
+    """Of a new job, and of one whose engine made steps before it had this store."""
+    job, made = Job(), counted or 0
+    for _ in range(made):
+        job.train_one_step()
+    with monkeypatch.context() as patch:
+        if counted is not None:
+            patch.setattr(PyTorchAdapter, "completed_steps", lambda _: made)
+        ckpt = job.attach(tmp_path, every=100, policy=policy)
+        assert ckpt.resume() == made
+        ckpt.save(wait=True)
+        for _ in range(3):
+            job.train_one_step()
+            made += 1
+            ckpt.step()
+            ckpt.flush()
+        kept = copy.deepcopy(job.state())
+        ckpt.finish(clean=False)
+    assert [int(one.name[:8]) for one in records(tmp_path)] == list(range(made - 2, made + 1))
+    again = Job(seed=2)
+    ckpt = again.attach(tmp_path, every=100, policy=policy)
+    assert ckpt.resume() == made
+    assert ckpt.certificate is not None
+    assert ckpt.certificate.exact
+    assert same(again.state(), kept)
+    ckpt.finish(clean=False)
 
 
 def test_records_that_a_composite_needs_stay(tmp_path: Path) -> None:
