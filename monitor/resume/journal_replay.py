@@ -108,6 +108,7 @@ def chain_of(
     catalog: Catalog,
     resolution: Resolution,
     bad: Set[RejectedVersion],
+    unled: Mapping[SaveId, str],
     *,
     journal: Catalog,
     job: JobContext,
@@ -115,15 +116,16 @@ def chain_of(
 ) -> Chain | frozenset[SaveId] | None:
     """Return the records that continue a commit, the same on all ranks. Collective.
 
-    Return the commits to pass over if slots of it are damaged, and records bring an older commit to its step; or if an
-    older one is the way to ``step``. Raises NothingToResumeError if none is."""
+    Return the commits to pass over if slots of it are damaged, or the run state that its records continue (``unled``),
+    and records bring an older commit to its step; or if an older one is the way to ``step``. Raises
+    NothingToResumeError if none is."""
     wanted = resolution.manifest.step if step is None else step
 
     def find() -> Chain | frozenset[SaveId] | None:
         found, passed = resolution, set[SaveId]()
         while True:
-            chain = _find_chain(journal, job, found, step)
-            if step is None and not passed and (chain is not None or not found.fallbacks):
+            chain = None if found.manifest.save in unled else _find_chain(journal, job, found, step)
+            if step is None and not passed and (chain is not None or not (found.fallbacks or unled)):
                 return chain
             moving = {version.save for unit, version in found.versions.items() if is_moving(unit)}
             whole = not found.fallbacks and moving <= {found.manifest.save}
@@ -135,9 +137,8 @@ def chain_of(
             except NothingToResumeError:
                 if step is None:
                     return None
-                raise NothingToResumeError(
-                    f"no commit is of step {step}, and the journal does not lead to it"
-                ) from None
+                why = "; ".join([f"no commit is of step {step}, and the journal does not lead to it", *unled.values()])
+                raise NothingToResumeError(why) from None
 
     return run_on_rank0(job.group, find)
 

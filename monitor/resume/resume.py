@@ -98,7 +98,8 @@ def resume(
     """Load the newest resumable commit into the live job. Collective. Return None if the store has no commits.
 
     ``live`` records changes to the live state. follow: returns what the journal has after a commit, and then the run
-    state is that of its oldest version; or the commits to pass over for an older one.
+    state is that of its oldest version; or the commits to pass over for an older one. It gets the commits whose records
+    cannot be followed, with the reason, since that run state cannot be used.
 
     Raises:
         NothingToResumeError: There are commits, but none is complete.
@@ -109,7 +110,7 @@ def resume(
         DriftpointError: Copying the checked values failed midway. Only then has anything changed.
     """
     bad: frozenset[RejectedVersion] = frozenset()
-    notes, skip = list[str](), frozenset[SaveId]()
+    notes, skip, unled = list[str](), frozenset[SaveId](), dict[SaveId, str]()
     while True:
         chosen: list[Resolution] = []  # on rank 0
         name, passed_over, newer = run_on_rank0(group, partial(select.select_commit, catalog, bad, chosen, skip))
@@ -120,22 +121,25 @@ def resume(
         with OpenPayloads(catalog.files) as payloads:
             with adapter.cache_lookups():  # nothing changes
                 plan = run_on_all_ranks(group, partial(_plan, catalog, SaveId.parse(name), bad, adapter, chosen))
-                chain = follow(catalog, plan.resolution, bad)
+                chain = follow(catalog, plan.resolution, bad, unled)
                 if isinstance(chain, frozenset):
                     skip, notes = chain, [*notes, *plan.resolution.problems]
                     continue
                 at = None if chain is None else chain.oldest
                 found = _check(catalog, plan, payloads, adapter, group, user=user, settings=settings, at=at)
             if isinstance(found, frozenset):
-                bad, skip = bad | found, frozenset()
+                bad, skip, unled = bad | found, frozenset(), {}
                 notes += [one.why for one in found if one.why]
+                continue
+            if isinstance(found, str):
+                skip, unled[plan.resolution.manifest.save] = frozenset(), found
+                notes.append(found)
                 continue
             notes += [*passed_over, *plan.resolution.problems, *found.point.notes, *found.read.notes, *found.lost]
             notes += run_on_all_ranks(group, partial(_object_notes, found.point.state, user, plan.before))
             shared = _over_ranks(group, _load(plan, found, adapter, user=user, group=group, live=live))
             user.recorded = found.constructed
         notes, lost = list(dict.fromkeys([*notes, *shared])), (*found.lost, *shared)
-        chain = chain if found.point.save.step == at else None
         result = ResumeResult(plan.resolution, found.point, tuple(notes), lost, passed_over=newer, chain=chain)
         return replace(result, reconcile=partial(_with_hyperparameters, plan=plan, user=user, settings=settings))
 
@@ -150,8 +154,10 @@ def _check(
     user: UserState,
     settings: ResumeSettings,
     at: int | None,
-) -> _Checked | frozenset[RejectedVersion]:
-    """Read and check all that the plan loads. Return the versions that cannot be used, if there are any. Collective."""
+) -> _Checked | frozenset[RejectedVersion] | str:
+    """Read and check all that the plan loads. Return the versions that cannot be used, if there are any. Collective.
+
+    Or why the run state of step ``at`` cannot be used."""
     _require_same_versions(plan.resolution, group)
     local = sorted({place.fragment.slot for place in plan.places})
     own = [fqn for params in plan.before["param_groups"] for fqn in params["params"]]
@@ -161,6 +167,8 @@ def _check(
     point = select.select_run_state(catalog, plan.resolution, plan.slots, group, user=user, settings=settings, at=at)
     if isinstance(point, RejectedVersion):
         return frozenset({point})
+    if at not in (None, point.save.step):
+        return f"the journal is not followed from {plan.resolution.manifest.save}: {'; '.join(point.notes)}"
     point = replace(point, state=with_own_scalars(point.state, adapter))
     dropped = run_on_all_ranks(group, partial(_dropped_state, point, plan, adapter, settings, held))
     trained = _over_ranks(group, run_on_all_ranks(group, partial(_trained_otherwise, point, plan, adapter, held)))

@@ -96,6 +96,14 @@ def damage_gradient(record: Path) -> None:
     path.write_bytes(data)
 
 
+def damage_run_state(save: Path) -> None:
+    """Flip a bit of the first tensor of a save's run state."""
+    part, path = json.loads((save / "rank-00000.json").read_bytes())["body"], save / "rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[part["header_bytes"] + part["run_tensors"][0]["offset"]] ^= 1
+    path.write_bytes(data)
+
+
 DAMAGE = {
     "gradient flipped": damage_gradient,
     "flipped": lambda one: damage(one / "rank-00000.safetensors"),

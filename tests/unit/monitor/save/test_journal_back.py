@@ -14,7 +14,7 @@ from store.errors import ConfigError, DriftpointError, NothingToResumeError
 from store.journal import find_chain, journal_catalog
 from store.names import SaveId
 from store.storage.local import LocalFiles
-from tests.support.journaled import Job, damage, keep, records, same
+from tests.support.journaled import Job, damage, damage_run_state, keep, records, same
 
 
 @pytest.mark.parametrize("policy", ["full", {"name": "parity", "k": 2}], ids=str)
@@ -116,6 +116,33 @@ def test_a_step_behind_a_damaged_record_is_refused_and_nothing_is_saved(tmp_path
     with pytest.raises(ConfigError, match="failed midway"):
         ckpt.save(wait=True)
     assert ckpt.resume(step=5) == 5
+    ckpt.finish(clean=False)
+
+
+@pytest.mark.parametrize("step", [None, 9])
+@pytest.mark.parametrize("older", [True, False])
+def test_a_composite_whose_oldest_run_state_is_damaged_gives_way_to_an_older_one(
+    tmp_path: Path, step: int | None, older: bool
+) -> None:
+    """If those of all are damaged, the composite stays one, and no step behind it is reached."""
+    settings: dict[str, Any] = {"every": 2, "policy": {"name": "parity", "k": 2}}
+    job, kept = Job(), dict[int, Any]()
+    job.run(job.attach(tmp_path, **settings), 9, after=keep(job, kept))
+    for damaged in (6,) if older else (6, 4, 2):
+        damage_run_state(tmp_path / f"segments/{damaged:08d}-000001")
+    again = Job(seed=2)
+    ckpt, before = again.attach(tmp_path, **settings), copy.deepcopy(again.state())
+    why = "the journal is not followed from 00000008-000001: skipped the run state of 00000006-000001"
+    if step is not None and not older:
+        with pytest.raises(NothingToResumeError, match=f"no commit is of step 9, .*{why}"):
+            ckpt.resume(step=step)
+        assert same(again.state(), before)
+    assert ckpt.resume(step=step if older else None) == (9 if older else 8)
+    assert ckpt.certificate is not None
+    assert ckpt.certificate.exact == older
+    assert same(again.state(), kept[9]) == older
+    assert ckpt.resumed is not None
+    assert any(why in note for note in ckpt.resumed.notes)
     ckpt.finish(clean=False)
 
 
