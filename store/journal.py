@@ -57,6 +57,12 @@ def recorded(files: Files) -> list[SaveId]:
     return [save for name in list_or_empty(files, SEGMENTS) if (save := parse_save_dir(name)) is not None]
 
 
+def newest_record(journal: Catalog) -> list[SaveId]:
+    """Return the newest whole record, if there is one."""
+    found = _first(journal, sorted(recorded(journal.files), reverse=True))
+    return [] if found is None else [found.save]
+
+
 def find_chain(journal: Catalog, own: SaveId, versions: Collection[SaveId]) -> Chain | None:
     """Return the records that continue the state ``own``; None if there are none.
 

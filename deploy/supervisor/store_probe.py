@@ -12,6 +12,7 @@ from typing import TypeVar
 from deploy.supervisor.restart_policy import StoreSnapshot
 from store.catalog import Catalog, mark_suspect, open_catalog, withdraw_suspect
 from store.errors import DamagedError, DriftpointError, NoStoreError, NothingToResumeError, StorageError, StoreError
+from store.journal import journal_catalog, newest_record
 from store.location import files_at, is_url
 from store.memory.index import HeldSnapshot, belonging_to, unfinished_ranks
 from store.memory.index import scan_node as look_at_memory
@@ -89,9 +90,10 @@ def _look(root: Path, memory: Path | None, options: ObjectOptions | None) -> Sto
     least = max([*suspects, *([] if committed is None else [committed])], default=None)
     order = sorted((save for save in versions if least is None or save > least), reverse=True)
     order += [] if committed is None else [committed]
+    kept = [*commits, *versions, *newest_record(journal_catalog(catalog))]
     return StoreSnapshot(
-        newest=max([*commits, *versions], default=None),
-        step=max((save.step for save in (*commits, *versions)), default=-1),
+        newest=max(kept, default=None),
+        step=max((save.step for save in kept), default=-1),
         resumes=order[0] if order else None,
         instead=_replacement(catalog, order, committed),
         epoch=newest_epoch(catalog.files),
