@@ -63,14 +63,18 @@ def newest_record(journal: Catalog) -> list[SaveId]:
     return [] if found is None else [found.save]
 
 
-def find_chain(journal: Catalog, own: SaveId, versions: Collection[SaveId]) -> Chain | None:
-    """Return the records that continue the state ``own``; None if there are none.
+def find_chain(
+    journal: Catalog, own: SaveId, versions: Collection[SaveId], suspects: Collection[SaveId] = ()
+) -> Chain | None:
+    """Return the records that continue the state ``own``, before one of ``suspects``; None if there are none.
 
     If ``versions``, of the units that an optimizer updates, are older, the records that lead from the oldest of them to
     ``own`` come first. Also None if one of those is missing, or a version is of another branch."""
     by_step: dict[int, list[SaveId]] = {}
+    ends = {one.step: one for one in sorted(suspects) if one > own and one.step > own.step}
     for save in sorted(recorded(journal.files), reverse=True):
-        by_step.setdefault(save.step, []).append(save)
+        if save.step not in ends or save > ends[save.step]:  # a later job's records are of other states
+            by_step.setdefault(save.step, []).append(save)
     oldest = min((save.step for save in versions), default=own.step)
     names, step, back = frozenset({own.name}), own.step, list[JournalStep]()
     first = names

@@ -122,9 +122,9 @@ def chain_of(
     wanted = resolution.manifest.step if step is None else step
 
     def find() -> Chain | frozenset[SaveId] | None:
-        found, passed = resolution, set[SaveId]()
+        found, passed, suspects = resolution, set[SaveId](), catalog.suspects().saves
         while True:
-            chain = None if found.manifest.save in unled else _find_chain(journal, job, found, step)
+            chain = None if found.manifest.save in unled else _find_chain(journal, job, found, step, suspects)
             if step is None and not passed and (chain is not None or not (found.fallbacks or unled)):
                 return chain
             moving = {version.save for unit, version in found.versions.items() if is_moving(unit)}
@@ -143,8 +143,10 @@ def chain_of(
     return run_on_rank0(job.group, find)
 
 
-def _find_chain(journal: Catalog, job: JobContext, resolution: Resolution, step: int | None) -> Chain | None:
-    """Return the records that continue a commit, up to ``step``. Not collective.
+def _find_chain(
+    journal: Catalog, job: JobContext, resolution: Resolution, step: int | None, suspects: Set[SaveId]
+) -> Chain | None:
+    """Return the records that continue a commit, up to ``step``, and before one of ``suspects``. Not collective.
 
     None for a composite that they cannot bring forward: a layer's weights need the moments of the same step, and an
     optimizer that is not known to update elements by themselves would mix layers of several steps."""
@@ -156,7 +158,7 @@ def _find_chain(journal: Catalog, job: JobContext, resolution: Resolution, step:
     if (versions - {own} and not (whole and elementwise)) or (step is not None and step < own.step):
         return None
     try:
-        chain = find_chain(journal, own, versions)
+        chain = find_chain(journal, own, versions, suspects)
         steps = () if chain is None else tuple(one for one in chain.steps if step is None or one.save.step <= step)
         return replace(chain, steps=steps) if chain and steps else None
     except StorageError as error:  # the commit can be read, and is enough
