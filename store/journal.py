@@ -57,12 +57,6 @@ def recorded(files: Files) -> list[SaveId]:
     return [save for name in list_or_empty(files, SEGMENTS) if (save := parse_save_dir(name)) is not None]
 
 
-def newest_record(journal: Catalog) -> list[SaveId]:
-    """Return the newest whole record, if there is one."""
-    found = _first(journal, sorted(recorded(journal.files), reverse=True))
-    return [] if found is None else [found.save]
-
-
 def find_chain(
     journal: Catalog, own: SaveId, versions: Collection[SaveId], suspects: Collection[SaveId] = ()
 ) -> Chain | None:
@@ -83,7 +77,7 @@ def find_chain(
             return None
         if step <= oldest:
             break
-        found = _first(journal, [save for save in by_step.get(step, ()) if save.name in names])
+        found = first_whole(journal, [save for save in by_step.get(step, ()) if save.name in names])
         if found is None:
             return None
         back.append(found)
@@ -97,14 +91,14 @@ def _ahead(
 ) -> Iterator[JournalStep]:
     while True:
         step += 1
-        found = _first(journal, by_step.get(step, ()), names)
+        found = first_whole(journal, by_step.get(step, ()), names)
         if found is None:
             return
         yield found
         names = frozenset({found.save.name})
 
 
-def _first(journal: Catalog, saves: Collection[SaveId], names: frozenset[str] = frozenset()) -> JournalStep | None:
+def first_whole(journal: Catalog, saves: Collection[SaveId], names: frozenset[str] = frozenset()) -> JournalStep | None:
     """Return the first whole record, of those that continue one of ``names``, if any are given."""
     for save in saves:
         try:

@@ -116,9 +116,8 @@ def chain_of(
 ) -> Chain | frozenset[SaveId] | None:
     """Return the records that continue a commit, the same on all ranks. Collective.
 
-    Return the commits to pass over if slots of it are damaged, or the run state that its records continue (``unled``),
-    and records bring an older commit to its step; or if an older one is the way to ``step``. Raises
-    NothingToResumeError if none is."""
+    Return the commits to pass over if slots of it are damaged, or it is ``unled``, and records bring an older commit to
+    its step; or if an older one is the way to ``step``. Raises NothingToResumeError if none is."""
     wanted = resolution.manifest.step if step is None else step
 
     def find() -> Chain | frozenset[SaveId] | None:
@@ -127,8 +126,7 @@ def chain_of(
             chain = None if found.manifest.save in unled else _find_chain(journal, job, found, step, suspects)
             if step is None and not passed and (chain is not None or not (found.fallbacks or unled)):
                 return chain
-            moving = {version.save for unit, version in found.versions.items() if is_moving(unit)}
-            whole = not found.fallbacks and moving <= {found.manifest.save}
+            whole = not found.fallbacks and found.manifest.oldest == found.manifest.save
             if wanted == (found.manifest.step if whole else -1) or (chain and chain.steps[-1].save.step >= wanted):
                 return frozenset(passed) or chain
             passed.add(found.manifest.save)

@@ -133,13 +133,12 @@ def resume(
                 continue
             if isinstance(found, str):
                 skip, unled[plan.resolution.manifest.save] = frozenset(), found
-                notes.append(found)
                 continue
             notes += [*passed_over, *plan.resolution.problems, *found.point.notes, *found.read.notes, *found.lost]
             notes += run_on_all_ranks(group, partial(_object_notes, found.point.state, user, plan.before))
             shared = _over_ranks(group, _load(plan, found, adapter, user=user, group=group, live=live))
             user.recorded = found.constructed
-        notes, lost = list(dict.fromkeys([*notes, *shared])), (*found.lost, *shared)
+        notes, lost = list(dict.fromkeys([*unled.values(), *notes, *shared])), (*found.lost, *shared)
         result = ResumeResult(plan.resolution, found.point, tuple(notes), lost, passed_over=newer, chain=chain)
         return replace(result, reconcile=partial(_with_hyperparameters, plan=plan, user=user, settings=settings))
 
@@ -155,9 +154,7 @@ def _check(
     settings: ResumeSettings,
     at: int | None,
 ) -> _Checked | frozenset[RejectedVersion] | str:
-    """Read and check all that the plan loads. Return the versions that cannot be used, if there are any. Collective.
-
-    Or why the run state of step ``at`` cannot be used."""
+    """Read and check all that a plan loads. Return unusable versions, or why the state of ``at`` is. Collective."""
     _require_same_versions(plan.resolution, group)
     local = sorted({place.fragment.slot for place in plan.places})
     own = [fqn for params in plan.before["param_groups"] for fqn in params["params"]]
