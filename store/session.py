@@ -102,7 +102,8 @@ def token_of(files: Files, epoch: int) -> str | None:
 
 def _newest_in_use(files: Files) -> int:
     saves = [paths.parse_save_file(name) for name in list_or_empty(files, paths.MANIFESTS)]
-    saves += [paths.parse_save_dir(name) for name in list_or_empty(files, paths.SEGMENTS)]
+    for folder in (paths.SEGMENTS, f"{paths.JOURNAL}/{paths.SEGMENTS}"):
+        saves += map(paths.parse_save_dir, list_or_empty(files, folder))
     return max((save.epoch for save in saves if save is not None), default=0)
 
 

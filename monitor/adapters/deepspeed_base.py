@@ -370,7 +370,7 @@ class ZeroAdapter(EngineAdapter, ABC):
             slots, saved = common[flat.fqns]
             scalars = self._restored_scalars(flat, saved, state)
             if optimizer_state.complete_state(self._base_optimizer, flat.tensor, slots, bool(scalars)):
-                optimizer_state.set_scalars(self._base_optimizer.state[flat.tensor], flat.tensor, scalars)
+                self._base_optimizer.state[flat.tensor].update(scalars)
         replay_steps(self._base_optimizer)
 
     def live_values(self) -> Iterator[LiveValue]:

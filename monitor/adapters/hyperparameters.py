@@ -247,16 +247,25 @@ def group_values(groups: Iterable[Mapping[str, Any]], name: str, first: int = 0)
                 yield LiveValue(f"{name}[{index}][{key!r}]", value, stored=stored)
 
 
-def trained_otherwise(
-    saved: Sequence[Mapping[str, Any]], live: Sequence[Mapping[str, Any]], before: Set[str], now: Set[str]
-) -> list[str]:
-    """Return notes on parameters that only the saved groups train, or only the live ones, which are of this rank.
+def other_members(
+    saved: Sequence[Mapping[str, Any]],
+    live: Sequence[Mapping[str, Any]],
+    held: Set[str],
+    before: Mapping[str, str],
+    now: Mapping[str, str],
+) -> tuple[list[str], list[str]]:
+    """Return notes on parameters that only saved or only live groups have, and on those with another kind.
 
-    before, now: parameters that require gradients; now: and that any rank's optimizer holds."""
-    old, new = ({fqn for group in groups for fqn in group["params"]} for groups in (saved, live))
-    trained = before & old
-    found = {"at the save and not now": trained - now, "now and not at the save": (now & new) - trained}
-    return [f"trained {when}: {listed(sorted(names))}" for when, names in found.items() if names and old]
+    held: in the live groups of all ranks. before, now: kinds. A frozen parameter may be in a group or not."""
+    old, own = (
+        {fqn for group in groups for fqn in group["params"]} & before.keys() & now.keys() for groups in (saved, live)
+    )
+    gone = sorted(fqn for fqn in old - held if before[fqn] == "trainable")
+    new = sorted(fqn for fqn in own - old if now[fqn] == "trainable" and old)
+    lost = [f"the optimizer of the save had {listed(gone)}, and this one does not"] if gone else []
+    lost += [f"the optimizer has {listed(new)}, and that of the save did not"] if new else []
+    other = sorted(fqn for fqn in old & own if before[fqn] != now[fqn])
+    return lost, [f"requires_grad is not as at the save: {listed(other)}"] if other else []
 
 
 def match_groups(saved: Sequence[Mapping[str, Any]], live: LiveGroups) -> list[Mapping[str, Any]]:
@@ -278,14 +287,14 @@ def match_groups(saved: Sequence[Mapping[str, Any]], live: LiveGroups) -> list[M
 
 def restore_groups(saved: Sequence[Mapping[str, Any]], live: LiveGroups) -> None:
     """Restore saved hyperparameters of live groups. Raises the errors of :func:`match_groups` before any change."""
-    matched = match_groups(saved, live)
-    for (_, group), hyper in zip(live, matched, strict=True):
-        for key in hyper.keys() - _LIVE:
-            own = group.get(key)
-            if isinstance(own, torch.Tensor):  # torch gives several groups one tensor
-                others = [one for (_, other), one in zip(live, matched, strict=True) if other.get(key) is own]
-                own = own if all(equal(hyper[key], one.get(key)) for one in others) else own.clone()
-            group[key] = _like(own, hyper[key])
+    taken: dict[tuple[str, int], Any] = {}  # saved values of tensors, which torch may have given to several groups
+    for (_, group), hyper in zip(live, match_groups(saved, live), strict=True):
+        for key, value in hyper.items():
+            if key not in _LIVE:
+                own = group.get(key)
+                if isinstance(own, torch.Tensor) and not equal(taken.setdefault((key, id(own)), value), value):
+                    own = own.detach().clone().requires_grad_(own.requires_grad)
+                group[key] = _like(own, value)
 
 
 def _check_same_shape(index: int, key: str, live: Any, value: Any) -> None:

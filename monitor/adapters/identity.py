@@ -273,6 +273,10 @@ class OptimizerAttributes:
     def __init__(self, holder: Any, optimizer: torch.optim.Optimizer) -> None:
         self.kind, self.optimizer = type(holder).__name__, optimizer
         self._values: dict[str, Any] = getattr(holder, "__dict__", {})
+        own = {id(value): value for group in optimizer.param_groups for value in group.values()}
+        self._defaults = [
+            one for one in optimizer.defaults.values() if isinstance(one, torch.Tensor) and id(one) in own
+        ]
         self._first, self._seen = copy.deepcopy(self._plain()), self._marks()
         self.check()
 
@@ -313,7 +317,7 @@ class OptimizerAttributes:
         if any(isinstance(value, torch.Tensor) for value in found.values()):
             own = {id(one) for group in self.optimizer.param_groups for one in (*group["params"], *group.values())}
             own |= {id(value) for state in self.optimizer.state.values() for value in state.values()}
-            own |= {id(value) for value in getattr(self.optimizer, "defaults", {}).values()}  # of groups that come
+            own |= set(map(id, self._defaults))  # of groups once, as a tensor ``lr`` is until training replaces it
             found = {key: one for key, one in found.items() if not isinstance(one, torch.Tensor) or id(one) not in own}
         return {name: _mark(one) for name, one in found.items()}
 

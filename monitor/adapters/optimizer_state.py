@@ -448,13 +448,6 @@ def restored_scalars(
     return out
 
 
-def set_scalars(state: dict[str, Any], parameter: torch.Tensor, scalars: Mapping[str, Any]) -> None:
-    """Set the saved scalars, and drop those that training made after the save."""
-    for key in state.keys() - scalars.keys() - {*slots_of(state, parameter)}:
-        del state[key]
-    state.update(scalars)
-
-
 def _step_like(value: Any, live: Any, optimizer: torch.optim.Optimizer) -> Any:
     kind = type(optimizer)
     as_tensor = isinstance(live, torch.Tensor) or (

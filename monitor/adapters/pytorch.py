@@ -208,7 +208,7 @@ class PyTorchAdapter(base.OneStage):
             slots = state.get("slots", {}).get(fqn, ())
             if optimizer_state.complete_state(self.optimizer, parameter, slots, bool(scalars)):
                 live = self.optimizer.state[parameter]
-                optimizer_state.set_scalars(live, parameter, scalars)
+                live.update(scalars)
                 for slot, stride in state.get("strides", {}).get(fqn, {}).items():
                     if slot in live:
                         live[slot] = optimizer_state.with_stride(live[slot], stride)

@@ -294,7 +294,7 @@ class Replay:
         assert last.after.state is not None
         state, generators = with_own_scalars(last.after.state, job.adapter), last.after.generators
         point = replace(result.resume_point, save=last.step.save, state=state, world_size=last.step.record.world_size)
-        point = run_on_all_ranks(group, partial(result.reconcile, point))
+        point, *_ = run_on_all_ranks(group, partial(result.reconcile, point))
         state = point.state
         loader = run_on_all_ranks(
             group, lambda: StateLoader(state, job.adapter, job.user, generators, before=job.adapter.run_state())

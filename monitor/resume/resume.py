@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from monitor.adapters.base import Adapter, FragmentPlace
-from monitor.adapters.hyperparameters import Constructed, reconcile, reconcile_schedule, trained_otherwise
+from monitor.adapters.hyperparameters import Constructed, other_members, reconcile, reconcile_schedule
 from monitor.adapters.module_tensors import extra_states
 from monitor.adapters.optimizer_state import NOT_STATE
 from monitor.config.schema import ResumeSettings
@@ -54,8 +54,8 @@ class ResumeResult:
     passed_over: int = 0  # newer commits that were not used, since they are damaged or suspect
     chain: Chain | None = None  # records of the journal that continue it
     replayed: int = 0  # steps that were taken again from them
-    # chooses hyperparameters, as for the commit
-    reconcile: Callable[[select.ResumePoint], select.ResumePoint] = lambda point: point
+    reconcile: Callable[[select.ResumePoint], tuple[Any, ...]] = lambda point: (point,)
+    """Returns a point with the hyperparameters to go on with, as for the commit."""
 
 
 @dataclass
@@ -98,8 +98,8 @@ def resume(
     """Load the newest resumable commit into the live job. Collective. Return None if the store has no commits.
 
     ``live`` records changes to the live state. follow: returns what the journal has after a commit, and then the run
-    state is that of its oldest version; or the commits to pass over for an older one. It gets the commits whose records
-    cannot be followed, with the reason, since that run state cannot be used.
+    state is that of its oldest version; or the commits to pass over for an older one. It gets those of which that run
+    state cannot be used, with the reason.
 
     Raises:
         NothingToResumeError: There are commits, but none is complete.
@@ -140,7 +140,7 @@ def resume(
             user.recorded = found.constructed
         notes, lost = list(dict.fromkeys([*unled.values(), *notes, *shared])), (*found.lost, *shared)
         result = ResumeResult(plan.resolution, found.point, tuple(notes), lost, passed_over=newer, chain=chain)
-        return replace(result, reconcile=partial(_with_hyperparameters, plan=plan, user=user, settings=settings))
+        return replace(result, reconcile=partial(_reconciled, plan=plan, user=user, settings=settings))
 
 
 def _check(
@@ -168,7 +168,8 @@ def _check(
         return f"the journal is not followed from {plan.resolution.manifest.save}: {'; '.join(point.notes)}"
     point = replace(point, state=with_own_scalars(point.state, adapter))
     dropped = run_on_all_ranks(group, partial(_dropped_state, point, plan, adapter, settings, held))
-    trained = _over_ranks(group, run_on_all_ranks(group, partial(_trained_otherwise, point, plan, adapter, held)))
+    others, flags = run_on_all_ranks(group, partial(_members, point, plan, adapter, held))
+    point = replace(point, notes=(*point.notes, *_over_ranks(group, flags)))
     read = run_on_all_ranks(group, partial(read_fragments, payloads, plan.resolution.index, plan.places))
     bad: frozenset[RejectedVersion] = frozenset().union(*group.all_gather(read.bad))
     if bad:
@@ -178,7 +179,7 @@ def _check(
     unrestored = _over_ranks(group, run_on_all_ranks(group, partial(_unrestored, point, adapter, group, modules)))
     saved = point.state.user
     objects = _over_ranks(group, run_on_all_ranks(group, lambda: [] if saved is None else user.notes(saved)))
-    lost = (*dropped, *trained, *rounded, *unrestored, *objects)
+    lost = (*dropped, *_over_ranks(group, others), *rounded, *unrestored, *objects)
     run_on_all_ranks(group, lambda: _check_run_state(point.state, plan, adapter))
     chosen, notes, constructed = run_on_all_ranks(group, partial(_reconciled, point, plan, user, settings))
     if settings.hyperparameters == "store":
@@ -209,12 +210,6 @@ def _reconciled(
     return replace(point, state=state), notes, Constructed(own, recorded)
 
 
-def _with_hyperparameters(
-    point: select.ResumePoint, plan: _Plan, user: UserState, settings: ResumeSettings
-) -> select.ResumePoint:
-    return _reconciled(point, plan, user, settings)[0]
-
-
 def _dropped_state(
     point: select.ResumePoint, plan: _Plan, adapter: Adapter, settings: ResumeSettings, held: Set[str]
 ) -> list[str]:
@@ -236,10 +231,10 @@ def _dropped_state(
     return [f"the optimizer state of {listed(unused)} was dropped (`unused_state: drop`)"] if unused else []
 
 
-def _trained_otherwise(point: select.ResumePoint, plan: _Plan, adapter: Adapter, held: Set[str]) -> list[str]:
-    infos, saved = adapter.tensors(), plan.resolution.manifest.tensors
-    before, now = ({fqn for fqn, one in found.items() if one.kind == "trainable"} for found in (saved, infos))
-    return trained_otherwise(point.state.framework["param_groups"], plan.before["param_groups"], before, now & held)
+def _members(point: select.ResumePoint, plan: _Plan, adapter: Adapter, held: Set[str]) -> tuple[list[str], list[str]]:
+    tensors = plan.resolution.manifest.tensors, adapter.tensors()
+    before, now = ({fqn: one.kind for fqn, one in found.items() if math.prod(one.shape)} for found in tensors)
+    return other_members(point.state.framework["param_groups"], plan.before["param_groups"], held, before, now)
 
 
 def _plan(

@@ -8,8 +8,9 @@ import pytest
 from store.catalog import open_catalog, open_or_create
 from store.commit import commit
 from store.errors import DamagedError, ExistsError, FencedError, MissingError, StorageError
-from store.names import SaveId, epoch_path, manifest_path
+from store.names import SaveId, epoch_path, manifest_path, segment_dir
 from store.session import claim_epoch, newest_epoch, read_epoch, require_newest
+from store.storage.atomic import ensure_dir
 from store.storage.local import LocalFiles
 from tests.crash.damage import flip, put, remove
 from tests.crash.simulated import Fault, Op, SimulatedFiles
@@ -94,6 +95,15 @@ def test_numbers_in_use_are_not_claimed_again_when_the_claims_are_lost(job: Job)
     again = Job(job.files, Memory())
     assert again.epoch > saved.epoch
     assert again.save() > saved
+
+
+def test_a_record_of_the_journal_counts_as_a_number_in_use(files: SimulatedFiles) -> None:
+    """Else a later job's records could have the names of these, and lead to them."""
+    store_id = open_or_create(files).store_id
+    assert claim_epoch(files, store_id).epoch == 1
+    ensure_dir(files, f"journal/{segment_dir(SaveId(7, 1))}")
+    remove(files, epoch_path(1))
+    assert claim_epoch(files, store_id).epoch == 2
 
 
 def test_an_uncommitted_segment_group_counts_as_a_number_in_use(job: Job) -> None:

@@ -60,6 +60,19 @@ def test_state_in_an_attribute_is_refused_for_as_long_as_it_is_there(value: obje
     hidden.check()
 
 
+def test_a_default_that_no_group_had_is_state() -> None:
+    rate, parameter = torch.tensor(0.1), torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=rate)
+    optimizer.defaults["scale"] = torch.tensor(1.0)
+    hidden = OptimizerAttributes(optimizer, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5
+    rate.fill_(0.2)
+    hidden.check()
+    optimizer.defaults["scale"].mul_(2)
+    with pytest.raises(UnstorableError, match=r"defaults\['scale'\]"):
+        hidden.check()
+
+
 def test_attributes_go_back_to_those_of_the_save() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     optimizer.flag, optimizer.counts = False, {"a": [0]}  # type: ignore[attr-defined]

@@ -355,6 +355,21 @@ def test_a_tensor_that_torch_gave_to_several_groups_takes_the_value_of_each(tmp_
         assert first is second and float(first) == 0.125 and two.exact
 
 
+def test_the_first_of_several_groups_keeps_the_tensor_of_the_script(tmp_path: Path) -> None:
+    def three_groups(parameters: Iterator[nn.Parameter], **hyper: Any) -> AdamW:
+        first, second = parameters
+        return AdamW([{"params": [first]}, {"params": [second]}, {"params": []}], **hyper)
+
+    with Script(tmp_path / "store", three_groups, lr=torch.tensor(0.25)) as one:
+        one.optimizer.param_groups[1]["lr"] = torch.tensor(0.5)
+        one.steps(1)
+    rate = torch.tensor(0.25)
+    with Script(tmp_path / "store", three_groups, lr=rate) as two:
+        first, second, third = (group["lr"] for group in two.optimizer.param_groups)
+        assert first is rate and third is rate and two.optimizer.defaults["lr"] is rate
+        assert float(rate) == 0.25 and float(second) == 0.5 and second.is_leaf
+
+
 def test_a_tensor_may_be_replaced_by_another_value(tmp_path: Path) -> None:
     with Script(tmp_path / "store", lr=torch.tensor(0.25)) as one:
         one.steps(1)

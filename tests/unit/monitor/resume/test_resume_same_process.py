@@ -324,33 +324,3 @@ def test_a_policy_that_needs_drift_knows_it_at_once(store: Path) -> None:
         other.ckpt.resume()
         context = job_of(other.ckpt)
         assert all(map(partial(has_reference, context.meter), context.table.local()))
-
-
-class Warming(torch.optim.SGD):
-    """Keeps a number for each parameter from its third step on."""
-
-    def step(self, closure: Any = None) -> Any:
-        for parameter in self.param_groups[0]["params"]:
-            state = self.state[parameter]
-            state["count"] = state.get("count", 0) + 1
-            if state["count"] > 2:
-                state["warm"] = torch.tensor(float(state["count"]))
-        return super().step(closure)
-
-
-def test_state_that_the_optimizer_made_later_is_gone(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = Warming(model.parameters(), lr=0.1, momentum=0.9)
-    settings = {"store": str(tmp_path / "store"), "every": 1, "metrics": {"enabled": False}}
-    ckpt = monitor.attach((model, optimizer), {**settings, "retention": {"keep_last": 9}})
-    ckpt.resume()
-    for _ in range(4):
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
-        ckpt.step()
-        ckpt.flush()
-    assert all(state.keys() == {"count", "warm", "momentum_buffer"} for state in optimizer.state.values())
-    assert ckpt.resume(step=2) == 2
-    assert all(state.keys() == {"count", "momentum_buffer"} for state in optimizer.state.values())
-    assert all(state["count"] == 2 for state in optimizer.state.values())
-    ckpt.close()
