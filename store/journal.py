@@ -57,18 +57,14 @@ def recorded(files: Files) -> list[SaveId]:
     return [save for name in list_or_empty(files, SEGMENTS) if (save := parse_save_dir(name)) is not None]
 
 
-def find_chain(
-    journal: Catalog, own: SaveId, versions: Collection[SaveId], suspects: Collection[SaveId] = ()
-) -> Chain | None:
-    """Return the records that continue the state ``own``, before one of ``suspects``; None if there are none.
+def find_chain(journal: Catalog, own: SaveId, versions: Collection[SaveId]) -> Chain | None:
+    """Return the records that continue the state ``own``; None if there are none.
 
     If ``versions``, of the units that an optimizer updates, are older, the records that lead from the oldest of them to
     ``own`` come first. Also None if one of those is missing, or a version is of another branch."""
     by_step: dict[int, list[SaveId]] = {}
-    ends = {one.step: one for one in sorted(suspects) if one > own and one.step > own.step}
     for save in sorted(recorded(journal.files), reverse=True):
-        if save.step not in ends or save > ends[save.step]:  # a later job's records are of other states
-            by_step.setdefault(save.step, []).append(save)
+        by_step.setdefault(save.step, []).append(save)
     oldest = min((save.step for save in versions), default=own.step)
     names, step, back = frozenset({own.name}), own.step, list[JournalStep]()
     first = names
@@ -77,7 +73,7 @@ def find_chain(
             return None
         if step <= oldest:
             break
-        found = first_whole(journal, [save for save in by_step.get(step, ()) if save.name in names])
+        found = _first(journal, [save for save in by_step.get(step, ()) if save.name in names])
         if found is None:
             return None
         back.append(found)
@@ -91,14 +87,14 @@ def _ahead(
 ) -> Iterator[JournalStep]:
     while True:
         step += 1
-        found = first_whole(journal, by_step.get(step, ()), names)
+        found = _first(journal, by_step.get(step, ()), names)
         if found is None:
             return
         yield found
         names = frozenset({found.save.name})
 
 
-def first_whole(journal: Catalog, saves: Collection[SaveId], names: frozenset[str] = frozenset()) -> JournalStep | None:
+def _first(journal: Catalog, saves: Collection[SaveId], names: frozenset[str] = frozenset()) -> JournalStep | None:
     """Return the first whole record, of those that continue one of ``names``, if any are given."""
     for save in saves:
         try:

@@ -216,7 +216,7 @@ def _previous_version(
     catalog: Catalog, manifest: ManifestRecord, record: UnitRecord, bad: Set[RejectedVersion], problems: list[str]
 ) -> Version:
     tried = {record.version}
-    for candidate_manifest in _ancestors(catalog, manifest, problems):
+    for candidate_manifest in ancestors(catalog, manifest, problems):
         candidate = next((u for u in candidate_manifest.units if u.unit == record.unit), None)
         if candidate is None or candidate.version in tried:
             continue
@@ -229,7 +229,7 @@ def _previous_version(
     raise DamagedError(f"{record.unit} has no version that is whole; " + "; ".join(dict.fromkeys(problems)))
 
 
-def _ancestors(catalog: Catalog, manifest: ManifestRecord, problems: list[str]) -> Iterator[ManifestRecord]:
+def ancestors(catalog: Catalog, manifest: ManifestRecord, problems: list[str]) -> Iterator[ManifestRecord]:
     """Yield the older manifests that the commit continues, newest first.
 
     Commits between one and the commit it continues were abandoned by a rollback and are not ancestors. If that commit

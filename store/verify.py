@@ -181,8 +181,7 @@ def _with_journal(
     if report.resumable is None or not groups:
         return report
     resolution, end = resolve(catalog, report.resumable, _units(bad)), report.resumable
-    moving = {one.save for one in resolution.versions.values() if one.record.moving}
-    chain = find_chain(journal, end, moving, catalog.suspects().saves)
+    chain = find_chain(journal, end, {one.save for one in resolution.versions.values() if one.record.moving})
     for record in takewhile(lambda one: one.save not in damaged, () if chain is None else chain.steps):
         end = record.save if record.save.step > end.step else end
     whole = [group.save for group in groups if group.parts and len(group.parts) == group.parts[0].world_size]

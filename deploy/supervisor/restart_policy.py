@@ -35,7 +35,7 @@ class StoreSnapshot:
     ``instead``: the replacement if ``resumes`` were suspect; None if there is none, or if an earlier job resumed from
     ``resumes`` and committed again, which clears it."""
 
-    newest: SaveId | None = None  # newest commit, record of the journal, or snapshot in this node's memory
+    newest: SaveId | None = None  # newest commit, or snapshot in this node's memory
     step: int = -1  # furthest step of them
     resumes: SaveId | None = None  # commit or snapshot that a resume would take
     instead: SaveId | None = None

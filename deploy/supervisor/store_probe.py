@@ -12,7 +12,6 @@ from typing import TypeVar
 from deploy.supervisor.restart_policy import StoreSnapshot
 from store.catalog import Catalog, mark_suspect, open_catalog, withdraw_suspect
 from store.errors import DamagedError, DriftpointError, NoStoreError, NothingToResumeError, StorageError, StoreError
-from store.journal import first_whole, journal_catalog, recorded
 from store.location import files_at, is_url
 from store.memory.index import HeldSnapshot, belonging_to, unfinished_ranks
 from store.memory.index import scan_node as look_at_memory
@@ -87,13 +86,12 @@ def _look(root: Path, memory: Path | None, options: ObjectOptions | None) -> Sto
         return StoreSnapshot()
     commits, suspects = catalog.saves(), catalog.suspects().saves
     committed, versions = _resumes(catalog, frozenset()), _snapshots_in_memory(catalog, memory)
-    least, journal = max([*suspects, *committed], default=None), journal_catalog(catalog)
-    order = [*sorted((save for save in versions if least is None or save > least), reverse=True), *committed]
-    record = first_whole(journal, sorted(recorded(journal.files), reverse=True))
-    kept = [*commits, *versions, *([] if record is None else [record.save])]
+    least = max([*suspects, *([] if committed is None else [committed])], default=None)
+    order = sorted((save for save in versions if least is None or save > least), reverse=True)
+    order += [] if committed is None else [committed]
     return StoreSnapshot(
-        newest=max(kept, default=None),
-        step=max((save.step for save in kept), default=-1),
+        newest=max([*commits, *versions], default=None),
+        step=max((save.step for save in (*commits, *versions)), default=-1),
         resumes=order[0] if order else None,
         instead=_replacement(catalog, order, committed),
         epoch=newest_epoch(catalog.files),
@@ -122,22 +120,22 @@ def _may_be_whole(newest: Mapping[int, HeldSnapshot]) -> bool:
     return len(newest) == one.record.part.world_size or not any(one.payload.parent.glob(f"rank-*.{SLOTS[1]}.payload"))
 
 
-def _resumes(catalog: Catalog, skip: frozenset[SaveId]) -> list[SaveId]:
+def _resumes(catalog: Catalog, skip: frozenset[SaveId]) -> SaveId | None:
     try:
-        return [newest_resumable(catalog, skip=skip)[0].manifest.save]
+        return newest_resumable(catalog, skip=skip)[0].manifest.save
     except NothingToResumeError:
-        return []
+        return None
 
 
-def _replacement(catalog: Catalog, order: list[SaveId], committed: list[SaveId]) -> SaveId | None:
+def _replacement(catalog: Catalog, order: list[SaveId], committed: SaveId | None) -> SaveId | None:
     """Return the replacement if the first of ``order`` were suspect; see :class:`StoreSnapshot`.
 
     Other snapshots in memory do not count: a suspect mark covers them as well."""
     suspects = catalog.suspects().saves
     if not order or order[0] in suspects or _was_continued(catalog, order[0]):
         return None
-    found = _resumes(catalog, frozenset({order[0]})) if order[0] in committed else committed
-    return next((save for save in found if save not in suspects), None)
+    found = committed if order[0] != committed else _resumes(catalog, frozenset({order[0]}))
+    return None if found in suspects else found
 
 
 def _was_continued(catalog: Catalog, resumed: SaveId) -> bool:

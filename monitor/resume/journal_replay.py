@@ -34,7 +34,7 @@ from store.errors import CollectiveError, DamagedError, DriftpointError, Nothing
 from store.fragments import FragmentIndex, Source
 from store.journal import SAMPLE, STEPPED, Chain, JournalStep, find_chain, fragments_of, journal_catalog
 from store.names import BUFFER, GRADIENT, WEIGHTS, SaveId, Unit
-from store.resolve import RejectedVersion, Resolution, newest_resumable
+from store.resolve import RejectedVersion, Resolution, ancestors, newest_resumable
 from store.text import listed
 
 _log = logging.getLogger("driftpoint")
@@ -121,15 +121,17 @@ def chain_of(
     wanted = resolution.manifest.step if step is None else step
 
     def find() -> Chain | frozenset[SaveId] | None:
-        found, passed, suspects = resolution, set[SaveId](), catalog.suspects().saves
+        found, passed = resolution, set[SaveId]()
         while True:
-            chain = None if found.manifest.save in unled else _find_chain(journal, job, found, step, suspects)
+            chain = None if found.manifest.save in unled else _find_chain(journal, job, found, step)
             if step is None and not passed and (chain is not None or not (found.fallbacks or unled)):
                 return chain
             whole = not found.fallbacks and found.manifest.oldest == found.manifest.save
             if wanted == (found.manifest.step if whole else -1) or (chain and chain.steps[-1].save.step >= wanted):
                 return frozenset(passed) or chain
             passed.add(found.manifest.save)
+            if step is None and len(passed) == 1:  # and those of branches that a rollback abandoned
+                passed |= set(catalog.saves()) - {one.save for one in ancestors(catalog, found.manifest, [])}
             try:
                 found, _ = newest_resumable(catalog, bad, passed)
             except NothingToResumeError:
@@ -141,10 +143,8 @@ def chain_of(
     return run_on_rank0(job.group, find)
 
 
-def _find_chain(
-    journal: Catalog, job: JobContext, resolution: Resolution, step: int | None, suspects: Set[SaveId]
-) -> Chain | None:
-    """Return the records that continue a commit, up to ``step``, and before one of ``suspects``. Not collective.
+def _find_chain(journal: Catalog, job: JobContext, resolution: Resolution, step: int | None) -> Chain | None:
+    """Return the records that continue a commit, up to ``step``. Not collective.
 
     None for a composite that they cannot bring forward: a layer's weights need the moments of the same step, and an
     optimizer that is not known to update elements by themselves would mix layers of several steps."""
@@ -156,7 +156,7 @@ def _find_chain(
     if (versions - {own} and not (whole and elementwise)) or (step is not None and step < own.step):
         return None
     try:
-        chain = find_chain(journal, own, versions, suspects)
+        chain = find_chain(journal, own, versions)
         steps = () if chain is None else tuple(one for one in chain.steps if step is None or one.save.step <= step)
         return replace(chain, steps=steps) if chain and steps else None
     except StorageError as error:  # the commit can be read, and is enough
@@ -184,7 +184,7 @@ class Replay:
 
     def run(self) -> ResumeResult | None:
         """Return the result of the last whole step; None if the versions of a composite could not be joined."""
-        newest, taken, same = self._result.resolution.manifest.step, list[_Record](), True
+        newest, taken, same = max(self._result.resolution.manifest.step, self._result.least), list[_Record](), True
         later = run_on_all_ranks(self._job.group, self._later_versions)
         with self._payloads, _freed_memory_kept(), ThreadPoolExecutor(1, "driftpoint-journal") as pool:
             for reading in self._read_ahead(pool):

@@ -53,6 +53,7 @@ class ResumeResult:
     replicas: frozenset[int] = frozenset()  # ranks of the snapshot that were read from a peer's replica
     passed_over: int = 0  # newer commits that were not used, since they are damaged or suspect
     chain: Chain | None = None  # records of the journal that continue it
+    least: int = -1  # step up to which they must lead: that of a commit that was passed over for it
     replayed: int = 0  # steps that were taken again from them
     reconcile: Callable[[select.ResumePoint], tuple[Any, ...]] = lambda point: (point,)
     """Returns a point with the hyperparameters to go on with, as for the commit."""
@@ -98,8 +99,7 @@ def resume(
     """Load the newest resumable commit into the live job. Collective. Return None if the store has no commits.
 
     ``live`` records changes to the live state. follow: returns what the journal has after a commit, and then the run
-    state is that of its oldest version; or the commits to pass over for an older one. It gets those of which that run
-    state cannot be used, with the reason.
+    state is that of its oldest version; or the commits to pass over for an older one. It gets those where it cannot be.
 
     Raises:
         NothingToResumeError: There are commits, but none is complete.
@@ -110,7 +110,7 @@ def resume(
         DriftpointError: Copying the checked values failed midway. Only then has anything changed.
     """
     bad: frozenset[RejectedVersion] = frozenset()
-    notes, skip, unled = list[str](), frozenset[SaveId](), dict[SaveId, str]()
+    notes, skip, unled, least = list[str](), frozenset[SaveId](), dict[SaveId, str](), -1
     while True:
         chosen: list[Resolution] = []  # on rank 0
         name, passed_over, newer = run_on_rank0(group, partial(select.select_commit, catalog, bad, chosen, skip))
@@ -123,7 +123,7 @@ def resume(
                 plan = run_on_all_ranks(group, partial(_plan, catalog, SaveId.parse(name), bad, adapter, chosen))
                 chain = follow(catalog, plan.resolution, bad, unled)
                 if isinstance(chain, frozenset):
-                    skip, notes = chain, [*notes, *plan.resolution.problems]
+                    skip, least, notes = chain, plan.resolution.manifest.step, [*notes, *plan.resolution.problems]
                     continue
                 at = None if chain is None else chain.oldest
                 found = _check(catalog, plan, payloads, adapter, group, user=user, settings=settings, at=at)
@@ -139,7 +139,10 @@ def resume(
             shared = _over_ranks(group, _load(plan, found, adapter, user=user, group=group, live=live))
             user.recorded = found.constructed
         notes, lost = list(dict.fromkeys([*unled.values(), *notes, *shared])), (*found.lost, *shared)
-        result = ResumeResult(plan.resolution, found.point, tuple(notes), lost, passed_over=newer, chain=chain)
+        least = -1 if chain is None else min(least, chain.steps[-1].save.step)
+        result = ResumeResult(
+            plan.resolution, found.point, tuple(notes), lost, passed_over=newer, chain=chain, least=least
+        )
         return replace(result, reconcile=partial(_reconciled, plan=plan, user=user, settings=settings))
 
 

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from store.catalog import mark_suspect, open_catalog
-from store.names import SaveId
-from store.storage.local import LocalFiles
 from tests.support.cli import Here
-from tests.support.journaled import DAMAGE, Job, damage, keep, same
+from tests.support.journaled import DAMAGE, Job, damage
 
 VERIFIED: dict[str, tuple[str | None, int, int, int | None]] = {
     "whole": (None, 0, 11, None),
@@ -49,40 +45,6 @@ def test_verify_reads_the_journal(tmp_path: Path, case: str, here: Here) -> None
     again = Job(seed=2)
     ckpt = again.attach(store)
     assert ckpt.resume() == leads_to
-    ckpt.finish(clean=False)
-
-
-@pytest.mark.parametrize("suspect", [SaveId(8, 1), SaveId(6, 2)], ids=str)
-def test_the_journal_is_followed_to_the_step_before_a_suspect_commit(
-    tmp_path: Path, suspect: SaveId, here: Here
-) -> None:
-    """Also where a job that went back saved the state of an older record once more. A job that falls back goes on."""
-    store, job, kept = tmp_path / "store", Job(), dict[int, Any]()
-    job.run(job.attach(store), 10 if suspect.epoch == 1 else 7, after=keep(job, kept))
-    if suspect.epoch == 2:
-        job = Job(seed=2)
-        ckpt = job.attach(store, every=100)
-        assert ckpt.resume(step=6) == 6
-        ckpt.finish(clean=False)
-    files, last = LocalFiles(store), suspect.step - 1
-    mark_suspect(files, open_catalog(files).store_id, suspect, "two jobs died")
-    assert here("verify", store, "--json").json["journal"]["step"] == last
-    job = Job(seed=3)
-    ckpt = job.attach(store, every=100)
-    assert ckpt.resume() == last
-    assert same(job.state(), kept[last])
-    for _ in range(3):
-        job.train_one_step()
-        ckpt.step()
-        ckpt.flush()
-    keep(job, kept)(0)
-    ckpt.finish(clean=False)
-    assert here("verify", store, "--json").json["journal"] == {"step": last + 3, "beyond": None}
-    job = Job(seed=4)
-    ckpt = job.attach(store, every=100)
-    assert ckpt.resume() == last + 3
-    assert same(job.state(), kept[0])
-    assert ckpt.resume(step=suspect.step) == suspect.step
     ckpt.finish(clean=False)
 
 

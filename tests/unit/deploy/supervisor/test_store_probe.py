@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from deploy.supervisor.restart_policy import Attempt, Limits, Restart, RestartHistory, StoreSnapshot, decide_restart
+from deploy.supervisor.restart_policy import StoreSnapshot
 from deploy.supervisor.store_probe import StoreProbe
 from store.catalog import open_catalog
 from store.errors import StorageError
-from store.names import SaveId, manifest_path
+from store.names import manifest_path
 from store.session import lock_holder
 from store.storage.local import LocalFiles
-from tests.support.journaled import Job, records
 from tests.support.stores import StoreBuilder
 from tests.support.supervised import PYTHON, supervised, training
 
@@ -90,24 +89,6 @@ def test_storage_that_hangs_is_not_waited_for(tmp_path: Path) -> None:
         seen._with_timeout(lambda: lock_holder(tmp_path))
     assert seen.holder() is None
     assert seen.look().newest == save
-
-
-def test_steps_that_the_journal_keeps_are_progress(tmp_path: Path) -> None:
-    """Each attempt dies before its first save, later than the one before. Commits are then good, and tried further."""
-    probe, history = StoreProbe(tmp_path), RestartHistory()
-    job = Job()
-    job.run(job.attach(tmp_path), 9)
-    for reached in (11, 13, 15, 17):
-        before, job = probe.look(), Job(seed=reached)
-        assert before.resumes == SaveId(8, 1)
-        job.run(job.attach(tmp_path, every=100), reached)
-        history, verdict = decide_restart(history, Attempt(-9, before, probe.look()), Limits(), lambda: 0.0)
-        assert verdict == Restart(seconds=2.0)
-        assert (history.step, history.in_a_row) == (reached, 0)
-    seen, last = probe.look(), records(tmp_path)[-1]
-    assert (seen.newest, seen.step) == (SaveId(17, 5), 17)
-    (last / "rank-00000.json").unlink()
-    assert probe.look().newest == SaveId(16, 5), "a record that is not whole leads nowhere"
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from store.errors import ConfigError, DriftpointError, NothingToResumeError
 from store.journal import find_chain, journal_catalog
 from store.names import SaveId
 from store.storage.local import LocalFiles
-from tests.support.journaled import Job, damage, damage_run_state, keep, records, same
+from tests.support.journaled import Job, damage, damage_gradient, damage_run_state, keep, records, same
 
 
 @pytest.mark.parametrize("policy", ["full", {"name": "parity", "k": 2}], ids=str)
@@ -184,4 +184,42 @@ def test_records_of_an_abandoned_branch_are_not_followed(tmp_path: Path) -> None
     ckpt = job.attach(tmp_path, every=100)
     assert ckpt.resume() == 3
     assert same(job.model.state_dict(), reached)
+    ckpt.finish(clean=False)
+
+
+def test_a_composite_that_gives_way_never_gives_way_to_an_abandoned_branch(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"every": 2, "policy": {"name": "parity", "k": 2}}
+    job = Job()
+    job.run(job.attach(tmp_path, **settings), 13)
+    again, kept = Job(seed=5), dict[int, Any]()
+    ckpt = again.attach(tmp_path, **settings)
+    assert ckpt.resume(step=10) == 10
+    torch.manual_seed(99)  # other data
+    for step in range(11, 14):
+        again.train_one_step()
+        ckpt.step()
+        ckpt.flush()
+        keep(again, kept)(step)
+    ckpt.finish(clean=False)
+    damage_run_state(tmp_path / "segments/00000010-000002")
+    third = Job(seed=9)
+    ckpt = third.attach(tmp_path, **settings)
+    found = ckpt.resume()
+    assert ckpt.certificate is not None
+    if ckpt.certificate.exact:
+        assert found in kept and same(third.state(), kept[found])
+    assert ckpt.resumed is not None and ckpt.resumed.resume_point.save.epoch == 2
+    ckpt.finish(clean=False)
+
+
+def test_a_composite_that_gave_way_is_taken_where_the_records_turn_out_damaged(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"every": 2, "policy": {"name": "parity", "k": 2}}
+    job = Job()
+    job.run(job.attach(tmp_path, **settings), 9)
+    damage_run_state(tmp_path / "segments/00000006-000001")
+    damage_gradient(tmp_path / "journal/segments/00000007-000001")
+    again = Job(seed=2)
+    ckpt = again.attach(tmp_path, **settings)
+    assert ckpt.resume() == 8
+    assert ckpt.certificate is not None and not ckpt.certificate.exact
     ckpt.finish(clean=False)
