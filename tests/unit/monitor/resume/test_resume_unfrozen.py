@@ -96,7 +96,7 @@ def test_dropped_if_asked_for_and_not_exact(store: Path, optimizer: type[torch.o
 # ---- which parameters are trained, and in which groups
 
 
-class Grouped:
+class Grouped(Unfreezing):
     """Two layers, each in a group of its own, or the second alone, trained without any state of the optimizer."""
 
     def __init__(self, store: Path, *, alone: bool = False) -> None:
@@ -106,13 +106,6 @@ class Grouped:
         self.optimizer = torch.optim.SGD(groups, lr=0.01)
         config = {"store": str(store), "every": 1, "metrics": {"enabled": False}}
         self.ckpt = monitor.attach((self.model, self.optimizer), config)
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.model(torch.randn(3, 4)).square().mean().backward()
-        self.optimizer.step()
-        self.ckpt.step()
-        self.ckpt.flush()
 
 
 def take_out(one: Grouped) -> None:
