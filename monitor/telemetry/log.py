@@ -398,7 +398,8 @@ def check_rng(adapter: Adapter, recorder: TraceRecorder, path: Path | None, grou
             _log.warning(
                 "after this resume the loop has drawn more or fewer random numbers than the saved run had at the same "
                 "optimizer step, so it does not go on as that run did: does it fetch a batch ahead, or begin an "
-                f"iterator anew? It is harmless where nothing random follows. See docs/{page}"
+                "iterator anew? It is harmless if the data goes on at its place and nothing random follows. See "
+                f"docs/{page}"
             )
 
     if group.rank == 0 and path is not None:
