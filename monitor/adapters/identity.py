@@ -273,10 +273,9 @@ class OptimizerAttributes:
     def __init__(self, holder: Any, optimizer: torch.optim.Optimizer) -> None:
         self.kind, self.optimizer = type(holder).__name__, optimizer
         self._values: dict[str, Any] = getattr(holder, "__dict__", {})
-        own = {id(value): value for group in optimizer.param_groups for value in group.values()}
-        self._defaults = [
-            one for one in optimizer.defaults.values() if isinstance(one, torch.Tensor) and id(one) in own
-        ]
+        own = {id(value) for group in optimizer.param_groups for value in group.values()}
+        defaults = getattr(optimizer, "defaults", {}).values()
+        self._defaults = [one for one in defaults if isinstance(one, torch.Tensor) and id(one) in own]
         self._first, self._seen = copy.deepcopy(self._plain()), self._marks()
         self.check()
 
