@@ -272,13 +272,13 @@ def other_members(
 def match_groups(saved: Sequence[Mapping[str, Any]], live: LiveGroups) -> list[Mapping[str, Any]]:
     """Return the saved hyperparameters of each live group, matched by the parameters in it, not by position.
 
-    Changes nothing. Raises ModelMismatchError if a group has no parameter in the saved state, parameters that were
-    saved with different values, or a tensor that the saved value does not fit."""
+    A group without parameters is matched by position, if there are as many groups. Changes nothing. Raises
+    ModelMismatchError if a group has no parameter in the saved state, parameters that were saved with different values,
+    or a tensor that the saved value does not fit."""
     hyper_of = {fqn: group["hyper"] for group in saved for fqn in group["params"]}
-    empty = [{} if group["params"] or len(saved) != len(live) else group["hyper"] for group in saved] or [{}]
-    matched = [
-        _hyper_for(index, fqns, hyper_of) if fqns else empty[index % len(empty)] for index, (fqns, _) in enumerate(live)
-    ]
+    empty = [{} if group["params"] else group["hyper"] for group in saved]
+    empty = empty if len(saved) == len(live) else [{}] * len(live)
+    matched = [_hyper_for(at, fqns, hyper_of) if fqns else empty[at] for at, (fqns, _) in enumerate(live)]
     for index, ((_, group), hyper) in enumerate(zip(live, matched, strict=True)):
         for key, value in hyper.items():
             if key not in _LIVE:

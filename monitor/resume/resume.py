@@ -128,11 +128,11 @@ def resume(
                 at = None if chain is None else chain.oldest
                 found = _check(catalog, plan, payloads, adapter, group, user=user, settings=settings, at=at)
             if isinstance(found, frozenset):
-                bad, skip, unled = bad | found, frozenset(), {}
+                bad, skip, unled, least = bad | found, frozenset(), {}, -1
                 notes += [one.why for one in found if one.why]
                 continue
             if isinstance(found, str):
-                skip, unled[plan.resolution.manifest.save] = frozenset(), found
+                skip, least, unled[plan.resolution.manifest.save] = frozenset(), -1, found
                 continue
             notes += [*passed_over, *plan.resolution.problems, *found.point.notes, *found.read.notes, *found.lost]
             notes += run_on_all_ranks(group, partial(_object_notes, found.point.state, user, plan.before))

@@ -398,7 +398,7 @@ def check_rng(adapter: Adapter, recorder: TraceRecorder, path: Path | None, grou
             _log.warning(
                 "after this resume the loop has drawn more or fewer random numbers than the saved run had at the same "
                 "optimizer step, so it does not go on as that run did: does it fetch a batch ahead, or begin an "
-                "iterator anew? It is harmless if the data goes on at its place and nothing random follows. See "
+                "iterator anew? Ignore this if the data continues where it stopped and nothing later is random. See "
                 f"docs/{page}"
             )
 

@@ -90,4 +90,7 @@ def test_other_random_numbers_after_a_resume_name_the_page(
         ckpt.close(save=False)
         assert ("random numbers" in caplog.text) == resumed
     page = "huggingface" if accelerated else "loops"
-    assert f"harmless if the data goes on at its place and nothing random follows. See docs/{page}.md" in caplog.text
+    assert (
+        f"Ignore this if the data continues where it stopped and nothing later is random. See docs/{page}.md"
+        in caplog.text
+    )
