@@ -265,8 +265,11 @@ def other_members(
     lost = [f"the optimizer of the save had {listed(gone)}, and this one does not"] if gone else []
     lost += [f"the optimizer has {listed(new)}, and that of the save did not"] if new else []
     other = sorted(fqn for fqn in old & own if before[fqn] != now[fqn])
-    note = f"requires_grad of {listed(other)} is not as at the save, which matters unless the loop sets it again"
-    return lost, [note] if other else []
+    if not other:
+        return lost, []
+    return lost, [
+        f"requires_grad of {listed(other)} is not as at the save, which matters unless the loop sets it again"
+    ]
 
 
 def match_groups(saved: Sequence[Mapping[str, Any]], live: LiveGroups) -> list[Mapping[str, Any]]:
