@@ -107,7 +107,7 @@ def _draw(
     kind = store_status.resume_kind(certificate) if body["resumable"] or manifest.weights_only else damaged
     kind = f"weights only, cannot be resumed but exported; {kind}" if manifest.weights_only else kind
     title = (
-        f"{manifest.save}: step {manifest.step}, epoch {manifest.epoch}, {manifest.created}; "
+        f"{manifest.save}: step {manifest.step}, store epoch {manifest.epoch}, {manifest.created}; "
         f"{manifest.framework} on {plural(manifest.world_size, 'rank')}, policy {manifest.policy}"
     )
     own, kept = store_status.written(manifest), manifest.bytes_avoided

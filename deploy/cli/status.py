@@ -49,9 +49,9 @@ def _draw(console: Console, found: store_status.StoreStatus) -> None:
         newest = found.newest
         avoided = f", {size_text(newest.bytes_avoided)} avoided" if newest.bytes_avoided else ""
         wrote = f"wrote {size_text(store_status.written(newest))}{avoided}"
-        rows["Newest"] = f"{newest.save}: step {newest.step}, epoch {newest.epoch}, {newest.created}; {wrote}"
+        rows["Newest"] = f"{newest.save}: step {newest.step}, store epoch {newest.epoch}, {newest.created}; {wrote}"
         rows["Model"] = store_status.model_text(found.newest)
-    rows["Epochs"] = _epochs(found)
+    rows["Store epochs"] = _epochs(found)
     rows["In use"] = store_status.lock_owner_text(found.root, found.in_use_by)
     rows["Size"] = size_text(found.size_bytes)
     rows["Resume"] = _resume_text(found)

@@ -79,7 +79,7 @@ class SaveLog(SaveListener):
         self._config, self._store = config, config.store_path
         self._rank = rank
         self._encodings_checked = False
-        self._commits = self._decisions = 0
+        self._commits = self._decisions = self._busy = 0
         self._began = time.monotonic()
         self._unfinished = False  # the job was preempted while a save was being written
         self._step = self._held = 0  # newest step, and the newest that is committed, or known to be lost
@@ -105,8 +105,11 @@ class SaveLog(SaveListener):
         level = logging.DEBUG if event.skipped == "nothing" else logging.ERROR
         why = SKIP_REASONS[event.skipped]
         if event.skipped == "busy":
-            level = logging.INFO if self._config.every == "auto" else logging.WARNING  # the first is retried soon
-            why = "the one before is still being written"
+            level, why = logging.INFO, "the one before is still being written"  # `auto` retries soon
+            self._busy += 1
+            if self._config.every != "auto":
+                level = level if self._busy & (self._busy - 1) else logging.WARNING  # at 1, 2, 4, 8, ...
+                why += f" ({counted(self._busy, 'time')} so far). `every: auto` leaves the time that a save takes"
         _log.log(level, "no save at step %d: %s", event.step, f"{why}. {event.problem}" if event.problem else why)
 
     def _count_decision(self, event: events.DecisionEvent) -> None:

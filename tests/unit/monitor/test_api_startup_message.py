@@ -92,9 +92,21 @@ def test_a_put_off_decision_is_no_warning(caplog: pytest.LogCaptureFixture) -> N
         caplog.clear()
         with caplog.at_level(logging.INFO, "driftpoint"):
             SaveLog(load_config({"every": every})).on_decision(DecisionEvent(6, "busy", None, 0.0, None, 0))
-        assert [(one.levelname, one.getMessage()) for one in caplog.records] == [
-            (level, "no save at step 6: the one before is still being written")
-        ]
+        [one] = caplog.records
+        assert one.levelname == level
+        assert one.getMessage().startswith("no save at step 6: the one before is still being written")
+        assert ("`every: auto`" in one.getMessage()) == (every == 3), "advice, where a setting is the reason"
+
+
+def test_saves_that_take_longer_than_every_are_warned_of_ever_less_often(caplog: pytest.LogCaptureFixture) -> None:
+    log = SaveLog(load_config({"every": 3}))
+    with caplog.at_level(logging.INFO, "driftpoint"):
+        for number in range(1, 10):
+            log.on_decision(DecisionEvent(3 * number, "busy", None, 0.0, None, 1))
+    assert len(caplog.records) == 9, "each is logged"
+    warned = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert [text.split(":")[0] for text in warned] == [f"no save at step {3 * number}" for number in (1, 2, 4, 8)]
+    assert "8 times so far" in warned[-1]
 
 
 QUIET = {"metrics": {"enabled": False}}
