@@ -159,8 +159,7 @@ def import_checkpoint(
         UsageError: the store has commits or lies in the source.
         MergeError: the source holds such values.
         DamagedError: bytes of the source, or those just written, are wrong.
-        StoreInUseError, FencedError, StorageError: as the store raises them.
-    """
+        StoreInUseError, FencedError, StorageError: as the store raises them."""
     one, other = plan.source.resolve(), store.resolve()
     if one.is_relative_to(other) or other.is_relative_to(one):
         raise UsageError(

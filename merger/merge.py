@@ -78,8 +78,7 @@ def merge(
         MergeError: a hole, a commit that does not exist, sources that do not fit together, or implausible values.
         DamagedError, StorageError: a foreign checkpoint is damaged; reading or writing failed.
         UsageError, ConfigError: ``out`` exists; the recipe is wrong.
-        UnsupportedError: the layout cannot hold this state.
-    """
+        UnsupportedError: the layout cannot hold this state."""
     step = save.name if isinstance(save, SaveId) else save
     request = Request(source, step, target or Target(), recipe, allow_nonfinite)
     sources = open_request(request)

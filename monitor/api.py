@@ -1,7 +1,6 @@
 """Implement ``monitor.attach``: build the job, compare settings among ranks, log a start-up message.
 
-Collective; training thread.
-"""
+Collective; training thread."""
 
 import math
 import os

@@ -2,8 +2,7 @@
 
 Tasks run one at a time, in order. The training thread blocks only in :meth:`BackgroundWorker.wait`, ``join`` and
 ``stop``. The thread is a daemon, so hanging storage cannot keep the process from exiting. An exception of a task is
-kept in its :class:`TaskResult`; none is swallowed. At interpreter exit, tasks that still run are given up.
-"""
+kept in its :class:`TaskResult`; none is swallowed. At interpreter exit, tasks that still run are given up."""
 
 import atexit
 import ctypes

@@ -2,8 +2,7 @@
 
 The public methods contain collectives: the training thread of every rank calls them in the same order, except where
 the docstring says otherwise. Rank 0 keeps the ledger and decides; every rank stages and writes its own segment. The
-references that drift is measured against move at the next decision after a save is known to be committed.
-"""
+references that drift is measured against move at the next decision after a save is known to be committed."""
 
 import logging
 import os
@@ -60,8 +59,7 @@ class Checkpointer:
         metrics: Metrics of this job, served on the configured port by rank 0.
         certificate: Steps, encodings and exactness of the resumed state, on all ranks. None if nothing was resumed.
         resumed: The full result of the last resume, which ``certificate`` sums up. None if nothing was resumed.
-        preempted: True once the job was preempted and the last save is done: leave the training loop.
-    """
+        preempted: True once the job was preempted and the last save is done: leave the training loop."""
 
     def __init__(
         self,
@@ -155,8 +153,7 @@ class Checkpointer:
             DamagedError: Ranks could not read the records of the commit.
             StorageError: Ranks do not see the same store, or storage failed.
 
-            These are raised on all ranks and leave the job unchanged. After any other DriftpointError call it again.
-        """
+            These are raised on all ranks and leave the job unchanged. After any other DriftpointError call it again."""
         if self._resume_called:  # the save under way may belong to a branch that this resume leaves
             self.copied()
             self._saver.abandon(self._step, self.config.timeouts.close)
@@ -208,8 +205,7 @@ class Checkpointer:
             Preempted: The job was preempted and the last save is done. Uncaught, it ends the process with code 75.
             UnsupportedError: At the first decision, the state has a part that no save can hold.
             NotFiniteError: A layer has NaN or Inf, and ``bounds: {nonfinite: raise}`` is set.
-            ConfigError: The checkpointer is closed, or the store contains commits and :meth:`resume` was not called.
-        """
+            ConfigError: The checkpointer is closed, or the store contains commits and :meth:`resume` was not called."""
         began = time.perf_counter()
         self._require_open()
         self._misuse.stepped()
@@ -259,8 +255,7 @@ class Checkpointer:
         Raises:
             SaveError: With ``wait`` and ``strict``, the save is not committed, on all ranks.
             ConfigError: The checkpointer is closed, the store contains commits and :meth:`resume` was not called, or
-                an optimizer step was taken without :meth:`step`.
-        """
+                an optimizer step was taken without :meth:`step`."""
         self._require_open()
         save = partial(self._save_on_all_ranks, wait, strict)
         report = self._on_all_ranks(save, time.perf_counter()) or StepReport(self._step, "unreachable", saved={})
@@ -297,8 +292,7 @@ class Checkpointer:
         another rank does not come, nothing more is saved and an error is logged. :meth:`close` calls it.
 
         Raises:
-            SaveError: The step is not committed, on all ranks. In-memory snapshots stay for the next job.
-        """
+            SaveError: The step is not committed, on all ranks. In-memory snapshots stay for the next job."""
         left = self.preempted and self.config.preemption.exit
         trained = (self._trained or self._misuse.updates) and not self._live.mixed
         if isinstance(self._saver, Saver) and trained and not left:
@@ -318,8 +312,7 @@ class Checkpointer:
         For your own signal handlers and for threads that poll a cloud provider. Any thread, any rank; returns at once.
 
         Raises:
-            ConfigError: Preemption is off (``preemption: {signals: []}``, or policy ``observe``).
-        """
+            ConfigError: Preemption is off (``preemption: {signals: []}``, or policy ``observe``)."""
         self._preemption.preempt()
 
     def flush(self) -> None:
@@ -348,8 +341,7 @@ class Checkpointer:
             save: Whether to commit the last step. If False, only the save under way is waited for.
 
         Raises:
-            SaveError: The last step is not committed. All is released nevertheless.
-        """
+            SaveError: The last step is not committed. All is released nevertheless."""
         self._end(clean=sys.exc_info()[0] is None, save=save)
 
     def _end(self, *, clean: bool, save: bool = True) -> None:

@@ -1,8 +1,7 @@
 """Track the committed version of every unit on rank 0, and build the manifest of the next commit.
 
 The training thread owns the ledger; only a commit advances it. The background thread gets an immutable
-:class:`CommitDraft` and returns a manifest.
-"""
+:class:`CommitDraft` and returns a manifest."""
 
 import math
 import time

@@ -5,8 +5,7 @@ CUDA, numpy and python; the framework's counters and schedules (from the adapter
 of modules (``get_extra_state``); persistent buffers in which ranks differ.
 
 ``load_state_dict`` of user objects may raise halfway, consume random numbers or set learning rates. A resume therefore
-calls it before any other state changes, and if it fails on any rank, all ranks undo it. Training thread.
-"""
+calls it before any other state changes, and if it fails on any rank, all ranks undo it. Training thread."""
 
 import logging
 import random

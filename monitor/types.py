@@ -103,8 +103,7 @@ class StepReport:
         stall_seconds: Seconds that the training thread was blocked.
         problem: With ``unsupported``: the difference from the state when the job was attached.
         interval: Steps to the next decision, under ``every: auto``.
-        preempted: Whether this was the last save before the job ends.
-    """
+        preempted: Whether this was the last save before the job ends."""
 
     step: int
     skipped: str | None

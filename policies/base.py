@@ -28,8 +28,7 @@ class UnitStats:
         error: Relative error of the newest version's encoding; 0 if it is lossless.
         numel: Number of values; 0 if unknown, in which case the unit counts as float32.
         encoding: Encoding of the newest version. None if there is none.
-        stored_bytes: Stored size of the newest version; 0 if there is none.
-    """
+        stored_bytes: Stored size of the newest version; 0 if there is none."""
 
     unit: Unit
     position: int
@@ -62,8 +61,7 @@ class Budget:
         demanded: Units that are saved regardless of the policy. Their cost is deducted first.
         per_step: Bytes that a step of training earns, on average so far. None: unlimited, or not known yet.
         most: Most bytes that can ever be at hand. None: unlimited.
-        resumed_for: Steps since the process resumed. None: it made the first save of the store.
-    """
+        resumed_for: Steps since the process resumed. None: it made the first save of the store."""
 
     bytes: float | None = None
     demanded: frozenset[Unit] = frozenset()
@@ -80,8 +78,7 @@ class History:
         step: Optimizer step of this decision.
         commits: Commits in the store so far. Failed saves do not count, so a policy that takes turns repeats a turn
             that failed.
-        interval: Steps to the next decision. None: not known.
-    """
+        interval: Steps to the next decision. None: not known."""
 
     step: int
     commits: int
@@ -94,8 +91,7 @@ class Choice:
 
     Attributes:
         encoding: Name of the encoding to store it in, such as ``raw``. None: skip it.
-        reason: Why, in a few words. It is stored in the manifest and shown by the command line.
-    """
+        reason: Why, in a few words. It is stored in the manifest and shown by the command line."""
 
     encoding: str | None
     reason: str
@@ -144,8 +140,7 @@ class Policy(Protocol):
             history: Step and number of commits.
 
         Returns:
-            A decision with exactly one choice, with a reason, for each unit in ``stats``.
-        """
+            A decision with exactly one choice, with a reason, for each unit in ``stats``."""
 
 
 def nonfinite_slots(stats: Sequence[UnitStats]) -> Mapping[str, tuple[str, ...]]:

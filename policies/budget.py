@@ -133,8 +133,7 @@ class BudgetPolicy:
         lags: For slots other than the weights: the steps of the weights that a fully outdated slot counts as, > 0.
             Slots that are not named use :data:`policies.budget.LAG`.
         encodings: Coarsest encoding of each slot; raw by default. Set from the job's ``encoding``, not from the
-            settings of the policy.
-    """
+            settings of the policy."""
 
     lags: Mapping[str, float] = field(default_factory=dict, hash=False)
     encodings: Mapping[str, str] = field(default_factory=dict, hash=False, metadata={"setting": False})

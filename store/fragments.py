@@ -5,8 +5,7 @@ range is a few boxes, so one algebra does for both. Boxes of a tensor are in a t
 dimension, as every mesh does: building it sorts, and what meets a box is found by a bisection at each level.
 
 Reading checks hashes, unpacks and decodes in the memory of a few chunks; values must not be used before the last hash
-was checked.
-"""
+was checked."""
 
 from bisect import bisect_right
 from collections import deque

@@ -162,8 +162,7 @@ def plan_prune(
         groups: Segment groups that the next commit refers to. They stay, with the commits through which a resume of
             ``continued`` finds those that it lacks: a unit that is damaged in it may have fallen back to an older one.
         least: Newest commits that stay however much room is wanted.
-        ended: Whether the job of ``epoch`` has ended for certain, so that no save is in progress.
-    """
+        ended: Whether the job of ``epoch`` has ended for certain, so that no save is in progress."""
     epoch = newest_epoch(catalog.files) if epoch is None else epoch
     files, commits = catalog.files, _survey(catalog)
     folders = {name: paths.parse_save_dir(name) for name in list_or_empty(files, paths.SEGMENTS)}

@@ -25,8 +25,7 @@ KILL_AFTER = 10.0  # seconds from SIGTERM to SIGKILL
 ATTRIBUTION_SECONDS = 600.0
 """Seconds after a preemption signal, besides the grace period, in which the command's end counts as its result.
 
-Launchers hide the exit code. After this time, the end has another cause.
-"""
+Launchers hide the exit code. After this time, the end has another cause."""
 
 
 def adopt_orphans() -> bool:

@@ -22,8 +22,7 @@ _ORPHANS_KILL = 10.0
 _OTHER_NODES = 1800.0
 """Seconds to wait for the store before a restart.
 
-Some file servers show the lock of rank 0 on another node, which may hang in a collective until its timeout.
-"""
+Some file servers show the lock of rank 0 on another node, which may hang in a collective until its timeout."""
 _CANNOT_START = 127  # exit code of a command that could not be started, as in shells
 _MAX_WAIT = 60.0  # longest wait for a signal, in seconds, as a safeguard against missed ones
 

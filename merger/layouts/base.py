@@ -60,8 +60,7 @@ class LayoutResult:
 Layout = Callable[[Checkpoint, Target], LayoutResult]
 """Plans the files of a checkpoint in a form that a framework loads by itself. Reads no tensor, writes nothing.
 
-MergeError if the checkpoint lacks state, UnsupportedError if the layout cannot hold it.
-"""
+MergeError if the checkpoint lacks state, UnsupportedError if the layout cannot hold it."""
 
 
 def canonical_names(checkpoint: Checkpoint) -> dict[str, str]:

@@ -1,8 +1,7 @@
 """Define the interface to a training framework: where its state lives, as fragments, and how to restore it.
 
 An adapter is used from the training thread only, between optimizer steps, while the state does not change.
-It leaves the user's param groups as they are.
-"""
+It leaves the user's param groups as they are."""
 
 import inspect
 from bisect import bisect_left

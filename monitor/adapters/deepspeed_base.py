@@ -2,8 +2,7 @@
 
 A stage describes its flat fp32 partitions and the pieces of parameters in them (:class:`FlatPartition`), and the
 parameters that the optimizer does not hold (mostly frozen ones). DeepSpeed's tensors are read and written in place,
-from the training thread, between optimizer steps. Tensor, pipeline and expert parallelism are not supported.
-"""
+from the training thread, between optimizer steps. Tensor, pipeline and expert parallelism are not supported."""
 
 import copy
 from abc import ABC, abstractmethod

@@ -3,8 +3,7 @@
 Each rank holds a box of every parameter, plain tensors are on all ranks. What several ranks hold they write in parts.
 The parameters are the sharded ones, which the optimizer updates and which are the masters under mixed precision; if the
 last forward left gathered ones registered, they are resharded first, as ``state_dict()`` does. Training thread only, on
-all ranks; nothing but :meth:`PyTorchAdapter.agree` is a collective.
-"""
+all ranks; nothing but :meth:`PyTorchAdapter.agree` is a collective."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

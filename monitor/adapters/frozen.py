@@ -2,8 +2,7 @@
 
 For jobs whose script loads those weights itself, as in fine-tuning with adapters. A resume compares the fingerprints
 and refuses other weights by name. Parameters frozen later are saved as usual; parameters unfrozen later are refused.
-Training thread.
-"""
+Training thread."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

@@ -2,8 +2,7 @@
 
 Listing the tensors of a job takes microseconds for each of them: names, pieces, checks. Between two decisions they
 rarely change. So what the list depends on is read into plain lists, by loops that run in C, and compared. Likewise
-:class:`OptimizerAttributes` finds what has changed in attributes of an optimizer, which its state dict lacks.
-"""
+:class:`OptimizerAttributes` finds what has changed in attributes of an optimizer, which its state dict lacks."""
 
 import copy
 from collections import deque

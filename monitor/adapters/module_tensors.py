@@ -3,8 +3,7 @@
 Maps dtypes to safetensors' names, and shares the writing of what several ranks hold: each saves a part of it.
 
 Tensors are looked up anew unless the :class:`monitor.adapters.base.StepCache` is enabled, since a framework may put
-other memory behind a name.
-"""
+other memory behind a name."""
 
 import math
 import zlib

@@ -1,8 +1,7 @@
 """Adapt plain PyTorch and DistributedDataParallel, and partition the writing of replicated tensors over ranks.
 
 Every rank holds everything, writes a part of it and loads all of it. Training thread only. Schedulers and gradient
-scalers are the user's own objects.
-"""
+scalers are the user's own objects."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set

@@ -1,8 +1,7 @@
 """Load, validate and write the configuration of a job. Errors name the key and the nearest known one.
 
 Everything is checked once, when it is read; no store is opened. Settings are written as a commented YAML file and as a
-JSON schema, for ``driftpoint init`` and the docs.
-"""
+JSON schema, for ``driftpoint init`` and the docs."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,6 @@
 """Define the sections of a configuration as pydantic models: frozen, and an unknown key is an error.
 
-Editors, ``driftpoint init`` and docs/configuration.md show the sections' docstrings and the fields' descriptions.
-"""
+Editors, ``driftpoint init`` and docs/configuration.md show the sections' docstrings and the fields' descriptions."""
 
 import sys
 import time

@@ -1,8 +1,7 @@
 """Schedule decisions (fixed or automatic interval) and in-memory snapshots, from measured step and save times.
 
 All ranks reach the same steps: rank 0's choice travels with the decision (``History.interval``), everything else
-follows from what all ranks know. Training thread.
-"""
+follows from what all ranks know. Training thread."""
 
 import logging
 import math

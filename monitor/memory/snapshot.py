@@ -3,8 +3,7 @@
 The training thread lays a snapshot out and starts its copies (:class:`SnapshotStager`). The background thread waits for
 them, checks that all values are finite, hashes the bytes and writes the record (:func:`seal_snapshot`). Rank 0 adds the
 manifest that a commit would have (:class:`SnapshotManifest`): layers that never move are not kept in memory once they
-are committed, and the manifest points to their version on disk. Nothing here knows whether other ranks have theirs.
-"""
+are committed, and the manifest points to their version on disk. Nothing here knows whether other ranks have theirs."""
 
 import math
 import time

@@ -6,8 +6,7 @@ an exception: without enough memory, or after repeated failures, the job continu
 The background thread owns a payload from :meth:`MemoryTier.snapshot` until the snapshot is settled.
 
 With replication, no snapshot begins while one is being sent. So there is always one that all ranks have both in their
-own memory and on another node, unless the last one could not be sent.
-"""
+own memory and on another node, unless the last one could not be sent."""
 
 import logging
 import time

@@ -14,8 +14,7 @@ The rules, outermost first:
    and a ModuleList of one such child is a stack of one.
 2. Otherwise, a module without stacks inside is one layer (``bert.embeddings``: words, positions, types and
    their norm), unless it is a bare container: its children are grouped one by one.
-3. Tensors owned directly by a module that contains stacks are one layer, named after it.
-"""
+3. Tensors owned directly by a module that contains stacks are one layer, named after it."""
 
 import re
 from collections import Counter
@@ -105,8 +104,7 @@ def find_layers(
 
     Raises:
         ConfigError: if a pattern is not a regular expression, matches nothing, or matches a name that another pattern
-            matches, or if a name is given twice or is not in ``module``.
-    """
+            matches, or if a name is given twice or is not in ``module``."""
     here = fqns if local is None else [fqn for fqn in fqns if fqn in local]
     top = _tree(module, here)
     while not top.own and len(top.children) == 1 and not _stacked(top):  # skip modules that only wrap the model

@@ -1,8 +1,7 @@
 """Group an adapter's pieces into units, one per (layer, slot), and detect changes of the job. Training thread only.
 
 Layers are found once; pieces are listed again at every decision, because optimizer state may appear after the first
-step and parameters may be unfrozen.
-"""
+step and parameters may be unfrozen."""
 
 import logging
 from bisect import bisect_right

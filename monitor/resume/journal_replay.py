@@ -3,8 +3,7 @@
 Each record is read and checked on all ranks before its step is taken, while the step before is taken; where one is
 damaged, all ranks stop at the step before it, which is whole. The versions of a composite are of several steps: the
 replay begins at the oldest, and a unit is set to its own version when the replay reaches that step, so it ends with a
-state of one step. Training thread, in a resume; collective.
-"""
+state of one step. Training thread, in a resume; collective."""
 
 import ctypes
 import logging

@@ -2,8 +2,7 @@
 
 Reading intersects the stored fragments with the live ones, so another world size, ZeRO stage or framework is no special
 case. Nothing live changes before :meth:`ReadResult.load`. Damaged fragments are reported to the caller, which falls
-back.
-"""
+back."""
 
 import ctypes
 import mmap

@@ -1,8 +1,7 @@
 """Resume in place: agree on a commit, read and check everything on all ranks, then change the live state.
 
 All checks run before the first change, so a refused resume leaves the job unchanged. A unit whose bytes do not match
-their hash falls back to its previous version on all ranks alike. Training thread, before training; collective.
-"""
+their hash falls back to its previous version on all ranks alike. Training thread, before training; collective."""
 
 import logging
 import math
@@ -107,8 +106,7 @@ def resume(
         UsageError: A user object rejects its saved state.
         DamagedError: A rank cannot read the records of the commit.
         StorageError: Ranks do not see the same store, or storage failed.
-        DriftpointError: Copying the checked values failed midway. Only then has anything changed.
-    """
+        DriftpointError: Copying the checked values failed midway. Only then has anything changed."""
     bad: frozenset[RejectedVersion] = frozenset()
     notes, skip, unled, least = list[str](), frozenset[SaveId](), dict[SaveId, str](), -1
     while True:

@@ -2,8 +2,7 @@
 
 Counters, schedules, random states and user objects are taken whole from one save: the one closest to the effective step
 that all ranks can read. Nothing is interpolated and no scheduler is rewound. Reads records and run states, no model
-tensors, and changes no state. Training thread; collective, except :func:`resolve_commit`.
-"""
+tensors, and changes no state. Training thread; collective, except :func:`resolve_commit`."""
 
 import time
 from collections.abc import Iterable, Mapping, Set

@@ -4,8 +4,7 @@ State does not change between two optimizer steps. So copies are made at once (`
 and backward (``lazy``); then the next optimizer step waits for the copies that are not complete, and so does any other
 public call of the framework that changes the state. Any other change is detected, and the save is given up. The kernel
 reports every write (:class:`WriteTracker`); where it cannot, version counters and a sample find most.
-Where there is no room for a second copy of the state, the optimizer step waits for storage, too (:class:`WaveCopy`).
-"""
+Where there is no room for a second copy of the state, the optimizer step waits for storage, too (:class:`WaveCopy`)."""
 
 import logging
 import threading

@@ -1,8 +1,7 @@
 """Stands in for the saver under policy ``observe``: the same measurements and decisions, but nothing is written.
 
 A decision moves the drift references as if its save had been committed at once, so that drift is what it would be
-under the observed policy.
-"""
+under the observed policy."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -7,8 +7,7 @@ delta would be larger than the mean so far. The encoded bytes of bases stay in h
 The zstd level of each segment is chosen from measured times: the highest level that keeps writing a segment within a
 share of the time between saves.
 
-The background thread encodes, one save at a time; the training thread settles a save before the next one begins.
-"""
+The background thread encodes, one save at a time; the training thread settles a save before the next one begins."""
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence

@@ -1,8 +1,7 @@
 """Runs one save on one rank: stage, write the segment, commit, prune.
 
 The training thread stages units (:class:`Stager`). The background thread does the rest (:func:`run_save`): it reads
-staged copies only, no live tensors but for copies, and calls no collective. Only rank 0 has a :class:`CommitPlan`.
-"""
+staged copies only, no live tensors but for copies, and calls no collective. Only rank 0 has a :class:`CommitPlan`."""
 
 import logging
 import threading

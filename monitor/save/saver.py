@@ -1,8 +1,7 @@
 """Begins saves on the training thread and settles them at the next decision.
 
 One save at a time. Ranks exchange its outcome in one small message at the next decision, and nothing else.
-The background thread owns staged copies from :meth:`Saver.begin` until the save is finished.
-"""
+The background thread owns staged copies from :meth:`Saver.begin` until the save is finished."""
 
 import logging
 import time

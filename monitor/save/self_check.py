@@ -4,8 +4,7 @@ shape of its state changed.
 While the state stands still, the training thread notes what ``state_dict()`` of model, optimizer and the user's objects
 hold. Each tensor must be a piece, or a copy of one, or be in the run state; nothing may be left over. What several
 ranks hold whole must be alike. The background thread decodes the run state before it is written, and after the commit
-reads all of this rank's segment back. What differs is an error in the log, and no commit from then on is exact.
-"""
+reads all of this rank's segment back. What differs is an error in the log, and no commit from then on is exact."""
 
 import json
 import logging

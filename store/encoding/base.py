@@ -20,8 +20,7 @@ BLOCK = 64  # elements that share one scale in the block encodings. A constant o
 PIECE = 1 << 16
 """Elements processed at a time inside a chunk, so that intermediate results stay in the core's cache.
 
-Not part of the format: any multiple of BLOCK gives the same bytes.
-"""
+Not part of the format: any multiple of BLOCK gives the same bytes."""
 
 Bytes = NDArray[np.uint8]  # 1-d uint8
 Values = NDArray[Any]  # 1-d values; float32 for the lossy encodings
