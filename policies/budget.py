@@ -148,7 +148,6 @@ class BudgetPolicy:
         object.__setattr__(self, "encodings", dict(self.encodings))
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
-        del history
         fixed, costs = self._fixed(stats, budget)
         worth, scale = worth_saving(stats), scales(stats, self.lags)
         queue = [

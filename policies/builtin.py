@@ -40,7 +40,6 @@ class Filter:
             )
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
-        del budget
         always = self._always(stats)
         others = self._others(alone=worth_saving(stats).isdisjoint(always), commits=history.commits)
         return Decision({one.unit: Choice(RAW, always[one.unit]) if one.unit in always else others for one in stats})
@@ -83,7 +82,6 @@ class Fallback:
         return f"policy {self.name} {self.failure.what}"
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
-        del budget, history
         return Decision({one.unit: Choice(RAW, f"{self.message}: saved as under full") for one in stats})
 
     def named(self, decision: Decision) -> Decision:
@@ -106,7 +104,6 @@ class Full:
     needs_drift: ClassVar[bool] = False
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
-        del budget, history
         return Decision(dict.fromkeys((one.unit for one in stats), Choice(RAW, "everything is saved every time")))
 
 
@@ -156,7 +153,6 @@ class Parity:
         check_integer("policy parity", "k", self.k, least=2)
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
-        del budget
         group = self._group(stats, history)
         return Decision({one.unit: self._choice(one, group) for one in stats})
 
@@ -202,7 +198,6 @@ class Threshold:
         object.__setattr__(self, "slots", dict(self.slots))  # a copy, since the caller may change its own
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
-        del budget, history
         return Decision({one.unit: self._choice(one) for one in stats})
 
     def _choice(self, one: UnitStats) -> Choice:

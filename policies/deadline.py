@@ -49,7 +49,6 @@ class Nothing:
     needs_drift: bool = False
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
-        del budget, history
         return Decision({one.unit: _NOT_NEEDED for one in stats})
 
 

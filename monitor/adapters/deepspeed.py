@@ -134,10 +134,7 @@ class _SteppedAdapter(deepspeed_base.ZeroAdapter):
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         return [self._base_optimizer]
 
-    def step_inputs(
-        self,
-        number: int,  # noqa: ARG002
-    ) -> tuple[list[dict[str, Any]], list[Piece], torch.Tensor | float]:
+    def step_inputs(self, number: int) -> tuple[list[dict[str, Any]], list[Piece], torch.Tensor | float]:
         # Within a step the base optimizer has only the param groups, or the parameters, that are updated now.
         flats, groups, pieces = {id(flat.tensor): flat for flat in self._listed}, [], list[Piece]()
         for group in self._base_optimizer.param_groups:
@@ -156,16 +153,12 @@ class _SteppedAdapter(deepspeed_base.ZeroAdapter):
             scale = torch.clamp((norm + 1e-6) / clip, min=1.0) * scale
         return 1.0 / scale
 
-    def new_gradients(self, number: int) -> list[Gradient]:  # noqa: ARG002
+    def new_gradients(self, number: int) -> list[Gradient]:
         made = [(flat, torch.zeros_like(flat.tensor)) for flat in self.flats()]
         return [Gradient(flat.tensor, memory, _pieces(flat, memory)) for flat, memory in made]
 
     def repeat_step(
-        self,
-        number: int,  # noqa: ARG002
-        groups: Sequence[Mapping[str, Any]],
-        fqns: Set[str],  # noqa: ARG002
-        gradients: Sequence[Gradient],
+        self, number: int, groups: Sequence[Mapping[str, Any]], fqns: Set[str], gradients: Sequence[Gradient]
     ) -> None:
         restore_groups(groups, self._groups())
         before = [one.owner.grad for one in gradients]

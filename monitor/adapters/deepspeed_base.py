@@ -323,14 +323,12 @@ class ZeroAdapter(EngineAdapter, ABC):
         return [place for place in places if place.fragment.numel]
 
     def prepare_load(
-        self,
-        slots: Mapping[str, Mapping[str, str]],
-        values: Mapping[Fragment, Any] = MappingProxyType({}),  # noqa: ARG002 - slots of a partition are of many
+        self, slots: Mapping[str, Mapping[str, str]], values: Mapping[Fragment, Any] = MappingProxyType({})
     ) -> None:
         """Fit the slots of each flat partition to those that ``slots`` names for any parameter in it.
 
         Missing ones are created with zeros, others dropped. If ``slots`` names one for only some parameters of a
-        partition, the others' pieces become zeros."""
+        partition, the others' pieces become zeros. ``values`` is not used: a slot of a partition is of many."""
         for flat in self.flats():
             optimizer_state.fit_slots(self._base_optimizer, flat.tensor, _wanted_slots(flat, slots))
             state = self._base_optimizer.state.get(flat.tensor, {})

@@ -303,14 +303,14 @@ class PyTorchAdapter(base.OneStage):
         place = self._places.get(fqn, (self._rank, self._world_size))
         return Replica(whole_piece(fqn, slot, tensor, strided=True), *place)
 
-    def _home(self, tensor: torch.Tensor) -> base.Home:  # noqa: ARG002 - for adapters of sharded models
+    def _home(self, tensor: torch.Tensor) -> base.Home:  # for adapters of sharded models
         """Return how this rank holds a tensor."""
         return self._home_here
 
     _local_memory: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Returns this rank's memory of a tensor; None if that is the tensor itself."""
 
-    def _scalar(self, key: str, value: Any, fqn: str) -> Any:  # noqa: ARG002 - for errors of subclasses
+    def _scalar(self, key: str, value: Any, fqn: str) -> Any:  # fqn: for errors of subclasses
         """Return an entry of optimizer state that is not a slot, as it is saved."""
         return value
 
