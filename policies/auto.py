@@ -13,11 +13,8 @@ from policies.budget import BudgetPolicy
 from policies.encodings import options
 from store.names import BUFFER, WEIGHTS, Unit
 
-PARTS = (1, 2, 4, 8, 16)
-"""Into how many parts the moments may be divided, of which each save stores one."""
-
-LAG = 1.0
-"""Steps that a failure costs for a slot of moments that is wholly out of date, where ``lags`` says nothing."""
+PARTS = (1, 2, 4, 8, 16)  # into how many parts the moments may be divided, of which each save stores one
+LAG = 1.0  # steps that a failure costs for a slot of moments that is wholly out of date, where ``lags`` says nothing
 
 
 @dataclass(frozen=True)

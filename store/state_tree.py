@@ -23,8 +23,7 @@ _SEQUENCES: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozense
 _MAPPINGS: dict[str, type] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter, "defaultdict": defaultdict}
 _BYTES: dict[str, type] = {"bytes": bytes, "bytearray": bytearray}
 _TAG_OF: dict[type, str] = {list: "list", **{kind: tag for tag, kind in (_SEQUENCES | _MAPPINGS | _BYTES).items()}}
-CONTAINERS = frozenset(_TAG_OF)
-"""Types that hold others, and bytes. Their subclasses are not encoded."""
+CONTAINERS = frozenset(_TAG_OF)  # types that hold others, and bytes. Their subclasses are not encoded
 PACKED: Final = "tensor of"
 """Key of (module, class) in the mapping that stands for a tensor made of others in an optimizer's state."""
 _FACTORIES = {kind.__name__: kind for kind in (int, float, bool, str, bytes, list, dict, set, tuple)}

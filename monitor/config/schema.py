@@ -45,8 +45,7 @@ def policies_schema(schema: dict[str, Any]) -> None:
     schema["anyOf"] = [name, {"type": "object", "properties": {"name": name}, "required": ["name"]}]
 
 
-_LONGEST = 1e6
-"""Seconds: the longest timeout. Threads cannot wait for arbitrarily long ones."""
+_LONGEST = 1e6  # seconds: the longest timeout. Threads cannot wait for arbitrarily long ones
 
 _LEAST_1: Final[JsonDict] = {"minimum": 1}
 """Shown to editors only: the module that uses the setting checks it and raises a better message than pydantic."""

@@ -215,12 +215,8 @@ def _kind(certificate: Certificate) -> str:
     return f"a composite, up to {certificate.max_staleness} steps stale"
 
 
-PATIENCE = 60.0
-"""Seconds that the first decision waits for other ranks before it says so."""
-
-FORGOTTEN = 500
-"""Optimizer steps without ``ckpt.step()``; more where a loop takes many between two calls, as in PPO."""
-
+PATIENCE = 60.0  # seconds that the first decision waits for other ranks before it says so
+FORGOTTEN = 500  # optimizer steps without ``ckpt.step()``; more where a loop takes many between two calls, as in PPO
 _REPEATS = 5  # optimizer steps in a row with equally many calls each
 
 _Gradient = tuple[torch.Tensor, int]  # the smallest gradient, and how often it was written to
