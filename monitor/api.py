@@ -52,7 +52,11 @@ _DEFAULT_FILE = "driftpoint.yaml"  # the configuration that the command line rea
 
 def check_same_config(job: JobContext) -> None:
     """Raise ConfigError, on all ranks, if a rank's collective settings differ from rank 0's. Collective."""
-    local = _collective_settings(job)
+    local = as_json(job.config.model_dump(include={*_COLLECTIVE_SETTINGS}))
+    local["memory"] = as_json(job.config.memory.model_dump(include={"enabled", "every", "versions", "peers"}))
+    # A policy's parameters matter on rank 0 only, and its path may differ between machines: only its name counts.
+    drift = ", needs drift" if job.policy.needs_drift else ""
+    local["policy"] = f"{job.policy.name}{', observed' if job.observing else ''}{drift}"
     rank0: Mapping[str, Any] = job.group.broadcast(local)
 
     def check() -> None:
@@ -64,14 +68,6 @@ def check_same_config(job: JobContext) -> None:
                 )
 
     run_on_all_ranks(job.group, check)
-
-
-def _collective_settings(job: JobContext) -> dict[str, Any]:
-    # A policy's parameters matter on rank 0 only, and its path may differ between machines: only its name counts.
-    settings = as_json(job.config.model_dump(include={*_COLLECTIVE_SETTINGS}))
-    settings["memory"] = as_json(job.config.memory.model_dump(include={"enabled", "every", "versions", "peers"}))
-    drift = ", needs drift" if job.policy.needs_drift else ""
-    return {**settings, "policy": f"{job.policy.name}{', observed' if job.observing else ''}{drift}"}
 
 
 def startup_message(job: JobContext, metrics: Metrics, *, has_commits: bool, unset: bool) -> str:
@@ -111,8 +107,7 @@ def shortened(count: int) -> str:
 
 
 def _saving_text(job: JobContext) -> str:
-    config, count = job.config, len(job.table.layers)
-    layers = "1 layer" if count == 1 else f"{count} layers"
+    config, layers = job.config, counted(len(job.table.layers), "layer")
     # Tied parameters count once, buffers do not count.
     numel = sum(math.prod(info.shape) for info in job.adapter.tensors().values() if info.kind != "buffer")
     parameters = f"{shortened(numel)} parameters"

@@ -67,9 +67,8 @@ def next_interval(now: int, measured: Measured, per_hour: float, limits: Limits)
     if measured.step is None or measured.cost is None:
         return _limited(now, "want of measurements", least, most, limits)
     best = max(1.0, daly(measured.cost, 3600.0 / per_hour) / max(measured.step, 1e-9))
-    because = "the least time lost"
     # Limits before damping, so that damping does not apply to an interval that a limit forbids.
-    wanted = _limited(_whole(best), because, least, most, limits)
+    wanted = _limited(_whole(best), "the least time lost", least, most, limits)
     steady = now / _STEADY <= wanted.steps <= now * _STEADY
     steps = now if steady else min(wanted.steps, now * _GROWTH)
     held = _limited(steps, wanted.because, least, most, limits)

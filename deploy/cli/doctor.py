@@ -71,8 +71,7 @@ def doctor(
 def _exit_on_signals() -> Iterator[None]:
     """Turn termination signals into exceptions, so that test files are removed in any case."""
 
-    def leave(number: int, frame: object) -> None:
-        del frame
+    def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
     wanted = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) != signal.SIG_IGN]

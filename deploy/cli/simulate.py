@@ -5,7 +5,7 @@
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -113,13 +113,9 @@ def estimate(
 
 def check_terms(terms: "Terms") -> None:
     """Raise UsageError for a number out of range."""
-    for hours in terms.mtbf_hours or ():
+    from_zero = asdict(terms)
+    for hours in from_zero.pop("mtbf_hours") or ():
         check_numbers({"mtbf": hours}, above_zero=True)
-    from_zero = {
-        "restart_seconds": terms.restart_seconds,
-        "price_per_gpu_hour": terms.price_per_gpu_hour,
-        "price_per_tb_written": terms.price_per_tb_written,
-    }
     check_numbers(from_zero, above_zero=False)
 
 

@@ -268,11 +268,9 @@ def flat_tensor(slot: str, pieces: Sequence[Piece], numel: int, dtype: torch.dty
 
 def flat_slots(state: FlatState, pieces: Sequence[Piece], numel: int) -> dict[str, Any]:
     """Return the base optimizer's state of one rank's flat partition: its scalars, then its slots."""
-    out: dict[str, Any] = dict(to_portable(state.scalars))
     stored = [piece for piece in pieces if piece.fqn in state.known]
-    for slot, dtype in state.slots.items():
-        out[slot] = flat_tensor(slot, stored, numel, dtype)
-    return out
+    slots = {slot: flat_tensor(slot, stored, numel, dtype) for slot, dtype in state.slots.items()}
+    return {**to_portable(state.scalars), **slots}
 
 
 def base_optimizer_state(

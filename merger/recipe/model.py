@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Protocol
 
 from store.errors import ConfigError, UsageError
 from store.schema import LayerRecord, TensorRecord
@@ -136,20 +135,13 @@ def parse_dtype(text: str) -> str:
     return found
 
 
-class Selection(Protocol):
-    """A part of a model."""
-
-    def fqns(self, model: Model, /) -> list[str]:
-        """Return the tensors selected. ConfigError if the model has no such part."""
-
-
 @dataclass(frozen=True)
 class Layers:
     """Layers at module paths and inside them: ``model.norm``, ``model.layers.0-15`` (inclusive), ``model.layers.*``."""
 
     patterns: tuple[str, ...]  # globs match whole layer names
 
-    def fqns(self, model: Model, /) -> list[str]:
+    def fqns(self, model: Model) -> list[str]:
         found = [fqn for pattern in self.patterns for layer in _layers(pattern, model) for fqn in model.members[layer]]
         return list(dict.fromkeys(found))
 
@@ -161,7 +153,7 @@ class Blocks:
     first: int
     last: int | None
 
-    def fqns(self, model: Model, /) -> list[str]:
+    def fqns(self, model: Model) -> list[str]:
         last = model.blocks - 1 if self.last is None else self.last
         if not model.blocks or last >= model.blocks:
             there = f"blocks 0 to {model.blocks - 1}" if model.blocks else "no blocks"
@@ -176,7 +168,7 @@ class EveryKth:
     k: int
     turn: int
 
-    def fqns(self, model: Model, /) -> list[str]:
+    def fqns(self, model: Model) -> list[str]:
         if model.blocks < self.k:
             raise ConfigError(
                 f"parity over {self.k} sources needs at least {self.k} blocks; the model has {model.blocks}"
@@ -191,7 +183,7 @@ class Parameters:
     patterns: tuple[str, ...]
     regex: bool = False
 
-    def fqns(self, model: Model, /) -> list[str]:
+    def fqns(self, model: Model) -> list[str]:
         found: dict[str, None] = {}
         for pattern in self.patterns:
             hits = model.matching(model.tensors, pattern if self.regex else fnmatch.translate(pattern))
@@ -209,7 +201,7 @@ class Auxiliary:
     name: str | None = None
     required: bool = True  # raise if there is none
 
-    def fqns(self, model: Model, /) -> list[str]:
+    def fqns(self, model: Model) -> list[str]:
         found = [fqn for layer in model.auxiliary for fqn in model.members[layer] if self._named(layer, fqn, model)]
         if not found and self.required:
             missing = "auxiliary layer" if self.name is None else repr(self.name)
@@ -226,6 +218,10 @@ class Auxiliary:
             return model.role[layer] == self.name
         # A tied tensor belongs to one layer, but has names in both.
         return any(f".{self.name}." in f".{name}." for name in (layer, *model.names(fqn)))
+
+
+Selection = Layers | Blocks | EveryKth | Parameters | Auxiliary
+"""A part of a model. ``fqns`` returns its tensors; ConfigError if the model has no such part."""
 
 
 def exclude(fqns: Sequence[str], globs: Iterable[str], model: Model) -> list[str]:

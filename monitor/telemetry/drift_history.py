@@ -81,13 +81,10 @@ def compared_with(number: int, anchors: int) -> list[int]:
 
 def _rows(now: _DecisionSignatures, then: _DecisionSignatures) -> torch.Tensor:
     known = now.known & then.known
-    moved = torch.where(known, _distances(now.values, then.values), 0.0)
-    return torch.stack([moved, torch.where(known, then.squared, 0.0), (~known).to(torch.float64)], dim=1)
-
-
-def _distances(now: torch.Tensor, then: torch.Tensor) -> torch.Tensor:
-    pairs = zip(torch.split(now, _ROWS), torch.split(then, _ROWS), strict=True)
-    return torch.cat([_squares(a.to(torch.float64).sub_(b)) for a, b in pairs])
+    pairs = zip(torch.split(now.values, _ROWS), torch.split(then.values, _ROWS), strict=True)
+    distances = torch.cat([_squares(a.to(torch.float64).sub_(b)) for a, b in pairs])
+    known_values = (torch.where(known, values, 0.0) for values in (distances, then.squared))
+    return torch.stack([*known_values, (~known).to(torch.float64)], dim=1)
 
 
 def _squares(values: torch.Tensor) -> torch.Tensor:

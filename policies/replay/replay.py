@@ -105,21 +105,17 @@ class _Replay:
 
     def _replay_decisions(self) -> None:
         """Replay the decisions of the segment; steps between them count even without a decision there."""
-        points = self._segment.decisions
+        segment, points = self._segment, self._segment.decisions
         deciding = {id(point) for point in chosen(points, self._plan.every)}
-        self._between(self._first_step(), float(points[0].line.step))
+        # The first step that counts is that of the resume, or the beginning if the store is still empty.
+        if segment.resumed or (segment.process and self._held() is None):
+            self._between(float(segment.start), float(points[0].line.step))
         for point, following in zip_longest(points, points[1:]):
             if id(point) in deciding:
                 self._now = point.line.seconds
                 self._decide(point)
             if following is not None:
                 self._expose(point, following, id(following) in deciding)
-
-    def _first_step(self) -> float:
-        """Return the first step that counts: that of the resume, or the beginning if the store is still empty."""
-        segment, first = self._segment, self._segment.decisions[0].line.step
-        known = segment.resumed or (segment.process and self._held() is None)
-        return float(min(segment.start, first) if known else first)
 
     def _between(self, begin: float, end: float) -> None:
         if begin < end:
