@@ -19,7 +19,7 @@ from merger.tensors import Implausible, from_leaf, torch_dtype
 from store.certificate import IMPORTED_AS_FOUND, Certificate
 from store.errors import DamagedError, MergeError, StorageError, UnreachableError, UnsupportedError
 from store.fragments import FragmentIndex
-from store.names import BUFFER, FROZEN, WEIGHTS, Fragment
+from store.names import BUFFER, FROZEN, WEIGHTS, Fragment, group_by_key
 from store.schema import LayerRecord, PartRecord, TensorRecord
 from store.segment import read_leaves
 from store.state_tree import decode, join_stages
@@ -108,11 +108,9 @@ class Checkpoint:
 
 def require_whole(checkpoint: Checkpoint) -> None:
     """Raise MergeError, naming parameter and elements, unless every tensor and slot is complete."""
-    slots: dict[str, set[str]] = {}
-    for fqn, slot in checkpoint.index.names():
-        slots.setdefault(fqn, set()).add(slot)
+    slots = group_by_key(checkpoint.index.names())
     for fqn, tensor in checkpoint.tensors.items():
-        for slot in sorted(slots.get(fqn, set()) | {SLOT_OF_KIND[tensor.kind]}):
+        for slot in sorted({*slots.get(fqn, ()), SLOT_OF_KIND[tensor.kind]}):
             try:
                 checkpoint.index.cover(Fragment(fqn, slot, 0, checkpoint.numel(fqn)))
             except DamagedError as error:

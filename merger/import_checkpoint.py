@@ -29,7 +29,7 @@ from store.commit import Expected, Group, commit, hint_latest, wait_for_group
 from store.errors import DamagedError, StorageError, UnsupportedError, UsageError
 from store.fragments import Source, StoredBytes, covered_numel
 from store.location import files_at, is_url
-from store.names import BUFFER, FROZEN, RAW, SaveId, Unit, payload_path, segment_dir
+from store.names import BUFFER, FROZEN, RAW, SaveId, group_by_key, payload_path, segment_dir
 from store.resolve import resolve
 from store.retention import Retention, execute, plan_prune
 from store.segment import SegmentDraft, StagedFragment, check_header, read_leaves, remove_segment, write_segment
@@ -380,9 +380,7 @@ def _units(
     plan: ImportPlan, save: SaveId, entries: Iterable[schema.Entry], reasons: Mapping[tuple[str, str], str]
 ) -> list[schema.UnitRecord]:
     usual = IMPORTED_AS_FOUND if plan.checkpoint.certificate.as_found else f"imported from a {plan.kind}"
-    found: dict[Unit, list[schema.Entry]] = {}
-    for entry in entries:
-        found.setdefault(entry.unit, []).append(entry)
+    found = group_by_key((entry.unit, entry) for entry in entries)
     order = {layer.name: position for position, layer in enumerate(plan.checkpoint.layers)}
     return [
         schema.UnitRecord(

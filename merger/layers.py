@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
+from store.names import group_by_key
+
 ROOT = "(root)"  # layer of the tensors without a module path
 
 
@@ -60,9 +62,7 @@ def group_layers(shapes: Mapping[str, Sequence[int]]) -> tuple[Layer, ...]:
     while not top.own and len(top.children) == 1 and not _block_names(top):
         top = next(iter(top.children.values()))
     home = {fqn: (name, block) for name, block, fqns in _split_module(top) for fqn in fqns}
-    members: dict[tuple[str, bool], list[str]] = {}
-    for fqn in shapes:
-        members.setdefault(home[fqn], []).append(fqn)
+    members = group_by_key((home[fqn], fqn) for fqn in shapes)
     return tuple(Layer(name, block, tuple(fqns)) for (name, block), fqns in members.items())
 
 
@@ -93,9 +93,7 @@ def _block_names(node: _Node) -> set[str]:
 
 def _similar(nodes: Mapping[str, _Node]) -> set[str]:
     """Return the names similar to at least one other: equal leaves, or parts that share half of their names."""
-    by_content: dict[frozenset[object], list[str]] = {}
-    for name, node in nodes.items():
-        by_content.setdefault(node.content(), []).append(name)
+    by_content = group_by_key((node.content(), name) for name, node in nodes.items())
     found = {name for names in by_content.values() if len(names) > 1 for name in names}
     if any(node.children for node in nodes.values()):
         for one, other in combinations(by_content, 2):

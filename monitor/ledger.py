@@ -19,7 +19,7 @@ from store.commit import Group
 from store.encoding import encoding_named
 from store.errors import DamagedError, NotFiniteError, SaveError
 from store.fragments import covered_numel
-from store.names import RAW, SaveId, Unit
+from store.names import RAW, SaveId, Unit, group_by_key
 from store.resolve import Resolution
 from store.text import listed
 
@@ -266,10 +266,7 @@ class _StoredUnit:
 
 
 def _stored_units(group: Group) -> dict[Unit, _StoredUnit]:
-    entries: dict[Unit, list[schema.Entry]] = {}
-    for part in group.parts:
-        for entry in part.entries:
-            entries.setdefault(entry.unit, []).append(entry)
+    entries = group_by_key((entry.unit, entry) for part in group.parts for entry in part.entries)
     # Fragments do not overlap, so the unit's number of elements means that none is missing.
     stored = {}
     for unit, found in entries.items():

@@ -11,7 +11,7 @@ from typing import ClassVar
 from policies.base import Budget, Choice, Decision, History, UnitStats, worth_saving
 from policies.budget import BudgetPolicy
 from policies.encodings import options
-from store.names import BUFFER, WEIGHTS, Unit
+from store.names import BUFFER, WEIGHTS, Unit, group_by_key
 
 PARTS = (1, 2, 4, 8, 16)  # into how many parts the moments may be divided, of which each save stores one
 LAG = 1.0  # steps that a failure costs for a slot of moments that is wholly out of date, where ``lags`` says nothing
@@ -78,10 +78,8 @@ class AutoPolicy(BudgetPolicy):
 def _sets(moving: Sequence[UnitStats], sizes: Mapping[Unit, float]) -> Iterator[tuple[frozenset[Unit], float]]:
     """Yield for each of :data:`PARTS` the weights, with the moments of the layers where they are oldest, and the share
     of the bytes of all moments that these are: at least one part, in whole layers."""
-    moments: dict[str, list[UnitStats]] = {}
-    for one in sorted(moving, key=lambda one: (one.position, one.unit)):
-        if not _is_weight(one):
-            moments.setdefault(one.unit.layer, []).append(one)
+    ordered = sorted(moving, key=lambda one: (one.position, one.unit))
+    moments = group_by_key((one.unit.layer, one) for one in ordered if not _is_weight(one))
     layers = sorted(moments.values(), key=lambda units: -max(one.staleness or 0 for one in units))
     held = [math.fsum(sizes[one.unit] for one in units) for units in layers]
     weights, everything = [one.unit for one in moving if _is_weight(one)], math.fsum(held)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from store.names import Unit
+from store.names import Unit, group_by_key
 
 
 @dataclass(frozen=True)
@@ -145,10 +145,7 @@ class Policy(Protocol):
 
 def nonfinite_slots(stats: Sequence[UnitStats]) -> Mapping[str, tuple[str, ...]]:
     """Return the slots with NaN or infinity of each layer that has any, sorted by name."""
-    found: dict[str, list[str]] = {}
-    for one in stats:
-        if not one.finite:
-            found.setdefault(one.unit.layer, []).append(one.unit.slot)
+    found = group_by_key(one.unit for one in stats if not one.finite)
     return {layer: tuple(sorted(slots)) for layer, slots in found.items()}
 
 

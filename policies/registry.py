@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.machinery import ModuleSpec, SourceFileLoader
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from policies.builtin import Filter, Full, Observe, Parity, Threshold
 from policies.validation import check_parameters, described, failure_of
 from store.encoding import encoding_named
 from store.errors import ConfigError
+from store.names import group_by_key
 from store.text import suggestion
 
 GROUP = "driftpoint.policies"  # entry-point group in which packages register policies: name -> class
@@ -82,9 +83,7 @@ def _is_file(place: str) -> bool:
 
 
 def _registered(name: str, taken: Sequence[str]) -> object:
-    found: dict[str, list[EntryPoint]] = {}
-    for one in entry_points(group=GROUP):
-        found.setdefault(one.name, []).append(one)
+    found = group_by_key((one.name, one) for one in entry_points(group=GROUP))
     if name not in found:
         known = sorted({*taken, *found})
         own = f"; a class of your own is named as {name}:Mine" if _is_file(name) else ""

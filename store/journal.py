@@ -15,7 +15,7 @@ from store.catalog import Catalog
 from store.commit import Expected, wait_for_group
 from store.errors import DamagedError, SaveError, StorageError
 from store.fragments import FragmentIndex, Source
-from store.names import JOURNAL, SEGMENTS, SaveId, parse_save_dir, segment_dir
+from store.names import JOURNAL, SEGMENTS, SaveId, group_by_key, parse_save_dir, segment_dir
 from store.schema import GroupRecord, PartRecord, digest
 from store.segment import read_part
 from store.session import require_newest
@@ -62,9 +62,7 @@ def find_chain(journal: Catalog, own: SaveId, versions: Collection[SaveId]) -> C
 
     If ``versions``, of the units that an optimizer updates, are older, the records that lead from the oldest of them to
     ``own`` come first. Also None if one of those is missing, or a version is of another branch."""
-    by_step: dict[int, list[SaveId]] = {}
-    for save in sorted(recorded(journal.files), reverse=True):
-        by_step.setdefault(save.step, []).append(save)
+    by_step = group_by_key((save.step, save) for save in sorted(recorded(journal.files), reverse=True))
     oldest = min((save.step for save in versions), default=own.step)
     names, step, back = frozenset({own.name}), own.step, list[JournalStep]()
     first = names

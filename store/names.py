@@ -3,11 +3,11 @@
 No other module builds or parses the names of files; docs/store-format.md lists them."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from math import prod
 from operator import add, itemgetter, mul
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 WEIGHTS = "fp32"
 """Slot of the weights that the optimizer updates: the fp32 master weights if there are any, otherwise the parameter
@@ -21,6 +21,8 @@ BUFFER = "buffer"  # slot of a module's persistent buffers
 GRADIENT = "grad"  # slot in the journal: the gradient that an optimizer step was given
 RAW = "raw"  # encoding: the bytes as they are
 _SAVE_NAME = re.compile(r"(\d{8,12})-(\d{6,9})\Z")
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 
 class Unit(NamedTuple):
@@ -256,3 +258,11 @@ def parse_save_dir(name: str) -> SaveId | None:
         return SaveId.parse(name)
     except ValueError:
         return None
+
+
+def group_by_key(pairs: Iterable[tuple[_K, _V]]) -> dict[_K, list[_V]]:
+    """Return the values of each key, such as the fragments of each unit, in the order of the pairs."""
+    found: dict[_K, list[_V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found

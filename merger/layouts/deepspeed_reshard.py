@@ -17,6 +17,7 @@ from merger.layouts import deepspeed_facts as ds_facts
 from merger.layouts.deepspeed_facts import EngineFacts, GroupFacts, SubGroupFacts
 from merger.tensors import torch_dtype
 from store.errors import UnsupportedError
+from store.names import group_by_key
 from store.text import counted, listed
 
 ALIGNMENT = 2  # `nccl_start_alignment_factor`: a flat group is a multiple of this many elements per rank
@@ -281,10 +282,7 @@ def same_value(one: Any, other: Any) -> bool:
 
 
 def _note_on_steps(checkpoint: Checkpoint, group: int, own: Mapping[str, Any], chosen: float) -> str:
-    others: dict[float, list[str]] = {}
-    for fqn, step in own.items():
-        if float(step) != chosen:
-            others.setdefault(float(step), []).append(fqn)
+    others = group_by_key((float(step), fqn) for fqn, step in own.items() if float(step) != chosen)
     by_step = (f"{step:g} in {layers_named(checkpoint, fqns)}" for step, fqns in sorted(others.items()))
     step_list = listed(by_step, 4, "; ")
     return (

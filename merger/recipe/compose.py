@@ -17,6 +17,7 @@ from merger.recipe.model import Model, Recipe, Rule, exclude
 from merger.recipe.sources import OpenSources
 from store.errors import ConfigError, DriftpointError, MergeError, UsageError
 from store.fragments import FragmentIndex
+from store.names import group_by_key
 from store.schema import TensorRecord
 from store.text import counted, listed
 
@@ -271,11 +272,8 @@ def optimizer_differences(
     reference: Part, other: Part, fqns: Iterable[str], *, weights_only: bool
 ) -> Iterator[MergeError]:
     """Yield why parameters ``fqns`` cannot be taken from ``other`` with the reference's run state."""
-    found: dict[str, list[str]] = {}
-    for fqn in fqns:
-        for problem in _problems(reference, other, fqn, weights_only=weights_only):
-            found.setdefault(problem, []).append(fqn)
-    for problem, affected in found.items():
+    problems = ((_problems(reference, other, fqn, weights_only=weights_only), fqn) for fqn in fqns)
+    for problem, affected in group_by_key((one, fqn) for found, fqn in problems for one in found).items():
         yield MergeError(f"{listed(affected)}: {problem}")
 
 

@@ -23,7 +23,7 @@ from merger.sources.deepspeed_zero import OptimizerContents
 from store.certificate import Certificate, CertifiedUnit, is_lossy
 from store.errors import DamagedError, MissingError, StorageError
 from store.fragments import FragmentIndex
-from store.names import BUFFER, FROZEN, RAW, SaveId
+from store.names import BUFFER, FROZEN, RAW, SaveId, group_by_key
 from store.schema import LayerRecord, TensorRecord
 from store.storage.local import LocalFiles
 
@@ -241,9 +241,8 @@ def units_of_one_step(
     place: Path, step: int, home: Mapping[str, str], index: FragmentIndex[Extent]
 ) -> tuple[CertifiedUnit, ...]:
     """Certify that every (layer, slot) is of ``step`` and stored as it was. ``home``: layer of each tensor."""
-    held: dict[tuple[str, str], list[Extent]] = {}
-    for (fqn, slot), extents in index.names().items():
-        held.setdefault((home[fqn], slot), []).extend(extents)
+    stored = index.names().items()
+    held = group_by_key(((home[fqn], slot), extent) for (fqn, slot), extents in stored for extent in extents)
     order = {layer: position for position, layer in enumerate(dict.fromkeys(home.values()))}
     return tuple(
         CertifiedUnit(

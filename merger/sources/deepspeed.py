@@ -22,7 +22,7 @@ from merger.sources.deepspeed_files import WHOLE_MODEL, RankFiles, is_checkpoint
 from merger.sources.deepspeed_zero import OptimizerContents, Shape, param_shapes, read_zero3, read_zero12
 from merger.sources.torch_file import StandIn
 from store.errors import DamagedError, MergeError, UnsupportedError
-from store.names import BUFFER, FROZEN
+from store.names import BUFFER, FROZEN, group_by_key
 from store.storage.local import LocalFiles
 from store.text import counted, listed
 
@@ -92,9 +92,7 @@ class Model:
 
     def tensors(self) -> dict[str, NamedTensor]:
         """Return parameters, then buffers, tied ones once, in the module's order. MergeError if one is in no file."""
-        others: dict[str, list[str]] = {}
-        for alias, fqn in self._aliases.items():
-            others.setdefault(fqn, []).append(alias)
+        others = group_by_key((fqn, alias) for alias, fqn in self._aliases.items())
         parameters: dict[str, NamedTensor] = {}
         buffers: dict[str, NamedTensor] = {}
         for fqn, nest in self._module.items():

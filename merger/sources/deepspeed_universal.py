@@ -20,7 +20,7 @@ from merger.sources.deepspeed_zero import OptimizerContents, Shape
 from merger.sources.torch_file import read_pt
 from merger.tensors import memory_of
 from store.errors import DamagedError, MergeError
-from store.names import BUFFER, FROZEN, WEIGHTS
+from store.names import BUFFER, FROZEN, WEIGHTS, group_by_key
 from store.storage.local import LocalFiles
 from store.text import listed
 
@@ -150,9 +150,7 @@ def slice_problems(
 
     ``extents``: the parameters' files, each whole. Raises MergeError, naming the parameter, if they differ;
     DamagedError if a damaged record is the reason; StorageError if reading failed."""
-    found: dict[str, list[Extent]] = {}
-    for extent in extents:
-        found.setdefault(extent.fqn, []).append(extent)
+    found = group_by_key((extent.fqn, extent) for extent in extents)
     unverified = []
     for index, group in enumerate(shapes):
         kept, offset = _rank0_partitions(files, index, group), 0

@@ -25,7 +25,7 @@ from monitor.adapters.identity import Identity
 from monitor.adapters.optimizer_state import AnyOptimizer, kind_of, slots_of
 from monitor.adapters.pytorch import PyTorchAdapter
 from store.errors import UnstorableError, UnsupportedError
-from store.names import Box, Fragment
+from store.names import Box, Fragment, group_by_key
 
 
 @dataclass(frozen=True)
@@ -170,11 +170,8 @@ class DTensorAdapter(PyTorchAdapter):
         }
 
     def _scalars_on_mesh(self) -> dict[str, list[str]]:
-        on_mesh: dict[str, list[str]] = {}
-        for fqn, key, value, slot in self._sharded_state():
-            if isinstance(value, DTensor) and not slot:
-                on_mesh.setdefault(fqn, []).append(key)
-        return on_mesh
+        state = self._sharded_state()
+        return group_by_key((fqn, key) for fqn, key, value, slot in state if isinstance(value, DTensor) and not slot)
 
     def _sharded_state(self) -> Iterator[tuple[str, str, Any, bool]]:
         """Yield (fqn, key, value, whether it is a slot) of the optimizer's state beside DTensors."""

@@ -25,7 +25,7 @@ from monitor.huggingface.trainer_state import TRAINER, TrainerProgress
 from monitor.run_state import Objects, capture_rng, joined, restore_rng
 from store.errors import ConfigError, SaveError, StoreError, UsageError
 from store.location import store_place
-from store.names import SaveId
+from store.names import SaveId, group_by_key
 
 _callbacks: "weakref.WeakSet[CheckpointCallback]" = weakref.WeakSet()
 _numbers = itertools.count()
@@ -250,10 +250,7 @@ def _exported_states(callbacks: Iterable[TrainerCallback]) -> dict[str, Any]:
     """Return the states of exportable callbacks by class name, as in ``trainer_state.json``: a list for several.
 
     The Trainer restores them at a resume only under ``restore_callback_states_from_checkpoint``."""
-    states: dict[str, list[Any]] = {}
-    for callback in callbacks:
-        if isinstance(callback, ExportableState):
-            states.setdefault(type(callback).__name__, []).append(callback.state())
+    states = group_by_key((type(one).__name__, one.state()) for one in callbacks if isinstance(one, ExportableState))
     return {name: one[0] if len(one) == 1 else one for name, one in states.items()}
 
 

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from store.errors import ConfigError
+from store.names import group_by_key
 
 ROOT = "(root)"  # name of the layer of the tensors that the outermost module owns: its module path is empty
 
@@ -110,11 +111,9 @@ def find_layers(
     while not top.own and len(top.children) == 1 and not _stacked(top):  # skip modules that only wrap the model
         (top,) = top.children.values()
     groups, claimed = list(_trunk(top, experts)), _claims(fqns, patterns or {})
-    members: dict[str, list[str]] = {}
     blocks = {group.name for group in groups if group.block}
     home = {fqn: group.name for group in groups for fqn in group.fqns}
-    for fqn in here:
-        members.setdefault(claimed.get(fqn, home[fqn]), []).append(fqn)
+    members = group_by_key((claimed.get(fqn, home[fqn]), fqn) for fqn in here)
     return tuple(Layer(name, at, name in blocks, tuple(names)) for at, (name, names) in enumerate(members.items()))
 
 
@@ -218,9 +217,7 @@ def _alike_children(node: _Node) -> set[str]:
     candidates = dict(node.children)
     if isinstance(node.module, nn.ModuleDict):  # named members: leaves of equal shape may be unrelated
         candidates = {name: child for name, child in candidates.items() if child.children}
-    by_class: dict[tuple[type, bool], list[str]] = {}
-    for name, child in candidates.items():
-        by_class.setdefault((type(child.module), bool(child.children)), []).append(name)
+    by_class = group_by_key(((type(one.module), bool(one.children)), name) for name, one in candidates.items())
     alike: set[str] = set()
     for names in by_class.values():
         if candidates[names[0]].children and not candidates[names[0]].bare:
@@ -236,9 +233,7 @@ def _alike_by_content(nodes: Mapping[str, _Node]) -> set[str]:
         shapes = {name: tuple(sorted(node.shapes().items())) for name, node in nodes.items()}
         counts = Counter(shapes.values())
         return {name for name, shape in shapes.items() if counts[shape] >= 2}
-    by_content: dict[frozenset[str], list[str]] = {}
-    for name, node in nodes.items():
-        by_content.setdefault(frozenset(node.relative_names()), []).append(name)
+    by_content = group_by_key((frozenset(node.relative_names()), name) for name, node in nodes.items())
     close = {content for content, names in by_content.items() if len(names) >= 2}
     for a, b in combinations(by_content, 2):  # of thousands of experts, few are different
         if 2 * len(a & b) >= len(a | b):

@@ -14,7 +14,7 @@ from prometheus_client import Counter, Gauge
 
 from monitor.observe.units import is_moving
 from policies.anomaly import DriftAnomaly, DriftAnomalyDetector, DriftReading
-from store.names import Unit
+from store.names import Unit, group_by_key
 from store.text import listed
 
 _log = logging.getLogger("driftpoint")
@@ -162,9 +162,7 @@ class SeriesSelector:
             self._shown.add(unit)
 
     def _spread(self, order: list[Unit]) -> set[Unit]:
-        layers: dict[str, list[Unit]] = {}
-        for unit in order:
-            layers.setdefault(unit.layer, []).append(unit)
+        layers = group_by_key((unit.layer, unit) for unit in order)
         names = list(layers)
         places = self._limit - self._limit // 8 - len(self._shown)
         for count in range(min(len(names), max(places, 0)), 0, -1):
