@@ -16,7 +16,7 @@ from itertools import islice, takewhile
 
 from store import errors, schema
 from store import names as paths
-from store.names import SaveId, Unit
+from store.names import SaveId, Unit, group_by_key
 from store.segment import PART_LIMIT, check_payload_size, parse_part, parts_digest, present_parts
 from store.storage.atomic import ensure_dir, is_temporary, replace_hint, write_new
 from store.storage.local import Files, list_or_empty
@@ -50,11 +50,8 @@ class LoadedGroup:
     @schema.without_gc()
     def by_unit(self) -> Mapping[Unit, tuple[tuple[schema.PartRecord, schema.Entry], ...]]:
         """Stored fragments of all whole parts by unit; cached, because a group may hold a million fragments."""
-        fragments: dict[Unit, list[tuple[schema.PartRecord, schema.Entry]]] = {}
-        for part in self.parts.values():
-            for entry in part.entries:
-                fragments.setdefault(entry.unit, []).append((part, entry))
-        return {unit: tuple(entries) for unit, entries in fragments.items()}
+        stored = ((entry.unit, (part, entry)) for part in self.parts.values() for entry in part.entries)
+        return {unit: tuple(fragments) for unit, fragments in group_by_key(stored).items()}
 
 
 @dataclass(frozen=True)

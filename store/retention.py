@@ -22,7 +22,7 @@ from store import names as paths
 from store.catalog import Catalog, CommitSummary, CommitSurvey, LoadedGroup, find_lineage, newest_first, open_catalog
 from store.errors import ConfigError, DamagedError, FencedError, MissingError, StorageError
 from store.location import free_bytes
-from store.names import SaveId
+from store.names import SaveId, group_by_key
 from store.resolve import with_bases
 from store.schema import ManifestRecord
 from store.session import newest_epoch, require_newest
@@ -247,10 +247,10 @@ def _select_weights(
     no segment with it stays, too."""
     if retention.weights_every is None:
         return set(), set(), set()
-    there, whole, ranges = set(catalog.weights), set(commits.whole), dict[int, list[SaveId]]()
+    there, whole = set(catalog.weights), set(commits.whole)
     good = (there | (whole - suspects)) - catalog.damaged_weights
-    for save in sorted(good, key=lambda one: (one not in lineage, one in suspects, one)):
-        ranges.setdefault(save.step // retention.weights_every, []).append(save)
+    in_order = sorted(good, key=lambda one: (one not in lineage, one in suspects, one))
+    ranges = group_by_key((save.step // retention.weights_every, save) for save in in_order)
     unread = whole - (catalog.kept_weights & there)
     pairs = ((one, _apart(commits.readable, one, more)) for one, *more in ranges.values() if more and one in unread)
     nexts = {one: other for one, other in pairs if other not in keep}

@@ -18,7 +18,7 @@ from monitor.memory.transport import Endpoint, own_address
 from monitor.save.store_session import StoreSession
 from store.memory.arena import Arena
 from store.memory.layout import Tier
-from store.names import SaveId
+from store.names import SaveId, group_by_key
 
 
 def replica_targets(nodes: Sequence[str], machines: Sequence[str] | None = None) -> list[int]:
@@ -29,11 +29,8 @@ def replica_targets(nodes: Sequence[str], machines: Sequence[str] | None = None)
     half of them. Where the next node has fewer ranks, some of them keep several replicas.
 
     nodes: of each rank; at least two different ones. machines: of each rank; by default every node is one."""
-    members: dict[str, list[int]] = {}
-    together: dict[str, dict[str, None]] = {}
-    for rank, node in enumerate(nodes):
-        members.setdefault(node, []).append(rank)
-        together.setdefault(machines[rank] if machines else node, {})[node] = None
+    members = group_by_key((node, rank) for rank, node in enumerate(nodes))
+    together = group_by_key((machines[ranks[0]] if machines else node, node) for node, ranks in members.items())
     order = [node for there in together.values() for node in there]
     most = max(len(there) for there in together.values())
     away = most if 2 * most <= len(order) else 1

@@ -92,10 +92,12 @@ class DriftMeter(Protocol):
     def stage(self, unit: Unit, copies: Sequence[torch.Tensor]) -> None:
         """Note the copies that a save took of the unit (host memory, same values and order as the pieces).
 
-        The caller does not change them until the save is settled."""
+        The caller does not change them until the save is settled. Raises ValueError if an earlier one is not yet."""
 
     def settle(self, committed: Mapping[Unit, bool]) -> None:
-        """Make the staged values of units the reference if their save was committed, and drop them if it failed."""
+        """Make the staged values of units the reference if their save was committed, and drop them if it failed.
+
+        Raises ValueError, before it changes any, if a unit is not staged."""
 
 
 R = TypeVar("R")
@@ -114,14 +116,12 @@ class StagingMeter(DriftMeter, ABC, Generic[R]):
             self._references[unit] = self._reference_of(unit, pieces)
 
     def stage(self, unit: Unit, copies: Sequence[torch.Tensor]) -> None:
-        """Keep a save's copies until it is settled. Raises ValueError if an earlier save of the unit is unsettled."""
         with self._lock:
             if unit in self._staged:
                 raise ValueError(f"{unit} is already staged; settle that save before staging another one")
             self._staged[unit] = copies
 
     def settle(self, committed: Mapping[Unit, bool]) -> None:
-        """Update the references. Raises ValueError, before it changes any, if a unit is not staged."""
         with self._lock:
             for unit in committed.keys() - self._staged.keys():
                 raise ValueError(f"{unit} is not staged; call stage() before settle()")
