@@ -121,10 +121,10 @@ class Adapter(Protocol):
     state_is_private: bool
     """Whether weights, as saved, and optimizer state are copies that only the optimizer touches (ZeRO's master
     weights), so that nothing a training script does between two optimizer steps can change them."""
-    leaders: tuple[int, ...]  # lowest rank of each pipeline stage, which stores its run state; (0,) without stages
-    local: Collection[str] | None  # of :meth:`tensors`, those that this rank's module has; None: all
-    home: str  # digest of what this rank holds, and of the ranks that it shares tensors with
     buffers_follow_rank0: bool  # every forward overwrites the persistent buffers of all ranks with those of rank 0
+    leaders: tuple[int, ...] = (0,)  # lowest rank of each pipeline stage, which stores its run state
+    local: Collection[str] | None = None  # of :meth:`tensors`, those that this rank's module has; None: all
+    home: str = ""  # digest of what this rank holds, and of the ranks it shares tensors with; "": all hold the same
 
     def completed_steps(self) -> int | None:
         """Return the number of optimizer steps taken, or None if the framework does not count them."""
@@ -190,6 +190,7 @@ class Adapter(Protocol):
 
     def rank_scalars(self) -> Mapping[str, tuple[str, str, Any]]:
         """Return (fqn, key, number) of optimizer state that may differ between ranks, by a name for messages."""
+        return {}
 
     def objects(self) -> Mapping[str, Any]:
         """Return the framework's objects that load their own state (a learning-rate scheduler).
@@ -201,6 +202,7 @@ class Adapter(Protocol):
 
     def replicated_keys(self) -> str | None:
         """Return a hash of the keys of optimizer state that every rank must hold; None if ranks may differ."""
+        return None
 
     def check_run_state(self, state: Mapping[str, Any]) -> None:
         """Raise the errors that :meth:`load_run_state` would raise. Changes nothing."""
@@ -232,24 +234,6 @@ class Adapter(Protocol):
         """Take a step of optimizer ``number`` with the hyperparameters of a recorded one.
 
         fqns: parameters that had a gradient. gradients: of :meth:`new_gradients`, with their values."""
-
-
-class OneStage:
-    """What holds of an adapter whose ranks all hold the same tensors, and the same numbers of optimizer state."""
-
-    leaders: tuple[int, ...] = (0,)
-    local: Collection[str] | None = None
-    home = ""
-    _optimizer_attributes: Sequence[OptimizerAttributes] = ()
-
-    def rank_scalars(self) -> Mapping[str, tuple[str, str, Any]]:
-        return {}
-
-    def attributes(self) -> Mapping[str, OptimizerAttributes]:
-        return {one.kind: one for one in self._optimizer_attributes}
-
-    def replicated_keys(self) -> str | None:
-        return None
 
 
 class Home(NamedTuple):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from monitor.adapters import optimizer_state
-from monitor.adapters.base import FragmentPlace, LiveValue, OneStage, Piece, StateVersions, TensorInfo, wrap_methods
+from monitor.adapters.base import Adapter, FragmentPlace, LiveValue, Piece, StateVersions, TensorInfo, wrap_methods
 from monitor.adapters.hyperparameters import describe_group, group_values, match_groups, restore_groups
 from monitor.adapters.identity import Identity, IdentityReader, OptimizerAttributes, T
 from monitor.adapters.module_tensors import ModuleTensors, partition_replicated, whole_piece
@@ -58,7 +58,7 @@ def require_same_engine(engine: Any, module: Any, optimizer: Any) -> None:
             )
 
 
-class EngineAdapter(OneStage):
+class EngineAdapter(Adapter):
     """What the adapters of all engines have in common."""
 
     framework = "deepspeed"
@@ -189,7 +189,7 @@ class ZeroAdapter(EngineAdapter, ABC):
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._check_supported()
         self._wrapped, self._group_count = self._base_optimizer, len(self._base_optimizer.param_groups)
-        self._optimizer_attributes = [OptimizerAttributes(self._wrapped, self._wrapped)]
+        self._optimizer_attributes = OptimizerAttributes(self._wrapped, self._wrapped)
 
     # ---- implemented by a stage
 
@@ -247,8 +247,11 @@ class ZeroAdapter(EngineAdapter, ABC):
                 "ZeRO's inner optimizer was replaced after monitor.attach: call close() and attach the engine again"
             )
         optimizer_state.require_storable_groups(self._base_optimizer)
-        self._optimizer_attributes[0].check()
+        self._optimizer_attributes.check()
         self._keep("attached", self._check_state)
+
+    def attributes(self) -> Mapping[str, OptimizerAttributes]:
+        return {self._optimizer_attributes.kind: self._optimizer_attributes}
 
     def _check_state(self) -> None:
         self._check_supported()

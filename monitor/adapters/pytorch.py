@@ -27,7 +27,7 @@ from store.schema import digest
 from store.text import listed
 
 
-class PyTorchAdapter(base.OneStage):
+class PyTorchAdapter(base.Adapter):
     """Adapter of a module and its optimizer. Raises UnsupportedError for unsupported tensors or optimizers.
 
     The module is unwrapped; its parameter names are the fqns. ``group`` has the ranks that hold replicas; None for all
