@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from store import names as paths
 from store.catalog import Catalog
@@ -67,9 +68,9 @@ def renew_epoch(
     if newest == epoch + 1 and token_of(files, newest) == following:
         files.sync_dir(paths.EPOCHS)
         return read_epoch(files, newest)
+    require_newest(files, epoch)
     if newest > epoch:
         raise _fenced(epoch, newest)
-    require_newest(files, epoch)
     try:
         return _write_epoch(files, store_id, epoch + 1, following, incarnation)
     except ExistsError as error:
@@ -119,7 +120,9 @@ def read_epoch(files: Files, epoch: int) -> EpochRecord:
 def require_newest(files: Files, epoch: int) -> None:
     """Raise FencedError if an epoch newer than ``epoch`` was claimed.
 
-    Raise StorageError if ``epoch`` itself is not listed: the store is unavailable, and no other job has it."""
+    Raise StorageError if ``epoch`` itself is not listed: the store is unavailable, and no other job has it. Raise it
+    too if the record of ``epoch`` is another job's (see :func:`own`)."""
+    _require_own(files, epoch)
     newest = newest_epoch(files)
     if newest > epoch:
         raise _fenced(epoch, newest)
@@ -134,11 +137,31 @@ def require_present(files: Files, epoch: int) -> None:
     """Raise StorageError unless the record of ``epoch`` is there, so that nothing is written into an empty mount point.
 
     Costs one look at a file, where :func:`require_newest` lists them all."""
+    _require_own(files, epoch)
     try:
         files.size(paths.epoch_path(epoch))
     except MissingError:
         require_newest(files, epoch)
         raise
+
+
+def own(files: Files, epoch: int, token: str) -> None:
+    """Let :func:`require_newest` and :func:`require_present` compare the token of ``epoch`` where it can be read.
+
+    Where a link or a mount leads elsewhere now, another store may have the same epoch: of another job, or of a copy."""
+    _owned.setdefault(files, {})[epoch] = token
+
+
+_owned: "WeakKeyDictionary[Files, dict[int, str]]" = WeakKeyDictionary()
+
+
+def _require_own(files: Files, epoch: int) -> None:
+    token = _owned.get(files, {}).get(epoch)
+    if token is not None and token_of(files, epoch) not in (token, None):
+        raise StorageError(
+            f"the store at {getattr(files, 'root', 'its place')} is not the one that this job began with: its epoch "
+            f"{epoch} is another job's. Nothing is written until that one is back; check mounts and links in its path"
+        )
 
 
 def _fenced(epoch: int, newest: int) -> FencedError:

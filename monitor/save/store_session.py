@@ -63,6 +63,7 @@ class StoreSession:
             return record.epoch, record.token
 
         self.epoch, self.token = run_on_rank0(group, claim)
+        session.own(self.files, self.epoch, self.token)
         self.claimed = True
 
     def mark_proven(self, save: SaveId) -> None:
@@ -139,6 +140,7 @@ def open_store(
         if lock is not None:
             lock.release()
         raise
+    session.own(files, found.epoch, found.seen)
     return StoreSession(files, catalog, found.epoch, found.token, lock, incarnation, found.claimed, found.newest)
 
 

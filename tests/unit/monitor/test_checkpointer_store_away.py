@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -75,3 +76,57 @@ def test_the_mark_of_a_proven_commit_is_not_written_below_a_mount_point(tmp_path
         away.rename(store)
         one.step()
     assert steps_of(store)[-1] == 3
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("again", [False, True])
+def test_another_store_at_the_same_path_is_not_written_to(tmp_path: Path, again: bool, jobs: int) -> None:
+    """A link or a mount that leads elsewhere now. jobs: how many began in the other store, whose epochs are numbered
+    alike. again: the save is of a step that is saved, so it claims an epoch first."""
+    link, own, other = tmp_path / "link", tmp_path / "own", tmp_path / "other"
+    for _ in range(jobs):
+        with job(other) as one:
+            one.ckpt.resume()
+            one.step()
+    before = files_of(other)
+    link.symlink_to(own)
+    own.mkdir()
+    with job(link) as one:
+        one.step()
+        link.unlink()
+        link.symlink_to(other)
+        if again:
+            assert one.ckpt.save(wait=True, strict=False).skipped == "storage"
+        else:
+            one.step()
+            one.ckpt.flush()
+        assert files_of(other) == before
+        link.unlink()
+        link.symlink_to(own)
+        for _ in range(2):
+            one.step()
+        assert one.metric("driftpoint_save_failures_total", reason="fenced") == 0
+    assert steps_of(own)[-1] == (3 if again else 4)
+
+
+def test_a_copy_that_another_job_has_taken_is_not_written_to(tmp_path: Path) -> None:
+    link, own, other = tmp_path / "link", tmp_path / "own", tmp_path / "other"
+    link.symlink_to(own)
+    own.mkdir()
+    with job(link) as one:
+        one.step()
+    shutil.copytree(own, other)
+    with job(other) as its:
+        its.ckpt.resume()
+        before = files_of(other)
+        with job(link) as one:
+            one.ckpt.resume()
+            link.unlink()
+            link.symlink_to(other)
+            assert one.ckpt.save(wait=True, strict=False).skipped == "failed"
+            assert files_of(other) == before
+        assert steps_of(other) == steps_of(own) == [1]
+
+
+def files_of(store: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(store)): path.read_bytes() for path in store.rglob("*") if path.is_file()}
