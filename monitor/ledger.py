@@ -6,7 +6,7 @@ The training thread owns the ledger; only a commit advances it. The background t
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cached_property
@@ -103,6 +103,17 @@ class Ledger:
     def forget(self) -> None:
         """Drop all versions, so that the next save is a first one."""
         self.versions, self.groups, self.newest, self.differs = {}, {}, None, ()
+
+    def leave(self, step: int) -> None:
+        """Drop the versions of ``step`` and later: the job went back, and comes to these steps anew."""
+        self.versions = {unit: one for unit, one in self.versions.items() if one.version.step < step}
+
+    def drop(self, saves: Collection[str]) -> None:
+        """Drop the versions that need segments of these saves, so that the next save writes the units anew."""
+        self.versions = {
+            unit: one for unit, one in self.versions.items() if not {one.save, *one.bases}.intersection(saves)
+        }
+        self.groups = {name: group for name, group in self.groups.items() if name not in saves}
 
     def advance(self, manifest: schema.ManifestRecord) -> None:
         """Make a committed manifest the newest."""

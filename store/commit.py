@@ -10,13 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from store.catalog import require_reader
-from store.errors import DamagedError, ExistsError, SaveError
+from store.errors import DamagedError, ExistsError, MissingSegmentsError, SaveError
 from store.names import LATEST, MANIFESTS, PROVEN, SEGMENTS, SaveId, manifest_path, part_path, proven_path, segment_dir
 from store.schema import FORMAT, GroupRecord, ManifestRecord, PartRecord, ProvenRecord, from_bytes, to_bytes
-from store.segment import PART_LIMIT, check_payload_size, parse_part, parts_digest, present_parts
+from store.segment import PART_LIMIT, check_payload_size, has_all_files, parse_part, parts_digest, present_parts
 from store.session import require_newest
 from store.storage.atomic import ensure_dir, replace_hint, write_new
-from store.storage.local import Files
+from store.storage.local import Files, WholeFiles
+from store.text import listed
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def commit(files: Files, manifest: ManifestRecord) -> None:
     later claimant finds the manifest, so its prune cannot treat the segments as garbage.
 
     Raises FencedError if a newer epoch was claimed, ExistsError if the save is committed already, SaveError if the
-    manifest names a save without its group."""
+    manifest names a save without its group, MissingSegmentsError if files of such a group are gone."""
     _require_reachable(manifest)
     if files.make_dir(MANIFESTS):  # it was deleted
         files.sync_dir("")
@@ -89,16 +90,25 @@ def commit(files: Files, manifest: ManifestRecord) -> None:
     data = to_bytes(manifest)
     from_bytes(ManifestRecord, data, manifest_path(manifest.save))  # never commit an unreadable manifest
     require_newest(files, manifest.epoch)
-    others = manifest.groups.keys() - {manifest.save.name}
-    gone = others - set(files.list_dir(SEGMENTS)) if others else others
-    if gone:
-        raise SaveError(
-            f"save {manifest.save} takes units from {min(gone)}, whose segments are gone: it is not committed"
+    if gone := _gone(files, manifest):
+        raise MissingSegmentsError(
+            f"it takes layers from saves whose segments are gone ({listed(gone)}), so it is not committed, and commits "
+            "that need them cannot be resumed. The next save writes these layers anew",
+            gone,
         )
     if manifest.reader > FORMAT:
         require_reader(files, manifest.reader)
     write_new(files, manifest_path(manifest.save), data)
     require_newest(files, manifest.epoch)
+
+
+def _gone(files: Files, manifest: ManifestRecord) -> list[str]:
+    """Return the groups of other saves that lack files: removed by hand, or by a filesystem that purges by age."""
+    others = sorted(manifest.groups.keys() - {manifest.save.name})
+    if isinstance(files, WholeFiles):  # each look is a request, and a bucket has no directory without a file
+        present = frozenset(files.list_dir(SEGMENTS)) if others else ()
+        return [name for name in others if name not in present]
+    return [name for name in others if not has_all_files(files, SaveId.parse(name), manifest.groups[name].world_size)]
 
 
 def _require_reachable(manifest: ManifestRecord) -> None:

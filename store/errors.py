@@ -118,6 +118,14 @@ class StateChangedError(SaveError):
     """The state was changed while it was copied. What is live now is not that of the save's step."""
 
 
+class MissingSegmentsError(SaveError):
+    """Segments of earlier ``saves``, which a commit needs, are gone, so that it was not made."""
+
+    def __init__(self, message: str, saves: "Sequence[str]") -> None:
+        super().__init__(message)
+        self.saves = tuple(saves)
+
+
 class NotFiniteError(SaveError):
     """The values to save contain NaN or Inf in ``units``; no version was replaced."""
 

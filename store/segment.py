@@ -334,6 +334,12 @@ def present_parts(files: Files, save: SaveId) -> list[int]:
     return sorted(item[0] for item in parsed if item is not None and item[1] == "json")
 
 
+def has_all_files(files: Files, save: SaveId, world_size: int) -> bool:
+    """Return whether the group has a part and a payload for every rank, by their names."""
+    names = map(parse_rank_file, list_or_empty(files, segment_dir(save)))
+    return sum(name is not None for name in names) == 2 * world_size
+
+
 def parts_digest(part_files: Iterable[bytes]) -> str:
     """Return the digest of a group's part files, given in rank order."""
     state = xxhash.xxh3_128()

@@ -164,14 +164,22 @@ class Packer:
         self._resting: dict[Fragment, int] = {}
         self._chooser = LevelChooser()
 
-    def begin(self, save: SaveId, nbytes: int, interval: float | None, lasting: bool = True) -> SavePacking:
+    def begin(
+        self, save: SaveId, nbytes: int, interval: float | None, lasting: bool = True, alone: bool = False
+    ) -> SavePacking:
         """Return the compression of the next save, of about ``nbytes``; ``lasting`` is False for a forced one.
 
-        ``interval``: seconds between the last two saves, if known."""
+        ``interval``: seconds between the last two saves, if known. ``alone``: the save must need no other one."""
         level = self._chooser.level(nbytes, interval) if self._level == "auto" else self._level
         chosen = None if level == "none" else level
         return SavePacking(
-            save, self._level != "none", chosen, self._differences, self._bases, frozenset(self._resting), lasting
+            save,
+            self._level != "none",
+            chosen,
+            self._differences,
+            {} if alone else self._bases,
+            frozenset(self._resting),
+            lasting,
         )
 
     def settle(self, done: SavePacking, seconds: float, moved: Callable[[Unit], bool], reached: Container[str]) -> None:
@@ -340,9 +348,9 @@ def _raw_chunks(copy: torch.Tensor) -> Iterator[Bytes]:
 
 def _lossy_chunks(copy: torch.Tensor, encoding: Encoding, lost: EncodingLoss) -> Iterator[Bytes]:
     encoder = encoder_named(encoding.name)
-    scratch = torch.empty(min(CHUNK, copy.numel()), dtype=torch.float32)
+    scratch = torch.empty(min(CHUNK, copy.numel()), dtype=torch.float32, device="cpu")
     for values in torch.split(copy, CHUNK):
-        out = torch.empty(encoding.stored_bytes(values.numel(), "F32"), dtype=torch.uint8)
+        out = torch.empty(encoding.stored_bytes(values.numel(), "F32"), dtype=torch.uint8, device="cpu")
         decoded = scratch[: values.numel()]
         if not encoder.encode(values, out):  # checked before; never commit values that the encoder does not confirm
             raise SaveError(f"values in range cannot be stored as {encoding.name}: report this, and store them raw")

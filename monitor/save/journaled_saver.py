@@ -96,6 +96,7 @@ class JournaledSaver(Saver):
 
     def stepped(self, step: int) -> None:
         """Record the step that was just made. Collective."""
+        super().stepped(step)
         self._collect_records()
         self._prune_records()
         made, self._step = self._step, _Step()
@@ -218,7 +219,11 @@ class JournaledSaver(Saver):
     def _copied(self, piece: Piece) -> tuple[Fragment, torch.Tensor]:
         fragment, tensor = piece.fragment, piece.tensor
         free = self._free.setdefault((fragment, tensor.dtype), [])
-        copy = free.pop() if free else torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=self._pinned)
+        copy = (
+            free.pop()
+            if free
+            else torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu", pin_memory=self._pinned)
+        )
         return fragment, copy.copy_(tensor, non_blocking=self._pinned)
 
     # ---- after it

@@ -99,6 +99,7 @@ class Saver:
         self._upkeep: dict[int, tuple[str, int]] = {}  # names and epochs of short jobs, by number
         self._fenced = self._committed = self._closing = self.preempted = False
         self._renewing = not session.claimed
+        self._stepped = 0
         self._failure: str | None = None
         self._buffers: Sequence[int] = ()  # of all ranks, hashes at the last :meth:`settle`
         self._checker = SelfChecker(job)
@@ -160,13 +161,18 @@ class Saver:
 
     def stepped(self, step: int) -> None:
         """Take note of an optimizer step. Collective."""
+        back, self._stepped = step < self._stepped, step
+        if back:  # the framework loaded an older checkpoint: what it does now needs names of its own
+            self.abandon(step, self._job.config.timeouts.close)
+            self._job.ledger.leave(step)
+            self._renewing = True
 
     def resumed(self, certificate: Certificate) -> None:
         """Begin anew. No save is exact if the resume was not, until the optimizer takes a step.
 
         No delta is taken to an earlier save: those of this process may be abandoned or damaged."""
         self._packer.reset()
-        self.changed_at, self.dropped = None, ()
+        self._stepped, self.changed_at, self.dropped = 0, None, ()
         self._notes = () if certificate.exact else (AS_RESUMED,)
 
     def _updated(self) -> None:
@@ -433,7 +439,8 @@ class Saver:
         self._began = now
         nbytes = sum(encoded_bytes(unit) for unit in staged)
         interval = 0.0 if decided.preempted else now - before if before else None  # preempted: fastest level
-        return self._packer.begin(save, nbytes, interval, lasting=not decided.forced)
+        alone = decided.forced and not decided.preempted  # preempted: fewer bytes matter more
+        return self._packer.begin(save, nbytes, interval, lasting=not decided.forced, alone=alone)
 
     def _report(self, pending: _Pending, outcome: TaskResult[SaveResult | None]) -> _Pending:
         """Advance the ledger to the commit, on rank 0, or report the failure; once."""
@@ -444,6 +451,8 @@ class Saver:
         error = errors.SaveError("the job went back to an earlier step") if pending.abandoned else outcome.error
         ledger = self._job.ledger
         if saved is None or commit is None:
+            if isinstance(error, errors.MissingSegmentsError):
+                ledger.drop(error.saves)
             if error is not None or self._group.rank == 0:
                 self._listeners.on_save_failed(SaveFailedEvent(step, error, ledger.newest))
             return pending

@@ -33,6 +33,7 @@ from monitor.telemetry.trace import TraceRecorder
 from monitor.types import SKIP_REASONS, StepReport, newest_text
 from store import trace as traces
 from store.certificate import AS_FOUND, MEMORY, PEER, Certificate
+from store.errors import MissingSegmentsError
 from store.names import SaveId
 from store.text import counted
 
@@ -153,7 +154,8 @@ class SaveLog(SaveListener):
         _log.log(level, "%scommitted step %d: %d bytes, %.2f s", late, step, event.written_bytes, event.seconds)
 
     def on_save_failed(self, event: events.SaveFailedEvent) -> None:
-        text = f"the save of step %d failed ({newest_text(event.newest)}): %s"
+        known = "" if isinstance(event.error, MissingSegmentsError) else f" ({newest_text(event.newest)})"
+        text = f"the save of step %d failed{known}: %s"
         if self._rank != 0:
             text = f"rank {self._rank} could not write its segment of step %d: %s"
         _log.warning(text, event.step, event.error, exc_info=unexpected(event.error))
