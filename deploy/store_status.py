@@ -43,7 +43,7 @@ def open_store(root: Path, options: ObjectOptions | None = _PATIENCE) -> Catalog
         raise NoStoreError(f"{error}{nearby}") from error
     except DamagedError as error:
         raise NothingToResumeError(
-            f"{error}; the store cannot be read without it: restore {STORE} from a copy of the store"
+            f"{error}; the store cannot be read without it: run `driftpoint doctor --repair {root}`"
         ) from error
 
 

@@ -290,10 +290,12 @@ def open_or_create(files: Files) -> Catalog:
 
 
 def restore_store_record(files: Files) -> Catalog:
-    """Write a lost ``STORE.json`` anew, with the store id that the records of epochs and commits carry.
+    """Write a lost or damaged ``STORE.json`` anew, with the store id that the records of epochs and commits carry.
 
-    Raises ExistsError if it is there, DamagedError if no record can be read, or they carry several ids."""
-    if paths.STORE in files.list_dir(""):
+    Raises ExistsError if it is whole, NewerFormatError if it is a newer release's, DamagedError if no record can be
+    read, or they carry several ids."""
+    with suppress(errors.NoStoreError, errors.DamagedError):
+        open_catalog(files)
         raise errors.ExistsError(f"{_root(files)} has its {paths.STORE}: nothing is to be restored")
     kinds: tuple[tuple[str, type[schema.EpochRecord | schema.ManifestRecord]], ...] = (
         (paths.EPOCHS, schema.EpochRecord),
@@ -312,7 +314,7 @@ def restore_store_record(files: Files) -> Catalog:
             "that file from a backup"
         )
     record = schema.StoreRecord(format=schema.FORMAT, reader=reader, store_id=ids.pop())
-    write_new(files, paths.STORE, schema.to_bytes(record))
+    replace_hint(files, paths.STORE, schema.to_bytes(record))
     return open_catalog(files)
 
 

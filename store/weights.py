@@ -14,7 +14,7 @@ from functools import partial
 
 from store import names as paths
 from store.catalog import Catalog, LoadedGroup, open_catalog
-from store.errors import DamagedError, MissingError, NoStoreError, StorageError
+from store.errors import DamagedError, MissingError, NoStoreError, StorageError, UnreachableError
 from store.fragments import Source, StoredBytes
 from store.names import BUFFER, FROZEN, WEIGHTS, SaveId, Unit
 from store.schema import GroupRecord, PartRecord, to_bytes
@@ -113,7 +113,9 @@ def verify_all(catalog: Catalog, progress: Progress = lambda _: None) -> VerifyR
     for save in weights_only_saves(catalog.files):
         try:
             found = verify(open_weights(catalog, save), progress)
-        except (DamagedError, NoStoreError) as error:
+        except UnreachableError:
+            raise
+        except (DamagedError, NoStoreError, StorageError) as error:  # a file that cannot be read, for one
             if save not in weights_only_saves(catalog.files):  # it was removed meanwhile
                 continue
             found = VerifyReport((CommitState(save, "damaged", (str(error),)),), (), None, 0)

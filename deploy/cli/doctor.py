@@ -41,7 +41,8 @@ def doctor(
     parameters: Annotated[str | None, Option(metavar="N", help="Number of model parameters: 350M, 8b.")] = None,
     nodes: Annotated[int, Option(min=1, metavar="N", help="Number of nodes of the job.")] = 1,
     repair: Annotated[
-        bool, Option("--repair", help="Restore a lost STORE.json from the store's other records, then check.")
+        bool,
+        Option("--repair", help="Restore a lost or damaged STORE.json from the store's other records, then check."),
     ] = False,
     json: JsonOption = False,
     _debug: DebugOption = False,

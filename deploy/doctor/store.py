@@ -37,7 +37,7 @@ def check_store(root: Path, retention: Retention, options: ObjectOptions | None 
     except (NewerFormatError, DamagedError, NothingToResumeError) as error:
         todo = "until then set `store:` to another directory; this one is not changed"
         if not isinstance(error, NewerFormatError):
-            todo = f"restore {STORE} from a copy of the store, or set `store:` to another directory"
+            todo = f"run `driftpoint doctor --repair {root}`, restore {STORE} from a copy, or set `store:` anew"
         yield Finding("store", "fail", str(error), todo)
         return
     except (StoreError, OSError) as error:

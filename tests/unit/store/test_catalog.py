@@ -11,7 +11,7 @@ from store.catalog import open_catalog, open_or_create, restore_store_record
 from store.errors import DamagedError, ExistsError, NewerFormatError, NoStoreError, NothingToResumeError, StorageError
 from store.names import STORE
 from store.resolve import newest_resumable
-from store.schema import READER, StoreRecord, to_bytes
+from store.schema import READER, StoreRecord, seal, to_bytes, unseal
 from store.session import mark_closed
 from store.storage.atomic import write_new
 from store.storage.local import LocalFiles
@@ -178,10 +178,26 @@ def test_a_lost_store_record_is_restored_from_the_others(job: Job) -> None:
     assert_true_to_write(read_newest(catalog))
 
 
-def test_a_store_record_that_is_there_is_not_replaced(job: Job) -> None:
-    flip(job.files, STORE, 20)
+def test_a_store_record_that_is_whole_is_not_replaced(job: Job) -> None:
+    before = job.files.read(STORE, 1 << 16)
     with pytest.raises(ExistsError):
         restore_store_record(job.files)
+    put(job.files, STORE, seal({**unseal(before, STORE), "reader": 99}))
+    newer = job.files.read(STORE, 1 << 16)
+    with pytest.raises(NewerFormatError):
+        restore_store_record(job.files)
+    assert job.files.read(STORE, 1 << 16) == newer
+
+
+def test_a_damaged_store_record_is_restored(job: Job) -> None:
+    job.save()
+    before = job.files.read(STORE, 1 << 16)
+    flip(job.files, STORE, 20)
+    with pytest.raises(DamagedError):
+        open_catalog(job.files)
+    catalog = restore_store_record(job.files)
+    assert job.files.read(STORE, 1 << 16) == before
+    assert_true_to_write(read_newest(catalog))
 
 
 def test_a_store_of_records_of_two_stores_is_not_repaired(job: Job) -> None:

@@ -306,7 +306,7 @@ class TestStore:
         assert newer.state == "fail" and "--upgrade" in newer.seen and "another directory" in newer.todo
         head.write_bytes(b"{}")
         (damaged,) = check_store(builder.root, Retention())
-        assert damaged.state == "fail" and "restore STORE.json from" in damaged.todo
+        assert damaged.state == "fail" and "--repair" in damaged.todo and "restore STORE.json from" in damaged.todo
 
 
 class TestPlan:

@@ -80,6 +80,24 @@ def test_no_save_waits_and_the_commit_stays_meanwhile(
     assert verify_all(open_catalog(LocalFiles(tmp_path / "store"))).ok
 
 
+def test_one_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with job(store, retention=RULE) as made:
+        for _ in range(8):
+            made.step()
+            copied()
+    files = LocalFiles(store)
+    newest, older = weights_only_saves(files)
+    record = store / "weights" / newest.name / STORE
+    record.rename(tmp_path / "elsewhere")
+    record.symlink_to(tmp_path / "elsewhere")  # the store follows no links
+    report = verify_all(open_catalog(files))
+    states = {one.save: one.state for one in report.commits}
+    assert states.pop(newest) == "damaged"
+    assert set(states.values()) == {"ok"}
+    assert older in states and len(states) == 2
+
+
 def test_a_prune_leaves_alone_what_is_being_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a commit that another rule retains by then: its directory has no manifest yet, and is not what an older
     configuration left."""
