@@ -115,7 +115,9 @@ class DaemonClient(SaveListener):
                 self._received = b""
                 try:
                     self._handshake(connection)
-                except _ConnectionLostError:  # a daemon that was about to exit
+                except _ConnectionLostError as error:  # a daemon that was about to exit
+                    if isinstance(error.__cause__, TimeoutError):  # or it hangs
+                        raise
                     time.sleep(_POLL_INTERVAL)
                     return
                 self._serve(connection)

@@ -149,6 +149,9 @@ _to_daemon: TypeAdapter[ClientMessage] = TypeAdapter(Annotated[ClientMessage, Fi
 _from_daemon: TypeAdapter[DaemonMessage] = TypeAdapter(Annotated[DaemonMessage, Field(discriminator="kind")])
 
 
+_OF_EVERY_VERSION = ("refused", "stop", "leaving")  # kinds; what ends a daemon of another release
+
+
 def to_line(message: Message) -> bytes:
     """Return the line of a message."""
     return message.model_dump_json().encode() + b"\n"
@@ -177,7 +180,7 @@ def _parse(line: bytes, limit: int, messages: TypeAdapter[_M], sender: str) -> _
     if not isinstance(body, dict):
         raise DaemonError("a line that is no JSON object")
     version = body.get("version", VERSION)
-    if version != VERSION and body.get("kind") != "refused":
+    if version != VERSION and body.get("kind") not in _OF_EVERY_VERSION:
         raise DaemonError(
             f"{sender} speaks version {version!r} of the daemon's protocol, this release {VERSION}: end the daemon "
             "with `driftpoint daemon stop`, and let a job of the newer release start it"

@@ -12,7 +12,7 @@ from merger.sources.journal import chain_to, records, replayed
 from store.catalog import open_catalog
 from store.certificate import CertifiedUnit, certify_stored, imported_as_found
 from store.encoding import itemsize
-from store.errors import DamagedError, MergeError, StorageError
+from store.errors import DamagedError, MergeError, NoStoreError, StorageError
 from store.fragments import FragmentIndex, Source
 from store.journal import Chain, journal_catalog
 from store.location import files_at
@@ -48,7 +48,10 @@ class StoreSource:
             if step is not None and save is not None and chain is None and self._is_left(step, save):
                 told += (f"the journal has step {save.step} of a newer branch, to which no whole records lead",)
             if save is not None and save not in self.catalog.saves():
-                found = StoreSource(self.root / weights_dir(save)).checkpoint(save.name, flaws)
+                try:
+                    found = StoreSource(self.root / weights_dir(save)).checkpoint(save.name, flaws)
+                except NoStoreError as error:
+                    raise MergeError(f"commit {save} was deleted meanwhile: name another one") from error
                 return replace(found, problems=(*told, *found.problems))
             try:
                 if save is None:

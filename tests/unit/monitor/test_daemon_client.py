@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from monitor import daemon_client
 from store.daemon_protocol import socket_path
 from store.memory.layout import make_home
 from tests.support.daemons import until
@@ -85,6 +86,21 @@ def test_another_version_of_the_protocol_is_said(
     until(lambda: warnings(caplog), "a complaint")
     trained(one)
     assert "speaks version 9" in warnings(caplog)[0] and "driftpoint daemon stop" in warnings(caplog)[0]
+
+
+def test_one_that_hangs_is_said(
+    tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped, for one: the kernel takes connections for it."""
+    monkeypatch.setattr(daemon_client, "_MESSAGE_TIMEOUT", 0.2)
+    make_home(base)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(socket_path(base)))
+        listening.listen()
+        one = job(tmp_path / "store", base)
+        until(lambda: warnings(caplog), "a complaint")
+        trained(one)
+    assert "timed out" in warnings(caplog)[0]
 
 
 @pytest.mark.parametrize(

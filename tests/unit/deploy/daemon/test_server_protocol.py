@@ -21,7 +21,9 @@ from deploy.daemon.server import CONNECTIONS
 from store.daemon_protocol import (
     LINE_LIMIT,
     VERSION,
+    AskStop,
     Register,
+    ShuttingDown,
     StatusUpdate,
     connect,
     parse_client_message,
@@ -255,3 +257,9 @@ def test_messages_come_back_as_they_were() -> None:
         parse_daemon_message(b'{"kind": "note"}\n')
     with pytest.raises(DaemonError, match="driftpoint daemon stop"):
         parse_daemon_message(b'{"kind": "welcome", "version": 2, "pid": 1}\n')
+
+
+def test_a_daemon_of_another_version_can_be_stopped() -> None:
+    assert parse_client_message(line({"kind": "stop", "version": VERSION + 1})) == AskStop(version=VERSION + 1)
+    answer = parse_daemon_message(line({"kind": "leaving", "version": VERSION + 1, "pid": 7}))
+    assert isinstance(answer, ShuttingDown)

@@ -53,6 +53,17 @@ def test_a_commit_that_is_not_there_is_told_with_those_that_are(store: PlainStor
         checkpoint(store, "00000011-000001")
 
 
+def test_a_commit_that_is_deleted_while_it_is_looked_for(store: PlainStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the job, whose rule keeps few: it is no weights-only commit either."""
+    save = store.save(10)
+    store.save(20)
+    found = StoreSource(store.root)
+    monkeypatch.setattr(found, "_meant", lambda *_: (save, None))
+    (store.root / "manifests" / f"{save}.json").unlink()
+    with pytest.raises(MergeError, match="was deleted meanwhile"):
+        found.checkpoint(10, frozenset())
+
+
 def test_an_empty_store(store: PlainStore) -> None:
     with pytest.raises(NothingToResumeError, match="yet"):
         checkpoint(store)
