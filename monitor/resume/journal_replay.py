@@ -56,7 +56,8 @@ _Gradients = Sequence[Sequence[Gradient]]
 
 @dataclass(frozen=True)
 class _Record:
-    """A record as one rank needs it. same: whether it recorded the same elements as it updates now."""
+    """A record as one rank needs it. same: whether it recorded the same elements as it updates now. whole: whether
+    each rank holds all weights, then and now."""
 
     step: JournalStep
     stepped: Mapping[str, Any]  # see :data:`store.journal.STEPPED`
@@ -66,6 +67,7 @@ class _Record:
     gradients: _Gradients  # of each optimizer, of which :attr:`trained` have values
     trained: Set[str]
     same: bool
+    whole: bool
 
 
 def resume_with_journal(
@@ -236,7 +238,7 @@ class Replay:
         replicas = self._job.adapter.framework == stepped.get("framework") == "torch"  # each rank holds all of it
         same = replicas or known == {one for one in self._owned if one.fqn in recorded}
         same = same and all(self._implementations[fqn] == one for fqn, one in before.items())
-        return _Record(step, stepped, values, after, sampled, gradients, recorded, same)
+        return _Record(step, stepped, values, after, sampled, gradients, recorded, same, replicas)
 
     def _new_gradients(self) -> _Gradients:
         adapter = self._job.adapter
@@ -283,6 +285,8 @@ class Replay:
 
     def _check_sample(self, last: _Record, same: bool) -> None:
         """Raise DamagedError if the weights are not those that the job had after a step."""
+        # Where no rank had gradients, other ranks may take them again alike, but hold other weights.
+        same = same and (last.whole or last.step.record.world_size == self._job.group.world_size)
         if same and not torch.equal(sample(weights_of(self._job.adapter.held())).cpu(), last.sample):
             why = "which were also changed by other means than the optimizer's step, or computed elsewhere"
             raise DamagedError(f"they do not lead to the weights of step {last.step.save.step}, {why}")

@@ -94,6 +94,18 @@ def test_a_merge_takes_steps_again(launched: Callable[[str], list[Launched]], ch
     assert found["error"] <= BOUND
 
 
+def test_steps_without_gradients_lead_to_the_same_state_on_fewer_ranks(tmp_path: Path) -> None:
+    """Steps that the loss scaler skips: nothing of a record tells that each rank held another part."""
+    pytest.importorskip("deepspeed")
+    case = {**zero(3), "scale": 40}
+    for number, ranks in enumerate((3, 1)):
+        spec = {"case": case, "seed": number, "every": 2, "steps": 3}
+        done = torchrun("journal_partitions.py", ranks, spec, tmp_path)
+        assert done.code == 0, done.output[-6000:]
+    one = done.one("resumed")
+    assert (one["step"], one["error"], one["same_names"]) == (3, 0.0, True), done.output[-3000:]
+
+
 @pytest.mark.parametrize("chain", CHAINS)
 def test_a_job_of_ranks_goes_back_to_a_step(launched: Callable[[str], list[Launched]], chain: str) -> None:
     """And the link after it resumes the branch that began there."""

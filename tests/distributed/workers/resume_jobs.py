@@ -110,6 +110,8 @@ def _engine(case: Mapping[str, Any], seed: int) -> Trainee:
     settings = config(case["stage"], case["precision"], **ZERO)
     for section in ("optimizer", "scheduler"):
         settings[section]["params"] |= case.get(section, {})
+    if "scale" in case:  # of the loss, a power of 2; so high that gradients overflow at first
+        settings |= {"bf16": {"enabled": False}, "fp16": {"enabled": True, "initial_scale_power": case["scale"]}}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=param_groups(model), config=settings)
     loader = Shuffled(10 * seed + rank())
 
