@@ -72,7 +72,7 @@ class GlooGroup(Group):
         self.world_size = dist.get_world_size()
 
     def all_reduce_max(self, values: Sequence[int]) -> list[int]:
-        tensor = torch.tensor(list(values), dtype=torch.int64)
+        tensor = torch.tensor(list(values), dtype=torch.int64, device="cpu")
         with _collective(self._group, self.leave):
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
         return [int(value) for value in tensor.tolist()]
@@ -140,7 +140,7 @@ class AsyncSum:
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = _new_group()
-        self._values = torch.zeros(0)
+        self._values = torch.zeros(0, device="cpu")
         self._work: dist.Work | None = None
 
     @property

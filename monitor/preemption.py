@@ -217,7 +217,7 @@ class Preemption:
             found = self._sum.finish()
             self._over = found is not None and bool(found.item())
             if not self._over:
-                self._sum.start(torch.tensor([int(self.requested)]))
+                self._sum.start(torch.tensor([int(self.requested)], device="cpu"))
         return self._over
 
     def leave(self) -> None:

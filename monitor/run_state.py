@@ -389,7 +389,8 @@ def leaf_tensor(leaf: Leaf) -> torch.Tensor | torch.Size | torch.dtype:
     if leaf.kind == "dtype":
         return torch_dtype(bytes(leaf.data).decode())
     dtype, data = torch_dtype(leaf.dtype), bytearray(leaf.data)
-    tensor = torch.frombuffer(data, dtype=dtype).reshape(leaf.shape) if data else torch.empty(leaf.shape, dtype=dtype)
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
+    tensor = flat.reshape(leaf.shape)
     if leaf.kind == "size":
         return torch.Size(tensor.tolist())
     if leaf.order:

@@ -54,7 +54,9 @@ def weights_of(pieces: Iterable[Piece]) -> list[torch.Tensor]:
 def sample(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the bytes of some elements of each 1-d tensor on the device of the first, as one tensor."""
     ends = [end for one in tensors if one.device == tensors[0].device for end in (one[:_SAMPLE], one[-_SAMPLE:])]
-    return torch.cat([end.view(torch.uint8) for end in ends]) if ends else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.cat([end.view(torch.uint8) for end in ends]) if ends else torch.empty(0, dtype=torch.uint8, device="cpu")
+    )
 
 
 @dataclass(frozen=True)

@@ -231,7 +231,7 @@ class ZeroAdapter(EngineAdapter, ABC):
         return self._inventory.cache.get("flats", self._known_flats)
 
     def _known_flats(self) -> list[FlatPartition]:
-        nothing = torch.empty(0)
+        nothing = torch.empty(0, device="cpu")
         known = self._keep("flats", lambda: [replace(flat, tensor=nothing) for flat in self._flats()])
         self._listed = [replace(flat, tensor=master) for flat, master in zip(known, self._masters(), strict=True)]
         return self._listed
@@ -469,7 +469,7 @@ def replay_steps(optimizer: Any) -> None:
     """Repeat the updates of beta^t of DeepSpeed's Adam on the CPU: products in a C++ object, in no state_dict."""
     fused = getattr(getattr(optimizer, "_dummy_overflow_buf", None), "is_cpu", False)  # FusedAdam
     last = max((int(state.get("step", 0)) for state in optimizer.state.values()), default=0)
-    nothing = torch.empty(0)
+    nothing = torch.empty(0, device="cpu")
     for step in range(1, last + 1 if fused or hasattr(optimizer, "ds_opt_adam") else 1):
         for betas in (group["betas"] for group in optimizer.param_groups):  # different ones take turns there
             if fused:

@@ -341,7 +341,7 @@ def _like(live: Any, value: Any) -> Any:
     Live tensors are filled, also in lists: others may be views of them."""
     if isinstance(live, torch.Tensor):
         with torch.no_grad():
-            return live.copy_(torch.as_tensor(value))
+            return live.copy_(torch.as_tensor(value, device="cpu"))
     if type(live) in (list, tuple) and isinstance(value, list | tuple):
         forms = [[(one.dtype, one.shape) for one in both if isinstance(one, torch.Tensor)] for both in (live, value)]
         if forms[0] == forms[1] and len(forms[0]) == len(live) == len(value):

@@ -225,7 +225,7 @@ def equal(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         numbers = all(isinstance(value, bool | int | float | torch.Tensor) for value in (one, other))
-        return numbers and torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+        return numbers and torch.equal(torch.as_tensor(one, device="cpu"), torch.as_tensor(other, device="cpu"))
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(equal, one, other))
     return bool(np.array_equal(one, other) if np.ndarray in (type(one), type(other)) else one == other)
@@ -453,7 +453,7 @@ def _step_like(value: Any, live: Any, optimizer: torch.optim.Optimizer) -> Any:
     as_tensor = isinstance(live, torch.Tensor) or (
         live is None and kind.__module__.startswith("torch.optim") and kind.__name__ not in _INT_STEP
     )
-    return torch.tensor(float(value), dtype=torch.float32) if as_tensor else int(value)
+    return torch.tensor(float(value), dtype=torch.float32, device="cpu") if as_tensor else int(value)
 
 
 def common_scalars(fqns: Sequence[str], saved: Mapping[str, Any]) -> tuple[set[str], dict[str, Any]]:

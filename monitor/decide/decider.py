@@ -64,7 +64,7 @@ def measure_all(
             _log.warning("%s cannot be measured, so its drift is unknown at this decision: %r", unit, error)
             unknown.add(unit)
     rows = torch.tensor(
-        [_UNKNOWN if unit in unknown else _row(mine.get(unit)) for unit in units], dtype=torch.float64
+        [_UNKNOWN if unit in unknown else _row(mine.get(unit)) for unit in units], dtype=torch.float64, device="cpu"
     ).reshape(-1, 4)
     summed = group.all_reduce_sum(rows).tolist()
     measured = {}

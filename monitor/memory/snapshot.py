@@ -41,7 +41,7 @@ from store.state_tree import Leaf
 
 _ALIGN = 64
 _MARGIN = 1 << 20  # bytes that are reserved for a run state of unknown size, and at least for one to grow
-_NO_COPY = torch.empty(0)
+_NO_COPY = torch.empty(0, device="cpu")
 
 
 @dataclass(frozen=True)

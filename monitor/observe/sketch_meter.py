@@ -78,7 +78,7 @@ class Projection:
 
         pieces: 1-d, any real dtype and device. key: selects the sequence of signs and offsets; signatures are
         comparable only with the same key."""
-        total = torch.zeros(self.width, dtype=torch.float64)
+        total = torch.zeros(self.width, dtype=torch.float64, device="cpu")
         draws = iter(self.draws(key, sum(-(-piece.numel() // chunk_length) for piece in pieces)))
         with torch.inference_mode():
             for device, group in groupby(filter(torch.numel, pieces), key=lambda piece: piece.device):
@@ -142,8 +142,12 @@ def _tables(width: int, chunk_length: int, seed: int) -> tuple[int, torch.Tensor
     Drawn on the host, since generators of other devices give other numbers."""
     offsets = 1 << (_OFFSETS_PER_BUCKET * width - 1).bit_length()
     generator = torch.Generator().manual_seed(_mix(seed, chunk_length)[0] >> 1)
-    signs = torch.randint(0, 2, (chunk_length,), generator=generator, dtype=torch.float32) * 2 - 1
-    return offsets, signs, torch.randperm(-(-(chunk_length + offsets) // width) * width, generator=generator)
+    signs = torch.randint(0, 2, (chunk_length,), generator=generator, dtype=torch.float32, device="cpu") * 2 - 1
+    return (
+        offsets,
+        signs,
+        torch.randperm(-(-(chunk_length + offsets) // width) * width, generator=generator, device="cpu"),
+    )
 
 
 @cache
@@ -378,7 +382,7 @@ def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Return copies of all parts in one host tensor. A device is waited for once, not for each part."""
     parts = [part.detach().to(dtype) for part in parts]
     if len({part.device for part in parts}) != 1:
-        parts = [torch.empty(0, dtype=dtype), *(part.cpu() for part in parts)]
+        parts = [torch.empty(0, dtype=dtype, device="cpu"), *(part.cpu() for part in parts)]
     return torch.cat(parts).cpu()  # cat copies even a single tensor: the values must not change with the state
 
 

@@ -128,7 +128,7 @@ class Batch:
     def distances(self, signatures: torch.Tensor, references: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Queue the squared distances of all rows to ``references``, which are on the host (None: 0), in float64."""
         if len(self._known) != len(references) or not all(map(is_, self._known, references)):
-            nothing = torch.zeros(self.tables.width, dtype=torch.float32)
+            nothing = torch.zeros(self.tables.width, dtype=torch.float32, device="cpu")
             rows = [nothing if one is None else one for one in references]
             pinned = signatures.is_cuda  # from other memory, the copy would wait for the device
             stacked = torch.empty(signatures.shape, dtype=torch.float32, device="cpu", pin_memory=pinned)

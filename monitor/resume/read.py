@@ -332,7 +332,7 @@ def _neighbours(run: Iterable[_Wanted]) -> Iterator[list[_Wanted]]:
 
 def _present_memory(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """Return new host memory with its pages present: one call for all of them costs less than a fault for each."""
-    tensor = torch.empty(numel, dtype=dtype)
+    tensor = torch.empty(numel, dtype=dtype, device="cpu")
     if sys.platform == "linux" and tensor.nbytes > _SMALL:
         first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         nbytes = ctypes.c_size_t(tensor.data_ptr() + tensor.nbytes - first)
@@ -392,7 +392,7 @@ class _Reader:
     def _read_at_once(self, batch: Sequence[_Wanted]) -> Sequence[_Wanted]:
         """Read and verify small fragments that follow each other. Return those that are to be read by themselves."""
         path, first, _ = batch[0].span
-        data = torch.empty(batch[-1].span[2] - first, dtype=torch.uint8)
+        data = torch.empty(batch[-1].span[2] - first, dtype=torch.uint8, device="cpu")
         memory = data.numpy().data
         try:
             self._payloads.read_into(path, first, memory)
@@ -428,7 +428,7 @@ class _Reader:
         target = None if host is None else host[copy.target_start : copy.target_start + copy.numel]
         if copy.steps is not None:  # elements that are apart: first all of the fragment, in memory of its own
             whole = Copy(copy.source, 0, 0, copy.source.entry.numel)
-            target = torch.empty(whole.numel, dtype=dtype)
+            target = torch.empty(whole.numel, dtype=dtype, device="cpu")
         try:
             read_with_retries(lambda: _fetch(self._payloads, whole, target, fault, scratch))
             if whole is not copy and host is not None and target is not None:

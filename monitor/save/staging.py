@@ -48,7 +48,9 @@ class StagingPool:
         """Return a piece for each tensor, in order, with buffers in ``most`` bytes for all. Groups stay together."""
         if self._block is None:  # of the host's memory, only pages that are written count
             cuda = next((tensor.device for group in groups for tensor in group if tensor.is_cuda), None)
-            self._block = pinned_buffers([most], cuda)[0] if cuda else torch.empty(most, dtype=torch.uint8)
+            self._block = (
+                pinned_buffers([most], cuda)[0] if cuda else torch.empty(most, dtype=torch.uint8, device="cpu")
+            )
         left, room, pieces = 0, most, list[WavePiece]()
         for group in reversed(groups):  # so that the last wave, for which training waits least, is the fullest
             if padded_bytes(group) > room:
@@ -63,7 +65,11 @@ class StagingPool:
         free = self._bytes.pop(unit, None)
         if free is not None and [buffer.numel() for buffer in free] == list(sizes):
             return free
-        return pinned_buffers(sizes, cuda) if cuda else [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        return (
+            pinned_buffers(sizes, cuda)
+            if cuda
+            else [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
+        )
 
     def give_bytes(self, unit: Unit, buffers: Sequence[torch.Tensor]) -> None:
         self._bytes[unit] = list(buffers)
@@ -117,7 +123,7 @@ def padded_bytes(tensors: Sequence[torch.Tensor]) -> int:
 def _allocate(layout: UnitLayout) -> tuple[torch.Tensor, ...]:
     numels, cuda = [fragment.numel for fragment in layout.fragments], layout.regions.cuda
     if cuda is None:
-        return tuple(torch.empty(n, dtype=dtype) for n, dtype in zip(numels, layout.dtypes, strict=True))
+        return tuple(torch.empty(n, dtype=dtype, device="cpu") for n, dtype in zip(numels, layout.dtypes, strict=True))
     sizes = [n * dtype.itemsize for n, dtype in zip(numels, layout.dtypes, strict=True)]
     return tuple(buffer.view(dtype) for buffer, dtype in zip(pinned_buffers(sizes, cuda), layout.dtypes, strict=True))
 

@@ -356,7 +356,8 @@ class EncodedCopy:
                 out = chunk_after_chunk(out, self.encoding, values.numel() // CHUNK)
             self.encoded[bytes_at].copy_(out, non_blocking=True)
         result = torch.cat((held.double().view(1), sums))
-        self._result = torch.empty(3, dtype=torch.float64, pin_memory=result.is_cuda).copy_(result, non_blocking=True)
+        self._result = torch.empty(3, dtype=torch.float64, device="cpu", pin_memory=result.is_cuda)
+        self._result.copy_(result, non_blocking=True)
 
     def finish(self) -> None:
         """Set the outcome, after the work that :meth:`begin` queued is complete. Copy the values if they do not fit."""

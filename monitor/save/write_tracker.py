@@ -122,7 +122,7 @@ class WriteTracker:
 
     def _probe(self) -> None:
         """Raise OSError unless a write is found, and only that."""
-        memory = torch.full((2 * _LEAST,), 7, dtype=torch.uint8)
+        memory = torch.full((2 * _LEAST,), 7, dtype=torch.uint8, device="cpu")
         begin = memory.data_ptr()
         start, stop = (-(-at // mmap.PAGESIZE) * mmap.PAGESIZE for at in (begin, begin + _LEAST))
         pages = self.protect(range(start, stop))

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from monitor.observe.drift_meter import Signature
 
 _ROWS = 16  # units compared at a time: their differences in float64, half a MiB, fit the cache
-_EMPTY = torch.zeros(0)
+_EMPTY = torch.zeros(0, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class DriftHistory:
         """Compare a decision with earlier ones, and keep it. A second decision of the same step is ignored.
 
         ``signatures`` are always of the same units in the same order; None if unknown."""
-        empty = torch.zeros(0, len(signatures), 3, dtype=torch.float64)
+        empty = torch.zeros(0, len(signatures), 3, dtype=torch.float64, device="cpu")
         if step == self._newest:
             return Compared((), empty)
         now, number = self._signatures(step, signatures), self._number
@@ -69,9 +69,9 @@ class DriftHistory:
     def _signatures(self, step: int, signatures: Sequence[Signature | None]) -> _DecisionSignatures:
         known = [one is not None and one.finite for one in signatures]
         rows = [_EMPTY if one is None or not one.finite else one.values for one in signatures]
-        values = pad_sequence([torch.zeros(self._width), *rows], batch_first=True)[1:]  # as float32
+        values = pad_sequence([torch.zeros(self._width, device="cpu"), *rows], batch_first=True)[1:]  # as float32
         squared = torch.cat([_squares(some.to(torch.float64)) for some in torch.split(values, _ROWS)])
-        return _DecisionSignatures(step, values, torch.tensor(known, dtype=torch.bool), squared)
+        return _DecisionSignatures(step, values, torch.tensor(known, dtype=torch.bool, device="cpu"), squared)
 
 
 def compared_with(number: int, anchors: int) -> list[int]:

@@ -148,7 +148,7 @@ class TraceRecorder(SaveListener):
 
         def compare() -> Compared:
             compared = history.add(step, found)
-            rows = torch.zeros(len(compared.steps), len(rows_of), 3, dtype=torch.float64)
+            rows = torch.zeros(len(compared.steps), len(rows_of), 3, dtype=torch.float64, device="cpu")
             rows[:, local] = compared.rows
             return Compared(compared.steps, rows)
 
