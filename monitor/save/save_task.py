@@ -274,6 +274,10 @@ def discard(files: Files, save: SaveId, rank: int) -> None:
     """Remove this rank's files of a failed save that no manifest can refer to.
 
     On a disk that is nearly full, the files of failed saves would make the next ones fail too."""
+    try:
+        require_present(files, save.epoch)
+    except StorageError:  # the store is away; at its path may be another one, with a commit of this name
+        return
     remove_segment(files, save, rank)
     with suppress(StorageError):  # other ranks' files may still be there
         files.remove_dir(segment_dir(save))

@@ -74,6 +74,7 @@ class StoreSession:
     def mark_closed(self) -> None:
         """Record that this job ends as intended, so that its end is no interruption. Rank 0, if they are counted."""
         if self.claimed:
+            session.require_present(self.files, self.epoch)
             session.mark_closed(self.files, self.catalog.store_id, self.epoch, time.monotonic() - self.began)
 
     def release(self) -> None:
