@@ -156,8 +156,11 @@ _owned: "WeakKeyDictionary[Files, dict[int, str]]" = WeakKeyDictionary()
 
 
 def _require_own(files: Files, epoch: int) -> None:
-    token = _owned.get(files, {}).get(epoch)
-    if token is not None and token_of(files, epoch) not in (token, None):
+    token, found = _owned.get(files, {}).get(epoch), None
+    if token is not None:
+        with suppress(StorageError):  # nothing but the record may be unreadable
+            found = token_of(files, epoch)
+    if found not in (token, None):
         raise StorageError(
             f"the store at {getattr(files, 'root', 'its place')} is not the one that this job began with: its epoch "
             f"{epoch} is another job's. Nothing is written until that one is back; check mounts and links in its path"

@@ -179,6 +179,7 @@ class AdaptiveInterval(Schedule):
         # With max_staleness, units may already be close to it after a restart: decide at the first step.
         self._first = FIRST if max_staleness is None else 1
         self._interval = FIRST
+        self._at = 0  # step of the last decision, or attempt
         self._next: int | None = None
         self._attempts = 0
         self._logged_steps: int | None = None
@@ -196,8 +197,8 @@ class AdaptiveInterval(Schedule):
 
     def due(self, step: int) -> bool:
         # The first decision comes soon: its measurements determine the next ones.
-        if self._next is None:
-            self._next = step - 1 + self._first
+        if self._next is None or step < self._at:  # the framework may load an earlier step
+            self._at, self._next = 0, step - 1 + self._first
         return step >= self._next
 
     def choose(self) -> int | None:
@@ -210,7 +211,7 @@ class AdaptiveInterval(Schedule):
 
     def agreed(self, step: int, interval: int | None) -> None:
         self._interval = interval or self._interval
-        self._next = step + self._interval
+        self._at, self._next = step, step + self._interval
         self._attempts = 0
 
     def put_off(self, step: int, busy: bool) -> None:
@@ -219,7 +220,7 @@ class AdaptiveInterval(Schedule):
         if busy:
             wait = max(1, self._interval // 4) << min(self._attempts, 40)
             self._attempts += 1
-        self._next = step + min(wait, self._limits.max_staleness or wait)
+        self._at, self._next = step, step + min(wait, self._limits.max_staleness or wait)
 
     def _report(self, interval: Interval, measured: Measured, per_hour: float) -> None:
         self._metrics.gauge("decision_interval_steps").set(interval.steps)

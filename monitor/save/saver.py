@@ -161,7 +161,7 @@ class Saver:
 
     def stepped(self, step: int) -> None:
         """Take note of an optimizer step. Collective."""
-        back, self._stepped = step < self._stepped, step
+        back, self._stepped = step <= self._stepped, step
         if back:  # the framework loaded an older checkpoint: what it does now needs names of its own
             self.abandon(step, self._job.config.timeouts.close)
             self._job.ledger.leave(step)
@@ -393,7 +393,8 @@ class Saver:
             if self._pending is not None and done.number == self._pending.number:
                 self._outcome = done
                 self._failure = None if done.error is None else str(done.error) or repr(done.error)
-                self._fenced = self._fenced or isinstance(done.error, errors.FencedError)
+                by_another = self._pending.save.epoch == self._session.epoch  # not by this job's own next epoch
+                self._fenced = self._fenced or (isinstance(done.error, errors.FencedError) and by_another)
             elif done.error is not None:
                 what, epoch = self._upkeep.pop(done.number, ("upkeep", -1))
                 if isinstance(done.error, errors.FencedError) and epoch != self._session.epoch:

@@ -36,10 +36,10 @@ def spoil_head(one: Job) -> None:
 class Counted:
     """A training whose framework counts the steps."""
 
-    def __init__(self, store: Path) -> None:
+    def __init__(self, store: Path, **more: Any) -> None:
         self.model, self.done = Model(), 0
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        settings = {"store": str(store), "every": 1, "metrics": {"enabled": False}}
+        settings = {"store": str(store), "every": 1, "metrics": {"enabled": False}, **more}
         self.ckpt = attach_counted((self.model, self.optimizer), settings, (), lambda: self.done)
 
     def update(self) -> None:
@@ -319,3 +319,23 @@ def test_an_end_that_is_not_committed_is_not_told_as_a_clean_one(tmp_path: Path)
     with pytest.raises(SaveError):
         other.ckpt.close()
     assert ends.clean == [False]
+
+
+@pytest.mark.parametrize("policy", ["full", {"name": "parity", "k": 3}])
+def test_a_job_that_is_preempted_at_the_first_step_after_going_back(tmp_path: Path, policy: Any) -> None:
+    """Its framework loads a checkpoint of its own: commits of the steps after that are of a branch that it left."""
+    settings = {"policy": policy, **PREEMPTED}
+    one = Counted(tmp_path / "store", **settings)
+    for _ in range(6):
+        one.update()
+        one.ckpt.step()
+        one.ckpt.flush()
+    one.done = 4
+    one.ckpt.preempt()
+    one.update()
+    one.ckpt.step()
+    one.ckpt.close()
+    two = Counted(tmp_path / "store", **settings)
+    assert two.ckpt.resume() == 5
+    assert all(map(torch.equal, one.model.parameters(), two.model.parameters()))
+    two.ckpt.close()

@@ -12,7 +12,7 @@ from store.errors import FencedError, StorageError
 from store.names import EPOCHS, MANIFESTS, epoch_path, manifest_path, segment_dir
 from store.retention import Retention, execute, plan_prune
 from store.schema import to_bytes
-from store.session import claim_epoch, newest_epoch, read_epoch, renew_epoch, require_newest, require_present
+from store.session import claim_epoch, newest_epoch, own, read_epoch, renew_epoch, require_newest, require_present
 from store.storage.local import LocalFiles
 from tests.crash.checker import assert_true_to_write, read_commit, read_newest
 from tests.crash.damage import flip, put
@@ -35,39 +35,39 @@ def once(files: SimulatedFiles, verb: str, path: str, act: Callable[[], object])
 
 def test_a_renewal_claims_the_next_epoch_only(files: SimulatedFiles) -> None:
     store_id = open_or_create(files).store_id
-    own = claim_epoch(files, store_id)
-    renewed = renew_epoch(files, store_id, own.epoch, own.token)
-    assert (own.epoch, renewed.epoch) == (1, 2)
+    mine = claim_epoch(files, store_id)
+    renewed = renew_epoch(files, store_id, mine.epoch, mine.token)
+    assert (mine.epoch, renewed.epoch) == (1, 2)
     assert read_epoch(files, 2) == renewed
 
 
 def test_a_job_that_renews_does_not_go_above_its_successor(files: SimulatedFiles) -> None:
     store_id = open_or_create(files).store_id
-    own = claim_epoch(files, store_id)
+    mine = claim_epoch(files, store_id)
     younger = []
     once(files, "link", EPOCHS, lambda: younger.append(claim_epoch(files, store_id)))
     with pytest.raises(FencedError):
-        renew_epoch(files, store_id, own.epoch, own.token)
+        renew_epoch(files, store_id, mine.epoch, mine.token)
     require_newest(files, younger[0].epoch)
 
 
 def test_a_renewal_that_finds_a_successor_is_fenced(files: SimulatedFiles) -> None:
     store_id = open_or_create(files).store_id
-    own = claim_epoch(files, store_id)
+    mine = claim_epoch(files, store_id)
     claim_epoch(files, store_id)
     with pytest.raises(FencedError):
-        renew_epoch(files, store_id, own.epoch, own.token)
+        renew_epoch(files, store_id, mine.epoch, mine.token)
     assert newest_epoch(files) == 2
 
 
 def test_a_renewal_whose_fsync_failed_is_completed_by_the_next(files: SimulatedFiles) -> None:
     store_id = open_or_create(files).store_id
-    own = claim_epoch(files, store_id)
+    mine = claim_epoch(files, store_id)
     files.faults.append(Fault("sync_dir", nth=1, path=EPOCHS))
     with pytest.raises(StorageError):
-        renew_epoch(files, store_id, own.epoch, own.token)
+        renew_epoch(files, store_id, mine.epoch, mine.token)
     assert newest_epoch(files) == 2, "the record may have its name"
-    assert renew_epoch(files, store_id, own.epoch, own.token).epoch == 2
+    assert renew_epoch(files, store_id, mine.epoch, mine.token).epoch == 2
 
 
 def test_a_store_that_lists_no_epochs_is_away_and_not_taken_over(tmp_path: Path) -> None:
@@ -75,21 +75,21 @@ def test_a_store_that_lists_no_epochs_is_away_and_not_taken_over(tmp_path: Path)
     root.mkdir()
     files = LocalFiles(root)
     store_id = open_or_create(files).store_id
-    own = claim_epoch(files, store_id)
+    mine = claim_epoch(files, store_id)
     root.rename(away)
     root.mkdir()
     for refused in (
-        lambda: require_newest(files, own.epoch),
-        lambda: require_present(files, own.epoch),
-        lambda: renew_epoch(files, store_id, own.epoch, own.token),
+        lambda: require_newest(files, mine.epoch),
+        lambda: require_present(files, mine.epoch),
+        lambda: renew_epoch(files, store_id, mine.epoch, mine.token),
     ):
         with pytest.raises(StorageError, match="not mounted"):
             refused()
     assert not list(root.iterdir())
     root.rmdir()
     away.rename(root)
-    require_newest(files, own.epoch)
-    require_present(files, own.epoch)
+    require_newest(files, mine.epoch)
+    require_present(files, mine.epoch)
 
 
 def fallen_back(files: SimulatedFiles, old: Job) -> Job:
@@ -164,7 +164,35 @@ def test_a_fenced_owner_cannot_prune_by_a_new_plan_either(files: SimulatedFiles)
 
 def test_the_record_of_an_epoch_that_is_gone_is_told(files: SimulatedFiles) -> None:
     store_id = open_or_create(files).store_id
-    own = claim_epoch(files, store_id)
-    files.unlink(epoch_path(own.epoch))
+    mine = claim_epoch(files, store_id)
+    files.unlink(epoch_path(mine.epoch))
     with pytest.raises(StorageError):
-        require_present(files, own.epoch)
+        require_present(files, mine.epoch)
+
+
+class Unreadable(LocalFiles):
+    """A disk with a bad sector, under the records of epochs."""
+
+    def read(self, path: str, limit: int) -> bytes:
+        if path.startswith(EPOCHS):
+            raise StorageError(f"cannot read {path}: input/output error")
+        return super().read(path, limit)
+
+
+def test_a_record_that_cannot_be_read_stops_no_save(tmp_path: Path) -> None:
+    files = Unreadable(tmp_path / "store")
+    mine = claim_epoch(files, open_or_create(files).store_id)
+    own(files, mine.epoch, mine.token)
+    with pytest.raises(StorageError):
+        read_epoch(files, mine.epoch)
+    require_present(files, mine.epoch)
+    require_newest(files, mine.epoch)
+
+
+def test_a_record_of_another_job_stops_every_save(files: SimulatedFiles) -> None:
+    store_id = open_or_create(files).store_id
+    mine = claim_epoch(files, store_id)
+    own(files, mine.epoch, "another token")
+    for require in (require_present, require_newest):
+        with pytest.raises(StorageError, match="another job's"):
+            require(files, mine.epoch)

@@ -266,8 +266,8 @@ def test_much_damage_is_told_in_a_few_lines(tmp_path: Path) -> None:
     run = SeenRun(tmp_path / "store", layers=40)
     run.save(590)
     newest = run.save(600)
-    run.store.payload(newest).unlink()
     run.store.save(610, layers=("norm",))
+    run.store.payload(newest).unlink()
     run.trace.unlink()
     source = html(run)
     assert source.count('<td class="kind">damage</td>') == 9

@@ -221,3 +221,13 @@ def test_a_clock_that_goes_back_ends_no_training() -> None:
     run.commits_at.append(-math.inf)
     run.go(200)
     assert len(run.decisions) > 3 and 1 <= run.interval <= 1800
+
+
+def test_after_going_back_a_decision_comes_as_soon_as_at_the_start() -> None:
+    """The framework may load an earlier step."""
+    run = Run()
+    run.go(400)
+    run.step = 100
+    decided = len(run.decisions)
+    run.go(20)
+    assert len(run.decisions) > decided

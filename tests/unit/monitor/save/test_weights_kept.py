@@ -86,12 +86,18 @@ def test_one_that_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> Non
         for _ in range(8):
             made.step()
             copied()
-    files = LocalFiles(store)
-    newest, older = weights_only_saves(files)
-    record = store / "weights" / newest.name / STORE
-    record.rename(tmp_path / "elsewhere")
-    record.symlink_to(tmp_path / "elsewhere")  # the store follows no links
-    report = verify_all(open_catalog(files))
+    newest, older = weights_only_saves(LocalFiles(store))
+
+    class Unreadable(LocalFiles):
+        def read(self, path: str, limit: int) -> bytes:
+            if self.root.name == newest.name:
+                raise StorageError(f"cannot read {path}: input/output error")
+            return super().read(path, limit)
+
+        def below(self, folder: str) -> LocalFiles:
+            return Unreadable(self.root / folder)
+
+    report = verify_all(open_catalog(Unreadable(store)))
     states = {one.save: one.state for one in report.commits}
     assert states.pop(newest) == "damaged"
     assert set(states.values()) == {"ok"}
