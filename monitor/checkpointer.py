@@ -29,12 +29,12 @@ from monitor.save.final_save import FinalSave, LastStep, at_exit, not_committed,
 from monitor.save.journaled_saver import JournaledSaver
 from monitor.save.saver import Saver
 from monitor.save.store_session import StoreSession
-from monitor.telemetry.log import MisuseNotices, warn_of_beginning
+from monitor.telemetry.log import NESTED, MisuseNotices, warn_of_beginning
 from monitor.telemetry.metrics import Metrics
 from monitor.types import DecisionResult, Preempted, SaveRequest, StepReport
 from store.catalog import Catalog
 from store.certificate import Certificate
-from store.errors import CollectiveError, ConfigError
+from store.errors import CollectiveError, ConfigError, SaveError
 from store.location import store_place
 from store.names import Unit
 from store.schema import without_gc
@@ -208,10 +208,11 @@ class Checkpointer:
             ConfigError: The checkpointer is closed, or the store contains commits and :meth:`resume` was not called."""
         began = time.perf_counter()
         self._require_open()
+        updates = self._misuse.updates if self._job.adapter.completed_steps() is not None else 0
         self._misuse.stepped()
         counted = self._job.completed_steps()
         before, self._step = self._step, self._step + 1 if counted is None else counted
-        if self._step == before:  # a micro step of gradient accumulation
+        if self._step == before and not updates:  # a micro step of gradient accumulation
             return None
         self._listeners.on_step(self._step, began)
         report = self._misuse.watched(lambda: self._on_all_ranks(partial(self._step_on_all_ranks, began), began))
@@ -221,19 +222,20 @@ class Checkpointer:
         self._require_resume_called()
         self._mark_proven()
         self._trained = True
-        if self._preemption.agreed():
-            return self._leave()
         with self._job.adapter.cache_lookups(), without_gc(), training_first():
             self._saver.stepped(self._step)
-            report = self._decide(None, began) if self._pace.due(self._step) else None
-            if self._memory is not None and self._memory.due(self._step):
-                self._memory.snapshot(self._step, partial(self._surveyor.survey, stepped=report is None))
-        return report
+            if not self._preemption.agreed():
+                report = self._decide(None, began) if self._pace.due(self._step) else None
+                if self._memory is not None and self._memory.due(self._step):
+                    self._memory.snapshot(self._step, partial(self._surveyor.survey, stepped=report is None))
+                return report
+        return self._leave()
 
     def _on_all_ranks(self, action: Callable[[], StepReport | None], began: float) -> StepReport | None:
         """Run a collective action. Where a rank is late or gone, save nothing from then on, and let the job train."""
         try:
-            return action()
+            with self._misuse.alone() as alone:
+                return action() if alone else StepReport(self._step, "busy", saved={}, problem=NESTED)
         except CollectiveError as error:
             if not (self._cut(error) or self._pace.due(self._step)):
                 return None
@@ -259,6 +261,8 @@ class Checkpointer:
         self._require_open()
         save = partial(self._save_on_all_ranks, wait, strict)
         report = self._on_all_ranks(save, time.perf_counter()) or StepReport(self._step, "unreachable", saved={})
+        if wait and strict and report.problem == NESTED:
+            raise SaveError(f"step {self._step} is not known to be committed: {NESTED}")
         if self._cut_off and wait and strict and isinstance(self._saver, Saver):
             raise unreachable(self._job, self._saver, self._step, self.config.timeouts.close)
         return report

@@ -100,9 +100,9 @@ class _Board:
         self.offsets, signs, order = _tables(width, chunk_length, seed)
         self.signs = signs.to(device)
         self.order, slots = order.to(device), order.numel()
-        self.slots = torch.zeros(slots, device=device)
-        self.sorted = torch.empty(slots, device=device)
-        self.upcast = torch.empty(0, device=device)
+        self.slots = torch.zeros(slots, dtype=torch.float32, device=device)
+        self.sorted = torch.empty(slots, dtype=torch.float32, device=device)
+        self.upcast = torch.empty(0, dtype=torch.float32, device=device)
         self.total = torch.zeros(width, dtype=torch.float64, device=device)
         self.unflushed = 0
 

@@ -107,7 +107,7 @@ class Batch:
         self._starts = there(list(accumulate(counts, initial=0)), torch.int32)
         slots = tables.order.numel()
         self._group = min(self._count, max(1, _BOARDS // (4 * slots)))
-        self._board = torch.empty(self._group * slots, device=device)
+        self._board = torch.empty(self._group * slots, dtype=torch.float32, device=device)
         self._known: Sequence[torch.Tensor | None] = ()
         self._references = self._board[:0]
 
@@ -116,7 +116,7 @@ class Batch:
         tables, slots = self.tables, self.tables.order.numel()
         chunks = self._pointers, self._numels, self._offsets, self._signs, self._starts
         with torch.cuda.device(self._board.device) if self._board.is_cuda else nullcontext():
-            out = torch.empty(self._count, tables.width, device=self._board.device)
+            out = torch.empty(self._count, tables.width, dtype=torch.float32, device=self._board.device)
             for first in range(0, self._count, self._group):
                 count, rows = min(self._group, self._count - first), slots // tables.width
                 grid = triton.cdiv(slots, _BLOCK), count

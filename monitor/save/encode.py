@@ -404,7 +404,7 @@ def _is_bfloat16(copy: torch.Tensor, factor: float) -> bool:
         return False
     least = 0 if factor == 1.0 else int(np.float32(LEAST * max(1.0, 1.0 / factor)).view("<u4") >> 16)
     room = min(_PIECE, copy.numel())
-    halves, back = torch.empty(room, dtype=torch.bfloat16), torch.empty(room)
+    halves, back = (torch.empty(room, dtype=one, device="cpu") for one in (torch.bfloat16, torch.float32))
     for part in chain([copy[:_FIRST]], torch.split(copy, _PIECE)):
         half, again = _halved(part, factor, halves, back), back[: part.numel()]
         magnitudes = half.view(torch.int16).numpy().view(np.uint16) & 0x7FFF
@@ -425,7 +425,8 @@ def _halved(part: torch.Tensor, factor: float, halves: torch.Tensor, scratch: to
 def _bfloat16_chunks(copy: torch.Tensor, factor: float, name: str) -> Iterator[Bytes]:
     """Yield the chunks of an encoding that can hold the values. A chunk is valid until the next one."""
     head = np.array([factor] * (name == BF16_SCALED), "<f4").view(np.uint8)
-    data, scratch = torch.empty(head.size + 2 * min(CHUNK, copy.numel()), dtype=torch.uint8), torch.empty(_PIECE)
+    data = torch.empty(head.size + 2 * min(CHUNK, copy.numel()), dtype=torch.uint8, device="cpu")
+    scratch = torch.empty(_PIECE, dtype=torch.float32, device="cpu")
     data[: head.size] = torch.from_numpy(head)
     by, halves = factor if head.size else 1.0, data[head.size :].view(torch.bfloat16)
     for values in torch.split(copy, CHUNK):

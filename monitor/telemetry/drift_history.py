@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from monitor.observe.drift_meter import Signature
 
 _ROWS = 16  # units compared at a time: their differences in float64, half a MiB, fit the cache
-_EMPTY = torch.zeros(0, device="cpu")
+_EMPTY = torch.zeros(0, dtype=torch.float32, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ class DriftHistory:
     def _signatures(self, step: int, signatures: Sequence[Signature | None]) -> _DecisionSignatures:
         known = [one is not None and one.finite for one in signatures]
         rows = [_EMPTY if one is None or not one.finite else one.values for one in signatures]
-        values = pad_sequence([torch.zeros(self._width, device="cpu"), *rows], batch_first=True)[1:]  # as float32
+        widest = torch.zeros(self._width, dtype=torch.float32, device="cpu")
+        values = pad_sequence([widest, *rows], batch_first=True)[1:]
         squared = torch.cat([_squares(some.to(torch.float64)) for some in torch.split(values, _ROWS)])
         return _DecisionSignatures(step, values, torch.tensor(known, dtype=torch.bool, device="cpu"), squared)
 

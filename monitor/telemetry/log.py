@@ -13,8 +13,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -49,6 +49,7 @@ def _name(record: logging.LogRecord) -> bool:
 _log.addFilter(_name)
 
 _DECISIONS_WITHOUT_COMMIT = 3
+_SAVES_IN_A_ROW = 8  # after which one that is late is news again
 _PATIENCE = 60.0  # seconds in which the first save may be the reason for that
 _NAMED = 6  # maximum number of units named in a log line
 
@@ -80,7 +81,7 @@ class SaveLog(SaveListener):
         self._config, self._store = config, config.store_path
         self._rank = rank
         self._encodings_checked = False
-        self._commits = self._decisions = self._busy = 0
+        self._commits = self._decisions = self._busy = self._saves = 0
         self._began = time.monotonic()
         self._unfinished = False  # the job was preempted while a save was being written
         self._step = self._held = 0  # newest step, and the newest that is committed, or known to be lost
@@ -102,12 +103,14 @@ class SaveLog(SaveListener):
             return
         self._count_decision(event)
         if event.skipped is None:
+            self._saves += 1
+            self._busy = 0 if self._saves > _SAVES_IN_A_ROW else self._busy
             return
         level = logging.DEBUG if event.skipped == "nothing" else logging.ERROR
         why = SKIP_REASONS[event.skipped]
         if event.skipped == "busy":
             level, why = logging.INFO, "the one before is still being written"  # `auto` retries soon
-            self._busy += 1
+            self._busy, self._saves = self._busy + 1, 0
             if self._config.every != "auto":
                 level = level if self._busy & (self._busy - 1) else logging.WARNING  # at 1, 2, 4, 8, ...
                 why += f" ({counted(self._busy, 'time')} so far). `every: auto` leaves the time that a save takes"
@@ -226,6 +229,12 @@ _Gradient = tuple[torch.Tensor, int]  # the smallest gradient, and how often it 
 _WITHOUT_POSITION = (torch.Generator, torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler)
 
 
+NESTED = (
+    "ckpt.save() or ckpt.step() was called while one of them runs, by a signal handler or another thread, and saves "
+    "nothing: set a flag there and call save() in the loop, or call ckpt.preempt()"
+)
+
+
 class MisuseNotices:
     """Compares the calls of ``ckpt.step()`` with the optimizer steps of a rank; ``updates`` were taken since the last.
 
@@ -237,6 +246,7 @@ class MisuseNotices:
         self._counted = steps is not None or adapter.completed_steps() is not None
         self._framework_calls = _framework_calls(adapter, steps)
         self._said: set[str] = set()
+        self._entered = threading.Lock()
         self._called, self._most = False, 0
         # One of the ranks 0 and 1 has to wait for the other, or for a third, until all have decided once.
         self._may_wait = world_size > 1 and rank <= 1
@@ -258,6 +268,18 @@ class MisuseNotices:
         self._first, self._called = False, True
         self._calls += 1
         self._most, self.updates = max(self._most, self.updates), 0
+
+    @contextmanager
+    def alone(self) -> Iterator[bool]:
+        """Yield False, and say why, in a call that interrupts another one, or is made beside it, in another thread."""
+        alone = self._entered.acquire(blocking=False)
+        if not alone:
+            self._say(NESTED)
+        try:
+            yield alone
+        finally:
+            if alone:
+                self._entered.release()
 
     def watched(self, action: Callable[[], StepReport | None]) -> StepReport | None:
         """Run the collective part of ``ckpt.step()``. Until all ranks have decided once, tell if it waits for long."""

@@ -21,7 +21,7 @@ def encode(values: torch.Tensor, name: str, out: torch.Tensor | None = None) -> 
 
 def decode(data: torch.Tensor, name: str, numel: int) -> torch.Tensor:
     """Return the values that :func:`encode` wrote."""
-    out = torch.empty(numel, device=data.device)
+    out = torch.empty(numel, dtype=torch.float32, device=data.device)
     for values_at, bytes_at in encoded_chunks(numel, name):
         encoder_named(name).decode(data[bytes_at], out[values_at])
     return out

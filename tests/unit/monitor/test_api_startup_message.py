@@ -107,6 +107,10 @@ def test_saves_that_take_longer_than_every_are_warned_of_ever_less_often(caplog:
     warned = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
     assert [text.split(":")[0] for text in warned] == [f"no save at step {3 * number}" for number in (1, 2, 4, 8)]
     assert "8 times so far" in warned[-1]
+    for number in range(20):
+        log.on_decision(DecisionEvent(100 + number, None, None, 0.0, None, 1))
+    log.on_decision(DecisionEvent(120, "busy", None, 0.0, None, 1))
+    assert caplog.records[-1].levelname == "WARNING", "after a time without, it is news again"
 
 
 QUIET = {"metrics": {"enabled": False}}

@@ -46,6 +46,21 @@ def test_one_chunk_by_its_encoder(name: str, values: torch.Tensor) -> None:
     assert (encoder.limits[0] == 0) == (not encoder.encode(-values, out).item())
 
 
+@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_the_bytes_do_not_depend_on_the_default_dtype(name: str, dtype: torch.dtype, values: torch.Tensor) -> None:
+    expected, _ = encode(values, name)
+    torch.set_default_dtype(dtype)
+    try:
+        data, good = encode(values, name)
+        back = decode(data, name, values.numel())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert good
+    assert data.equal(expected)
+    assert back.equal(decode(expected, name, values.numel()))
+
+
 @pytest.mark.parametrize("name", ["int9", "raw"])
 def test_others_have_no_encoder(name: str) -> None:
     with pytest.raises(DamagedError, match=name):
