@@ -71,15 +71,16 @@ def wait_for_group(
         sleep(min(0.25, max(0.002, (now - began) / 20, 10 * (now - listed))))
 
 
-def commit(files: Files, manifest: ManifestRecord) -> None:
+def commit(files: Files, manifest: ManifestRecord, *, resolved: bool = False) -> None:
     """Write the manifest, which makes the save exist.
 
     The epoch is checked before the manifest gets its name and again when it is durable, because another job may claim
     the store in between. If the second check fails, the commit exists but is not acknowledged. If it succeeds, every
     later claimant finds the manifest, so its prune cannot treat the segments as garbage.
 
-    Raises FencedError if a newer epoch was claimed, ExistsError if the save is committed already, SaveError if the
-    manifest names a save without its group, MissingSegmentsError if files of such a group are gone."""
+    resolved: whether what it needs of other saves was found. Raises FencedError if a newer epoch was claimed,
+    ExistsError if the save is committed already, SaveError if the manifest names a save without its group,
+    MissingSegmentsError if files of such a group are gone."""
     _require_reachable(manifest)
     if files.make_dir(MANIFESTS):  # it was deleted
         files.sync_dir("")
@@ -90,7 +91,7 @@ def commit(files: Files, manifest: ManifestRecord) -> None:
     data = to_bytes(manifest)
     from_bytes(ManifestRecord, data, manifest_path(manifest.save))  # never commit an unreadable manifest
     require_newest(files, manifest.epoch)
-    if gone := _gone(files, manifest):
+    if gone := [] if resolved else _gone(files, manifest):
         raise MissingSegmentsError(
             f"it takes layers from saves whose segments are gone ({listed(gone)}), so it is not committed, and commits "
             "that need them cannot be resumed. The next save writes these layers anew",

@@ -67,7 +67,8 @@ def dcp_layout(checkpoint: Checkpoint, target: Target) -> LayoutResult:
 
 def _optimizer(checkpoint: Checkpoint, hyper: list[dict[str, Any]]) -> dict[str, Any]:
     """Return ``get_optimizer_state_dict``: state by fqn, and param groups with fqns."""
-    bare = dict(zip(checkpoint.tensors, strip_wrappers(checkpoint.tensors), strict=True))
+    names = dict.fromkeys([*canonical_names(checkpoint), *checkpoint.tensors])  # as the model's are stripped
+    bare = dict(zip(names, strip_wrappers(names), strict=True))
     state: dict[str, dict[str, Any]] = {}
     groups = []
     for group, values in zip(checkpoint.framework_state["param_groups"], hyper, strict=True):

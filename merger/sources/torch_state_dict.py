@@ -127,7 +127,7 @@ def _ties(state: TrainingState, trained: Collection[str]) -> dict[str, str]:
         same = [places[place]] if place in places else [one for one in alike if _equal(state.model[one], tensor)]
         if len(same) == 1 and tensor.numel > 1:
             ties[fqn] = same[0]
-        places.setdefault(place, fqn)
+        places.setdefault(place, ties.get(fqn, fqn))
     return ties
 
 

@@ -350,7 +350,7 @@ class RankBuffers:
             held = self._adapter.held() if numels else ()
             self._tensors = {one.fqn: tensor for one, tensor, _ in held if one.numel == numels.get(one.fqn)}
             self._scalars = self._adapter.rank_scalars()
-            numbers = {name: torch.as_tensor(one[2], device="cpu").reshape(1) for name, one in self._scalars.items()}
+            numbers = {name: torch.as_tensor(one[2]).reshape(1) for name, one in self._scalars.items()}
             self._hashes = _hashes({**self._tensors, **numbers})
         except Exception as error:  # noqa: BLE001 - raised by captured(): the other ranks are in the collective
             self._error = error

@@ -169,7 +169,7 @@ def rescue(
         remove_rest(files, version.save)
         manifest = _manifest(files, catalog, version)
         with suppress(errors.ExistsError):  # an interrupted rescue committed it
-            commit(files, manifest)
+            commit(files, manifest, resolved=True)
         # Again: a job that took the lock before the manifest had its name may be removing the segments, to make room.
         watch.require_newest()
     except (errors.StoreError, errors.SaveError) as error:

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 
 import pytest
 
 from store.catalog import open_catalog, open_or_create
 from store.commit import Expected, commit, hint_latest, mark_proven, wait_for_group
-from store.errors import DamagedError, ExistsError, SaveError, StorageError
-from store.names import part_path, payload_path
+from store.errors import DamagedError, ExistsError, MissingSegmentsError, SaveError, StorageError
+from store.names import SaveId, manifest_path, part_path, payload_path
 from store.segment import present_parts
 from store.storage.atomic import final_name, is_temporary
 from tests.crash.checker import check, check_goes_on, promised, read_newest
@@ -274,3 +275,18 @@ def test_waiting_for_ranks_adds_little_and_looks_seldom(job: Job, waits: float, 
         wait_for_group(slow, expected(job, draft), 60, aborted=lambda: clock.now >= end, clock=clock, sleep=clock.sleep)
     assert clock.now - end <= min(0.25, max(0.002, 0.05 * waits, 10 * seconds)) + seconds
     assert slow.looks <= 2 + min(waits / max(0.002, min(0.25, 10 * seconds)), 120 + 4 * waits)
+
+
+@pytest.mark.parametrize("path", [part_path, payload_path])
+def test_a_commit_that_needs_files_that_are_gone_is_refused(job: Job, path: Callable[[SaveId, int], str]) -> None:
+    """Unless all that it needs was found without them, as in a rescue."""
+    first = job.save()
+    job.save()
+    assert job.last is not None and first.name in job.last.groups
+    remove(job.files, manifest_path(job.last.save))
+    remove(job.files, path(first, 1))
+    with pytest.raises(MissingSegmentsError, match="segments are gone") as raised:
+        commit(job.files, job.last)
+    assert raised.value.saves == (first.name,)
+    commit(job.files, job.last, resolved=True)
+    assert job.last.save in open_catalog(job.files).saves()

@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+import monitor
 from merger.checkpoint import Checkpoint, Placement, PlannedTensor, changed_steps
 from merger.layouts import torch_dcp as layout
 from merger.layouts.base import Target
@@ -233,3 +234,36 @@ def test_an_adam_that_torch_cannot_do() -> None:
 def test_a_model_without_an_optimizer() -> None:
     found = dcp_layout(described(TENSORS), Target("dcp"))
     assert found.notes == ("there is no optimizer state to write: load the model only",)
+
+
+class Inner(torch.nn.Module):
+    """All parameters are in a child with the name that DistributedDataParallel gives, and one is tied to outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = torch.nn.Sequential(torch.nn.Embedding(10, 8), torch.nn.Linear(8, 8))
+        self.head = torch.nn.Linear(8, 10, bias=False)
+        self.head.weight = self.module[0].weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.module(tokens))
+
+
+def test_the_optimizer_has_the_names_of_the_model(tmp_path: Path) -> None:
+    def job() -> tuple[Inner, torch.optim.Optimizer]:
+        model = Inner()
+        return model, torch.optim.AdamW(model.named_parameters())
+
+    one, two = job(), job()
+    with monitor.attach(one, {"store": str(tmp_path / "store"), "metrics": {"enabled": False}}) as ckpt:
+        ckpt.resume()
+        one[0](torch.arange(6)).square().mean().backward()
+        one[1].step()
+        ckpt.step()
+    merge(tmp_path / "store", tmp_path / "out", target=Target("dcp"))
+    state = dict(zip(("model", "optim"), get_state_dict(*two), strict=True))
+    dcp.load(state, checkpoint_id=str(tmp_path / "out"), no_dist=True)
+    set_state_dict(*two, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    for left, right in zip(one[0].parameters(), two[0].parameters(), strict=True):
+        assert left.equal(right)
+        assert one[1].state[left]["exp_avg"].equal(two[1].state[right]["exp_avg"])

@@ -116,6 +116,19 @@ def test_a_repeated_tensor_is_tied_only_to_one_that_it_equals(tmp_path: Path) ->
         assert read(tmp_path / "last.pt").tensors["embed.weight"].aliases == expected
 
 
+def test_no_name_of_a_tensor_with_three_is_lost(tmp_path: Path) -> None:
+    """A copy of tied tensors, such as a target network, that was just synchronized and is tied in itself."""
+    job = Job(1)
+    job.train(0, 1)
+    state = job.state()
+    copy = state["model"]["embed.weight"].clone()
+    state["model"] |= {"target.embed.weight": copy, "target.head.weight": copy}
+    torch.save(state, tmp_path / "last.pt")
+    found = read(tmp_path / "last.pt").tensors
+    names = {name for fqn, record in found.items() for name in (fqn, *record.aliases)}
+    assert names == state["model"].keys()
+
+
 @pytest.mark.parametrize(
     ("noted", "kind", "expected"),
     [({"step": 70}, torch.optim.AdamW, 2), ({"global_step": 9}, torch.optim.SGD, 9), ({}, torch.optim.SGD, None)],
