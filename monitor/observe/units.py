@@ -342,8 +342,8 @@ class Surveyor:
             self.mark()
             raise UnsupportedError(
                 f"the attached {now.optimizer} took no step since the last decision, yet its parameters changed, so it "
-                "was probably replaced by another, whose state would be lost: close() and attach that one. Where a scaler "
-                "skipped the step, and the script wrote to the weights, the next save is made"
+                "was probably replaced by another, whose state would be lost: close() and attach that one. Where a "
+                "scaler skipped the step, and the script wrote to the weights, the next save is made"
             )
 
     def _count(self) -> None:
