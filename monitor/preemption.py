@@ -1,10 +1,8 @@
 """Detect preemption signals, and agree on the last step among ranks and on the deadline.
 
-Signal handlers only record the time of the first signal. Python runs them in the main thread between two bytecodes, so
-a signal that arrives while that thread is in C code is noticed when it returns. Handlers replace default actions only:
-a handler of the user's stays, and an ignored signal stays ignored. A second signal that is not an echo of the first,
-or any signal in a forked child, has its previous effect; by default it ends the process. SIGTERM is added where a
-scheduler sends it, and nothing else does: see :func:`with_scheduler`.
+Signal handlers only record the time of the first signal, and replace default actions only: docs/preemption.md says
+which signals are handled, and when. A second signal that is not an echo of the first, or any signal in a forked child,
+has its previous effect; by default it ends the process.
 
 At each step boundary every rank contributes to an asynchronous reduction that it reads at the next boundary, so no step
 waits. A signal known to any rank at boundary n is known to all at boundary n + 1. No rank can be two boundaries ahead

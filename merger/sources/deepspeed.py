@@ -279,7 +279,10 @@ def run_states(files: RankFiles) -> dict[int, RankState]:
             continue
         for rank, state in ours.at("ranks").mapping().items():
             nest = Nest(state, f"{ours.where}, {rank}")
-            out[int(rank)] = RankState(read_values(nest.at("rng").value), read_values(nest.at("user").value))
+            user, named = read_values(nest.at("user").value), nest.get("state")
+            names = [] if named is None else [*named.mapping()]
+            objects = [[name, None] for name in names] if names and len(names) == len(user) else None
+            out[int(rank)] = RankState(read_values(nest.at("rng").value), user, objects=objects)
     return dict(sorted(out.items()))
 
 

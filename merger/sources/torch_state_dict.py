@@ -152,7 +152,7 @@ def _step(state: TrainingState, optimized: OptimizerContents) -> int:
     counts, told = {int(count) for count in found if count is not None and math.isfinite(count)}, state.step
     if told is None and len(counts) < 2:  # a script's own note may be of a batch, or of an epoch
         noted = (state.others.get(key) for key in ("global_step", "step"))
-        told = next((one for one in (*counts, *noted) if isinstance(one, int)), None)
+        told = next((one for one in (*counts, *noted) if type(one) is int and one >= 0), None)
     if told is None and not optimized.groups:
         raise MergeError(f"{state.place} holds a model without an optimizer's state, and does not say its step")
     if told is None:

@@ -8,8 +8,8 @@ draws a sign s_c and an offset o_c in [0, O). Then
     board[o_c + j] += s_c * t[j] * x_c[j]          one fused pass over the data: addcmul
     signature[b]    = sum of board over the slots of bucket b
 
-and E |signature|^2 = |x|^2 with a variance of about 2 (1/k + 2/O) |x|^4 at most, *for every x*. The projection is
-linear, so this holds for distances, too. docs/decisions/0004-sketch-with-a-sign-per-value.md has the proof.
+and E |signature|^2 = |x|^2 with a variance of about 2 (1/k + 2/O) |x|^4 at most, *for every x*, and so for distances:
+see docs/decisions/0004-sketch-with-a-sign-per-value.md.
 
 The board is float32 and is added to a float64 total every 64 chunks. Rounding adds about 2e-7 to a relative distance,
 in squares: 1e-5 is measured within the statistical error, 1e-6 within some percent more."""

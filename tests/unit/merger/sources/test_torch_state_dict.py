@@ -345,3 +345,12 @@ def test_a_folder_of_the_trainer_is_told_to_be_taken_in_its_own_order(
         [names[id(one)] for one in group] for group in groups
     ]
     assert any("in the order of the Trainer's own" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("noted", [-1, True])
+def test_a_note_that_is_no_step_is_not_taken_for_one(tmp_path: Path, noted: Any) -> None:
+    job = Job(1, kind=torch.optim.SGD)
+    job.train(0, 2)
+    torch.save({**job.state(), "step": noted}, tmp_path / "last.pt")
+    with pytest.raises(UnsupportedError, match="does not say its step"):
+        read(tmp_path / "last.pt")
