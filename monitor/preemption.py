@@ -31,9 +31,7 @@ from store.errors import PREEMPTED, CollectiveError, ConfigError
 
 _log = logging.getLogger("driftpoint")
 
-ECHO = 1.0
-"""Seconds in which a repeated signal counts as the same one: schedulers signal a process and its parents, which forward
-it."""
+ECHO = 1.0  # seconds in which a repeated signal is the same one: schedulers signal a process and its parents
 
 _MARGIN = 0.05  # share of the grace period reserved for exiting
 _MIN_MARGIN = 0.2  # seconds reserved for exiting at least

@@ -36,8 +36,12 @@ _LIMIT = 1 << 16
 
 def newest_epoch(files: Files) -> int:
     """Return the highest epoch ever claimed, 0 if there is none."""
+    return max(_listed(files), default=0)
+
+
+def _listed(files: Files) -> list[int]:
     epochs = map(paths.parse_epoch, list_or_empty(files, paths.EPOCHS))
-    return max((epoch for epoch in epochs if epoch is not None), default=0)
+    return [epoch for epoch in epochs if epoch is not None]
 
 
 def claim_epoch(files: Files, store_id: str, incarnation: IncarnationRecord | None = None) -> EpochRecord:
@@ -123,14 +127,13 @@ def require_newest(files: Files, epoch: int) -> None:
     Raise StorageError if ``epoch`` itself is not listed: the store is unavailable, and no other job has it. Raise it
     too if the record of ``epoch`` is another job's (see :func:`own`)."""
     _require_own(files, epoch)
-    newest = newest_epoch(files)
-    if newest > epoch:
-        raise _fenced(epoch, newest)
-    if newest < epoch:
+    if epoch not in (epochs := _listed(files)):
         raise StorageError(
             f"the store at {getattr(files, 'root', 'its place')} does not list epoch {epoch} of this job: it is not "
             f"mounted now, or its {paths.EPOCHS}/ was deleted. Nothing is written until it is back; check the mount"
         )
+    if max(epochs) > epoch:
+        raise _fenced(epoch, max(epochs))
 
 
 def require_present(files: Files, epoch: int) -> None:

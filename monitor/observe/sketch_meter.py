@@ -1,5 +1,4 @@
 """Estimate drift with random-projection sketches: a signature of a few thousand values stands for a unit's state.
-A measurement is one pass over the values at about the speed of a copy.
 
 The values x of a unit are cut into chunks x_1, x_2, ... of at most C; no chunk crosses pieces. The seed fixes a table t
 of C random signs, and assigns each of L >= C + O slots to one of k buckets at random, equally many to each. Each chunk

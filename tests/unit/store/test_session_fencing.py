@@ -196,3 +196,15 @@ def test_a_record_of_another_job_stops_every_save(files: SimulatedFiles) -> None
     for require in (require_present, require_newest):
         with pytest.raises(StorageError, match="another job's"):
             require(files, mine.epoch)
+
+
+def test_a_store_of_many_later_starts_that_lacks_this_epoch_does_not_fence(files: SimulatedFiles) -> None:
+    """Another one at the same path, where old records of epochs were pruned: the job's own may come back."""
+    store_id = open_or_create(files).store_id
+    mine = claim_epoch(files, store_id)
+    own(files, mine.epoch, mine.token)
+    claim_epoch(files, store_id)
+    files.unlink(epoch_path(mine.epoch))
+    for require in (require_present, require_newest):
+        with pytest.raises(StorageError, match="does not list epoch 1"):
+            require(files, mine.epoch)
