@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from store.storage.local import LocalFiles
 from tests.support.hooked import nothing
 from tests.support.internals import listen, note_difference, wait_for_snapshot
 from tests.support.jobs import Job, Model, committed_steps, job, same
+from tests.support.kept import memory
 from tests.unit.monitor.test_checkpointer_end import full_disk
 
 PREEMPTED = {"preemption": {"exit": False, "grace_seconds": 20}}
@@ -337,5 +339,41 @@ def test_a_job_that_is_preempted_at_the_first_step_after_going_back(tmp_path: Pa
     one.ckpt.close()
     two = Counted(tmp_path / "store", **settings)
     assert two.ckpt.resume() == 5
+    assert all(map(torch.equal, one.model.parameters(), two.model.parameters()))
+    two.ckpt.close()
+
+
+def test_a_job_that_goes_back_while_a_save_is_written_saves_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version in memory that follows claims an epoch of its own, which fences that save, and not the job."""
+    more = {"memory": memory(tmp_path / "store"), "timeouts": {"close": 1}}
+    one, real, held = Counted(tmp_path / "store", **more), os.fsync, threading.Event()
+    one.ckpt.resume()
+    for _ in range(4):
+        one.update()
+        one.ckpt.step()
+        one.ckpt.flush()
+
+    def slow(descriptor: int) -> None:
+        if threading.current_thread().name.startswith("driftpoint-writer"):
+            held.wait(60)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    one.update()
+    one.ckpt.step()
+    one.ckpt.copied()
+    one.done = 2
+    for _ in range(2):
+        one.update()
+        one.ckpt.step()
+        wait_for_snapshot(one.ckpt)
+    held.set()
+    for _ in range(3):
+        one.ckpt.flush()
+        one.update()
+        one.ckpt.step()
+    one.ckpt.close()
+    two = Counted(tmp_path / "store", memory=memory(tmp_path / "store"))
+    assert two.ckpt.resume() == 7
     assert all(map(torch.equal, one.model.parameters(), two.model.parameters()))
     two.ckpt.close()
