@@ -61,6 +61,7 @@ class _RankStatus(NamedTuple):
     changed: bool
     fenced: bool
     trouble: bool
+    back: bool
     buffers: int  # hash of the persistent buffers
     outcome: _Outcome | None  # on rank 0
     proposed: Chosen | None  # on rank 0, what it chose for the next save
@@ -83,8 +84,7 @@ class Saver:
     """Begins and settles the saves of one rank."""
 
     def __init__(self, job: JobContext, session: StoreSession) -> None:
-        self._job = job
-        self._group = job.group
+        self._job, self._group = job, job.group
         self._meter, self._listeners = job.meter, job.listeners
         self.owner: object = None  # stays alive while a save is under way, so that it can be waited for at exit
         self._session = session
@@ -98,8 +98,7 @@ class Saver:
         self.copy_timing = CopyTiming(job.config.copies.mode, private=job.adapter.state_is_private)
         self._upkeep: dict[int, tuple[str, int]] = {}  # names and epochs of short jobs, by number
         self._fenced = self._committed = self._closing = self.preempted = False
-        self._renewing = not session.claimed
-        self._stepped = 0
+        self._renewing, self._back, self._stepped = not session.claimed, False, 0
         self._failure: str | None = None
         self._buffers: Sequence[int] = ()  # of all ranks, hashes at the last :meth:`settle`
         self._checker = SelfChecker(job)
@@ -160,12 +159,12 @@ class Saver:
         self.upkeep(once, "measuring the resumed state")
 
     def stepped(self, step: int) -> None:
-        """Take note of an optimizer step. Collective."""
-        back, self._stepped = step <= self._stepped, step
-        if back:  # the framework loaded an older checkpoint: what it does now needs names of its own
-            self.abandon(step, self._job.config.timeouts.close)
+        """Take note of an optimizer step."""
+        if step <= self._stepped:  # the framework loaded an older checkpoint: what it does now needs names of its own
+            self._back = True  # told at the next decision: ranks may disagree
             self._job.ledger.leave(step)
-            self._renewing = True
+            self._abandon()
+        self._stepped = step
 
     def resumed(self, certificate: Certificate) -> None:
         """Begin anew. No save is exact if the resume was not, until the optimizer takes a step.
@@ -202,11 +201,13 @@ class Saver:
             changed=changed,
             fenced=self._fenced,
             trouble=trouble,
+            back=self._back,
             buffers=self._job.rank_buffers.note(),
             outcome=self._outcome_of(pending, done) if pending and done and rank0 else None,
             proposed=propose() if rank0 and over and not (changed or trouble) else None,
         )
         ranks = self._group.all_gather(status)
+        self._renewing, self._back = self._renewing or any(one.back for one in ranks), False
         self._buffers = [one.buffers for one in ranks]
         changed, unsupported = any(one.changed for one in ranks), any(one.trouble for one in ranks)
         if pending is not None and any(one.torn for one in ranks):
@@ -243,10 +244,13 @@ class Saver:
     def abandon(self, step: int, timeout: float) -> None:
         """Finish the pending save before the job goes back. If it is not over in time, it never counts. Collective."""
         self.flush(timeout)
-        if self.settle(step, False).skip == "busy" and self._pending is not None:
-            self._pending = replace(self._pending, abandoned=True)
-            if self._pending.task.commit_plan is not None:
-                self._pending.task.commit_plan.give_up.set()
+        if self.settle(step, False).skip == "busy":
+            self._abandon()
+
+    def _abandon(self) -> None:
+        self._pending = None if self._pending is None else replace(self._pending, abandoned=True)
+        if self._pending is not None and self._pending.task.commit_plan is not None:
+            self._pending.task.commit_plan.give_up.set()
 
     def failure(self) -> str:
         """Return why the last save failed, with the rank that says so. Collective."""
@@ -436,10 +440,9 @@ class Saver:
         return {**early, **progress.signatures}
 
     def _packing(self, save: SaveId, staged: Sequence[StagedUnit], decided: DecisionResult) -> SavePacking:
-        now, before = time.monotonic(), self._began
-        self._began = now
+        before, self._began = self._began, time.monotonic()
         nbytes = sum(encoded_bytes(unit) for unit in staged)
-        interval = 0.0 if decided.preempted else now - before if before else None  # preempted: fastest level
+        interval = 0.0 if decided.preempted else self._began - before if before else None  # preempted: fastest level
         alone = decided.forced and not decided.preempted  # preempted: fewer bytes matter more
         return self._packer.begin(save, nbytes, interval, lasting=not decided.forced, alone=alone)
 

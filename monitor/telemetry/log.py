@@ -229,10 +229,7 @@ _Gradient = tuple[torch.Tensor, int]  # the smallest gradient, and how often it 
 _WITHOUT_POSITION = (torch.Generator, torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler)
 
 
-NESTED = (
-    "ckpt.save() or ckpt.step() was called while one of them runs, by a signal handler or another thread, and saves "
-    "nothing: set a flag there and call save() in the loop, or call ckpt.preempt()"
-)
+NESTED = "ckpt.save() within another call, by a signal handler or another thread, saves nothing: set a flag there"
 
 
 class MisuseNotices:

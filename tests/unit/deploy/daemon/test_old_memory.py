@@ -171,9 +171,9 @@ def test_a_rescue_gives_way_to_a_job_that_makes_room_before_its_claim(
     """That job looked which segments are needed just before the rescue committed."""
     tier, locks = died(store, 6, days_ago=2), []
 
-    def late(files: Files, manifest: ManifestRecord) -> None:
+    def late(files: Files, manifest: ManifestRecord, **options: bool) -> None:
         locks.append(StoreLock(store, 0.0))
-        commit(files, manifest)
+        commit(files, manifest, **options)
 
     monkeypatch.setattr(rescue, "commit", late)
     cleaned(tier)
