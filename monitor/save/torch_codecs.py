@@ -135,9 +135,7 @@ class Int8BlockEncoder(Encoder):
         for _, blocks, block in block_pieces(values):
             (work,) = scratch.like(block)
             torch.amax(torch.abs(block, out=work).view(torch.int32), 1, out=largest[blocks])
-        levels = torch.full(
-            (1,), 127.0, dtype=torch.float32, device=values.device
-        )  # on the device, for a true division
+        levels = torch.full((1,), 127.0, dtype=torch.float32, device=values.device)  # on the device: a true division
         scales = (largest.view(torch.float32) / levels).view(torch.int32).bitwise_and_(~int8.GRID).view(torch.float32)
         scales.masked_fill_(scales < int8.LEAST_SCALE, 0)
         by = scales.masked_fill(scales == 0, torch.inf).unsqueeze(1)

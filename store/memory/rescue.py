@@ -138,7 +138,7 @@ def rescue_newest(tier: Tier, catalog: Catalog, *, aborted: Callable[[], bool] =
         FencedError: Another job claimed the store.
         DamagedError: No version is whole.
         SaveError: ``aborted`` returned True.
-        StorageError: Storage failed, or the store is damaged, so that nothing is said of the memory."""
+        StorageError: Storage failed, or the store is damaged. The memory may be whole."""
     place = make_home(tier.base) / RESCUE_LOCK.format(tier.store_id)
     try:
         lock = Owner(place)
