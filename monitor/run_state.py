@@ -295,6 +295,8 @@ class _Framework(_Model):
     on_mesh: dict[str, _Names] = {}
     schedules: dict[str, dict[str, Any]] = {}
     stages: list[int] = []
+    require_forward_param_sync: list[bool] = []
+    zero_gradients: _Names = []
 
 
 class _Generators(_Model):

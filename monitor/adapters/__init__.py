@@ -25,12 +25,11 @@ _ACCEPTED = (
 class Unwrapped:
     """The module inside DistributedDataParallel and torch.compile.
 
-    group: ranks that hold replicas, None for all. buffers_follow_rank0: as of
-    :class:`monitor.adapters.pytorch.PyTorchAdapter`."""
+    group: ranks that hold replicas, None for all. broadcasting: what overwrites all buffers with those of rank 0."""
 
     module: nn.Module
     group: dist.ProcessGroup | None = None
-    buffers_follow_rank0: bool = False
+    broadcasting: nn.parallel.DistributedDataParallel | None = None
 
 
 def adapter_for(target: Any) -> Adapter:
@@ -92,8 +91,7 @@ def _module_adapter(targets: Mapping[str, Any]) -> Adapter:
         from monitor.adapters.dtensor import DTensorAdapter
 
         return DTensorAdapter(module, optimizer, wrappers)
-    follow = all(part.buffers_follow_rank0 for part in parts)
-    return PyTorchAdapter(module, optimizer, group, wrappers, buffers_follow_rank0=follow)
+    return PyTorchAdapter(module, optimizer, group, wrappers, [part.broadcasting for part in parts])
 
 
 def _without_wrappers(optimizer: Any) -> tuple[Any, list[Any]]:
@@ -129,7 +127,7 @@ def _is_sharded(module: nn.Module) -> bool:
 def unwrap(model: nn.Module) -> Unwrapped:
     """Return the module inside its wrappers. Raise UnsupportedError if DDP leaves parameters unsynchronized."""
     group: dist.ProcessGroup | None = None
-    follow = False
+    broadcasting: nn.parallel.DistributedDataParallel | None = None
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             ignored = set(model.parameters_to_ignore)
@@ -139,11 +137,13 @@ def unwrap(model: nn.Module) -> Unwrapped:
                     f"DistributedDataParallel does not synchronize {listed(local)}, so every rank has values of its "
                     "own, and a store holds one: let it synchronize them, or make them buffers"
                 )
-            follow = model.broadcast_buffers and not ignored and not hasattr(model, "buffer_hook")
+            broadcasting = (
+                model if model.broadcast_buffers and not ignored and not hasattr(model, "buffer_hook") else None
+            )
             model, group = model.module, cast("dist.ProcessGroup", model.process_group)
         elif isinstance(model, nn.parallel.DataParallel):
             model = model.module
         elif "_orig_mod" in model._modules:
             model = model.get_submodule("_orig_mod")
         else:
-            return Unwrapped(model, group, follow)
+            return Unwrapped(model, group, broadcasting)

@@ -123,10 +123,14 @@ class Adapter(Protocol):
     state_is_private: bool
     """Whether weights, as saved, and optimizer state are copies that only the optimizer touches (ZeRO's master
     weights), so that nothing a training script does between two optimizer steps can change them."""
-    buffers_follow_rank0: bool  # every forward overwrites the persistent buffers of all ranks with those of rank 0
     leaders: tuple[int, ...] = (0,)  # lowest rank of each pipeline stage, which stores its run state
     local: Collection[str] | None = None  # of :meth:`tensors`, those that this rank's module has; None: all
     home: str = ""  # digest of what this rank holds, and of the ranks it shares tensors with; "": all hold the same
+
+    @property
+    def buffers_follow_rank0(self) -> bool:
+        """Return whether the next forward overwrites the persistent buffers of all ranks with those of rank 0."""
+        return False
 
     def completed_steps(self) -> int | None:
         """Return the number of optimizer steps taken, or None if the framework does not count them."""

@@ -178,7 +178,6 @@ class ZeroAdapter(EngineAdapter, ABC):
     """Adapter of a ZeRO engine; subclasses describe the layout of their stages."""
 
     state_is_private = True
-    buffers_follow_rank0 = False
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine

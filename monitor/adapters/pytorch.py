@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import chain
+from itertools import chain, repeat
 from types import MappingProxyType
 from typing import Any
 
@@ -31,7 +31,8 @@ class PyTorchAdapter(base.Adapter):
     """Adapter of a module and its optimizer. Raises UnsupportedError for unsupported tensors or optimizers.
 
     The module is unwrapped; its parameter names are the fqns. ``group`` has the ranks that hold replicas; None for all
-    ranks, and for one process. ``wrappers`` are those around an optimizer, each with that."""
+    ranks, and for one process. ``wrappers`` are those around an optimizer, each with that. ``broadcasting``: of each
+    model, what overwrites its buffers with those of rank 0."""
 
     framework = "torch"
     state_is_private = False
@@ -43,12 +44,9 @@ class PyTorchAdapter(base.Adapter):
         optimizer: optimizer_state.AnyOptimizer,
         group: dist.ProcessGroup | None = None,
         wrappers: Sequence[tuple[Any, torch.optim.Optimizer]] = (),
-        *,
-        buffers_follow_rank0: bool = False,
+        broadcasting: Sequence[nn.parallel.DistributedDataParallel | None] = (None,),
     ) -> None:
-        self.module = module
-        self.optimizer = optimizer
-        self.buffers_follow_rank0 = buffers_follow_rank0
+        self.module, self.optimizer, self._broadcasting = module, optimizer, broadcasting
         self._optimizers = optimizer_state.members_of(optimizer)
         holders = [*((one, one) for one in self._optimizers), *wrappers]
         self._optimizer_attributes = [OptimizerAttributes(holder, one) for holder, one in holders]
@@ -59,6 +57,7 @@ class PyTorchAdapter(base.Adapter):
         self._world_size = dist.get_world_size(group) if distributed else 1
         ranks = None if group is None else tuple(dist.get_process_group_ranks(group))
         self._home_here = base.Home("replicas", group=ranks)
+        self._zeroed: frozenset[str] = frozenset()
         self._whole: Mapping[str, base.TensorInfo] | None = None  # of the whole model, if this is a pipeline stage
         self._places: Mapping[str, tuple[int, int]] = {}
         if any(type(one).__name__ == "ZeroRedundancyOptimizer" for one in self._optimizers):
@@ -67,6 +66,14 @@ class PyTorchAdapter(base.Adapter):
             )
         with self.cache_lookups():
             self.check_attached()
+
+    @property
+    def buffers_follow_rank0(self) -> bool:
+        return all(self._synchronizing()) and None not in self._broadcasting
+
+    def _synchronizing(self) -> list[bool]:
+        """Return whether the next forward of each model broadcasts: not the one after a forward without gradients."""
+        return [one is None or one.require_forward_param_sync for one in self._broadcasting]
 
     def agree(self, group: Group) -> None:
         """Learn which ranks hold what, if not all hold the same: of pipeline stages, and meshes of some of the ranks.
@@ -155,7 +162,19 @@ class PyTorchAdapter(base.Adapter):
             optimizer_state.fit_slots(self.optimizer, parameter, wanted, found)
 
     def finish_load(self) -> None:
-        pass  # nothing is derived from the parameters
+        for fqn, parameter, _ in self._optimized():
+            parameter.grad = torch.zeros_like(parameter) if fqn in self._zeroed else None
+
+    def _zero_gradients(self) -> Callable[[], list[str]]:
+        """Return the parameters whose gradients ``zero_grad(set_to_none=False)`` left as zeros, in any thread: all."""
+        held = {fqn: one.grad for fqn, one, _ in self._optimized() if one.grad is not None}
+        local = [one if self._local_memory is None else self._local_memory(one) for one in held.values()]
+        small = sorted(local, key=torch.Tensor.numel)[:4]  # on the host, they spare reading all
+        sparse = any(one.layout != torch.strided for one in local)
+        if not held or sparse or any(one.is_cpu and bool(one.any()) for one in small):
+            return list
+        total = torch.nn.utils.get_total_norm(local, 1.0)
+        return lambda: [] if total else list(held)
 
     def run_state(self) -> dict[str, Any]:
         return self.capture_run_state()()
@@ -168,6 +187,7 @@ class PyTorchAdapter(base.Adapter):
         scalars = self._keep("stacks", self._stacked_scalars).capture(self._entries(), self._host)
         slots, kind = self._keep("slots", self._slots), optimizer_state.kind_of(self.optimizer)
         shared, strides = self._keep("shared", self._shared), self._keep("strides", self._strides)
+        sync, zeroed = self._synchronizing(), self._zero_gradients()
         return lambda: {
             "optimizer": kind,
             "param_groups": groups,
@@ -179,6 +199,8 @@ class PyTorchAdapter(base.Adapter):
             "loss_scaler": None,
             "lr_scheduler": None,
             **({"stages": list(self.leaders)} if len(self.leaders) > 1 else {}),
+            "zero_gradients": zeroed(),
+            **({} if all(sync) else {"require_forward_param_sync": sync}),
         }
 
     def objects(self) -> Mapping[str, Any]:
@@ -200,6 +222,10 @@ class PyTorchAdapter(base.Adapter):
             self._restored_scalars(fqn, parameter, group, state)
 
     def load_run_state(self, state: Mapping[str, Any]) -> None:
+        for one, sync in zip(self._broadcasting, state.get("require_forward_param_sync", repeat(True)), strict=False):
+            if one is not None:
+                one.require_forward_param_sync = sync
+        self._zeroed = frozenset(state.get("zero_gradients", ()))
         # A parameter that was saved without state loses the state it has.
         restore_groups(state["param_groups"], self._groups_to_restore(state))
         for fqn, parameter, group in self._optimized():

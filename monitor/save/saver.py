@@ -162,8 +162,12 @@ class Saver:
         """Take note of an optimizer step."""
         if step <= self._stepped:  # the framework loaded an older checkpoint: what it does now needs names of its own
             self._back = True  # told at the next decision: ranks may disagree
+            self._collect()
+            if self._outcome:  # a save that is over counts
+                self._report_outcome()
+            else:
+                self._abandon()
             self._job.ledger.leave(step)
-            self._abandon()
         self._stepped = step
 
     def resumed(self, certificate: Certificate) -> None:
@@ -187,10 +191,8 @@ class Saver:
         """
         self._copies.finish()
         self._collect()
-        pending, done = self._pending, self._outcome
-        rank0, over = self._group.rank == 0, pending is None or done is not None
-        if rank0 and pending is not None and done is not None:
-            pending = self._pending = self._report(pending, done)
+        self._report_outcome()
+        rank0, pending, done = self._group.rank == 0, self._pending, self._outcome
         error = None if done is None else done.error
         status = _RankStatus(
             step=step,
@@ -204,7 +206,7 @@ class Saver:
             back=self._back,
             buffers=self._job.rank_buffers.note(),
             outcome=self._outcome_of(pending, done) if pending and done and rank0 else None,
-            proposed=propose() if rank0 and over and not (changed or trouble) else None,
+            proposed=propose() if rank0 and (pending is None or done) and not (changed or trouble) else None,
         )
         ranks = self._group.all_gather(status)
         self._renewing, self._back = self._renewing or any(one.back for one in ranks), False
@@ -248,9 +250,10 @@ class Saver:
             self._abandon()
 
     def _abandon(self) -> None:
-        self._pending = None if self._pending is None else replace(self._pending, abandoned=True)
-        if self._pending is not None and self._pending.task.commit_plan is not None:
-            self._pending.task.commit_plan.give_up.set()
+        pending = self._pending
+        if pending is not None and pending.task.commit_plan is not None:  # rank 0 commits
+            pending.task.commit_plan.give_up.set()
+            self._pending = replace(pending, abandoned=True)
 
     def failure(self) -> str:
         """Return why the last save failed, with the rank that says so. Collective."""
@@ -280,9 +283,8 @@ class Saver:
         segment, finish, error = self._segment(save, decided)
         check = self._checker.begin(save, [local[unit] for unit in decided.saved if unit in local])
         packing = self._packing(save, staged, decided)
-        files, failure = self._session.files, failure or error
-        rest = failure, check, self._notes, self._mover.submit, self.owner
-        task = SaveTask(files, segment, finish, staged, copying, self._meter, packing, plan, *rest)
+        rest = failure or error, check, self._notes, self._mover.submit, self.owner
+        task = SaveTask(self._session.files, segment, finish, staged, copying, self._meter, packing, plan, *rest)
         for unit in staged:
             if unit.measure is not None and encoding_named(unit.encoding).lossless:
                 task.meter_stage(unit)
@@ -376,9 +378,8 @@ class Saver:
         if clean and self._session.incarnation is not None:
             self.upkeep(self._session.mark_closed, "noting that the job was closed")
         self.flush(timeout)
-        if self._pending is not None and self._outcome is not None:
-            self._report(self._pending, self._outcome)
-            self._pending = None
+        self._report_outcome()
+        self._pending = None if self._outcome else self._pending
         self._closing = True
         self._writer.stop()
         self._mover.stop()
@@ -419,7 +420,6 @@ class Saver:
         self, pending: _Pending, done: TaskResult[SaveResult | None], outcome: _Outcome, full: bool
     ) -> Mapping[Unit, Signature]:
         """Move the drift references if the save is committed. Return the signatures of staged units."""
-        pending = self._report(pending, done)
         task, progress = pending.task, pending.task.progress
         early = {unit.unit: unit.signature for unit in task.staged if unit.signature is not None}
         self._committed, self.dropped = outcome.committed, outcome.dropped
@@ -446,11 +446,12 @@ class Saver:
         alone = decided.forced and not decided.preempted  # preempted: fewer bytes matter more
         return self._packer.begin(save, nbytes, interval, lasting=not decided.forced, alone=alone)
 
-    def _report(self, pending: _Pending, outcome: TaskResult[SaveResult | None]) -> _Pending:
-        """Advance the ledger to the commit, on rank 0, or report the failure; once."""
-        if pending.reported:
-            return pending
-        pending = replace(pending, reported=True)
+    def _report_outcome(self) -> None:
+        """Advance the ledger to the commit of a save that is over, on rank 0, or report the failure; once."""
+        pending, outcome = self._pending, self._outcome
+        if pending is None or outcome is None or pending.reported:
+            return
+        self._pending = replace(pending, reported=True)
         saved, commit, step = outcome.result, _commit_of(pending, outcome), pending.save.step
         error = errors.SaveError("the job went back to an earlier step") if pending.abandoned else outcome.error
         ledger = self._job.ledger
@@ -459,11 +460,10 @@ class Saver:
                 ledger.drop(error.saves)
             if error is not None or self._group.rank == 0:
                 self._listeners.on_save_failed(SaveFailedEvent(step, error, ledger.newest))
-            return pending
+            return
         before = ledger.versions
         ledger.advance(commit.manifest)
         self._listeners.on_commit(CommitEvent(commit, saved.seconds, saved.written_bytes, before))
-        return pending
 
     def _segment(self, save: SaveId, decided: DecisionResult) -> tuple[SegmentDraft, Finish, errors.UsageError | None]:
         """Return the segment, what adds the run state, and the error if that cannot be captured.

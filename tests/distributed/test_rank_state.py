@@ -26,7 +26,7 @@ def launched(folder: Path) -> Iterator[Launched]:
         yield done
 
 
-@pytest.mark.parametrize(("scenario", "memory"), [("local", False), ("memory", True)])
+@pytest.mark.parametrize(("scenario", "memory"), [("local", False), ("memory", True), ("rollouts", False)])
 def test_each_rank_gets_its_own_values_back(launched: Launched, scenario: str, memory: bool) -> None:
     saved = [launched.one("saved", scenario=scenario, rank=rank)["state"] for rank in (0, 1)]
     assert saved[0]["norm.running_mean"] != saved[1]["norm.running_mean"]
@@ -41,6 +41,12 @@ def test_buffers_that_every_forward_broadcasts_are_those_of_rank_0(launched: Lau
     for rank in (0, 1):
         found = launched.one("resumed", scenario="broadcast", rank=rank)
         assert found["exact"] and found["state"]["norm.running_mean"] == saved["norm.running_mean"]
+
+
+def test_a_broadcast_that_was_to_be_left_out_is_left_out_after_a_resume(launched: Launched) -> None:
+    for rank in (0, 1):
+        ours, again = (launched.one(kind, scenario="rollouts", rank=rank) for kind in ("trained", "trained again"))
+        assert (again["state"], again["weights"]) == (ours["state"], ours["weights"])
 
 
 def test_wrong_types_on_one_rank_pass_the_commit_over_on_all(launched: Launched) -> None:

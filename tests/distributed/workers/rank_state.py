@@ -33,7 +33,7 @@ class Observed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += float(x.sum())
-        return self.norm(self.layer(x))
+        return self.norm(self.layer(x)) * self.norm.running_var.mean()
 
     def get_extra_state(self) -> Any:
         return {"seen": self.seen}
@@ -54,12 +54,15 @@ class Job:
             settings |= {"every": 100, "memory": {"enabled": True, "path": str(memory), "every": 1}}
         self.ckpt = monitor.attach((self.wrapped, self.optimizer), settings)
 
-    def train(self, steps: int) -> None:
-        generator = torch.Generator().manual_seed(10 + rank())
+    def train(self, steps: int, *, rollouts: bool = False, seed: int = 10) -> None:
+        generator = torch.Generator().manual_seed(seed + rank())
         for _ in range(steps):
             self.wrapped(torch.randn(5, 3, generator=generator)).square().sum().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
+            if rollouts:
+                with torch.no_grad():
+                    self.wrapped(torch.randn(5, 3, generator=generator))
             self.ckpt.step()
             self.ckpt.flush()
             if memory_of(self.ckpt) is not None:
@@ -68,6 +71,9 @@ class Job:
     def state(self) -> dict[str, Any]:
         buffers = {name: buffer.double().sum().item() for name, buffer in self.model.named_buffers()}
         return {**buffers, "seen": self.model.seen}
+
+    def weights(self) -> list[float]:
+        return [one.double().sum().item() for one in self.model.parameters()]
 
 
 def scenario(name: str, folder: Path, results: Results, *, broadcast: bool, memory: Path | None = None) -> None:
@@ -92,6 +98,26 @@ def resumed(name: str, store: Path, results: Results, *, broadcast: bool, memory
     job.ckpt.close()
 
 
+def rollouts(store: Path, results: Results) -> None:
+    """A forward without gradients: DistributedDataParallel leaves out the broadcast before the next."""
+    job = Job(store, broadcast=True, memory=None)
+    job.ckpt.resume()
+    job.train(4, rollouts=True)
+    results.tell("saved", scenario="rollouts", state=job.state())
+    job.ckpt.flush()
+    job.train(2, rollouts=True, seed=20)
+    results.tell("trained", scenario="rollouts", state=job.state(), weights=job.weights())
+    job.ckpt.close()
+    dist.barrier()
+    job = Job(store, broadcast=True, memory=None)
+    assert job.ckpt.resume(step=4) == 4 and job.ckpt.certificate is not None
+    exact = job.ckpt.certificate.exact
+    results.tell("resumed", scenario="rollouts", step=4, exact=exact, memory=False, state=job.state())
+    job.train(2, rollouts=True, seed=20)
+    results.tell("trained again", scenario="rollouts", state=job.state(), weights=job.weights())
+    job.ckpt.close()
+
+
 def main(spec: Mapping[str, Any]) -> None:
     folder, results = Path(spec["directory"]), Results(spec["results"])
     if "alone" in spec:
@@ -101,6 +127,7 @@ def main(spec: Mapping[str, Any]) -> None:
     scenario("local", folder, results, broadcast=False)
     scenario("memory", folder, results, broadcast=False, memory=Path(spec["memory"]))
     scenario("broadcast", folder, results, broadcast=True)
+    rollouts(folder / "rollouts", results)
     scenario("wrong", folder, results, broadcast=False)
     dist.barrier()
     if rank() == 0:

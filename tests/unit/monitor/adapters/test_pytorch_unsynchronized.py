@@ -39,4 +39,4 @@ def test_buffers_follow_rank_0_only_if_all_are_broadcast(
     ignored: tuple[str, ...], broadcast: bool, follow: bool
 ) -> None:
     wrapped = DistributedDataParallel(model(*ignored), broadcast_buffers=broadcast)
-    assert unwrap(wrapped).buffers_follow_rank0 is follow
+    assert (unwrap(wrapped).broadcasting is wrapped) is follow

@@ -108,7 +108,7 @@ def test_without_a_reason_to_refuse_everything_comes_back(store: Path) -> None:
     with job.ckpt:
         assert job.ckpt.resume() == 2
     changed = {place.split("/")[1] for place in differing(before, job.fingerprint())}
-    assert changed == {"model", "optimizer", "objects", "generators"}
+    assert changed == {"model", "optimizer", "gradients", "objects", "generators"}
 
 
 @TRAINED
