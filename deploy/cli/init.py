@@ -41,7 +41,14 @@ def init(
     _debug: DebugOption = False,
 ) -> None:
     """Write a starting configuration: common settings at the top, all others commented out with their defaults."""
-    values = _values(store, _policy(policy, set_ or ()), every, encoding, bytes_per_hour)
+    chosen = _policy(policy, set_ or ())
+    steps = int(every) if every is not None and every.isascii() and every.isdigit() else every
+    given = {"store": store, "every": steps, "policy": chosen, "encoding": encoding}
+    values: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    if bytes_per_hour is not None:
+        values["budget"] = {"bytes_per_hour": bytes_per_hour}
+    elif chosen in ("budget", "auto"):
+        raise UsageError(f"policy {chosen} needs a limit: add --bytes-per-hour, such as 2e10")
     path = values.get("store", DEFAULT_STORE)
     if (place_of(path).expanduser() / STORE).is_file():  # after the first start
         values["store"] = {"path": path, "create": False}
@@ -96,19 +103,6 @@ def _policy(name: str | None, given: Sequence[str]) -> str | dict[str, Any] | No
         if not equals or not key or key in values:
             raise UsageError(f"--set takes each parameter once, as key=value, such as --set k=4, not {one!r}")
         values[key] = parse_value(value, f"--set {key}")
-    return values
-
-
-def _values(
-    store: str | None, policy: str | dict[str, Any] | None, every: str | None, encoding: str | None, limit: float | None
-) -> dict[str, Any]:
-    steps = int(every) if every is not None and every.isascii() and every.isdigit() else every
-    given = {"store": store, "every": steps, "policy": policy, "encoding": encoding}
-    values: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    if limit is not None:
-        values["budget"] = {"bytes_per_hour": limit}
-    elif policy in ("budget", "auto"):
-        raise UsageError(f"policy {policy} needs a limit: add --bytes-per-hour, such as 2e10")
     return values
 
 
