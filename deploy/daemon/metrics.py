@@ -1,6 +1,6 @@
 """Prometheus metrics of the node daemon, in a registry of their own."""
 
-import os
+import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -49,8 +49,7 @@ class DaemonMetrics(ServedMetrics):
     def show(self, report: Report, base: Path) -> None:
         """Update the gauges. ``base`` is the shared-memory directory."""
         with suppress(OSError):  # shared memory was removed; the jobs' reports remain
-            found = os.statvfs(base)
-            self.memory_room.set(found.f_bavail * found.f_frsize)
+            self.memory_room.set(shutil.disk_usage(base).free)
         reports = report.jobs
         self.jobs.set(len(reports))
         for store in self._shown - {one.store for one in reports}:

@@ -21,7 +21,7 @@ from pathlib import Path
 from deploy.daemon.metrics import DaemonMetrics
 from deploy.daemon.node import Node, NodeJob, Options, RankConnection
 from store import daemon_protocol as protocol
-from store.errors import DaemonError, StorageError
+from store.errors import DaemonError, StorageError, system_errors
 from store.memory.arena import Owner
 from store.memory.layout import home, make_home
 
@@ -97,12 +97,9 @@ def process_end_fd(connection: socket.socket, pid: int) -> int | None:
     except OSError as error:
         if error.errno != errno.ENOPROTOOPT:
             return None
-    try:
+    with system_errors("watch", f"process {pid}", kind=DaemonError), suppress(ProcessLookupError):
         return os.pidfd_open(pid)
-    except ProcessLookupError:
-        return None
-    except OSError as error:
-        raise DaemonError(f"cannot watch process {pid}: {error.strerror}") from error
+    return None
 
 
 @dataclass(eq=False)
