@@ -122,7 +122,13 @@ class Supervisor:
         stopping = processes.ProcessStopper(
             child.pid, self._log.message, grace=grace, notice=notice, others=self._others
         )
-        code = self._watch(child, stopping)
+        while (code := child.poll()) is None:
+            processes.reap(but=child.pid)
+            stopping.act()
+            due = stopping.seconds
+            received = self._next_signal(_MAX_WAIT if due is None else due)
+            if received is not None and received != signal.SIGCHLD:
+                stopping.take(received)
         return code, stopping.exit_request(code)
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -133,16 +139,6 @@ class Supervisor:
             return subprocess.Popen(command, start_new_session=True, preexec_fn=restore_mask)  # noqa: PLW1509
         except (OSError, ValueError) as error:
             raise UsageError(f"cannot start {command[0]!r}: {error}; give the command after `--`") from error
-
-    def _watch(self, child: subprocess.Popen[bytes], stopping: processes.ProcessStopper) -> int:
-        while (code := child.poll()) is None:
-            processes.reap(but=child.pid)
-            stopping.act()
-            due = stopping.seconds
-            number = self._next_signal(_MAX_WAIT if due is None else due)
-            if number is not None and number != signal.SIGCHLD:
-                stopping.take(number)
-        return code
 
     def _wait(self, seconds: float) -> restart_policy.GiveUp | None:
         """Wait between two attempts. Any signal ends the supervision, since no command runs."""
