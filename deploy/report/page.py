@@ -124,7 +124,24 @@ def build_report(
     there is no store, UsageError if ``trace`` was given and is unreadable."""
     path = trace or beside(store_place(root), ".trace.jsonl")
     try:
-        return _build(open_store(root), root, path, memory, named=trace is not None, verify=verify, clock=clock)
+        catalog = open_store(root)
+        checked: VerifyReport | None = None
+        if verify:  # slow reads come first, so that the facts are of one moment
+            with byte_progress("Verifying", total_bytes(catalog) if watched() else 0) as progress:
+                checked = verify_store(catalog, progress)
+        history, missing = _history(path, named=trace is not None)
+        job_status = None if history is None else history.job_status
+        catalog.forget()
+        snapshots = health.in_memory(memory, catalog)
+        facts = health.gather(catalog, root, snapshots, job_status, clock(), trace=path, checked=checked)
+        if facts.foreign_trace:
+            history = None
+            missing = (
+                f"The drift trace {path} has an epoch that this store lacks: it belongs to another store and is not "
+                "shown. Name the right one with --trace."
+            )
+        incidents = [*_of_store(catalog, facts), *(() if history is None else history.incidents)]
+        return ReportResult(facts, judge(facts), history, incidents, missing)
     except (NothingToResumeError, DamagedError) as error:
         history, missing = _history(path, named=trace is not None)
         job_status = None if history is None else history.job_status
@@ -132,29 +149,6 @@ def build_report(
             clock(), root.absolute(), None, str(error), disk=health.disk_of(root), trace=path, job_status=job_status
         )
         return ReportResult(facts, judge(facts), history, () if history is None else history.incidents, missing)
-
-
-def _build(
-    catalog: Catalog, root: Path, path: Path, memory: Path, *, named: bool, verify: bool, clock: Callable[[], float]
-) -> ReportResult:
-    # Slow reads come first, so that the facts are of one moment.
-    checked: VerifyReport | None = None
-    if verify:
-        with byte_progress("Verifying", total_bytes(catalog) if watched() else 0) as progress:
-            checked = verify_store(catalog, progress)
-    history, missing = _history(path, named=named)
-    job_status = None if history is None else history.job_status
-    catalog.forget()
-    snapshots = health.in_memory(memory, catalog)
-    facts = health.gather(catalog, root, snapshots, job_status, clock(), trace=path, checked=checked)
-    if facts.foreign_trace:
-        history = None
-        missing = (
-            f"The drift trace {path} has an epoch that this store lacks: it belongs to another store and is not "
-            "shown. Name the right one with --trace."
-        )
-    incidents = [*_of_store(catalog, facts), *(() if history is None else history.incidents)]
-    return ReportResult(facts, judge(facts), history, incidents, missing)
 
 
 def _history(path: Path, *, named: bool) -> tuple[History | None, str]:
