@@ -266,7 +266,14 @@ def _take_over(
         into = own if part.save == save else part.save
         copy = part.model_copy(update={"store_id": catalog.store_id, "step": into.step, "epoch": into.epoch})
         remove_segment(files, into, part.rank)  # left from an interrupted import
-        _link(plan.source / payload_path(part.save, part.rank), store / payload_path(into, part.rank))
+        payload = plan.source / payload_path(part.save, part.rank)
+        try:
+            os.link(payload, store / payload_path(into, part.rank), follow_symlinks=False)
+        except FileNotFoundError as error:
+            raise StorageError(f"{payload} is gone, because its store changed meanwhile: import it again") from error
+        except OSError as error:
+            why = "the two stores are on different filesystems" if error.errno == errno.EXDEV else error.strerror
+            raise _not_linked(f"{payload} cannot be linked ({why})") from error
         _read_back(files, copy, advice)
         progress(sum(entry.nbytes for entry in part.entries))
         return copy
@@ -282,16 +289,6 @@ def _take_over(
     units = (unit.model_copy(update={"save": own.name}) if unit.version == save else unit for unit in manifest.units)
     update = {"store_id": catalog.store_id, "epoch": own.epoch, "groups": groups, "units": tuple(units)}
     return manifest.model_copy(update={**update, "commits": 1, "previous": None, "uptime": None})
-
-
-def _link(payload: Path, path: Path) -> None:
-    try:
-        os.link(payload, path, follow_symlinks=False)
-    except FileNotFoundError as error:
-        raise StorageError(f"{payload} is gone, because its store changed meanwhile: import it again") from error
-    except OSError as error:
-        why = "the two stores are on different filesystems" if error.errno == errno.EXDEV else error.strerror
-        raise _not_linked(f"{payload} cannot be linked ({why})") from error
 
 
 def _write_segments(

@@ -47,7 +47,13 @@ def retarget(facts: EngineFacts, checkpoint: Checkpoint, zero_stage: int, world_
     }
     groups = [optimized_params(checkpoint, group.params) for group in facts.param_groups]
     if zero_stage == 3:
-        _require_in_groups(checkpoint, groups)
+        inside = set(chain.from_iterable(groups))
+        for fqn, record in checkpoint.tensors.items():
+            if record.kind == "trainable" and checkpoint.numel(fqn) and fqn not in inside:
+                raise UnsupportedError(
+                    f"{fqn} requires gradients but is in no param group, and ZeRO-3 files cannot hold such a "
+                    "parameter; write stage 1 or 2"
+                )
         engine |= _zero3(checkpoint, groups, world_size, config)
     elif zero_stage:
         engine |= _zero12(checkpoint, groups, zero_stage, world_size, dtype=facts.dtype, config=config)
@@ -145,16 +151,6 @@ def unoptimized(checkpoint: Checkpoint) -> tuple[str, ...]:
         for fqn, record in checkpoint.tensors.items()
         if record.kind == "frozen" or (record.kind == "trainable" and 0 in record.shape)
     )
-
-
-def _require_in_groups(checkpoint: Checkpoint, groups: Iterable[tuple[str, ...]]) -> None:
-    inside = set(chain.from_iterable(groups))
-    for fqn, record in checkpoint.tensors.items():
-        if record.kind == "trainable" and checkpoint.numel(fqn) and fqn not in inside:
-            raise UnsupportedError(
-                f"{fqn} requires gradients but is in no param group, and ZeRO-3 files cannot hold such a parameter; "
-                "write stage 1 or 2"
-            )
 
 
 def _require_supported(facts: EngineFacts, zero_stage: int) -> None:

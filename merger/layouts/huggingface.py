@@ -44,7 +44,14 @@ _ADAPTER = "base_model.model."
 
 def hf_layout(checkpoint: Checkpoint, target: Target) -> LayoutResult:
     """Plan a model folder."""
-    _refuse_left_out(checkpoint)
+    left_out = checkpoint.facts.get("frozen_left_out")
+    known = weight_names(checkpoint.files)
+    if left_out and not (known and known <= model_names(checkpoint).keys()):
+        raise UnsupportedError(
+            f"{checkpoint.origin} was saved without its frozen parameters ({listed(left_out, 6)}), which transformers "
+            "would initialize randomly. Save it without exclude_frozen_parameters; if none are frozen, name the folder "
+            "of the model (--files), whose weights list all names"
+        )
     weights = hf_weights(checkpoint, target)
     files = [*weight_files(weights, target.file_bytes)]
     if checkpoint.files is not None:
@@ -71,17 +78,6 @@ def hf_weights(checkpoint: Checkpoint, target: Target) -> dict[str, PlannedTenso
         # A working weight is its fp32 master cast to the working dtype, bit for bit.
         out[name] = replace(plan_parameter(checkpoint, fqn, dtype), stays_finite=target.layout == "hf")
     return out
-
-
-def _refuse_left_out(checkpoint: Checkpoint) -> None:
-    left_out = checkpoint.facts.get("frozen_left_out")
-    known = weight_names(checkpoint.files)
-    if left_out and not (known and known <= model_names(checkpoint).keys()):
-        raise UnsupportedError(
-            f"{checkpoint.origin} was saved without its frozen parameters ({listed(left_out, 6)}), which transformers "
-            "would initialize randomly. Save it without exclude_frozen_parameters; if none are frozen, name the folder "
-            "of the model (--files), whose weights list all names"
-        )
 
 
 def _exported_names(checkpoint: Checkpoint) -> dict[str, str]:

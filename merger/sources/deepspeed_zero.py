@@ -286,7 +286,14 @@ def _address(nest: Nest) -> tuple[int, int]:
 
 def read_zero3(files: deepspeed_files.RankFiles) -> OptimizerContents:
     """Read the optimizer files of ZeRO-3. MergeError, UnsupportedError, DamagedError."""
-    _refuse_variants(files)
+    for optim in files.optims:
+        count = optim.at("partition_count")
+        partly = isinstance(count.value, list) or count.natural() != files.world_size
+        if partly or optim.get("ds_zero_partition_groups"):
+            raise UnsupportedError(
+                f"{optim.where} is partitioned over a part of the ranks ({count.value} of {files.world_size}; MiCS or "
+                "AutoEP), which is not supported"
+            )
     bases = [optim.at("optimizer_state_dict") for optim in files.optims]
     deepspeed_files.require_equal(
         bases, "param_groups", lambda base: deepspeed_files.comparable(base.at("param_groups").value)
@@ -370,14 +377,3 @@ def _has_moments(
                     return True
             offset += part
     return False
-
-
-def _refuse_variants(files: deepspeed_files.RankFiles) -> None:
-    for optim in files.optims:
-        count = optim.at("partition_count")
-        partly = isinstance(count.value, list) or count.natural() != files.world_size
-        if partly or optim.get("ds_zero_partition_groups"):
-            raise UnsupportedError(
-                f"{optim.where} is partitioned over a part of the ranks ({count.value} of {files.world_size}; MiCS or "
-                "AutoEP), which is not supported"
-            )
