@@ -235,23 +235,20 @@ class AdaptiveInterval(Schedule):
             )
         self._warned_slow = interval.too_slow
         if self._logged_steps is None or not self._logged_steps / 2 <= interval.steps <= self._logged_steps * 2:
-            self._log_interval(interval, measured, per_hour)
-
-    def _log_interval(self, interval: Interval, measured: Measured, per_hour: float) -> None:
-        before = "" if self._logged_steps is None else f" (before: {self._logged_steps})"
-        known = [
-            f"{name} {seconds:.3g} s"
-            for name, seconds in (("a step takes", measured.step), ("a save costs training", measured.cost))
-            if seconds is not None
-        ]
-        _log.info(
-            "every: auto: %d steps to the next decision%s, reason: %s; %s",
-            interval.steps,
-            before,
-            interval.because,
-            ", ".join([*known, f"one interruption is expected every {1 / per_hour:.3g} h"]),
-        )
-        self._logged_steps = interval.steps
+            before = "" if self._logged_steps is None else f" (before: {self._logged_steps})"
+            known = [
+                f"{name} {seconds:.3g} s"
+                for name, seconds in (("a step takes", measured.step), ("a save costs training", measured.cost))
+                if seconds is not None
+            ]
+            _log.info(
+                "every: auto: %d steps to the next decision%s, reason: %s; %s",
+                interval.steps,
+                before,
+                interval.because,
+                ", ".join([*known, f"one interruption is expected every {1 / per_hour:.3g} h"]),
+            )
+            self._logged_steps = interval.steps
 
 
 def schedule_for(
