@@ -281,15 +281,12 @@ class SketchMeter(StagingMeter[Signature]):
         with self._lock:
             signature = self._reference_of(unit, pieces)
             self._measured[threading.get_ident(), unit] = _Measured(signature, _sample(pieces), _places(pieces))
-            return self._compared(unit, signature)
-
-    def _compared(self, unit: Unit, signature: Signature) -> Measure:
-        reference = self._reference_for(unit, signature.numels)
-        if reference is None:
-            return _measure(signature, None, 0.0)
-        with np.errstate(invalid="ignore", over="ignore"):
-            moved = signature.values.numpy().astype(np.float64) - reference.values.numpy()
-            return _measure(signature, reference, float(moved @ moved))
+            reference = self._reference_for(unit, signature.numels)
+            if reference is None:
+                return _measure(signature, None, 0.0)
+            with np.errstate(invalid="ignore", over="ignore"):
+                moved = signature.values.numpy().astype(np.float64) - reference.values.numpy()
+                return _measure(signature, reference, float(moved @ moved))
 
     def _reference_for(self, unit: Unit, numels: Sequence[int]) -> Signature | None:
         reference = self._references.get(unit)

@@ -178,14 +178,12 @@ class UnitTable:
         Raise UnsupportedError for tensors that cannot be saved, or that were added to the model after attaching, and
         UnstorableError for tensors that are not plain."""
         with self._adapter.cache_lookups():
-            return self._local(self._adapter.identity())
-
-    def _local(self, identity: Identity | None) -> dict[Unit, LocalUnit]:
-        if identity is None or self._listing is None or self._listing.identity is not identity.layout:
-            found = self._list()
-            self._listing = _Listing.of(found, identity)
-            return found
-        return self._listing.local(identity)
+            identity = self._adapter.identity()
+            if identity is None or self._listing is None or self._listing.identity is not identity.layout:
+                found = self._list()
+                self._listing = _Listing.of(found, identity)
+                return found
+            return self._listing.local(identity)
 
     def _list(self) -> dict[Unit, LocalUnit]:
         for fqn, info in self._adapter.tensors().items():
