@@ -13,7 +13,7 @@ from functools import cache
 from prometheus_client import Counter, Gauge
 
 from monitor.observe.units import is_moving
-from policies.anomaly import DriftAnomaly, DriftAnomalyDetector, DriftReading
+from policies.anomaly import DriftAnomalyDetector, DriftReading
 from store.names import Unit, group_by_key
 from store.text import listed
 
@@ -52,7 +52,13 @@ class LayerMetrics:
         self._units = order
         hidden = self._shown.hidden
         for gone in self._shown.set_units(units):
-            self._remove(gone)
+            for gauge in (self.drift, self.staleness, self.jump):
+                with suppress(KeyError):
+                    gauge.remove(*gone)
+            self._drift_of.cache_clear()
+            self._staleness_of.cache_clear()
+            self._drift.pop(gone, None)
+            self._staleness.pop(gone, None)
         self._nonfinite &= set(units)
         nonfinite, before = {unit.layer for unit in self._nonfinite}, self._named
         self._named = {unit.layer for unit in units if unit in self._shown}
@@ -86,7 +92,17 @@ class LayerMetrics:
         fresh = {unit: one for unit, one in readings.items() if self._read.get(unit) != step}
         self._read.update(dict.fromkeys(fresh, step))
         for spike in self._jumps.read(fresh):
-            self._report_spike(step, spike)
+            self._spikes.inc()
+            self._shown.add(spike.unit)
+            self.hidden.set(self._shown.hidden)
+            _log.error(
+                "drift spike: the weights of %s moved %.3g times as far as usual up to step %d (drift %.3g). If no "
+                "setting was changed, memory or a device may have corrupted them: see docs/runbook.md",
+                spike.unit.layer,
+                spike.jump,
+                step,
+                spike.drift,
+            )
         for unit in fresh.keys() & self._jumps.jumps.keys():
             if unit in self._shown:
                 self.jump.labels(unit.layer, unit.slot).set(self._jumps.jumps[unit])
@@ -105,28 +121,6 @@ class LayerMetrics:
             _log.error("NaN or Inf in %s: not saved; the versions before are kept", listed(new, _NAMED))
         self._gauge("nonfinite_layers").set(len(layers))
         self.hidden.set(self._shown.hidden)
-
-    def _report_spike(self, step: int, spike: DriftAnomaly) -> None:
-        self._spikes.inc()
-        self._shown.add(spike.unit)
-        self.hidden.set(self._shown.hidden)
-        _log.error(
-            "drift spike: the weights of %s moved %.3g times as far as usual up to step %d (drift %.3g). If no setting "
-            "was changed, memory or a device may have corrupted them: see docs/runbook.md",
-            spike.unit.layer,
-            spike.jump,
-            step,
-            spike.drift,
-        )
-
-    def _remove(self, unit: Unit) -> None:
-        for gauge in (self.drift, self.staleness, self.jump):
-            with suppress(KeyError):
-                gauge.remove(*unit)
-        self._drift_of.cache_clear()
-        self._staleness_of.cache_clear()
-        self._drift.pop(unit, None)
-        self._staleness.pop(unit, None)
 
 
 class SeriesSelector:
