@@ -143,7 +143,20 @@ class BudgetPolicy:
     spends: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check_lags(f"policy {self.name}", self.lags)
+        whose = f"policy {self.name}"
+        if not isinstance(self.lags, Mapping):
+            raise ConfigError(
+                f"{whose}: lags must map names of slots to steps, such as {{exp_avg: 3}}, not {described(self.lags)}"
+            )
+        for slot, steps in self.lags.items():
+            if not isinstance(slot, str) or slot == WEIGHTS:
+                raise ConfigError(
+                    f"{whose}: the keys of lags must be names of slots other than {WEIGHTS}, not {described(slot)}: "
+                    "each value is the number of weight steps that the slot counts as"
+                )
+            check_number(whose, f"lags.{slot}", steps)
+            if not 1e-6 <= steps <= 1e6:
+                raise ConfigError(f"{whose}: lags.{slot} must lie between 1e-6 and 1e6, not {described(steps)}")
         object.__setattr__(self, "lags", dict(self.lags))  # copies, since the caller may change its own
         object.__setattr__(self, "encodings", dict(self.encodings))
 
@@ -185,19 +198,3 @@ class BudgetPolicy:
 def spends(policy: Policy) -> bool:
     """Return whether the policy, or the one that it observes, keeps to ``budget.bytes`` (``spends = True``)."""
     return getattr(policy.inner if isinstance(policy, Observe) else policy, "spends", False) is True
-
-
-def _check_lags(whose: str, lags: object) -> None:
-    if not isinstance(lags, Mapping):
-        raise ConfigError(
-            f"{whose}: lags must map names of slots to steps, such as {{exp_avg: 3}}, not {described(lags)}"
-        )
-    for slot, steps in lags.items():
-        if not isinstance(slot, str) or slot == WEIGHTS:
-            raise ConfigError(
-                f"{whose}: the keys of lags must be names of slots other than {WEIGHTS}, not {described(slot)}: "
-                "each value is the number of weight steps that the slot counts as"
-            )
-        check_number(whose, f"lags.{slot}", steps)
-        if not 1e-6 <= steps <= 1e6:
-            raise ConfigError(f"{whose}: lags.{slot} must lie between 1e-6 and 1e6, not {described(steps)}")

@@ -80,13 +80,18 @@ class Exposed:
         """Add the steps from ``begin`` to ``end``, in which the store has ``held``."""
         if end <= begin:
             return
-        middle = (begin + end) / 2
+        steps, middle = end - begin, (begin + end) / 2
         first, inner, last = (self._movement.distance(step, held.since) ** 2 for step in (begin, middle, end))
         mean = _mean(first, inner, last, begin - held.since, end - held.since)
         error_sq, worst = held.errors**2, np.maximum(first, last)
         scale, pace_sq = self._scales(end)
-        self._add(scale, mean + error_sq, worst + error_sq, end - begin)
-        self._add_ages(held, begin, end, pace_sq)
+        self._add(scale, mean + error_sq, worst + error_sq, steps)
+        ages = middle - held.steps[self._counted]
+        if ages.size:
+            self._sums.staleness.add(float(ages.mean()), float(ages.max() + steps / 2), steps)
+        self._sums.lost.add(middle - held.newest, end - held.newest, steps)
+        behind = self._behind(held, pace_sq)
+        self._sums.rewound.add(middle - held.newest + behind, end - held.newest + behind, steps)
 
     def _scales(self, step: float) -> tuple[Vector, Vector]:
         """Return the damage of a squared drift of 1, by unit, and the squared pace of each unit's layer."""
@@ -113,15 +118,6 @@ class Exposed:
             drift, largest = np.sqrt(mean[among]), float(np.sqrt(worst[among]).max())
             self._sums.drift.setdefault(slot, Spread()).add(float(drift.mean()), largest, steps)
         self._sums.total.add(totals[0], totals[1], steps)
-
-    def _add_ages(self, held: Held, begin: float, end: float, pace_sq: Vector) -> None:
-        steps, middle = end - begin, (begin + end) / 2
-        ages = middle - held.steps[self._counted]
-        if ages.size:
-            self._sums.staleness.add(float(ages.mean()), float(ages.max() + steps / 2), steps)
-        self._sums.lost.add(middle - held.newest, end - held.newest, steps)
-        behind = self._behind(held, pace_sq)
-        self._sums.rewound.add(middle - held.newest + behind, end - held.newest + behind, steps)
 
     def _behind(self, held: Held, pace_sq: Vector) -> float:
         """Return the steps by which the effective step is behind the newest commit."""
