@@ -280,7 +280,14 @@ def open_or_create(files: Files) -> Catalog:
         )
     holding = [name for name in there if name in (paths.EPOCHS, paths.SEGMENTS, paths.MANIFESTS, paths.PROVEN)]
     if any(not is_temporary(name) for folder in holding for name in files.list_dir(folder)):
-        return _reopen(files)
+        # Records are written after STORE.json: either another process made the store just now, or the file was lost.
+        try:
+            return open_catalog(files)
+        except errors.NoStoreError as error:
+            raise errors.DamagedError(
+                f"{_root(files)} holds commits but its {paths.STORE} is missing: run `driftpoint doctor --repair "
+                "STORE`, or name an empty directory as `store:` to begin anew"
+            ) from error
     for folder in (paths.EPOCHS, paths.SEGMENTS, paths.MANIFESTS, paths.PROVEN):
         ensure_dir(files, folder)
     record = schema.StoreRecord(format=schema.FORMAT, reader=schema.FORMAT, store_id=secrets.token_hex(16))
@@ -316,17 +323,6 @@ def restore_store_record(files: Files) -> Catalog:
     record = schema.StoreRecord(format=schema.FORMAT, reader=reader, store_id=ids.pop())
     replace_hint(files, paths.STORE, schema.to_bytes(record))
     return open_catalog(files)
-
-
-def _reopen(files: Files) -> Catalog:
-    # Records are written after STORE.json: either another process made the store just now, or the file was lost.
-    try:
-        return open_catalog(files)
-    except errors.NoStoreError as error:
-        raise errors.DamagedError(
-            f"{_root(files)} holds commits but its {paths.STORE} is missing: run `driftpoint doctor --repair STORE`, "
-            "or name an empty directory as `store:` to begin anew"
-        ) from error
 
 
 @dataclass(frozen=True)
