@@ -38,14 +38,6 @@ def layout_for(checkpoint: Checkpoint, target: Target) -> Layout:
     if name == "native":  # a Trainer's folder for a Trainer's source
         of_trainer = target.files is None and beside is not None and (beside / "trainer_state.json").is_file()
         name = "trainer" if of_trainer else _native(checkpoint)
-    _require_used(checkpoint, target, name)
-    if name == "trainer":
-        return partial(_imported(name), _imported("deepspeed") if _native(checkpoint) == "deepspeed" else None)
-    layout: Layout = _imported(name)
-    return layout
-
-
-def _require_used(checkpoint: Checkpoint, target: Target, name: str) -> None:
     unused = []
     for setting, layouts in _LAYOUTS_OF.items():
         if getattr(target, setting) is None:
@@ -59,6 +51,10 @@ def _require_used(checkpoint: Checkpoint, target: Target, name: str) -> None:
             unused.append(f"{option} is for layout{plural} {' and '.join(users)}, not for {layout_text}: leave it out")
     if unused:
         raise UsageError("; ".join(unused))
+    if name == "trainer":
+        return partial(_imported(name), _imported("deepspeed") if _native(checkpoint) == "deepspeed" else None)
+    layout: Layout = _imported(name)
+    return layout
 
 
 def _native(checkpoint: Checkpoint) -> str:

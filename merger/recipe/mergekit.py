@@ -105,7 +105,19 @@ class MergeKitFile(Section):
 
 def from_mergekit(file: YamlFile) -> Recipe:
     """Build the recipe. ConfigError for an invalid file, UnsupportedError for a merge that changes the state."""
-    _refuse_unsupported(file)
+    method = file.values.get("merge_method", "passthrough")
+    if method != "passthrough":
+        raise UnsupportedError(
+            f"{file.at(('merge_method',))}: merge_method {method!r} changes weights, which then no longer fit their "
+            "optimizer state; only passthrough is supported"
+        )
+    for key, why in _UNSUPPORTED.items():
+        if key in file.values:
+            raise UnsupportedError(f"{file.at((key,))}: {key!r} is not supported: {why}")
+    if file.values.get("tokenizer_source") == "union":
+        raise UnsupportedError(
+            f"{file.at(('tokenizer_source',))}: a union of tokenizers changes rows of the embeddings; name one model"
+        )
     values, notes = validate(file, MergeKitFile), list[str]()
     _require_neutral(file, ("parameters",), values.parameters)
     blocks = _blocks(file, values)
@@ -132,22 +144,6 @@ def from_mergekit(file: YamlFile) -> Recipe:
         where=file.name,
         notes=tuple(notes),
     )
-
-
-def _refuse_unsupported(file: YamlFile) -> None:
-    method = file.values.get("merge_method", "passthrough")
-    if method != "passthrough":
-        raise UnsupportedError(
-            f"{file.at(('merge_method',))}: merge_method {method!r} changes weights, which then no longer fit their "
-            "optimizer state; only passthrough is supported"
-        )
-    for key, why in _UNSUPPORTED.items():
-        if key in file.values:
-            raise UnsupportedError(f"{file.at((key,))}: {key!r} is not supported: {why}")
-    if file.values.get("tokenizer_source") == "union":
-        raise UnsupportedError(
-            f"{file.at(('tokenizer_source',))}: a union of tokenizers changes rows of the embeddings; name one model"
-        )
 
 
 def _require_neutral(file: YamlFile, loc: Loc, parameters: Parameters) -> None:
