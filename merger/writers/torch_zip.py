@@ -109,11 +109,18 @@ def _is_leaf(value: Any) -> bool:
 
 
 def _hollow(seen: dict[int, Any], leaf: Any) -> Any:
-    """Return a tensor without memory in place of a planned one, and a copy of another tensor; once for each."""
+    """Return a tensor without memory in place of a planned one, and a copy of another tensor; once for each.
+
+    The copy is contiguous, so that a view's base is not part of the file."""
     if isinstance(leaf, PlannedTensor) and id(leaf) not in seen:
         seen[id(leaf)] = hollow_tensor(leaf)
     elif isinstance(leaf, torch.Tensor) and id(leaf) not in seen:
-        seen[id(leaf)] = _own_copy(leaf)
+        if leaf.layout != torch.strided or leaf.is_quantized or leaf.is_nested:
+            raise UnsupportedError(
+                f"a tensor of shape {tuple(leaf.shape)} and dtype {leaf.dtype} is sparse, quantized or nested, which "
+                "is not supported; keep it dense"
+            )
+        seen[id(leaf)] = leaf.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     return seen.get(id(leaf), leaf)
 
 
@@ -152,16 +159,6 @@ def fake_tensors() -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
-
-
-def _own_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy, so that a view's base is not part of the file."""
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
-        raise UnsupportedError(
-            f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype} is sparse, quantized or nested, which "
-            "is not supported; keep it dense"
-        )
-    return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
 def _tensors(value: Any) -> list[Any]:
