@@ -13,6 +13,8 @@ from store.certificate import Certificate, CertifiedUnit
 from store.encoding import itemsize
 from store.names import FROZEN, RAW
 
+Slots = Mapping[str, Sequence[str]]  # slots of each fqn
+
 
 @dataclass(frozen=True)
 class Part:
@@ -38,11 +40,7 @@ class _Row:
 
 
 def composite_certificate(
-    parts: Mapping[str, Part],
-    source_of: Mapping[str, str],
-    taken: Mapping[str, Sequence[str]],
-    run_state: str,
-    problems: tuple[str, ...],
+    parts: Mapping[str, Part], source_of: Mapping[str, str], taken: Slots, run_state: str, problems: tuple[str, ...]
 ) -> Certificate:
     """Build the certificate of a composite.
 
@@ -75,7 +73,7 @@ def composite_certificate(
 
 
 def unvouched_tensors(
-    parts: Mapping[str, Part], source_of: Mapping[str, str], taken: Mapping[str, Sequence[str]]
+    parts: Mapping[str, Part], source_of: Mapping[str, str], taken: Slots
 ) -> frozenset[tuple[str, str]]:
     """Return the (fqn, slot) taken for whose origin nothing vouches. Arguments as of :func:`composite_certificate`."""
     named = ((fqn, slot, parts[name].checkpoint) for fqn, name in source_of.items() for slot in taken[fqn])
@@ -88,9 +86,7 @@ def held_slots(checkpoint: Checkpoint, fqn: str) -> list[str]:
     return [slot for slot in (SLOT_OF_KIND[checkpoint.tensors[fqn].kind], *slots) if checkpoint.has(fqn, slot)]
 
 
-def _rows(
-    parts: Mapping[str, Part], source_of: Mapping[str, str], taken: Mapping[str, Sequence[str]], run_state: str
-) -> list[_Row]:
+def _rows(parts: Mapping[str, Part], source_of: Mapping[str, str], taken: Slots, run_state: str) -> list[_Row]:
     known = {
         name: {(unit.layer, unit.slot): unit for unit in part.checkpoint.certificate.units}
         for name, part in parts.items()
