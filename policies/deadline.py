@@ -76,8 +76,7 @@ class DeadlinePolicy:
         if self._takes_all(wanted, budget_bytes):
             chosen = {one.unit: _ALL_FIT for one in wanted}
         else:
-            needed = frozenset(incomplete(stats, Decision({one.unit: _NOT_NEEDED for one in stats})))
-            chosen = self._in_order(stats, wanted, needed, demanded.saved, budget_bytes)
+            chosen = self._in_order(stats, wanted, demanded.saved, budget_bytes)
         # The others are skipped for the health gate's reason, or for lack of time.
         others = {unit: _NO_TIME if choice.saved else choice for unit, choice in demanded.choices.items()}
         return Decision({one.unit: chosen.get(one.unit) or others[one.unit] for one in stats})
@@ -94,13 +93,9 @@ class DeadlinePolicy:
         return sum(one.nbytes for one in wanted) <= budget_bytes or all(one.staleness is None for one in wanted)
 
     def _in_order(
-        self,
-        stats: Sequence[UnitStats],
-        wanted: Sequence[UnitStats],
-        needed: Collection[Unit],
-        demanded: Collection[Unit],
-        budget_bytes: float,
+        self, stats: Sequence[UnitStats], wanted: Sequence[UnitStats], demanded: Collection[Unit], budget_bytes: float
     ) -> dict[Unit, Choice]:
+        needed = frozenset(incomplete(stats, Decision({one.unit: _NOT_NEEDED for one in stats})))
         scale = scales(stats, {})
         queue = [
             (0 if one.unit in needed else 1 if one.unit in demanded else 2, -worth / option.nbytes, place, one, option)
