@@ -6,7 +6,7 @@ or written here."""
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from merger.io.blocks import Extent
-from merger.tensors import Implausible, from_leaf, torch_dtype
+from merger.tensors import Implausibles, from_leaf, torch_dtype
 from store.certificate import IMPORTED_AS_FOUND, Certificate
 from store.errors import DamagedError, MergeError, StorageError, UnreachableError, UnsupportedError
 from store.fragments import FragmentIndex
@@ -126,7 +126,7 @@ def refuse_weights_only(checkpoint: Checkpoint) -> None:
         raise UnsupportedError(f"{checkpoint.origin} holds weights only: `driftpoint merge --layout hf` writes them")
 
 
-def implausible_lines(checkpoint: Checkpoint, found: Mapping[tuple[str, str], Set[Implausible]]) -> list[str]:
+def implausible_lines(checkpoint: Checkpoint, found: Implausibles) -> list[str]:
     """Return one line for each layer and slot with implausible values. ``found``: their kinds by (fqn, slot)."""
     units: dict[tuple[str, str, str], list[str]] = {}
     for fqn in checkpoint.tensors:

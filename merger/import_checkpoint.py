@@ -7,7 +7,7 @@ and a tensor cut along inner dimensions."""
 
 import errno
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -21,7 +21,7 @@ from merger.io.blocks import Extent, Progress, bytes_to_read, fragment_streams
 from merger.io.output_dir import OutputDir, require_space
 from merger.sources import open_source
 from merger.sources.store import StoreSource
-from merger.tensors import Implausible, to_leaf
+from merger.tensors import Implausibles, to_leaf
 from store import schema
 from store.catalog import Catalog, open_or_create
 from store.certificate import IMPORT, IMPORTED_AS_FOUND, Certificate, certify
@@ -63,9 +63,7 @@ class ImportPlan:
         """Bytes to read from the source: every block, mostly once."""
         return bytes_to_read(fragment_streams(self._extents(), lambda _: None))
 
-    def fragments(
-        self, progress: Progress, implausible: dict[tuple[str, str], set[Implausible]]
-    ) -> list[StagedFragment]:
+    def fragments(self, progress: Progress, implausible: Implausibles) -> list[StagedFragment]:
         """Return all tensors, in the order in which they must be written.
 
         ``implausible`` gets the kinds of implausible values by (fqn, slot) while they are drawn."""
@@ -108,7 +106,13 @@ def plan_import(source: Path, step: str | None = None, *, link: bool = False) ->
         return ImportPlan(source, opened.kind, checkpoint, (), {}, (), opened.catalog)
     _require_exact(checkpoint)
     notes = checkpoints.own_state_notes(checkpoint)
-    client_state = _storable(checkpoint.client_state, notes)
+    client_state = dict(checkpoint.client_state)  # the part of it that can be stored without pickling
+    for key, value in checkpoint.client_state.items():
+        try:
+            encode(value, to_leaf)
+        except UnsupportedError as error:
+            notes.append(f"{key!r} of the client state is not imported: {error}")
+            del client_state[key]
     states = []
     for rank in range(max(checkpoint.run_states, default=0) + 1):  # at least one; empty for ranks that are missing
         state = checkpoint.run_states.get(rank, RankState(None, None))
@@ -241,18 +245,6 @@ def _require_exact(checkpoint: Checkpoint) -> None:
     )
 
 
-def _storable(client_state: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Return the part of the client state that can be stored without pickling; add a note for the rest."""
-    kept = dict(client_state)
-    for key, value in client_state.items():
-        try:
-            encode(value, to_leaf)
-        except UnsupportedError as error:
-            notes.append(f"{key!r} of the client state is not imported: {error}")
-            del kept[key]
-    return kept
-
-
 def _take_over(
     plan: ImportPlan, linked: Catalog, store: Path, catalog: Catalog, progress: Progress
 ) -> schema.ManifestRecord:
@@ -299,7 +291,7 @@ def _write_segments(
     save = SaveId(plan.checkpoint.step, claim_epoch(files, catalog.store_id).epoch)
     units = [[extent.fqn, extent.slot] for extents in plan.checkpoint.index.names().values() for extent in extents[:1]]
     agreed = schema.digest(schema.seal([save.name, IMPORT, units]))
-    implausible: dict[tuple[str, str], set[Implausible]] = {}
+    implausible: Implausibles = {}
     with _removed_on_error(files, {save: world_size}):
         for rank, (tree, leaves) in enumerate(plan.run_states):
             draft = SegmentDraft(
@@ -349,7 +341,7 @@ def _read_back(files: Files, part: schema.PartRecord, advice: str) -> None:
 
 
 def _manifest(
-    plan: ImportPlan, store_id: str, save: SaveId, group: Group, implausible: Mapping[tuple[str, str], Set[Implausible]]
+    plan: ImportPlan, store_id: str, save: SaveId, group: Group, implausible: Implausibles
 ) -> schema.ManifestRecord:
     checkpoint = plan.checkpoint
     reasons: dict[tuple[str, str], str] = {}

@@ -19,7 +19,7 @@ from merger.io.transfer import TransferResult, check_hole, checksums, plan_trans
 from merger.layouts.base import Target
 from merger.plan import MergePlan, Request, default_workers, open_request, plan_merge
 from merger.recipe.model import Recipe
-from merger.tensors import Implausible
+from merger.tensors import Implausibles
 from store.certificate import Certificate
 from store.errors import MergeError
 from store.fragments import FragmentIndex
@@ -84,7 +84,7 @@ def merge(
     sources = open_request(request)
     plan = plan_merge(sources, request)  # raises before anything is written
     flaws: dict[Damage, str] = {}
-    implausible: dict[tuple[str, str], set[Implausible]] = {}
+    implausible: Implausibles = {}
     with closing(OutputDir(out, sources.paths)) as output:
         while True:
             planned(plan)
@@ -124,7 +124,7 @@ class _CreatedFile:
 
 def produce(
     folder: Path, files: Sequence[OutFile], index: FragmentIndex[Extent], workers: int, progress: Progress
-) -> tuple[int, dict[Damage, str], dict[tuple[str, str], set[Implausible]]]:
+) -> tuple[int, dict[Damage, str], Implausibles]:
     """Write all files below an empty directory.
 
     Returns (bytes written, damaged versions with their errors, kinds of implausible values by (fqn, slot)). If any

@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 
 from merger.checkpoint import Checkpoint, implausible_lines, own_state_notes, with_problems
 from merger.io.blocks import Block, Damage
@@ -21,7 +20,7 @@ from merger.layouts.base import LayoutResult, Target, require_folder
 from merger.recipe.compose import Assembly, assemble
 from merger.recipe.model import Recipe, SourceRef
 from merger.recipe.sources import OpenSources, open_sources, raise_all
-from merger.tensors import Implausible
+from merger.tensors import Implausibles
 from store.errors import DriftpointError, StorageError, UsageError
 
 
@@ -116,17 +115,14 @@ def open_request(request: Request) -> OpenSources:
 
 
 def plan_merge(
-    sources: OpenSources,
-    request: Request,
-    flaws: Set[Damage] = frozenset(),
-    implausible: Mapping[tuple[str, str], Set[Implausible]] = MappingProxyType({}),
+    sources: OpenSources, request: Request, flaws: Set[Damage] = frozenset(), implausible: Implausibles | None = None
 ) -> MergePlan:
     """Return the plan.
 
     ``flaws``: damaged versions, which are not used. ``implausible``: kinds of implausible values by (fqn, slot), which
     become problems. Raises NothingToResumeError, ConfigError, MergeError, UnsupportedError as sources, recipes and
     layouts do."""
-    draft = _draft(sources, request, flaws, implausible)
+    draft = _draft(sources, request, flaws, implausible or {})
     raise_all(draft.errors)
     assert draft.plan is not None  # there is one where there are no errors
     return draft.plan
@@ -134,7 +130,7 @@ def plan_merge(
 
 def draft_merge(request: Request, out: Path | None = None) -> MergeDraft:
     """Plan a merge into ``out`` (None if not known yet) and collect all errors. Writes nothing."""
-    draft = _draft(open_sources(request.whole_recipe(), request.source), request)
+    draft = _draft(open_sources(request.whole_recipe(), request.source), request, frozenset(), {})
     return draft if out is None else replace(draft, errors=(*draft.errors, *_out_errors(out, draft.plan)))
 
 
@@ -143,12 +139,7 @@ def default_workers() -> int:
     return min(8, len(os.sched_getaffinity(0)))
 
 
-def _draft(
-    sources: OpenSources,
-    request: Request,
-    flaws: Set[Damage] = frozenset(),
-    implausible: Mapping[tuple[str, str], Set[Implausible]] = MappingProxyType({}),
-) -> MergeDraft:
+def _draft(sources: OpenSources, request: Request, flaws: Set[Damage], implausible: Implausibles) -> MergeDraft:
     recipe, target = request.recipe, request.target
     if recipe is not None and recipe.dtype is not None and target.dtype is None and target.layout == "hf":
         target = replace(target, dtype=recipe.dtype)

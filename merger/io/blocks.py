@@ -20,7 +20,7 @@ import torch
 import xxhash
 from isal import isal_zlib
 
-from merger.tensors import Implausible, implausible_values, torch_dtype, whole_elements
+from merger.tensors import Implausibles, implausible_values, torch_dtype, whole_elements
 from store.encoding import CHUNK, itemsize
 from store.errors import DamagedError, MissingError, StorageError, UnreachableError
 from store.fragments import FragmentIndex, FragmentReader, Readable, Source
@@ -274,7 +274,7 @@ class FragmentStream:
     extent: Extent
     reading: "Reading"
     last: bool  # nothing of the reading follows it
-    implausible: dict[tuple[str, str], set[Implausible]]  # gets the kinds by (fqn, slot); complete when the reading is
+    implausible: Implausibles  # gets the kinds by (fqn, slot); complete when the reading is
 
     @property
     def nbytes(self) -> int:
@@ -343,7 +343,7 @@ class Reading:
 
 
 def fragment_streams(
-    extents: Iterable[Extent], progress: Progress, implausible: dict[tuple[str, str], set[Implausible]] | None = None
+    extents: Iterable[Extent], progress: Progress, implausible: Implausibles | None = None
 ) -> list[FragmentStream]:
     """Cut all extents with elements into fragments, in the order in which they must be drawn.
 

@@ -18,7 +18,7 @@ from isal import isal_zlib
 
 from merger.io.blocks import READ, Block, BlockPass, Damage, Extent, Progress
 from merger.io.output_file import Hole, OutFiles, read_back_error
-from merger.tensors import Implausible, implausible_values, memory_of, torch_dtype, whole_elements
+from merger.tensors import Implausibles, implausible_values, memory_of, torch_dtype, whole_elements
 from store.errors import DamagedError, MergeError, StorageError, UnreachableError, UsageError
 from store.fragments import FragmentIndex
 
@@ -96,7 +96,7 @@ class TransferResult:
 
     pieces: dict[int, list[Piece]]  # written, by file
     flaws: dict[Damage, str]  # damaged versions with their errors
-    implausible: dict[tuple[str, str], set[Implausible]]  # kinds of implausible values by (fqn, slot), of intact blocks
+    implausible: Implausibles  # kinds of implausible values by (fqn, slot), of intact blocks
 
 
 def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: Progress) -> TransferResult:
@@ -135,7 +135,7 @@ def transfer(plan: TransferPlan, paths: Sequence[Path], workers: int, progress: 
 
 def _move_block(
     block: Block, read: Iterable[memoryview], moves: Sequence[Move], paths: Sequence[Path]
-) -> tuple[list[tuple[int, Piece]], dict[tuple[str, str], set[Implausible]]]:
+) -> tuple[list[tuple[int, Piece]], Implausibles]:
     """Write all moves of a block. Returns (pieces by file, implausible values).
 
     Errors that ``read`` raises at its end, after the last write, count as well."""
@@ -166,7 +166,7 @@ class _Sink:
     files: OutFiles
     rests: dict[Move, bytes] = field(default_factory=dict)  # bytes so far of an element that ends in the next piece
     overflows: list[UsageError] = field(default_factory=list)
-    implausible: dict[tuple[str, str], set[Implausible]] = field(default_factory=dict)
+    implausible: Implausibles = field(default_factory=dict)
 
     def put(self, move: Move, read: memoryview, begin: int) -> Piece | None:
         """Write the elements of a move that end in what was ``read`` from byte ``begin`` of the block."""
