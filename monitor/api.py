@@ -208,7 +208,7 @@ def attach(
     return attach_counted(target, config, state, None)
 
 
-@without_gc()
+@without_gc(lasting=True)
 def attach_counted(
     target: Any,
     config: str | os.PathLike[str] | Mapping[str, Any] | Config | None,

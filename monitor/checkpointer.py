@@ -131,7 +131,7 @@ class Checkpointer:
         """Whether the store contained commits when the job attached to it."""
         return self._opened is not None and self._opened.newest is not None
 
-    @without_gc()
+    @without_gc(lasting=True)
     def resume(self, *, step: int | None = None, memory: bool = True) -> int:
         """Load the newest resumable state into the model, the optimizer and the objects in ``state=[...]``.
 

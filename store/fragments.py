@@ -155,6 +155,8 @@ class FragmentIndex(Generic[S]):
     def _cover_range(self, wanted: Fragment) -> list[Copy[S]]:
         copies, at = [], wanted.start
         spans = self._by_name.get((wanted.fqn, wanted.slot), [])
+        if len(spans) == 1 and wanted.numel and (spans[0].start, spans[0].stop) == (wanted.start, wanted.stop):
+            return [Copy(spans[0], 0, 0, wanted.numel)]
         first = max(0, bisect_right(spans, wanted.start, key=lambda source: source.start) - 1)
         for source in spans[first:]:
             if source.start > at or at >= wanted.stop:

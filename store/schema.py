@@ -60,15 +60,19 @@ _pause = _Pause()
 
 
 @contextmanager
-def without_gc() -> Iterator[None]:
+def without_gc(*, lasting: bool = False) -> Iterator[None]:
     """Pause the cyclic garbage collector while records of all tensors are made.
 
     It runs once some hundred objects were made, in whichever thread. For a save of many tensors it would go through all
-    objects of the process again and again, and training waits for the interpreter meanwhile."""
+    objects of the process again and again, and training waits for the interpreter meanwhile. lasting: whether most of
+    the new objects last, so that it need not go through them now."""
     try:
         _pause.begin()
         yield
     finally:
+        if lasting and not gc.get_freeze_count():  # else the script froze its own
+            gc.freeze()
+            gc.unfreeze()  # into the oldest generation
         _pause.end()
 
 

@@ -142,12 +142,13 @@ class PyTorchAdapter(base.Adapter):
     def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[base.FragmentPlace]:
         optimized = {fqn: parameter for fqn, parameter, _ in self._optimized()}
         places = [base.FragmentPlace(one.piece.fragment, one.piece.tensor.dtype) for one in self._replicas(optimized)]
+        own = {place.fragment.fqn: place.fragment for place in places}
         for fqn, parameter in optimized.items():
             state = self.optimizer.state.get(parameter, {})
             live = optimizer_state.slots_of(state, parameter)
             for slot, dtype in optimizer_state.planned_slots(state, live, slots.get(fqn, {})).items():
                 new = slot not in live
-                fragment = self._replica(fqn, slot, parameter if new else state[slot]).piece.fragment
+                fragment = own[fqn]._replace(slot=slot) if new else self._replica(fqn, slot, state[slot]).piece.fragment
                 places.append(base.FragmentPlace(fragment, dtype, new and optimizer_state.can_take_over(parameter)))
         return [place for place in places if place.fragment.numel]
 

@@ -43,6 +43,27 @@ def test_nothing_is_collected_inside(collections: list[int]) -> None:
     assert collections
 
 
+def test_what_lasts_is_not_gone_through_at_the_end(collections: list[int]) -> None:
+    with without_gc(lasting=True):
+        collections.clear()
+        kept = [[number] for number in range(100_000)]
+    assert not gc.get_freeze_count()
+    assert not any(len(gc.get_objects(generation)) > 50_000 for generation in (0, 1))
+    assert not collections
+    assert len(kept) == 100_000
+
+
+def test_what_the_script_froze_stays_frozen() -> None:
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with without_gc(lasting=True):
+            pass
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.unfreeze()
+
+
 def test_it_runs_again_after_an_error() -> None:
     with pytest.raises(ValueError, match="wrong"), without_gc(), without_gc():
         raise ValueError("wrong")
