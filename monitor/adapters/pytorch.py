@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
+from heapq import nsmallest
 from itertools import chain, repeat
 from types import MappingProxyType
 from typing import Any
@@ -168,14 +169,18 @@ class PyTorchAdapter(base.Adapter):
 
     def _zero_gradients(self) -> Callable[[], list[str]]:
         """Return the parameters whose gradients ``zero_grad(set_to_none=False)`` left as zeros, in any thread: all."""
-        held = {fqn: one.grad for fqn, one, _ in self._optimized() if one.grad is not None}
-        local = [one if self._local_memory is None else self._local_memory(one) for one in held.values()]
-        small = sorted(local, key=torch.Tensor.numel)[:4]  # on the host, they spare reading all
-        sparse = any(one.layout != torch.strided for one in local)
-        if not held or sparse or any(one.is_cpu and bool(one.any()) for one in small):
+        here = self._local_memory or (lambda one: one)
+        for one in self._keep("smallest", self._smallest):  # on the host, they spare reading all
+            if one.grad is not None and one.grad.is_cpu and here(one.grad).any():
+                return list
+        held = {fqn: here(one.grad) for fqn, one, _ in self._optimized() if one.grad is not None}
+        if not held or any(one.layout != torch.strided for one in held.values()):
             return list
-        total = torch.nn.utils.get_total_norm(local, 1.0)
+        total = torch.nn.utils.get_total_norm(held.values(), 1.0)
         return lambda: [] if total else list(held)
+
+    def _smallest(self) -> list[nn.Parameter]:
+        return nsmallest(4, (one for _, one, _ in self._optimized()), key=torch.Tensor.numel)
 
     def run_state(self) -> dict[str, Any]:
         return self.capture_run_state()()
