@@ -295,8 +295,7 @@ class _Framework(_Model):
     on_mesh: dict[str, _Names] = {}
     schedules: dict[str, dict[str, Any]] = {}
     stages: list[int] = []
-    require_forward_param_sync: list[bool] = []
-    zero_gradients: _Names = []
+    require_forward_param_sync: dict[str, bool] = {}
 
 
 class _Generators(_Model):

@@ -57,6 +57,7 @@ class _Pause:
 
 
 _pause = _Pause()
+_FROZEN = gc.get_freeze_count()  # by Python 3.12 itself
 
 
 @contextmanager
@@ -70,7 +71,7 @@ def without_gc(*, lasting: bool = False) -> Iterator[None]:
         _pause.begin()
         yield
     finally:
-        if lasting and not gc.get_freeze_count():  # else the script froze its own
+        if lasting and gc.get_freeze_count() <= _FROZEN:  # else the script froze its own
             gc.freeze()
             gc.unfreeze()  # into the oldest generation
         _pause.end()

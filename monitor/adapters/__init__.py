@@ -91,7 +91,8 @@ def _module_adapter(targets: Mapping[str, Any]) -> Adapter:
         from monitor.adapters.dtensor import DTensorAdapter
 
         return DTensorAdapter(module, optimizer, wrappers)
-    return PyTorchAdapter(module, optimizer, group, wrappers, [part.broadcasting for part in parts])
+    broadcasting = {name: part.broadcasting for name, part in zip(targets, parts, strict=True)}
+    return PyTorchAdapter(module, optimizer, group, wrappers, broadcasting)
 
 
 def _without_wrappers(optimizer: Any) -> tuple[Any, list[Any]]:

@@ -7,8 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
-from heapq import nsmallest
-from itertools import chain, repeat
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -33,7 +32,7 @@ class PyTorchAdapter(base.Adapter):
 
     The module is unwrapped; its parameter names are the fqns. ``group`` has the ranks that hold replicas; None for all
     ranks, and for one process. ``wrappers`` are those around an optimizer, each with that. ``broadcasting``: of each
-    model, what overwrites its buffers with those of rank 0."""
+    model, by name, what overwrites its buffers with those of rank 0."""
 
     framework = "torch"
     state_is_private = False
@@ -45,7 +44,7 @@ class PyTorchAdapter(base.Adapter):
         optimizer: optimizer_state.AnyOptimizer,
         group: dist.ProcessGroup | None = None,
         wrappers: Sequence[tuple[Any, torch.optim.Optimizer]] = (),
-        broadcasting: Sequence[nn.parallel.DistributedDataParallel | None] = (None,),
+        broadcasting: Mapping[str, nn.parallel.DistributedDataParallel | None] = MappingProxyType({"": None}),
     ) -> None:
         self.module, self.optimizer, self._broadcasting = module, optimizer, broadcasting
         self._optimizers = optimizer_state.members_of(optimizer)
@@ -58,7 +57,6 @@ class PyTorchAdapter(base.Adapter):
         self._world_size = dist.get_world_size(group) if distributed else 1
         ranks = None if group is None else tuple(dist.get_process_group_ranks(group))
         self._home_here = base.Home("replicas", group=ranks)
-        self._zeroed: frozenset[str] = frozenset()
         self._whole: Mapping[str, base.TensorInfo] | None = None  # of the whole model, if this is a pipeline stage
         self._places: Mapping[str, tuple[int, int]] = {}
         if any(type(one).__name__ == "ZeroRedundancyOptimizer" for one in self._optimizers):
@@ -70,11 +68,11 @@ class PyTorchAdapter(base.Adapter):
 
     @property
     def buffers_follow_rank0(self) -> bool:
-        return all(self._synchronizing()) and None not in self._broadcasting
+        return all(self._synchronizing().values()) and None not in self._broadcasting.values()
 
-    def _synchronizing(self) -> list[bool]:
+    def _synchronizing(self) -> dict[str, bool]:
         """Return whether the next forward of each model broadcasts: not the one after a forward without gradients."""
-        return [one is None or one.require_forward_param_sync for one in self._broadcasting]
+        return {name: one is None or one.require_forward_param_sync for name, one in self._broadcasting.items()}
 
     def agree(self, group: Group) -> None:
         """Learn which ranks hold what, if not all hold the same: of pipeline stages, and meshes of some of the ranks.
@@ -164,23 +162,9 @@ class PyTorchAdapter(base.Adapter):
             optimizer_state.fit_slots(self.optimizer, parameter, wanted, found)
 
     def finish_load(self) -> None:
-        for fqn, parameter, _ in self._optimized():
-            parameter.grad = torch.zeros_like(parameter) if fqn in self._zeroed else None
-
-    def _zero_gradients(self) -> Callable[[], list[str]]:
-        """Return the parameters whose gradients ``zero_grad(set_to_none=False)`` left as zeros, in any thread: all."""
-        here = self._local_memory or (lambda one: one)
-        for one in self._keep("smallest", self._smallest):  # on the host, they spare reading all
-            if one.grad is not None and one.grad.is_cpu and here(one.grad).any():
-                return list
-        held = {fqn: here(one.grad) for fqn, one, _ in self._optimized() if one.grad is not None}
-        if not held or any(one.layout != torch.strided for one in held.values()):
-            return list
-        total = torch.nn.utils.get_total_norm(held.values(), 1.0)
-        return lambda: [] if total else list(held)
-
-    def _smallest(self) -> list[nn.Parameter]:
-        return nsmallest(4, (one for _, one, _ in self._optimized()), key=torch.Tensor.numel)
+        for _, parameter, _ in self._optimized():
+            if parameter.grad is not None:  # of a step that is given up: others may hold its memory
+                parameter.grad.detach().zero_()
 
     def run_state(self) -> dict[str, Any]:
         return self.capture_run_state()()
@@ -193,7 +177,7 @@ class PyTorchAdapter(base.Adapter):
         scalars = self._keep("stacks", self._stacked_scalars).capture(self._entries(), self._host)
         slots, kind = self._keep("slots", self._slots), optimizer_state.kind_of(self.optimizer)
         shared, strides = self._keep("shared", self._shared), self._keep("strides", self._strides)
-        sync, zeroed = self._synchronizing(), self._zero_gradients()
+        sync = self._synchronizing()
         return lambda: {
             "optimizer": kind,
             "param_groups": groups,
@@ -205,8 +189,7 @@ class PyTorchAdapter(base.Adapter):
             "loss_scaler": None,
             "lr_scheduler": None,
             **({"stages": list(self.leaders)} if len(self.leaders) > 1 else {}),
-            "zero_gradients": zeroed(),
-            **({} if all(sync) else {"require_forward_param_sync": sync}),
+            **({} if all(sync.values()) else {"require_forward_param_sync": sync}),
         }
 
     def objects(self) -> Mapping[str, Any]:
@@ -228,10 +211,9 @@ class PyTorchAdapter(base.Adapter):
             self._restored_scalars(fqn, parameter, group, state)
 
     def load_run_state(self, state: Mapping[str, Any]) -> None:
-        for one, sync in zip(self._broadcasting, state.get("require_forward_param_sync", repeat(True)), strict=False):
+        for name, one in self._broadcasting.items():
             if one is not None:
-                one.require_forward_param_sync = sync
-        self._zeroed = frozenset(state.get("zero_gradients", ()))
+                one.require_forward_param_sync = state.get("require_forward_param_sync", {}).get(name, True)
         # A parameter that was saved without state loses the state it has.
         restore_groups(state["param_groups"], self._groups_to_restore(state))
         for fqn, parameter, group in self._optimized():

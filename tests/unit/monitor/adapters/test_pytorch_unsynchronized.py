@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from monitor.adapters import unwrap
+from monitor.adapters import adapter_for, unwrap
 from store.errors import UnsupportedError
 
 
@@ -40,3 +41,23 @@ def test_buffers_follow_rank_0_only_if_all_are_broadcast(
 ) -> None:
     wrapped = DistributedDataParallel(model(*ignored), broadcast_buffers=broadcast)
     assert (unwrap(wrapped).broadcasting is wrapped) is follow
+
+
+def test_each_model_leaves_its_own_broadcast_out() -> None:
+    def pair() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+        wrapped = DistributedDataParallel(model())
+        return wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1)
+
+    first = {"generator": pair(), "critic": pair()}
+    with torch.no_grad():
+        first["critic"][0](torch.randn(3, 2))
+    adapter = adapter_for(first)
+    assert not adapter.buffers_follow_rank0
+    second = {"critic": pair(), "generator": pair()}
+    other = adapter_for(second)
+    assert other.buffers_follow_rank0
+    other.load_run_state(adapter.run_state())
+    assert {name: one.require_forward_param_sync for name, (one, _) in second.items()} == {
+        "critic": False,
+        "generator": True,
+    }
