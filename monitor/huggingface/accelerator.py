@@ -83,7 +83,7 @@ def prepared_objects(accelerator: Any) -> PreparedObjects:
 def _only(objects: list[Any], kind: str) -> Any:
     if len(objects) != 1:
         raise UnsupportedError(
-            f"the Accelerator has prepared {len(objects)} {kind}s, and a store holds one: call accelerator.prepare() "
-            "before monitor.attach, or attach each (model, optimizer) pair to its own store"
+            f"the Accelerator has prepared {len(objects)} {kind}s: call accelerator.prepare() before monitor.attach; "
+            'attach several as it returns them, attach({"generator": (model, optimizer), ...}, state={...})'
         )
     return objects[0]

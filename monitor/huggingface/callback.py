@@ -89,7 +89,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         scaler = getattr(optimizer, "scaler", None)
         length = resume.training_length(args, state, train_dataloader)
         callbacks = _callbacks_of_trainer(self, optimizer)
-        self._progress = TrainerProgress(state, lr_scheduler, scaler, length, args.process_index)
+        sampler = getattr(train_dataloader, "synchronized_generator", None)
+        self._progress = TrainerProgress(state, lr_scheduler, scaler, length, args.process_index, sampler=sampler)
         self._progress.exported = lambda: _exported_states(callbacks)
         target = (model, optimizer)
         if args.deepspeed_plugin is not None:
@@ -202,7 +203,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
             before = self._generators if progress.loaded["at_epoch"] else progress.loaded.get("epoch_began")
             if before is not None:
                 restore_rng(before)
-        progress.at_epoch, progress.epoch_began = True, capture_rng()
+            progress.restore_sampler()
+        progress.begin_epoch(capture_rng())
 
     def _begin_step(self, progress: TrainerProgress) -> None:
         """Restore the generators of the commit, after the Trainer drew from them to skip to its place in the data."""

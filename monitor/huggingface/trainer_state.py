@@ -30,19 +30,34 @@ TRAINER = "trainer"  # name of the Trainer's progress among the objects in ``sta
 class TrainerProgress:
     """The progress of one ``train()``: its live ``TrainerState``, and its scheduler and gradient scaler, if any."""
 
-    def __init__(self, state: Any, scheduler: Any, scaler: Any, length: TrainingLength, rank: int) -> None:
+    def __init__(
+        self, state: Any, scheduler: Any, scaler: Any, length: TrainingLength, rank: int, *, sampler: Any = None
+    ) -> None:
         self.state = state
+        self.sampler = sampler
+        """The generator that Accelerate gives a sampler of several processes under ``use_seedable_sampler: false``."""
         self.length = length
         self.at_epoch = False
         """Whether the job is between two epochs, so the next batch is the first of an epoch and not drawn yet."""
         self.epoch_began: Mapping[str, Any] | None = None
         """The generators before the current epoch's data was touched; None before the first epoch."""
+        self.sampler_began: Any = None  # likewise
         self.loaded: Mapping[str, Any] | None = None  # the state that a resume loaded
         self.exported: Callable[[], Mapping[str, Any]] = dict
         """States of the Trainer's other callbacks, by class, as the Trainer would store them."""
         self._parts = {"lr_scheduler": scheduler, "scaler": scaler}
         self._rank = rank
         self._text = StateText()
+
+    def begin_epoch(self, generators: Mapping[str, Any]) -> None:
+        """Take note of the generators before the data of an epoch is touched."""
+        self.at_epoch, self.epoch_began = True, generators
+        self.sampler_began = None if self.sampler is None else self.sampler.get_state()
+
+    def restore_sampler(self) -> None:
+        """Restore the sampler's generator as it was before the data of the resumed epoch was touched."""
+        if self.sampler is not None and self.loaded is not None and self.loaded.get("sampler") is not None:
+            self.sampler.set_state(self.loaded["sampler"])
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data. ``trainer`` is the Trainer's state as JSON text, on rank 0 only."""
@@ -51,6 +66,7 @@ class TrainerProgress:
             "step": int(self.state.global_step),
             "at_epoch": self.at_epoch,
             "epoch_began": None if self.at_epoch else self.epoch_began,
+            "sampler": self.sampler.get_state() if self.sampler and self.at_epoch else self.sampler_began,
             "length": asdict(self.length),
             "trainer": self._text.serialize(self.state, self.exported()) if self._rank == 0 else None,
             **{name: None if part is None else part.state_dict() for name, part in self._parts.items()},

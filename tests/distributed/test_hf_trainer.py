@@ -58,8 +58,11 @@ LORA = [
     {**case("lora-budget"), "lora": True, "settings": TIGHT},
     {**case("lora-skip"), "lora": True, "settings": {"every": 3, "frozen": "skip"}},
 ]
+GENERATOR = {"accelerator_config": {"use_seedable_sampler": False}}  # Accelerate gives the sampler one
 DDP = [
     case("ddp", **BESIDE),
+    {**case("ddp-sampler", **GENERATOR), "samples": 40},
+    {**case("ddp-sampler-boundary", every=5, kill_at=7, **GENERATOR), "samples": 40},
     {**case("fsdp2", **EVALUATING), "samples": 40, "fsdp2": True},
     {**case("ddp-budget"), "samples": 40, "settings": TIGHT},
 ]
@@ -71,7 +74,7 @@ ZERO = [
 ]
 
 
-COMMITTED = {"boundary": 5}
+COMMITTED = {"boundary": 5, "ddp-sampler-boundary": 5}
 
 
 def launched(cases: list[dict[str, Any]], directory: Path) -> Launched:
