@@ -63,6 +63,7 @@ class _RankStatus(NamedTuple):
     trouble: bool
     back: bool
     buffers: int  # hash of the persistent buffers
+    rates: int  # likewise
     outcome: _Outcome | None  # on rank 0
     proposed: Chosen | None  # on rank 0, what it chose for the next save
 
@@ -88,8 +89,7 @@ class Saver:
         self._meter, self._listeners = job.meter, job.listeners
         self.owner: object = None  # stays alive while a save is under way, so that it can be waited for at exit
         self._session = session
-        self._stager = Stager(job.meter, job.config)
-        self._packer = Packer(job.config.packing, job.config.differences)
+        self._stager, self._packer = Stager(job.meter, job.config), Packer(job.config.packing, job.config.differences)
         self._began: float | None = None
         self._writer: BackgroundWorker[SaveResult | None] = BackgroundWorker(f"driftpoint-writer-{job.group.rank}")
         self._mover: BackgroundWorker[None] = BackgroundWorker(f"driftpoint-pages-{job.group.rank}")
@@ -107,8 +107,7 @@ class Saver:
         self._copies = UnfinishedCopy(job.adapter, job.listeners.on_copy_wait)
         self._notes: tuple[str, ...] = ()  # why nothing is exact that is saved now
         job.adapter.before_update(self._updated)
-        self._highest_step = self._highest_snapshot = -1
-        self._retention = job.config.retention_rule()
+        self._highest_step, self._highest_snapshot, self._retention = -1, -1, job.config.retention_rule()
         self._root = session.files.root if isinstance(session.files, LocalFiles) else None
         self._check_free_space()
 
@@ -205,12 +204,14 @@ class Saver:
             trouble=trouble,
             back=self._back,
             buffers=self._job.rank_buffers.note(),
+            rates=self._checker.rates(),
             outcome=self._outcome_of(pending, done) if pending and done and rank0 else None,
             proposed=propose() if rank0 and (pending is None or done) and not (changed or trouble) else None,
         )
         ranks = self._group.all_gather(status)
         self._renewing, self._back = self._renewing or any(one.back for one in ranks), False
         self._buffers = [one.buffers for one in ranks]
+        self._checker.compare_rates(one.rates for one in ranks)
         changed, unsupported = any(one.changed for one in ranks), any(one.trouble for one in ranks)
         if pending is not None and any(one.torn for one in ranks):
             self.changed_at = pending.save.step
@@ -361,7 +362,6 @@ class Saver:
             known = "" if self._group.rank else f"; {newest_text(self._job.ledger.newest)}"
             message = f"the save of step {step} is not finished after {timeout:.0f} s and is given up{known}"
             self._listeners.on_background_failure(BackgroundFailureEvent("close_timeout", message, severe=True))
-        self._collect()
 
     def _consolidate(self, task: SaveTask) -> None:
         """Begin to move memory to huge pages, until the save is settled or the job ends. Background thread."""
@@ -424,8 +424,8 @@ class Saver:
         early = {unit.unit: unit.signature for unit in task.staged if unit.signature is not None}
         self._committed, self.dropped = outcome.committed, outcome.dropped
         moved_units = pending.saved - set(outcome.dropped) if outcome.committed else frozenset()
-        seconds, reached = progress.write_seconds, frozenset(outcome.groups)
-        self._packer.settle(task.packing, seconds, moved_units.__contains__, reached)
+        groups = frozenset(outcome.groups)
+        self._packer.settle(task.packing, progress.write_seconds, moved_units.__contains__, groups)
         self._meter.settle({one.unit: one.unit in moved_units for one in task.staged if one.unit in progress.metered})
         self._stager.unstage_all(task.staged)
         self._job.table.lost -= moved_units

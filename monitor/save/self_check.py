@@ -338,12 +338,24 @@ class SelfChecker:
         self._changed = False  # since :meth:`describe`
         self._shapes: Any = None  # of the user's objects, when they were checked last
         self._unequal: list[str] = []  # over the ranks, when the units changed last
+        self._apart = False  # whether they were, on all ranks
         self._seconds = 0.0  # that it took
         self._unsaved: list[str] = []
         self._described: tuple[Outline, list[str], float] | None = None
         self._current: SelfCheck | None = None
         self.differs: tuple[str, ...] = ()  # what the last check found; recorded with every save that is not checked
         self._shown: Sequence[str] = ()  # those among them that only reading back shows
+
+    def rates(self) -> int:
+        """Return a hash of the learning rates of this rank; the ranks that train one model have it in common."""
+        groups = [group for one in self._job.adapter.optimizers() for group in one.param_groups]
+        numbers = (rate for group in groups if isinstance(rate := group.get("lr"), float))
+        return hash(tuple(numbers)) if len(self._job.adapter.leaders) == 1 else 0
+
+    def compare_rates(self, rates: Iterable[int]) -> None:
+        """Compare the ranks anew at the next save if their learning rates are not the same. The same on all ranks."""
+        if len(set(rates)) > 1 and not self._apart:
+            self._sizes = None
 
     def compare_ranks(self) -> None:
         """Compare what several ranks hold whole, if the units changed; else do nothing. Collective."""
@@ -363,6 +375,7 @@ class SelfChecker:
         except Exception as error:  # noqa: BLE001 - of one rank, while the others are in the collective: a difference
             self._unequal = [f"the tensors of this rank cannot be compared with those of others: {error!r}"]
         names = [*compare_hashes(job.group, whole)[1], *compare_shards(job.group, shards)]
+        self._apart = bool(names)
         if names and job.group.rank == 0:
             self._unequal.append(f"the ranks differ in {listed(names)}: a save holds one rank's, or parts of each")
         self._seconds = time.perf_counter() - began

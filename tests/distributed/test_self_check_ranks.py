@@ -37,6 +37,7 @@ def test_a_difference_of_one_rank_is_in_every_commit(launched: Launched, rank: i
     assert len([line for line in told if "average" in line]) == 1
 
 
+WEIGHTS = "0.weight/fp32, 0.bias/fp32, 1.weight/fp32 and 1 more"
 LAYER = "0.weight/fp32, 0.weight/exp_avg, 0.weight/exp_avg_sq and 3 more"
 
 
@@ -47,6 +48,7 @@ LAYER = "0.weight/fp32, 0.weight/exp_avg, 0.weight/exp_avg_sq and 3 more"
         ("unfrozen", {1: LAYER, 2: LAYER}),
         ("unfrozen_later", {1: None, 2: LAYER, 3: LAYER}),
         ("other_moments", {1: "1.weight/exp_avg_sq"}),
+        ("other_rates", {1: None, 2: None, 3: WEIGHTS, 4: WEIGHTS}),
     ],
 )
 def test_ranks_that_train_one_model_are_alike_or_no_commit_is_exact(
@@ -64,5 +66,5 @@ def test_ranks_that_train_one_model_are_alike_or_no_commit_is_exact(
 
 def test_ranks_that_are_not_alike_are_told_once_a_job(launched: Launched) -> None:
     told = [line for line in launched.output.splitlines() if "self-check: not all of the state comes back" in line]
-    assert len([line for line in told if "the ranks differ in" in line]) == 3
-    assert len(told) == 3 + 1  # and the one above
+    assert len([line for line in told if "the ranks differ in" in line]) == 4
+    assert len(told) == 4 + 1  # and the one above

@@ -123,7 +123,24 @@ def other_moments(s: Scenario) -> None:
     job.end(s)
 
 
-SCENARIOS = (subclass_on_one_rank, left_over_on_one_rank, synchronized, unfrozen, unfrozen_later, other_moments)
+def other_rates(s: Scenario) -> None:
+    """From its third step on, each rank steps at a rate of its own."""
+    job = Replicated(s, frozen=False)
+    job.steps(2)
+    job.optimizer.param_groups[0]["lr"] = 0.01 / (1 + rank())
+    job.steps(2)
+    job.end(s)
+
+
+SCENARIOS = (
+    subclass_on_one_rank,
+    left_over_on_one_rank,
+    synchronized,
+    unfrozen,
+    unfrozen_later,
+    other_moments,
+    other_rates,
+)
 
 
 def main(spec: Mapping[str, Any]) -> None:
