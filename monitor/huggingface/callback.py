@@ -64,7 +64,10 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
     def resume_path(self) -> str | None:
         """Return the folder for ``trainer.train(resume_from_checkpoint=...)``; None if there is nothing to resume."""
         if self._args is None:
-            raise UsageError("resume_path() was called before there is a Trainer: create one with this callback first")
+            raise UsageError(
+                "resume_path() was called before there is a Trainer with this callback: create it with "
+                "Trainer(callbacks=[...]) first; add_callback() comes too late"
+            )
         self._drop_plan()
         self._plan = resume.plan_resume(self, self.config, self._args, self._model, state=self._extra)
         return None if self._plan is None else str(self._plan.folder)

@@ -225,7 +225,7 @@ def test_resume_path_without_the_callback_is_refused(tmp_path: Path, settings: d
     with pytest.raises(UsageError, match="no CheckpointCallback of the store"):
         monitor.resume_path({**settings, "store": str(tmp_path / "unknown")})
     ours = monitor.CheckpointCallback(settings)
-    with pytest.raises(UsageError, match="before there is a Trainer"):
+    with pytest.raises(UsageError, match="before there is a Trainer with this callback"):
         monitor.resume_path(settings)
     del ours
 
