@@ -3,23 +3,19 @@
 One thread, which receives signals by ``sigtimedwait`` and never in a handler, so that none is lost. It writes nothing
 to the store except suspect marks. If this process is killed, the command continues by itself."""
 
-import json
 import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from deploy.supervisor import processes, restart_policy
+from deploy.supervisor.events import EventLog
 from deploy.supervisor.store_probe import StoreProbe
 from store.errors import PREEMPTED, StoreInUseError, UsageError
-from store.names import SaveId
 
 _ORPHANS_TERM = 5.0
 _ORPHANS_KILL = 10.0
@@ -28,7 +24,6 @@ _OTHER_NODES = 1800.0
 
 Some file servers show the lock of rank 0 on another node, which may hang in a collective until its timeout."""
 _CANNOT_START = 127  # exit code of a command that could not be started, as in shells
-_LISTED = 8  # most ends of attempts that the last report names
 _MAX_WAIT = 60.0  # longest wait for a signal, in seconds, as a safeguard against missed ones
 
 
@@ -41,86 +36,6 @@ class RunOptions:
     grace: float = 30.0  # seconds for the trainer's final save after a signal
     wait: float = 0.0  # seconds to wait for a store in use
     notice: signal.Signals = signal.SIGUSR1  # preemption signal that the trainer handles
-
-
-class EventLog:
-    """Reports events as lines for people, and JSON lines in ``events``.
-
-    A closed terminal or a full disk never ends the supervision: the line is dropped, and the event file's failure is
-    reported once."""
-
-    def __init__(self, line: Callable[[str], None], events: Path | None = None, root: Path | None = None) -> None:
-        self._line, self._events, self._root = line, events, root
-        self._ends: list[str] = []
-
-    def message(self, text: str) -> None:
-        with suppress(OSError, ValueError):  # stderr is closed, or the terminal is gone
-            self._line(f"driftpoint run: {text}")
-
-    def on_attempt_start(self, number: int, seconds: float, snapshot: restart_policy.StoreSnapshot) -> None:
-        after = f" (after {seconds:.3g} s)" if number > 1 else ""
-        self.message(f"attempt {number}{after}: {_from(snapshot)}")
-        self._event("begin", attempt=number, commit=_name(snapshot.resumes), trouble=snapshot.trouble or None)
-
-    def on_attempt_end(self, number: int, attempt: restart_policy.Attempt) -> None:
-        newest = attempt.after.newest
-        new = f"; committed up to step {newest.step}" if attempt.committed and newest is not None else ""
-        unknown = f"; the store cannot be read: {attempt.after.trouble}" if attempt.after.trouble else ""
-        self.message(f"attempt {number} ended: {attempt.end}{new}{unknown}")
-        self._ends.append(f"attempt {number}: {attempt.end}, {_from(attempt.before)}")
-        self._ends = self._ends[-_LISTED:]
-        self._event("end", attempt=number, code=attempt.code, commit=_name(newest), committed=attempt.committed)
-
-    def on_suspect_marked(self, save: SaveId, instead: SaveId | None, trouble: str) -> None:
-        if trouble:
-            self.message(f"commit {save} could not be marked as suspect: {trouble}")
-            return
-        to = "" if instead is None else f": falling back to step {instead.step}"
-        self.message(f"commit {save} is suspect: two jobs that resumed from it died without a commit{to}")
-        self._event("suspect", commit=save.name, instead=_name(instead))
-
-    def on_suspect_withdrawn(self, save: SaveId, trouble: str) -> None:
-        if trouble:
-            self.message(f"commit {save} is not the cause, but its suspect mark could not be removed: {trouble}")
-            return
-        self.message(f"commit {save} is no longer suspect: falling back from it did not help")
-        self._event("withdrawn", commit=save.name)
-
-    def on_stop(self, stop: restart_policy.GiveUp) -> None:
-        self._event("stop", code=stop.code, why=stop.why)
-        if stop.code == 0:
-            return
-        self.message(f"stopped (exit code {stop.code}): {stop.why}")
-        if stop.code == restart_policy.NO_PROGRESS:
-            for end in self._ends:
-                self.message(f"  {end}")
-            self.message(
-                "for the cause, see the command's output above. To inspect the commits: "
-                f"`driftpoint show {self._root}`, `driftpoint verify {self._root}`. Then run the same command again"
-            )
-
-    def _event(self, kind: str, **facts: Any) -> None:
-        if self._events is None:
-            return
-        now = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="milliseconds")
-        try:
-            with self._events.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"event": kind, "time": now, **facts}) + "\n")
-        except OSError as error:
-            self._events = None
-            self.message(f"cannot write events: {error}; no more are written")
-
-
-def _from(snapshot: restart_policy.StoreSnapshot) -> str:
-    if snapshot.trouble:
-        return f"the store cannot be read: {snapshot.trouble}"
-    if snapshot.resumes is None:
-        return "from the beginning" if snapshot.newest is None else "no commit can be resumed"
-    return f"resuming from step {snapshot.resumes.step}"
-
-
-def _name(save: SaveId | None) -> str | None:
-    return None if save is None else save.name
 
 
 class Supervisor:
