@@ -8,12 +8,13 @@ import shlex
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Literal
 
+from deploy.health.trace_reader import JobStatus
 from deploy.store_status import StoreStatus, store_status
 from store.catalog import Catalog
 from store.errors import DamagedError, StorageError, StoreError
@@ -21,10 +22,9 @@ from store.location import is_url
 from store.memory.arena import is_owned
 from store.memory.index import HeldSnapshot, belonging_to, scan_node
 from store.memory.layout import Tier
-from store.names import SaveId, Unit
+from store.names import SaveId
 from store.schema import ManifestRecord
 from store.session import is_closed, parse_moment
-from store.trace import JobLine
 from store.verify import VerifyReport
 
 Level = Literal["good", "plain", "look", "bad"]
@@ -85,90 +85,23 @@ def in_memory(base: Path, catalog: Catalog) -> InMemory:
     tier = Tier(base, catalog.store_id)
     try:
         alive = any(is_owned(place.owner(rank)) for place in tier.generations() for rank in place.ranks())
-        node = belonging_to(scan_node(tier), catalog.files)
-        least = max(catalog.suspects().saves, default=None)
+        return replace(_held(tier, catalog), alive=alive)
     except (StoreError, OSError) as error:
         return InMemory(None, problems=(str(error),))
+
+
+def _held(tier: Tier, catalog: Catalog) -> InMemory:
+    node = belonging_to(scan_node(tier), catalog.files)
+    least = max(catalog.suspects().saves, default=None)
     saves = [save for save in node.versions if least is None or save > least]
     newest = max((save for save in saves if len(node.versions[save]) == _world(node.versions[save])), default=None)
     part = max((save for save in saves if newest is None or save > newest), default=None)
     told = None if part is None else (part, len(node.versions[part]), _world(node.versions[part]))
-    return InMemory(newest, 0 if newest is None else len(node.versions[newest]), told, alive, node.problems)
+    return InMemory(newest, 0 if newest is None else len(node.versions[newest]), told, problems=node.problems)
 
 
 def _world(held: Mapping[int, HeldSnapshot]) -> int:
     return next(iter(held.values())).record.part.world_size
-
-
-Severity = Literal["plain", "look", "bad"]
-
-SKIPPED: Mapping[str | None, tuple[Severity, str]] = {
-    "busy": ("plain", "the previous one was still being written"),
-    "withheld": ("bad", "layers that were never saved contain NaN or Inf"),
-    "storage": ("look", "the store could not be claimed"),
-    "unreachable": ("bad", "a rank was later than the job's timeout, or is gone: restart the job"),
-    "disagree": ("bad", "the ranks are at different steps"),
-    "unsupported": ("bad", "the job changed after attach"),
-    "fenced": ("bad", "another job took over the store"),
-}
-"""Why a decision began no save where it should have, and how bad that is."""
-
-
-@dataclass(frozen=True)
-class LastDecision:
-    """A decision. ``at`` is Unix time."""
-
-    step: int
-    at: float
-    skipped: str | None
-
-
-@dataclass(frozen=True)
-class LastSave:
-    """A commit. ``full``: raw bytes of a full save."""
-
-    at: float
-    written: int
-    full: int
-
-
-@dataclass(frozen=True)
-class JobStatus:
-    """State of the newest incarnation of a job."""
-
-    job: JobLine
-    last_seen: float
-    newest: LastDecision | None
-    sick: frozenset[Unit]  # with NaN or Inf at the last decision that measured, then or when its save was staged
-    saves: Sequence[LastSave]  # the last few, newest last
-    failed: tuple[str, ...]  # reasons of the saves that failed since the newest commit
-    step_seconds: float | None  # seconds per step, None if unknown
-    decision_gap: float | None
-    interval: int | None
-    full_bytes: int  # raw bytes of a save of everything that changes
-
-    @property
-    def save_gap(self) -> float | None:
-        """Return the median seconds between commits, None with fewer than two."""
-        gaps = [later.at - earlier.at for earlier, later in pairwise(self.saves)]
-        return median(gaps) if gaps else None
-
-    @property
-    def next_gap(self) -> float | None:
-        """Return the announced seconds to the next decision. With ``every: auto`` intervals grow up to fourfold at a
-        time."""
-        if self.interval is None or self.step_seconds is None:
-            return None
-        return self.interval * self.step_seconds
-
-    def step_at(self, now: float) -> float | None:
-        """Estimate the job's step at ``now``, at most the step of its next decision."""
-        last = self.newest
-        if last is None or self.step_seconds is None:
-            return None if last is None else float(last.step)
-        ahead = max(0.0, now - last.at) / self.step_seconds if self.step_seconds else 0.0
-        most = self.interval if self.interval is not None else ahead
-        return last.step + min(ahead, float(most))
 
 
 @dataclass(frozen=True)
