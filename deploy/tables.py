@@ -127,9 +127,7 @@ def _age(unit: CertifiedUnit) -> tuple[str, str]:
 
 
 def _style(unit: CertifiedUnit) -> str:
-    if unit.fallback:
-        return "bold red"
-    return "yellow" if unit.moving and unit.staleness else ""
+    return "bold red" if unit.fallback else "yellow" if unit.moving and unit.staleness else ""
 
 
 def _error(unit: CertifiedUnit) -> str:

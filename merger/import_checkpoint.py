@@ -256,7 +256,7 @@ def _take_over(
 
     def link(part: schema.PartRecord) -> schema.PartRecord:
         into = own if part.save == save else part.save
-        copy = part.model_copy(update={"store_id": catalog.store_id, "step": into.step, "epoch": into.epoch})
+        copy = part.replace(store_id=catalog.store_id, step=into.step, epoch=into.epoch)
         remove_segment(files, into, part.rank)  # left from an interrupted import
         payload = plan.source / payload_path(part.save, part.rank)
         try:
@@ -278,9 +278,9 @@ def _take_over(
         for name, record in manifest.groups.items():
             into = own if name == save.name else SaveId.parse(name)
             groups[into.name] = copy_group(files, linked.group(SaveId.parse(name), record), into, link)
-    units = (unit.model_copy(update={"save": own.name}) if unit.version == save else unit for unit in manifest.units)
+    units = (unit.replace(save=own.name) if unit.version == save else unit for unit in manifest.units)
     update = {"store_id": catalog.store_id, "epoch": own.epoch, "groups": groups, "units": tuple(units)}
-    return manifest.model_copy(update={**update, "commits": 1, "previous": None, "uptime": None})
+    return manifest.replace(**update, commits=1, previous=None, uptime=None)
 
 
 def _write_segments(

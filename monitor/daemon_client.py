@@ -16,6 +16,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from monitor.config.schema import DaemonSettings
 from monitor.events import AttachEvent, CommitEvent, MemoryEvent, SaveListener
 from monitor.telemetry.metrics import Metrics
@@ -71,12 +73,12 @@ class DaemonClient(SaveListener):
         self._thread.start()
 
     def on_commit(self, event: CommitEvent) -> None:
-        self._update(lambda status: status.model_copy(update={"committed": event.save.name}))
+        self._update(lambda status: replace(status, committed=event.save.name))
 
     def on_memory(self, event: MemoryEvent) -> None:
         snapshot = event.snapshot
         if snapshot is not None:
-            self._update(lambda status: status.model_copy(update={"memory": snapshot.name}))
+            self._update(lambda status: replace(status, memory=snapshot.name))
 
     def on_close(self, clean: bool, timeout: float) -> None:  # noqa: ARG002 - the event's
         if self._thread is None or os.getpid() != self._pid:

@@ -255,9 +255,7 @@ def _job_timeout() -> timedelta:
 
 def current_group() -> Group:
     """Return the group of this job: all ranks of the default process group, or this process alone."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return GlooGroup()
-    return Group()
+    return GlooGroup() if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 else Group()
 
 
 T = TypeVar("T")

@@ -24,6 +24,7 @@ from store.resolve import Resolution
 from store.text import listed
 
 AS_RESUMED = "the state is as it was resumed, which was not exact: the optimizer took no step since"
+UNLIKE = "the ranks have different hyperparameters, such as learning rates, and a save holds those of one rank"
 """Takes the word exact from a commit, and not from what follows it."""
 
 
@@ -132,16 +133,14 @@ class Ledger:
     ) -> dict[Unit, schema.UnitRecord]:
         """Return the present versions, as of ``step``, of units that still exist with the same elements."""
         return {
-            unit: record.model_copy(
-                update={"drift": drift.get(unit), "staleness": step - record.version.step, "reason": ""}
-            )
+            unit: record.replace(drift=drift.get(unit), staleness=step - record.version.step, reason="")
             for unit, record in self.versions.items()
             if unit in sizes and sizes[unit].members == record.members and record.version.step <= step
         }
 
 
 def _lasting(manifest: schema.ManifestRecord) -> tuple[str, ...]:
-    return tuple(text for text in manifest.differs if text != AS_RESUMED)
+    return tuple(text for text in manifest.differs if text not in (AS_RESUMED, UNLIKE))
 
 
 def staleness_of(record: schema.UnitRecord | None, step: int) -> int | None:
@@ -185,8 +184,9 @@ def manifest_of(
 ) -> schema.ManifestRecord:
     """Build the manifest of ``units``, with those of the ``groups`` that they are in."""
     referenced = {name for record in units for name in (record.save, *record.bases)}
+    same = {name: value for name, value in vars(draft.facts).items() if name != "began"}
     return schema.ManifestRecord(
-        **vars(draft.facts),
+        **same,
         step=draft.save.step,
         epoch=draft.save.epoch,
         commits=draft.commits,
@@ -216,10 +216,10 @@ def _unit_record(
                 f"save {draft.save}: {unit} has NaN or Inf and no earlier version, so a commit would be incomplete",
                 dropped,
             )
-        return record.model_copy(update={"drift": None}) if unit in dropped else record
+        return record.replace(drift=None) if unit in dropped else record
     actual, error = stored[unit], errors.get(unit, 0.0)
     record = new_version(unit, draft.save, actual.size, choice.reason, encoding=actual.encoding, error=error)
-    return record.model_copy(update={"drift": error, "bases": actual.bases})
+    return record.replace(drift=error, bases=actual.bases)
 
 
 def new_version(

@@ -137,9 +137,7 @@ class Bounded:
             return None
         if one.drift is None or math.isnan(one.drift):
             return Choice(RAW, f"drift is not known; max_drift {limit!r} could not be kept")
-        if one.drift > limit:
-            return Choice(RAW, compared("drift", one.drift, ">", "max_drift", limit))
-        return None
+        return Choice(RAW, compared("drift", one.drift, ">", "max_drift", limit)) if one.drift > limit else None
 
     def _stale(self, one: UnitStats, interval: int | None) -> Choice | None:
         """Save a unit whose version exceeds max_staleness by the next decision, ``interval`` steps from now."""
@@ -160,9 +158,7 @@ def _with_layers(stats: Sequence[UnitStats], choices: Mapping[Unit, Choice]) -> 
 
 def bound(policy: Policy, bounds: Bounds) -> Policy:
     """Put a policy inside bounds. Observe stays outermost and reports what the bounded policy would do."""
-    if isinstance(policy, Observe):
-        return Observe(Bounded(policy.inner, bounds))
-    return Bounded(policy, bounds)
+    return Observe(Bounded(policy.inner, bounds)) if isinstance(policy, Observe) else Bounded(policy, bounds)
 
 
 def incomplete(stats: Sequence[UnitStats], decision: Decision) -> tuple[Unit, ...]:

@@ -60,8 +60,7 @@ def scales(stats: Sequence[UnitStats], lags: Mapping[str, float]) -> Mapping[str
 def _pace_squared(one: UnitStats) -> float:
     if one.drift is None or not one.drift < 1e100 or not one.finite:
         return 0.0
-    moved = max(0.0, one.drift * one.drift - one.error * one.error)
-    return moved / max(1, one.staleness or 0) ** 2
+    return max(0.0, one.drift * one.drift - one.error * one.error) / max(1, one.staleness or 0) ** 2
 
 
 @dataclass(frozen=True)

@@ -56,9 +56,7 @@ def expected_bytes(one: UnitStats, encoding: str) -> float:
     if one.stored_bytes and one.encoding == encoding and not one.changed_shape:
         return one.stored_bytes
     known = encoding_named(encoding)
-    if known.lossless or not _is_f32(one):
-        return one.nbytes
-    return known.stored_bytes(one.nbytes // _F32, "F32")
+    return one.nbytes if known.lossless or not _is_f32(one) else known.stored_bytes(one.nbytes // _F32, "F32")
 
 
 def expected_error(one: UnitStats, encoding: str) -> float:

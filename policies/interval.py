@@ -138,8 +138,7 @@ class Prior:
         largest = max(logs)
         likely = [math.exp(log - largest) for log in logs]
         means = [seen / (mean + gpu_hours) for mean in hours]
-        mean = sum(weight * one for weight, one in zip(likely, means, strict=True)) / sum(likely)
-        return self.gpus * mean
+        return self.gpus * (sum(weight * one for weight, one in zip(likely, means, strict=True)) / sum(likely))
 
     def _hours(self, kind: int) -> float:
         """Return the expected GPU-hours between two interruptions of this kind of job."""

@@ -236,9 +236,8 @@ def open_catalog(files: Files) -> Catalog:
         data = files.read(paths.STORE, _STORE_LIMIT)
     except errors.MissingError as error:
         raise errors.NoStoreError(f"{_root(files)} is no driftpoint store: there is no {paths.STORE} in it") from error
-    body = schema.unseal(data, paths.STORE)
-    reader = body.get("reader") if isinstance(body, dict) else None
-    if isinstance(reader, int) and reader > schema.READER:
+    reader = schema.from_bytes(schema.ReaderRecord, data, paths.STORE).reader
+    if reader > schema.READER:
         raise errors.NewerFormatError(
             f"{_root(files)} is in a format that needs a reader of format {reader}; this release reads up to "
             f"{schema.READER}: run `pip install --upgrade driftpoint`"
@@ -250,7 +249,7 @@ def require_reader(files: Files, reader: int) -> None:
     """Refuse readers of versions before ``reader`` from now on; durable on return."""
     record = open_catalog(files).record
     if record.reader < reader:
-        replace_hint(files, paths.STORE, schema.to_bytes(record.model_copy(update={"reader": reader})))
+        replace_hint(files, paths.STORE, schema.to_bytes(record.replace(reader=reader)))
 
 
 def newest_first(names: Iterable[str]) -> list[SaveId]:

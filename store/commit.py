@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from store.catalog import require_reader
 from store.errors import DamagedError, ExistsError, MissingSegmentsError, SaveError
 from store.names import LATEST, MANIFESTS, PROVEN, SEGMENTS, SaveId, manifest_path, part_path, proven_path, segment_dir
-from store.schema import FORMAT, GroupRecord, ManifestRecord, PartRecord, ProvenRecord, from_bytes, to_bytes
+from store.schema import FORMAT, GroupRecord, ManifestRecord, PartRecord, ProvenRecord, to_bytes
 from store.segment import PART_LIMIT, check_payload_size, has_all_files, parse_part, parts_digest, present_parts
 from store.session import require_newest
 from store.storage.atomic import ensure_dir, replace_hint, write_new
@@ -89,7 +89,6 @@ def commit(files: Files, manifest: ManifestRecord, *, resolved: bool = False) ->
     files.sync_dir(SEGMENTS)
     files.sync_dir(segment_dir(manifest.save))
     data = to_bytes(manifest)
-    from_bytes(ManifestRecord, data, manifest_path(manifest.save))  # never commit an unreadable manifest
     require_newest(files, manifest.epoch)
     if gone := [] if resolved else _gone(files, manifest):
         raise MissingSegmentsError(

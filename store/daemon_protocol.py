@@ -12,96 +12,87 @@ import socket
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
+import msgspec
+from msgspec import Meta, Struct
 
 from store.errors import DaemonError
 from store.memory.layout import home, require_own
-from store.schema import Digest, Natural, SaveName, first_mistake
+from store.schema import Digest, Natural, Positive, SaveName
 
 VERSION = 1
 LINE_LIMIT = 1 << 16  # largest line to the daemon, in bytes
 ANSWER_LIMIT = 1 << 24  # largest line from the daemon, in bytes
 _SOCKET_PATH_LIMIT = 107  # longest path of a socket on Linux, in bytes
 
-AbsolutePath = Annotated[str, StringConstraints(pattern=r"^/", max_length=4096)]
+AbsolutePath = Annotated[str, Meta(pattern=r"^/", max_length=4096)]
 
 
-class Message(BaseModel):
+class Message(Struct, frozen=True, kw_only=True, tag_field="kind"):
     """Base of all messages."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
-
-class Register(Message):
+class Register(Message, frozen=True, kw_only=True, tag="hello"):
     """Registers a trainer, one rank of a job. ``epoch`` is the first it claimed, ``base`` its shared memory."""
 
-    kind: Literal["hello"] = "hello"
     version: Natural = VERSION
     pid: Natural
     rank: Natural
-    world_size: Annotated[int, Field(ge=1)]
+    world_size: Positive
     store: AbsolutePath
     store_id: Digest
     epoch: Natural
     base: AbsolutePath
 
 
-class StatusUpdate(Message):
+class StatusUpdate(Message, frozen=True, kw_only=True, tag="note"):
     """Reports the newest commit and the newest in-memory version that all ranks have, as this rank knows them."""
 
-    kind: Literal["note"] = "note"
     committed: SaveName | None = None
     memory: SaveName | None = None
 
 
-class Unregister(Message):
+class Unregister(Message, frozen=True, kw_only=True, tag="bye"):
     """Unregisters a trainer. ``clean``: it ended normally and left nothing to rescue."""
 
-    kind: Literal["bye"] = "bye"
     clean: bool
 
 
-class AskStatus(Message):
+class AskStatus(Message, frozen=True, kw_only=True, tag="status"):
     """Asks for a :class:`Report`."""
 
-    kind: Literal["status"] = "status"
     version: Natural = VERSION
 
 
-class AskStop(Message):
+class AskStop(Message, frozen=True, kw_only=True, tag="stop"):
     """Asks the daemon to finish a running rescue and exit; answered by :class:`ShuttingDown`."""
 
-    kind: Literal["stop"] = "stop"
     version: Natural = VERSION
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True, kw_only=True, tag="welcome"):
     """Accepts a trainer."""
 
-    kind: Literal["welcome"] = "welcome"
     version: Natural = VERSION
     pid: Natural
 
 
-class Refused(Message):
+class Refused(Message, frozen=True, kw_only=True, tag="refused"):
     """Refuses a request; the daemon then closes the connection."""
 
-    kind: Literal["refused"] = "refused"
     version: Natural = VERSION
     why: str
 
 
-class ShuttingDown(Message):
+class ShuttingDown(Message, frozen=True, kw_only=True, tag="leaving"):
     """The daemon exits on request or because it is idle; clients should not start another one."""
 
-    kind: Literal["leaving"] = "leaving"
     version: Natural = VERSION
     pid: Natural
 
 
-class JobReport(Message):
+class JobReport(Struct, frozen=True, kw_only=True):
     """A job on this node, with its live and dead ranks and their last :class:`StatusUpdate`."""
 
     store: str
@@ -116,7 +107,7 @@ class JobReport(Message):
     memory: str | None = None
 
 
-class RescueReport(Message):
+class RescueReport(Struct, frozen=True, kw_only=True):
     """Outcome of one rescue. ``at`` is in seconds since 1970, for people."""
 
     store: str
@@ -126,10 +117,9 @@ class RescueReport(Message):
     at: float
 
 
-class Report(Message):
+class Report(Message, frozen=True, kw_only=True, tag="report"):
     """State of the daemon. ``port`` and ``url`` are those of its metrics, None if it serves none."""
 
-    kind: Literal["report"] = "report"
     version: Natural = VERSION
     pid: Natural
     base: str
@@ -143,34 +133,31 @@ class Report(Message):
 
 ClientMessage = Register | StatusUpdate | Unregister | AskStatus | AskStop
 DaemonMessage = Welcome | Refused | ShuttingDown | Report
-_M = TypeVar("_M")
-
-_to_daemon: TypeAdapter[ClientMessage] = TypeAdapter(Annotated[ClientMessage, Field(discriminator="kind")])
-_from_daemon: TypeAdapter[DaemonMessage] = TypeAdapter(Annotated[DaemonMessage, Field(discriminator="kind")])
-
 
 _OF_EVERY_VERSION = ("refused", "stop", "leaving")  # kinds; what ends a daemon of another release
 
 
 def to_line(message: Message) -> bytes:
     """Return the line of a message."""
-    return message.model_dump_json().encode() + b"\n"
+    return msgspec.json.encode(message) + b"\n"
 
 
 def parse_client_message(line: bytes) -> ClientMessage:
     """Parse a line to the daemon. Raises DaemonError if it is invalid."""
-    return _parse(line, LINE_LIMIT, _to_daemon, "the client")
+    found: ClientMessage = _parse(line, LINE_LIMIT, ClientMessage, "the client")
+    return found
 
 
 def parse_daemon_message(line: bytes) -> DaemonMessage:
     """Parse a line from the daemon. Raises DaemonError if it is invalid."""
     try:
-        return _parse(line, ANSWER_LIMIT, _from_daemon, "the daemon")
+        found: DaemonMessage = _parse(line, ANSWER_LIMIT, DaemonMessage, "the daemon")
+        return found
     except DaemonError as error:
         raise DaemonError(f"the daemon's answer is invalid: {error}") from error
 
 
-def _parse(line: bytes, limit: int, messages: TypeAdapter[_M], sender: str) -> _M:
+def _parse(line: bytes, limit: int, messages: Any, sender: str) -> Any:
     if len(line) > limit:
         raise DaemonError(f"a line of more than {limit} bytes")
     try:
@@ -186,9 +173,9 @@ def _parse(line: bytes, limit: int, messages: TypeAdapter[_M], sender: str) -> _
             "with `driftpoint daemon stop`, and let a job of the newer release start it"
         )
     try:
-        return messages.validate_python(body, strict=False)
-    except ValidationError as error:
-        raise DaemonError(f"no message of this protocol: {first_mistake(error)}") from error
+        return msgspec.convert(body, messages)
+    except msgspec.ValidationError as error:
+        raise DaemonError(f"no message of this protocol: {error}") from error
 
 
 def socket_path(base: Path) -> Path:

@@ -221,9 +221,7 @@ def payload_path(save: SaveId, rank: int) -> str:
 def parse_rank_file(name: str) -> tuple[int, str] | None:
     """Return (rank, suffix) of a file name in a segment directory, None for other names."""
     match = _RANK_FILE.match(name)
-    if match is None or name != f"rank-{int(match[1]):05d}.{match[2]}":
-        return None
-    return int(match[1]), match[2]
+    return None if match is None or name != f"rank-{int(match[1]):05d}.{match[2]}" else (int(match[1]), match[2])
 
 
 def manifest_path(save: SaveId) -> str:

@@ -8,9 +8,8 @@ Where the disk has no room for another full save, the rule gives way: the oldest
 first, only as many as needed, and never the newest whole commit nor the newest proven one.
 
 Manifests are removed first and their directory is synced before any segment is removed, so after a crash no manifest
-points to a deleted segment. Unrecognised files are reported and stay. Only the owner of the store (the lock, the
-newest epoch) may prune. Segments of its epoch that are newer than the newest commit belong to a save in progress and
-stay."""
+points to a deleted segment. Unrecognised files are reported and stay. Only the owner of the store (the lock, the newest
+epoch) may prune. Segments of its epoch that are newer than the newest commit belong to a save in progress and stay."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress

@@ -3,20 +3,22 @@
 A file is ``{"body":<JSON>,"xxh3_128":"<32 hex digits>"}``. The checksum covers the exact bytes of the body, and the
 bytes around it are fixed, so any flipped, missing or added byte is detected before the JSON is parsed.
 
-Records are validated when read and when built. Unknown keys are ignored, so that a later release can add some without
-a new format; a change that old readers must not ignore raises ``reader`` in STORE.json."""
+Records are validated when read and when written, not when built. Unknown keys are ignored, so that a later release can
+add some without a new format; a change that old readers must not ignore raises ``reader`` in STORE.json."""
 
 import gc
 import json
 import os
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
+import msgspec
 import xxhash
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, ValidationInfo
+from msgspec import Meta, Raw, Struct
 
 from store.errors import DamagedError
 from store.names import Box, Fragment, SaveId, Unit
@@ -92,12 +94,19 @@ _SPELLED = {"Infinity": "inf", "-Infinity": "-inf", "NaN": "nan"}
 
 def seal(body: Any) -> bytes:
     """Return the file content of a JSON value, with its keys in order. Raises ValueError for NaN and infinities."""
-    text = json.dumps(body, separators=(",", ":"), allow_nan=False, ensure_ascii=True).encode()
+    return _framed(_text(body))
+
+
+def _text(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False, ensure_ascii=True).encode()
+
+
+def _framed(text: bytes) -> bytes:
     return _HEAD + text + _MIDDLE + digest(text).encode() + _TAIL
 
 
-def unseal(data: bytes, what: str) -> Any:
-    """Return the JSON value of a sealed record. Raises DamagedError, naming ``what``, unless every byte is right."""
+def sealed_text(data: bytes, what: str) -> bytes:
+    """Return the JSON of a sealed record. Raises DamagedError, naming ``what``, unless every byte is right."""
     end = len(data) - len(_MIDDLE) - _DIGEST_LENGTH - len(_TAIL)
     text = data[len(_HEAD) : end]
     framed = (
@@ -108,10 +117,7 @@ def unseal(data: bytes, what: str) -> Any:
     )
     if not framed or digest(text).encode() != data[end + len(_MIDDLE) : -len(_TAIL)]:
         raise DamagedError(f"{what} does not match its own checksum: it is damaged or was not written by driftpoint")
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DamagedError(f"{what} is not JSON that can be read: {error}") from error
+    return text
 
 
 FORMAT = 1
@@ -122,22 +128,34 @@ knows ``weights_only``, which others would resume."""
 
 READER_OF_ENCODING = {"int8-log2": 3, "int8-shared-exponent": 3}  # lowest reader version that knows it, if above 1
 
-Natural = Annotated[int, Field(ge=0, lt=1 << 62)]
-Ratio = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
-Name = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
+Natural = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Positive = Annotated[int, Meta(ge=1)]
+Ratio = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+Name = Annotated[str, Meta(min_length=1, max_length=1024)]
 
-SaveName = Annotated[str, AfterValidator(lambda name: SaveId.parse(name).name)]
+SaveName = Annotated[str, Meta(pattern=r"^([0-9]{8}|[1-9][0-9]{8,11})-([0-9]{6}|[1-9][0-9]{6,8})\Z")]
 """Canonical name of a save, which :meth:`SaveId.parse` accepts."""
 
 
-class Record(BaseModel):
-    """Base of all records."""
+class Record(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """Base of all records. None refers to itself, so the garbage collector need not look at them."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+    def replace(self, **changes: Any) -> Self:
+        return msgspec.structs.replace(self, **changes)
+
+    def with_text(self) -> Self:
+        """Return the record with fields of any JSON value as text, which refuses NaN and infinities."""
+        return self
 
 
-class StoreRecord(Record):
+class ReaderRecord(Record, frozen=True, kw_only=True):
+    """The field of a record to look at first, as a later release may have changed the others."""
+
+    reader: Natural = 0
+
+
+class StoreRecord(Record, frozen=True, kw_only=True):
     """STORE.json. It has no defaults, so that no other record is valid as one."""
 
     format: Natural
@@ -145,17 +163,17 @@ class StoreRecord(Record):
     store_id: Digest
 
 
-class IncarnationRecord(Record):
+class IncarnationRecord(Record, frozen=True, kw_only=True):
     """The processes of a job from one start to their end, whatever epochs they claim; written by ``every: auto``."""
 
     token: Digest
-    world_size: Annotated[int, Field(ge=1)]
+    world_size: Positive
     began: str  # ISO 8601, compared only with commits of the same incarnation that have no `uptime`
     interruptions: Natural  # of the incarnations before this one
     rank_seconds: Ratio  # world size x seconds, summed over the incarnations before this one
 
 
-class ClosedRecord(Record):
+class ClosedRecord(Record, frozen=True, kw_only=True):
     """The incarnation that owns an epoch ended cleanly after ``seconds``."""
 
     store_id: Digest
@@ -163,7 +181,7 @@ class ClosedRecord(Record):
     seconds: Ratio
 
 
-class EpochRecord(Record):
+class EpochRecord(Record, frozen=True, kw_only=True):
     """Owner of an epoch. ``token`` is random for each claim, so that ranks can check that they see the same store."""
 
     store_id: Digest
@@ -175,18 +193,18 @@ class EpochRecord(Record):
     incarnation: IncarnationRecord | None = None
 
 
-class UnitPiece(Record):
+class UnitPiece(Record, frozen=True, kw_only=True):
     """Base of records about a unit, or a piece of one."""
 
     layer: Name
     slot: Name
 
-    @cached_property
+    @property
     def unit(self) -> Unit:
         return Unit(self.layer, self.slot)
 
 
-class SavePiece(Record):
+class SavePiece(Record, frozen=True, kw_only=True):
     """Base of records of a save."""
 
     store_id: Digest
@@ -198,21 +216,13 @@ class SavePiece(Record):
         return SaveId(self.step, self.epoch)
 
 
-def _check_box(box: Box | None, entry: ValidationInfo) -> Box | None:
-    if box is not None:
-        box.check()
-        if (box.start, box.numel) != (entry.data.get("start"), entry.data.get("numel")) or box.is_range:
-            raise ValueError(f"{box} has other elements than its fragment, or is a flat range")
-    return box
-
-
-class Entry(UnitPiece):
+class Entry(UnitPiece, frozen=True, kw_only=True):
     """One stored fragment: a region of a (fqn, slot), as :class:`store.names.Fragment`, and the place of its bytes."""
 
     fqn: Name
     start: Natural
     numel: Natural
-    box: Annotated[Box | None, AfterValidator(_check_box)] = Field(None, exclude_if=lambda box: box is None)
+    box: Box | None = None
     dtype: Name  # of the values that were encoded
     encoding: Name
     packing: Name | None = None  # of the encoded bytes
@@ -223,6 +233,12 @@ class Entry(UnitPiece):
     encoded_xxh3_128: Digest | None = None
     """Hash of the encoded bytes, if they are packed; it verifies unpacking and the base."""
 
+    def __post_init__(self) -> None:
+        if (box := self.box) is not None:
+            box.check()
+            if (box.start, box.numel) != (self.start, self.numel) or box.is_range:
+                raise ValueError(f"{box} has other elements than its fragment, or is a flat range")
+
     @property
     def fragment(self) -> Fragment:
         return Fragment(self.fqn, self.slot, self.start, self.numel, self.box)
@@ -232,7 +248,7 @@ class Entry(UnitPiece):
         return self.start + self.numel
 
 
-class StateTensor(Record):
+class StateTensor(Record, frozen=True, kw_only=True):
     """One tensor of the run state, in the same payload."""
 
     dtype: Name
@@ -242,7 +258,7 @@ class StateTensor(Record):
     xxh3_128: Digest
 
 
-class MeasureRecord(UnitPiece):
+class MeasureRecord(UnitPiece, frozen=True, kw_only=True):
     """Measurements of one rank on its staged copy of a unit against the previous version; norms add up over ranks."""
 
     moved_sq: Ratio  # squared L2 norm of the movement
@@ -252,11 +268,11 @@ class MeasureRecord(UnitPiece):
     decoded_sq: Ratio = 0.0  # both are 0 for lossless encodings
 
 
-class PartRecord(SavePiece):
+class PartRecord(SavePiece, frozen=True, kw_only=True):
     """Contents of one rank's segment."""
 
     rank: Natural
-    world_size: Annotated[int, Field(ge=1)]
+    world_size: Positive
     plan: Digest  # digest of the decision that all ranks agreed on; parts of one group must carry the same
     payload_bytes: Natural
     header_bytes: Natural
@@ -268,33 +284,36 @@ class PartRecord(SavePiece):
     facts: dict[str, Any] = {}  # from rank 0: data of the framework's own checkpoint layout besides the fragments
     differs: tuple[str, ...] = ()  # state of this rank that does not come back as it was, as the job's self-check found
 
+    def with_text(self) -> Self:
+        return self.replace(run_state=Raw(_text(self.run_state)), facts=Raw(_text(self.facts)))
 
-class TensorRecord(Record):
+
+class TensorRecord(Record, frozen=True, kw_only=True):
     """One parameter or buffer of the model, whole."""
 
     layer: Name
     shape: tuple[Natural, ...]
     dtype: Name
-    kind: Annotated[str, StringConstraints(pattern=r"^(trainable|frozen|buffer)$")]
+    kind: Annotated[str, Meta(pattern=r"^(trainable|frozen|buffer)\Z")]
     aliases: tuple[Name, ...] = ()
 
 
-class LayerRecord(Record):
+class LayerRecord(Record, frozen=True, kw_only=True):
     """One layer, in model order. ``block``: whether it is one of the repeated blocks."""
 
     name: Name
     block: bool
 
 
-class GroupRecord(Record):
+class GroupRecord(Record, frozen=True, kw_only=True):
     """A segment group that the manifest needs. ``parts`` is the :func:`store.segment.parts_digest` of its files."""
 
-    world_size: Annotated[int, Field(ge=1)]
+    world_size: Positive
     payload_bytes: Natural
     parts: Digest
 
 
-class UnitRecord(UnitPiece):
+class UnitRecord(UnitPiece, frozen=True, kw_only=True):
     """The newest committed version of one (layer, slot)."""
 
     save: SaveName
@@ -308,18 +327,18 @@ class UnitRecord(UnitPiece):
     bases: tuple[SaveName, ...] = ()  # saves that its fragments are stored as differences to
     reason: str = ""
     members: str = ""  # `members_digest` of the unit's tensors
-    boxes: bool = Field(default=False, exclude_if=lambda boxes: not boxes)  # whether any of its fragments is a box
+    boxes: bool = False  # whether any of its fragments is a box
 
     @property
     def version(self) -> SaveId:
         return SaveId.parse(self.save)
 
 
-class ManifestRecord(SavePiece):
+class ManifestRecord(SavePiece, frozen=True, kw_only=True, dict=True, gc=True):
     """The commit."""
 
     commits: Natural  # number of commits of the store's history up to this one, over all epochs
-    world_size: Annotated[int, Field(ge=1)]
+    world_size: Positive
     framework: Name
     policy: Name
     created: str  # wall-clock time in ISO 8601, for people; nothing is ordered by it
@@ -332,7 +351,7 @@ class ManifestRecord(SavePiece):
     units: tuple[UnitRecord, ...]
     differs: tuple[str, ...] = ()
     """State that does not come back as it was, from the parts of all ranks. If not empty, nothing of it is exact."""
-    weights_only: bool = Field(default=False, exclude_if=lambda only: not only)  # no optimizer state, no run state
+    weights_only: bool = False  # no optimizer state, no run state
 
     @cached_property
     def versions(self) -> Mapping[Unit, UnitRecord]:
@@ -351,7 +370,7 @@ class ManifestRecord(SavePiece):
         return min((unit.version for unit in self.units if unit.moving), default=self.save)
 
 
-class ProvenRecord(Record):
+class ProvenRecord(Record, frozen=True, kw_only=True):
     """The manifest was resumed from in ``by_epoch``, and an optimizer step succeeded."""
 
     store_id: Digest
@@ -359,7 +378,7 @@ class ProvenRecord(Record):
     by_epoch: Natural
 
 
-class SuspectRecord(Record):
+class SuspectRecord(Record, frozen=True, kw_only=True):
     """Jobs that resumed from the manifest died before they committed. ``why``: the cause, for people."""
 
     store_id: Digest
@@ -370,25 +389,42 @@ class SuspectRecord(Record):
 _R = TypeVar("_R", bound=Record)
 
 
-@without_gc()
 def to_bytes(record: Record) -> bytes:
-    """Return the sealed file content of a record."""
-    return seal(record.model_dump(mode="json"))
+    """Return the sealed file content of a record. Raises ValueError unless it can be read again."""
+    text = _encoded(record)
+    try:
+        _decoded(type(record), text, "it")
+    except msgspec.ValidationError as error:
+        raise ValueError(f"not a valid {type(record).__name__}: {error}") from error
+    return _framed(text)
 
 
-@without_gc()
+def _encoded(record: Record) -> bytes:
+    with suppress(UnicodeEncodeError):  # half of a surrogate pair
+        text = msgspec.json.encode(record.with_text())
+        if text.isascii():
+            return text
+    return _text(msgspec.to_builtins(record))
+
+
 def from_bytes(kind: type[_R], data: bytes, what: str) -> _R:
     """Parse a record from sealed bytes. Raises DamagedError, naming ``what``, unless all of it is valid."""
     try:
-        return kind.model_validate(unseal(data, what), strict=False)
-    except ValidationError as error:
-        raise DamagedError(f"{what} is no {kind.__name__}: {first_mistake(error)}") from error
+        return _decoded(kind, sealed_text(data, what), what)
+    except msgspec.ValidationError as error:
+        raise DamagedError(f"{what} is no {kind.__name__}: {error}") from error
 
 
-def first_mistake(error: ValidationError) -> str:
-    """Return the place and the message of the first mistake that a validation found."""
-    first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+def _decoded(kind: type[_R], text: bytes, what: str) -> _R:
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.ValidationError:
+        raise
+    except (msgspec.DecodeError, RecursionError, ValueError):  # such as an escape of half of a surrogate pair
+        try:
+            return msgspec.convert(json.loads(text), kind)
+        except (ValueError, RecursionError) as error:
+            raise DamagedError(f"{what} is not JSON that can be read: {error}") from error
 
 
 def members_digest(members: Mapping[str, tuple[int, str]]) -> str:

@@ -40,8 +40,7 @@ def newest_epoch(files: Files) -> int:
 
 
 def _listed(files: Files) -> list[int]:
-    epochs = map(paths.parse_epoch, list_or_empty(files, paths.EPOCHS))
-    return [epoch for epoch in epochs if epoch is not None]
+    return [epoch for epoch in map(paths.parse_epoch, list_or_empty(files, paths.EPOCHS)) if epoch is not None]
 
 
 def claim_epoch(files: Files, store_id: str, incarnation: IncarnationRecord | None = None) -> EpochRecord:

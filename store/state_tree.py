@@ -145,9 +145,7 @@ class Encoder:
             return self._mapping(tag, value, path, depth + 1)
         if tag == "list" or tag in _SEQUENCES:
             return self._sequence(tag, value, path, depth + 1)
-        if tag in _BYTES:
-            return {_TAG: tag, "v": base64.b64encode(value).decode()}
-        return self._leaf(value, path)
+        return {_TAG: tag, "v": base64.b64encode(value).decode()} if tag in _BYTES else self._leaf(value, path)
 
     def _mapping(self, tag: str, value: dict[Any, Any], path: _Path, depth: int) -> Any:
         if tag == "dict" and all(type(key) is str and key != _TAG for key in value):
@@ -285,5 +283,4 @@ def _decode_leaf(leaf: Leaf, from_leaf: FromLeaf) -> Any:
 
 def leaf_bytes(dtype: str, shape: Sequence[int]) -> int:
     """Return the size of a leaf in bytes."""
-    size = _NUMPY_TYPES[dtype].itemsize if dtype in _NUMPY_TYPES else itemsize(dtype)
-    return math.prod(shape) * size
+    return math.prod(shape) * (_NUMPY_TYPES[dtype].itemsize if dtype in _NUMPY_TYPES else itemsize(dtype))

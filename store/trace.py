@@ -197,9 +197,7 @@ def fits(line: Line, units: int) -> bool:
         return all(len(column) in (0, units) for column in columns) and all(0 <= index < units for index in named)
     if isinstance(line, CommitLine):
         return all(0 <= index < units for index in line.sizes)
-    if isinstance(line, MovedLine):
-        return all(len(column) == units for column in line.since.values())
-    return True
+    return all(len(column) == units for column in line.since.values()) if isinstance(line, MovedLine) else True
 
 
 def incarnations(trace: Trace) -> Iterator[tuple[JobLine, tuple[Line, ...]]]:

@@ -74,8 +74,8 @@ def keep_weights(files: Files, save: SaveId, epoch: int) -> None:
         needed = {unit.unit for unit in units if name in (unit.save, *unit.bases)}
         group = catalog.group(SaveId.parse(name), manifest.groups[name])
         groups[name] = copy_group(inner, group, group.save, partial(_copy_payload, files, inner, needed))
-    kept = manifest.model_copy(update={"units": units, "groups": groups, "weights_only": True})
-    write_new(inner, paths.STORE, to_bytes(catalog.record.model_copy(update={"reader": kept.reader})))
+    kept = manifest.replace(units=units, groups=groups, weights_only=True)
+    write_new(inner, paths.STORE, to_bytes(catalog.record.replace(reader=kept.reader)))
     ensure_dir(inner, paths.MANIFESTS)
     require_newest(files, epoch)
     write_new(inner, paths.manifest_path(save), to_bytes(kept))
@@ -147,5 +147,5 @@ def _copy_payload(files: Files, inner: Files, needed: Set[Unit], part: PartRecor
     payload = write_payload(inner, paths.payload_path(part.save, part.rank), items)
     placed = zip(entries, payload.placed, strict=True)
     changes = {name: getattr(payload, name) for name in ("payload_bytes", "header_bytes", "header_xxh3_128")}
-    changes |= {"entries": tuple(entry.model_copy(update={"offset": at.offset}) for entry, at in placed)}
-    return part.model_copy(update={**changes, "measures": (), "run_state": {"framework": {}}, "run_tensors": ()})
+    changes |= {"entries": tuple(entry.replace(offset=at.offset) for entry, at in placed)}
+    return part.replace(**changes, measures=(), run_state={"framework": {}}, run_tensors=())

@@ -7,6 +7,7 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Annotated, TypeVar
 
+from msgspec import to_builtins
 from rich.console import Console
 from rich.text import Text
 from typer import Option, Typer
@@ -78,7 +79,7 @@ def run(
 def status(*, memory: MemoryOption = Path("/dev/shm"), json: JsonOption = False, _debug: DebugOption = False) -> None:
     """Show the jobs that the node daemon watches, and its rescues."""
     found = _answer(base_of(memory), protocol.AskStatus(), protocol.Report)
-    output.answer(found.model_dump(mode="json"), lambda console: _draw(console, found), as_json=json)
+    output.answer(to_builtins(found), lambda console: _draw(console, found), as_json=json)
 
 
 @app.command(epilog=EPILOG)
@@ -119,7 +120,7 @@ def _answer(base: Path, question: protocol.AskStatus | protocol.AskStop, kind: t
     if isinstance(found, protocol.Refused):
         raise DaemonError(f"the daemon refused: {found.why}")
     if not isinstance(found, kind):
-        raise DaemonError(f"the daemon answered {found.kind!r} to {question.kind!r}")
+        raise DaemonError(f"the daemon answered {type(found).__name__} to {type(question).__name__}")
     return found
 
 

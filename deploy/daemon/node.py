@@ -84,7 +84,7 @@ class NodeJob:
 
     def report(self) -> JobReport:
         return JobReport(
-            **self.hello.model_dump(include={"store", "store_id", "epoch", "world_size"}),
+            **{name: getattr(self.hello, name) for name in ("store", "store_id", "epoch", "world_size")},
             alive=tuple(one.rank for one in self.living),
             dead=tuple(sorted(one.rank for one in self.members.values() if not one.alive)),
             state=self.state,

@@ -66,9 +66,7 @@ class JobStatus:
     def next_gap(self) -> float | None:
         """Return the announced seconds to the next decision. With ``every: auto`` intervals grow up to fourfold at a
         time."""
-        if self.interval is None or self.step_seconds is None:
-            return None
-        return self.interval * self.step_seconds
+        return None if self.interval is None or self.step_seconds is None else self.interval * self.step_seconds
 
     def step_at(self, now: float) -> float | None:
         """Estimate the job's step at ``now``, at most the step of its next decision."""
@@ -76,5 +74,4 @@ class JobStatus:
         if last is None or self.step_seconds is None:
             return None if last is None else float(last.step)
         ahead = max(0.0, now - last.at) / self.step_seconds if self.step_seconds else 0.0
-        most = self.interval if self.interval is not None else ahead
-        return last.step + min(ahead, float(most))
+        return last.step + min(ahead, float(self.interval if self.interval is not None else ahead))

@@ -132,8 +132,7 @@ def _limit(history: RestartHistory, limits: Limits) -> GiveUp | None:
 
 def backoff(in_a_row: int, limits: Limits, draw: Callable[[], float]) -> float:
     """Return the seconds to wait: doubled per attempt without progress, less up to half at random to spread nodes."""
-    doubled = limits.least * 2.0 ** min(max(in_a_row - 1, 0), 64)
-    return min(doubled, limits.most) * (1 - draw() / 2)
+    return min((limits.least * 2.0 ** min(max(in_a_row - 1, 0), 64)), limits.most) * (1 - draw() / 2)
 
 
 def ending(code: int) -> str:

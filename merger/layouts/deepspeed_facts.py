@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from merger.checkpoint import Checkpoint, config_section
 from store.errors import MergeError, UnsupportedError
-from store.schema import first_mistake
 
 T = TypeVar("T")
 
@@ -137,9 +136,10 @@ def engine_facts(facts: Mapping[str, Any]) -> EngineFacts:
     try:
         return EngineFacts.model_validate(facts)
     except ValidationError as error:
+        first = error.errors()[0]
         raise MergeError(
-            f"the layout facts of the DeepSpeed engine are invalid: {first_mistake(error)}; another release wrote "
-            "them: merge with that release"
+            "the layout facts of the DeepSpeed engine are invalid: "
+            f"{'.'.join(map(str, first['loc']))}: {first['msg']}; another release wrote them: merge with that release"
         ) from error
 
 

@@ -272,8 +272,7 @@ def same_value(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(same_value, one, other))
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        known = one is not None and other is not None
-        return known and torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+        return (one is not None and other is not None) and torch.equal(torch.as_tensor(one), torch.as_tensor(other))
     return bool(one == other)
 
 

@@ -198,8 +198,7 @@ def rest_of(file: BinaryIO, data: Iterable[tuple[int, int]]) -> tuple[int, int]:
         crc = isal_zlib.crc32(file.read(offset - position), crc)
         position = offset + nbytes
     file.seek(position)
-    crc = isal_zlib.crc32(file.read(), crc)
-    return file.tell(), crc
+    return file.tell(), isal_zlib.crc32(file.read(), crc)
 
 
 def _records(path: Path) -> "list[Record]":

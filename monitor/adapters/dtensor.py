@@ -63,8 +63,7 @@ def share_of(
         for index in order:
             start, sizes[dim] = module_tensors.even_slice(sizes[dim], coordinate[index], mesh[index])
             offsets[dim] += start
-    offsets = offsets if all(sizes) else [0] * len(shape)
-    return Share(Box(tuple(offsets), tuple(sizes), tuple(shape)), number, count)
+    return Share(Box(tuple(offsets if all(sizes) else [0] * len(shape)), tuple(sizes), tuple(shape)), number, count)
 
 
 def share_in_memory(tensor: DTensor, name: str) -> tuple[Share, torch.Tensor]:

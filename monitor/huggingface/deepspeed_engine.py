@@ -36,8 +36,6 @@ def skip_engine_load(folder: Path) -> Callable[[], None]:
     original = DeepSpeedEngine.load_checkpoint
 
     def load_checkpoint(engine: Any, load_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        if str(load_dir) == str(folder):
-            return str(folder), {}
-        return original(engine, load_dir, *args, **kwargs)
+        return (str(folder), {}) if str(load_dir) == str(folder) else original(engine, load_dir, *args, **kwargs)
 
     return patch_method(DeepSpeedEngine, load_checkpoint)

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors.torch import save_file
 from transformers import Trainer, TrainerCallback
@@ -48,7 +49,7 @@ PLAN = "driftpoint"  # key in the Trainer's ``stateful_callbacks`` by which a ca
 _EMPTY_FILE = "nothing.safetensors"
 
 
-class PredictionOverride(Record):
+class PredictionOverride(Record, frozen=True, kw_only=True):
     """A wrong prediction and the actual resume point. The field names are the keys of a JSON file."""
 
     store_id: Digest
@@ -60,10 +61,10 @@ class PredictionOverride(Record):
 def read_override(config: Config, store_id: str) -> PredictionOverride | None:
     """Return the override of this store, None if there is none. Rank 0."""
     try:
-        override = PredictionOverride.model_validate_json(_path(config).read_bytes())
+        override = msgspec.json.decode(_path(config).read_bytes(), type=PredictionOverride)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, msgspec.DecodeError) as error:
         _log.warning("%s cannot be read and is ignored: %r", _path(config), error)
         return None
     return override if override.store_id == store_id else None
@@ -72,7 +73,7 @@ def read_override(config: Config, store_id: str) -> PredictionOverride | None:
 def write_override(config: Config, override: PredictionOverride) -> None:
     """Write an override for the next attempt; log a warning if that fails. Rank 0."""
     try:
-        _path(config).write_text(override.model_dump_json())
+        _path(config).write_bytes(msgspec.json.encode(override))
     except OSError as error:
         _log.warning("%s cannot be written, so the next attempt may predict a wrong step: %s", _path(config), error)
 
@@ -200,7 +201,8 @@ def training_length(args: Any, state: Any, loader: Any) -> TrainingLength:
         steps = int(state.max_steps)
         return TrainingLength(float(args.num_train_epochs), steps, sys.maxsize * max(1, steps))
     updates = max(1, math.ceil(batches / args.gradient_accumulation_steps))
-    return TrainingLength(float(args.num_train_epochs), int(state.max_steps), int(state.num_train_epochs) * updates)
+    epochs = args.max_steps / updates if args.max_steps > 0 else args.num_train_epochs
+    return TrainingLength(float(epochs), int(state.max_steps), int(state.num_train_epochs) * updates)
 
 
 def trainer_state(

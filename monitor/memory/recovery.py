@@ -200,7 +200,7 @@ def _following(found: index.MemoryVersion, newest: SaveId | None) -> ManifestRec
     When the snapshot was taken that commit may not have been known. Damaged layers fall back to it."""
     if newest is None or newest.epoch != found.save.epoch:
         return found.manifest
-    return found.manifest.model_copy(update={"previous": newest.name})
+    return found.manifest.replace(previous=newest.name)
 
 
 def _previous(

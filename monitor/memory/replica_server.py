@@ -128,7 +128,7 @@ class ReplicaStore:
             with memory[: put.payload] as payload:
                 connection.receive_into(payload)
                 _verify(record, payload)
-        arena.seal(slot, record.model_copy(update={"replica": True}))
+        arena.seal(slot, record.replace(replica=True))
 
     @contextmanager
     def _locked(self, rank: int) -> Iterator[Arena]:

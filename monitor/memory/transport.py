@@ -13,10 +13,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import TypeVar
 
+import msgspec
 import psutil
-from pydantic import Field, ValidationError
 
 from store.errors import PeerError
 from store.schema import Natural, Record, SaveName
@@ -35,35 +35,33 @@ Endpoint = tuple[int, str, int]  # address family, address and port of a server
 R = TypeVar("R", bound=Record)
 
 
-class Put(Record):
+class Put(Record, frozen=True, kw_only=True, tag_field="do", tag="put"):
     """Announces a version of ``rank``: its record, then, once that is accepted, its payload; lengths in bytes.
 
     keep: Replica that all ranks count on, which must not be overwritten."""
 
-    do: Literal["put"] = "put"
     rank: Natural
     keep: SaveName | None
     record: Natural
     payload: Natural
 
 
-class Get(Record):
+class Get(Record, frozen=True, kw_only=True, tag_field="do", tag="get"):
     """Requests bytes of the payload of ``rank`` in the version ``save``."""
 
-    do: Literal["get"] = "get"
     rank: Natural
     save: SaveName
     offset: Natural
     nbytes: Natural
 
 
-class Request(Record):
+class Request(Record, frozen=True, kw_only=True):
     """A request to a server."""
 
-    request: Annotated[Put | Get, Field(discriminator="do")]
+    request: Put | Get
 
 
-class Answer(Record):
+class Answer(Record, frozen=True, kw_only=True):
     """Whether a request was accepted or succeeded, and why not."""
 
     ok: bool
@@ -110,7 +108,7 @@ class Connection:
         self.send_bytes(_proof(key, b"host", client_nonce, nonce))
 
     def send(self, message: Record) -> None:
-        data = message.model_dump_json().encode()
+        data = msgspec.json.encode(message)
         self.send_bytes(_LENGTH.pack(len(data)) + data)
 
     def receive(self, kind: type[R], patience: float | None = None) -> R:
@@ -120,8 +118,8 @@ class Connection:
             raise PeerError(f"a peer sends a message of {length} bytes")
         data = self._receive(length)
         try:
-            return kind.model_validate_json(data)
-        except ValidationError as error:
+            return msgspec.json.decode(data, type=kind)
+        except msgspec.DecodeError as error:
             raise PeerError(f"a peer sends a message that is not understood: {bytes(data[:200])!r}") from error
 
     def require_ok(self, patience: float | None = None) -> None:

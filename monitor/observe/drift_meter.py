@@ -52,9 +52,7 @@ class Measure:
 
 def drift_ratio(moved_sq: float, reference_sq: float) -> float:
     """Return ‖X − X̂‖ / ‖X̂‖ from squared norms summed over ranks. With a zero reference: 1 if X moved at all."""
-    if moved_sq <= 0.0:
-        return 0.0
-    return 1.0 if reference_sq <= 0.0 else math.sqrt(moved_sq / reference_sq)
+    return 0.0 if moved_sq <= 0.0 else 1.0 if reference_sq <= 0.0 else math.sqrt(moved_sq / reference_sq)
 
 
 def measure_record(unit: Unit, measure: Measure) -> MeasureRecord:

@@ -328,8 +328,7 @@ def encode_unit(
         data = as_bytes(copy) if plain else packing.packed(unit, fragment, source)
         region, dtype = fragment._asdict(), dtype_name(copy.dtype)
         made.append(StagedFragment(layer=unit.layer, **region, dtype=dtype, encoding=chosen, data=data))
-    lossy = any(not encoding_named(one.encoding).lossless for one in made)
-    return UnitEncoding(tuple(made), lossy, lost)
+    return UnitEncoding(tuple(made), any(not encoding_named(one.encoding).lossless for one in made), lost)
 
 
 def applicable_encoding(encoding: str, copy: torch.Tensor) -> str:

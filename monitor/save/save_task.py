@@ -310,7 +310,7 @@ class _Encoding:
         assert self._before is not None
         if self._unit.unit not in self._task.progress.metered:
             self._task.meter_stage(self._unit)
-        return self._before.model_copy(update=vars(self._lost))
+        return self._before.replace(**vars(self._lost))
 
     def _measure_copies(self) -> MeasureRecord:
         measure = self._task.meter.measure(self._unit.unit, self._unit.copies)

@@ -371,9 +371,7 @@ def is_discarded(caller: FrameType | None) -> bool:
 def _framework_calls(adapter: Adapter, steps: Callable[[], int] | None) -> Callable[[], int] | None:
     """Return what counts the calls of the framework's own step, on micro-batches too; None if nothing does."""
     engine = getattr(adapter, "engine", None)
-    if engine is not None:
-        return lambda: int(engine.micro_steps)
-    return getattr(steps, "calls", None)
+    return (lambda: int(engine.micro_steps)) if engine is not None else getattr(steps, "calls", None)
 
 
 def _gradient(module: torch.nn.Module) -> _Gradient | None:

@@ -147,8 +147,7 @@ def goodput(*, stall_share: float, lost_seconds: float, restart_seconds: float, 
 
     With one failure per ``mtbf_seconds``: (1 - stall) * (mtbf - lost) / (mtbf + restart), at least 0. The terms are
     those of Young (1974) and Daly (2006), with the lost time taken from the replay."""
-    kept = max(0.0, mtbf_seconds - lost_seconds) / (mtbf_seconds + restart_seconds)
-    return max(0.0, 1.0 - stall_share) * kept
+    return max(0.0, 1.0 - stall_share) * (max(0.0, mtbf_seconds - lost_seconds) / (mtbf_seconds + restart_seconds))
 
 
 Position = tuple[int, float]  # (segment, step): steps alone are ambiguous, since they go back at a resume

@@ -104,8 +104,7 @@ def frame_bound(lanes: Sequence[Lane]) -> int:
 def packed_bound(encoding: Encoding, numel: int, dtype: str) -> int:
     """Return the largest size of a packed fragment."""
     whole, rest = divmod(numel, CHUNK)  # not chunk by chunk: a damaged part may claim any size
-    last = frame_bound(encoding.lanes(rest, dtype)) if rest else 0
-    return last + whole * frame_bound(encoding.lanes(CHUNK, dtype))
+    return (frame_bound(encoding.lanes(rest, dtype)) if rest else 0) + whole * frame_bound(encoding.lanes(CHUNK, dtype))
 
 
 def unpack_body(body: memoryview, lanes: Sequence[Lane], base: Bytes | None = None) -> Bytes:

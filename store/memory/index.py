@@ -173,7 +173,7 @@ def assemble_version(save: SaveId, shares: Iterable[RankShare], node: NodeIndex)
         parts=parts_digest(parts[rank] for rank in sorted(parts)),
     )
     units = tuple(_as_held(unit, records.values()) if unit.save == save.name else unit for unit in head.units)
-    manifest = head.model_copy(update={"groups": {**head.groups, save.name: group}, "units": units})
+    manifest = head.replace(groups={**head.groups, save.name: group}, units=units)
     local = {rank: held.payload for rank, held in node.versions.get(save, {}).items() if held.part == parts.get(rank)}
     return MemoryVersion(manifest, parts, records, local)
 
@@ -190,17 +190,13 @@ def take_newer_units(commit: ManifestRecord, memory: ManifestRecord) -> Manifest
         return None
     reached = {name for unit in units for name in (unit.save, *unit.bases)} | {commit.save.name}
     groups = {**commit.groups, memory.save.name: memory.groups[memory.save.name]}
-    return commit.model_copy(
-        update={"units": units, "groups": {name: group for name, group in groups.items() if name in reached}}
-    )
+    return commit.replace(units=units, groups={name: group for name, group in groups.items() if name in reached})
 
 
 def _newer(unit: UnitRecord, other: UnitRecord | None, step: int) -> UnitRecord:
     if other is None or not unit.moving or other.members != unit.members or other.version <= unit.version:
         return unit
-    if other.version.step > step:
-        return unit
-    return other.model_copy(update={"staleness": step - other.version.step, "drift": None})
+    return unit if other.version.step > step else other.replace(staleness=step - other.version.step, drift=None)
 
 
 def _as_held(unit: UnitRecord, parts: Collection[PartRecord]) -> UnitRecord:
@@ -212,7 +208,7 @@ def _as_held(unit: UnitRecord, parts: Collection[PartRecord]) -> UnitRecord:
     names = sorted({entry.encoding for entry in entries if not encoding_named(entry.encoding).lossless})
     update = {"nbytes": sum(entry.nbytes for entry in entries), "error": error, "drift": error}
     update["boxes"] = any(entry.box is not None for entry in entries)
-    return unit.model_copy(update={**update, "encoding": names[0] if names else RAW})
+    return unit.replace(**update, encoding=names[0] if names else RAW)
 
 
 SnapshotKey = tuple[Path, int]  # identifies one rank's memory by its folder and rank

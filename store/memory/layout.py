@@ -19,10 +19,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from store.errors import DamagedError, NewerFormatError, StorageError, system_errors
 from store.names import SaveId
-from store.schema import READER, Digest, ManifestRecord, Natural, PartRecord, Record, from_bytes, unseal
+from store.schema import READER, Digest, ManifestRecord, Natural, PartRecord, ReaderRecord, Record, from_bytes
 from store.storage.local import LocalFiles
 
 SLOTS = (0, 1)  # payloads of a rank: the current version, and the one being written
@@ -136,9 +137,7 @@ def make_home(base: Path) -> Path:
 def tiers(base: Path) -> list[Tier]:
     """Return the memory tiers of all stores of this user."""
     place = home(base)
-    if not require_own(place):
-        return []
-    return [Tier(base, name) for name in _names(place) if _STORE.match(name)]
+    return [] if not require_own(place) else [Tier(base, name) for name in _names(place) if _STORE.match(name)]
 
 
 def require_own(place: Path) -> bool:
@@ -184,7 +183,7 @@ def write_private(path: Path, temporary: Path, data: bytes) -> None:
 RECORD_LIMIT = 1 << 28  # largest record in bytes, like a part
 
 
-class VersionRecord(Record):
+class VersionRecord(Record, frozen=True, kw_only=True):
     """One rank's share of a version."""
 
     reader: Natural  # oldest reader version that can read it
@@ -192,6 +191,9 @@ class VersionRecord(Record):
     part: PartRecord  # as in a store; offsets count from the payload's beginning
     head: ManifestRecord | None = None  # rank 0's: manifest of a commit of it, without the group of its own segments
     replica: bool = False  # whether this is a replica that another node keeps of the rank
+
+    def with_text(self) -> Self:
+        return self.replace(part=self.part.with_text())
 
     @property
     def save(self) -> SaveId:
@@ -201,9 +203,7 @@ class VersionRecord(Record):
 
 def parse_record(data: bytes, what: str) -> VersionRecord:
     """Parse a record. Raises DamagedError or NewerFormatError, naming ``what``, unless it is whole and readable."""
-    body = unseal(data, what)
-    reader = body.get("reader") if isinstance(body, dict) else None
-    if isinstance(reader, int) and reader > READER:
+    if from_bytes(ReaderRecord, data, what).reader > READER:
         raise NewerFormatError(f"{what} was written by a newer release; run `pip install --upgrade driftpoint`")
     record = from_bytes(VersionRecord, data, what)
     part, head = record.part, record.head

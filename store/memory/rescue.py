@@ -2,9 +2,8 @@
 
 The commit has the epoch of the dead job. If another job claims the store, the rescue is fenced and removes its files;
 that job finds the version in memory itself. The store's LOCK is not taken, so no job waits for a rescue; while a job
-holds it, there is none, because on a full disk that job makes room before its claim. One rescue of
-a store runs on a node at a time, and only while no process of the job holds its lock. The next rescue completes an
-interrupted one.
+holds it, there is none, because on a full disk that job makes room before its claim. One rescue of a store runs on a
+node at a time, and only while no process of the job holds its lock. The next rescue completes an interrupted one.
 
 Payloads are read through a small buffer and not mapped, because truncating a mapped payload kills its reader. Their
 hashes are checked before the segment gets its name. Other segments under the save's name are leftovers and are removed.
@@ -107,10 +106,10 @@ def _is_written(files: Files, part: PartRecord) -> bool:
 
 
 def _without_offsets(part: PartRecord) -> PartRecord:
-    entries = tuple(one.model_copy(update={"offset": 0}) for one in part.entries)
-    run_tensors = tuple(one.model_copy(update={"offset": 0}) for one in part.run_tensors)
+    entries = tuple(one.replace(offset=0) for one in part.entries)
+    run_tensors = tuple(one.replace(offset=0) for one in part.run_tensors)
     header = {"payload_bytes": 0, "header_bytes": 0, "header_xxh3_128": ""}
-    return part.model_copy(update={**header, "entries": entries, "run_tensors": run_tensors})
+    return part.replace(**header, entries=entries, run_tensors=run_tensors)
 
 
 REASON = "written out of memory after the job died"
@@ -265,8 +264,8 @@ def _manifest(files: Files, catalog: Catalog, version: MemoryVersion) -> Manifes
     group = wait_for_group(files, Expected(catalog.store_id, save, head.world_size, plan), timeout=0.0)
     previous, commits = _before(catalog, head)
     groups = {**head.groups, save.name: group.record}
-    units = tuple(one.model_copy(update={"reason": REASON}) if one.version == save else one for one in head.units)
-    return head.model_copy(update={"previous": previous, "commits": commits + 1, "groups": groups, "units": units})
+    units = tuple(one.replace(reason=REASON) if one.version == save else one for one in head.units)
+    return head.replace(previous=previous, commits=commits + 1, groups=groups, units=units)
 
 
 def _before(catalog: Catalog, head: ManifestRecord) -> tuple[str | None, int]:

@@ -85,9 +85,7 @@ def is_passing(error: BaseException) -> bool:
     if isinstance(error, (*refused, FileNotFoundError)) or _LOST in str(error):
         return False
     status = _STATUS.search(str(error))
-    if status is not None:
-        return int(status[1]) in _PASSING
-    return isinstance(error, found.GenericError | OSError)
+    return int(status[1]) in _PASSING if status is not None else isinstance(error, found.GenericError | OSError)
 
 
 def storage_error(error: BaseException, verb: str, where: str) -> StorageError:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from store.schema import seal, unseal
+from store.schema import seal
 from tests.crash.simulated import Op, SimulatedFiles
+from tests.support.records import unseal
 
 WHOLE = 1 << 30
 

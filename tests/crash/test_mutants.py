@@ -138,7 +138,7 @@ def clash(make: Make = SimulatedFiles) -> None:
     save = job.save()
     assert job.last is not None
     for again in (
-        lambda: commit(files, job.last.model_copy(update={"units": ()})),  # type: ignore[union-attr]
+        lambda: commit(files, job.last.replace(units=())),  # type: ignore[union-attr]
         lambda: job.write(Save(save, ()), 0),
     ):
         with suppress(ExistsError):
@@ -230,9 +230,9 @@ def read_unchecked(files: Files, path: str, header_bytes: int, piece: PayloadPie
     files.read_into(path, header_bytes + piece.offset, target)
 
 
-def unseal_unchecked(data: bytes, what: str) -> Any:
+def text_unchecked(data: bytes, what: str) -> bytes:
     """Record checksum dropped."""
-    return json.loads(data)["body"]
+    return json.dumps(json.loads(data)["body"]).encode()
 
 
 def take_what_is_there(files: Files, expected: Expected, timeout: float) -> Group:
@@ -282,7 +282,7 @@ CODE_MUTANTS: dict[str, tuple[str, str, object]] = {
     "name before fsync": ("L0", "write_new", name_first),
     "link replaced by rename": ("CLASH", "write_new", write_by_rename),
     "hash check dropped": ("CORRUPTION", "read_piece", read_unchecked),
-    "record checksum dropped": ("CORRUPTION", "unseal", unseal_unchecked),
+    "record checksum dropped": ("CORRUPTION", "sealed_text", text_unchecked),
     "wait for parts dropped": ("SLOW RANK", "wait_for_group", take_what_is_there),
     "epoch check dropped": ("FENCING", "require_newest", lambda files, epoch: None),
     "epoch check dropped, no prune": ("FENCING before the prune", "require_newest", lambda files, epoch: None),

@@ -198,7 +198,7 @@ class Job:
         if unit not in save.units:
             assert self.last is not None
             old = next(u for u in self.last.units if u.unit == unit)
-            return old.model_copy(update={"staleness": save.id.step - old.version.step})
+            return old.replace(staleness=save.id.step - old.version.step)
         stored = [entry for part in group.parts for entry in part.entries if entry.unit == unit]
         return UnitRecord(
             layer=unit.layer, slot=unit.slot, save=save.id.name, encoding=encoding_of(unit),

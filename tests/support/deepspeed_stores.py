@@ -43,8 +43,8 @@ class DeepSpeedStore(PlainStore):
 
     def _manifest(self, *given: Any) -> ManifestRecord:
         manifest = super()._manifest(*given)
-        half = {fqn: record.model_copy(update={"dtype": "BF16"}) for fqn, record in manifest.tensors.items()}
-        return manifest.model_copy(update={"tensors": half})
+        half = {fqn: record.replace(dtype="BF16") for fqn, record in manifest.tensors.items()}
+        return manifest.replace(tensors=half)
 
 
 def deepspeed_files(folder: Path, stage: int, world: int, step: int = 10) -> Path:

@@ -15,9 +15,7 @@ from store.schema import LayerRecord, TensorRecord
 
 def tensor(*shape: int, dtype: str = "BF16", kind: str = "trainable", aliases: tuple[str, ...] = ()) -> TensorRecord:
     """One parameter or buffer."""
-    return TensorRecord.model_validate(
-        {"layer": "all", "shape": shape, "dtype": dtype, "kind": kind, "aliases": aliases}
-    )
+    return TensorRecord(layer="all", shape=shape, dtype=dtype, kind=kind, aliases=aliases)
 
 
 def described(

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from store.names import SaveId
-from store.schema import seal, unseal
+from store.schema import seal
 from store.segment import parts_digest
+from tests.support.records import unseal
 
 
 def forge_part(store: Path, save: SaveId, change: Callable[[dict[str, Any]], Any], rank: int = 0) -> None:

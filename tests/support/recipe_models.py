@@ -29,7 +29,7 @@ def llama(blocks: int = 4, tied: bool = False, experts: int = 0) -> Model:
     }
     if tied:
         first = "model.embed_tokens.weight"
-        records[first] = records[first].model_copy(update={"aliases": ("lm_head.weight",)})
+        records[first] = records[first].replace(aliases=("lm_head.weight",))
     names = dict.fromkeys(record.layer for record in records.values())
     layers = tuple(LayerRecord(name=name, block=name.startswith("model.layers.")) for name in names)
     return Model(records, layers)

@@ -280,7 +280,7 @@ class StoreBuilder:
             before = self._versions[unit]
             age = save.step - before.version.step
             moved = _drift_of(unit, drift) if moving else 0.0
-            return before.model_copy(update={"drift": moved, "staleness": age, "reason": ""})
+            return before.replace(drift=moved, staleness=age, reason="")
         how, error = self.how(unit, save.step), self._error(unit, save.step)
         return UnitRecord(
             layer=unit.layer,

@@ -105,7 +105,7 @@ class StoreWriter:
 
     def _aged(self, unit: UnitRecord, step: int) -> UnitRecord:
         staleness = step - unit.version.step
-        return unit.model_copy(update={"staleness": staleness, "drift": 0.25 if staleness and unit.moving else 0.0})
+        return unit.replace(staleness=staleness, drift=0.25 if staleness and unit.moving else 0.0)
 
 
 def _unit(unit: Unit, save: SaveId, numel: int, nbytes: int) -> UnitRecord:

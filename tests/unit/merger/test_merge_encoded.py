@@ -351,7 +351,7 @@ def test_a_fragment_that_lost_bits_is_never_exact_whatever_its_record_says(store
     make = store._record
 
     def told_raw(*args: object) -> object:
-        return make(*args).model_copy(update={"encoding": "raw", "error": 0.0, "drift": 0.0})  # type: ignore[arg-type]
+        return make(*args).replace(encoding="raw", error=0.0, drift=0.0)  # type: ignore[arg-type]
 
     store._record = told_raw  # type: ignore[assignment,method-assign]
     save = store.save(10, how=LOSSY)

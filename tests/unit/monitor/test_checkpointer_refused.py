@@ -20,9 +20,10 @@ from store.errors import (
     StoreInUseError,
     UnsupportedError,
 )
-from store.schema import READER, seal, unseal
+from store.schema import READER, seal
 from store.session import lock_holder
 from tests.support.jobs import Job, Model, committed_steps, job, same
+from tests.support.records import unseal
 
 
 def test_a_closed_checkpointer_is_refused(store: Path) -> None:

@@ -16,8 +16,9 @@ from numpy.lib.stride_tricks import as_strided
 import store.fragments
 from store.errors import DamagedError
 from store.fragments import BoxTree, FragmentIndex, Steps, covered_numel
-from store.names import Box, Fragment, cut_range
-from store.schema import Entry, ManifestRecord, UnitRecord, from_bytes, to_bytes
+from store.names import Box, Fragment, SaveId, cut_range
+from store.schema import Entry, UnitRecord, from_bytes, to_bytes
+from tests.support.made_versions import head_of
 
 
 @dataclass(frozen=True)
@@ -214,13 +215,13 @@ def test_a_record_whose_box_lies_is_damaged(lie: str) -> None:
 def test_records_without_boxes_are_as_before_and_those_with_boxes_need_a_newer_reader() -> None:
     flat = Entry(**{key: value for key, value in ENTRY.items() if key != "box"})
     assert b"box" not in to_bytes(flat)
-    assert from_bytes(Entry, to_bytes(flat.model_copy(update={"box": Box((0, 1), (7, 2), (7, 4))})), "it").box
+    assert from_bytes(Entry, to_bytes(flat.replace(box=Box((0, 1), (7, 2), (7, 4)))), "it").box
     unit = UnitRecord(
         layer="l", slot="fp32", save="00000001-000001", encoding="raw", numel=14, nbytes=56, drift=0.0, staleness=0,
         moving=True,
     )  # fmt: skip
     assert b"boxes" not in to_bytes(unit)
-    boxed = unit.model_copy(update={"boxes": True})
+    boxed = unit.replace(boxes=True)
     assert from_bytes(UnitRecord, to_bytes(boxed), "it") == boxed
-    readers = [ManifestRecord.model_construct(units=(one,), differs=()).reader for one in (unit, boxed)]
+    readers = [head_of(SaveId(1, 1), 1).replace(units=(one,)).reader for one in (unit, boxed)]
     assert readers == [1, 4]

@@ -11,7 +11,7 @@ from store.catalog import open_catalog, open_or_create, restore_store_record
 from store.errors import DamagedError, ExistsError, NewerFormatError, NoStoreError, NothingToResumeError, StorageError
 from store.names import STORE
 from store.resolve import newest_resumable
-from store.schema import READER, StoreRecord, seal, to_bytes, unseal
+from store.schema import READER, StoreRecord, seal, to_bytes
 from store.session import mark_closed
 from store.storage.atomic import write_new
 from store.storage.local import LocalFiles
@@ -19,6 +19,7 @@ from tests.crash.checker import assert_true_to_write, read_newest
 from tests.crash.damage import flip, forge, put, remove
 from tests.crash.simulated import Op, SimulatedFiles
 from tests.crash.workload import Job, Memory
+from tests.support.records import unseal
 
 ROOT = Path(__file__).parents[3]
 

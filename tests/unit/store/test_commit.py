@@ -200,7 +200,7 @@ def test_a_manifest_that_nobody_could_follow_is_refused(job: Job) -> None:
     for name in job.last.groups:
         groups = {key: record for key, record in job.last.groups.items() if key != name}
         with pytest.raises(SaveError, match=name):
-            commit(job.files, job.last.model_copy(update={"groups": groups}))
+            commit(job.files, job.last.replace(groups=groups))
     assert job.files.disk.files() == before
 
 

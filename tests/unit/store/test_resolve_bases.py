@@ -238,7 +238,7 @@ def test_a_manifest_without_its_bases_is_not_committed(job: Job, saves: list[Sav
     manifest = open_catalog(job.files).manifest(saves[3])
     groups = {name: group for name, group in manifest.groups.items() if name != saves[1].name}
     with pytest.raises(SaveError, match=saves[1].name):
-        commit(job.files, manifest.model_copy(update={"groups": groups, "step": 50}))
+        commit(job.files, manifest.replace(groups=groups, step=50))
 
 
 class Mixed(Job):

@@ -145,7 +145,7 @@ def test_a_prune_keeps_the_segments_of_a_commit_that_appears_under_a_new_name(fi
     catalog = open_catalog(files)
     plan = plan_prune(catalog, ONE, job.epoch)
     gone = catalog.manifest(plan.groups[0])
-    late = gone.model_copy(update={"step": gone.step + 1})
+    late = gone.replace(step=gone.step + 1)
     once(files, "unlink", MANIFESTS, lambda: put(files, manifest_path(late.save), to_bytes(late)))
     execute(files, plan)
     assert files.list_dir(segment_dir(gone.save))

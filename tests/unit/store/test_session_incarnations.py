@@ -33,7 +33,7 @@ class Counted(Job):
         super().__init__(files, Memory())
         began = (datetime(2000, 1, 1, tzinfo=UTC) - timedelta(seconds=ago)).isoformat(timespec="milliseconds")
         found = new_incarnation(count_incarnations(self.catalog), world_size)
-        self.incarnation = found.model_copy(update={"began": began})
+        self.incarnation = found.replace(began=began)
         self.epoch = claim_epoch(files, self.catalog.store_id, self.incarnation).epoch
 
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as stnp
 
 from store.errors import DamagedError, UnsupportedError
-from store.schema import PartRecord, from_bytes, seal, to_bytes, unseal
+from store.schema import PartRecord, from_bytes, seal, to_bytes
 from store.state_tree import Leaf, decode, encode, leaf_bytes
+from tests.support.records import unseal
 
 ARRAYS = stnp.arrays(
     st.sampled_from(["<f8", "<f4", "<f2", "<i8", "<i4", "<i2", "i1", "u1", "<u2", "<u4", "<u8", "?", ">f4", ">i8"]),

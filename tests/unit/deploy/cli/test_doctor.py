@@ -24,11 +24,12 @@ from deploy.doctor.store import check_store
 from monitor.config.load import Config, bytes_each
 from store.errors import StorageError, UsageError
 from store.retention import Retention
-from store.schema import seal, unseal
+from store.schema import seal
 from store.session import StoreLock
 from store.storage.local import LocalFiles
 from tests.support.cli import ROOT, Here, driftpoint, environment
 from tests.support.mounts import tmpfs
+from tests.support.records import unseal
 from tests.support.stores import StoreBuilder
 
 PLAN = Plan(Config())

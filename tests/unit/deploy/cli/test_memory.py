@@ -88,7 +88,7 @@ def test_what_is_of_another_node_is_listed_and_not_rescued(here: Here, store: Pa
     abandoned(job(store))
     for held in scan_node(tier_of(store)).versions.values():
         record = held[0].payload.with_suffix(".json")
-        record.write_bytes(to_bytes(held[0].record.model_copy(update={"replica": True})))
+        record.write_bytes(to_bytes(held[0].record.replace(replica=True)))
     row = here("memory", "--memory", shm, "--json").json["stores"][0]
     assert (row["step"], row["ranks"], row["replicas"]) == (7, 1, 1)
     assert "1 of 1, 1 as replicas" in here("memory", "--memory", shm, columns=200).out

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import to_builtins
 
 from deploy.daemon.server import CONNECTIONS
 from store.daemon_protocol import (
@@ -60,7 +61,7 @@ def opened(base: Path) -> socket.socket:
 
 def hello(base_: Path, **more: Any) -> dict[str, Any]:
     said = Register(pid=1, rank=0, world_size=1, store="/s", store_id=STORE_ID, epoch=1, base=str(base_))
-    return {**said.model_dump(), **more}
+    return {**to_builtins(said), **more}
 
 
 def last_word(link: socket.socket) -> dict[str, Any]:

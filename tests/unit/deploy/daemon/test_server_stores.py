@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from deploy.daemon.node import Jobs
 from store.daemon_protocol import Register
@@ -66,10 +67,10 @@ def test_a_copy_takes_no_ones_place_in_the_table() -> None:
     jobs = Jobs()
     hello = Register(pid=1, rank=0, world_size=1, store="/a", store_id="ab" * 16, epoch=2, base="/shm")
     mine, member, _ = jobs.join(hello, 1)
-    jobs.join(hello.model_copy(update={"store": "/copy", "epoch": 5}), 2)
+    jobs.join(replace(hello, store="/copy", epoch=5), 2)
     assert [job.hello.store for job in jobs] == ["/a", "/copy"]
     assert jobs.join(hello, 1)[0] is mine
-    _, _, older = jobs.join(hello.model_copy(update={"epoch": 3}), 3)
+    _, _, older = jobs.join(replace(hello, epoch=3), 3)
     assert older == [mine] and [job.hello.store for job in jobs] == ["/copy", "/a"]
     assert not jobs.ended(mine, member)
 

@@ -53,7 +53,7 @@ class TwoRanks:
         part = part_of(save, rank, 2, store_id=self.store.store_id)
         head = head_of(save, 2, store_id=self.store.store_id) if rank == 0 else None
         record = record_of(save, rank, 2)
-        arena.seal(slot, record.model_copy(update={"claim": token, "part": part, "head": head}))
+        arena.seal(slot, record.replace(claim=token, part=part, head=head))
 
 
 def test_a_version_that_one_rank_never_finished_is_neither_newest_nor_what_is_resumed(root: Path) -> None:

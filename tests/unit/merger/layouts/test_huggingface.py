@@ -255,7 +255,7 @@ def test_the_dtype_of_a_recipe_is_the_same_cast(store: PlainStore, tmp_path: Pat
 def bf16_run() -> Checkpoint:
     """Master weights in float32 of a model in bfloat16, and frozen weights in bfloat16."""
     run = planned({"a.w": Tensor((4,)), "b.w": Tensor((4,)), "head.w": Tensor((2,), kind="frozen")}, [["a.w", "b.w"]])
-    tensors = {fqn: record.model_copy(update={"dtype": "BF16"}) for fqn, record in run.tensors.items()}
+    tensors = {fqn: record.replace(dtype="BF16") for fqn, record in run.tensors.items()}
     extents = (
         replace(extent, dtype="BF16" if slot == "frozen" else "F32")
         for (_, slot), found in run.index.names().items()

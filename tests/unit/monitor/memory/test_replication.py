@@ -77,7 +77,7 @@ def test_versions_arrive_and_take_turns(mine: Arena, theirs: ReplicaTarget) -> N
         assert replica(theirs.tier, save) == content(save, 0)
         before = save
     record = scan_node(theirs.tier).versions[SaveId(5, 1)][0].record
-    assert record == parse_record(mine.files(1)[0].read_bytes(), "").model_copy(update={"replica": True})
+    assert record == parse_record(mine.files(1)[0].read_bytes(), "").replace(replica=True)
     sender.close()
 
 

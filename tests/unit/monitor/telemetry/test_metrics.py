@@ -63,7 +63,7 @@ def test_names_follow_the_rules_of_prometheus(served: Metrics) -> None:
 
 
 def test_a_commit_is_counted(served: Metrics) -> None:
-    manifest = head_of(SaveId(120, 1), 1).model_copy(update={"bytes_avoided": 3000})
+    manifest = head_of(SaveId(120, 1), 1).replace(bytes_avoided=3000)
     served.on_commit(CommitEvent(PreparedCommit(manifest, (), {}), 2.5, 1000, {}))
     text = scrape(served)
     assert "driftpoint_saves_total 1.0" in text

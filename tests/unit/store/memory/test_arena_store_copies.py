@@ -42,11 +42,11 @@ class Jobs:
         epoch, token = self.claims[name]
         save = SaveId(step, epoch)
         record = record_of(save, rank, WORLD)
-        part = record.part.model_copy(update={"store_id": self.tier.store_id})
-        head = record.head and record.head.model_copy(update={"store_id": self.tier.store_id})
+        part = record.part.replace(store_id=self.tier.store_id)
+        head = record.head and record.head.replace(store_id=self.tier.store_id)
         arena.room(slot, NBYTES)
         arena.write_at(slot, 0, content(save, rank))
-        arena.seal(slot, record.model_copy(update={"claim": token, "part": part, "head": head}))
+        arena.seal(slot, record.replace(claim=token, part=part, head=head))
 
     def held(self, name: str) -> dict[int, tuple[int, ...]]:
         """Steps that memory holds of a store's own jobs, and of which ranks."""

@@ -58,8 +58,8 @@ def test_what_is_newer_than_a_layer_of_a_composite_commit_is_not_covered(tier: T
 
     def covered(*oldest: int) -> bool:
         commit = head_of(SaveId(8, 1), 1)
-        unit = commit.units[0].model_copy(update={"save": SaveId(*oldest, 1).name})
-        return committed(tier, files, commit.model_copy(update={"units": (unit,)}))(place, 0)
+        unit = commit.units[0].replace(save=SaveId(*oldest, 1).name)
+        return committed(tier, files, commit.replace(units=(unit,)))(place, 0)
 
     assert [covered(step) for step in (4, 5, 6, 8)] == [False, False, True, True]
     assert not committed(tier, files, None)(place, 0)

@@ -119,7 +119,7 @@ def test_a_payload_that_is_gone_is_told(tier: Tier) -> None:
 
 def test_a_record_for_a_later_release_says_so(tier: Tier) -> None:
     kept(tier)
-    record = record_of(SAVE, 0, 1).model_copy(update={"reader": READER + 1})
+    record = record_of(SAVE, 0, 1).replace(reader=READER + 1)
     replaced(tier, record)
     with pytest.raises(NewerFormatError):
         parse_record(to_bytes(record), "it")
@@ -197,7 +197,7 @@ def test_two_nodes_that_tell_of_other_bytes_of_one_rank_do_not_make_a_version(ti
 def test_two_heads_do_not_make_a_version(tier: Tier) -> None:
     kept(tier)
     share = rank_share(scan_node(tier).versions[SAVE])
-    other = to_bytes(head_of(SAVE, 1).model_copy(update={"policy": "another"}))
+    other = to_bytes(head_of(SAVE, 1).replace(policy="another"))
     with pytest.raises(DamagedError, match="two heads"):
         assemble_version(SAVE, [share, RankShare({}, other)], scan_node(tier))
 
