@@ -19,7 +19,7 @@ _UNSETTLED = 64  # the newest entries are serialized again each time: callbacks 
 class TrainingLength:
     """The length of a training."""
 
-    epochs: float  # epochs asked for
+    epochs: float  # epochs asked for, or that the steps asked for take
     steps: int  # total steps
     beyond: int  # a step that no epoch reaches
 

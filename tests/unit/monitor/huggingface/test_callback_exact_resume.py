@@ -176,6 +176,44 @@ def test_the_order_of_the_data_continues(tmp_path: Path, arguments: dict[str, An
     Runs(tmp_path, **arguments).require_alike(every, broken_at, broken_at - broken_at % every or every)
 
 
+class Stopping(TrainerCallback):
+    """Ends the training after a step, as EarlyStoppingCallback does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == self.step
+
+
+CONSTANT = {"lr_scheduler_type": "constant"}  # no schedule has the total number of steps in it
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stopped", "last"),
+    others_slow(
+        [
+            pytest.param({}, {}, 9, id="in an epoch"),
+            pytest.param({}, {"max_steps": 9}, 9, id="by max_steps"),
+            pytest.param({}, {}, 14, id="between two epochs"),
+            pytest.param({"accelerator_config": {"use_seedable_sampler": False}}, {}, 9, id="torch's own sampler"),
+            pytest.param(GROUPED, {"max_steps": 14}, 14, id="by max_steps between two epochs, grouped by length"),
+        ]
+    ),
+)
+def test_a_training_that_was_stopped_continues(
+    tmp_path: Path, arguments: dict[str, Any], stopped: dict[str, Any], last: int
+) -> None:
+    runs = Runs(tmp_path, **CONSTANT, **arguments)
+    straight, settings = runs.straight(), {**runs.settings, "every": 100}
+    first = Runs(tmp_path, **CONSTANT, **arguments, **stopped)
+    first.trainer("stopped", 1, monitor.CheckpointCallback(settings), Stopping(last)).train()
+    trainer = runs.trainer("stopped", 2, monitor.CheckpointCallback(settings))
+    trainer.train(resume_from_checkpoint=monitor.resume_path(settings))
+    assert trainer.losses == {step: loss for step, loss in straight.losses.items() if step >= last}
+    assert trainer.state.global_step == straight.state.global_step == 21
+
+
 @pytest.mark.slow
 def test_an_unknown_place_in_a_later_pass_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     Runs(tmp_path, data=Stream(), max_steps=8).resumed(every=3, broken_at=7)
