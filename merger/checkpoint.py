@@ -37,7 +37,7 @@ class RankState:
 
     rng: Any
     user: Any
-    own: tuple[str, ...] = ()  # state that no output holds: extra state of modules, buffers in which ranks differ
+    own: tuple[str, ...] = ()  # state that no output holds: extra state of modules
     objects: Any = None  # [name, class] of each of the user's objects, where known
 
 
@@ -224,14 +224,12 @@ def read_run_states(files: Files, parts: Mapping[int, PartRecord]) -> RunStates 
             "Another program wrote it; merge a save that Driftpoint wrote"
         )
     differing = dict.fromkeys(name for tree in trees.values() for name in tree.get("rank_buffers") or ())
-    scalars = [name for name in differing if "/" in name]
     problems = (
-        [f"the ranks had different optimizer state, {listed(scalars)}: the first rank's is taken"] if scalars else []
+        (f"the ranks had different values of {listed(differing)}: the first rank's are taken",) if differing else ()
     )
     ranks = {}
     for rank, tree in trees.items():
-        modules = (f"the extra state of module {name!r}" for name in tree.get("modules") or ())
-        held = (*modules, *(f"the values of buffer {name!r} on each rank" for name in differing if name not in scalars))
+        held = tuple(f"the extra state of module {name!r}" for name in tree.get("modules") or ())
         ranks[rank] = RankState(tree.get("rng"), tree.get("user"), held, tree.get("objects"))
     return RunStates(framework, ranks, trees[0].get("client_state") or {}, tuple(problems))
 

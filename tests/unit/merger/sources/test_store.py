@@ -32,6 +32,16 @@ def test_the_newest_commit_with_each_unit_at_its_own_version(store: PlainStore) 
     assert [found.run_states[rank].user[0]["rank"] for rank in (0, 1)] == [0, 1]
 
 
+def test_what_the_ranks_had_for_themselves_is_a_problem(store: PlainStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint of another layout holds one rank's buffers."""
+    own, made = {"rank_buffers": ["norm.running_mean", "head.weight/step"]}, store.run_state
+    monkeypatch.setattr(store, "run_state", lambda step, rank: {**made(step, rank), **own})
+    store.save(10)
+    found = checkpoint(store)
+    named = "the ranks had different values of norm.running_mean, head.weight/step: the first rank's are taken"
+    assert named in found.certificate.problems and not found.certificate.exact
+
+
 def test_the_plan_says_what_is_read_and_written(store: PlainStore) -> None:
     store.save(10)
     request = Request(store.root)
@@ -74,8 +84,8 @@ def test_a_hole_names_the_parameter(store: PlainStore, monkeypatch: pytest.Monke
 
     def with_a_larger_tensor(*args: object) -> ManifestRecord:
         manifest = make(*args)  # type: ignore[arg-type]
-        larger = manifest.tensors["layers.1.weight"].model_copy(update={"shape": (70,)})
-        return manifest.model_copy(update={"tensors": {**manifest.tensors, "layers.1.weight": larger}})
+        larger = manifest.tensors["layers.1.weight"].replace(shape=(70,))
+        return manifest.replace(tensors={**manifest.tensors, "layers.1.weight": larger})
 
     monkeypatch.setattr(store, "_manifest", with_a_larger_tensor)
     store.save(10)
@@ -89,7 +99,7 @@ def test_a_slot_that_is_not_there_at_all_is_a_hole(store: PlainStore, monkeypatc
     def without_weights(*args: object) -> ManifestRecord:
         manifest = make(*args)  # type: ignore[arg-type]
         lost = Unit("norm", "fp32")
-        return manifest.model_copy(update={"units": tuple(unit for unit in manifest.units if unit.unit != lost)})
+        return manifest.replace(units=tuple(unit for unit in manifest.units if unit.unit != lost))
 
     monkeypatch.setattr(store, "_manifest", without_weights)
     store.save(10)
