@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from merger.checkpoint import SLOT_OF_KIND, Checkpoint, refuse_weights_only
+from merger.checkpoint import SLOT_OF_KIND, Checkpoint
 from merger.io.blocks import Damage
 from merger.io.output_dir import SourceUse
 from merger.recipe.certificate import Part, composite_certificate, held_slots, unvouched_tensors
@@ -43,9 +43,7 @@ class Assembly:
 def assemble(sources: OpenSources, flaws: Set[Damage], *, weights_only: bool) -> Assembly:
     """Find each source's checkpoint, choose, compare, compose. Returns errors instead of raising them."""
     recipe = sources.recipe
-    found, missing = sources.parts(flaws)
-    for part in () if weights_only else found.values():
-        refuse_weights_only(part.checkpoint)
+    found, missing = sources.parts(flaws, weights_only=weights_only)
     uses = tuple(_use(sources, name, part.checkpoint) for name, part in found.items())
     errors = [*sources.errors, *missing]
     if not found:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from merger.checkpoint import Checkpoint
+from merger.checkpoint import Checkpoint, refuse_weights_only
 from merger.io.blocks import Damage
 from merger.recipe.certificate import Part
 from merger.recipe.model import Recipe
@@ -23,6 +23,7 @@ from store.errors import (
     NoStoreError,
     NothingToResumeError,
     StorageError,
+    UnsupportedError,
     UsageError,
 )
 from store.location import is_url
@@ -42,18 +43,20 @@ class OpenSource:
     step: int | str | None
     source: Source
 
-    def part(self, flaws: Set[Damage]) -> Part:
+    def part(self, flaws: Set[Damage], *, weights_only: bool) -> Part:
         """Return the checkpoint meant. UsageError for a step that does not exist; raises what the source raises."""
-        checkpoint, place = self._checkpoint(flaws), str(self.path.resolve())
+        checkpoint, place = self._checkpoint(flaws, weights_only), str(self.path.resolve())
         # A save's name identifies a version within a store; a foreign checkpoint is comparable only to itself.
         return Part(checkpoint, place if self.source.kind == "store" else f"{place}#{checkpoint.origin}", self.name)
 
-    def _checkpoint(self, flaws: Set[Damage]) -> Checkpoint:
+    def _checkpoint(self, flaws: Set[Damage], weights_only: bool) -> Checkpoint:
         passed: list[str] = []
         for step in self._candidates():
             try:
                 found = self.source.checkpoint(step, flaws)
-            except (MergeError, DamagedError, StorageError) as error:
+                if not weights_only:
+                    refuse_weights_only(found)
+            except (MergeError, DamagedError, StorageError, UnsupportedError) as error:
                 if step == self.step:
                     raise
                 passed.append(f"step {step}: {error}")
@@ -93,13 +96,13 @@ class OpenSources:
     by_name: dict[str, OpenSource]
     errors: tuple[DriftpointError, ...]
 
-    def parts(self, flaws: Set[Damage]) -> tuple[dict[str, Part], list[DriftpointError]]:
+    def parts(self, flaws: Set[Damage], *, weights_only: bool) -> tuple[dict[str, Part], list[DriftpointError]]:
         """Return the checkpoints, and the errors of those that are missing."""
         parts: dict[str, Part] = {}
         errors: list[DriftpointError] = []
         for name, one in self.by_name.items():
             try:
-                parts[name] = one.part(flaws)
+                parts[name] = one.part(flaws, weights_only=weights_only)
             except DriftpointError as error:
                 errors.append(_with_source_name(self.recipe, name, error))
         return parts, errors

@@ -69,6 +69,13 @@ def test_nothing_takes_it_for_a_training_state(here: Here, store: PlainStore, tm
     assert here("show", store.root, 15).code == UsageError.exit_code
 
 
+def test_a_bound_passes_over_it_where_more_is_needed(here: Here, store: PlainStore, tmp_path: Path) -> None:
+    store.prove(SaveId(10, 1))
+    age(store)
+    answer = here("merge", store.root, "--step", "<= 30", "--out", tmp_path / "out", "--json").json
+    assert answer["certificate"]["save"] == "00000010-000001"
+
+
 def test_an_unknown_step_is_refused_with_the_known_ones_newest_first(
     here: Here, store: PlainStore, tmp_path: Path
 ) -> None:
