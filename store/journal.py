@@ -16,13 +16,11 @@ from store.commit import Expected, wait_for_group
 from store.errors import DamagedError, SaveError, StorageError
 from store.fragments import FragmentIndex, Source
 from store.names import JOURNAL, SEGMENTS, SaveId, group_by_key, parse_save_dir, segment_dir
-from store.schema import GroupRecord, PartRecord, digest
+from store.schema import GroupRecord, PartRecord
 from store.segment import read_part
 from store.session import require_newest
 from store.storage.atomic import remove_all
 from store.storage.local import Files, list_or_empty
-
-PLAN = digest(b"journal")  # in the parts of all records
 
 CONTINUES = "continues"  # key in the facts of a record: names of the state before it
 STEPPED = "journal"  # key in its run state: what the optimizers had before the step
@@ -100,7 +98,7 @@ def _first(journal: Catalog, saves: Collection[SaveId], names: frozenset[str] = 
             continues = frozenset(map(str, first.facts.get(CONTINUES, ())))
             if names and names.isdisjoint(continues):
                 continue
-            expected = Expected(journal.store_id, save, first.world_size, PLAN)
+            expected = Expected(journal.store_id, save, first.world_size, first.plan)
             return JournalStep(save, wait_for_group(journal.files, expected, 0.0).record, continues)
         except (DamagedError, SaveError, StorageError):  # torn, damaged or being written: as if it were not there
             continue

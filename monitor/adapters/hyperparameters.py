@@ -10,6 +10,7 @@ from functools import partial, reduce
 from types import FunctionType, MethodType
 from typing import Any, Final, Literal, NamedTuple
 
+import numpy as np
 import torch
 
 from monitor.adapters.base import LiveValue
@@ -22,6 +23,8 @@ IMPLEMENTATION: Final = frozenset({"foreach", "fused", "capturable", "differenti
 """Hyperparameters that choose an implementation of the same step: a load keeps them as configured."""
 
 _LIVE = IMPLEMENTATION | {"param_names"}  # what a load keeps; names belong to the live grouping
+
+_OWN = _LIVE | {"params"}  # what a rank may have for itself
 
 _CYCLED = frozenset({"betas", "momentum"})  # what OneCycleLR and CyclicLR move besides the learning rate
 _NOT_COMPARED = frozenset({"initial_lr", "param_names"})  # the first is compared as ``lr``
@@ -87,6 +90,22 @@ _DERIVED = frozenset({"base_lrs", "_last_lr", "_schedule_phases"})  # in a sched
 def constructed(framework: Mapping[str, Any]) -> Hyperparameters:
     """Return the hyperparameters in a framework's run state of before training; ``lr`` as no scheduler had moved it."""
     return {fqn: _unmoved(group["hyper"]) for group in framework["param_groups"] for fqn in group["params"]}
+
+
+def hyperparameters_digest(groups: Iterable[Mapping[str, Any]]) -> str:
+    """Return a digest of what a load restores into param groups, as far as :func:`host_number` tells."""
+    return digest(
+        repr([[(key, host_number(group[key])) for key in sorted(group.keys() - _OWN)] for group in groups]).encode()
+    )
+
+
+def host_number(value: Any) -> Any:
+    """Return numbers as floats, and texts. None for others, and for tensors on a device, since reading one waits."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist() if value.device.type == "cpu" else None
+    if isinstance(value, list | tuple):
+        return list(map(host_number, value))
+    return float(value) if isinstance(value, int | float | np.generic) else value if isinstance(value, str) else None
 
 
 def _of_group(values: Hyperparameters, group: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -153,7 +153,7 @@ class SnapshotManifest:
     def plan(self, save: SaveId) -> str:
         """Return a digest that is equal on ranks that keep the same units of the same save."""
         units = [[unit.layer, unit.slot] for unit in self._job.table.sizes if unit.slot != FROZEN]
-        return digest(seal([save.name, "memory", units]))
+        return digest(seal([save.name, "memory", units, self._saver.checker.mark]))
 
     def manifest(self, save: SaveId, store_id: str, more: Sequence[str] = ()) -> Callable[[], ManifestRecord]:
         """Return a function that builds the manifest in any thread, of what is known now.
@@ -171,7 +171,11 @@ class SnapshotManifest:
             sizes=sizes,
             groups=ledger.groups,
         )
-        return partial(_manifest, draft, tuple(dict.fromkeys((*ledger.differs, *self._saver.differs, *more))))
+        return partial(
+            _manifest,
+            draft,
+            tuple(dict.fromkeys((*ledger.differs, *self._saver.checker.differs, *self._saver.checker.unlike, *more))),
+        )
 
     def _committed(self, unit: Unit) -> bool:
         version = self._job.ledger.versions.get(unit)

@@ -32,8 +32,9 @@ from monitor.save.store_session import StoreSession
 from monitor.types import DecisionResult
 from store.certificate import Certificate
 from store.errors import UnsupportedError, UsageError
-from store.journal import CONTINUES, KIND, PLAN, SAMPLE, STEPPED, prune_journal
+from store.journal import CONTINUES, KIND, SAMPLE, STEPPED, prune_journal
 from store.names import BUFFER, FROZEN, JOURNAL, SEGMENTS, Fragment, SaveId, Unit, segment_dir
+from store.schema import digest
 from store.segment import SegmentDraft, write_segment
 from store.session import require_present
 from store.storage.atomic import ensure_dir
@@ -251,7 +252,8 @@ class JournaledSaver(Saver):
         facts = {CONTINUES: sorted(names)} if rank == 0 else {}
         store_id, size = self._session.catalog.store_id, self._group.world_size
         level = 1 if job.config.packing == "auto" else None if job.config.packing == "none" else job.config.packing
-        draft, records = SegmentDraft(store_id, save, rank, size, PLAN, (), None, (), facts), job.table.tensor_records()
+        plan, records = digest(f"journal {self.checker.mark}".encode()), job.table.tensor_records()
+        draft = SegmentDraft(store_id, save, rank, size, plan, (), None, (), facts)
 
         def write() -> None:
             if copied is not None:

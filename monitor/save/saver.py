@@ -24,7 +24,7 @@ from monitor.save import save_task
 from monitor.save.async_copy import CopyTiming, UnfinishedCopy, WaveCopy
 from monitor.save.encode import Packer, SavePacking, StagedUnit, encoded_bytes
 from monitor.save.save_task import CommitPlan, Finish, SaveResult, SaveTask
-from monitor.save.self_check import SelfChecker
+from monitor.save.self_check import SelfChecker, Trained
 from monitor.save.staging import Stager
 from monitor.save.store_session import StoreSession
 from monitor.types import Chosen, DecisionResult, SaveStatus, newest_text
@@ -63,7 +63,7 @@ class _RankStatus(NamedTuple):
     trouble: bool
     back: bool
     buffers: int  # hash of the persistent buffers
-    rates: int  # likewise
+    trained: Trained
     outcome: _Outcome | None  # on rank 0
     proposed: Chosen | None  # on rank 0, what it chose for the next save
 
@@ -101,7 +101,7 @@ class Saver:
         self._renewing, self._back, self._stepped = not session.claimed, False, 0
         self._failure: str | None = None
         self._buffers: Sequence[int] = ()  # of all ranks, hashes at the last :meth:`settle`
-        self._checker = SelfChecker(job)
+        self.checker = SelfChecker(job)
         self.dropped: tuple[Unit, ...] = ()  # units with NaN or Inf, left out of the save settled last; on all ranks
         self.changed_at: int | None = None  # step of the last save whose state changed under it; on all ranks
         self._copies = UnfinishedCopy(job.adapter, job.listeners.on_copy_wait)
@@ -129,11 +129,6 @@ class Saver:
     def keep_buffers(self) -> None:
         """Keep buffers from now on: no memory is lent any more."""
         self._stager.keeps = True
-
-    @property
-    def differs(self) -> tuple[str, ...]:
-        """State of this rank that does not come back from a save, as the self-check found."""
-        return self._checker.differs
 
     def reserve(self, local: Mapping[Unit, LocalUnit]) -> None:
         """Allocate the staging buffers. Raises SaveError if there is not enough memory."""
@@ -176,6 +171,7 @@ class Saver:
         self._packer.reset()
         self._stepped, self.changed_at, self.dropped = 0, None, ()
         self._notes = () if certificate.exact else (AS_RESUMED,)
+        self.checker.resumed()
 
     def _updated(self) -> None:
         self._notes = ()
@@ -204,14 +200,14 @@ class Saver:
             trouble=trouble,
             back=self._back,
             buffers=self._job.rank_buffers.note(),
-            rates=self._checker.rates(),
+            trained=self.checker.trained(),
             outcome=self._outcome_of(pending, done) if pending and done and rank0 else None,
             proposed=propose() if rank0 and (pending is None or done) and not (changed or trouble) else None,
         )
         ranks = self._group.all_gather(status)
         self._renewing, self._back = self._renewing or any(one.back for one in ranks), False
         self._buffers = [one.buffers for one in ranks]
-        self._checker.compare_rates(one.rates for one in ranks)
+        self.checker.compare_trained([one.trained for one in ranks])
         changed, unsupported = any(one.changed for one in ranks), any(one.trouble for one in ranks)
         if pending is not None and any(one.torn for one in ranks):
             self.changed_at = pending.save.step
@@ -273,7 +269,7 @@ class Saver:
         self._highest_step = max(step, self._highest_step)
         save = SaveId(step, self._session.epoch)
         self._job.rank_buffers.compare(self._buffers)
-        self._checker.compare_ranks()
+        self.checker.compare_ranks()
         staged, copying, failure = self._stager.stage_all(decided, local, lent, self.copy_timing)
         self._copies.set(copying)  # now: the next change of state completes them, even if an error follows
         plan = None
@@ -282,9 +278,9 @@ class Saver:
             first = self._job.ledger.newest is None
             self._listeners.on_save_begin(SaveBeginEvent(step, decided, self._job.table.sizes, first))
         segment, finish, error = self._segment(save, decided)
-        check = self._checker.begin(save, [local[unit] for unit in decided.saved if unit in local])
+        check = self.checker.begin(save, [local[unit] for unit in decided.saved if unit in local])
         packing = self._packing(save, staged, decided)
-        rest = failure or error, check, self._notes, self._mover.submit, self.owner
+        rest = failure or error, check, (*self._notes, *self.checker.unlike), self._mover.submit, self.owner
         task = SaveTask(self._session.files, segment, finish, staged, copying, self._meter, packing, plan, *rest)
         for unit in staged:
             if unit.measure is not None and encoding_named(unit.encoding).lossless:
@@ -300,7 +296,7 @@ class Saver:
         if check is not None:
             self.upkeep(lambda: save_task.check_after_commit(task), f"the self-check of step {step}")
         if decided.preempted:
-            self._checker.stop()
+            self.checker.stop()
         else:
             self.upkeep(partial(self._consolidate, task), "moving memory to huge pages")
         if isinstance(copying, WaveCopy) and not (copying.lazy or decided.preempted):  # then the save is waited for
@@ -407,7 +403,7 @@ class Saver:
                 message = f"{what} failed: {done.error}"
                 self._listeners.on_background_failure(BackgroundFailureEvent("upkeep", message, done.error))
             self._upkeep.pop(done.number, None)
-        self._checker.collect()
+        self.checker.collect()
 
     def _outcome_of(self, pending: _Pending, done: TaskResult[SaveResult | None]) -> _Outcome:
         """Return what rank 0 tells the others of its finished save."""
@@ -430,7 +426,7 @@ class Saver:
         self._stager.unstage_all(task.staged)
         self._job.table.lost -= moved_units
         if not outcome.committed:
-            self._checker.repeat()
+            self.checker.repeat()
         if not outcome.committed and not outcome.attempted and not isinstance(done.error, errors.ExistsError):
             remove = partial(save_task.discard, task.files, pending.save, self._group.rank)
             self.upkeep(remove, f"removing the files of the failed save {pending.save.name}")
@@ -470,10 +466,10 @@ class Saver:
 
         Such an error does not stop training: the save fails and is reported like any other."""
         units = [[unit.layer, unit.slot, choice.encoding] for unit, choice in decided.saved.items()]
-        plan, differs = digest(seal([save.name, units])), self._checker.differs
+        plan, differs = digest(seal([save.name, units])), self.checker.differs
         segment = save_task.empty_segment(self._job, self._session.catalog.store_id, save, plan, differs)
         try:
-            return *save_task.begin_run_state(segment, self._job, self._checker.describe), None
+            return *save_task.begin_run_state(segment, self._job, self.checker.describe), None
         except errors.UsageError as error:
             return segment, replace, error
         except Exception as error:  # noqa: BLE001 - the edge to the user's own objects: kept as the save's failure

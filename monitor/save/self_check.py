@@ -14,16 +14,18 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import nn
 
 from monitor.adapters.base import Adapter, LiveValue
+from monitor.adapters.hyperparameters import host_number, hyperparameters_digest
 from monitor.adapters.module_tensors import bits_of, compare_hashes, compare_shards, dtype_name
 from monitor.context import JobContext
 from monitor.events import BackgroundFailureEvent
+from monitor.ledger import UNLIKE
 from monitor.observe.units import LocalUnit
 from monitor.run_state import CapturedState, from_tree
 from monitor.save.encode import StagedUnit
@@ -329,6 +331,14 @@ class _Bases:
         return Source(source.part, source.entry, base)
 
 
+class Trained(NamedTuple):
+    """What a rank tells of its updates."""
+
+    stage: str  # digest of the names of its parameters in a pipeline
+    hyperparameters: str  # digest of those of now
+    history: int  # hash of the learning rates of its updates
+
+
 class SelfChecker:
     """Decides when a save of this rank is checked, and keeps what the last check found."""
 
@@ -345,17 +355,44 @@ class SelfChecker:
         self._current: SelfCheck | None = None
         self.differs: tuple[str, ...] = ()  # what the last check found; recorded with every save that is not checked
         self._shown: Sequence[str] = ()  # those among them that only reading back shows
+        self.unlike: tuple[str, ...] = ()  # why no save is exact now, and none in memory; the same on all ranks
+        self._history = 0  # hash of the learning rates of all updates since the ranks were compared
+        job.adapter.before_update(self._updated)
 
-    def rates(self) -> int:
-        """Return a hash of the learning rates of this rank; the ranks that train one model have it in common."""
-        groups = [group for one in self._job.adapter.optimizers() for group in one.param_groups]
-        numbers = (rate for group in groups if isinstance(rate := group.get("lr"), float))
-        return hash(tuple(numbers)) if len(self._job.adapter.leaders) == 1 else 0
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        return (group for one in self._job.adapter.optimizers() for group in one.param_groups)
 
-    def compare_rates(self, rates: Iterable[int]) -> None:
-        """Compare the ranks anew at the next save if their learning rates are not the same. The same on all ranks."""
-        if len(set(rates)) > 1 and not self._apart:
+    def _updated(self) -> None:
+        rates = (host_number(group.get("lr")) for group in self._groups())
+        self._history = hash(
+            (self._history, *(rate for rate in rates if isinstance(rate, float) and not math.isnan(rate)))
+        )
+
+    @property
+    def mark(self) -> str:
+        """What parts of one version in memory, or of the journal, have in common; "" in a pipeline."""
+        return "" if len(self._job.adapter.leaders) > 1 else f"{hyperparameters_digest(self._groups())} {self._history}"
+
+    def trained(self) -> Trained:
+        """Return what the ranks that train the same parameters have in common."""
+        job = self._job
+        stage = digest(repr(list(job.adapter.local)).encode()) if job.adapter.local is not None else ""
+        return Trained(stage, hyperparameters_digest(self._groups()), self._history)
+
+    def compare_trained(self, ranks: Sequence[Trained]) -> None:
+        """Compare the ranks anew at the next save if their updates were not alike. The same on all ranks."""
+        if len({(one.stage, one.hyperparameters) for one in ranks}) > len({one.stage for one in ranks}):
+            if not self.unlike and self._job.group.rank == 0:
+                _log.error("%s, so commits are not exact until they are alike", UNLIKE)
+            self.unlike = (UNLIKE,)
+            return
+        self.unlike = ()
+        if len({(one.stage, one.history) for one in ranks}) > len({one.stage for one in ranks}) and not self._apart:
             self._sizes = None
+
+    def resumed(self) -> None:
+        """Compare the ranks anew at the next save: a resume gave all the same state."""
+        self._sizes, self._apart, self._history = None, False, 0
 
     def compare_ranks(self) -> None:
         """Compare what several ranks hold whole, if the units changed; else do nothing. Collective."""
@@ -363,7 +400,7 @@ class SelfChecker:
         whole, shards = dict[str, int](), dict[Fragment, int]()
         if not job.config.self_check or (self._sizes,) == (job.table.sizes,):
             return
-        self._sizes, self._changed, self._unequal = job.table.sizes, True, []
+        self._sizes, self._changed, self._unequal, self._history = job.table.sizes, True, [], 0
         try:
             numels = {fqn: math.prod(info.shape) for fqn, info in job.adapter.tensors().items()}
             for one, tensor, _ in job.adapter.held() if job.group.world_size > 1 else ():

@@ -191,7 +191,7 @@ def note_difference(ckpt: monitor.Checkpointer, text: str) -> None:
     ckpt.flush()
     saver = saver_of(ckpt)
     saver._collect()
-    saver._checker.differs = saver._checker._shown = (text,)
+    saver.checker.differs = saver.checker._shown = (text,)
 
 
 def listen(ckpt: monitor.Checkpointer, listener: _Listener) -> _Listener:

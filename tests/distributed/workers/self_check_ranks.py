@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import monitor
 from store.names import SaveId
+from tests.support.internals import abandon, wait_for_snapshot
 
 
 class Tagged(torch.Tensor):
@@ -57,15 +58,15 @@ def left_over_on_one_rank(s: Scenario) -> None:
 class Replicated:
     """Two layers in DistributedDataParallel, which synchronizes the second alone if the first is ``frozen`` then."""
 
-    def __init__(self, s: Scenario, frozen: bool) -> None:
+    def __init__(self, s: Scenario, frozen: bool, **more: Any) -> None:
         torch.manual_seed(3)
         self.model = nn.Sequential(nn.Linear(6, 40), nn.Linear(40, 2))
         self.model[0].requires_grad_(not frozen)
         wrapped = DistributedDataParallel(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        settings = {"store": str(s.store), "every": 1, "metrics": {"enabled": False}}
+        settings = {"store": str(s.store), "every": 1, "metrics": {"enabled": False}, **more}
         self.ckpt = monitor.attach((wrapped, self.optimizer), settings)
-        self.ckpt.resume()
+        self.resumed = self.ckpt.resume()
         self._wrapped, self._batches = wrapped, torch.Generator().manual_seed(10 + rank())
 
     def update(self) -> None:
@@ -73,17 +74,24 @@ class Replicated:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def save(self) -> None:
+        self.ckpt.step()
+        self.ckpt.flush()
+
     def steps(self, count: int) -> None:
         for _ in range(count):
             self.update()
-            self.ckpt.step()
-            self.ckpt.flush()
+            self.save()
+
+    def own(self, value: Any, name: str = "lr") -> None:
+        """Give this rank another hyperparameter."""
+        self.optimizer.param_groups[0][name] = value
 
     def end(self, s: Scenario) -> None:
         """Record what each commit says, and what a resume of the last one says."""
         self.ckpt.close()
         dist.barrier()
-        for save in s.catalog().saves():
+        for save in reversed(s.catalog().saves()):
             s.tell("manifest", step=save.step, differs=list(s.catalog().manifest(save).differs))
         other = Replicated(s, frozen=False)
         assert other.ckpt.certificate is not None
@@ -127,9 +135,84 @@ def other_rates(s: Scenario) -> None:
     """From its third step on, each rank steps at a rate of its own."""
     job = Replicated(s, frozen=False)
     job.steps(2)
-    job.optimizer.param_groups[0]["lr"] = 0.01 / (1 + rank())
+    job.own(0.01 / (1 + rank()))
     job.steps(2)
     job.end(s)
+
+
+def other_rate_of_one_step(s: Scenario) -> None:
+    """As ReduceLROnPlateau does with each rank's own loss, where one rank finds its plateau a step later."""
+    job = Replicated(s, frozen=False)
+    job.steps(1)
+    job.own(0.01 / (1 + rank()))
+    job.update()
+    job.own(0.005)
+    job.save()
+    job.steps(1)
+    job.end(s)
+
+
+def other_rate_of_the_next_step(s: Scenario) -> None:
+    """The weights are alike, and a save holds one rank's rate."""
+    job = Replicated(s, frozen=False)
+    job.update()
+    job.own(torch.tensor(0.01 / (1 + rank())))
+    job.save()
+    job.own(0.01)
+    job.steps(1)
+    job.end(s)
+
+
+def other_decay(s: Scenario) -> None:
+    job = Replicated(s, frozen=False)
+    job.update()
+    job.own(rank(), "weight_decay")
+    job.save()
+    job.end(s)
+
+
+def gone_back(s: Scenario) -> None:
+    """Ranks that came apart are alike after a resume in the same processes."""
+    job = Replicated(s, frozen=False)
+    job.steps(1)
+    job.own(0.01 / (1 + rank()))
+    job.steps(1)
+    assert job.ckpt.resume(step=1) == 1
+    job.steps(1)
+    job.end(s)
+
+
+def in_memory(s: Scenario) -> None:
+    """Of versions in memory, none is resumed from ranks that had come apart."""
+    shared = s.store.parent / "shm"
+    shared.mkdir(exist_ok=True)
+    _until_they_came_apart(s, memory={"enabled": True, "every": 1, "path": str(shared)})
+
+
+def in_the_journal(s: Scenario) -> None:
+    """Nor does the journal lead there."""
+    _until_they_came_apart(s, journal={"enabled": True})
+
+
+def _until_they_came_apart(s: Scenario, **settings: Any) -> None:
+    job = Replicated(s, frozen=False, every=3, **settings)
+    for step in range(1, 6):
+        if step == 5:
+            weights = [parameter.detach().clone() for parameter in job.model.parameters()]
+            job.own(0.01 / (1 + rank()))
+        job.steps(1)
+        if "memory" in settings:
+            wait_for_snapshot(job.ckpt)
+    if "memory" in settings:
+        abandon(job.ckpt)
+    else:
+        job.ckpt.close(save=False)
+    dist.barrier()
+    other = Replicated(s, frozen=False, every=3, **settings)
+    assert other.ckpt.certificate is not None
+    alike = all(map(torch.equal, weights, other.model.parameters()))
+    s.tell("back", step=other.resumed, exact=other.ckpt.certificate.exact, alike=alike)
+    other.ckpt.close(save=False)
 
 
 SCENARIOS = (
@@ -140,6 +223,12 @@ SCENARIOS = (
     unfrozen_later,
     other_moments,
     other_rates,
+    other_rate_of_one_step,
+    other_rate_of_the_next_step,
+    other_decay,
+    gone_back,
+    in_memory,
+    in_the_journal,
 )
 
 
