@@ -111,6 +111,7 @@ def seal_snapshot(version: Version) -> float:
         run_state=segment.run_state,
         run_tensors=tensors,
         facts=dict(segment.facts),
+        differs=segment.differs,
     )
     head = None if version.head is None else version.head()
     reader = 1 if head is None else head.reader
@@ -124,7 +125,7 @@ class SnapshotManifest:
     The saver knows of a commit before the ledger does, which advances at decisions only."""
 
     def __init__(self, job: JobContext, saver: Saver) -> None:
-        self._job, self._saver = job, saver
+        self._job, self.saver = job, saver
         self._frozen_versions: Any = None
         self._changed_at: dict[Unit, int] = {}
 
@@ -153,7 +154,7 @@ class SnapshotManifest:
     def plan(self, save: SaveId) -> str:
         """Return a digest that is equal on ranks that keep the same units of the same save."""
         units = [[unit.layer, unit.slot] for unit in self._job.table.sizes if unit.slot != FROZEN]
-        return digest(seal([save.name, "memory", units, self._saver.checker.mark]))
+        return digest(seal([save.name, "memory", units, self.saver.checker.mark]))
 
     def manifest(self, save: SaveId, store_id: str, more: Sequence[str] = ()) -> Callable[[], ManifestRecord]:
         """Return a function that builds the manifest in any thread, of what is known now.
@@ -165,17 +166,13 @@ class SnapshotManifest:
             save=save,
             world_size=job.group.world_size,
             commits=ledger.commits,
-            previous=self._saver.newest,
+            previous=self.saver.newest,
             find_kept=partial(ledger.kept, save.step, {}, sizes),
             saved={},
             sizes=sizes,
             groups=ledger.groups,
         )
-        return partial(
-            _manifest,
-            draft,
-            tuple(dict.fromkeys((*ledger.differs, *self._saver.checker.differs, *self._saver.checker.unlike, *more))),
-        )
+        return partial(_manifest, draft, tuple(dict.fromkeys((*ledger.differs, *more))))
 
     def _committed(self, unit: Unit) -> bool:
         version = self._job.ledger.versions.get(unit)
@@ -215,8 +212,8 @@ class SnapshotStager:
 
     def adopt(self, loan: "Loan", task: SaveTask) -> Version:
         """Return the snapshot of what a save staged in lent memory."""
-        differs = (*task.segment.differs, *task.notes)
-        segment = replace(task.segment, plan=self._manifest.plan(task.segment.save), differs=differs)
+        differs = dict.fromkeys((*task.segment.differs, *task.notes, *(task.check.found if task.check else ())))
+        segment = replace(task.segment, plan=self._manifest.plan(task.segment.save), differs=tuple(differs))
         return self._version(loan, segment, task.finish, task.copying, {})
 
     def stage(
@@ -226,7 +223,8 @@ class SnapshotStager:
 
         Raises StorageError, and any exception of the user's objects."""
         store_id, moving = self._session.catalog.store_id, _moving(local)
-        segment = empty_segment(self._job, store_id, save, self._manifest.plan(save))
+        checker, plan = self._manifest.saver.checker, self._manifest.plan(save)
+        segment = empty_segment(self._job, store_id, save, plan, (*checker.differs, *checker.unlike))
         segment, finish = begin_run_state(segment, self._job)
         if self._room.nbytes is None:
             segment, finish = finish(segment), lambda finished: finished

@@ -173,7 +173,8 @@ def assemble_version(save: SaveId, shares: Iterable[RankShare], node: NodeIndex)
         parts=parts_digest(parts[rank] for rank in sorted(parts)),
     )
     units = tuple(_as_held(unit, records.values()) if unit.save == save.name else unit for unit in head.units)
-    manifest = head.replace(groups={**head.groups, save.name: group}, units=units)
+    differs = dict.fromkeys((*head.differs, *(text for part in records.values() for text in part.differs)))
+    manifest = head.replace(groups={**head.groups, save.name: group}, units=units, differs=tuple(differs))
     local = {rank: held.payload for rank, held in node.versions.get(save, {}).items() if held.part == parts.get(rank)}
     return MemoryVersion(manifest, parts, records, local)
 

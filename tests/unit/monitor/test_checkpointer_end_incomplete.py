@@ -16,6 +16,7 @@ from monitor.events import SaveListener
 from store.catalog import open_catalog
 from store.certificate import certify
 from store.errors import SaveError, UnsupportedError
+from store.memory.layout import parse_record
 from store.resolve import resolve
 from store.storage.local import LocalFiles
 from tests.support.hooked import nothing
@@ -239,6 +240,20 @@ def test_what_a_self_check_found_stays_until_another_is_complete(tmp_path: Path)
     catalog = open_catalog(LocalFiles(tmp_path / "store"))
     exact = {save.step: certify(resolve(catalog, save)).exact for save in catalog.saves()}
     assert [exact[step] for step in (2, 3, 4)] == [False, False, True]
+
+
+def test_what_a_self_check_found_is_told_in_memory(tmp_path: Path) -> None:
+    (shared := tmp_path / "shm").mkdir()
+    found = "head.weight/fp32, F32, comes back with other values"
+    with job(tmp_path / "store", every=100, memory={"enabled": True, "every": 1, "path": str(shared)}) as one:
+        one.step()
+        one.ckpt.save(wait=True)  # of the frozen layers, which no version in memory holds
+        note_difference(one.ckpt, found)
+        one.step()
+        wait_for_snapshot(one.ckpt)
+        records = [parse_record(path.read_bytes(), "it") for path in shared.rglob("rank-00000.?.json")]
+    (record,) = [one for one in records if one.save.step == 2]
+    assert record.part.differs == (found,) == (record.head and record.head.differs)
 
 
 # ---- a branch that was left

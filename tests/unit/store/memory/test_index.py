@@ -194,6 +194,13 @@ def test_two_nodes_that_tell_of_other_bytes_of_one_rank_do_not_make_a_version(ti
         assemble_version(SAVE, [share, lying], scan_node(tier))
 
 
+def test_what_differs_on_any_rank_is_told_of_the_version(tier: Tier) -> None:
+    parts = {rank: to_bytes(part_of(SAVE, rank, 2).replace(differs=(f"of rank {rank}", "of all"))) for rank in (0, 1)}
+    head = to_bytes(head_of(SAVE, 2).replace(differs=("of rank 0", "of all")))
+    version = assemble_version(SAVE, [RankShare(parts, head)], scan_node(tier))
+    assert version.manifest.differs == ("of rank 0", "of all", "of rank 1")
+
+
 def test_two_heads_do_not_make_a_version(tier: Tier) -> None:
     kept(tier)
     share = rank_share(scan_node(tier).versions[SAVE])
