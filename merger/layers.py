@@ -45,8 +45,7 @@ class _Node:
         """Names of all tensors inside, with shapes if there are no child modules: equal for equal modules."""
         if not self.children:
             return frozenset(self.own.items())
-        begin = len(self.path) + 1
-        return frozenset(fqn[begin:] for fqn in self.fqns())
+        return frozenset(fqn[len(self.path) + 1 :] for fqn in self.fqns())
 
 
 def group_layers(shapes: Mapping[str, Sequence[int]]) -> tuple[Layer, ...]:

@@ -148,7 +148,6 @@ def staleness_of(record: schema.UnitRecord | None, step: int) -> int | None:
     return None if record is None or record.version.step > step else step - record.version.step
 
 
-@schema.without_gc()
 def build_manifest(draft: CommitDraft, group: Group) -> PreparedCommit:
     """Build the manifest that commits a complete segment group.
 

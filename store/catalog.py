@@ -47,7 +47,6 @@ class LoadedGroup:
     refused: bool = False  # storage refused a read (I/O error, too many open files), so missing parts may be whole
 
     @cached_property
-    @schema.without_gc()
     def by_unit(self) -> Mapping[Unit, tuple[tuple[schema.PartRecord, schema.Entry], ...]]:
         """Stored fragments of all whole parts by unit; cached, because a group may hold a million fragments."""
         stored = ((entry.unit, (part, entry)) for part in self.parts.values() for entry in part.entries)

@@ -12,7 +12,7 @@ import socket
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 from msgspec import Meta, Struct
@@ -144,15 +144,13 @@ def to_line(message: Message) -> bytes:
 
 def parse_client_message(line: bytes) -> ClientMessage:
     """Parse a line to the daemon. Raises DaemonError if it is invalid."""
-    found: ClientMessage = _parse(line, LINE_LIMIT, ClientMessage, "the client")
-    return found
+    return cast("ClientMessage", _parse(line, LINE_LIMIT, ClientMessage, "the client"))
 
 
 def parse_daemon_message(line: bytes) -> DaemonMessage:
     """Parse a line from the daemon. Raises DaemonError if it is invalid."""
     try:
-        found: DaemonMessage = _parse(line, ANSWER_LIMIT, DaemonMessage, "the daemon")
-        return found
+        return cast("DaemonMessage", _parse(line, ANSWER_LIMIT, DaemonMessage, "the daemon"))
     except DaemonError as error:
         raise DaemonError(f"the daemon's answer is invalid: {error}") from error
 

@@ -13,6 +13,8 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 import xxhash
+from msgspec import Struct
+from msgspec.structs import asdict
 
 from store.encoding import BF16, RAW, encoding_named, itemsize
 from store.encoding.compression import packed_bound
@@ -48,8 +50,7 @@ class StreamedData(Protocol):
 Data = bytes | bytearray | memoryview | StreamedData
 
 
-@dataclass(frozen=True)
-class Item:
+class Item(Struct, frozen=True, gc=False):
     """One tensor to write. ``data`` must not change until the write returns."""
 
     name: str
@@ -68,8 +69,7 @@ class Item:
         return isinstance(self.data, bytes | bytearray | memoryview) or self.data.exact
 
 
-@dataclass(frozen=True)
-class PayloadPiece:
+class PayloadPiece(Struct, frozen=True, gc=False):
     """Place of an item in the payload, and its hash."""
 
     offset: int
@@ -77,8 +77,7 @@ class PayloadPiece:
     xxh3_128: str
 
 
-@dataclass(frozen=True)
-class Payload:
+class Payload(Struct, frozen=True):
     """A written payload."""
 
     payload_bytes: int
@@ -185,17 +184,14 @@ def _stream(file: NewFile, item: Item) -> tuple[int, str]:
 
 
 def _pieces(data: Data) -> Iterable[memoryview]:
-    if not isinstance(data, bytes | bytearray | memoryview):
-        return data.pieces()
-    flat = as_bytes(data)
-    return (flat[start : start + _CHUNK] for start in range(0, len(flat), _CHUNK))
+    whole = (as_bytes(data),) if isinstance(data, bytes | bytearray | memoryview) else data.pieces()
+    return (piece[start : start + _CHUNK] for piece in whole for start in range(0, len(piece), _CHUNK))
 
 
 PART_LIMIT = 1 << 28  # largest part that is read, in bytes; enough for a million fragments
 
 
-@dataclass(frozen=True)
-class StagedFragment:
+class StagedFragment(Struct, frozen=True, gc=False):
     """A fragment ready to be written: constant encoded bytes, or bytes produced during the write."""
 
     layer: str
@@ -237,9 +233,8 @@ def write_segment(
         files.make_dir(segment_dir(draft.save))
     except MissingError:  # segments/ was deleted
         ensure_dir(files, segment_dir(draft.save))
-    with without_gc():
-        items = [entry_item(fragment, fragment.data) for fragment in draft.fragments]
-        items += [Item(f"run_state/{i}", leaf.dtype, leaf.shape, leaf.data) for i, leaf in enumerate(draft.run_leaves)]
+    items = [entry_item(fragment, fragment.data) for fragment in draft.fragments]
+    items += [Item(f"run_state/{i}", leaf.dtype, leaf.shape, leaf.data) for i, leaf in enumerate(draft.run_leaves)]
     payload = write_payload(files, payload_path(draft.save, draft.rank), items, lambda: measures.extend(measure()))
     part = _part(draft, payload, measures)
     data = to_bytes(part)
@@ -247,7 +242,6 @@ def write_segment(
     return part
 
 
-@without_gc()
 def _part(draft: SegmentDraft, payload: Payload, measures: Sequence[MeasureRecord]) -> PartRecord:
     placed = iter(payload.placed)
     return PartRecord(
@@ -263,7 +257,7 @@ def _part(draft: SegmentDraft, payload: Payload, measures: Sequence[MeasureRecor
         entries=tuple(_entry(f, next(placed)) for f in draft.fragments),
         measures=tuple(measures),
         run_state=draft.run_state,
-        run_tensors=tuple(StateTensor(dtype=t.dtype, shape=t.shape, **vars(next(placed))) for t in draft.run_leaves),
+        run_tensors=tuple(StateTensor(dtype=t.dtype, shape=t.shape, **asdict(next(placed))) for t in draft.run_leaves),
         facts=dict(draft.facts),
         differs=draft.differs,
     )
@@ -366,9 +360,9 @@ def entry_item(fragment: StagedFragment | Entry, data: Data) -> Item:
 def _entry(fragment: StagedFragment, placed: PayloadPiece) -> Entry:
     encoded = fragment.data if isinstance(fragment.data, EncodedEntry) else None
     return Entry(
-        **{name: value for name, value in vars(fragment).items() if name != "data"},
+        **{name: getattr(fragment, name) for name in StagedFragment.__struct_fields__ if name != "data"},
         packing=None if encoded is None or encoded.packing is None else PACKING,
         base=None if encoded is None else encoded.base,
         encoded_xxh3_128=None if encoded is None else encoded.encoded_xxh3_128(),
-        **vars(placed),
+        **asdict(placed),
     )

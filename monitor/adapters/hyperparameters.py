@@ -24,8 +24,6 @@ IMPLEMENTATION: Final = frozenset({"foreach", "fused", "capturable", "differenti
 
 _LIVE = IMPLEMENTATION | {"param_names"}  # what a load keeps; names belong to the live grouping
 
-_OWN = _LIVE | {"params"}  # what a rank may have for itself
-
 _CYCLED = frozenset({"betas", "momentum"})  # what OneCycleLR and CyclicLR move besides the learning rate
 _NOT_COMPARED = frozenset({"initial_lr", "param_names"})  # the first is compared as ``lr``
 _SCRIPTS = "the script's is used"
@@ -94,9 +92,10 @@ def constructed(framework: Mapping[str, Any]) -> Hyperparameters:
 
 def hyperparameters_digest(groups: Iterable[Mapping[str, Any]]) -> str:
     """Return a digest of what a load restores into param groups, as far as :func:`host_number` tells."""
-    return digest(
-        repr([[(key, host_number(group[key])) for key in sorted(group.keys() - _OWN)] for group in groups]).encode()
-    )
+    numbers = [
+        [(key, host_number(group[key])) for key in sorted(group.keys() - _LIVE - {"params"})] for group in groups
+    ]
+    return digest(repr(numbers).encode())
 
 
 def host_number(value: Any) -> Any:

@@ -138,8 +138,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
         The interval does not matter here: otherwise the steps since the newest commit would be saved nowhere."""
         if logs and "train_runtime" in logs:
-            ended = self._progress is not None and self._progress.at_epoch  # a callback may have stopped it before
-            self._report_step(state, at_epoch=ended)
+            self._report_step(state, at_epoch=self._progress is not None and self._progress.at_epoch)
             if self.checkpointer is not None:
                 try:
                     self.checkpointer.commit_last_step()

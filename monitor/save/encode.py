@@ -14,10 +14,11 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, pairwise
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
+from msgspec import Struct
 
 from monitor.adapters.module_tensors import as_bytes, dtype_name
 from monitor.observe.drift_meter import Signature
@@ -287,13 +288,12 @@ def encoded_bytes(unit: StagedUnit) -> int:
     )
 
 
-@dataclass(frozen=True)
-class UnitEncoding:
+class UnitEncoding(NamedTuple):
     """A unit's fragments on this rank, ready to be written. ``lost`` is complete once they are."""
 
     fragments: tuple[StagedFragment, ...]
     lossy: bool
-    lost: EncodingLoss = field(default_factory=EncodingLoss)
+    lost: EncodingLoss
 
 
 def encode_unit(
@@ -323,12 +323,26 @@ def encode_unit(
             chunks = partial(_raw_chunks, copy) if known.lossless else partial(_lossy_chunks, copy, known, lost)
             if chosen != encoding:  # the relative error of the unit is over all of its values
                 lost.decoded_sq += squared(copy)
-        source = EncodedEntry(encoding_named(chosen), fragment.numel, dtype_name(copy.dtype), chunks)
-        plain = chosen == RAW and not packing.active and not isinstance(staged, LateCopy)
-        data = as_bytes(copy) if plain else packing.packed(unit, fragment, source)
         region, dtype = fragment._asdict(), dtype_name(copy.dtype)
+        data: Data = RawBytes(copy)
+        if chosen != RAW or packing.active or isinstance(staged, LateCopy):
+            data = packing.packed(unit, fragment, EncodedEntry(encoding_named(chosen), fragment.numel, dtype, chunks))
         made.append(StagedFragment(layer=unit.layer, **region, dtype=dtype, encoding=chosen, data=data))
     return UnitEncoding(tuple(made), any(not encoding_named(one.encoding).lossless for one in made), lost)
+
+
+class RawBytes(Struct, frozen=True, gc=False):
+    """The bytes of a copy, as they are. They become an object of their own when they are written, and not before."""
+
+    copy: torch.Tensor
+    exact: ClassVar[bool] = True
+
+    @property
+    def nbytes(self) -> int:
+        return self.copy.numel() * self.copy.element_size()
+
+    def pieces(self) -> Iterable[memoryview]:
+        return (as_bytes(self.copy),)
 
 
 def applicable_encoding(encoding: str, copy: torch.Tensor) -> str:

@@ -12,7 +12,7 @@ hashes are checked before the segment gets its name. Other segments under the sa
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from store import errors, segment
@@ -29,8 +29,6 @@ from store.session import lock_holder, require_newest
 from store.storage.atomic import is_temporary
 from store.storage.local import Files, LocalFiles, list_or_empty
 from store.text import listed
-
-_STAGED = {field.name for field in fields(segment.StagedFragment)} - {"data"}
 
 
 @dataclass(frozen=True)
@@ -65,6 +63,7 @@ def write_share(files: Files, version: MemoryVersion, rank: int, checked: Callab
     payload = version.payloads.get(rank)
     if payload is None:
         raise errors.StorageError(f"rank {rank}'s memory is not on this node")
+    names = [name for name in segment.StagedFragment.__struct_fields__ if name != "data"]
     draft = segment.SegmentDraft(
         store_id=part.store_id,
         save=part.save,
@@ -72,14 +71,13 @@ def write_share(files: Files, version: MemoryVersion, rank: int, checked: Callab
         world_size=part.world_size,
         plan=part.plan,
         fragments=[
-            segment.StagedFragment(
-                **{name: getattr(entry, name) for name in _STAGED}, data=_Bytes(payload, entry, checked)
-            )
-            for entry in part.entries
+            segment.StagedFragment(**{name: getattr(one, name) for name in names}, data=_Bytes(payload, one, checked))
+            for one in part.entries
         ],
         run_state=part.run_state,
         run_leaves=[segment.Item("", one.dtype, one.shape, _Bytes(payload, one, checked)) for one in part.run_tensors],
         facts=part.facts,
+        differs=part.differs,
     )
     segment.write_segment(files, draft, lambda: part.measures)
 

@@ -17,6 +17,7 @@ PACKAGES = ("monitor", "policies", "store", "merger", "deploy")
 DECLARED = {
     "isal",
     "jinja2",
+    "msgspec",
     "numpy",
     "prometheus_client",
     "psutil",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import asdict
 from torch import nn
 
 import monitor
@@ -413,7 +414,7 @@ def test_fragments_of_one_tensor_in_two_dtypes_are_damaged(tmp_path: Path, dtype
     payload = write_payload(files, payload_path(save, 0), items)
     common: Any = {"layer": "l", "slot": WEIGHTS, "fqn": "w", "numel": numel, "encoding": RAW}
     entries = [
-        Entry(**common, start=at * numel, dtype=dtypes[at], **vars(one)) for at, one in enumerate(payload.placed)
+        Entry(**common, start=at * numel, dtype=dtypes[at], **asdict(one)) for at, one in enumerate(payload.placed)
     ]
     part: Any = SimpleNamespace(save=save, rank=0, header_bytes=payload.header_bytes)
     index = FragmentIndex(Source(part, entry) for entry in entries)
