@@ -29,6 +29,8 @@ _NOT_COMPARED = frozenset({"initial_lr", "param_names"})  # the first is compare
 _SCRIPTS = "the script's is used"
 _KEPT = "the store's is used; `resume: {hyperparameters: script}` takes the script's"
 _LONGEST = 80  # characters of a value in a message
+_PLAIN = frozenset({int, float, bool, str, type(None)})
+_FEW = 64  # elements of a value that are looked at while training waits
 
 Prefer = Literal["store", "script"]
 Hyperparameters = Mapping[str, Mapping[str, Any]]  # by fqn
@@ -91,20 +93,21 @@ def constructed(framework: Mapping[str, Any]) -> Hyperparameters:
 
 
 def hyperparameters_digest(groups: Iterable[Mapping[str, Any]]) -> str:
-    """Return a digest of what a load restores into param groups, as far as :func:`host_number` tells."""
-    numbers = [
-        [(key, host_number(group[key])) for key in sorted(group.keys() - _LIVE - {"params"})] for group in groups
-    ]
-    return digest(repr(numbers).encode())
+    """Return a digest of what a load restores into param groups, as far as :func:`host_value` tells."""
+    own = _LIVE | {"params"}
+    keyed = ((group, sorted(group.keys() - own, key=str)) for group in groups)
+    return digest(repr([(keys, [host_value(group[key]) for key in keys]) for group, keys in keyed]).encode())
 
 
-def host_number(value: Any) -> Any:
-    """Return numbers as floats, and texts. None for others, and for tensors on a device, since reading one waits."""
-    if isinstance(value, torch.Tensor):
-        return value.tolist() if value.device.type == "cpu" else None
+def host_value(value: Any) -> Any:
+    """Return numbers and texts. None for others, and for tensors on a device, since reading one waits."""
+    if type(value) in _PLAIN:
+        return value
+    if type(value) is torch.Tensor:
+        return value.tolist() if value.device.type == "cpu" and value.numel() <= _FEW else None
     if isinstance(value, list | tuple):
-        return list(map(host_number, value))
-    return float(value) if isinstance(value, int | float | np.generic) else value if isinstance(value, str) else None
+        return [host_value(one) for one in value[:_FEW]]
+    return value.item() if isinstance(value, np.generic) else value if isinstance(value, int | float) else None
 
 
 def _of_group(values: Hyperparameters, group: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from monitor.adapters.base import Adapter, LiveValue
-from monitor.adapters.hyperparameters import host_number, hyperparameters_digest
+from monitor.adapters.hyperparameters import host_value, hyperparameters_digest
 from monitor.adapters.module_tensors import bits_of, compare_hashes, compare_shards, dtype_name
 from monitor.context import JobContext
 from monitor.events import BackgroundFailureEvent
@@ -336,7 +336,7 @@ class Trained(NamedTuple):
 
     stage: str  # digest of the names of its parameters in a pipeline
     hyperparameters: str  # digest of those of now
-    history: int  # hash of the learning rates of its updates
+    history: str  # digest of the learning rates of its updates
 
 
 class SelfChecker:
@@ -356,17 +356,15 @@ class SelfChecker:
         self.differs: tuple[str, ...] = ()  # what the last check found; recorded with every save that is not checked
         self._shown: Sequence[str] = ()  # those among them that only reading back shows
         self.unlike: tuple[str, ...] = ()  # why no save is exact now, and none in memory; the same on all ranks
-        self._history = 0  # hash of the learning rates of all updates since the ranks were compared
+        self._history = ""  # digest of the learning rates of all updates since the ranks were compared
         job.adapter.before_update(self._updated)
 
     def _groups(self) -> Iterator[dict[str, Any]]:
         return (group for one in self._job.adapter.optimizers() for group in one.param_groups)
 
     def _updated(self) -> None:
-        rates = (host_number(group.get("lr")) for group in self._groups())
-        self._history = hash(
-            (self._history, *(rate for rate in rates if isinstance(rate, float) and not math.isnan(rate)))
-        )
+        rates = [host_value(group.get("lr")) for group in self._groups()]
+        self._history = digest(f"{self._history} {rates}".encode())
 
     @property
     def mark(self) -> str:
@@ -392,7 +390,7 @@ class SelfChecker:
 
     def resumed(self) -> None:
         """Compare the ranks anew at the next save: a resume gave all the same state."""
-        self._sizes, self._apart, self._history = None, False, 0
+        self._sizes, self._apart, self._history = None, False, ""
 
     def compare_ranks(self) -> None:
         """Compare what several ranks hold whole, if the units changed; else do nothing. Collective."""
@@ -400,7 +398,7 @@ class SelfChecker:
         whole, shards = dict[str, int](), dict[Fragment, int]()
         if not job.config.self_check or (self._sizes,) == (job.table.sizes,):
             return
-        self._sizes, self._changed, self._unequal, self._history = job.table.sizes, True, [], 0
+        self._sizes, self._changed, self._unequal, self._history = job.table.sizes, True, [], ""
         try:
             numels = {fqn: math.prod(info.shape) for fqn, info in job.adapter.tensors().items()}
             for one, tensor, _ in job.adapter.held() if job.group.world_size > 1 else ():
