@@ -50,7 +50,7 @@ class StreamedData(Protocol):
 Data = bytes | bytearray | memoryview | StreamedData
 
 
-class Item(Struct, frozen=True, gc=False):
+class Item(Struct, frozen=True):
     """One tensor to write. ``data`` must not change until the write returns."""
 
     name: str
@@ -191,7 +191,7 @@ def _pieces(data: Data) -> Iterable[memoryview]:
 PART_LIMIT = 1 << 28  # largest part that is read, in bytes; enough for a million fragments
 
 
-class StagedFragment(Struct, frozen=True, gc=False):
+class StagedFragment(Struct, frozen=True):
     """A fragment ready to be written: constant encoded bytes, or bytes produced during the write."""
 
     layer: str

@@ -28,7 +28,7 @@ from store.errors import DamagedError, SaveError, StorageError, UnstorableError
 from store.names import RAW, SaveId, Unit, segment_dir
 from store.retention import PrunePlan, Retention, bytes_to_free, execute, keep_named_weights, plan_prune, remove_failed
 from store.schema import MeasureRecord
-from store.segment import SegmentDraft, StagedFragment, remove_segment, write_segment
+from store.segment import SegmentDraft, remove_segment, write_segment
 from store.session import require_present
 from store.storage.local import Files
 
@@ -148,9 +148,8 @@ def run_save(task: SaveTask) -> SaveResult:
         if task.failure is not None:
             raise task.failure
         require_present(task.files, task.segment.save.epoch)
-        fragments = list[StagedFragment]()
-        units = [_Encoding(task, unit, fragments) for unit in task.staged]
-        segment = replace(task.segment, fragments=fragments)
+        units = [_Encoding(task, unit) for unit in task.staged]
+        segment = replace(task.segment, fragments=[fragment for unit in units for fragment in unit.fragments])
         segment = task.finish(segment)
         differs = segment.differs if task.check is None else task.check.compare(segment, task.staged)
         segment = replace(segment, differs=(*task.notes, *differs))
@@ -287,7 +286,7 @@ def discard(files: Files, save: SaveId, rank: int) -> None:
 class _Encoding:
     """Encodes a unit into the segment, and measures it before and after."""
 
-    def __init__(self, task: SaveTask, unit: StagedUnit, fragments: list[StagedFragment]) -> None:
+    def __init__(self, task: SaveTask, unit: StagedUnit) -> None:
         unit = unit._replace(copies=tuple(late.copy for late in unit.late) or unit.copies)
         self._task, self._unit, self._before = task, unit, unit.measure
         if not encoding_named(unit.encoding).lossless and self._before is None:
@@ -296,8 +295,7 @@ class _Encoding:
         encoding = unit.encoding if healthy else RAW  # non-finite values are never committed
         sources = unit.late or unit.encoded or unit.copies
         encoded = encode_unit(unit.unit, encoding, unit.fragments, sources, task.packing)
-        fragments += encoded.fragments  # not kept: data may lead back here, and the collector does not look at these
-        self._lost = encoded.lost
+        self.fragments, self._lost = encoded.fragments, encoded.lost
         self.lossy = encoded.lossy  # writing its fragments changes the copies
         self.record = Once(self._measure)
         if unit.late and unit.unit not in task.progress.metered:

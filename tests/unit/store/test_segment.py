@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import gc
 import hashlib
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +16,7 @@ from safetensors import safe_open
 from safetensors.numpy import load
 
 from store.errors import DamagedError, ExistsError, StorageError
-from store.segment import Item, check_header, read_piece, write_payload
+from store.segment import Item, StagedFragment, check_header, read_piece, write_payload
 from store.storage.atomic import is_temporary
 from store.storage.local import LocalFiles
 from tests.crash.simulated import Fault, SimulatedFiles
@@ -39,6 +42,27 @@ def test_any_safetensors_reader_opens_it(items: list[Item]) -> None:
     assert len(data) == payload.payload_bytes
     assert payload.header_bytes % 64 == 0
     assert {name: value.tobytes() for name, value in load(data).items()} == {i.name: bytes(i.data) for i in items}
+
+
+class Leading:
+    """Data that leads back to the item which holds it, as that of a copy whose error is kept does."""
+
+    nbytes, exact, item = 1, True, None
+
+    def pieces(self) -> Iterator[memoryview]:
+        yield memoryview(b"x")
+
+
+@pytest.mark.parametrize("kind", ["item", "fragment"])
+def test_the_collector_looks_at_what_may_lead_back_to_itself(kind: str) -> None:
+    data: Any = Leading()
+    data.item = Item("a", "U8", (1,), data)
+    if kind == "fragment":
+        data.item = StagedFragment("l", "fp32", "w", 0, 1, "U8", "raw", data)
+    gone = weakref.ref(data)
+    del data
+    gc.collect()
+    assert gone() is None
 
 
 @given(ITEMS)
