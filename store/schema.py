@@ -401,10 +401,14 @@ def to_bytes(record: Record) -> bytes:
 
 def _encoded(record: Record) -> bytes:
     with suppress(UnicodeEncodeError):  # half of a surrogate pair
-        text = msgspec.json.encode(record.with_text())
+        text = msgspec.json.encode(record.with_text(), enc_hook=_plain)
         if text.isascii():
             return text
-    return _text(msgspec.to_builtins(record))
+    return _text(msgspec.to_builtins(record, enc_hook=_plain))
+
+
+def _plain(value: Any) -> str | float:
+    return str(value) if isinstance(value, str) else float(value)  # of a subclass, such as numpy's float64
 
 
 def from_bytes(kind: type[_R], data: bytes, what: str) -> _R:

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -122,6 +123,18 @@ def test_a_record_leaves_out_what_a_reader_takes_for_granted() -> None:
     }
     nulls = {"packing": None, "base": None, "encoded_xxh3_128": None}  # as earlier releases wrote them
     assert from_bytes(Entry, seal({**unseal(to_bytes(ENTRY), "it"), **nulls}), "it") == ENTRY
+
+
+class Text(str):
+    __slots__ = ()
+
+
+@pytest.mark.parametrize("layer", ["l", "é"])
+def test_a_record_takes_subclasses_for_what_they_are(layer: str) -> None:
+    record = MEASURE.replace(layer=Text(layer), moved_sq=np.float64(1.5))
+    assert from_bytes(MeasureRecord, to_bytes(record), "it") == MEASURE.replace(layer=layer, moved_sq=1.5)
+    with pytest.raises((TypeError, ValueError)):
+        to_bytes(MEASURE.replace(moved_sq=object()))
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
