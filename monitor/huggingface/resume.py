@@ -64,7 +64,7 @@ def read_override(config: Config, store_id: str) -> PredictionOverride | None:
         override = msgspec.json.decode(_path(config).read_bytes(), type=PredictionOverride)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, ValueError, RecursionError, msgspec.DecodeError) as error:
         _log.warning("%s cannot be read and is ignored: %r", _path(config), error)
         return None
     return override if override.store_id == store_id else None

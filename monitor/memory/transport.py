@@ -119,7 +119,7 @@ class Connection:
         data = self._receive(length)
         try:
             return msgspec.json.decode(data, type=kind)
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError, msgspec.DecodeError) as error:
             raise PeerError(f"a peer sends a message that is not understood: {bytes(data[:200])!r}") from error
 
     def require_ok(self, patience: float | None = None) -> None:

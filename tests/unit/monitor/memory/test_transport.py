@@ -115,6 +115,8 @@ def test_a_trickle_ends_at_the_deadline() -> None:
         (struct.pack(">I", 1 << 30), "message of 1073741824 bytes"),
         (struct.pack(">I", 4) + b"null", "not understood"),
         (struct.pack(">I", 2) + b"\xff{", "not understood"),
+        (struct.pack(">I", 20) + b'{"ok":true,"why":"\xff"', "not understood"),
+        (struct.pack(">I", 60_000) + b"[" * 60_000, "not understood"),
         (struct.pack(">I", 9) + b'{"ok', "is gone"),
         (b"", "is gone"),
     ],
