@@ -114,7 +114,7 @@ def seal_snapshot(version: Version) -> float:
         differs=segment.differs,
     )
     head = None if version.head is None else version.head()
-    reader = 1 if head is None else head.reader
+    reader = max(1 if head is None else head.reader, 2 * bool(part.differs))
     loan.arena.seal(loan.slot, VersionRecord(reader=reader, claim=version.claim, part=part, head=head))
     return time.monotonic() - began
 
@@ -212,7 +212,7 @@ class SnapshotStager:
 
     def adopt(self, loan: "Loan", task: SaveTask) -> Version:
         """Return the snapshot of what a save staged in lent memory."""
-        differs = dict.fromkeys((*task.segment.differs, *task.notes, *(task.check.found if task.check else ())))
+        differs = dict.fromkeys((*task.segment.differs, *task.notes, *self._manifest.saver.checker.known))
         segment = replace(task.segment, plan=self._manifest.plan(task.segment.save), differs=tuple(differs))
         return self._version(loan, segment, task.finish, task.copying, {})
 
@@ -223,8 +223,8 @@ class SnapshotStager:
 
         Raises StorageError, and any exception of the user's objects."""
         store_id, moving = self._session.catalog.store_id, _moving(local)
-        checker, plan = self._manifest.saver.checker, self._manifest.plan(save)
-        segment = empty_segment(self._job, store_id, save, plan, (*checker.differs, *checker.unlike))
+        plan, differs = self._manifest.plan(save), self._manifest.saver.checker.known
+        segment = empty_segment(self._job, store_id, save, plan, differs)
         segment, finish = begin_run_state(segment, self._job)
         if self._room.nbytes is None:
             segment, finish = finish(segment), lambda finished: finished

@@ -254,6 +254,7 @@ def test_what_a_self_check_found_is_told_in_memory(tmp_path: Path) -> None:
         records = [parse_record(path.read_bytes(), "it") for path in shared.rglob("rank-00000.?.json")]
     (record,) = [one for one in records if one.save.step == 2]
     assert record.part.differs == (found,) == (record.head and record.head.differs)
+    assert record.reader == 2
 
 
 # ---- a branch that was left
