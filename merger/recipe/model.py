@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 
 from store.errors import ConfigError, UsageError
@@ -122,9 +122,7 @@ class Model:
 
 
 def _outermost(name: str, blocks: Set[str]) -> str:
-    parts = name.split(".")
-    paths = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
-    return next(path for path in paths if path in blocks)
+    return next(path for path in accumulate(name.split("."), "{}.{}".format) if path in blocks)
 
 
 def parse_dtype(text: str) -> str:

@@ -94,20 +94,18 @@ def constructed(framework: Mapping[str, Any]) -> Hyperparameters:
 
 def hyperparameters_digest(groups: Iterable[Mapping[str, Any]]) -> str:
     """Return a digest of what a load restores into param groups, as far as :func:`host_value` tells."""
-    own = _LIVE | {"params"}
-    keyed = ((group, sorted(group.keys() - own, key=str)) for group in groups)
+    keyed = ((group, sorted(group.keys() - _LIVE - {"params"}, key=str)) for group in groups)
     return digest(repr([(keys, [host_value(group[key]) for key in keys]) for group, keys in keyed]).encode())
 
 
 def host_value(value: Any) -> Any:
     """Return numbers and texts. None for others, and for tensors on a device, since reading one waits."""
-    if type(value) in _PLAIN:
-        return value
     if type(value) is torch.Tensor:
-        return value.tolist() if value.device.type == "cpu" and value.numel() <= _FEW else None
+        return value.tolist() if value.is_cpu and value.layout is torch.strided and value.numel() <= _FEW else None
     if isinstance(value, list | tuple):
-        return [host_value(one) for one in value[:_FEW]]
-    return value.item() if isinstance(value, np.generic) else value if isinstance(value, int | float) else None
+        return [one if type(one) in _PLAIN else None for one in value[:_FEW]]
+    plain = value.item() if isinstance(value, np.generic) else value
+    return float(plain) if type(plain) is int and abs(plain) < 1 << 53 else plain if type(plain) in _PLAIN else None
 
 
 def _of_group(values: Hyperparameters, group: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -24,7 +24,7 @@ from monitor.save import save_task
 from monitor.save.async_copy import CopyTiming, UnfinishedCopy, WaveCopy
 from monitor.save.encode import Packer, SavePacking, StagedUnit, encoded_bytes
 from monitor.save.save_task import CommitPlan, Finish, SaveResult, SaveTask
-from monitor.save.self_check import SelfChecker, Trained
+from monitor.save.self_check import SelfChecker
 from monitor.save.staging import Stager
 from monitor.save.store_session import StoreSession
 from monitor.types import Chosen, DecisionResult, SaveStatus, newest_text
@@ -63,7 +63,7 @@ class _RankStatus(NamedTuple):
     trouble: bool
     back: bool
     buffers: int  # hash of the persistent buffers
-    trained: Trained
+    trained: tuple[str, str, str]  # see SelfChecker
     outcome: _Outcome | None  # on rank 0
     proposed: Chosen | None  # on rank 0, what it chose for the next save
 

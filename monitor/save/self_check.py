@@ -14,7 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -331,14 +331,6 @@ class _Bases:
         return Source(source.part, source.entry, base)
 
 
-class Trained(NamedTuple):
-    """What a rank tells of its updates."""
-
-    stage: str  # digest of the names of its parameters in a pipeline
-    hyperparameters: str  # digest of those of now
-    history: str  # digest of the learning rates of its updates
-
-
 class SelfChecker:
     """Decides when a save of this rank is checked, and keeps what the last check found."""
 
@@ -356,36 +348,46 @@ class SelfChecker:
         self.differs: tuple[str, ...] = ()  # what the last check found; recorded with every save that is not checked
         self._shown: Sequence[str] = ()  # those among them that only reading back shows
         self.unlike: tuple[str, ...] = ()  # why no save is exact now, and none in memory; the same on all ranks
-        self._history = ""  # digest of the learning rates of all updates since the ranks were compared
+        self._history = ""  # see :meth:`_rates`; another one on each rank while they are not alike
         job.adapter.before_update(self._updated)
 
     def _groups(self) -> Iterator[dict[str, Any]]:
         return (group for one in self._job.adapter.optimizers() for group in one.param_groups)
 
     def _updated(self) -> None:
+        self._history = self._rates()
+
+    def _rates(self) -> str:
+        """Return a digest of the learning rates of all updates since the ranks were compared, and of the next one."""
         rates = [host_value(group.get("lr")) for group in self._groups()]
-        self._history = digest(f"{self._history} {rates}".encode())
+        return digest(f"{self._history} {rates}".encode())
 
     @property
     def mark(self) -> str:
         """What parts of one version in memory, or of the journal, have in common; "" in a pipeline."""
-        return "" if len(self._job.adapter.leaders) > 1 else f"{hyperparameters_digest(self._groups())} {self._history}"
+        return "" if len(self._job.adapter.leaders) > 1 else self._rates()
 
-    def trained(self) -> Trained:
-        """Return what the ranks that train the same parameters have in common."""
+    @property
+    def known(self) -> tuple[str, ...]:
+        """All that is known not to come back from this rank, also of a check under way."""
+        return tuple(dict.fromkeys((*self.differs, *(self._current.found if self._current else ()), *self.unlike)))
+
+    def trained(self) -> tuple[str, str, str]:
+        """Return digests: of the names in this rank's pipeline stage, of its hyperparameters, of the rates so far."""
         job = self._job
         stage = digest(repr(list(job.adapter.local)).encode()) if job.adapter.local is not None else ""
-        return Trained(stage, hyperparameters_digest(self._groups()), self._history)
+        return stage, hyperparameters_digest(self._groups()), self._history
 
-    def compare_trained(self, ranks: Sequence[Trained]) -> None:
+    def compare_trained(self, ranks: Sequence[tuple[str, str, str]]) -> None:
         """Compare the ranks anew at the next save if their updates were not alike. The same on all ranks."""
-        if len({(one.stage, one.hyperparameters) for one in ranks}) > len({one.stage for one in ranks}):
+        stages = {stage for stage, *_ in ranks}
+        if len({one[:2] for one in ranks}) > len(stages):
             if not self.unlike and self._job.group.rank == 0:
                 _log.error("%s, so commits are not exact until they are alike", UNLIKE)
-            self.unlike = (UNLIKE,)
+            self.unlike, self._history = (UNLIKE,), f"{self._job.group.rank}"  # compared once they are alike
             return
         self.unlike = ()
-        if len({(one.stage, one.history) for one in ranks}) > len({one.stage for one in ranks}) and not self._apart:
+        if len({one[::2] for one in ranks}) > len(stages) and not self._apart:
             self._sizes = None
 
     def resumed(self) -> None:
@@ -398,7 +400,8 @@ class SelfChecker:
         whole, shards = dict[str, int](), dict[Fragment, int]()
         if not job.config.self_check or (self._sizes,) == (job.table.sizes,):
             return
-        self._sizes, self._changed, self._unequal, self._history = job.table.sizes, True, [], ""
+        self._sizes, self._changed, self._unequal = job.table.sizes, True, []
+        self._history = f"{job.group.rank}" if self.unlike else ""
         try:
             numels = {fqn: math.prod(info.shape) for fqn, info in job.adapter.tensors().items()}
             for one, tensor, _ in job.adapter.held() if job.group.world_size > 1 else ():

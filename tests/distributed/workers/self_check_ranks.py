@@ -164,9 +164,13 @@ def other_rate_of_the_next_step(s: Scenario) -> None:
 
 
 def other_decay(s: Scenario) -> None:
+    """For one step, which leaves the weights apart."""
     job = Replicated(s, frozen=False)
     job.update()
     job.own(rank(), "weight_decay")
+    job.save()
+    job.update()
+    job.own(0.0, "weight_decay")
     job.save()
     job.end(s)
 
