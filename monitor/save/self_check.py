@@ -347,6 +347,7 @@ class SelfChecker:
         self._current: SelfCheck | None = None
         self.differs: tuple[str, ...] = ()  # what the last check found; recorded with every save that is not checked
         self._shown: Sequence[str] = ()  # those among them that only reading back shows
+        self.due = False  # whether the ranks are compared at the next save, as after a resume; the same on all ranks
         self.unlike: tuple[str, ...] = ()  # why no save is exact now, and none in memory; the same on all ranks
         self._history = ""  # see :meth:`_rates`; another one on each rank while they are not alike
         job.adapter.before_update(self._updated)
@@ -387,20 +388,16 @@ class SelfChecker:
             self.unlike, self._history = (UNLIKE,), f"{self._job.group.rank}"  # compared once they are alike
             return
         self.unlike = ()
-        if len({one[::2] for one in ranks}) > len(stages) and not self._apart:
-            self._sizes = None
-
-    def resumed(self) -> None:
-        """Compare the ranks anew at the next save: a resume gave all the same state."""
-        self._sizes, self._apart, self._history = None, False, ""
+        self.due |= len({one[::2] for one in ranks}) > len(stages) and not self._apart
 
     def compare_ranks(self) -> None:
-        """Compare what several ranks hold whole, if the units changed; else do nothing. Collective."""
+        """Compare what several ranks hold whole, if that is due or the units changed. Collective."""
         job, began = self._job, time.perf_counter()
         whole, shards = dict[str, int](), dict[Fragment, int]()
-        if not job.config.self_check or (self._sizes,) == (job.table.sizes,):
+        if not job.config.self_check or ((self._sizes,) == (job.table.sizes,) and not self.due):
             return
         self._sizes, self._changed, self._unequal = job.table.sizes, True, []
+        self.due = False
         self._history = f"{job.group.rank}" if self.unlike else ""
         try:
             numels = {fqn: math.prod(info.shape) for fqn, info in job.adapter.tensors().items()}
