@@ -19,8 +19,8 @@ from pydantic import BeforeValidator, Field, TypeAdapter
 from store.encoding import encoding_named
 from store.errors import DamagedError, MissingError, StoreError
 from store.memory import layout
-from store.names import MANIFESTS, RAW, SaveId, manifest_path, parse_save_file
-from store.schema import GroupRecord, ManifestRecord, PartRecord, UnitRecord, from_bytes, to_bytes
+from store.names import MANIFESTS, RAW, SaveId, group_by_key, manifest_path, parse_save_file
+from store.schema import Entry, GroupRecord, ManifestRecord, MeasureRecord, PartRecord, UnitRecord, from_bytes, to_bytes
 from store.segment import parse_part, parts_digest
 from store.session import token_of
 from store.storage.local import Files, list_or_empty
@@ -172,7 +172,12 @@ def assemble_version(save: SaveId, shares: Iterable[RankShare], node: NodeIndex)
         payload_bytes=sum(part.payload_bytes for part in records.values()),
         parts=parts_digest(parts[rank] for rank in sorted(parts)),
     )
-    units = tuple(_as_held(unit, records.values()) if unit.save == save.name else unit for unit in head.units)
+    entries = group_by_key((entry.unit, entry) for part in records.values() for entry in part.entries)
+    losses = group_by_key((found.unit, found) for part in records.values() for found in part.measures)
+    units = tuple(
+        _as_held(unit, entries.get(unit.unit, ()), losses.get(unit.unit, ())) if unit.save == save.name else unit
+        for unit in head.units
+    )
     differs = dict.fromkeys((*head.differs, *(text for part in records.values() for text in part.differs)))
     manifest = head.replace(groups={**head.groups, save.name: group}, units=units, differs=tuple(differs))
     local = {rank: held.payload for rank, held in node.versions.get(save, {}).items() if held.part == parts.get(rank)}
@@ -200,10 +205,8 @@ def _newer(unit: UnitRecord, other: UnitRecord | None, step: int) -> UnitRecord:
     return unit if other.version.step > step else other.replace(staleness=step - other.version.step, drift=None)
 
 
-def _as_held(unit: UnitRecord, parts: Collection[PartRecord]) -> UnitRecord:
-    """Return a unit with sizes and errors from the parts instead of rank 0's expectation."""
-    entries = [entry for part in parts for entry in part.entries if entry.unit == unit.unit]
-    losses = [found for part in parts for found in part.measures if found.unit == unit.unit]
+def _as_held(unit: UnitRecord, entries: Collection[Entry], losses: Collection[MeasureRecord]) -> UnitRecord:
+    """Return a unit with sizes and errors from the parts of all ranks instead of rank 0's expectation."""
     lost, decoded = sum(one.error_sq for one in losses), sum(one.decoded_sq for one in losses)
     error = math.sqrt(lost / decoded) if decoded else float(lost > 0)
     names = sorted({entry.encoding for entry in entries if not encoding_named(entry.encoding).lossless})
