@@ -6,7 +6,7 @@ its step, those that the script had constructed before training, and a resume co
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from types import FunctionType, MethodType
 from typing import Any, Final, Literal, NamedTuple
 
@@ -94,18 +94,34 @@ def constructed(framework: Mapping[str, Any]) -> Hyperparameters:
 
 def hyperparameters_digest(groups: Iterable[Mapping[str, Any]]) -> str:
     """Return a digest of what a load restores into param groups, as far as :func:`host_value` tells."""
-    keyed = ((group, sorted(group.keys() - _LIVE - {"params"}, key=str)) for group in groups)
-    return digest(repr([(keys, [host_value(group[key]) for key in keys]) for group, keys in keyed]).encode())
+    return digest("".join(map(_group_digest, groups)).encode())
 
 
-def host_value(value: Any) -> Any:
-    """Return numbers and texts. None for others, and for tensors on a device, since reading one waits."""
-    if type(value) is torch.Tensor:
-        return value.tolist() if value.is_cpu and value.layout is torch.strided and value.numel() <= _FEW else None
+def _group_digest(group: Mapping[str, Any]) -> str:
+    items = tuple(item for item in group.items() if item[0] not in _LIVE and item[0] != "params")
+    fixed = all(type(one) in _PLAIN or (type(one) is tuple and _PLAIN.issuperset(map(type, one))) for _, one in items)
+    return _digest_of(items) if fixed else _digest_of.__wrapped__(items)
+
+
+@lru_cache(1 << 10)
+def _digest_of(items: tuple[tuple[str, Any], ...]) -> str:
+    return digest(repr(sorted([str(key), repr(host_value(value))] for key, value in items)).encode())
+
+
+def host_value(value: Any, depth: int = 2) -> Any:
+    """Return numbers and texts, and the first ones in lists, mappings, arrays and tensors.
+
+    None for others, and for tensors on a device, since reading one waits."""
+    if type(value) in (torch.Tensor, torch.nn.Parameter) and value.is_cpu and value.layout is torch.strided:
+        few = value.detach().flatten()[:_FEW].tolist()
+        value = few if value.ndim else few[0]
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.ravel()[:_FEW].tolist() if value.ndim else value.item()
+    if isinstance(value, dict):
+        value = sorted(value.items(), key=str)
     if isinstance(value, list | tuple):
-        return [one if type(one) in _PLAIN else None for one in value[:_FEW]]
-    plain = value.item() if isinstance(value, np.generic) else value
-    return float(plain) if type(plain) is int and abs(plain) < 1 << 53 else plain if type(plain) in _PLAIN else None
+        return [len(value), *(host_value(one, depth - 1) for one in value[:_FEW])] if depth else None
+    return float(value) if type(value) is int and abs(value) < 1 << 53 else value if type(value) in _PLAIN else None
 
 
 def _of_group(values: Hyperparameters, group: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -171,7 +171,7 @@ class Saver:
         self._packer.reset()
         self._stepped, self.changed_at, self.dropped = 0, None, ()
         self._notes = () if certificate.exact else (AS_RESUMED,)
-        self.checker.due = True  # ranks that had come apart are alike again
+        self.checker.due, self.checker.unlike, self.checker.history = True, (), ""  # ranks are alike again
 
     def _updated(self) -> None:
         self._notes = ()

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from monitor.adapters.base import Adapter, LiveValue
-from monitor.adapters.hyperparameters import host_value, hyperparameters_digest
+from monitor.adapters.hyperparameters import hyperparameters_digest
 from monitor.adapters.module_tensors import bits_of, compare_hashes, compare_shards, dtype_name
 from monitor.context import JobContext
 from monitor.events import BackgroundFailureEvent
@@ -349,43 +349,46 @@ class SelfChecker:
         self._shown: Sequence[str] = ()  # those among them that only reading back shows
         self.due = False  # whether the ranks are compared at the next save, as after a resume; the same on all ranks
         self.unlike: tuple[str, ...] = ()  # why no save is exact now, and none in memory; the same on all ranks
-        self._history = ""  # see :meth:`_rates`; another one on each rank while they are not alike
-        job.adapter.before_update(self._updated)
+        self.history = ""  # see :meth:`_trained`
+        if job.group.world_size > 1:
+            job.adapter.before_update(self._updated)
 
     def _groups(self) -> Iterator[dict[str, Any]]:
         return (group for one in self._job.adapter.optimizers() for group in one.param_groups)
 
     def _updated(self) -> None:
-        self._history = self._rates()
+        self.history = self._trained()
 
-    def _rates(self) -> str:
-        """Return a digest of the learning rates of all updates since the ranks were compared, and of the next one."""
-        rates = [host_value(group.get("lr")) for group in self._groups()]
-        return digest(f"{self._history} {rates}".encode())
+    def _trained(self) -> str:
+        """Return a digest of the hyperparameters of all updates since the ranks were compared, and of the next one."""
+        return digest(f"{self.history} {hyperparameters_digest(self._groups())}".encode())
 
     @property
     def mark(self) -> str:
-        """What parts of one version in memory, or of the journal, have in common; "" in a pipeline."""
-        return "" if len(self._job.adapter.leaders) > 1 else self._rates()
+        """What parts of one version in memory, or of the journal, have in common.
+
+        "" in a pipeline, and once the ranks are known to be apart: then :attr:`known` says so."""
+        return "" if self._apart or len(self._job.adapter.leaders) > 1 else self._trained()
 
     @property
     def known(self) -> tuple[str, ...]:
         """All that is known not to come back from this rank, also of a check under way."""
-        return tuple(dict.fromkeys((*self.differs, *(self._current.found if self._current else ()), *self.unlike)))
+        found = self._current.found if self._current else ()
+        return tuple(dict.fromkeys((*self.unlike, *self.differs, *found)))[:_NAMED]
 
     def trained(self) -> tuple[str, str, str]:
-        """Return digests: of the names in this rank's pipeline stage, of its hyperparameters, of the rates so far."""
+        """Return digests: of the names in this rank's pipeline stage, of its hyperparameters, of those so far."""
         job = self._job
         stage = digest(repr(list(job.adapter.local)).encode()) if job.adapter.local is not None else ""
-        return stage, hyperparameters_digest(self._groups()), self._history
+        return stage, hyperparameters_digest(self._groups()), self.history
 
     def compare_trained(self, ranks: Sequence[tuple[str, str, str]]) -> None:
         """Compare the ranks anew at the next save if their updates were not alike. The same on all ranks."""
         stages = {stage for stage, *_ in ranks}
         if len({one[:2] for one in ranks}) > len(stages):
             if not self.unlike and self._job.group.rank == 0:
-                _log.error("%s, so commits are not exact until they are alike", UNLIKE)
-            self.unlike, self._history = (UNLIKE,), f"{self._job.group.rank}"  # compared once they are alike
+                _log.error("%s: until they are alike, commits are not exact, and versions in memory not used", UNLIKE)
+            self.unlike = (UNLIKE,)  # their tensors are compared once they are alike
             return
         self.unlike = ()
         self.due |= len({one[::2] for one in ranks}) > len(stages) and not self._apart
@@ -397,8 +400,7 @@ class SelfChecker:
         if not job.config.self_check or ((self._sizes,) == (job.table.sizes,) and not self.due):
             return
         self._sizes, self._changed, self._unequal = job.table.sizes, True, []
-        self.due = False
-        self._history = f"{job.group.rank}" if self.unlike else ""
+        self.due, self.history = False, ""
         try:
             numels = {fqn: math.prod(info.shape) for fqn, info in job.adapter.tensors().items()}
             for one, tensor, _ in job.adapter.held() if job.group.world_size > 1 else ():

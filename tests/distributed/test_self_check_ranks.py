@@ -72,12 +72,36 @@ def test_ranks_that_train_one_model_are_alike_or_no_commit_is_exact(
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("scenario", ["in_memory", "in_the_journal"])
 def test_a_resume_ends_where_the_ranks_came_apart(launched: Launched, scenario: str, rank: int) -> None:
-    back = launched.one("back", scenario=scenario, rank=rank)
-    assert (back["step"], back["exact"], back["alike"]) == (4, True, True)
+    """Whatever hyperparameter it was, seen by no decision."""
+    found = launched.of("back", scenario=scenario, rank=rank)
+    assert {one["name"] for one in found} == {"lr", "weight_decay", "betas"}
+    for back in found:
+        assert (back["step"], back["exact"], back["alike"]) == (4, True, True), back
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_hyperparameters_that_no_step_was_taken_with_cost_nothing(launched: Launched, rank: int) -> None:
+    found = launched.of("back", scenario="alike_at_every_step", rank=rank)
+    assert len(found) == 4
+    for back in found:
+        assert (back["step"], back["exact"], back["alike"]) == (10, True, True), back
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_a_resume_made_alike_are_resumed_from_memory(launched: Launched, rank: int) -> None:
+    back = launched.one("back", scenario="gone_back_in_memory", rank=rank)
+    assert (back["step"], back["exact"], back["alike"]) == (5, True, True)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_are_known_to_be_apart_are_resumed_from_memory(launched: Launched, rank: int) -> None:
+    back = launched.one("back", scenario="apart_in_memory", rank=rank)
+    assert (back["step"], back["exact"]) == (7, False)
 
 
 def test_ranks_that_are_not_alike_are_told_once_a_job(launched: Launched) -> None:
     told = [line for line in launched.output.splitlines() if "self-check: not all of the state comes back" in line]
-    assert len([line for line in told if "the ranks differ in" in line]) == 5
-    assert len(told) == 5 + 1  # and the one above
-    assert len([line for line in launched.output.splitlines() if f"{UNLIKE}, so" in line]) == 4
+    assert len([line for line in told if "the ranks differ in" in line]) == 6
+    assert len(told) == 6 + 1  # and the one above
+    jobs = [job.count(f"{UNLIKE}: until") for job in launched.output.split("saving all of")]
+    assert max(jobs) == 1 and sum(jobs) >= 8

@@ -44,6 +44,10 @@ class Scenario:
     def tell(self, kind: str, **fields: Any) -> None:
         self._results.tell(kind, scenario=self.name, **fields)
 
+    def within(self, name: str) -> Scenario:
+        """Another store of this scenario."""
+        return Scenario(name, self.store, self._results)
+
     def job(self, **settings: Any) -> Job:
         torch.manual_seed(3)
         return Job(self.store, **settings)

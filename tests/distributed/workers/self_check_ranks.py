@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from faults_ranks import Scenario
@@ -82,6 +83,9 @@ class Replicated:
         for _ in range(count):
             self.update()
             self.save()
+
+    def weights(self) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in self.model.parameters()]
 
     def own(self, value: Any, name: str = "lr") -> None:
         """Give this rank another hyperparameter."""
@@ -188,35 +192,98 @@ def gone_back(s: Scenario) -> None:
 
 def in_memory(s: Scenario) -> None:
     """Of versions in memory, none is resumed from ranks that had come apart."""
-    shared = s.store.parent / "shm"
-    shared.mkdir(exist_ok=True)
-    _until_they_came_apart(s, memory={"enabled": True, "every": 1, "path": str(shared)})
+    _until_they_came_apart(s, in_memory=True)
 
 
 def in_the_journal(s: Scenario) -> None:
     """Nor does the journal lead there."""
-    _until_they_came_apart(s, journal={"enabled": True})
+    _until_they_came_apart(s, in_memory=False)
 
 
-def _until_they_came_apart(s: Scenario, **settings: Any) -> None:
-    job = Replicated(s, frozen=False, every=3, **settings)
-    for step in range(1, 6):
-        if step == 5:
-            weights = [parameter.detach().clone() for parameter in job.model.parameters()]
-            job.own(0.01 / (1 + rank()))
+def _until_they_came_apart(s: Scenario, *, in_memory: bool) -> None:
+    others = {
+        "lr": 0.01 / (1 + rank()),
+        "weight_decay": 0.01 + 0.3 * rank(),
+        "betas": (np.float64(0.9 - 0.3 * rank()), 0.999),
+    }
+    for name, value in others.items():
+        inner = s.within(name)
+        job = Replicated(inner, frozen=False, every=3, **_kept(inner, in_memory))
+        for step in range(1, 6):
+            if step == 5:
+                weights = job.weights()
+                job.own(value, name)
+            job.steps(1)
+            if in_memory:
+                wait_for_snapshot(job.ckpt)
+        _back(s, job, weights, other=inner, in_memory=in_memory, name=name)
+
+
+def alike_at_every_step(s: Scenario) -> None:
+    """One rank's schedule runs a line earlier: a decision sees it, and no step is taken with it."""
+    for name, settings in {"checked": {}, "not checked": {"self_check": False}}.items():
+        for in_memory in (True, False):
+            inner = s.within(f"{name} {in_memory}")
+            job = Replicated(inner, frozen=False, every=4, **settings, **_kept(inner, in_memory))
+            for step in range(1, 11):
+                job.update()
+                if step == 4:
+                    job.own(0.01 / (1 + rank()))
+                job.save()
+                job.own(0.01)
+                if in_memory:
+                    wait_for_snapshot(job.ckpt)
+            _back(s, job, job.weights(), other=inner, in_memory=in_memory, name=f"{name}, {in_memory}")
+
+
+def gone_back_in_memory(s: Scenario) -> None:
+    """After a resume in the same processes the ranks are alike, whatever their rates were before."""
+    job = Replicated(s, frozen=False, every=3, **_kept(s, in_memory=True))
+    job.steps(3)
+    job.own(0.01 / (1 + rank()))
+    job.steps(1)
+    job.own(0.01)
+    assert job.ckpt.resume() == 3
+    for _ in range(2):
         job.steps(1)
-        if "memory" in settings:
-            wait_for_snapshot(job.ckpt)
-    if "memory" in settings:
+        wait_for_snapshot(job.ckpt)
+    _back(s, job, job.weights(), other=s, in_memory=True, name="lr")
+
+
+def apart_in_memory(s: Scenario) -> None:
+    """Ranks that are known to be apart are resumed from memory, and not called exact, whatever their rates were."""
+    job = Replicated(s, frozen=False, every=4, **_kept(s, in_memory=True))
+    job.model[0].bias.data += rank()
+    for step in range(1, 8):
+        job.own(0.01 / (1 + rank()) if step == 5 else 0.01)
+        job.steps(1)
+        wait_for_snapshot(job.ckpt)
+    _back(s, job, job.weights(), other=s, in_memory=True, name="lr")
+
+
+def _kept(s: Scenario, in_memory: bool) -> dict[str, Any]:
+    shared = s.store.parent / "shm"
+    shared.mkdir(parents=True, exist_ok=True)
+    return (
+        {"memory": {"enabled": True, "every": 1, "path": str(shared)}} if in_memory else {"journal": {"enabled": True}}
+    )
+
+
+def _back(
+    s: Scenario, job: Replicated, weights: list[torch.Tensor], *, other: Scenario, in_memory: bool, name: str
+) -> None:
+    """Tell where the next processes resume, and whether it is at ``weights``."""
+    if in_memory:
         abandon(job.ckpt)
     else:
         job.ckpt.close(save=False)
     dist.barrier()
-    other = Replicated(s, frozen=False, every=3, **settings)
-    assert other.ckpt.certificate is not None
-    alike = all(map(torch.equal, weights, other.model.parameters()))
-    s.tell("back", step=other.resumed, exact=other.ckpt.certificate.exact, alike=alike)
-    other.ckpt.close(save=False)
+    back = Replicated(other, frozen=False, every=3, **_kept(other, in_memory))
+    assert back.ckpt.certificate is not None
+    alike = all(map(torch.equal, weights, back.weights()))
+    s.tell("back", name=name, step=back.resumed, exact=back.ckpt.certificate.exact, alike=alike)
+    back.ckpt.close(save=False)
+    dist.barrier()
 
 
 SCENARIOS = (
@@ -233,6 +300,9 @@ SCENARIOS = (
     gone_back,
     in_memory,
     in_the_journal,
+    alike_at_every_step,
+    gone_back_in_memory,
+    apart_in_memory,
 )
 
 

@@ -1,0 +1,73 @@
+"""Ranks compare digests of their hyperparameters: equal values give one digest, and other values another one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from monitor.adapters.hyperparameters import hyperparameters_digest
+
+
+def of(value: Any, name: str = "own") -> str:
+    return hyperparameters_digest([{"params": [object()], "lr": 0.1, name: value}])
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (0.1, 0.2),
+        (True, None),
+        ("cos", "sin"),
+        ((0.9, 0.999), (0.8, 0.999)),
+        ((np.float64(0.9), 0.999), (np.float64(0.8), 0.999)),
+        ((np.float32(0.9), 0.999), (np.float32(0.8), 0.999)),
+        ((torch.tensor(0.9), 0.999), (torch.tensor(0.8), 0.999)),
+        (np.array([0.9, 0.999]), np.array([0.8, 0.999])),
+        (np.array(0.9), np.array(0.8)),
+        (torch.tensor(0.1), torch.tensor(0.2)),
+        (torch.nn.Parameter(torch.tensor(0.1)), torch.nn.Parameter(torch.tensor(0.2))),
+        (torch.tensor([1.0, 2.0], dtype=torch.bfloat16), torch.tensor([1.0, 3.0], dtype=torch.bfloat16)),
+        (torch.arange(100), torch.arange(100).flip(0)),
+        ([[1], [2]], [[1], [3]]),
+        ({"a": 1}, {"a": 2}),
+        ([0] * 100, [0] * 101),
+    ],
+)
+def test_other_values_give_another_digest(one: Any, other: Any) -> None:
+    assert of(one) == of(one) != of(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "same"),
+    [
+        (1, 1.0),
+        (0.5, np.float64(0.5)),
+        (0.5, torch.tensor(0.5)),
+        ((0.5, 1), [0.5, 1.0]),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+    ],
+)
+def test_a_load_makes_no_difference(one: Any, same: Any) -> None:
+    assert of(one) == of(same)
+
+
+def test_a_value_that_is_changed_in_place_is_seen() -> None:
+    rate, decays = torch.tensor(0.1), [0.1, 0.2]
+    before = of(rate), of(decays)
+    rate.fill_(0.2)
+    decays[0] = 0.3
+    assert of(rate) != before[0] and of(decays) != before[1]
+
+
+def test_what_a_load_keeps_as_it_is_and_the_order_of_keys_are_left_out() -> None:
+    group = {"params": [object()], "lr": 0.1, "foreach": True}
+    assert hyperparameters_digest([group]) == hyperparameters_digest([{"foreach": False, "lr": 0.1, "params": []}])
+
+
+def test_lists_in_themselves_end() -> None:
+    endless: list[Any] = [0.1]
+    endless.append(endless)
+    assert of(endless) == of(endless)
