@@ -244,10 +244,10 @@ def weights_dir(save: SaveId) -> str:
     return f"{KEPT_WEIGHTS}/{save.name}"
 
 
+@lru_cache(1 << 14)
 def parse_save_file(name: str) -> SaveId | None:
     """Return the save of a file name in ``manifests/``, ``proven/`` or ``suspect/``, None for other names."""
-    stem, dot, suffix = name.rpartition(".")
-    return parse_save_dir(stem) if dot and suffix == "json" else None
+    return parse_save_dir(name.removesuffix(".json")) if name.endswith(".json") else None
 
 
 def parse_save_dir(name: str) -> SaveId | None:
