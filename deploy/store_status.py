@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.exit_codes import health
-from deploy.format import count_text, kind_text, plural
+from deploy.format import count_text, kind_text, plural, printable
 from store.catalog import Catalog, open_catalog
 from store.certificate import AS_FOUND, Certificate, certify, certify_stored, run_saves
 from store.errors import DamagedError, NoStoreError, NothingToResumeError, StorageError, UsageError
@@ -114,9 +114,11 @@ class Resume(Certificate):
 
 
 def resume_kind(found: Certificate) -> str:
-    """Describe what a resume gives: exact, as found, or its staleness, drift and lossy encodings."""
+    """Describe what a resume gives: exact, as found, or why it is neither."""
     if found.as_found:
         return AS_FOUND
+    if found.problems and not (found.exact or found.max_staleness > 0 or found.lossy):
+        return f"not exact: {printable(found.problems[0])}"
     return kind_text(exact=found.exact, max_staleness=found.max_staleness, max_drift=found.max_drift, lossy=found.lossy)
 
 

@@ -128,11 +128,13 @@ class StoreBuilder:
         drift: float | Mapping[Unit, float | None] | Callable[[Unit], float | None] = 0.01,
         reason: str = "its turn",
         how: Mapping[str, How] | How = PLAIN,
+        differs: tuple[str, ...] = (),
     ) -> SaveId:
         """Write and commit a save of the units of ``layers`` and ``slots`` (None: all of them).
 
         ``drift`` is that of moving units that this save leaves out. What has no version yet is always written. how: to
-        store what is written, by slot; slots that are not named are stored as they are.
+        store what is written, by slot; slots that are not named are stored as they are. differs: why it is not
+        exact.
         """
         save = SaveId(step, self.epoch)
         wanted = self._wanted(layers, slots)
@@ -146,7 +148,7 @@ class StoreBuilder:
         records = [self._record(unit, save, unit in wanted, drift, reason) for unit in self.units]
         reached = {name for record in records for name in (record.save, *record.bases)}
         groups = {name: record for name, record in self._groups.items() if name in reached}
-        manifest = self._manifest(save, records, {**groups, save.name: group.record})
+        manifest = self._manifest(save, records, {**groups, save.name: group.record}).replace(differs=differs)
         commit(self.files, manifest)
         hint_latest(self.files, save)
         self._versions = {record.unit: record for record in records}

@@ -41,6 +41,15 @@ def test_exact(here: Here, builder: StoreBuilder) -> None:
     assert answer.json["size_bytes"] == sum(p.stat().st_size for p in builder.root.rglob("*") if p.is_file())
 
 
+def test_why_a_commit_of_one_step_is_not_exact(here: Here, builder: StoreBuilder) -> None:
+    builder.save(10, differs=("layers.0 changed while it was saved", "and more"))
+    assert here("status", builder.root, "--json").json["resume"]["exact"] is False
+    wanted = "not exact: as the job found when it saved: layers.0 changed while it was saved"
+    for command in ("status", "show"):
+        text = " ".join(here(command, builder.root, columns=200).out.split())
+        assert wanted in text and "composite" not in text
+
+
 def test_composite_with_its_bounds(here: Here, builder: StoreBuilder) -> None:
     builder.save(10)
     builder.restart()
