@@ -83,7 +83,7 @@ class CommitEvent:
 
 @dataclass(frozen=True)
 class SaveFailedEvent:
-    """A save failed. ``newest``: the newest commit, on rank 0; it is intact."""
+    """A save failed. ``newest``: the newest commit, on rank 0."""
 
     step: int
     error: BaseException | None

@@ -82,7 +82,7 @@ SKIP_REASONS: Mapping[str | None, str] = {
 
 def newest_text(newest: SaveId | None) -> str:
     """Return a clause for messages about a failed save."""
-    return "there is no commit yet" if newest is None else f"the commit of step {newest.step} is intact"
+    return "there is no commit yet" if newest is None else f"the newest commit is that of step {newest.step}"
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,7 @@ class _Reader:
             self._last_seen = at
             self._totals.failed += 1
             self._failed.append(line.reason)
-            text = f"the save of step {line.step} failed ({line.reason}); the previous commit is intact"
+            text = f"the save of step {line.step} failed ({line.reason}); the commit before stays the newest"
             self._incidents.add(Incident("save failed", "look", text, line.step, at))
         elif isinstance(line, traces.ResumedLine):
             self._on_resumed(line, self._job)

@@ -154,12 +154,13 @@ class Saver:
 
     def stepped(self, step: int) -> None:
         """Take note of an optimizer step."""
-        if step <= self._stepped:  # the framework loaded an older checkpoint: what it does now needs names of its own
+        self._collect()
+        back, over = step <= self._stepped, self._outcome
+        if over is not None and (back or over.error is not None):  # commits count at the next decision, on all ranks
+            self._report_outcome()
+        if back:  # the framework loaded an older checkpoint: what it does now needs names of its own
             self._back = True  # told at the next decision: ranks may disagree
-            self._collect()
-            if self._outcome:  # a save that is over counts
-                self._report_outcome()
-            else:
+            if over is None:  # a save that is over counts
                 self._abandon()
             self._job.ledger.leave(step)
         self._stepped = step

@@ -123,11 +123,8 @@ class SaveLog(SaveListener):
             return
         self._decisions += 1
         if not self._commits and self._decisions % (_DECISIONS_WITHOUT_COMMIT + 1) == 0:
-            _log.error(
-                "nothing is committed after %d decisions: a failure now loses all %d steps. The lines before say why",
-                self._decisions,
-                event.step,
-            )
+            text = "nothing is committed after %d decisions: a failure now loses all %d steps. The lines above say why"
+            _log.error(text, self._decisions, event.step)
 
     def on_close(self, clean: bool, timeout: float) -> None:
         if self._rank == 0 and self._decisions and not self._commits:

@@ -85,7 +85,7 @@ def test_a_store_that_is_deleted_under_the_job(tmp_path: Path, caplog: pytest.Lo
         assert not store.exists()
         (tmp_path / "elsewhere").rename(store)
         one.step()
-    assert "the commit of step 1 is intact" in caplog.text
+    assert "the newest commit is that of step 1" in caplog.text
     assert intact_steps(store) == [1, 5]
 
 

@@ -97,7 +97,7 @@ def test_nothing_is_lost_where_the_storage_does_not_answer(tmp_path: Path) -> No
     ended = run(tmp_path, settings={"every": 2, "preemption": {"grace_seconds": 1.0}}, situation="hanging",
                 signals={"0": 5})  # fmt: skip
     assert ended.code == 75, ended.output
-    assert "step 5 is not committed yet: not enough time; the commit of step 4 is intact" in ended.output
+    assert "step 5 is not committed yet: not enough time; the newest commit is that of step 4" in ended.output
     assert ended.one("left")["skipped"] == "busy"
     assert steps(tmp_path)[0] == 4
     assert run(tmp_path, steps=4).one("resumed")["digest"] == digests(ended)[4]

@@ -67,7 +67,7 @@ def test_the_save_after_a_failed_one_writes_anew_what_is_gone(
         for _ in range(2):
             one.step()
         assert "whose segments are gone" in caplog.text
-        assert "is intact" not in caplog.text
+        assert "the newest commit is" not in caplog.text
         kept = one.weights()
     with job(store, width=64, **settings) as two:
         assert two.ckpt.resume() == 6

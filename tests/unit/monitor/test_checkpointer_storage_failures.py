@@ -41,6 +41,18 @@ def test_the_segment_of_a_failed_save_is_removed(store: Path) -> None:
         assert sorted(path.name[:8] for path in (store / "segments").iterdir()) == ["00000001", "00000004"]
 
 
+def test_a_failed_save_is_told_at_the_next_step(store: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Not at the next decision, which may be hours later, or never."""
+    with job(store, every=2) as one:
+        one.hook().before = raise_if_writing
+        for _ in range(2):
+            one.step()
+        assert one.step() is None
+        assert one.metric("driftpoint_failures_total", reason="StorageError") == 1
+        assert one.metric("driftpoint_saves_failed_in_a_row") == 1
+        assert "the save of step 2 failed" in caplog.text
+
+
 def test_segments_stay_if_the_manifest_was_linked_but_not_synced(store: Path) -> None:
     """The fsync of the directory fails after the link, so the commit may exist although it was not acknowledged."""
 

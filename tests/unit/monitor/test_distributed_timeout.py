@@ -260,7 +260,7 @@ if rank == 0:
     job.hook().before = slow
     assert job.step().skipped is None
     dist.barrier()
-    with pytest.raises(SaveError, match="step 2 is not known to be committed.*; the commit of step 2 is intact"):
+    with pytest.raises(SaveError, match="step 2 is not known to be committed.*; the newest commit is that of step 2"):
         job.ckpt.save(wait=True)
 else:
     assert job.step().skipped is None

@@ -165,7 +165,7 @@ def test_what_is_live_after_a_change_does_not_become_the_last_step(tmp_path: Pat
     one.ckpt.step()
     averaged_weights(one)
     release.set()
-    with pytest.raises(SaveError, match="not the state of that step; the commit of step 1 is intact"):
+    with pytest.raises(SaveError, match="not the state of that step; the newest commit is that of step 1"):
         one.ckpt.close()
     assert committed_steps(tmp_path / "s") == [1]
 

@@ -41,7 +41,7 @@ def test_a_save_that_is_committed_while_the_process_ends(
     assert max(open_catalog(LocalFiles(tmp_path / "store")).saves()).step == 2
     assert "nothing new is saved" not in said
     if late:
-        assert "step 2 is not committed yet: not enough time; the commit of step 1 is intact" in said
+        assert "step 2 is not committed yet: not enough time; the newest commit is that of step 1" in said
         assert "preempted: committed step 2" in caplog.text
     else:
         assert "preempted: full save of step 2 committed" in said
