@@ -220,6 +220,12 @@ class SegmentDraft:
     facts: Mapping[str, Any]
     differs: tuple[str, ...] = ()
 
+    def part(self, **written: Any) -> PartRecord:
+        """Return the record of the segment. ``written``: the fields that only writing it tells."""
+        names = ("store_id", "rank", "world_size", "plan", "run_state", "differs")
+        known = {name: getattr(self, name) for name in names}
+        return PartRecord(**known, step=self.save.step, epoch=self.save.epoch, facts=dict(self.facts), **written)
+
 
 def write_segment(
     files: Files, draft: SegmentDraft, measure: Callable[[], Sequence[MeasureRecord]] = lambda: ()
@@ -244,22 +250,13 @@ def write_segment(
 
 def _part(draft: SegmentDraft, payload: Payload, measures: Sequence[MeasureRecord]) -> PartRecord:
     placed = iter(payload.placed)
-    return PartRecord(
-        store_id=draft.store_id,
-        step=draft.save.step,
-        epoch=draft.save.epoch,
-        rank=draft.rank,
-        world_size=draft.world_size,
-        plan=draft.plan,
+    return draft.part(
         payload_bytes=payload.payload_bytes,
         header_bytes=payload.header_bytes,
         header_xxh3_128=payload.header_xxh3_128,
         entries=tuple(_entry(f, next(placed)) for f in draft.fragments),
         measures=tuple(measures),
-        run_state=draft.run_state,
         run_tensors=tuple(StateTensor(dtype=t.dtype, shape=t.shape, **asdict(next(placed))) for t in draft.run_leaves),
-        facts=dict(draft.facts),
-        differs=draft.differs,
     )
 
 

@@ -35,7 +35,7 @@ from store.errors import SaveError
 from store.memory.arena import Arena
 from store.memory.layout import VersionRecord
 from store.names import BUFFER, FROZEN, RAW, Fragment, SaveId, Unit
-from store.schema import Entry, ManifestRecord, MeasureRecord, PartRecord, StateTensor, digest, seal
+from store.schema import Entry, ManifestRecord, MeasureRecord, StateTensor, digest, seal
 from store.segment import SegmentDraft
 from store.state_tree import Leaf
 
@@ -96,23 +96,8 @@ def seal_snapshot(version: Version) -> float:
     entries = tuple(_entry(one, copy) for one, copy in copies)
     segment = version.finish(version.segment)
     tensors, end = _write_leaves(version, cast("Sequence[Leaf]", segment.run_leaves))
-    part = PartRecord(
-        store_id=segment.store_id,
-        step=segment.save.step,
-        epoch=segment.save.epoch,
-        rank=segment.rank,
-        world_size=segment.world_size,
-        plan=segment.plan,
-        payload_bytes=end,
-        header_bytes=0,
-        header_xxh3_128=digest(b""),
-        entries=entries,
-        measures=_lost(version),
-        run_state=segment.run_state,
-        run_tensors=tensors,
-        facts=dict(segment.facts),
-        differs=segment.differs,
-    )
+    header = {"header_bytes": 0, "header_xxh3_128": digest(b"")}
+    part = segment.part(payload_bytes=end, **header, entries=entries, measures=_lost(version), run_tensors=tensors)
     head = None if version.head is None else version.head()
     reader = max(1 if head is None else head.reader, 2 * bool(part.differs))
     loan.arena.seal(loan.slot, VersionRecord(reader=reader, claim=version.claim, part=part, head=head))
