@@ -118,7 +118,7 @@ def host_value(value: Any, depth: int = 2) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         value = value.ravel()[:_FEW].tolist() if value.ndim else value.item()
     if isinstance(value, dict):
-        value = sorted(value.items(), key=str)
+        value = [(key, value[key]) for key in sorted(value, key=str)] if len(value) <= _FEW else [len(value)]
     if isinstance(value, list | tuple):
         return [len(value), *(host_value(one, depth - 1) for one in value[:_FEW])] if depth else None
     return float(value) if type(value) is int and abs(value) < 1 << 53 else value if type(value) in _PLAIN else None

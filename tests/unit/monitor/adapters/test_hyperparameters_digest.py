@@ -67,6 +67,16 @@ def test_what_a_load_keeps_as_it_is_and_the_order_of_keys_are_left_out() -> None
     assert hyperparameters_digest([group]) == hyperparameters_digest([{"foreach": False, "lr": 0.1, "params": []}])
 
 
+def test_values_are_not_turned_into_text() -> None:
+    """That of a tensor on a device would wait."""
+
+    class Waits:
+        def __repr__(self) -> str:
+            raise AssertionError
+
+    assert of({"a": Waits(), "b": [Waits()]}) == of({"a": Waits(), "b": [Waits()]})
+
+
 def test_lists_in_themselves_end() -> None:
     endless: list[Any] = [0.1]
     endless.append(endless)
