@@ -196,6 +196,7 @@ def _compose(
     certificate = composite_certificate(parts, source_of, taken, run_state, problems)
     scalars = reference.framework_state.get("scalars") or {}
     named = ((fqn, checkpoints[name].index.names()) for fqn, name in source_of.items())
+    stored = ((fqn, checkpoints[name].stored_steps) for fqn, name in source_of.items())
     return replace(
         reference,
         origin=listed((checkpoints[name].origin for name in used), 3, " and "),
@@ -204,11 +205,7 @@ def _compose(
         certificate=certificate,
         problems=problems,
         unvouched=unvouched_tensors(parts, source_of, taken),
-        stored_steps={
-            fqn: checkpoints[name].stored_steps[fqn]
-            for fqn, name in source_of.items()
-            if fqn in checkpoints[name].stored_steps
-        },
+        stored_steps={fqn: steps[fqn] for fqn, steps in stored if fqn in steps},
         run_steps={fqn: kept["step"] for fqn, kept in scalars.items() if "step" in kept},
     )
 

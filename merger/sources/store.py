@@ -138,17 +138,10 @@ class StoreSource:
         files, root = files or self.catalog.files, root or self.root
         part, entry = source.part, source.entry
         plain = entry.encoding == RAW and entry.packing is None
-        block = Block(
-            files,
-            payload_path(part.save, part.rank),
-            part.header_bytes + entry.offset,
-            entry.numel * itemsize(entry.dtype),
-            xxh3,
-            entry.xxh3_128,
-            f"{entry.unit} of save {part.save}",
-            Damage(root, RejectedVersion(part.save, entry.unit)),
-            None if plain else StoredFragment(files, source, root),
-        )
+        path, start = payload_path(part.save, part.rank), part.header_bytes + entry.offset
+        name, damage = f"{entry.unit} of save {part.save}", Damage(root, RejectedVersion(part.save, entry.unit))
+        nbytes, coded = entry.numel * itemsize(entry.dtype), None if plain else StoredFragment(files, source, root)
+        block = Block(files, path, start, nbytes, xxh3, entry.xxh3_128, name, damage, coded)
         return Extent(entry.fqn, entry.slot, entry.start, entry.stop, entry.dtype, block, 0, entry.box)
 
 
