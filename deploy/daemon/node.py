@@ -346,13 +346,10 @@ class Node:
             return
         if age <= cleanup.KEEP_SECONDS:
             return  # all of it was committed, or a job began to use it
-        _log.error(
-            "memory of store %s, written %.0f h ago, holds snapshots that no commit has; rescue failed (%s): %s",
-            store_id,
-            age / 3600,
-            "; ".join(f"{one.request.store}: {one.outcome}: {one.why}" for one in tried),
-            "it is removed" if age > keep else "it stays, and the rescue is tried again in an hour",
-        )
+        text = "memory of store %s, written %.0f h ago, holds snapshots that no commit has; rescue failed (%s): %s"
+        why = "; ".join(f"{one.request.store}: {one.outcome}: {one.why}" for one in tried)
+        then = "it is removed" if age > keep else "it stays, and the rescue is tried again in an hour"
+        _log.error(text, store_id, age / 3600, why, then)
         if age > keep:
             self._loop.run_in_executor(None, _clear_lost, tier, keep)
 

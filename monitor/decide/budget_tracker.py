@@ -110,13 +110,11 @@ class BudgetTracker(SaveListener):
         if widened.limit in self._widened:
             return
         self._widened.add(widened.limit)
-        _log.warning(
+        text = (
             "budget: saving the largest unit takes %.4g %s, more than the %.4g that budget.burst_seconds allows: the "
-            "burst limit was raised to that",
-            widened.needs,
-            _UNITS[widened.limit],
-            widened.held,
+            "burst limit was raised to that"
         )
+        _log.warning(text, widened.needs, _UNITS[widened.limit], widened.held)
 
     def _update_gauge(self, offered: float | None) -> None:
         available = self._account.at_hand()

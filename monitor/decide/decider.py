@@ -144,14 +144,11 @@ class SafePolicy:
         if failure.kind in self._logged or len(self._logged) >= _MAX_LOGGED:
             return
         self._logged.add(failure.kind)
-        _log.error(
+        text = (
             "policy %s %s at step %d: everything is saved at this decision, and whenever it fails again (this error is "
-            "logged once; driftpoint_policy_failures_total counts all)",
-            self._policy.name,
-            failure.what,
-            step,
-            exc_info=error,
+            "logged once; driftpoint_policy_failures_total counts all)"
         )
+        _log.error(text, self._policy.name, failure.what, step, exc_info=error)
 
 
 class Decider:

@@ -128,14 +128,12 @@ class ReplicaSender:
     def _log_failure(self, error: BaseException | None) -> None:
         expected, text = isinstance(error, DriftpointError), str(error)
         if text != self._logged:
-            _log.warning(
+            line = (
                 "rank %d: its memory is not replicated to rank %d: %s. Until it is, the loss of a node takes the job "
-                "back to the store; training is not affected",
-                self._rank,
-                self._target,
-                text if expected else repr(error),
-                exc_info=None if expected else error,
+                "back to the store; training is not affected"
             )
+            why, cause = (text, None) if expected else (repr(error), error)
+            _log.warning(line, self._rank, self._target, why, exc_info=cause)
         self._logged = text
 
 

@@ -69,13 +69,11 @@ class LayerMetrics:
         self._gauge("units").set(len(units))
         self.hidden.set(self._shown.hidden)
         if self._shown.hidden and not hidden:
-            _log.warning(
+            text = (
                 "metrics: %d of %d layer slots have no series of their own (metrics.layer_series is %d): those shown "
-                "are spread evenly over the model, and units that stand out are added; counts are over all",
-                self._shown.hidden,
-                len(units),
-                self._limit,
+                "are spread evenly over the model, and units that stand out are added; counts are over all"
             )
+            _log.warning(text, self._shown.hidden, len(units), self._limit)
 
     def update(self, drift: Mapping[Unit, float], staleness: Mapping[Unit, int]) -> None:
         for series, values in ((self._drift_of, drift), (self._staleness_of, staleness)):
@@ -95,14 +93,11 @@ class LayerMetrics:
             self._spikes.inc()
             self._shown.add(spike.unit)
             self.hidden.set(self._shown.hidden)
-            _log.error(
+            text = (
                 "drift spike: the weights of %s moved %.3g times as far as usual up to step %d (drift %.3g). If no "
-                "setting was changed, memory or a device may have corrupted them: see docs/runbook.md",
-                spike.unit.layer,
-                spike.jump,
-                step,
-                spike.drift,
+                "setting was changed, memory or a device may have corrupted them: see docs/runbook.md"
             )
+            _log.error(text, spike.unit.layer, spike.jump, step, spike.drift)
         for unit in fresh.keys() & self._jumps.jumps.keys():
             if unit in self._shown:
                 self.jump.labels(unit.layer, unit.slot).set(self._jumps.jumps[unit])
