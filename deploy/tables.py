@@ -66,16 +66,9 @@ def unit_table(units: Sequence[CertifiedUnit], reasons: Mapping[Unit, str]) -> T
         reason = "older version: the committed one is damaged" if unit.fallback else reason
         based = f"base {', '.join(unit.bases)}" if unit.bases else ""
         reason = "; ".join(filter(None, (reason, based)))
-        table.add_row(
-            output.cell(f"  {unit.slot}"),
-            str(unit.step),
-            age,
-            drift,
-            size_text(unit.nbytes),
-            output.cell(unit.encoding),
-            *([_error(unit)] if lossy else []),
-            output.cell(reason, _style(unit)),
-        )
+        numbers = (str(unit.step), age, drift, size_text(unit.nbytes))
+        error, why = [_error(unit)] if lossy else [], output.cell(reason, _style(unit))
+        table.add_row(output.cell(f"  {unit.slot}"), *numbers, output.cell(unit.encoding), *error, why)
     return table
 
 
@@ -101,9 +94,8 @@ def _layer_table(
         if units:
             cells = [_unit_cell(units.get(slot), lossy=lossy) for slot in slots]
             own = [output.cell(tail(source, _NAME_WIDTH - 3))] if sources else []
-            table.add_row(
-                output.cell(tail(layer, names)), *own, *cells, size_text(sum(unit.nbytes for unit in units.values()))
-            )
+            nbytes = sum(unit.nbytes for unit in units.values())
+            table.add_row(output.cell(tail(layer, names)), *own, *cells, size_text(nbytes))
     return table
 
 

@@ -175,15 +175,10 @@ def _costs(summaries: "Sequence[Summary]", baseline: "Summary") -> Table:
     found = output.table(output.fold("Configuration"), *map(output.number, numbers))
     for one in summaries:
         share = one.written / baseline.written if baseline.written else 0.0
-        found.add_row(
-            output.cell(one.name),
-            str(one.saves),
-            size_text(one.written),
-            size_text(round(one.later / one.hours)) if one.hours else "?",
-            size_text(round(one.written / one.saves)) if one.saves else "",
-            f"{100 * share:.1f} %",
-            f"{100 * one.stall_share:.2g} %",
-        )
+        hourly = size_text(round(one.later / one.hours)) if one.hours else "?"
+        each = size_text(round(one.written / one.saves)) if one.saves else ""
+        shares = (f"{100 * share:.1f} %", f"{100 * one.stall_share:.2g} %")
+        found.add_row(output.cell(one.name), str(one.saves), size_text(one.written), hourly, each, *shares)
     return found
 
 

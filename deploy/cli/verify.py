@@ -62,15 +62,10 @@ def _table(body: dict[str, Any]) -> Any:
     table = output.table(output.line("Commit"), output.number("Step"), *words)
     for commit in body["commits"]:
         save, state = commit["save"], commit["state"]
-        table.add_row(
-            save,
-            str(SaveId.parse(save).step),
-            "suspect" if commit["suspect"] else "yes" if commit["proven"] else "",
-            Text(state, style=_STYLES[state]),
-            "weights only, cannot be resumed"
-            if commit["weights_only"]
-            else _RESUME[state] + (" <- next" if save == body["resumable"] else ""),
-        )
+        proven = "suspect" if commit["suspect"] else "yes" if commit["proven"] else ""
+        resume = _RESUME[state] + (" <- next" if save == body["resumable"] else "")
+        resume = "weights only, cannot be resumed" if commit["weights_only"] else resume
+        table.add_row(save, str(SaveId.parse(save).step), proven, Text(state, style=_STYLES[state]), resume)
     return table
 
 
