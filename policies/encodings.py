@@ -8,16 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from policies.base import UnitStats
-from store.encoding import (
-    BF16,
-    BF16_INT8,
-    ENCODINGS,
-    INT8_BLOCK,
-    INT8_LOG2,
-    INT8_SHARED_EXPONENT,
-    WRITABLE,
-    encoding_named,
-)
+from store.encoding import ENCODINGS, INT8_BLOCK, INT8_LOG2, INT8_SHARED_EXPONENT, WRITABLE, encoding_named
+from store.encoding.bfloat16 import BF16, BF16_INT8
 from store.names import RAW
 
 FINER: Mapping[str, tuple[str, ...]] = MappingProxyType({BF16: (BF16_INT8,), INT8_SHARED_EXPONENT: (INT8_BLOCK,)})
