@@ -21,7 +21,7 @@ from store.config_file import parse_yaml
 from store.errors import ConfigError, UsageError
 from store.names import RAW, WEIGHTS
 
-_ELSEWHERE = frozenset({"store", "metrics", "retention", "timeouts", "trace", "resume", "layers", "drift"})
+_ELSEWHERE = {"store", "metrics", "retention", "timeouts", "trace", "resume", "layers", "drift"}
 """Sections that do not affect what is saved when."""
 
 
@@ -145,8 +145,7 @@ def remarks(one: SimulationRequest, run: Run) -> list[str]:
 
 def same_configuration(one: Config, other: Config) -> bool:
     """Return whether both save the same."""
-    drop = set(_ELSEWHERE)
-    return one.model_dump(exclude=drop) == other.model_dump(exclude=drop)
+    return one.model_dump(exclude=_ELSEWHERE) == other.model_dump(exclude=_ELSEWHERE)
 
 
 def _ours(policy: object) -> bool:

@@ -90,10 +90,10 @@ class Summary:
 
     def drift(self, weights: bool) -> Spread:
         """Return the drift of the weights, or of all other slots."""
-        found = [spread for slot, spread in self.replayed.exposure.drift.items() if (slot == WEIGHTS) == weights]
         merged = Spread()
-        for spread in found:
-            merged.add(spread.mean, spread.worst, spread.weight)
+        for slot, spread in self.replayed.exposure.drift.items():
+            if (slot == WEIGHTS) == weights:
+                merged.add(spread.mean, spread.worst, spread.weight)
         return merged
 
     def goodput(self, mtbf_hours: float) -> float:
