@@ -241,13 +241,9 @@ class AdaptiveInterval(Schedule):
                 for name, seconds in (("a step takes", measured.step), ("a save costs training", measured.cost))
                 if seconds is not None
             ]
-            _log.info(
-                "every: auto: %d steps to the next decision%s, reason: %s; %s",
-                interval.steps,
-                before,
-                interval.because,
-                ", ".join([*known, f"one interruption is expected every {1 / per_hour:.3g} h"]),
-            )
+            told = ", ".join([*known, f"one interruption is expected every {1 / per_hour:.3g} h"])
+            text = "every: auto: %d steps to the next decision%s, reason: %s; %s"
+            _log.info(text, interval.steps, before, interval.because, told)
             self._logged_steps = interval.steps
 
 
