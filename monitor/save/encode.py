@@ -172,16 +172,9 @@ class Packer:
 
         ``interval``: seconds between the last two saves, if known. ``alone``: the save must need no other one."""
         level = self._chooser.level(nbytes, interval) if self._level == "auto" else self._level
-        chosen = None if level == "none" else level
-        return SavePacking(
-            save,
-            self._level != "none",
-            chosen,
-            self._differences,
-            {} if alone else self._bases,
-            frozenset(self._resting),
-            lasting,
-        )
+        active, chosen = self._level != "none", None if level == "none" else level
+        bases, resting = {} if alone else self._bases, frozenset(self._resting)
+        return SavePacking(save, active, chosen, self._differences, bases, resting, lasting)
 
     def settle(self, done: SavePacking, seconds: float, moved: Callable[[Unit], bool], reached: Container[str]) -> None:
         """Learn from a finished save, and update the bases.
