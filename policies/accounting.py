@@ -162,7 +162,6 @@ class Account:
 
     @property
     def limited(self) -> bool:
-        """Whether anything is limited."""
         return bool(self._limits)
 
     def at_hand(self, limit: str = BYTES) -> float | None:

@@ -57,7 +57,6 @@ class _Window:
         self.counts: Rows = np.empty(0, dtype=np.intp)
 
     def grow(self, rows: int) -> None:
-        """Extend to ``rows`` rows."""
         more = rows - len(self.counts)
         self.values = np.concatenate([self.values, np.full((more, WINDOW), np.inf)])
         self.counts = np.concatenate([self.counts, np.zeros(more, dtype=np.intp)])

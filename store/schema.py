@@ -355,7 +355,6 @@ class ManifestRecord(SavePiece, frozen=True, kw_only=True, dict=True, gc=True):
 
     @cached_property
     def versions(self) -> Mapping[Unit, UnitRecord]:
-        """The records by unit."""
         return {record.unit: record for record in self.units}
 
     @property

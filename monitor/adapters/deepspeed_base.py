@@ -226,7 +226,6 @@ class ZeroAdapter(EngineAdapter, ABC):
         return self._inventory.cache.enabled()
 
     def flats(self) -> list[FlatPartition]:
-        """Return the flat partitions of this rank."""
         return self._inventory.cache.get("flats", self._known_flats)
 
     def _known_flats(self) -> list[FlatPartition]:

@@ -295,11 +295,9 @@ class ExtraState:
     module: nn.Module
 
     def state_dict(self) -> Any:
-        """Return what ``get_extra_state`` returns."""
         return self.module.get_extra_state()
 
     def load_state_dict(self, state: Any) -> None:
-        """Call ``set_extra_state``."""
         self.module.set_extra_state(state)
 
 

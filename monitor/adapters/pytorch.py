@@ -318,7 +318,6 @@ class PyTorchAdapter(base.Adapter):
         return Replica(whole_piece(fqn, slot, tensor, strided=True), *place)
 
     def _home(self, tensor: torch.Tensor) -> base.Home:  # for adapters of sharded models
-        """Return how this rank holds a tensor."""
         return self._home_here
 
     _local_memory: Callable[[torch.Tensor], torch.Tensor] | None = None

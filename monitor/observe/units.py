@@ -241,7 +241,6 @@ class UnitTable:
         return self._layer_of[fqn].name
 
     def layer(self, unit: Unit) -> Layer:
-        """Return the layer of a unit."""
         return self._by_name[unit.layer]
 
     def tensor_records(self) -> Mapping[str, TensorRecord]:

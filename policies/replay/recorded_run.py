@@ -44,7 +44,6 @@ class RunSegment:
 
     @property
     def units(self) -> tuple[traces.TracedUnit, ...]:
-        """The units of the job."""
         return self.job.units
 
     @property
