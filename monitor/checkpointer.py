@@ -170,8 +170,9 @@ class Checkpointer:
         self._misuse.restart()
         self._misuse.resumed(sys._getframe(2), job.user.objects)  # below the decorator's frame
         self._pace.restart()
-        self._surveyor.mark()
-        local = job.table.local()
+        with job.adapter.cache_lookups():
+            self._surveyor.mark()
+            local = job.table.local()
         if result is not None and self._catalog is not None:
             self._adopt(result, self._catalog, local)
         self._begin(result, local)

@@ -120,10 +120,11 @@ class FragmentIndex(Generic[S]):
         for source in sources:
             self._by_name.setdefault((source.fqn, source.slot), []).append(source)
         for name, spans in self._by_name.items():
-            if len(spans) > 1:
-                # Empty fragments fill nothing and overlap nothing; one is kept if a tensor has no other.
-                spans[:] = [source for source in spans if source.stop > source.start] or spans[:1]
-                spans.sort(key=lambda source: source.start)
+            if len(spans) == 1 and spans[0].box is None:
+                continue
+            # Empty fragments fill nothing and overlap nothing; one is kept if a tensor has no other.
+            spans[:] = [source for source in spans if source.stop > source.start] or spans[:1]
+            spans.sort(key=lambda source: source.start)
             box = next((source.box for source in spans if source.box is not None), None)
             if box is not None:
                 self._regions[name] = _Regions(name, spans, box.shape)
@@ -150,6 +151,8 @@ class FragmentIndex(Generic[S]):
 
     def cover(self, wanted: Fragment) -> list[Copy[S]]:
         """Return copies that fill ``wanted`` completely. Raises DamagedError, naming the hole, if there is one."""
+        if wanted.box is None and wanted[:2] not in self._regions:
+            return self._cover_range(wanted)
         return self.cover_all([wanted])[0]
 
     def _cover_range(self, wanted: Fragment) -> list[Copy[S]]:

@@ -336,7 +336,7 @@ def _load(
         raise
     with adapter.cache_lookups():
         notes = run_on_all_ranks(group, lambda: _copy_values(plan, found.read, state.framework, adapter))
-    adapter.finish_load()
+        adapter.finish_load()
     if generators and state.rng is not None:
         restore_rng(state.rng)
     live.mixed = False
