@@ -184,7 +184,7 @@ def _with_journal(
     chain = find_chain(journal, end, {one.save for one in resolution.versions.values() if one.record.moving})
     for record in takewhile(lambda one: one.save not in damaged, () if chain is None else chain.steps):
         end = record.save if record.save.step > end.step else end
-    whole = [group.save for group in groups if group.parts and len(group.parts) == group.parts[0].world_size]
+    whole = [group.save for group in groups if any(len(group.parts) == one.world_size for one in group.parts.values())]
     return replace(report, journal=end.step, beyond=max((one.step for one in whole if one > end), default=None))
 
 

@@ -21,6 +21,7 @@ from store.memory.cleanup import clear, used_bytes
 from store.memory.index import scan_node, seen_stores
 from store.memory.layout import Tier, tiers
 from store.memory.rescue import INCOMPLETE, WRITTEN, rescue_newest
+from store.storage.local import Files
 from store.text import listed
 
 app = Typer(epilog=EPILOG, help="List or free the snapshots in this node's shared memory.", invoke_without_command=True)
@@ -56,7 +57,7 @@ def clear_(
         output.note(f"Remove the snapshots that dead jobs left of {plural(len(found), 'store')} ({stores})? [y/N]")
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             raise Abort
-    freed = sum(clear(tier) for tier in found)
+    freed = sum(clear(tier, files) for tier, files in found.items())
     body = {"freed_bytes": freed, "stores": [tier.store_id for tier in found]}
     output.answer(body, lambda console: console.print(f"Freed {size_text(freed)}."), as_json=json)
 
@@ -67,7 +68,7 @@ def _draw(console: Console, found: list[dict[str, Any]]) -> None:
         return
     table = output.table(*map(output.fold, ("store", "step", "ranks", "size", "job")))
     for one in found:
-        step = "-" if one["step"] is None else str(one["step"])
+        step = ", ".join(map(str, one["steps"])) or "-"
         state = "alive" if one["alive"] else "dead"
         ranks = f"{one['ranks']} of {one['world_size']}" + (f", {one['replicas']} as replicas" * bool(one["replicas"]))
         row = (one["store"] or one["store_id"], step, ranks, size_text(one["nbytes"]), state)
@@ -79,10 +80,14 @@ def _draw(console: Console, found: list[dict[str, Any]]) -> None:
 def _snapshots_of(tier: Tier, path: Path | None) -> dict[str, Any]:
     node = scan_node(tier)
     held = {} if node.newest is None else node.versions[node.newest]
+    steps = {
+        one.record.claim: one.record.save.step for one in sorted(node.everything(), key=lambda one: one.record.save)
+    }
     return {
         "store_id": tier.store_id,
         "store": None if path is None else str(path),
         "step": None if node.newest is None else node.newest.step,
+        "steps": sorted(steps.values(), reverse=True),
         "ranks": len(held),
         "replicas": sum(one.record.replica for one in held.values()),
         "world_size": max((one.record.part.world_size for one in held.values()), default=0),
@@ -92,19 +97,21 @@ def _snapshots_of(tier: Tier, path: Path | None) -> dict[str, Any]:
     }
 
 
-def _select_tiers(base: Path, store: str | None, *, everything: bool) -> list[Tier]:
+def _select_tiers(base: Path, store: str | None, *, everything: bool) -> dict[Tier, Files | None]:
+    """Return what to clear, each with the files of the store if its place was named: copies have the same id."""
     if (store is None) != everything:
         raise UsageError("name one store (its directory or its id), or give --all")
-    there = tiers(base)
+    there = dict[Tier, Files | None].fromkeys(tiers(base))
     if store is None:
         return there
-    store_id, place = store, place_of(store)
+    store_id, place, files = store, place_of(store), None
     if is_url(place) or place.is_dir():
         try:
-            store_id = open_catalog(files_at(place)).store_id
+            catalog = open_catalog(files_at(place))
+            store_id, files = catalog.store_id, catalog.files
         except StoreError as error:
             raise UsageError(f"{error}; `driftpoint memory` lists the store ids") from error
-    found = [tier for tier in there if tier.store_id == store_id]
+    found = {tier: files for tier in there if tier.store_id == store_id}
     if not found:
         raise UsageError(f"no snapshot of {store} in the memory at {base}; see `driftpoint memory --memory {base}`")
     return found

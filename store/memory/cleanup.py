@@ -13,7 +13,7 @@ from pathlib import Path
 
 from store.errors import StorageError
 from store.memory.arena import Owner, boot_seconds, is_owned, seconds_since_written, touch
-from store.memory.index import belonging_to, scan_node, unfinished_ranks, version_in
+from store.memory.index import belonging_to, foreign_snapshots, scan_node, unfinished_ranks, version_in
 from store.memory.layout import SLOTS, Generation, Tier, tiers
 from store.memory.limits import size_text
 from store.names import SaveId
@@ -25,9 +25,12 @@ KEEP_SECONDS = 24 * 3600.0  # time that a dead job's memory is kept for a restar
 KEEP_UNREACHABLE_SECONDS = 7 * KEEP_SECONDS  # if its store cannot be reached, so that no rescue could be made
 
 
-def clear(tier: Tier) -> int:
-    """Remove all memory of dead processes. Return the bytes freed."""
-    return _removed(tier, lambda *_: True)
+def clear(tier: Tier, files: Files | None = None) -> int:
+    """Remove all memory of dead processes. Return the bytes freed. files: spares that of jobs on copies of this store.
+
+    Raises StorageError if the store cannot be read."""
+    strange = set() if files is None else foreign_snapshots(scan_node(tier), files)
+    return _removed(tier, lambda place, rank: (place.folder, rank) not in strange)
 
 
 Wanted = Callable[[Generation, int], bool]  # whether to remove a dead rank's memory

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shutil
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,29 @@ def test_clear_never_takes_what_lives(here: Here, store: Path, shm: Path) -> Non
     abandoned(one)
     told = here("memory", "clear", store, "--yes", "--memory", shm, "--json").json
     assert told["freed_bytes"] > 0 and told["stores"] == [tier_of(store).store_id]
+    assert not scan_node(tier_of(store)).versions
+
+
+def test_what_jobs_on_copies_left_is_listed_and_cleared_by_itself(here: Here, store: Path, shm: Path) -> None:
+    first = Job(store, every=1)
+    first.step()
+    first.step()
+    first.ckpt.close()
+    copy = store.with_name("copy")
+    shutil.copytree(store, copy)
+    abandoned(job(store))
+    two = Job(copy, every=50, memory=memory(store))
+    two.ckpt.resume()
+    for _ in range(12):
+        kept_step(two)
+    abandoned(two)
+    row = here("memory", "--memory", shm, "--json").json["stores"][0]
+    assert (row["step"], row["steps"]) == (14, [14, 9])
+    assert "14, 9" in here("memory", "--memory", shm, columns=200).out
+    assert here("memory", "clear", copy, "--yes", "--memory", shm, "--json").json["freed_bytes"] > 0
+    assert here("memory", "--memory", shm, "--json").json["stores"][0]["steps"] == [9]
+    assert here("rescue", store, "--memory", shm, columns=200).out.startswith("Committed step 9 from memory")
+    assert here("memory", "clear", tier_of(store).store_id, "--yes", "--memory", shm).code == 0
     assert not scan_node(tier_of(store)).versions
 
 

@@ -6,6 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from store.catalog import open_catalog
+from store.names import SaveId
+from store.segment import SegmentDraft, write_segment
+from store.storage.local import LocalFiles
 from tests.support.cli import Here
 from tests.support.journaled import DAMAGE, Job, damage
 
@@ -58,6 +62,18 @@ def test_a_torn_tail_is_no_damage(tmp_path: Path, torn: str, here: Here) -> None
     answer = here("verify", store, "--json")
     assert (answer.code, answer.json["problems"]) == (0, [])
     assert answer.json["journal"] == {"step": 6, "beyond": None}
+
+
+def test_a_record_that_only_the_second_rank_wrote_is_no_damage(tmp_path: Path, here: Here) -> None:
+    """The first one met a full disk, or was killed."""
+    store, job = tmp_path / "store", Job()
+    job.run(job.attach(store), 7)
+    catalog = open_catalog(LocalFiles(store))
+    record = SegmentDraft(catalog.store_id, SaveId(8, 1), 1, 2, "0" * 32, (), {}, (), {})
+    write_segment(catalog.files.below("journal"), record)
+    answer = here("verify", store, "--json")
+    assert (answer.code, answer.json["problems"]) == (0, [])
+    assert answer.json["journal"] == {"step": 7, "beyond": None}
 
 
 def test_verify_of_a_composite_reads_the_records_that_it_needs(tmp_path: Path, here: Here) -> None:
