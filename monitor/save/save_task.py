@@ -238,7 +238,8 @@ def prune(
     segment groups that its next commit refers to, stay. Raises SaveError if nothing may be deleted, because a commit
     cannot be read."""
     wanted = bytes_to_free(catalog, retention, failed=failed)
-    fits = wanted == 0 or bytes_to_free(catalog, replace(retention, max_share=None), failed=failed) == 0
+    lacking = bytes_to_free(catalog, replace(retention, max_share=None)) if wanted else 0
+    fits, seems = not (failed or lacking), failed and not lacking
     least = 2 if fits else 1  # for the share of the disk alone, no bit rot may cost the only commit
     plan = plan_prune(catalog, retention, epoch, wanted, continued, groups=groups, least=least)
     execute(files, plan)
@@ -249,20 +250,20 @@ def prune(
     if plan.to_copy and all(thread.name != name for thread in threading.enumerate()):  # no save waits for it
         threading.Thread(target=_keep_weights, args=(catalog, plan), name=name, daemon=True).start()
     place = getattr(files, "root", "the store")
+    why = "would take more than its share of the disk" if fits else "has too little room for another full save"
+    why = "refused a save for want of room, though there seems to be enough (a quota?)" if seems else why
     if plan.given_up:
         _log.warning(
             "%s %s: deleted the commits of steps %s, which `retention:` keeps otherwise; %d bytes freed. Free space "
             "or keep fewer commits",
-            place,
-            "would take more than its share of the disk" if fits else "has too little room for another full save",
-            *(", ".join(str(save.step) for save in plan.given_up), plan.freed_bytes),
+            *(place, why, ", ".join(str(save.step) for save in plan.given_up), plan.freed_bytes),
         )
     if failed and plan.freed_bytes < wanted:
-        _log.warning(
-            "no more can be deleted in %s: it holds the newest commit and the last one resumed from (steps %s) only. A "
-            "save needs about %d bytes more: free space on that disk",
-            *(place, ", ".join(str(save.step) for save in plan.keep), wanted - plan.freed_bytes),
+        more = "" if seems else f". A save needs about {wanted - plan.freed_bytes} bytes more: free space on that disk"
+        text = (
+            "%s %s; no more can be deleted: it holds the newest commit and the last one resumed from (steps %s) only%s"
         )
+        _log.warning(text, place, why, ", ".join(str(save.step) for save in plan.keep), more)
 
 
 def _keep_weights(catalog: Catalog, plan: PrunePlan) -> None:

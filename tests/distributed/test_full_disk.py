@@ -15,6 +15,7 @@ from store.errors import NoSpaceError
 from store.names import SaveId, segment_dir
 from store.session import claim_epoch, newest_epoch
 from store.storage.local import LocalFiles
+from tests.support.hooked import nothing
 from tests.support.jobs import Job, job, same
 from tests.support.mounts import fill, tmpfs
 from tests.support.stores import intact_steps
@@ -99,6 +100,28 @@ def test_what_cannot_be_freed_is_told(disk: Path, caplog: pytest.LogCaptureFixtu
     assert intact_steps(store) == [1]
     assert "no more can be deleted" in caplog.text
     assert "prune" not in caplog.text
+
+
+def test_a_disk_that_has_room_again_is_not_called_full(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A quota is not seen in advance, so something is deleted all the same."""
+    store = tmp_path / "store"
+    with job(store, **SMALL) as one:
+        for _ in range(3):
+            one.step()
+        files = one.hook()
+
+        def refuse(operation: str, path: str) -> None:
+            if operation == "write":
+                raise NoSpaceError(f"cannot write {path}: no space left on device")
+
+        files.before = refuse
+        one.step()
+        files.before = nothing
+        for _ in range(2):
+            one.step()
+    assert "refused a save for want of room, though there seems to be enough (a quota?)" in caplog.text
+    assert "too little room" not in caplog.text and "bytes more" not in caplog.text
+    assert intact_steps(store)[-1] == 6
 
 
 def test_a_job_starts_on_a_full_disk(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
