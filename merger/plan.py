@@ -162,7 +162,7 @@ def _make_plan(assembled: Assembly, checkpoint: Checkpoint, target: Target, requ
     checkpoint = replace(checkpoint, certificate=laid.certificate or checkpoint.certificate)
     notes = (
         *assembled.notes,
-        *_effective_note(assembled, checkpoint),
+        *(() if target.layout == "hf" else _effective_note(assembled, checkpoint)),
         *_dtype_note(request, target, checkpoint),
         *laid.notes,
         *own_state_notes(checkpoint),

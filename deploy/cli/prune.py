@@ -121,7 +121,7 @@ def _remarks(root: Path, plan: PrunePlan, in_use_by: int | None, foreign: str | 
         yield f"The store is in use {user}: without --dry-run this fails. The job prunes by itself."
     if plan.to_copy:
         yield f"Kept only until their weights are copied: {_names(plan.to_copy)}"
-    elif plan.blocked is None and not plan.freed_bytes and len(plan.keep) > 1:
+    elif plan.blocked is None and not (plan.freed_bytes or plan.manifests) and len(plan.keep) > 1:
         yield "This frees nothing. Add --minimum to keep only the newest commit and the last one resumed from."
     if foreign is not None:
         lock = "An object store has no lock" if is_url(root) else "The lock covers this machine only"

@@ -54,7 +54,8 @@ def check_kind(facts: Facts, status: StoreStatus) -> Check:
     note = "every layer bit for bit" if resume.exact else note
     if resume.goes_on_at != resume.step:
         note += f"; resumes at step {resume.goes_on_at}"
-    return Check(name, "good", f"step {resume.step}, {word}", note)
+    chosen = resume.exact or resume.as_found or resume.lossy or resume.max_staleness > 0
+    return Check(name, "good" if chosen or not resume.problems else "look", f"step {resume.step}, {word}", note)
 
 
 def _not_as_saved(facts: Facts, status: StoreStatus, resume: Resume, name: str) -> Check | None:

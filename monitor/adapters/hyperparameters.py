@@ -108,20 +108,27 @@ def _digest_of(items: tuple[tuple[str, Any], ...]) -> str:
     return digest(repr(sorted([str(key), repr(host_value(value))] for key, value in items)).encode())
 
 
-def host_value(value: Any, depth: int = 2) -> Any:
-    """Return numbers and texts, and the first ones in lists, mappings, arrays and tensors.
+def host_value(value: Any, depth: int = 3) -> Any:
+    """Return numbers and texts, and the first ones in lists, mappings, arrays and tensors; equal ones alike.
 
     None for others, and for tensors on a device, since reading one waits."""
-    if type(value) in (torch.Tensor, torch.nn.Parameter) and value.is_cpu and value.layout is torch.strided:
+    if type(value) is float or (type(value) in (bool, int) and abs(value) < 1 << 53):
+        return value + 0.0  # -0.0 equals 0.0
+    if type(value) in (torch.Tensor, torch.nn.Parameter) and _is_cheap(value):
         few = value.detach().flatten()[:_FEW].tolist()
         value = few if value.ndim else few[0]
     if isinstance(value, np.ndarray | np.generic):
         value = value.ravel()[:_FEW].tolist() if value.ndim else value.item()
     if isinstance(value, dict):
-        value = [(key, value[key]) for key in sorted(value, key=str)] if len(value) <= _FEW else [len(value)]
+        value = [len(value), *((key, value[key]) for key in sorted(value, key=str)[:_FEW])]
     if isinstance(value, list | tuple):
-        return [len(value), *(host_value(one, depth - 1) for one in value[:_FEW])] if depth else None
-    return float(value) if type(value) is int and abs(value) < 1 << 53 else value if type(value) in _PLAIN else None
+        return [len(value), *(host_value(one, depth - 1) for one in value[: _FEW + 1])] if depth else None
+    return host_value(value) if type(value) in (bool, int, float) else value if type(value) in _PLAIN else None
+
+
+def _is_cheap(tensor: torch.Tensor) -> bool:
+    plain = tensor.is_cpu and tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
+    return plain and (tensor.numel() <= _FEW or tensor.is_contiguous())
 
 
 def _of_group(values: Hyperparameters, group: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -155,6 +155,7 @@ class Saver:
     def stepped(self, step: int) -> None:
         """Take note of an optimizer step."""
         self._collect()
+        self.checker.stepped(step)
         back, over = step <= self._stepped, self._outcome
         if over is not None and (back or over.error is not None):  # commits count at the next decision, on all ranks
             self._report_outcome()
@@ -467,7 +468,7 @@ class Saver:
 
         Such an error does not stop training: the save fails and is reported like any other."""
         units = [[unit.layer, unit.slot, choice.encoding] for unit, choice in decided.saved.items()]
-        plan, differs = digest(seal([save.name, units])), self.checker.differs
+        plan, differs = digest(seal([save.name, units])), self.checker.recorded
         segment = save_task.empty_segment(self._job, self._session.catalog.store_id, save, plan, differs)
         try:
             return *save_task.begin_run_state(segment, self._job, self.checker.describe), None

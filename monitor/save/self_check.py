@@ -345,22 +345,25 @@ class SelfChecker:
         self._unsaved: list[str] = []
         self._described: tuple[Outline, list[str], float] | None = None
         self._current: SelfCheck | None = None
-        self.differs: tuple[str, ...] = ()  # what the last check found; recorded with every save that is not checked
+        self.differs: tuple[str, ...] = ()  # what the last check found
         self._shown: Sequence[str] = ()  # those among them that only reading back shows
         self.due = False  # whether the ranks are compared at the next save, as after a resume; the same on all ranks
         self.unlike: tuple[str, ...] = ()  # why no save is exact now, and none in memory; the same on all ranks
         self.history = ""  # see :meth:`_trained`
-        if job.group.world_size > 1:
-            job.adapter.before_update(self._updated)
+        job.adapter.before_update(self._updated)
 
     def _groups(self) -> Iterator[dict[str, Any]]:
         return (group for one in self._job.adapter.optimizers() for group in one.param_groups)
+
+    def stepped(self, step: int) -> None:
+        """Take note of a step, with or without an update of the optimizer. The same on all ranks."""
+        self.history = digest(f"{self.history} {step}".encode())
 
     def _updated(self) -> None:
         self.history = self._trained()
 
     def _trained(self) -> str:
-        """Return a digest of the hyperparameters of all updates since the ranks were compared, and of the next one."""
+        """Return a digest of the hyperparameters of each update since the ranks were compared, and of the next one."""
         return digest(f"{self.history} {hyperparameters_digest(self._groups())}".encode())
 
     @property
@@ -374,7 +377,12 @@ class SelfChecker:
     def known(self) -> tuple[str, ...]:
         """All that is known not to come back from this rank, also of a check under way."""
         found = self._current.found if self._current else ()
-        return tuple(dict.fromkeys((*self.unlike, *self.differs, *found)))[:_NAMED]
+        return tuple(dict.fromkeys((*self.unlike, *self.recorded, *found)))[:_NAMED]
+
+    @property
+    def recorded(self) -> tuple[str, ...]:
+        """What a save of this rank that is not checked records: all that is known not to come back from it."""
+        return tuple(dict.fromkeys((*self._unequal, *self._unsaved, *self.differs)))[:_NAMED]
 
     def trained(self) -> tuple[str, str, str]:
         """Return digests: of the names in this rank's pipeline stage, of its hyperparameters, of those so far."""
@@ -445,6 +453,7 @@ class SelfChecker:
             samples = {piece.fragment: Sample.of(piece.tensor) for part in parts for piece in part.pieces}
         except Exception as error:  # noqa: BLE001 - out of memory on one rank: reported, the save goes on
             _log.warning("self-check: the live state cannot be sampled: %r", error)
+            self._shapes = None  # the next save is checked
             return None
         self._current = SelfCheck(save, live, found, seconds + time.perf_counter() - began, samples, self._shown)
         return self._current

@@ -39,6 +39,7 @@ def test_a_difference_of_one_rank_is_in_every_commit(launched: Launched, rank: i
 
 
 WEIGHTS = "0.weight/fp32, 0.bias/fp32, 1.weight/fp32 and 1 more"
+EVERYTHING = "0.weight/fp32, 0.weight/exp_avg, 0.weight/exp_avg_sq and 9 more"
 LAYER = "0.weight/fp32, 0.weight/exp_avg, 0.weight/exp_avg_sq and 3 more"
 
 
@@ -54,6 +55,7 @@ LAYER = "0.weight/fp32, 0.weight/exp_avg, 0.weight/exp_avg_sq and 3 more"
         ("other_rate_of_the_next_step", {1: UNLIKE, 2: None}),
         ("other_decay", {1: UNLIKE, 2: WEIGHTS}),
         ("gone_back", {1: None, 2: None}),
+        ("skipped_in_turn", {3: None, 6: EVERYTHING}),
     ],
 )
 def test_ranks_that_train_one_model_are_alike_or_no_commit_is_exact(
@@ -99,9 +101,16 @@ def test_ranks_that_are_known_to_be_apart_are_resumed_from_memory(launched: Laun
     assert (back["step"], back["exact"]) == (7, False)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", ["the run state", "the samples"])
+def test_what_a_comparison_found_stays_if_its_save_is_not_checked(launched: Launched, name: str, rank: int) -> None:
+    back = launched.one("back", scenario="apart_and_not_checked", rank=rank, name=name)
+    assert (back["step"], back["exact"]) == (11, False)
+
+
 def test_ranks_that_are_not_alike_are_told_once_a_job(launched: Launched) -> None:
     told = [line for line in launched.output.splitlines() if "self-check: not all of the state comes back" in line]
-    assert len([line for line in told if "the ranks differ in" in line]) == 6
-    assert len(told) == 6 + 1  # and the one above
+    assert len([line for line in told if "the ranks differ in" in line]) == 7
+    assert len(told) == 7 + 1  # and the one above
     jobs = [job.count(f"{UNLIKE}: until") for job in launched.output.split("saving all of")]
     assert max(jobs) == 1 and sum(jobs) >= 8

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import monitor
+from monitor.save.self_check import SelfChecker
 from store.names import SaveId
-from tests.support.internals import abandon, wait_for_snapshot
+from tests.support.internals import abandon, saver_of, wait_for_snapshot
 
 
 class Tagged(torch.Tensor):
@@ -59,20 +62,21 @@ def left_over_on_one_rank(s: Scenario) -> None:
 class Replicated:
     """Two layers in DistributedDataParallel, which synchronizes the second alone if the first is ``frozen`` then."""
 
-    def __init__(self, s: Scenario, frozen: bool, **more: Any) -> None:
+    def __init__(self, s: Scenario, frozen: bool, state: Mapping[str, Any] = MappingProxyType({}), **more: Any) -> None:
         torch.manual_seed(3)
         self.model = nn.Sequential(nn.Linear(6, 40), nn.Linear(40, 2))
         self.model[0].requires_grad_(not frozen)
         wrapped = DistributedDataParallel(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         settings = {"store": str(s.store), "every": 1, "metrics": {"enabled": False}, **more}
-        self.ckpt = monitor.attach((wrapped, self.optimizer), settings)
+        self.ckpt = monitor.attach((wrapped, self.optimizer), settings, state=state)
         self.resumed = self.ckpt.resume()
         self._wrapped, self._batches = wrapped, torch.Generator().manual_seed(10 + rank())
 
-    def update(self) -> None:
+    def update(self, *, skip: bool = False) -> None:
         self._wrapped(torch.randn(5, 6, generator=self._batches)).square().sum().backward()
-        self.optimizer.step()
+        if not skip:
+            self.optimizer.step()
         self.optimizer.zero_grad()
 
     def save(self) -> None:
@@ -261,6 +265,55 @@ def apart_in_memory(s: Scenario) -> None:
     _back(s, job, job.weights(), other=s, in_memory=True, name="lr")
 
 
+def skipped_in_turn(s: Scenario) -> None:
+    """Each rank leaves one update out, not in the same step, as where a loss is not finite."""
+    job = Replicated(s, frozen=False, every=3)
+    for step in range(1, 7):
+        job.update(skip=step == 4 + rank())
+        job.save()
+    job.end(s)
+
+
+class Refuses:
+    """An object of the script whose state cannot be had once."""
+
+    refuse = False
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.refuse:
+            raise RuntimeError("not now")
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+def apart_and_not_checked(s: Scenario) -> None:
+    """The save that finds the ranks apart fails on rank 0, or has no memory to look at its state."""
+    for name in ("the run state", "the samples"):
+        inner, other = s.within(name), Refuses()
+        job = Replicated(inner, frozen=False, every=4, state={"other": other}, **_kept(inner, in_memory=True))
+        checker = saver_of(job.ckpt).checker
+        for step in range(1, 12):
+            job.own(0.01 / (1 + rank()) if step == 6 else 0.01)
+            other.refuse = step == 8 and rank() == 0 and name == "the run state"
+            short = step == 8 and rank() == 0 and name == "the samples"
+            checker.begin = partial(_without_memory if short else SelfChecker.begin, checker)  # type: ignore[method-assign]
+            job.steps(1)
+            other.refuse = False
+            wait_for_snapshot(job.ckpt)
+        _back(s, job, job.weights(), other=inner, in_memory=True, name=name, state={"other": other})
+
+
+def _without_memory(checker: SelfChecker, save: SaveId, _: Any) -> Any:
+    return SelfChecker.begin(checker, save, _out_of_memory())
+
+
+def _out_of_memory() -> Iterator[Any]:
+    raise MemoryError
+    yield
+
+
 def _kept(s: Scenario, in_memory: bool) -> dict[str, Any]:
     shared = s.store.parent / "shm"
     shared.mkdir(parents=True, exist_ok=True)
@@ -270,7 +323,14 @@ def _kept(s: Scenario, in_memory: bool) -> dict[str, Any]:
 
 
 def _back(
-    s: Scenario, job: Replicated, weights: list[torch.Tensor], *, other: Scenario, in_memory: bool, name: str
+    s: Scenario,
+    job: Replicated,
+    weights: list[torch.Tensor],
+    *,
+    other: Scenario,
+    in_memory: bool,
+    name: str,
+    **more: Any,
 ) -> None:
     """Tell where the next processes resume, and whether it is at ``weights``."""
     if in_memory:
@@ -278,7 +338,7 @@ def _back(
     else:
         job.ckpt.close(save=False)
     dist.barrier()
-    back = Replicated(other, frozen=False, every=3, **_kept(other, in_memory))
+    back = Replicated(other, frozen=False, every=3, **more, **_kept(other, in_memory))
     assert back.ckpt.certificate is not None
     alike = all(map(torch.equal, weights, back.weights()))
     s.tell("back", name=name, step=back.resumed, exact=back.ckpt.certificate.exact, alike=alike)
@@ -303,6 +363,8 @@ SCENARIOS = (
     alike_at_every_step,
     gone_back_in_memory,
     apart_in_memory,
+    skipped_in_turn,
+    apart_and_not_checked,
 )
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from deploy.cli import prune as prune_command
 from store.catalog import open_or_create
+from store.names import SaveId
 from store.session import StoreLock
 from store.storage.local import LocalFiles
 from tests.support.cli import Here
@@ -76,6 +77,17 @@ def test_retention_comes_from_the_options(here: Here, builder: StoreBuilder) -> 
     assert kept("--keep-last", 1) == [10, 40, 100, 130, 150, 160]
     builder.prove(saves[70])
     assert kept(*ONE) == [70, 160]
+
+
+def test_what_was_deleted_and_freed_nothing_is_no_reason_to_delete_more(here: Here, builder: StoreBuilder) -> None:
+    """The segments of the commits that go are needed by the one that stays."""
+    names = [layer.name for layer in builder.layers]
+    builder.save(10)
+    for step, layer in ((20, names[0]), (30, names[1]), (40, names[1])):
+        builder.save(step, layers=(layer,), slots=("fp32",))
+    builder.prove(SaveId(40, 1))
+    told = here("prune", builder.root, "--keep-last", 2, "--no-log-spaced")
+    assert "Deleted" in told.out and "Freed 0 B" in " ".join(told.out.split()) and "frees nothing" not in told.out
 
 
 def test_the_minimum_frees_what_log_spacing_keeps(here: Here, builder: StoreBuilder) -> None:

@@ -70,6 +70,15 @@ def test_an_estimate_never_goes_beyond_the_next_decision(run: SeenRun) -> None:
         assert loss_of_node(facts(run, 640)).steps == 10
 
 
+def test_a_commit_that_the_job_itself_found_not_exact_needs_a_look(run: SeenRun) -> None:
+    run.save(590)
+    run.store.save(600, differs=("the ranks differ in layers.0",))
+    with holding_lock(run.root):
+        found = check(verdict(run, 604), "A resume gives")
+    assert (found.level, found.text) == ("look", "step 600, not exact")
+    assert "the ranks differ in layers.0" in found.note
+
+
 def test_a_composite_says_how_old_and_where_it_goes_on(run: SeenRun) -> None:
     run.save(580)
     run.save(590, layers=("layers.0",))

@@ -33,6 +33,8 @@ def of(value: Any, name: str = "own") -> str:
         (torch.arange(100), torch.arange(100).flip(0)),
         ([[1], [2]], [[1], [3]]),
         ({"a": 1}, {"a": 2}),
+        ({"a": (1, 2)}, {"a": (1, 3)}),
+        ({str(key): key for key in range(100)}, {str(key): max(key, 1) for key in range(100)}),
         ([0] * 100, [0] * 101),
     ],
 )
@@ -44,6 +46,8 @@ def test_other_values_give_another_digest(one: Any, other: Any) -> None:
     ("one", "same"),
     [
         (1, 1.0),
+        (True, 1),
+        (0.0, -0.0),
         (0.5, np.float64(0.5)),
         (0.5, torch.tensor(0.5)),
         ((0.5, 1), [0.5, 1.0]),
@@ -75,6 +79,14 @@ def test_values_are_not_turned_into_text() -> None:
             raise AssertionError
 
     assert of({"a": Waits(), "b": [Waits()]}) == of({"a": Waits(), "b": [Waits()]})
+
+
+def test_values_that_cannot_be_read_here_are_left_out() -> None:
+    """The digest is taken in the optimizer's step."""
+    quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided)
+    for value in (quantized, nested, torch.ones(100, 100).T, torch.ones(2).to_sparse(), {1, 2}, 1j, b"x"):
+        assert of(value) == of(object())
 
 
 def test_lists_in_themselves_end() -> None:
