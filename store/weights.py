@@ -119,8 +119,10 @@ def verify_all(catalog: Catalog, progress: Progress = lambda _: None) -> VerifyR
             if save not in weights_only_saves(catalog.files):  # it was removed meanwhile
                 continue
             found = VerifyReport((CommitState(save, "damaged", (str(error),)),), (), None, 0)
-        commits += (replace(one, weights_only=True) for one in found.commits)
-        problems += found.problems
+        where = f"{paths.weights_dir(save)}: "
+        for one in found.commits:
+            commits.append(replace(one, weights_only=True, problems=tuple(where + text for text in one.problems)))
+        problems += (where + text for text in found.problems)
         nbytes += found.bytes_read
     return replace(report, commits=tuple(commits), problems=tuple(problems), bytes_read=nbytes)
 

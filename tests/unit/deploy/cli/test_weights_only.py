@@ -180,7 +180,9 @@ def test_verify_reads_them(here: Here, store: PlainStore) -> None:
     assert "weights only, cannot be resumed" in here("verify", store.root).out
     payload = next((store.root / "weights" / "00000020-000001").rglob("rank-00001.safetensors"))
     flip_byte(payload)
-    assert here("verify", store.root).code == 12, "damaged, and a job can resume"
+    told = here("verify", store.root, "--json")
+    assert told.code == 12, "damaged, and a job can resume"
+    assert all(one.startswith("weights/00000020-000001: ") for one in told.json["problems"]), told.json["problems"]
     (store.root / "weights" / "00000010-000001" / "STORE.json").unlink()
     states = [one["state"] for one in here("verify", store.root, "--json").json["commits"]]
     assert states == ["ok", "damaged", "damaged"]
