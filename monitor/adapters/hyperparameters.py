@@ -112,18 +112,18 @@ def host_value(value: Any, depth: int = 3) -> Any:
     """Return numbers and texts, and the first ones in lists, mappings, arrays and tensors; equal ones alike.
 
     None for others, and for tensors on a device, since reading one waits."""
-    if type(value) is float or (type(value) in (bool, int) and abs(value) < 1 << 53):
-        return value + 0.0  # -0.0 equals 0.0
     if type(value) in (torch.Tensor, torch.nn.Parameter) and _is_cheap(value):
         few = value.detach().flatten()[:_FEW].tolist()
         value = few if value.ndim else few[0]
     if isinstance(value, np.ndarray | np.generic):
         value = value.ravel()[:_FEW].tolist() if value.ndim else value.item()
+    if type(value) is float or (type(value) in (bool, int) and abs(value) < 1 << 53):
+        return value + 0.0  # -0.0 equals 0.0
     if isinstance(value, dict):
         value = [len(value), *((key, value[key]) for key in sorted(value, key=str)[:_FEW])]
     if isinstance(value, list | tuple):
         return [len(value), *(host_value(one, depth - 1) for one in value[: _FEW + 1])] if depth else None
-    return host_value(value) if type(value) in (bool, int, float) else value if type(value) in _PLAIN else None
+    return value if type(value) in _PLAIN else None
 
 
 def _is_cheap(tensor: torch.Tensor) -> bool:
