@@ -12,7 +12,7 @@ from typing import Any
 from deploy.exit_codes import health
 from deploy.format import count_text, kind_text, plural, printable
 from store.catalog import Catalog, open_catalog
-from store.certificate import AS_FOUND, Certificate, certify, certify_stored, run_saves
+from store.certificate import AS_FOUND, FOUND, Certificate, certify, certify_stored, run_saves
 from store.errors import DamagedError, NoStoreError, NothingToResumeError, StorageError, UsageError
 from store.location import files_at, is_url
 from store.names import LOCK, STORE, SaveId
@@ -117,9 +117,11 @@ def resume_kind(found: Certificate) -> str:
     """Describe what a resume gives: exact, as found, or why it is neither."""
     if found.as_found:
         return AS_FOUND
-    if found.problems and not (found.exact or found.max_staleness > 0 or found.lossy):
-        return f"not exact: {printable(found.problems[0])}"
-    return kind_text(exact=found.exact, max_staleness=found.max_staleness, max_drift=found.max_drift, lossy=found.lossy)
+    how = kind_text(exact=found.exact, max_staleness=found.max_staleness, max_drift=found.max_drift, lossy=found.lossy)
+    fresh = not (found.exact or found.max_staleness > 0 or found.lossy)
+    if problem := next((text for text in found.problems if fresh or text.startswith(FOUND)), None):
+        return f"not exact: {printable(problem)}" if fresh else f"{how}; {printable(problem)}"
+    return how
 
 
 def is_resumable(catalog: Catalog, *, without: SaveId | None = None) -> bool:

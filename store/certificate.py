@@ -206,10 +206,11 @@ def certify(resolution: Resolution) -> Certificate:
         step=manifest.step,
         exact=all(is_exact(unit, manifest.save.name) for unit in units) and not manifest.differs,
         units=units,
-        problems=(*resolution.problems, *(f"as the job found when it saved: {text}" for text in manifest.differs)),
+        problems=(*resolution.problems, *(f"{FOUND} {text}" for text in manifest.differs)),
     )
 
 
+FOUND = "as the job found when it saved:"  # of problems that a commit was made with
 IMPORT = "import"  # policy name in the manifest of an imported commit
 AS_FOUND = "as found: imported, and no hash proves that all files were of one save"
 IMPORTED_AS_FOUND = "imported as found"  # reason of units of an inexact import. Early releases name its kind

@@ -59,7 +59,12 @@ def clear_(
             raise Abort
     freed = sum(clear(tier, files) for tier, files in found.items())
     body = {"freed_bytes": freed, "stores": [tier.store_id for tier in found]}
-    output.answer(body, lambda console: console.print(f"Freed {size_text(freed)}."), as_json=json)
+    left = sum(used_bytes(tier) for tier, files in found.items() if files is not None)
+    stays = (
+        f" {size_text(left)} stay: of living jobs, of jobs on copies of the store, or with records not to be read. "
+        "`driftpoint memory clear ID` frees all that dead jobs left"
+    )
+    output.answer(body, lambda console: console.print(f"Freed {size_text(freed)}.{stays * bool(left)}"), as_json=json)
 
 
 def _draw(console: Console, found: list[dict[str, Any]]) -> None:

@@ -10,6 +10,7 @@ from deploy.format import ago_text, clock, plural, size_text, span_text, steps_t
 from deploy.health.facts import FLOOR, LATE, ORDER, Check, Facts, Level, parse_time, shell_command
 from deploy.health.trace_reader import SKIPPED
 from deploy.store_status import Resume, StoreStatus, resume_kind
+from store.certificate import FOUND
 from store.names import SaveId
 from store.text import listed
 
@@ -54,8 +55,8 @@ def check_kind(facts: Facts, status: StoreStatus) -> Check:
     note = "every layer bit for bit" if resume.exact else note
     if resume.goes_on_at != resume.step:
         note += f"; resumes at step {resume.goes_on_at}"
-    chosen = resume.exact or resume.as_found or resume.lossy or resume.max_staleness > 0
-    return Check(name, "good" if chosen or not resume.problems else "look", f"step {resume.step}, {word}", note)
+    chosen = not any(problem.startswith(FOUND) for problem in resume.problems)
+    return Check(name, "good" if chosen else "look", f"step {resume.step}, {word}", note)
 
 
 def _not_as_saved(facts: Facts, status: StoreStatus, resume: Resume, name: str) -> Check | None:
@@ -451,4 +452,4 @@ def _how(facts: Facts, resume: Resume) -> str:
         return f"with {plural(len(resume.fallbacks), 'layer slot')} in an older version because of damage"
     if resume.max_staleness > 0:
         return f"as a composite whose layers are up to {plural(resume.max_staleness, 'step')} old"
-    return "rounded by its lossy encoding"
+    return "rounded by its lossy encoding" if resume.lossy else "not exactly as it was"

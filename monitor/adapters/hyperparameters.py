@@ -113,8 +113,9 @@ def host_value(value: Any, depth: int = 3) -> Any:
 
     None for others, and for tensors on a device, since reading one waits."""
     if type(value) in (torch.Tensor, torch.nn.Parameter) and _is_cheap(value):
-        few = value.detach().flatten()[:_FEW].tolist()
-        value = few if value.ndim else few[0]
+        with suppress(RuntimeError):  # a dtype that has no numbers in Python
+            few = value.detach().flatten()[:_FEW].tolist()
+            value = few if value.ndim else few[0]
     if isinstance(value, np.ndarray | np.generic):
         value = value.ravel()[:_FEW].tolist() if value.ndim else value.item()
     if type(value) is float or (type(value) in (bool, int) and abs(value) < 1 << 53):

@@ -251,7 +251,7 @@ def prune(
         threading.Thread(target=_keep_weights, args=(catalog, plan), name=name, daemon=True).start()
     place = getattr(files, "root", "the store")
     why = "would take more than its share of the disk" if fits else "has too little room for another full save"
-    why = "refused a save for want of room, though there seems to be enough (a quota?)" if seems else why
+    why = "refused a save for want of room, which its free space does not show (a quota?)" if seems else why
     if plan.given_up:
         _log.warning(
             "%s %s: deleted the commits of steps %s, which `retention:` keeps otherwise; %d bytes freed. Free space "

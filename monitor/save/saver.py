@@ -468,10 +468,11 @@ class Saver:
 
         Such an error does not stop training: the save fails and is reported like any other."""
         units = [[unit.layer, unit.slot, choice.encoding] for unit, choice in decided.saved.items()]
-        plan, differs = digest(seal([save.name, units])), self.checker.recorded
-        segment = save_task.empty_segment(self._job, self._session.catalog.store_id, save, plan, differs)
+        store_id, plan = self._session.catalog.store_id, digest(seal([save.name, units]))
+        segment = save_task.empty_segment(self._job, store_id, save, plan)
         try:
-            return *save_task.begin_run_state(segment, self._job, self.checker.describe), None
+            segment, finish = save_task.begin_run_state(segment, self._job, self.checker.describe)
+            return replace(segment, differs=self.checker.recorded), finish, None
         except errors.UsageError as error:
             return segment, replace, error
         except Exception as error:  # noqa: BLE001 - the edge to the user's own objects: kept as the save's failure

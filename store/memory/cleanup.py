@@ -13,7 +13,7 @@ from pathlib import Path
 
 from store.errors import StorageError
 from store.memory.arena import Owner, boot_seconds, is_owned, seconds_since_written, touch
-from store.memory.index import belonging_to, foreign_snapshots, scan_node, unfinished_ranks, version_in
+from store.memory.index import belonging_to, scan_node, snapshot_key, unfinished_ranks, version_in
 from store.memory.layout import SLOTS, Generation, Tier, tiers
 from store.memory.limits import size_text
 from store.names import SaveId
@@ -26,11 +26,14 @@ KEEP_UNREACHABLE_SECONDS = 7 * KEEP_SECONDS  # if its store cannot be reached, s
 
 
 def clear(tier: Tier, files: Files | None = None) -> int:
-    """Remove all memory of dead processes. Return the bytes freed. files: spares that of jobs on copies of this store.
+    """Remove all memory of dead processes. Return the bytes freed.
 
-    Raises StorageError if the store cannot be read."""
-    strange = set() if files is None else foreign_snapshots(scan_node(tier), files)
-    return _removed(tier, lambda place, rank: (place.folder, rank) not in strange)
+    files: of a store. Memory of jobs on copies of it then stays, and what no record tells of. Raises StorageError if
+    the store cannot be read."""
+    if files is None:
+        return _removed(tier, lambda *_: True)
+    own = {snapshot_key(held) for held in belonging_to(scan_node(tier), files).everything()}
+    return _removed(tier, lambda place, rank: (place.folder, rank) in own or without_versions(place, rank))
 
 
 Wanted = Callable[[Generation, int], bool]  # whether to remove a dead rank's memory

@@ -119,7 +119,7 @@ def test_a_disk_that_has_room_again_is_not_called_full(tmp_path: Path, caplog: p
         files.before = nothing
         for _ in range(2):
             one.step()
-    assert "refused a save for want of room, though there seems to be enough (a quota?)" in caplog.text
+    assert "refused a save for want of room, which its free space does not show (a quota?)" in caplog.text
     assert "too little room" not in caplog.text and "bytes more" not in caplog.text
     assert intact_steps(store)[-1] == 6
 

@@ -75,8 +75,14 @@ def test_a_commit_that_the_job_itself_found_not_exact_needs_a_look(run: SeenRun)
     run.store.save(600, differs=("the ranks differ in layers.0",))
     with holding_lock(run.root):
         found = check(verdict(run, 604), "A resume gives")
+        said = verdict(run, 604).sentence
     assert (found.level, found.text) == ("look", "step 600, not exact")
     assert "the ranks differ in layers.0" in found.note
+    assert "not exactly as it was" in said
+    run.store.save(610, layers=("layers.0",), differs=("the ranks differ in layers.0",))
+    with holding_lock(run.root):
+        found = check(verdict(run, 614), "A resume gives")
+    assert found.level == "look" and "the ranks differ in layers.0" in found.note
 
 
 def test_a_composite_says_how_old_and_where_it_goes_on(run: SeenRun) -> None:

@@ -88,7 +88,8 @@ def test_values_that_cannot_be_read_here_are_left_out() -> None:
     """The digest is taken in the optimizer's step."""
     quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided)
-    for value in (quantized, nested, torch.ones(100, 100).T, torch.ones(2).to_sparse(), {1, 2}, 1j, b"x"):
+    half = torch.zeros(2, dtype=torch.uint8).view(torch.bits8)
+    for value in (quantized, nested, half, torch.ones(100, 100).T, torch.ones(2).to_sparse(), {1, 2}, 1j, b"x"):
         assert of(value) == of(object())
 
 

@@ -15,13 +15,14 @@ from torch import nn
 import monitor
 from monitor import run_state
 from monitor.save import async_copy
+from monitor.save.self_check import SelfChecker
 from store import catalog, schema
 from store.catalog import open_catalog
 from store.certificate import certify
 from store.errors import NewerFormatError, StorageError
 from store.memory import layout
 from store.memory.index import scan_node
-from store.names import STORE
+from store.names import STORE, SaveId
 from store.resolve import newest_resumable
 from store.state_tree import Leaf
 from store.storage.local import LocalFiles
@@ -134,6 +135,25 @@ def test_state_of_an_optimizer_beside_its_parameters(store: Path, logged: pytest
     assert other.ckpt.certificate is not None and not other.ckpt.certificate.exact
     assert any("average" in problem for problem in other.ckpt.certificate.problems)
     other.ckpt.close()
+
+
+def test_what_was_found_is_recorded_where_there_is_no_memory_for_the_check(
+    store: Path, monkeypatch: pytest.MonkeyPatch, logged: pytest.LogCaptureFixture
+) -> None:
+    job, begin = Job(store, kind=Counting), SelfChecker.begin
+
+    def without_memory(checker: SelfChecker, save: SaveId, _: Any) -> Any:
+        return begin(checker, save, (part for part in [None] if torch.empty(1 << 60)))  # type: ignore[misc]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SelfChecker, "begin", without_memory)
+        job.step()
+    job.step()
+    job.ckpt.close(save=False)
+    found = open_catalog(LocalFiles(store))
+    assert "the live state cannot be sampled" in logged.text
+    for save in found.saves():
+        assert any("average" in text for text in found.manifest(save).differs), save
 
 
 def test_older_releases_that_ignore_the_difference_refuse_the_store_and_its_memory(
