@@ -128,7 +128,7 @@ else:
         assert [report.skipped for report in reports] == ["unreachable"] * 3
     assert job.ckpt.save().skipped == "unreachable"
     assert job.ckpt.save(wait=True, strict=False).skipped == "unreachable"
-    newest = "" if rank else "; the commit of step 1"
+    newest = "" if rank else "; the newest commit is that of step 1"
     with pytest.raises(SaveError, match=f"later than the job's timeout, or is gone; restart the job{newest}"):
         job.ckpt.save(wait=True)
     with pytest.raises(SaveError, match="step 5 is not known to be committed"):
