@@ -350,7 +350,8 @@ class SelfChecker:
         self.due = False  # whether the ranks are compared at the next save, as after a resume; the same on all ranks
         self.unlike: tuple[str, ...] = ()  # why no save is exact now, and none in memory; the same on all ranks
         self.history = ""  # see :meth:`_trained`
-        job.adapter.before_update(self._updated)
+        if job.group.world_size > 1:
+            job.adapter.before_update(self._updated)
 
     def _groups(self) -> Iterator[dict[str, Any]]:
         return (group for one in self._job.adapter.optimizers() for group in one.param_groups)

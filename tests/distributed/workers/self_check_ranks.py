@@ -241,7 +241,7 @@ def alike_at_every_step(s: Scenario) -> None:
 
 
 def gone_back_in_memory(s: Scenario) -> None:
-    """After a resume in the same processes the ranks are alike, whatever their rates were before."""
+    """A resume in the same processes makes the ranks alike: versions in memory are used again."""
     job = Replicated(s, frozen=False, every=3, **_kept(s, in_memory=True))
     job.steps(3)
     job.own(0.01 / (1 + rank()))
@@ -255,7 +255,7 @@ def gone_back_in_memory(s: Scenario) -> None:
 
 
 def apart_in_memory(s: Scenario) -> None:
-    """Ranks that are known to be apart are resumed from memory, and not called exact, whatever their rates were."""
+    """Versions in memory of ranks that a save found to differ are resumed, and are not exact."""
     job = Replicated(s, frozen=False, every=4, **_kept(s, in_memory=True))
     job.model[0].bias.data += rank()
     for step in range(1, 8):
