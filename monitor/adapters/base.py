@@ -20,6 +20,9 @@ from store.errors import UnsupportedError
 from store.names import FROZEN, WEIGHTS, Fragment
 from store.schema import digest
 
+uncompiled: Callable[[Callable[..., None]], Callable[..., None]] = torch.compiler.disable
+"""Keep a hook out of a compiled optimizer step, so that it runs at every step and is not traced into it."""
+
 
 class Piece(NamedTuple):
     """A fragment and the live memory behind it."""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from monitor.adapters import optimizer_state
+from monitor.adapters import base, optimizer_state
 from monitor.adapters.base import Adapter, FragmentPlace, LiveValue, Piece, StateVersions, TensorInfo, wrap_methods
 from monitor.adapters.hyperparameters import describe_group, group_values, match_groups, restore_groups
 from monitor.adapters.identity import Identity, IdentityReader, OptimizerAttributes, T
@@ -279,7 +279,7 @@ class ZeroAdapter(EngineAdapter, ABC):
 
     def before_update(self, hook: Callable[[], None]) -> None:
         # Master weights and moments change only in the optimizer that ZeRO wraps.
-        self._base_optimizer.register_step_pre_hook(lambda *_: hook())
+        self._base_optimizer.register_step_pre_hook(base.uncompiled(lambda *_: hook()))
 
     def before_change(self, hook: Callable[[], None]) -> None:
         """Call ``hook`` before every call that writes masters or moments, most of which do so through ``.data``.

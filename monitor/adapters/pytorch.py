@@ -119,7 +119,7 @@ class PyTorchAdapter(base.Adapter):
 
     def before_update(self, hook: Callable[[], None]) -> None:
         for optimizer in self._optimizers:
-            optimizer.register_step_pre_hook(lambda *_: hook())
+            optimizer.register_step_pre_hook(base.uncompiled(lambda *_: hook()))
 
     def before_change(self, hook: Callable[[], None]) -> None:
         self.before_update(hook)

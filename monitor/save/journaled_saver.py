@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from monitor.adapters.base import Piece, sample, weights_of
+from monitor.adapters.base import Piece, sample, uncompiled, weights_of
 from monitor.adapters.identity import version_of
 from monitor.background import BackgroundWorker
 from monitor.context import JobContext
@@ -89,10 +89,10 @@ class JournaledSaver(Saver):
             )
         self._weights: tuple[Any, list[torch.Tensor], list[torch.Tensor]] = None, [], []  # layout, all, frozen ones
         for number, optimizer in enumerate(job.adapter.optimizers()):
-            hook = optimizer.register_step_pre_hook(partial(self._before_step, number))
+            hook = optimizer.register_step_pre_hook(uncompiled(partial(self._before_step, number)))
             # The first one: those of a script may change gradients, and do so again in a replay.
             cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks).move_to_end(hook.id, last=False)
-            optimizer.register_step_post_hook(lambda *_: self._look())
+            optimizer.register_step_post_hook(uncompiled(lambda *_: self._look()))
         job.adapter.before_change(self._changing)
 
     def stepped(self, step: int) -> None:

@@ -283,6 +283,19 @@ def test_compiled_modules_keep_their_names() -> None:
     assert "out.weight" in adapter_for((torch.compile(net), adamw(list(net.parameters())))).tensors()
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Dynamo does not know:UserWarning")
+def test_hooks_run_outside_a_compiled_step() -> None:
+    model = nn.Linear(2, 2)
+    optimizer, traced = adamw(list(model.parameters())), list[bool]()
+    adapter_for((model, optimizer)).before_update(lambda: traced.append(torch.compiler.is_compiling()))
+    step = torch.compile(optimizer.step, backend="eager")
+    for _ in range(3):
+        model(torch.randn(1, 2)).sum().backward()
+        step()
+    assert traced == [False] * 3
+
+
 def test_blocks_that_are_checkpointed_or_compiled_keep_their_names() -> None:
     net, optimizer = start(0)
     bare, names = adapter_for((net, optimizer)).tensors(), list(net.state_dict())
