@@ -1,8 +1,8 @@
 """Choose the adapter for a training framework. DeepSpeed and DTensor are imported only when they are used."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,11 +25,13 @@ _ACCEPTED = (
 class Unwrapped:
     """The module inside DistributedDataParallel and torch.compile.
 
-    group: ranks that hold replicas, None for all. broadcasting: what overwrites all buffers with those of rank 0."""
+    group: ranks that hold replicas, None for all. broadcasting: what overwrites all buffers with those of rank 0.
+    hooks: communication hooks, also those registered later, each with what it keeps."""
 
     module: nn.Module
     group: dist.ProcessGroup | None = None
     broadcasting: nn.parallel.DistributedDataParallel | None = None
+    hooks: Sequence[tuple[Any, object]] = ()
 
 
 def adapter_for(target: Any) -> Adapter:
@@ -92,7 +94,9 @@ def _module_adapter(targets: Mapping[str, Any]) -> Adapter:
 
         return DTensorAdapter(module, optimizer, wrappers)
     broadcasting = {name: part.broadcasting for name, part in zip(targets, parts, strict=True)}
-    return PyTorchAdapter(module, optimizer, group, wrappers, broadcasting)
+    return PyTorchAdapter(
+        module, optimizer, group, wrappers, broadcasting=broadcasting, hooks=[part.hooks for part in parts]
+    )
 
 
 def _without_wrappers(optimizer: Any) -> tuple[Any, list[Any]]:
@@ -127,8 +131,7 @@ def _is_sharded(module: nn.Module) -> bool:
 
 def unwrap(model: nn.Module) -> Unwrapped:
     """Return the module inside its wrappers. Raise UnsupportedError if DDP leaves parameters unsynchronized."""
-    group: dist.ProcessGroup | None = None
-    broadcasting: nn.parallel.DistributedDataParallel | None = None
+    found = Unwrapped(model)
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             ignored = set(model.parameters_to_ignore)
@@ -138,13 +141,12 @@ def unwrap(model: nn.Module) -> Unwrapped:
                     f"DistributedDataParallel does not synchronize {listed(local)}, so every rank has values of its "
                     "own, and a store holds one: let it synchronize them, or make them buffers"
                 )
-            broadcasting = (
-                model if model.broadcast_buffers and not ignored and not hasattr(model, "buffer_hook") else None
-            )
-            model, group = model.module, cast("dist.ProcessGroup", model.process_group)
+            follow = model.broadcast_buffers and not ignored and not hasattr(model, "buffer_hook")
+            found = Unwrapped(model.module, model.process_group, model if follow else None, model._comm_hooks)
         elif isinstance(model, nn.parallel.DataParallel):
-            model = model.module
+            found = replace(found, module=model.module)
         elif "_orig_mod" in model._modules:
-            model = model.get_submodule("_orig_mod")
+            found = replace(found, module=model.get_submodule("_orig_mod"))
         else:
-            return Unwrapped(model, group, broadcasting)
+            return found
+        model = found.module

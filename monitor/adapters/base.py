@@ -96,6 +96,7 @@ class LiveValue:
     value: Any
     fqn: str | None = None  # parameter or buffer of the model that it belongs to
     stored: tuple[Any, ...] | None = None  # path in the run state; None if it is the memory of a piece
+    ownable: bool = False  # whether an object in ``state=`` saves it, that is this value or has it as an attribute
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ class PyTorchAdapter(base.Adapter):
 
     The module is unwrapped; its parameter names are the fqns. ``group`` has the ranks that hold replicas; None for all
     ranks, and for one process. ``wrappers`` are those around an optimizer, each with that. ``broadcasting``: of each
-    model, by name, what overwrites its buffers with those of rank 0."""
+    model, by name, what overwrites its buffers with those of rank 0. ``hooks``: see Unwrapped."""
 
     framework = "torch"
     state_is_private = False
@@ -44,9 +44,11 @@ class PyTorchAdapter(base.Adapter):
         optimizer: optimizer_state.AnyOptimizer,
         group: dist.ProcessGroup | None = None,
         wrappers: Sequence[tuple[Any, torch.optim.Optimizer]] = (),
+        *,
         broadcasting: Mapping[str, nn.parallel.DistributedDataParallel | None] = MappingProxyType({"": None}),
+        hooks: Sequence[Sequence[tuple[Any, object]]] = (),
     ) -> None:
-        self.module, self.optimizer, self._broadcasting = module, optimizer, broadcasting
+        self.module, self.optimizer, self._broadcasting, self._hooks = module, optimizer, broadcasting, hooks
         self._optimizers = optimizer_state.members_of(optimizer)
         holders = [*((one, one) for one in self._optimizers), *wrappers]
         self._optimizer_attributes = [OptimizerAttributes(holder, one) for holder, one in holders]
@@ -236,6 +238,10 @@ class PyTorchAdapter(base.Adapter):
 
     def live_values(self) -> Iterator[base.LiveValue]:
         yield from self._inventory.live_values()
+        for hook, kept in chain.from_iterable(self._hooks):
+            if _lasts(kept):
+                name = f"what is kept by the communication hook {getattr(hook, '__qualname__', hook)}"
+                yield base.LiveValue(name, kept, ownable=True)
         groups = self._groups()
         for number, optimizer in enumerate(self._optimizers):
             place = f"optimizer{f's[{number}]' if len(self._optimizers) > 1 else ''}.state_dict()"
@@ -450,6 +456,14 @@ class PyTorchAdapter(base.Adapter):
         kind, several = saved.get("optimizer"), len(self._optimizers) > 1  # each parameter's class was compared
         kind = type(owner).__name__ if several or " + " in str(kind) else kind
         return optimizer_state.restored_scalars(owner, parameter, group, saved["scalars"].get(fqn, {}), kind)
+
+
+def _lasts(kept: object) -> bool:
+    """Whether what a communication hook keeps holds tensors, or counts steps as torch's own do."""
+    names = [*getattr(type(kept), "__slots__", ()), *getattr(kept, "__dict__", ())]
+    values = (getattr(kept, name, None) for name in names)
+    items = chain.from_iterable(one.values() if isinstance(one, Mapping) else (one,) for one in values)
+    return "iter" in names or any(isinstance(item, torch.Tensor) for item in items)
 
 
 class _LoadHook:

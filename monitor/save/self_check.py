@@ -108,13 +108,16 @@ def differences(live: Outline, stored: Outline) -> list[str]:
     return out
 
 
-def unsaved(adapter: Adapter, state: Mapping[str, Any]) -> list[str]:
+def unsaved(adapter: Adapter, state: Mapping[str, Any], objects: Sequence[object] = ()) -> list[str]:
     """Return what the framework's own state dicts hold beyond the adapter's pieces and the run state.
 
     A copy counts as the piece of its name that has the same bits, rounded as it is, else as a piece with the same bits
-    that the state dicts hold nowhere else. state: as captured; ``framework`` is None on ranks that do not store it."""
+    that the state dicts hold nowhere else. state: as captured; ``framework`` is None on ranks that do not store it.
+    objects: those in ``state=``."""
     pieces, tensors = adapter.held(), list[LiveValue]()
-    found = [text for one in adapter.live_values() for text in _unsaved(one, state, tensors)]
+    owned = {id(one) for item in objects for one in (item, *getattr(item, "__dict__", {}).values())}
+    live = (one for one in adapter.live_values() if not (one.ownable and id(one.value) in owned))
+    found = [text for one in live for text in _unsaved(one, state, tensors)]
     memory, reached = {_memory_of(piece.tensor) for piece in pieces}, {_memory_of(one.value) for one in tensors}
     named = {name.fqn: tensor for name, tensor, _ in pieces if name.slot in (WEIGHTS, FROZEN, BUFFER)}
     others: list[tuple[LiveValue, Sample]] = []
@@ -437,7 +440,7 @@ class SelfChecker:
             state = captured.whole()
             live = outline(state, "state")
             if self._changed:  # alike on all ranks, in case a script's own state_dict() communicates
-                self._unsaved = unsaved(self._job.adapter, state)
+                self._unsaved = unsaved(self._job.adapter, state, self._job.user.objects)
         except Exception as error:  # noqa: BLE001 - the edge to the user's own state dicts: reported, saves go on
             self._unsaved = [f"the state dicts of model and optimizer cannot be compared: {error!r}"]
         seconds = time.perf_counter() - began + self._changed * self._seconds

@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
 import monitor
 from monitor import run_state
@@ -187,6 +191,49 @@ def test_a_lost_store_record_is_restored_with_the_reader_that_its_commits_need(s
     job.ckpt.close()
     (store / STORE).unlink()
     assert catalog.restore_store_record(LocalFiles(store)).record.reader == 2
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Compression:
+    """Saves and restores what a communication hook keeps."""
+
+    def __init__(self, kept: PowerSGDState) -> None:
+        self.kept = kept
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"iter": self.kept.iter, "errors": self.kept.error_dict}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept.iter, self.kept.error_dict = state["iter"], state["errors"]
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("handed", [False, True])
+def test_what_a_communication_hook_keeps(store: Path, logged: pytest.LogCaptureFixture, handed: bool) -> None:
+    model, kept = DistributedDataParallel(nn.Linear(4, 4)), PowerSGDState(None, 1, 2)
+    model.register_comm_hook(kept, powerSGD_hook)
+    job = Job(store, model, state=[Compression(kept)] if handed else [])
+    if not handed:
+        return require_found(job, store, logged, "by the communication hook powerSGD_hook is PowerSGDState")
+    job.step()
+    assert errors(logged) == [] and exact(store)
+    return job.ckpt.close()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_communication_hook_that_keeps_nothing(store: Path, logged: pytest.LogCaptureFixture) -> None:
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    model.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
+    job = Job(store, model)
+    job.step()
+    assert errors(logged) == [] and exact(store)
+    job.ckpt.close()
 
 
 def test_a_state_dict_with_more_than_parameters_and_buffers(store: Path, logged: pytest.LogCaptureFixture) -> None:
