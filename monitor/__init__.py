@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _require_own(*names: str) -> None:
-    """Raise ImportError for a package of ours in whose place a module of the user's was imported."""
+    """Raise ImportError if a module of the user was imported in place of one of our packages."""
     for name in names:
         file = getattr(sys.modules.get(name), "__file__", None)
         if file is not None and Path(file).resolve() != Path(__file__).resolve().parents[1] / name / "__init__.py":

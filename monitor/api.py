@@ -76,7 +76,7 @@ def startup_message(job: JobContext, metrics: Metrics, *, has_commits: bool, uns
     unset: ``attach`` was called without a configuration."""
     parts = [_saving_text(job)]
     if not job.observing:
-        parts.append(_room_text(job))
+        parts.append(_store_size_text(job))
     if job.config.memory.enabled:
         parts.append(f"in-memory snapshots in {job.config.memory.path}")
     if job.config.copies.max_bytes is not None:
@@ -115,23 +115,23 @@ def _saving_text(job: JobContext) -> str:
         return f"measuring {layers} ({parameters}), {_interval_text(config)}, and saving nothing (policy observe)"
     model = f"{layers} ({parameters}, {_exactness_text(job)})"
     chosen = f"all of {model}" if job.policy.name == "full" else f"the choice of policy {job.policy.name} from {model}"
-    objects = counted(len(job.user), "object")  # of all that the loop holds, only these are saved
+    objects = counted(len(job.user), "object")  # the loop's other objects are not saved
     return (
         f"saving {chosen}, random generators and {objects} in state= to {_store_text(config)}, {_interval_text(config)}"
     )
 
 
-def _room_text(job: JobContext) -> str:
-    """Return the most that the store will take, for Adam's two moments."""
+def _store_size_text(job: JobContext) -> str:
+    """Return the largest size that the store can reach, assuming that the optimizer keeps Adam's two moments."""
     config = job.config
     counts = {"trainable": 0, "other": 0}
     for info in job.adapter.tensors().values():
         counts["trainable" if info.kind == "trainable" else "other"] += math.prod(info.shape)
-    each = round(counts["trainable"] * bytes_each(config.encodings()) + 4 * counts["other"])
+    commit_bytes = round(counts["trainable"] * bytes_each(config.encodings()) + 4 * counts["other"])
     rule = config.retention
-    spaced = config.model_copy(update={"retention": rule.model_copy(update={"keep_every": None})})
-    most = spaced.most_commits()
-    text = f"the store takes up to {shortened(most * each)}B ({most} commits of {shortened(each)}B)"
+    without_every = config.model_copy(update={"retention": rule.model_copy(update={"keep_every": None})})
+    most = without_every.most_commits()
+    text = f"the store takes up to {shortened(most * commit_bytes)}B ({most} commits of {shortened(commit_bytes)}B)"
     text += "" if rule.keep_every is None else f", and one commit more every {rule.keep_every} steps"
     text += "" if rule.weights_every is None else f", and the weights alone of {rule.weights_last} commits"
     if rule.max_share is None or is_url(place_of(config.store_path)):
@@ -189,8 +189,8 @@ def attach(
         UnsupportedError: The target, or something in it, is not supported.
         StoreInUseError: Another job on this machine owns the store.
         NoStoreError: There is no store, and ``store: {create: false}`` forbids to make one.
-        StorageError: The store cannot be written. Where only the room for it is missing, a store that exists is opened,
-            and saves begin once there is room.
+        StorageError: The store cannot be written. If only disk space is missing, an existing store is opened, and saves
+            begin once there is space.
         SaveError: A rank has no memory for the copies that a save makes.
 
     Example::
@@ -203,8 +203,8 @@ def attach(
     """
     if is_accelerator(target):
         accelerated = prepared_objects(target)
-        own = {f"accelerate.{index}": item for index, item in enumerate(accelerated.state)}
-        return attach_counted(accelerated.target, config, joined(own, state), accelerated.steps)
+        prepared = {f"accelerate.{index}": item for index, item in enumerate(accelerated.state)}
+        return attach_counted(accelerated.target, config, joined(prepared, state), accelerated.steps)
     return attach_counted(target, config, state, None)
 
 
@@ -232,7 +232,7 @@ def attach_counted(
         check_same_config(job)
         if isinstance(job.adapter, SkipFrozenAdapter):
             job.adapter.agree(group)
-    with job.adapter.cache_lookups():  # nothing changes. Until here, state_dict() of the script's objects was called
+    with job.adapter.cache_lookups():  # a new cache: state_dict() of the user's objects, called above, may do anything
         local = run_on_all_ranks(group, job.table.local)  # raises now if something cannot be stored
         return _open(job, metrics, budget_tracker, local, unset=config is None)
 

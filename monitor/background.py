@@ -25,8 +25,8 @@ _EXIT_TIMEOUT = 2.0  # seconds that all threads together get at interpreter exit
 _LOCKING = {"logging", "threading", "queue", "concurrent", "importlib", "_frozen_importlib"}  # modules that take locks
 
 _NICENESS = 10
-"""Of background threads. Where training keeps all cores busy, they get a tenth of one, and a save slows training as
-little as one that another process writes."""
+"""Niceness of background threads. If training keeps all cores busy, they get about a tenth of a core, so a save slows
+training no more than one that another process writes."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TaskResult(Generic[T]):
 
 
 class _Held(threading.local):
-    """What a thread has submitted and not handed over yet; None if it hands over at once."""
+    """Tasks that a thread submitted inside :func:`training_first` and that are not queued yet; None outside of it."""
 
     items: list[Callable[[], None]] | None = None
 
@@ -54,9 +54,9 @@ _held = _Held()
 
 @contextmanager
 def training_first() -> Iterator[None]:
-    """Hand what this thread submits to the background threads at the end of the context, or when it waits for one.
+    """Queue the tasks that this thread submits only when the context ends, or when it waits for a task.
 
-    Two threads that run Python take turns of 5 ms: training would wait for tasks that it has just submitted."""
+    Threads take turns of 5 ms at the GIL, so training would otherwise wait for tasks that it has just submitted."""
     if _held.items is not None:
         yield
         return
@@ -81,7 +81,7 @@ class Once(Generic[T]):
         with self._lock:
             if self._todo:
                 self._results.append(self._todo[0]())
-                self._todo.clear()  # with what the function holds
+                self._todo.clear()  # frees what the function refers to
             return self._results[0]
 
     finish = __call__
@@ -147,7 +147,7 @@ class BackgroundWorker(Generic[T]):
 
     def _work(self) -> None:
         with suppress(OSError):  # a sandbox may refuse it
-            os.nice(_NICENESS if sys.platform == "linux" else 0)  # elsewhere it would be that of the whole process
+            os.nice(_NICENESS if sys.platform == "linux" else 0)  # elsewhere it would apply to the whole process
         while (item := self._tasks.get()) is not None:
             number, task = item
             try:
@@ -155,22 +155,22 @@ class BackgroundWorker(Generic[T]):
             except BaseException as error:  # noqa: BLE001 - the thread's edge: kept for the training thread
                 result = TaskResult(number, None, error)
             self._finished.put(result)
-            del item, task, result  # with what they hold
+            del item, task, result  # frees what they refer to
             with self._lock:
                 self._open.discard(number)
                 self._lock.notify_all()
 
     def _drop(self) -> None:
-        """Drop the tasks that wait."""
+        """Drop the queued tasks, and stop the thread after the running one."""
         with suppress(queue.Empty):
             while True:
                 self._tasks.get_nowait()
         self._tasks.put(None)
 
     def _give_up(self) -> bool:
-        """Raise SystemExit in the task that runs, at its next line of Python. Return False if it may just take a lock.
+        """Raise SystemExit in the running task, at its next line of Python. Return False if it may be taking a lock.
 
-        The exception would then come before the block that releases the lock, and the lock would stay taken."""
+        The exception could then arrive before the block that releases the lock, which would stay locked."""
         ident = self._thread.ident or 0
         frame = sys._current_frames().get(ident)
         if frame is None or str(frame.f_globals.get("__name__")).partition(".")[0] in _LOCKING:
@@ -181,22 +181,22 @@ class BackgroundWorker(Generic[T]):
 
 @cache
 def _workers() -> "weakref.WeakSet[BackgroundWorker[Any]]":
-    """Return the workers of this process, whose threads end before the interpreter does.
+    """Return the workers of this process. The first call registers an exit handler that ends their threads.
 
-    A daemon thread that returns to Python after that is ended by force, which aborts the process if C++ code is on its
-    stack: an operation of torch. The first worker is older than every checkpointer, so this is called after them."""
+    A daemon thread that returns to Python during finalization is killed, which aborts the process if C++ code of torch
+    is on its stack. Exit handlers run in reverse order: those of checkpointers are registered later, so run earlier."""
     workers: weakref.WeakSet[BackgroundWorker[Any]] = weakref.WeakSet()
 
     def give_up() -> None:
-        deadline, living = time.monotonic() + _EXIT_TIMEOUT, [one for one in workers if one._thread.is_alive()]
-        for worker in living:
+        deadline, alive = time.monotonic() + _EXIT_TIMEOUT, [worker for worker in workers if worker._thread.is_alive()]
+        for worker in alive:
             worker._drop()
-        left = living
+        left = alive
         while (left := [one for one in left if one._thread.is_alive() and not one._give_up()]) and (
             time.monotonic() < deadline
         ):
             time.sleep(0.01)
-        for worker in living:
+        for worker in alive:
             worker._thread.join(max(0.0, deadline - time.monotonic()))
 
     atexit.register(give_up)

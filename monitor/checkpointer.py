@@ -41,7 +41,7 @@ from store.schema import without_gc
 
 _log = logging.getLogger("driftpoint")
 
-_PATIENCE = 30.0  # seconds; after an error other ranks may be gone, and their part of a commit with them
+_ERROR_WAIT = 30.0  # seconds to wait for the save under way after an error, because other ranks may be gone
 
 
 class Checkpointer:
@@ -91,10 +91,10 @@ class Checkpointer:
         self._surveyor = Surveyor(job.adapter, job.table)
         self._step = job.completed_steps() or 0
         self._live = LiveState()
-        self._trained = False  # whether there is state that no commit may have
+        self._trained = False  # whether the live state may differ from every commit
         self._misuse = MisuseNotices(job.adapter, job.steps, self._group.rank, self._group.world_size)
         self._resume_called = self._checked = self._proven = self._closed = False
-        self._cut_off = False  # a rank was late or is gone, so nothing is saved any more
+        self._saving_stopped = False  # a rank was late or is gone, so nothing is saved any more
         self._process = os.getpid()
         self._unregister_exit = at_exit(self._close_at_exit)
         self._preemption = Preemption(job.config.preemption, job.group, active=opened is not None)
@@ -217,7 +217,8 @@ class Checkpointer:
             return None
         self._listeners.on_step(self._step, began)
         report = self._misuse.watched(lambda: self._on_all_ranks(partial(self._step_on_all_ranks, began), began))
-        return self._leave() if self._cut_off and self._preemption.requested and not self.preempted else report
+        leaving = self._saving_stopped and self._preemption.requested and not self.preempted
+        return self._save_and_leave() if leaving else report
 
     def _step_on_all_ranks(self, began: float) -> StepReport | None:
         self._require_resume_called()
@@ -230,15 +231,15 @@ class Checkpointer:
                 if self._memory is not None and self._memory.due(self._step):
                     self._memory.snapshot(self._step, partial(self._surveyor.survey, stepped=report is None))
                 return report
-        return self._leave()
+        return self._save_and_leave()
 
     def _on_all_ranks(self, action: Callable[[], StepReport | None], began: float) -> StepReport | None:
-        """Run a collective action. Where a rank is late or gone, save nothing from then on, and let the job train."""
+        """Run a collective action. If a rank is late or gone, stop saving, but let the job train on."""
         try:
             with self._misuse.alone() as alone:
                 return action() if alone else StepReport(self._step, "busy", saved={}, problem=NESTED)
         except CollectiveError as error:
-            if not (self._cut(error) or self._pace.due(self._step)):
+            if not (self._stop_saving(error) or self._pace.due(self._step)):
                 return None
         self._pace.put_off(self._step, busy=False)
         return self._report("unreachable", began, None)
@@ -264,7 +265,7 @@ class Checkpointer:
         report = self._on_all_ranks(save, time.perf_counter()) or StepReport(self._step, "unreachable", saved={})
         if wait and strict and report.problem == NESTED:
             raise SaveError(f"step {self._step} is not known to be committed: {NESTED}")
-        if self._cut_off and wait and strict and isinstance(self._saver, Saver):
+        if self._saving_stopped and wait and strict and isinstance(self._saver, Saver):
             raise unreachable(self._job, self._saver, self._step, self.config.timeouts.close)
         return report
 
@@ -291,7 +292,7 @@ class Checkpointer:
         return report if report.skipped is None else not_committed(self._job, self._saver, report, strict)
 
     def commit_last_step(self) -> bool:
-        """Commit the state of the last step, unless it is committed, and return whether it is then, whole. Collective.
+        """Commit the state of the last step if it is not committed yet. Return whether all of it is. Collective.
 
         Waits, at most ``timeouts.close`` seconds each, for the other ranks, for the save under way and for its own. If
         another rank does not come, nothing more is saved and an error is logged. :meth:`close` calls it.
@@ -307,7 +308,7 @@ class Checkpointer:
             try:
                 return last_step.commit(uncounted=counted is None and self._misuse.updates > 0)
             except CollectiveError as error:
-                self._cut(error)
+                self._stop_saving(error)
                 raise unreachable(self._job, self._saver, step, self.config.timeouts.close) from error
         return not self._live.mixed
 
@@ -339,8 +340,8 @@ class Checkpointer:
         """Commit the last step (see :meth:`commit_last_step`), and release the store and the metrics port.
 
         If an exception is propagating (for example in ``finally:``), it saves nothing more and waits shortly for the
-        save under way. In-memory snapshots stay if newer than every commit. A second call, or one in a child, is void.
-        It saves the state as it is: swap in averaged weights (EMA) only after it.
+        save under way. In-memory snapshots stay if newer than every commit. It saves the state as it is: swap in
+        averaged weights (EMA) only after it. A second call, or one in a forked child, does nothing.
 
         Args:
             save: Whether to commit the last step. If False, only the save under way is waited for.
@@ -360,7 +361,7 @@ class Checkpointer:
     def finish(self, *, clean: bool) -> None:
         """Close with a known outcome, without another save. clean: training is complete."""
         timeout = self.config.timeouts.close
-        self._close(timeout if clean else min(_PATIENCE, timeout), clean=clean, ended=clean)
+        self._close(timeout if clean else min(_ERROR_WAIT, timeout), clean=clean, ended=clean)
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -369,7 +370,7 @@ class Checkpointer:
         self._end(clean=kind is None)
 
     def _close(self, timeout: float, clean: bool, ended: bool) -> None:
-        """Close once. clean: the job ends as intended, as far as is known. ended: that is certain."""
+        """Close, if not done. clean: no error is known. ended: the job is known to end as intended."""
         if not self._closed and os.getpid() == self._process:
             self._closed = True
             self._unregister_exit()
@@ -381,14 +382,14 @@ class Checkpointer:
 
     def _close_at_exit(self) -> None:
         # last_value: set by an uncaught exception, but not by sys.exit(1)
-        self._close(min(_PATIENCE, self.config.timeouts.close), clean=not hasattr(sys, "last_value"), ended=False)
+        self._close(min(_ERROR_WAIT, self.config.timeouts.close), clean=not hasattr(sys, "last_value"), ended=False)
 
-    def _leave(self) -> StepReport:
-        """Save what time allows. If the process is to exit, it exits by the deadline in any case."""
+    def _save_and_leave(self) -> StepReport:
+        """Make the last save of a preempted job. If the process is to exit, it exits by the deadline in any case."""
         assert isinstance(self._saver, Saver)  # preemption is off if nothing is saved
         affordable = self._budget_tracker.writing.affordable
         final_save = FinalSave(self._job, self._saver, self._step, self._decide, affordable)
-        deadline = self._preemption.deadline(alone=self._cut_off)
+        deadline = self._preemption.deadline(alone=self._saving_stopped)
         with deadline.enforced() if self.config.preemption.exit else nullcontext():
             report = final_save.run(deadline)
             self.preempted = True
@@ -397,9 +398,9 @@ class Checkpointer:
             self._close(deadline.to_leave, clean=False, ended=False)
         raise Preempted(report)
 
-    def _cut(self, error: CollectiveError) -> bool:
+    def _stop_saving(self, error: CollectiveError) -> bool:
         """Leave the collectives, which fail from then on. Return False if that was done before."""
-        first, self._cut_off = not self._cut_off, True
+        first, self._saving_stopped = not self._saving_stopped, True
         if first:
             self._group.leave()
             self._preemption.leave()
@@ -442,7 +443,7 @@ class Checkpointer:
             )
 
     def _decide(self, request: SaveRequest | None, began: float | None = None) -> StepReport:
-        """Decide and begin a save. request: None if the policy decides. began: of the stall. Collective."""
+        """Decide and begin a save. request: None if the policy decides. began: start of the stall. Collective."""
         began = time.perf_counter() if began is None else began
         survey = self._surveyor.survey(stepped=request is None)
         local, trouble = survey.local, survey.trouble is not None

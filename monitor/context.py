@@ -31,7 +31,7 @@ class JobContext:
     user: UserState
     pace: Schedule  # when to decide; alike on all ranks
     listeners: Listeners
-    observing: bool = False  # everything is measured and nothing is written
+    observing: bool = False  # measure everything, write nothing
     steps: Callable[[], int] | None = None  # counts optimizer steps if the framework does not
     ledger: Ledger = field(default_factory=Ledger)  # advances on rank 0 only; a resume resets it on all ranks
     began: float = field(default_factory=time.monotonic)
@@ -41,14 +41,14 @@ class JobContext:
         object.__setattr__(self, "rank_buffers", RankBuffers(self.adapter, self.group))
 
     def facts(self, store_id: str) -> JobFacts:
-        """Return what the manifests of this job in a store have in common."""
+        """Return the fields that all manifests of this job have in common."""
         layers, tensors = self.table.layer_records, dict(self.table.tensor_records())
         return JobFacts(store_id, self.adapter.framework, self.policy.name, layers, tensors, self.began)
 
     def agree(self, local: Mapping[Unit, LocalUnit]) -> None:
-        """Learn of the units that changed on any rank. Collective."""
+        """Update the table to units that changed on any rank, and reset their references. Collective."""
         for unit in self.table.agree(local):
-            if unit in local:  # the old reference fits no more; the unit counts as lost until it is saved
+            if unit in local:  # the old reference has other elements; the unit counts as unsaved until the next save
                 self.meter.reset(unit, local[unit].tensors)
         self.listeners.on_units_changed(local)
 

@@ -23,10 +23,10 @@ from store.memory.layout import Tier
 
 
 class Group:
-    """Collectives that every rank calls in the same order; here those of a job of one process. Values are plain data.
+    """Collectives of a job with a single process; :class:`GlooGroup` implements them over ranks. Values are plain data.
 
-    They raise CollectiveError where a rank is gone, or later than the timeout of the job. None works after that:
-    call :meth:`leave`, so that ranks for which it worked do not wait for this one."""
+    Every rank calls them in the same order. They raise CollectiveError if a rank is gone, or later than the job's
+    timeout. No collective works after that: call :meth:`leave`, so that other ranks do not wait for this one."""
 
     rank = 0
     world_size = 1
@@ -52,9 +52,9 @@ class Group:
         return None
 
     def barrier(self, timeout: float) -> Callable[[], bool]:
-        """Create a function that waits until all ranks are here, and returns False if any is not in time, or is gone.
+        """Create a function that waits until all ranks call it. It returns False if a rank is late or gone.
 
-        It has its own process group, which one failure breaks for good. Collective."""
+        It has its own process group, so after one failure it never works again. Collective."""
         del timeout
         return lambda: True
 
@@ -63,7 +63,7 @@ class Group:
 
 
 class GlooGroup(Group):
-    """All ranks of the default process group, over gloo. Making one is collective."""
+    """All ranks of the default process group, over gloo. Construction is collective."""
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = _new_group()
@@ -102,7 +102,7 @@ class GlooGroup(Group):
 
         with _collective(self._group, self.leave):
             received = _exchange(pickle.dumps(value), _GATHER, send)
-        return [pickle.loads(one) for one in received]
+        return [pickle.loads(message) for message in received]
 
     def async_sum(self) -> "AsyncSum":
         """Create a sum with its own process group, since its reductions outlast calls."""
@@ -110,9 +110,9 @@ class GlooGroup(Group):
         return self._sums[-1]
 
     def barrier(self, timeout: float) -> Callable[[], bool]:
-        """Create a barrier whose bound is rank 0's ``timeout`` in seconds, one at least."""
+        """Create a barrier with rank 0's ``timeout`` in seconds, at least 1."""
         bound = timedelta(seconds=max(1.0, self.broadcast(timeout)))
-        # The other ranks wait for rank 0 as long as the group's own timeout, so that is the bound.
+        # The group needs the same timeout: the other ranks wait for rank 0 as long as that.
         group = dist.new_group(backend="gloo", timeout=bound)
 
         def meet() -> bool:
@@ -129,14 +129,14 @@ class GlooGroup(Group):
         group, self._group = self._group, None
         if group is not None:
             dist.destroy_process_group(group)  # closes its connections
-        for one in self._sums:
-            one.leave()
+        for async_sum in self._sums:
+            async_sum.leave()
 
 
 class AsyncSum:
     """Sums over ranks without waiting. All ranks must call :meth:`start` and :meth:`finish` equally often.
 
-    It has a process group of its own. Making one is collective."""
+    It has a process group of its own. Construction is collective."""
 
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = _new_group()
@@ -150,13 +150,13 @@ class AsyncSum:
 
     @property
     def done(self) -> bool:
-        """Whether :meth:`finish` returns a sum at once. False where it would raise."""
+        """Whether :meth:`finish` would return a sum without waiting. False if it would raise."""
         with suppress(RuntimeError):  # value() raises where the sum failed; torch warns of exception()
             return self._work is not None and self._work.is_completed() and self._work.get_future().value() is not None
         return False
 
     def start(self, values: torch.Tensor) -> None:
-        """Begin to sum ``values``, a tensor of its own. Raises CollectiveError."""
+        """Begin to sum ``values``, in place: the caller must not use it again. Raises CollectiveError."""
         self._values = values
         with _collective(self._group, self.leave):
             self._work = dist.all_reduce(values, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
@@ -173,32 +173,32 @@ class AsyncSum:
         return self._values
 
     def leave(self) -> None:
-        """As :meth:`Group.leave`, when the sum under way is over."""
+        """Leave as :meth:`Group.leave` does, in a thread that first waits for the sum under way."""
         group, self._group = self._group, None
         if group is not None:
             threading.Thread(target=_leave, args=(group, self._work), name="driftpoint-leave", daemon=True).start()
         self._work = None
 
 
-_GATHER, _BROADCAST = 1 << 10, 1 << 14  # bytes of a message that one collective carries; a longer one takes a second
+_GATHER, _BROADCAST = 1 << 10, 1 << 14  # message bytes in the first collective; longer messages need a second one
 
 
 def _exchange(sent: bytes, size: int, send: Callable[[torch.Tensor], list[torch.Tensor]]) -> list[bytes]:
-    """Return the messages of all ranks that send one. ``send``: a collective over tensors of the same size.
+    """Return the messages that ``send``, a collective over tensors of one size, delivers. size: bytes at first.
 
     Messages are pickled, as torch's object collectives do, so ranks must trust each other."""
-    found = send(_message(sent, size))
-    longest = max(int(one[:_LENGTH].view(torch.int64)) for one in found)
+    received = send(_message(sent, size))
+    longest = max(int(one[:_LENGTH].view(torch.int64)) for one in received)
     if longest > size:
-        found = send(_message(sent, longest))
-    return [one[_LENGTH : _LENGTH + int(one[:_LENGTH].view(torch.int64))].numpy().tobytes() for one in found]
+        received = send(_message(sent, longest))
+    return [one[_LENGTH : _LENGTH + int(one[:_LENGTH].view(torch.int64))].numpy().tobytes() for one in received]
 
 
 _LENGTH = 8
 
 
 def _message(data: bytes, size: int) -> torch.Tensor:
-    """Return ``size`` bytes of a message, after its length."""
+    """Return the length of ``data`` and its first ``size`` bytes, zero-padded, as one tensor."""
     text = (len(data).to_bytes(_LENGTH, sys.byteorder) + data)[: _LENGTH + size]
     return torch.frombuffer(bytearray(text.ljust(_LENGTH + size, b"\0")), dtype=torch.uint8)
 
@@ -212,9 +212,9 @@ def _leave(group: dist.ProcessGroup, work: dist.Work | None) -> None:
 
 @contextmanager
 def _collective(group: dist.ProcessGroup | None, leave: Callable[[], None]) -> Iterator[None]:
-    """Raise torch's error about ranks that are late or gone as CollectiveError, and ``leave``.
+    """Raise torch's error about ranks that are late or gone as CollectiveError, after calling ``leave``.
 
-    What a failed collective left in the connections can block the next one until its timeout."""
+    A failed collective may leave data in the connections that blocks the next one until its timeout."""
     _require_member(group)
     try:
         yield
@@ -224,15 +224,15 @@ def _collective(group: dist.ProcessGroup | None, leave: Callable[[], None]) -> I
 
 
 def _require_member(group: dist.ProcessGroup | None) -> None:
-    if group is None:  # for torch, that is the default group
+    if group is None:  # torch would take None for the default group
         raise CollectiveError("this rank has left the collectives")
 
 
 _SHORTEST_TIMEOUT = timedelta(minutes=30)
-"""Timeout of a gloo group by default. A job with a shorter one for its accelerator may still have ranks this late."""
+"""torch's default for gloo. Ranks may be this late even if the timeout of the accelerator's backend is shorter."""
 
 _UNKNOWN_TIMEOUT = timedelta(days=7)
-"""Timeout where that of the job cannot be found: a rank that is late must not end training."""
+"""Used if the job's timeout cannot be found. So long, because a late rank must not end training."""
 
 
 def _new_group() -> dist.ProcessGroup:
@@ -242,15 +242,15 @@ def _new_group() -> dist.ProcessGroup:
 
 
 def _job_timeout() -> timedelta:
-    """Return the longest timeout of the default process group's backends, at least that of a gloo group by default."""
-    found: list[timedelta] = []
+    """Return the longest timeout of the default process group's backends, at least ``_SHORTEST_TIMEOUT``."""
+    timeouts: list[timedelta] = []
     try:
         world: Any = dist.group.WORLD
         for device in world._device_types:  # torch has no public access to a group's timeout
-            found.append(world._get_backend(device).options._timeout)
+            timeouts.append(world._get_backend(device).options._timeout)
     except (AttributeError, RuntimeError, TypeError):
-        found.append(_UNKNOWN_TIMEOUT)
-    return max(_SHORTEST_TIMEOUT, *found) if found else _UNKNOWN_TIMEOUT
+        timeouts.append(_UNKNOWN_TIMEOUT)
+    return max(_SHORTEST_TIMEOUT, *timeouts) if timeouts else _UNKNOWN_TIMEOUT
 
 
 def current_group() -> Group:

@@ -69,7 +69,7 @@ class SaveBeginEvent:
 
 @dataclass(frozen=True)
 class CommitEvent:
-    """A save is committed, ``seconds`` after it began. before: versions of the commit before."""
+    """A save is committed, ``seconds`` after it began. before: versions in the previous commit."""
 
     drawn: PreparedCommit
     seconds: float
@@ -108,7 +108,7 @@ class ResumeEvent:
     replicas: int
     fallbacks: int  # units resumed from an older version
     passed_over: int  # newer commits that were not used
-    replayed: int  # steps that were taken again from the journal
+    replayed: int  # steps replayed from the journal
     notes: tuple[str, ...]
 
 
@@ -133,7 +133,7 @@ class PreemptedEvent:
 
 @dataclass(frozen=True)
 class MemoryEvent:
-    """The memory tier is on or off. snapshot: a version that all ranks have now, ``seconds`` after it was staged."""
+    """The memory tier is on or off. snapshot: now complete on all ranks, ``seconds`` after it was staged."""
 
     on: bool
     path: Path
@@ -204,7 +204,7 @@ class SaveListener:
         """No save is under way. signatures: of the values that the last one staged on this rank. Collective."""
 
     def on_store_check(self, root: Path) -> None:
-        """(0) In the background thread, which may block: the store at ``root`` may be asked for its free space."""
+        """(0) Called in the background thread, so it may block, for example to read the free space at ``root``."""
 
     def on_background_failure(self, event: BackgroundFailureEvent) -> None:
         """Upkeep, the memory tier or its replicas failed."""

@@ -25,7 +25,7 @@ from store.text import listed
 
 AS_RESUMED = "the state is as it was resumed, which was not exact: the optimizer took no step since"
 UNLIKE = "the ranks have different hyperparameters, such as learning rates, and a save holds those of one rank"
-"""Takes the word exact from a commit, and not from what follows it."""
+"""Entries of a commit's ``differs`` that do not carry over to later commits."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class CommitDraft:
     world_size: int
     commits: int
     previous: SaveId | None
-    find_kept: Callable[[], Mapping[Unit, schema.UnitRecord]]  # called in any thread
+    find_kept: Callable[[], Mapping[Unit, schema.UnitRecord]]  # any thread may call it
     saved: Mapping[Unit, Choice]
     sizes: Mapping[Unit, UnitSize]  # of all units, over all ranks
     groups: Mapping[str, schema.GroupRecord]
@@ -57,7 +57,7 @@ class CommitDraft:
 
     @cached_property
     def kept(self) -> Mapping[Unit, schema.UnitRecord]:
-        """Present versions, with drift and staleness as of this save; ``saved`` replaces some."""
+        """Committed versions, with drift and staleness as of this save. Units in ``saved`` get new ones."""
         return self.find_kept()
 
 
@@ -78,7 +78,7 @@ class Ledger:
     groups: dict[str, schema.GroupRecord] = field(default_factory=dict)
     commits: int = 0
     newest: SaveId | None = None
-    differs: tuple[str, ...] = ()  # of the newest commit
+    differs: tuple[str, ...] = ()  # of the newest commit: why it is not exact, as far as later ones inherit it
     full_after_rollback: bool = True  # False where a budget limits what a save may write
 
     def adopt(self, resolution: Resolution, step: int) -> None:
@@ -99,20 +99,20 @@ class Ledger:
             self.groups.update(version.bases)
         self.commits = resolution.manifest.commits
         self.newest = resolution.manifest.save
-        self.differs = _lasting(resolution.manifest)
+        self.differs = _inherited_differs(resolution.manifest)
 
     def forget(self) -> None:
         """Drop all versions, so that the next save is a first one."""
         self.versions, self.groups, self.newest, self.differs = {}, {}, None, ()
 
     def leave(self, step: int) -> None:
-        """Drop the versions of ``step`` and later: the job went back, and comes to these steps anew."""
-        self.versions = {unit: one for unit, one in self.versions.items() if one.version.step < step}
+        """Drop the versions of ``step`` and later steps: the job went back and will take these steps again."""
+        self.versions = {unit: record for unit, record in self.versions.items() if record.version.step < step}
 
     def drop(self, saves: Collection[str]) -> None:
         """Drop the versions that need segments of these saves, so that the next save writes the units anew."""
         self.versions = {
-            unit: one for unit, one in self.versions.items() if not {one.save, *one.bases}.intersection(saves)
+            unit: record for unit, record in self.versions.items() if {record.save, *record.bases}.isdisjoint(saves)
         }
         self.groups = {name: group for name, group in self.groups.items() if name not in saves}
 
@@ -122,7 +122,7 @@ class Ledger:
         self.groups = dict(manifest.groups)
         self.commits = manifest.commits
         self.newest = manifest.save
-        self.differs = _lasting(manifest)
+        self.differs = _inherited_differs(manifest)
 
     def staleness(self, unit: Unit, step: int) -> int | None:
         """Return the steps since the newest version; None if there is none."""
@@ -131,7 +131,7 @@ class Ledger:
     def kept(
         self, step: int, drift: Mapping[Unit, float | None], sizes: Mapping[Unit, UnitSize]
     ) -> dict[Unit, schema.UnitRecord]:
-        """Return the present versions, as of ``step``, of units that still exist with the same elements."""
+        """Return the committed versions, as of ``step``, of units that still exist with the same elements."""
         return {
             unit: record.replace(drift=drift.get(unit), staleness=step - record.version.step, reason="")
             for unit, record in self.versions.items()
@@ -139,12 +139,12 @@ class Ledger:
         }
 
 
-def _lasting(manifest: schema.ManifestRecord) -> tuple[str, ...]:
+def _inherited_differs(manifest: schema.ManifestRecord) -> tuple[str, ...]:
     return tuple(text for text in manifest.differs if text not in (AS_RESUMED, UNLIKE))
 
 
 def staleness_of(record: schema.UnitRecord | None, step: int) -> int | None:
-    """Return the steps since a version. One of a later step does not count: the job resumed from an earlier step."""
+    """Return the steps since a version; None for a version of a later step, left over from before a rollback."""
     return None if record is None or record.version.step > step else step - record.version.step
 
 
@@ -153,7 +153,7 @@ def build_manifest(draft: CommitDraft, group: Group) -> PreparedCommit:
 
     Raises SaveError if the segments do not hold exactly the units that were decided, DamagedError if a unit was stored
     in several lossy encodings at once, and NotFiniteError if no layer to be saved is finite, a unit with NaN or Inf has
-    no version yet, or none may be left out."""
+    no version yet, or ``draft.partial`` is False."""
     nonfinite, drift, errors = _combine_measures(group)
     _require_whole_tensors(draft, group)
     stored = _stored_units(group)
@@ -181,11 +181,11 @@ def manifest_of(
     bytes_avoided: int,
     differs: tuple[str, ...],
 ) -> schema.ManifestRecord:
-    """Build the manifest of ``units``, with those of the ``groups`` that they are in."""
+    """Build the manifest of ``units``. Of ``groups``, it lists those that the units refer to."""
     referenced = {name for record in units for name in (record.save, *record.bases)}
-    same = {name: value for name, value in vars(draft.facts).items() if name != "began"}
+    facts = {name: value for name, value in vars(draft.facts).items() if name != "began"}
     return schema.ManifestRecord(
-        **same,
+        **facts,
         step=draft.save.step,
         epoch=draft.save.epoch,
         commits=draft.commits,
@@ -224,7 +224,7 @@ def _unit_record(
 def new_version(
     unit: Unit, save: SaveId, size: UnitSize, reason: str, *, encoding: str = RAW, error: float = 0.0
 ) -> schema.UnitRecord:
-    """Return the record of a unit that ``save`` holds in ``size.nbytes`` bytes, at no distance from the live state."""
+    """Return the record of a unit that ``save`` stores in ``size.nbytes`` bytes, with drift and staleness 0."""
     return schema.UnitRecord(
         **unit._asdict(),
         **vars(size),
@@ -257,11 +257,11 @@ def _combine_measures(group: Group) -> tuple[set[str], dict[Unit, float], dict[U
     nonfinite: set[str] = set()
     squares: dict[Unit, list[float]] = {}
     for part in group.parts:
-        for one in part.measures:
-            if not one.finite:
-                nonfinite.add(one.layer)
-            total = squares.setdefault(one.unit, [0.0] * 4)
-            for i, more in enumerate((one.moved_sq, one.reference_sq, one.error_sq, one.decoded_sq)):
+        for measure in part.measures:
+            if not measure.finite:
+                nonfinite.add(measure.layer)
+            total = squares.setdefault(measure.unit, [0.0] * 4)
+            for i, more in enumerate((measure.moved_sq, measure.reference_sq, measure.error_sq, measure.decoded_sq)):
                 total[i] += more
     finite = {unit: total for unit, total in squares.items() if unit.layer not in nonfinite}
     drift = {unit: drift_ratio(moved, reference) for unit, (moved, reference, _, _) in finite.items()}
@@ -276,20 +276,20 @@ class _StoredUnit:
 
 
 def _stored_units(group: Group) -> dict[Unit, _StoredUnit]:
-    entries = group_by_key((entry.unit, entry) for part in group.parts for entry in part.entries)
-    # Fragments do not overlap, so the unit's number of elements means that none is missing.
+    by_unit = group_by_key((entry.unit, entry) for part in group.parts for entry in part.entries)
+    # Fragments do not overlap, so if their elements add up to the unit's number, none is missing.
     stored = {}
-    for unit, found in entries.items():
-        members = schema.members_digest(schema.members_of(found))
-        boxes = any(one.box is not None for one in found)
-        size = UnitSize(covered_numel(found), sum(one.nbytes for one in found), members, boxes)
-        bases = tuple(sorted({entry.base for entry in found if entry.base is not None}))
-        stored[unit] = _StoredUnit(size, _encoding_of(found), bases)
+    for unit, entries in by_unit.items():
+        members = schema.members_digest(schema.members_of(entries))
+        boxes = any(entry.box is not None for entry in entries)
+        size = UnitSize(covered_numel(entries), sum(entry.nbytes for entry in entries), members, boxes)
+        bases = tuple(sorted({entry.base for entry in entries if entry.base is not None}))
+        stored[unit] = _StoredUnit(size, _encoding_of(entries), bases)
     return stored
 
 
 def _encoding_of(entries: Sequence[schema.Entry]) -> str:
-    """Return the unit's encoding. Fragments that it does not apply to are raw."""
+    """Return the unit's encoding. Single fragments may be raw, if the encoding does not apply to them."""
     names = {entry.encoding for entry in entries}
     lossy = sorted(name for name in names if not encoding_named(name).lossless)
     if len(lossy) > 1:

@@ -47,7 +47,7 @@ class SignalWatcher:
     """Records when the first of the named signals arrived, until closed. clock: monotonic seconds."""
 
     def __init__(self, names: Sequence[str], clock: Callable[[], float] = time.monotonic, ends: int = 0) -> None:
-        """ends: a signal that has its previous effect if another one came more than ``ECHO`` before it. 0: none."""
+        """ends: a signal that has its previous effect if any other came more than ``ECHO`` seconds before. 0: none."""
         self._clock, self._ends = clock, ends
         self._owner = os.getpid()
         self._arrivals: dict[int, float] = {}
@@ -164,18 +164,18 @@ def _exit() -> None:
 
 
 def with_scheduler(settings: PreemptionSettings, world_size: int) -> tuple[PreemptionSettings, str | None]:
-    """Return the settings with SIGTERM, and the scheduler that sends it; or as they are, and None.
+    """Add SIGTERM to the settings under a scheduler that sends it. Return them and its name, or unchanged and None.
 
     Only if the job has one process, ``signals`` is not set, and the script has no handler. With several ranks, SIGTERM
-    may also mean that another rank failed. Those that wait for it in a collective would end by SIGKILL only."""
-    found = next((name for variable, name in _SCHEDULERS.items() if os.environ.get(variable)), None)
+    may also mean that another rank failed; ranks that wait for that one in a collective would then need a SIGKILL."""
+    scheduler = next((name for variable, name in _SCHEDULERS.items() if os.environ.get(variable)), None)
     handler, given = signal.getsignal(signal.SIGTERM), settings.model_fields_set
     main = threading.current_thread() is threading.main_thread()
     free = main and (handler is signal.SIG_DFL or handler is _on_signal)
-    if found is None or world_size > 1 or "signals" in given or not free:
+    if scheduler is None or world_size > 1 or "signals" in given or not free:
         return settings, None
     grace = settings.grace_seconds if "grace_seconds" in given else 25.0  # by default both kill after 30 s
-    return settings.model_copy(update={"signals": [*settings.signals, "SIGTERM"], "grace_seconds": grace}), found
+    return settings.model_copy(update={"signals": [*settings.signals, "SIGTERM"], "grace_seconds": grace}), scheduler
 
 
 class Preemption:
@@ -189,7 +189,7 @@ class Preemption:
         self._group = group
         self._active = active and bool(settings.signals)
         self._sum = group.async_sum() if self._active else None
-        self._over = not self._active  # whether the ranks agree no more
+        self._over = not self._active  # whether the ranks have agreed, or no longer take part
         self._watcher = SignalWatcher(settings.signals if self._active else (), ends=signal.SIGTERM if scheduler else 0)
 
     def preempt(self) -> None:
@@ -202,22 +202,22 @@ class Preemption:
         self._watcher.note()
 
     def agreed(self) -> bool:
-        """Return whether the job stops at this step boundary, alike on all ranks. True once at most. Collective.
+        """Return whether the job stops at this step boundary: the same on all ranks, True at most once. Collective.
 
-        With several ranks, it is the step after the one at which a rank was preempted: ranks do not wait."""
+        With several ranks, the job stops one step after the one at which a rank was preempted: ranks do not wait."""
         if self._over:
             return False
         if self._sum is None:
             self._over = self.requested
         else:
-            found = self._sum.finish()
-            self._over = found is not None and bool(found.item())
+            preempted_ranks = self._sum.finish()
+            self._over = preempted_ranks is not None and bool(preempted_ranks.item())
             if not self._over:
                 self._sum.start(torch.tensor([int(self.requested)], device="cpu"))
         return self._over
 
     def leave(self) -> None:
-        """Agree with the other ranks no more, since one of them is late or gone. Not collective."""
+        """Stop taking part in the agreement, because a rank is late or gone. Not collective."""
         self._over = True
 
     @property
@@ -226,7 +226,7 @@ class Preemption:
         return self._watcher.first is not None
 
     def deadline(self, alone: bool = False) -> Deadline:
-        """Return the deadline set by the earliest signal on any rank, or on this one ``alone``. Collective."""
+        """Return the deadline set by the earliest signal on any rank. Collective; if ``alone``, of this rank only."""
         first = self._watcher.first
         passed = 0.0 if first is None else time.monotonic() - first
         if not alone:

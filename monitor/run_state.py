@@ -1,4 +1,4 @@
-"""Capture, validate and load run state: counters, random states, user objects, and what each rank holds alone.
+"""Capture, validate and load run state: counters, random states, user objects, and values that differ between ranks.
 
 Run state is everything a resume needs besides the tensors that all ranks share, per rank: the random states of torch,
 CUDA, numpy and python; the framework's counters and schedules (from the adapter); the user's objects; the extra state
@@ -34,9 +34,9 @@ Objects = Sequence[Any] | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class SavedObject:
-    """The stored state of a user object. Stores of older releases, and imported ones, do not know name and class."""
+    """The stored state of a user object. Stores of older releases and imported ones have neither name nor kind."""
 
-    name: str | None
+    name: str | None  # None in a list
     kind: str | None  # class name
     state: Any
 
@@ -107,9 +107,9 @@ class UserState:
         return found
 
     def _renamed(self, index: int, one: SavedObject, saved: Sequence[SavedObject]) -> bool:
-        """Return whether only the class of a named object can have changed.
+        """Return whether a named object is probably the saved one, whose class was renamed.
 
-        Then neither class occurs under another name, and both have a state with the same keys."""
+        That is so if neither class occurs under another name, and both states have the same keys."""
         elsewhere = any(_is_kind(self.objects[index], other.kind) for other in saved)
         alone = one.name is not None and not elsewhere and not any(_is_kind(item, one.kind) for item in self.objects)
         with suppress(Exception):  # of the object's own state_dict(), or keys that it does not have
@@ -163,7 +163,7 @@ class UserState:
 
 
 def joined(own: Mapping[str, Any], objects: Objects) -> Objects:
-    """Return a launcher's own objects, then the user's: a list if the user's are one."""
+    """Return a launcher's own objects, then the user's ``objects``: as a list if those are a list."""
     if not isinstance(objects, Mapping):
         return [*own.values(), *objects]
     taken = sorted(own.keys() & objects.keys())
@@ -231,13 +231,13 @@ def match_generators(state: Mapping[str, Any], count: int, current: int) -> tupl
 class CapturedState:
     """The run state of one rank at one time.
 
-    live: What may share memory with live values. copies: Puts the rest together, in any thread."""
+    live: Parts that may share memory with live values. copies: Returns the other parts, in any thread."""
 
     live: Mapping[str, Any]
     copies: Callable[[], Mapping[str, Any]]
 
     def whole(self) -> dict[str, Any]:
-        """Return the run state."""
+        """Return all parts."""
         return {**self.copies(), **self.live}
 
 
@@ -252,11 +252,11 @@ def capture_run_state(
     framework, rng = adapter.capture_run_state() if rank in adapter.leaders else None, capture_rng()
     modules = {name: part.state_dict() for name, part in extra_states(adapter.module).items()}
     attributes = {name: state for name, one in adapter.attributes().items() if (state := one.state_dict())}
-    found = {key: state for key, state in (("modules", modules), ("attributes", attributes)) if state}
-    live = {"user": user.capture(), "objects": user.described(), **found}
-    own, made = {} if buffers is None else buffers.captured(), user.recorded
+    nonempty = {key: state for key, state in (("modules", modules), ("attributes", attributes)) if state}
+    live = {"user": user.capture(), "objects": user.described(), **nonempty}
+    differing, recorded = {} if buffers is None else buffers.captured(), user.recorded
     return CapturedState(
-        {**live, **own}, lambda: {"framework": framework and with_constructed(framework(), made), "rng": rng}
+        {**live, **differing}, lambda: {"framework": framework and with_constructed(framework(), recorded), "rng": rng}
     )
 
 
@@ -330,7 +330,7 @@ class RunState:
     rank_buffers: tuple[str, ...] = ()  # buffers in which ranks differed
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # this rank's own values of them
     home: str = ""  # of the rank that saved, see :class:`monitor.adapters.base.Adapter`
-    rank_scalars: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # its own, by fqn
+    rank_scalars: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # this rank's own, by fqn
     attributes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of optimizers
 
 
@@ -359,7 +359,7 @@ def to_tree(state: Any) -> tuple[Any, list[Leaf]]:
 
 
 def begin_tree(state: CapturedState) -> Callable[[], tuple[Any, list[Leaf]]]:
-    """Encode what training may change of a captured run state. Return what encodes the rest, once, in any thread."""
+    """Encode the live parts of a captured run state. Return a function that encodes the rest, once, in any thread."""
     encoder = Encoder(tensor_leaf)
     live = encoder.encode(dict(state.live))
     return lambda: ({**encoder.encode(dict(state.copies())), **live}, encoder.leaves)
@@ -472,7 +472,7 @@ class StateLoader:
             ) from error
 
     def undo(self) -> bool:
-        """Restore everything that :meth:`load` changed, including param groups and generators. Return whether it is."""
+        """Restore all that :meth:`load` changed, including param groups and generators. Return whether that worked."""
         whole = True
         attempted = list(zip(self.objects, self._before, strict=True))[: self._attempted]
         for (name, item, _), state in reversed(attempted):

@@ -37,9 +37,9 @@ class Chosen(NamedTuple):
 
 @dataclass(frozen=True)
 class SaveStatus:
-    """Whether a save, or a snapshot in memory, may begin, over all ranks."""
+    """Whether a save or an in-memory snapshot may begin. The same on all ranks."""
 
-    skip: str | None  # why none may begin now
+    skip: str | None  # why it must not begin now; None if it may
     changed: bool  # whether the pieces of any rank changed
     proposed: Chosen | None = None  # rank 0's choices, if it sent them along
 
@@ -77,7 +77,7 @@ SKIP_REASONS: Mapping[str | None, str] = {
     "disagree": "ranks are at different steps; call ckpt.step() equally often on all of them",
     "unsupported": "the model or the optimizer cannot be saved as it is now",
 }
-"""What ``StepReport.skipped`` means; ``busy`` and None of a save that must not be skipped."""
+"""Texts for ``StepReport.skipped``. Those of None and ``busy`` apply to the last save of a job, and to ``save()``."""
 
 
 def newest_text(newest: SaveId | None) -> str:

@@ -55,7 +55,7 @@ def weights_of(pieces: Iterable[Piece]) -> list[torch.Tensor]:
 
 
 def sample(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the bytes of some elements of each 1-d tensor on the device of the first, as one tensor."""
+    """Concatenate the bytes of the first and last elements of each 1-d tensor that is on the first one's device."""
     ends = [end for one in tensors if one.device == tensors[0].device for end in (one[:_SAMPLE], one[-_SAMPLE:])]
     return (
         torch.cat([end.view(torch.uint8) for end in ends]) if ends else torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -69,8 +69,8 @@ class FragmentPlace:
     fragment: Fragment
     dtype: torch.dtype  # of the live tensor
     new: bool = field(default=False, compare=False)
-    """The memory does not exist, and may be the host memory that the values were read into."""
-    memory: torch.Tensor | None = field(default=None, compare=False)  # 1-d, of the host: to read into, if ``new``
+    """The memory does not exist yet: a load may use the host memory that the values were read into."""
+    memory: torch.Tensor | None = field(default=None, compare=False)  # 1-d, on the host, to read into if ``new``
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,13 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class LiveValue:
-    """A value in the framework's own state dicts, and where a save has it."""
+    """A value in the framework's own state dicts, and where a save stores it."""
 
     name: str  # as a script reaches it
     value: Any
     fqn: str | None = None  # parameter or buffer of the model that it belongs to
     stored: tuple[Any, ...] | None = None  # path in the run state; None if it is the memory of a piece
-    ownable: bool = False  # whether an object in ``state=`` saves it, that is this value or has it as an attribute
+    ownable: bool = False  # whether it counts as saved if it is an object in ``state=``, or an attribute of one
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class Adapter(Protocol):
     """Whether weights, as saved, and optimizer state are copies that only the optimizer touches (ZeRO's master
     weights), so that nothing a training script does between two optimizer steps can change them."""
     leaders: tuple[int, ...] = (0,)  # lowest rank of each pipeline stage, which stores its run state
-    local: Collection[str] | None = None  # of :meth:`tensors`, those that this rank's module has; None: all
+    local: Collection[str] | None = None  # fqns of :meth:`tensors` that are in this rank's module; None: all
     home: str = ""  # digest of what this rank holds, and of the ranks it shares tensors with; "": all hold the same
 
     @property
@@ -139,7 +139,7 @@ class Adapter(Protocol):
         """Return the number of optimizer steps taken, or None if the framework does not count them."""
 
     def cache_lookups(self) -> AbstractContextManager[None]:
-        """Cache lookups inside the context, in which nothing of the job may change."""
+        """Cache lookups inside the context. The job must not change in it."""
 
     def check_attached(self) -> None:
         """Raise UnsupportedError if the job is no longer the attached one.
@@ -152,9 +152,9 @@ class Adapter(Protocol):
         None if a replaced optimizer is always detected without them."""
 
     def identity(self) -> Identity | None:
-        """Return the tensors of the job now. Where the layout is equal, so are the names and places of all pieces.
+        """Return the job's present tensors. If the layout is the same as before, so are names and places of all pieces.
 
-        None if that cannot be told, so that everything is listed anew."""
+        None if that cannot be told; pieces are then listed anew each time."""
 
     def before_update(self, hook: Callable[[], None]) -> None:
         """Call ``hook`` in the training thread whenever an optimizer step is about to change the state."""
@@ -162,7 +162,7 @@ class Adapter(Protocol):
     def before_change(self, hook: Callable[[], None]) -> None:
         """Call ``hook`` before every optimizer step, and before other public calls that change the state in place.
 
-        Such as loading a checkpoint of the framework's own. Changes through ``.data`` cannot be intercepted."""
+        An example is loading the framework's own checkpoint. Changes through ``.data`` cannot be intercepted."""
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Return every parameter and persistent buffer by fqn, tied ones once, in model order. Same on all ranks."""
@@ -195,10 +195,10 @@ class Adapter(Protocol):
         size. All are copies, which training does not change."""
 
     def capture_run_state(self) -> Callable[[], dict[str, Any]]:
-        """Copy what :meth:`run_state` returns. Return what puts it together, in any thread."""
+        """Copy the parts of :meth:`run_state`. Return a function that assembles them, in any thread."""
 
     def rank_scalars(self) -> Mapping[str, tuple[str, str, Any]]:
-        """Return (fqn, key, number) of optimizer state that may differ between ranks, by a name for messages."""
+        """Return (fqn, key, number) of optimizer state that may differ between ranks, keyed by a name for messages."""
         return {}
 
     def objects(self) -> Mapping[str, Any]:
@@ -229,13 +229,13 @@ class Adapter(Protocol):
         """Return the optimizers whose steps change the state."""
 
     def step_inputs(self, number: int) -> tuple[list[dict[str, Any]], list[Piece], torch.Tensor | float]:
-        """Return what optimizer ``number`` begins a step with: param groups as in :meth:`run_state`, the gradients that
-        this rank saves, and what they were multiplied by after their reduction, as far as is known (1.0 if not).
+        """Return the inputs of a step of optimizer ``number``: (param groups as in :meth:`run_state`, gradients that
+        this rank saves, factor that they were multiplied by after their reduction; 1.0 if unknown).
 
-        Called by its pre-step hook, several times in a step that goes from part to part."""
+        Called by the pre-step hook: several times if the optimizer updates its parameters part by part (ZeRO-3)."""
 
     def new_gradients(self, number: int) -> list[Gradient]:
-        """Return memory for the gradients of all that optimizer ``number`` updates, with zeros where no piece is."""
+        """Return memory for the gradients of all that optimizer ``number`` updates; elements outside pieces are 0."""
 
     def repeat_step(
         self, number: int, groups: Sequence[Mapping[str, Any]], fqns: Set[str], gradients: Sequence[Gradient]
@@ -271,39 +271,39 @@ class Stages:
 def agree_on_stages(group: Group, listing: Listing, hash_of: Callable[[str], int]) -> Stages | None:
     """Return where the tensors are; None if all ranks hold the same in the same way. Collective.
 
-    hash_of: of this rank's values of a parameter. Raises UnsupportedError, on all ranks alike, where one name has
-    different tensors, or values that differ although nothing but the script keeps them equal: between stages, or
-    meshes. (Replicas within a stage are compared at the first save.)"""
+    hash_of: hashes this rank's values of a parameter. Raises UnsupportedError on all ranks if one name has different
+    tensors, or different values in several stages or meshes, between which only the script keeps values equal.
+    (Replicas within a stage are compared at the first save.)"""
     hashes = group.all_gather(digest(repr(listing).encode()))
     if len(set(hashes)) == 1:
         return None
-    found = group.all_gather(listing if hashes.index(hashes[group.rank]) == group.rank else None)
+    listings = group.all_gather(listing if hashes.index(hashes[group.rank]) == group.rank else None)
     tensors: dict[str, TensorInfo] = {}
-    homes: dict[str, dict[Home, list[int]]] = {}  # of a tensor, with the ranks that are at home there
-    stages: dict[str, dict[int, Home]] = {}  # of a tensor: their leaders, and its home there
+    homes: dict[str, dict[Home, list[int]]] = {}  # fqn -> its homes, each with the ranks that hold it so
+    stages: dict[str, dict[int, Home]] = {}  # fqn -> leader of each stage that has it -> its first home there
     leaders: dict[tuple[str, ...], int] = {}
-    for alike in dict.fromkeys(hashes):
-        ranks = [rank for rank, one in enumerate(hashes) if one == alike]
-        leader = leaders.setdefault(tuple(found[ranks[0]]), ranks[0])
-        for fqn, (info, home) in found[ranks[0]].items():
-            known, own = tensors.get(fqn, info), homes.setdefault(fqn, {})
-            before = next(iter(own), home)
-            alone = stages.setdefault(fqn, {}).setdefault(leader, home)
-            if not info.matches(known) or home.kind != before.kind or home.group != alone.group:
+    for distinct in dict.fromkeys(hashes):
+        ranks = [rank for rank, one in enumerate(hashes) if one == distinct]
+        leader = leaders.setdefault(tuple(listings[ranks[0]]), ranks[0])
+        for fqn, (info, home) in listings[ranks[0]].items():
+            known, fqn_homes = tensors.get(fqn, info), homes.setdefault(fqn, {})
+            first = next(iter(fqn_homes), home)
+            in_stage = stages.setdefault(fqn, {}).setdefault(leader, home)
+            if not info.matches(known) or home.kind != first.kind or home.group != in_stage.group:
                 raise UnsupportedError(
-                    f"{fqn} is {known}, held as {before}, on rank {min(map(min, own.values()), default=0)}, and on "
-                    f"rank {ranks[0]} {info}, held as {home}: name the tensors of all stages as in the whole model, "
+                    f"{fqn} is {known}, held as {first}, on rank {min(map(min, fqn_homes.values()), default=0)}, and "
+                    f"on rank {ranks[0]} {info}, held as {home}: name the tensors of all stages as in the whole model, "
                     "and hold each in one way"
                 )
-            own.setdefault(home, []).extend(ranks)
+            fqn_homes.setdefault(home, []).extend(ranks)
             tensors[fqn] = replace(known, aliases=tuple(dict.fromkeys((*known.aliases, *info.aliases))))
     shared = {fqn for fqn in tensors if tensors[fqn].kind != "buffer" and (len(homes[fqn]) > 1 or len(stages[fqn]) > 1)}
     values = group.all_gather(run_on_all_ranks(group, lambda: {fqn: hash_of(fqn) for fqn in listing if fqn in shared}))
     for fqn in (fqn for fqn in tensors if fqn in shared):
-        everywhere = [home.ranks or (rank,) for home, ranks in homes[fqn].items() for rank in ranks]
-        if len({tuple(values[rank].get(fqn) for rank in one) for one in everywhere}) > 1:
+        replicas = [home.ranks or (rank,) for home, ranks in homes[fqn].items() for rank in ranks]
+        if len({tuple(values[rank].get(fqn) for rank in replica) for replica in replicas}) > 1:
             raise UnsupportedError(
-                f"{fqn} has different values on the ranks {list(dict.fromkeys(everywhere))}, and a store holds one: "
+                f"{fqn} has different values on the ranks {list(dict.fromkeys(replicas))}, and a store holds one: "
                 "name the tensors of all pipeline stages as in the whole model, and begin with equal replicas"
             )
     places = {fqn: _place(homes[fqn], home, group.rank) for fqn, (_, home) in listing.items()}
@@ -318,12 +318,12 @@ def _place(homes: Mapping[Home, list[int]], home: Home, rank: int) -> tuple[int,
 def wrap_methods(
     target: Any, names: Sequence[str], hook: Callable[[], None] | None = None, *, then: Callable[[], None] | None = None
 ) -> None:
-    """Call ``hook`` before, and ``then`` after, each call of these methods of one object. Methods that it lacks do not
-    matter: releases of DeepSpeed differ."""
+    """Call ``hook`` before, and ``then`` after, each call of these methods of one object. Methods that it lacks are
+    skipped, because releases of DeepSpeed differ."""
     for name in names:
         method = getattr(target, name, None)
         if method is not None:
-            if inspect.ismethod(method) and name not in vars(target):  # of the class, where others may replace it later
+            if inspect.ismethod(method) and name not in vars(target):  # look it up at each call: it may be replaced
                 method = partial(_call_method, target, name)
             setattr(target, name, _wrapped(method, hook, then))
 

@@ -120,7 +120,7 @@ class Stage0Adapter(deepspeed_base.EngineAdapter, PyTorchAdapter):
 
 
 class PipelineAdapter(Stage0Adapter):
-    """Adapter of an engine of a ``PipelineModule``. Its facts are not those of an engine that holds the whole model."""
+    """Adapter of an engine of a ``PipelineModule``. As no rank has the whole model, its facts are those of PyTorch."""
 
     framework = "torch"
 
@@ -128,8 +128,8 @@ class PipelineAdapter(Stage0Adapter):
         return PyTorchAdapter.layout_facts(self)
 
 
-class _SteppedAdapter(deepspeed_base.ZeroAdapter):
-    """What the journal needs of an engine: the steps of the optimizer that ZeRO wraps, on its flat partitions."""
+class _JournalAdapter(deepspeed_base.ZeroAdapter):
+    """Reads and repeats, for the journal, the steps of the optimizer that ZeRO wraps, on its flat partitions."""
 
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
         return [self._base_optimizer]
@@ -144,9 +144,9 @@ class _SteppedAdapter(deepspeed_base.ZeroAdapter):
         return groups, pieces, self._factor()
 
     def _factor(self) -> torch.Tensor | float:
-        """Return what ``unscale_and_clip_grads`` multiplies by; of the same types, since the last bit counts.
+        """Return the factor of ``unscale_and_clip_grads``, computed in the same types to be equal to the last bit.
 
-        Without asking a device for a number, for which training would wait."""
+        Does not copy a number from a device to the host, because training would wait for that."""
         scale, clip, norm = (getattr(self._zero, one, 0.0) for one in ("loss_scale", "clip_grad", "_global_grad_norm"))
         scale = scale or 1.0  # a wrapper without loss scale has 0.0 here
         if clip and isinstance(norm, torch.Tensor):
@@ -180,7 +180,7 @@ def _pieces(flat: deepspeed_base.FlatPartition, gradient: torch.Tensor | None) -
     ]
 
 
-class Zero12Adapter(_SteppedAdapter):
+class Zero12Adapter(_JournalAdapter):
     """Adapter of an engine at ZeRO stage 1 or 2, also with DeepSpeed's wrapper ``BF16_Optimizer``.
 
     Each param group is one flat tensor, cut into equal partitions, one per rank. A parameter's offset is derived from
@@ -283,7 +283,7 @@ def _in_memory_order(
     return sorted(out, key=lambda placed: placed[1])
 
 
-class Zero3Adapter(_SteppedAdapter):
+class Zero3Adapter(_JournalAdapter):
     """Adapter of an engine at ZeRO stage 3.
 
     Every parameter is cut into ceil(numel / world size) slices, one per rank; the slices of a sub-group are consecutive

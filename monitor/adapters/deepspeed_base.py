@@ -59,7 +59,7 @@ def require_same_engine(engine: Any, module: Any, optimizer: Any) -> None:
 
 
 class EngineAdapter(Adapter):
-    """What the adapters of all engines have in common."""
+    """Base of the adapters of DeepSpeed engines."""
 
     framework = "deepspeed"
     engine: Any
@@ -69,7 +69,7 @@ class EngineAdapter(Adapter):
         return int(self.engine.global_steps)
 
     def state_versions(self) -> StateVersions | None:
-        return None  # check_attached() detects another optimizer
+        return None  # check_attached() detects a replaced optimizer
 
     def objects(self) -> Mapping[str, Any]:
         return {} if self.engine.lr_scheduler is None else {"lr_scheduler": self.engine.lr_scheduler}
@@ -102,7 +102,7 @@ def _counters(engine: Any, state: Mapping[str, Any]) -> dict[str, int]:
             f"the saved counters lack {', '.join(missing)}: resume with the DeepSpeed version that saved them"
         )
     counters = {name: int(saved[name]) for name in _COUNTERS}
-    # Partly accumulated gradients are not saved: the window restarts, and boundaries must stay boundaries.
+    # Partly accumulated gradients are not saved, so round down to the last accumulation boundary.
     windows = counters["micro_steps"] // int(saved["gradient_accumulation_steps"])
     return {**counters, "micro_steps": windows * int(engine.gradient_accumulation_steps())}
 
@@ -155,8 +155,7 @@ def _scaler_updates(optimizer: Any, saved: Mapping[str, Any] | None) -> dict[str
 class Placement:
     """Position of a piece of a parameter in a flat partition.
 
-    Elements [start, start + numel) of the flattened parameter are elements [offset, offset + numel) of the partition.
-    """
+    Elements [start, start + numel) of the flattened parameter are at [offset, offset + numel) of the partition."""
 
     fqn: str
     start: int
@@ -166,7 +165,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class FlatPartition:
-    """One flat partition of master weights on this rank, by which the base optimizer's state is keyed."""
+    """One flat partition of master weights on this rank: a key of the base optimizer's state."""
 
     tensor: torch.Tensor  # 1-d
     group: int  # index of its param group
@@ -270,7 +269,7 @@ class ZeroAdapter(EngineAdapter, ABC):
     def _read_identity(self) -> Identity | None:
         try:
             return self._reader.read(self.module, self._base_optimizer, [*self._masters(), *self._slices()])
-        except Exception:  # noqa: BLE001 - of an unusual module or tensor: everything is listed anew, which tells
+        except Exception:  # noqa: BLE001 - an unusual module or tensor: listing it anew raises a clear error
             return None
 
     def capture_run_state(self) -> Callable[[], dict[str, Any]]:
@@ -284,9 +283,9 @@ class ZeroAdapter(EngineAdapter, ABC):
     def before_change(self, hook: Callable[[], None]) -> None:
         """Call ``hook`` before every call that writes masters or moments, most of which do so through ``.data``.
 
-        Scripts import ``safe_set_full_fp32_param`` and the like by name, so what those call is intercepted: a method of
-        the ZeRO-3 optimizer, or of each parameter at stages 1 and 2, which gets a new one whenever it is linked to its
-        master again."""
+        Scripts import ``safe_set_full_fp32_param`` and the like by name, so the methods that those call are wrapped: at
+        stage 3 methods of the optimizer; at stages 1 and 2 a method of each parameter, which DeepSpeed makes anew
+        whenever it links the parameter to its master."""
         self.before_update(hook)
         self._base_optimizer.register_load_state_dict_pre_hook(lambda *_: hook())
         wrap_methods(
@@ -328,8 +327,8 @@ class ZeroAdapter(EngineAdapter, ABC):
     ) -> None:
         """Fit the slots of each flat partition to those that ``slots`` names for any parameter in it.
 
-        Missing ones are created with zeros, others dropped. If ``slots`` names one for only some parameters of a
-        partition, the others' pieces become zeros. ``values`` is not used: a slot of a partition is of many."""
+        Missing slots are created with zeros, others dropped. If ``slots`` names a slot for only some parameters of a
+        partition, the others' pieces become zeros. ``values`` is not used: a partition's slot has many parameters."""
         for flat in self.flats():
             optimizer_state.fit_slots(self._base_optimizer, flat.tensor, _wanted_slots(flat, slots))
             state = self._base_optimizer.state.get(flat.tensor, {})
@@ -345,7 +344,7 @@ class ZeroAdapter(EngineAdapter, ABC):
         for flat in self.flats():
             names, values = self._state_of(flat)
             for fqn in flat.fqns:
-                slots[fqn], scalars[fqn] = names, values  # all share one copy
+                slots[fqn], scalars[fqn] = names, values  # all parameters of a partition share one copy
         return {
             "optimizer": type(self._base_optimizer).__name__,
             "param_groups": [describe_group(fqns, group) for fqns, group in self._groups()],
@@ -434,16 +433,17 @@ class ZeroAdapter(EngineAdapter, ABC):
         """Return (slots, scalars) of a flat partition's optimizer state."""
         state = self._base_optimizer.state.get(flat.tensor, {})
         slots, scalars = optimizer_state.slots_of(state, flat.tensor), {}
-        for key, one in state.items():
+        for key, value in state.items():
             if key in slots:
                 continue
-            if isinstance(one, torch.Tensor) and one.ndim:
+            if isinstance(value, torch.Tensor) and value.ndim:
                 raise UnsupportedError(
-                    f"{type(self._base_optimizer).__name__} keeps {key!r} of shape {tuple(one.shape)} for a flat "
+                    f"{type(self._base_optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for a flat "
                     f"partition of {flat.tensor.numel()} elements: it cannot be split by parameter; use an "
                     "optimizer with state per element, such as AdamW"
                 )
-            scalars[key] = optimizer_state.to_host(one, f"optimizer state {key!r} of the partition with {flat.fqns[0]}")
+            where = f"optimizer state {key!r} of the partition with {flat.fqns[0]}"
+            scalars[key] = optimizer_state.to_host(value, where)
         return slots, scalars
 
     def _restored_scalars(
@@ -464,7 +464,7 @@ class ZeroAdapter(EngineAdapter, ABC):
 
 
 def replay_steps(optimizer: Any) -> None:
-    """Repeat the updates of beta^t of DeepSpeed's Adam on the CPU: products in a C++ object, in no state_dict."""
+    """Restore beta^t in DeepSpeed's Adam on the CPU by empty steps: a C++ object keeps it, and no state_dict has it."""
     fused = getattr(getattr(optimizer, "_dummy_overflow_buf", None), "is_cpu", False)  # FusedAdam
     last = max((int(state.get("step", 0)) for state in optimizer.state.values()), default=0)
     nothing = torch.empty(0, device="cpu")

@@ -1,9 +1,9 @@
 """Adapt models of DTensors: FSDP2 (``fully_shard``), hybrid sharding, tensor and expert parallelism, mixed or not.
 
-Each rank holds a box of every parameter, plain tensors are on all ranks. What several ranks hold they write in parts.
-The parameters are the sharded ones, which the optimizer updates and which are the masters under mixed precision; if the
+Each rank holds a box of every DTensor; plain tensors are on all ranks. Ranks that hold the same each write a part of
+it. Parameters are the sharded ones, which the optimizer updates and which are the masters under mixed precision; if the
 last forward left gathered ones registered, they are resharded first, as ``state_dict()`` does. Training thread only, on
-all ranks; nothing but :meth:`PyTorchAdapter.agree` is a collective."""
+all ranks; the only collective is :meth:`PyTorchAdapter.agree`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from store.names import Box, Fragment, group_by_key
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank holds of a tensor; ``count`` ranks of its mesh hold the same, this is number ``number``."""
+    """The part of a tensor that a rank holds: replica ``number`` of ``count`` equal ones in the tensor's mesh."""
 
     box: Box
     number: int = 0
@@ -43,9 +43,9 @@ def share_of(
     """Return the share of the rank at ``coordinate`` of a mesh of shape ``mesh``, of a tensor with a global ``shape``.
 
     Each mesh dimension in turn splits a dimension of the tensor as ``torch.chunk`` does: ceil(rows / ranks) each, and
-    the last ranks get fewer or none. ``_StridedShard`` (``fully_shard`` over tensor parallelism) comes after the later
-    mesh dimensions that split the same: it splits each of their ``split_factor`` chunks. Raises ValueError if they make
-    another number of chunks."""
+    the last ranks get fewer or none. ``_StridedShard`` (``fully_shard`` over tensor parallelism) is applied after later
+    mesh dimensions that split the same tensor dimension: it splits each of their ``split_factor`` chunks. Raises
+    ValueError if those make another number of chunks."""
     offsets, sizes, number, count = [0] * len(shape), list(shape), 0, 1
     split: dict[int, list[int]] = {}  # tensor dimension to the mesh dimensions that split it
     for index, placement in enumerate(placements):
@@ -96,7 +96,7 @@ def _share(mesh: DeviceMesh, _rank: int, shape: tuple[int, ...], placements: tup
                 f"{placement!r}, which is neither Shard nor Replicate: its values are not yet reduced over the ranks, "
                 "or of a form that is not known; redistribute it first"
             )
-    if mesh.get_coordinate() is None:  # on other ranks only
+    if mesh.get_coordinate() is None:  # this rank is not in the mesh
         return Share(Box((0,) * len(shape), (0,) * len(shape), shape))
     # By the order of the ranks in each dimension's process group: fully_shard splits by it, and full_tensor() gathers
     # by it. It is the mesh's order unless that descends.
@@ -121,7 +121,7 @@ def local_of(tensor: DTensor, name: str) -> torch.Tensor:
 
 
 def sharded_tensors(module: nn.Module) -> module_tensors.ModuleTensors:
-    """Return the sharded parameters, also if the last forward left gathered ones registered; the next gathers again."""
+    """Return the sharded parameters. Gathered ones that the last forward left registered are resharded first."""
 
     def reshard() -> None:  # not a collective
         for part in module.modules():

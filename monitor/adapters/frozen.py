@@ -24,17 +24,17 @@ _FACTORS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  #
 class SkipFrozenAdapter:
     """An adapter without the parameters that ``inner`` calls frozen. Call :meth:`agree` on all ranks before use.
 
-    What it does not define itself is that of ``inner``."""
+    Attributes that it does not define are those of ``inner``."""
 
     def __init__(self, inner: Adapter) -> None:
         self._inner = inner
         self._skipped = {fqn: 0 for fqn, info in inner.tensors().items() if info.kind == "frozen"}
-        self._seen: dict[Fragment, tuple[int, tuple[int, int]]] = {}  # fingerprint, and where it was taken
+        self._seen: dict[Fragment, tuple[int, tuple[int, int]]] = {}  # fingerprint, and address and version then
         for piece in inner.owned():
             if not self._is_saved(piece):
-                found = fingerprint(piece.tensor, piece.fragment.start, piece.fragment.box)
-                self._seen[piece.fragment] = found, _place(piece)
-                self._skipped[piece.fragment.fqn] += found
+                value = fingerprint(piece.tensor, piece.fragment.start, piece.fragment.box)
+                self._seen[piece.fragment] = value, _address_and_version(piece)
+                self._skipped[piece.fragment.fqn] += value
 
     def agree(self, group: Group) -> None:
         """Add up the fingerprints of all ranks' pieces. Collective."""
@@ -57,7 +57,7 @@ class SkipFrozenAdapter:
         return {fqn: info for fqn, info in self._inner.tensors().items() if fqn not in self._skipped}
 
     def owned(self) -> list[Piece]:
-        """Return the pieces that are saved. Raise UnsupportedError if one that is not was changed since attaching."""
+        """Return the pieces that are saved. Raise UnsupportedError if a skipped one was changed since attaching."""
         pieces = self._inner.owned()
         for piece in pieces:
             if not self._is_saved(piece):
@@ -71,7 +71,7 @@ class SkipFrozenAdapter:
         return [place for place in self._inner.expected(slots) if self._is_saved(place)]
 
     def identity(self) -> None:
-        return None  # autograd's counters are looked at whenever the pieces are listed
+        return None  # so that pieces are listed at every decision, which checks the skipped ones for changes
 
     def run_state(self) -> dict[str, Any]:
         return self.capture_run_state()()
@@ -98,16 +98,16 @@ class SkipFrozenAdapter:
         return {**self._inner.layout_facts(), LEFT_OUT: sorted(self._skipped)}
 
     def _require_unchanged(self, piece: Piece) -> None:
-        """Look at the values where autograd counted a change, or the memory is another. ``.data`` leaves no trace."""
-        found, place = self._seen.get(piece.fragment, (None, None))
-        if found is None or place == _place(piece):
+        """Compare the values if autograd counted a change, or they moved. Writes through ``.data`` are not noticed."""
+        seen, at = self._seen.get(piece.fragment, (None, None))
+        if seen is None or at == _address_and_version(piece):
             return
-        if fingerprint(piece.tensor, piece.fragment.start, piece.fragment.box) != found:
+        if fingerprint(piece.tensor, piece.fragment.start, piece.fragment.box) != seen:
             raise UnsupportedError(
                 f"{piece.fragment.fqn} is frozen, left out (`frozen: skip`) and was changed since monitor.attach, so a "
                 "resume would not restore it: set `frozen: save`, or change it before monitor.attach"
             )
-        self._seen[piece.fragment] = found, _place(piece)
+        self._seen[piece.fragment] = seen, _address_and_version(piece)
 
     def _fingerprints(self) -> dict[str, str]:
         return {fqn: f"{value:016x}" for fqn, value in self._skipped.items()}
@@ -116,7 +116,7 @@ class SkipFrozenAdapter:
         return piece.fragment.slot != FROZEN or piece.fragment.fqn not in self._skipped
 
 
-def _place(piece: Piece) -> tuple[int, int]:
+def _address_and_version(piece: Piece) -> tuple[int, int]:
     return piece.tensor.data_ptr(), version_of(piece.tensor)
 
 
@@ -129,23 +129,23 @@ def fingerprint(values: torch.Tensor, start: int, box: Box | None = None) -> int
     is not -0.0. Not cryptographic. Reads the tensor on its device, in chunks."""
     words = values.view(_WORDS[values.element_size()]) if values.element_size() in _WORDS else values.view(torch.int64)
     per_element = words.numel() // max(1, values.numel())
-    total = torch.zeros((), dtype=torch.int64, device=values.device)  # a device is waited for once
+    total = torch.zeros((), dtype=torch.int64, device=values.device)  # so that the device is waited for only once
     base = start * per_element if box is None else 0
     for at in range(0, words.numel(), _CHUNK):
         chunk, first = words[at : at + _CHUNK].to(torch.int64), base + at
         index = torch.arange(first, first + chunk.numel(), dtype=torch.int64, device=chunk.device)
         if box is not None:
-            index = _places(index // per_element, box) * per_element + index % per_element
+            index = _flat_index(index // per_element, box) * per_element + index % per_element
         total += _mix(chunk + _mix(index * _FACTORS[0])).sum()
     return int(total) % (1 << 64)
 
 
-def _places(index: torch.Tensor, box: Box) -> torch.Tensor:
-    """Return the places of a box's elements in the flattened tensor. ``index``: their places in the box."""
-    places = torch.full_like(index, box.start)
-    for size, own, step in zip(box.sizes, strides_of(box.sizes), strides_of(box.shape), strict=True):
-        places += index // own % size * step
-    return places
+def _flat_index(index: torch.Tensor, box: Box) -> torch.Tensor:
+    """Return the indices of a box's elements in the flattened tensor. ``index``: their indices in the box."""
+    flat = torch.full_like(index, box.start)
+    for size, box_stride, stride in zip(box.sizes, strides_of(box.sizes), strides_of(box.shape), strict=True):
+        flat += index // box_stride % size * stride
+    return flat
 
 
 def _mix(words: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Tell cheaply whether a job still has the tensors that it had at the decision before, and keep lookups while it has.
+"""Detect cheaply whether a job still has the tensors of the decision before, and cache lookups as long as it has.
 
-Listing the tensors of a job takes microseconds for each of them: names, pieces, checks. Between two decisions they
-rarely change. So what the list depends on is read into plain lists, by loops that run in C, and compared. Likewise
-:class:`OptimizerAttributes` finds what has changed in attributes of an optimizer, which its state dict lacks."""
+Listing a job's tensors (names, pieces, checks) takes microseconds for each of them, and they rarely change between two
+decisions. So all that the list depends on is read into plain lists, by loops that run in C, and compared. Likewise
+:class:`OptimizerAttributes` detects changes of an optimizer's attributes, which its state dict lacks."""
 
 import copy
 from collections import deque
@@ -29,7 +29,7 @@ _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 
 @dataclass(frozen=True)
 class MemoryRegions:
-    """Where tensors lie: contiguous regions of memory."""
+    """The contiguous memory regions of tensors."""
 
     addresses: npt.NDArray[np.int64]  # first byte of each
     sizes: npt.NDArray[np.int64]  # bytes of each
@@ -38,7 +38,7 @@ class MemoryRegions:
 
     @property
     def cuda(self) -> torch.device | None:
-        """A CUDA device that some lie on."""
+        """A CUDA device that holds any of them, or None."""
         return next((device for device in self.devices if device.type == "cuda"), None)
 
     @classmethod
@@ -62,7 +62,7 @@ class MemoryRegions:
 
 
 def addresses_of(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
-    """Return the first byte of each tensor."""
+    """Return the address of each tensor."""
     return np.fromiter(map(torch.Tensor.data_ptr, tensors), np.int64, len(tensors))
 
 
@@ -74,13 +74,13 @@ class Identity:
     Equal layouts are the same object if they come from one :class:`IdentityReader`."""
 
     layout: Sequence[Any]
-    tensors: Sequence[torch.Tensor]  # of parameters, buffers and optimizer state, tensors that are no slots included
+    tensors: Sequence[torch.Tensor]  # memory of parameters, buffers and all tensors in optimizer state, slots or not
     trained: Sequence[torch.Tensor]  # parameters of the optimizer that require gradients
     entries: Sequence[Any]  # all values in the optimizer's state, in its order
 
 
 class IdentityReader:
-    """Reads the identity of a module and its optimizer, time after time.
+    """Reads the identity of a module and its optimizer again and again, and recognizes an unchanged layout.
 
     ``memory_of`` returns this rank's memory of a tensor, if that is not the tensor itself."""
 
@@ -103,8 +103,8 @@ class IdentityReader:
         parameters = _flat([part._parameters for part in modules])
         buffers = _flat([part._buffers for part in modules])
         entries = _flat(list(states.values()))
-        kinds, trees = list(map(type, entries.values)), list(map(type, modules))
-        if not has_usual_tree(module, trees):
+        kinds, module_types = list(map(type, entries.values)), list(map(type, modules))
+        if not has_usual_tree(module, module_types):
             return None
         tensors = {kind for kind in set(kinds) if issubclass(kind, torch.Tensor)}
         if not (tensors | _VALUES).issuperset(kinds):
@@ -112,10 +112,10 @@ class IdentityReader:
         slots = [*compress(entries.values, map(tensors.__contains__, kinds)), *others]
         groups = [group["params"] for group in optimizer.param_groups]
         grouped = list(chain.from_iterable(groups))
-        own = [value for value in chain(parameters.values, buffers.values) if value is not None] + slots
-        memory = own if self._memory_of is None else list(map(self._memory_of, own))
+        live = [value for value in chain(parameters.values, buffers.values) if value is not None] + slots
+        memory = live if self._memory_of is None else list(map(self._memory_of, live))
         layout: Sequence[Any] = [
-            trees,
+            module_types,
             list(map(type, parameters.values)),
             list(map(type, buffers.values)),
             *(part for flat in (children, parameters, buffers) for part in flat.layout()),
@@ -134,20 +134,20 @@ class IdentityReader:
             list(map(id, slots)),
         ]
         return Identity(
-            self._known(layout, memory), memory, [one for one in grouped if one.requires_grad], entries.values
+            self._reuse_equal(layout, memory), memory, [one for one in grouped if one.requires_grad], entries.values
         )
 
-    def _known(self, layout: Sequence[Any], memory: Sequence[torch.Tensor]) -> Sequence[Any]:
-        """Return the layout, or the last one if it is equal and ``memory`` is as it was then."""
+    def _reuse_equal(self, layout: Sequence[Any], memory: Sequence[torch.Tensor]) -> Sequence[Any]:
+        """Return the last layout if it is equal and ``memory`` is as it was then, otherwise ``layout``."""
         if self._guard is None or layout != self._last or not self._guard.holds(memory):
             self._last, self._guard = layout, _MemoryGuard(memory)
         return self._last
 
 
 class _MemoryGuard:
-    """Tells whether tensors are as they were: class, dtype, device, shape, strides, lazy conjugation and address.
+    """Detects changes of tensors in class, dtype, device, shape, strides, lazy conjugation and address.
 
-    Compared in C++, as the inputs of compiled graphs are. Raises an error for tensors that those cannot have."""
+    Compares in C++, by the guards of torch.compile. Construction raises an error for tensors that those do not know."""
 
     def __init__(self, memory: Sequence[torch.Tensor]) -> None:
         from torch._C._dynamo.guards import TensorGuards
@@ -164,7 +164,7 @@ class _MemoryGuard:
 
 @dataclass(frozen=True)
 class _Flat:
-    """Mappings, one after the other."""
+    """The items of several mappings, concatenated."""
 
     names: list[str]
     values: list[Any]
@@ -180,14 +180,14 @@ def _flat(mappings: Sequence[Mapping[str, Any]]) -> _Flat:
 
 
 def has_usual_tree(module: nn.Module, kinds: Iterable[type[nn.Module]]) -> bool:
-    """Return whether :func:`modules_of`, of these types, are what ``module`` itself lists."""
+    """Return whether no module overrides the lookups that :func:`modules_of` replaces. kinds: types of the modules."""
     usual, root = nn.Module, type(module)
-    own = root.named_parameters is usual.named_parameters and root.named_buffers is usual.named_buffers
-    return own and all(kind.named_modules is usual.named_modules for kind in set(kinds))
+    plain = root.named_parameters is usual.named_parameters and root.named_buffers is usual.named_buffers
+    return plain and all(kind.named_modules is usual.named_modules for kind in set(kinds))
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
-    """Return a module and those inside, each once; without their names, which take most of the time."""
+    """Return a module and all modules inside, each once. Faster than ``modules()``, which also builds their names."""
     modules, seen = [module], {id(module)}
     for part in modules:  # grows while it is walked
         for child in part._modules.values():
@@ -203,7 +203,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def versions_of(values: Sequence[Any]) -> tuple[list[int], list[Any]]:
-    """Return the identities of values, and tensors' in-place version counters or other values as text."""
+    """Return (ids of the values, in-place version counters of tensors and other values as text)."""
     ids = list(map(id, values))
     if _PLAIN.issuperset(map(type, values)):
         with suppress(RuntimeError):  # of a tensor made under inference_mode
@@ -258,16 +258,16 @@ class StepCache:
 _HELD, _CONSTANT = {"state", "param_groups", "optimizer"}, {"_numel_cache", "name2qmap"}
 _OTHERS = {"_step_count", "_opt_called", "grad_scale", "found_inf", "_zero_grad_profile_name"}
 _IGNORED = _HELD | _CONSTANT | _OTHERS | {"_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused"}
-"""What a save holds, constants of LBFGS and bitsandbytes, and what schedulers, gradient scalers and torch set."""
+"""Saved by other means, constants of LBFGS and bitsandbytes, or set by schedulers, gradient scalers and torch."""
 _INNER = "another optimizer, with state"
 
 
 class OptimizerAttributes:
     """The attributes of an optimizer, or of a wrapper around it. Loaded like an object in ``state=``.
 
-    Plain values that changed since the first look are the state: numbers, strings, None, containers of them. A tensor,
-    an array or a generator that appears or changes is refused, and so is another optimizer with state. The attributes
-    of other objects are not looked into."""
+    Its state are the plain values that changed since construction: numbers, strings, None, containers of them. A
+    tensor, an array or a generator that appears or changes is refused, and so is another optimizer with state. The
+    attributes of other objects are not looked into."""
 
     def __init__(self, holder: Any, optimizer: torch.optim.Optimizer) -> None:
         self.kind, self.optimizer = type(holder).__name__, optimizer
@@ -279,7 +279,7 @@ class OptimizerAttributes:
         self.check()
 
     def check(self) -> None:
-        """Raise UnstorableError if there is state that cannot be carried. Call it at every decision."""
+        """Raise UnstorableError if an attribute is state that no save can hold. Call it at every decision."""
         state, inner = self._values.get("state"), type(self.optimizer).__name__
         if isinstance(state, Mapping) and state is not self.optimizer.state and any(state.values()):
             raise UnstorableError(
@@ -295,11 +295,11 @@ class OptimizerAttributes:
                 )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the plain values that changed since the first look."""
-        return {name: one for name, one in self._plain().items() if repr(one) != repr(self._first.get(name, self))}
+        """Return the plain values that changed since construction."""
+        return {name: item for name, item in self._plain().items() if repr(item) != repr(self._first.get(name, self))}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the values in ``state``, and others that changed as at the first look."""
+        """Set the values in ``state``. Others that changed get their values at construction."""
         for name in self.state_dict():
             del self._values[name]
             if name in self._first:
@@ -310,14 +310,14 @@ class OptimizerAttributes:
         return {name: value for name, value in self._values.items() if name not in _IGNORED and _is_plain(value)}
 
     def _marks(self) -> dict[str, Any]:
-        """Return what differs once a value that is not plain has changed, by name."""
-        found = dict(_parts({key: item for key, item in self._values.items() if key not in _IGNORED}))
-        if any(isinstance(value, torch.Tensor) for value in found.values()):
-            own = {id(one) for group in self.optimizer.param_groups for one in (*group["params"], *group.values())}
-            own |= {id(value) for state in self.optimizer.state.values() for value in state.values()}
-            own |= set(map(id, self._defaults))  # of groups once, as a tensor ``lr`` is until training replaces it
-            found = {key: one for key, one in found.items() if not isinstance(one, torch.Tensor) or id(one) not in own}
-        return {name: _mark(one) for name, one in found.items()}
+        """Return, by name, a mark of each value that is not plain: it differs once the value has changed."""
+        parts = dict(_parts({key: item for key, item in self._values.items() if key not in _IGNORED}))
+        if any(isinstance(value, torch.Tensor) for value in parts.values()):
+            saved = {id(one) for group in self.optimizer.param_groups for one in (*group["params"], *group.values())}
+            saved |= {id(value) for state in self.optimizer.state.values() for value in state.values()}
+            saved |= set(map(id, self._defaults))  # in a group at first, as a tensor ``lr`` until training replaces it
+            parts = {k: one for k, one in parts.items() if not isinstance(one, torch.Tensor) or id(one) not in saved}
+        return {name: _mark(one) for name, one in parts.items()}
 
 
 def _is_plain(value: Any) -> bool:
@@ -330,7 +330,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _parts(values: Mapping[Any, Any], prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yield what may change of attributes that are not plain, also in containers, by name."""
+    """Yield (name, value) of attributes that are not plain and may change, also of those in containers."""
     kinds = (int, float, np.ndarray, torch.Tensor, torch.Generator, torch.optim.Optimizer)
     for index, (key, value) in enumerate(values.items()):
         name = f"{prefix}[{index if isinstance(key, torch.Tensor) else key!r}]" if prefix else str(key)

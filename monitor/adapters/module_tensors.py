@@ -1,8 +1,8 @@
 """List the parameters and persistent buffers of a module by name, its extra state, and buffers that differ by rank.
 
-Maps dtypes to safetensors' names, and shares the writing of what several ranks hold: each saves a part of it.
+Maps dtypes to safetensors' names, and partitions tensors that several ranks hold, so that each rank saves a part.
 
-Tensors are looked up anew unless the :class:`monitor.adapters.base.StepCache` is enabled, since a framework may put
+Tensors are looked up anew unless the :class:`monitor.adapters.identity.StepCache` is enabled, since a framework may put
 other memory behind a name."""
 
 import math
@@ -108,7 +108,7 @@ class ModuleTensors:
 
     The canonical name of a tied tensor is the first in the module's own order; the others are aliases.
     ``naming`` maps a name in the module tree to the fqn. ``known``: subclasses of tensors that the adapter can save.
-    ``before`` is called before each look at the parameters."""
+    ``before`` is called before each lookup of the parameters."""
 
     def __init__(
         self,
@@ -160,13 +160,13 @@ class ModuleTensors:
 
     def _aliases(self) -> dict[str, tuple[str, ...]]:
         self.before()
-        every: list[tuple[str, torch.Tensor]] = [
+        named: list[tuple[str, torch.Tensor]] = [
             (self._naming(name), parameter) for name, parameter in self._module.named_parameters(remove_duplicate=False)
         ]
-        every += self._persistent_buffers()
+        named += self._persistent_buffers()
         first: dict[int, str] = {}
         out: dict[str, tuple[str, ...]] = {}
-        for name, tensor in every:
+        for name, tensor in named:
             canonical = first.setdefault(id(tensor), name)
             if canonical != name:
                 out[canonical] = (*out.get(canonical, ()), name)
@@ -241,11 +241,11 @@ def require_materialized(tensor: torch.Tensor, what: str) -> None:
 
 
 def whole_piece(fqn: str, slot: str, tensor: torch.Tensor, *, strided: bool = False) -> Piece:
-    """Return a piece that is a view of ``tensor``; if that is dense, but not contiguous, and ``strided``, a copy.
+    """Return the whole of ``tensor`` as a piece: a view. strided: copy it if it is dense, but not contiguous.
 
     Raises UnsupportedError if it is on the meta device or not contiguous, UnstorableError if it is of a
-    :func:`special_kind`. Of a frozen parameter, which ``frozen: skip`` may leave out, only the elements have to be
-    plain."""
+    :func:`special_kind`. Of a frozen parameter, which ``frozen: skip`` may leave out, only what ``detach()`` returns
+    has to be plain."""
     if tensor.is_meta:
         require_materialized(tensor, f"{fqn} ({slot})")
     kind = special_kind(tensor.detach() if slot == FROZEN else tensor)
@@ -280,7 +280,7 @@ def as_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def slice_piece(piece: Piece, start: int, numel: int) -> list[Piece]:
-    """Return elements [start, start + numel) of a piece, from its own beginning: one piece, or a few of a box."""
+    """Return elements [start, start + numel) of a piece, counted from its beginning: one piece, or several of a box."""
     if numel == piece.fragment.numel:
         return [piece]
     fragments = piece.fragment.part(start, numel)
@@ -329,8 +329,8 @@ class RankBuffers:
 
     def __init__(self, adapter: Adapter, group: Group) -> None:
         self._adapter, self._group = adapter, group
-        self._differing: list[str] = []
-        self._own: list[str] = []
+        self._differing: list[str] = []  # names in which any rank differs from the first
+        self._own: list[str] = []  # those in which this rank does
         self._tensors: dict[str, torch.Tensor] = {}  # as noted
         self._scalars: Mapping[str, tuple[str, str, Any]] = {}
         self._hashes: dict[str, int] = {}
@@ -341,7 +341,7 @@ class RankBuffers:
         self._differing, self._own, self._error = [], [], None
         self._tensors, self._scalars, self._hashes = {}, {}, {}
         if self._group.world_size == 1 or (self._adapter.buffers_follow_rank0 and len(self._adapter.leaders) == 1):
-            return 0  # stages do not follow each other
+            return 0  # DistributedDataParallel does not broadcast buffers between pipeline stages
         try:
             infos = self._adapter.tensors().items()
             numels = {fqn: math.prod(info.shape) for fqn, info in infos if info.kind == "buffer"}
@@ -370,8 +370,8 @@ class RankBuffers:
         for fqn, key, value in (self._scalars[name] for name in self._own if name in self._scalars):
             scalars.setdefault(fqn, {})[key] = value
         buffers = {name: self._tensors[name] for name in self._own if name in self._tensors}
-        own = {"home": self._adapter.home, "rank_scalars": scalars} if self._scalars else {}
-        return {"rank_buffers": self._differing, "buffers": buffers, **own}
+        optional = {"home": self._adapter.home, "rank_scalars": scalars} if self._scalars else {}
+        return {"rank_buffers": self._differing, "buffers": buffers, **optional}
 
 
 def _hash_of(hashes: Mapping[str, int]) -> int:
@@ -379,7 +379,7 @@ def _hash_of(hashes: Mapping[str, int]) -> int:
 
 
 def compare_hashes(group: Group, hashes: Mapping[str, int], noted: Collection[int] = ()) -> tuple[list[str], list[str]]:
-    """Return the names of which this rank's hash differs from the first rank's, and those of which any rank's does.
+    """Return (names whose hash differs here from the first rank's, names whose hash does on any rank).
 
     Collective. Ranks without a name do not count. noted: a hash of the ``hashes`` of each rank, if known."""
     if not noted:
@@ -390,34 +390,34 @@ def compare_hashes(group: Group, hashes: Mapping[str, int], noted: Collection[in
     names = _hash_of(dict.fromkeys(hashes, 0))
     high, low = group.all_reduce_max([names, -names])
     first: dict[str, int] = {}
-    for one in [group.broadcast(hashes)] if high == -low else reversed(group.all_gather(hashes)):  # of pipeline stages
-        first |= one
-    lacking = {name for name in first if f"{name.rpartition('/')[0]}/{WEIGHTS}" in hashes}  # a slot of a weight here
-    differs = [name for name in first if hashes.get(name, 0 if name in lacking else first[name]) != first[name]]
+    for known in [group.broadcast(hashes)] if high == -low else reversed(group.all_gather(hashes)):  # pipeline stages
+        first |= known
+    expected = {name for name in first if f"{name.rpartition('/')[0]}/{WEIGHTS}" in hashes}  # slots of weights here
+    differs = [name for name in first if hashes.get(name, 0 if name in expected else first[name]) != first[name]]
     anywhere = group.all_reduce_max([name in differs for name in first])
-    return differs, [name for name, found in zip(first, anywhere, strict=True) if found]
+    return differs, [name for name, differing in zip(first, anywhere, strict=True) if differing]
 
 
 def compare_shards(group: Group, hashes: Mapping[Fragment, int]) -> list[str]:
     """Return the tensors in which ranks that hold the same parts (replicas of a shard) differ. Collective."""
-    own = digest(repr(sorted(hashes)).encode()), digest(repr(sorted(hashes.items())).encode())
-    alike: dict[str, set[str]] = {}
-    for parts, values in group.all_gather(own):
-        alike.setdefault(parts, set()).add(values)
-    if max(map(len, alike.values())) == 1:
+    digests = digest(repr(sorted(hashes)).encode()), digest(repr(sorted(hashes.items())).encode())
+    values_of: dict[str, set[str]] = {}  # digest of the parts that a rank holds -> digests of their values
+    for parts, values in group.all_gather(digests):
+        values_of.setdefault(parts, set()).add(values)
+    if max(map(len, values_of.values())) == 1:
         return []
     first: dict[Fragment, int] = {}
-    found = group.all_gather(hashes if len(alike[own[0]]) > 1 else {})
-    differing = {part for one in found for part, value in one.items() if first.setdefault(part, value) != value}
+    gathered = group.all_gather(hashes if len(values_of[digests[0]]) > 1 else {})
+    differing = {part for one in gathered for part, value in one.items() if first.setdefault(part, value) != value}
     return sorted({f"{part.fqn}/{part.slot}" for part in differing})
 
 
-_SMALL = 1 << 16  # bytes
+_HASHED_ON_HOST = 1 << 16  # bytes of the largest tensor that is copied to the host to be hashed
 
 
 def _hashes(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Return a hash of each tensor: on its device if it is large, on the host, all small ones in one copy, if not."""
-    small = {name: tensor for name, tensor in tensors.items() if tensor.nbytes <= _SMALL}
+    """Return a hash of each tensor. Large ones are hashed on their device, small ones on the host after one copy."""
+    small = {name: tensor for name, tensor in tensors.items() if tensor.nbytes <= _HASHED_ON_HOST}
     hashes = {name: fingerprint(tensor, 0) for name, tensor in tensors.items() if name not in small}
     for device in {tensor.device for tensor in small.values()}:
         here = {name: tensor.view(torch.uint8) for name, tensor in small.items() if tensor.device == device}
@@ -475,6 +475,6 @@ def partition_replicas(replicas: Iterable[Replica]) -> list[Piece]:
 
 
 def _row(fragment: Fragment, copies: int) -> int:
-    """Return the elements of a row of a box, if its rows suffice for all: a slice of whole rows is one fragment."""
+    """Return the elements per row of a box, if there is a row for each copy; else 1. Whole rows are one fragment."""
     rows = 1 if fragment.box is None else fragment.box.sizes[0]
     return fragment.numel // rows if rows >= copies else 1

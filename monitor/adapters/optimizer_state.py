@@ -1,8 +1,7 @@
 """Capture and restore torch optimizer state: slots, scalars and hyperparameters.
 
 For each tensor (a parameter, or a flat partition of many) an optimizer keeps *slots*, which are tensors of the same
-shape, and *scalars*, which are everything else (``step``, factored moments). Hyperparameters are kept by param group.
-"""
+shape, and *scalars*, which are everything else (``step``, factored moments). Param groups keep hyperparameters."""
 
 import copy
 import sys
@@ -32,7 +31,7 @@ _STACKED = 64  # elements of the largest scalars that are copied together
 
 
 class JointOptimizer:
-    """Several optimizers of one job, seen as one: all their param groups, in order, and all their state."""
+    """Presents several optimizers of a job as one, with all their param groups, in order, and all their state."""
 
     def __init__(self, members: Sequence[torch.optim.Optimizer]) -> None:
         self.members = tuple(members)
@@ -53,7 +52,7 @@ class JointOptimizer:
         return self._holders[id(parameter)]
 
     def find_holders(self) -> None:
-        """Learn which optimizer holds each parameter. Raise UnstorableError if another one still has its state."""
+        """Look up which optimizer holds each parameter. Raise UnstorableError if another one still has its state."""
         groups = ((member, group) for member in self.members for group in member.param_groups)
         self._holders = {id(one): member for member, group in groups for one in group["params"]}
         for member in self.members:
@@ -73,8 +72,8 @@ class _JointState(ChainMap[torch.Tensor, Any]):
         self._joint = joint
 
     def __getitem__(self, parameter: torch.Tensor) -> Any:
-        found = next((state for state in self.maps if parameter in state), None)
-        return (self._joint.holder(parameter).state if found is None else found)[parameter]
+        existing = next((state for state in self.maps if parameter in state), None)
+        return (self._joint.holder(parameter).state if existing is None else existing)[parameter]
 
     def pop(self, parameter: torch.Tensor, *default: Any) -> Any:
         return self._joint.holder(parameter).state.pop(parameter, *default)
@@ -84,7 +83,7 @@ AnyOptimizer = torch.optim.Optimizer | JointOptimizer
 
 
 def members_of(optimizer: AnyOptimizer) -> tuple[torch.optim.Optimizer, ...]:
-    """Return the optimizers that are seen as one."""
+    """Return the members of a :class:`JointOptimizer`, or the optimizer itself."""
     return optimizer.members if isinstance(optimizer, JointOptimizer) else (optimizer,)
 
 
@@ -96,14 +95,14 @@ def kind_of(optimizer: AnyOptimizer) -> str:
 def to_host(value: Any, where: str) -> Any:
     """Return a host copy of plain data and tensors, nested or not. Raise UnsupportedError for others.
 
-    A tensor made of others (:func:`is_packed`) becomes a mapping, which :func:`to_device` turns back."""
+    A tensor subclass made of plain tensors (:func:`is_packed`) becomes a mapping; :func:`to_device` rebuilds it."""
     if type(value) in _PLAIN:
         return value
     if is_packed(value):
         names, context = value.__tensor_flatten__()
         inner = {name: to_host(getattr(value, name), where) for name in names}
-        size, made = (tuple(value.shape), value.stride()), type(value)
-        return {PACKED: (made.__module__, made.__qualname__), "inner": inner, "context": context, "size": size}
+        size, cls = (tuple(value.shape), value.stride()), type(value)
+        return {PACKED: (cls.__module__, cls.__qualname__), "inner": inner, "context": context, "size": size}
     if isinstance(value, torch.Tensor):
         return _copied(value, torch.device("cpu"))
     if (kind := _unstorable_kind(value, frozenset())) is not None:
@@ -132,7 +131,7 @@ def _copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a copy of plain data with the items of its containers changed."""
+    """Return a copy of plain data in which ``change`` replaces each item of a container."""
     if isinstance(value, Mapping):
         made = copy.copy(value)
         for key, item in value.items():
@@ -144,7 +143,7 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def is_packed(value: Any) -> bool:
-    """Return whether a value is a tensor made of plain ones, such as torchao's 8-bit states, that can be made again."""
+    """Return whether a value is a tensor subclass made of plain tensors (torchao's 8-bit state) that can be rebuilt."""
     kind = type(value)
     if kind in _STORABLE or kind.__name__ == "DTensor" or not is_traceable_wrapper_subclass(value):
         return False
@@ -156,14 +155,14 @@ def is_packed(value: Any) -> bool:
 
 
 def _packed_type(module: str, name: str) -> type | None:
-    """Return a class of tensors by name, if it is imported: a store never imports anything."""
+    """Return a tensor subclass by name, if it is imported already: reading a store must not import anything."""
     kind = getattr(sys.modules.get(module), name, None)
     return kind if isinstance(kind, type) and issubclass(kind, torch.Tensor) else None
 
 
 @dataclass(frozen=True)
 class StackedScalars:
-    """Copies the scalars of many parameters at once: those of one dtype, shape and device are stacked."""
+    """Copies the scalars of many parameters in few copies: those of one dtype, shape and device are stacked."""
 
     places: Mapping[str, Mapping[str, int]]  # fqn -> key -> index among the entries of the optimizer's state
     stacks: Sequence[Sequence[int]]  # the indices that are stacked with each other
@@ -184,24 +183,24 @@ class StackedScalars:
     def capture(
         self, entries: Sequence[Any], host: Callable[[str, Any, str], Any]
     ) -> Callable[[], dict[str, dict[str, Any]]]:
-        """Copy the scalars to the host, by ``host`` those that are no plain tensors. Return what puts them together.
+        """Begin to copy the scalars to the host. Return a function that waits for the device, and assembles them.
 
-        No device is waited for before that."""
+        host: copies those that are no plain tensors."""
         with torch.no_grad():
             copies = [_stacked([entries[index] for index in stack]) for stack in self.stacks]
         others = {index: host(key, entries[index], fqn) for index, key, fqn in self.others}
 
         def scalars() -> dict[str, dict[str, Any]]:
-            found = dict(others)
-            for stack, copy_ in zip(self.stacks, copies, strict=True):
-                found.update(zip(stack, copy_(), strict=True))
-            return {fqn: {key: found[index] for key, index in keys.items()} for fqn, keys in self.places.items()}
+            values = dict(others)
+            for stack, finish in zip(self.stacks, copies, strict=True):
+                values.update(zip(stack, finish(), strict=True))
+            return {fqn: {key: values[index] for key, index in keys.items()} for fqn, keys in self.places.items()}
 
         return scalars
 
 
 def _stacked(values: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tensor]]:
-    """Copy values to the host, and return what returns them. Large or strided ones are not stacked on their device."""
+    """Begin to copy values to the host; return a function that returns them. Large or strided ones are not stacked."""
     if values[0].numel() > _STACKED or not values[0].is_contiguous():
         whole = [value.to("cpu", copy=True) for value in values]
         return lambda: whole
@@ -234,7 +233,7 @@ def equal(one: Any, other: Any) -> bool:
 def slots_of(state: Mapping[str, Any], parameter: torch.Tensor) -> list[str]:
     """Return the sorted keys of a parameter's state that are slots: tensors of its shape.
 
-    ``step`` is never a slot, not even for a parameter without dimensions, nor is what has the name of another one."""
+    ``step`` is never a slot, not even for a parameter without dimensions; nor are keys in ``NOT_STATE``."""
     if not state:
         return []
     shape = parameter.shape
@@ -256,7 +255,7 @@ def planned_slots(state: Mapping[str, Any], live: Sequence[str], wanted: Mapping
 
 
 def require_by_parameter(optimizer: AnyOptimizer) -> None:
-    """Raise UnstorableError if an optimizer has state under a key that is not a tensor, or of another's parameter."""
+    """Raise UnstorableError if state has a key that is no tensor, or belongs to a parameter of another optimizer."""
     if isinstance(optimizer, JointOptimizer):
         optimizer.find_holders()
     states: Mapping[Any, Any] = optimizer.state
@@ -294,19 +293,19 @@ def require_storable(
 
 
 def _require_own_memory(optimizer: AnyOptimizer, name_of: Callable[[torch.Tensor], str]) -> None:
-    """Raise UnstorableError if state lies in the memory of a parameter or of other state: they would come apart.
+    """Raise UnstorableError if state shares memory with a parameter or other state: a resume would separate them.
 
-    One tensor under several keys comes back as one."""
+    One tensor under several keys is allowed, because it is restored as one."""
     states: Mapping[torch.Tensor, Mapping[str, Any]] = optimizer.state
     entries = [(value, (key, parameter)) for parameter, state in states.items() for key, value in state.items()]
-    found: list[Any] = list({id(value): (value, place) for value, place in entries}.values())
-    found += [(one, place) for value, place in entries if type(value) in CONTAINERS for one in tree_leaves(value)]
-    found += [(one, None) for group in optimizer.param_groups for one in group["params"]]
+    placed: list[Any] = list({id(value): (value, place) for value, place in entries}.values())
+    placed += [(one, place) for value, place in entries if type(value) in CONTAINERS for one in tree_leaves(value)]
+    placed += [(one, None) for group in optimizer.param_groups for one in group["params"]]
     end, last, shared = 0, 0, set[int]()
-    for start, stop, number in sorted((*_span(one), number) for number, (one, _) in enumerate(found) if _is_plain(one)):
+    for start, stop, number in sorted((*_span(one), index) for index, (one, _) in enumerate(placed) if _is_plain(one)):
         shared |= {number, last} if start < end else set()
         end, last = (stop, number) if stop > end else (end, last)
-    for key, parameter in (found[number][1] for number in sorted(shared) if found[number][1]):
+    for key, parameter in (placed[number][1] for number in sorted(shared) if placed[number][1]):
         raise _unstorable(optimizer, key, name_of(parameter), "a view of other state or of a parameter")
 
 
@@ -370,13 +369,13 @@ def with_stride(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 def new_slot(parameter: torch.Tensor, dtype: torch.dtype, value: Any = None) -> torch.Tensor:
     """Return a new slot of ``parameter``, on its device.
 
-    value: what the load will fill the slot with; 1-d host memory of its own becomes the slot. Without it: zeros."""
+    value: what the load will fill it with; 1-d host memory that holds nothing else becomes the slot. None: zeros."""
     if value is None:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    own = isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() == value.nbytes
-    if own and can_take_over(parameter) and (value.dtype, value.numel()) == (dtype, parameter.numel()):
-        taken: torch.Tensor = value.view(parameter.shape)
-        return taken
+    exclusive = isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() == value.nbytes
+    if exclusive and can_take_over(parameter) and (value.dtype, value.numel()) == (dtype, parameter.numel()):
+        slot: torch.Tensor = value.view(parameter.shape)
+        return slot
     return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
 
 
@@ -410,7 +409,7 @@ def complete_state(optimizer: AnyOptimizer, parameter: torch.Tensor, slots: Coll
     the state is dropped and the parameter starts fresh. Returns whether there is state, which can take the saved
     scalars."""
     state = optimizer.state.get(parameter, {})
-    loaded = [slot for slot in slots if slot in state or not parameter.numel()]  # the store has nothing of an empty one
+    loaded = [slot for slot in slots if slot in state or not parameter.numel()]  # empty tensors are not in the store
     if not (loaded if slots else scalars):
         optimizer.state.pop(parameter, None)
         return False
@@ -438,8 +437,8 @@ def restored_scalars(
             same = saved_by == type(optimizer).__name__
             out[key] = to_device(value if same else value.to(old.dtype), old.device)
             continue
-        # torch keeps step counts on the host, unless the step is fused or captured; tensors with dimensions are beside
-        # their parameter.
+        # torch keeps step counts on the host, unless the step is fused or captured, and tensors with dimensions on the
+        # parameter's device.
         on_host = isinstance(value, torch.Tensor) and not value.ndim
         on_device = not on_host or group.get("fused") or group.get("capturable")
         foreign = saved_by != type(optimizer).__name__ or type(old) not in (type(None), type(value))

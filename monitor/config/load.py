@@ -180,13 +180,13 @@ class Config(sections.Settings):
 
 def bytes_each(encodings: Mapping[str, str]) -> float:
     """Return the bytes per parameter of weights and both moments of Adam in these encodings."""
-    many = 1 << 20
+    numel = 1 << 20
     slots = (WEIGHTS, "exp_avg", "exp_avg_sq")
-    return sum(encoding_named(encodings.get(slot, RAW)).stored_bytes(many, "F32") / many for slot in slots)
+    return sum(encoding_named(encodings.get(slot, RAW)).stored_bytes(numel, "F32") / numel for slot in slots)
 
 
 def read_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | None) -> Config:
-    """Return a configuration of which only single settings are checked; the policy is not loaded."""
+    """Read a configuration and check each setting by itself. Does not load the policy."""
     if isinstance(source, Config):
         config = source
     elif source is None or isinstance(source, Mapping):
@@ -204,7 +204,7 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
 
 
 def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | None) -> Config:
-    """Return a validated configuration from a YAML file, a mapping, or None (the defaults)."""
+    """Read a configuration from a YAML file, a mapping, or None (the defaults), and check all of it."""
     config = read_config(source)
     config.bounded_policy()
     config.retention_rule()
@@ -244,7 +244,7 @@ def _check_location(config: Config) -> None:
 
 
 def _check_divisors(encodings: Mapping[str, str]) -> None:
-    """Refuse encodings that round small values to zero for slots that updates are divided by."""
+    """Raise ConfigError for an encoding that rounds small values to zero in a slot that is a divisor of updates."""
     for slot, encoding in encodings.items():
         problem = explosive(slot, encoding)
         if problem is not None:

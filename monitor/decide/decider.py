@@ -32,7 +32,7 @@ from store.text import listed
 
 _log = logging.getLogger("driftpoint")
 
-_LONGEST = 512  # bytes of choices that are sent with what ranks tell each other before a save
+_LONGEST = 512  # most bytes of choices that rank 0 sends along with the exchange of ranks before a save
 
 _MAX_LOGGED = 100  # distinct errors that are logged; the metric counts all of them
 
@@ -159,14 +159,14 @@ class Decider:
         self._policy = SafePolicy(job.policy, job.config, job.listeners)
         self.sees_all = job.policy.needs_drift or job.observing  # whether drift is measured before the choice
         self._budget_tracker = budget_tracker
-        self._made: tuple[tuple[UnitStats, ...], Decision, Budget] | None = None  # on rank 0
-        self._ahead: tuple[int, Chosen] | None = None  # step and result of the last :meth:`propose`, likewise
+        self._made: tuple[tuple[UnitStats, ...], Decision, Budget] | None = None  # the last decision, on rank 0
+        self._proposed: tuple[int, Chosen] | None = None  # step and result of the last :meth:`propose`, on rank 0
         self._deadline_policy = DeadlinePolicy(job.config.in_bounds(Nothing()), job.config.encodings())
 
     def propose(self, step: int, request: SaveRequest | None) -> Chosen | None:
-        """Choose ahead of :meth:`decide`, so that the ranks need not meet for it. Rank 0; not collective.
+        """Choose before :meth:`decide`, so that the choice can go with an earlier exchange. Rank 0; not collective.
 
-        Return None if the choice depends on what all ranks measure or on a request, or is long."""
+        Return None if the choice depends on measurements of all ranks or on a request, or is long."""
         units, alone = self._table.sizes, self._group.world_size == 1
         if (
             alone
@@ -182,7 +182,7 @@ class Decider:
             )
         except (Exception, SystemExit):  # noqa: BLE001 - decide() meets it again, and reports it
             return None
-        self._ahead = step, chosen
+        self._proposed = step, chosen
         return chosen if len(pickle.dumps(chosen)) <= _LONGEST else None
 
     def decide(
@@ -196,12 +196,12 @@ class Decider:
         """Decide on every unit: as ``request`` asks, or by the policy if it is None. Collective.
 
         ``proposed``: what rank 0 chose by :meth:`propose` at this step, if anything. ``dropped``: units with NaN or Inf
-        that the last save left out. If the job is to end at such units, it raises NotFiniteError on all ranks."""
+        that the last save left out. Under ``nonfinite: raise`` such units raise NotFiniteError on all ranks."""
         units = list(self._table.sizes)
-        first = [unit for unit in units if self.sees_all or not is_moving(unit)]
+        before_choice = [unit for unit in units if self.sees_all or not is_moving(unit)]
         measured: dict[Unit, Measured] = {}
         mine: dict[Unit, Measure] = {}
-        self._measure(first, local, measured, mine)
+        self._measure(before_choice, local, measured, mine)
         stats = unit_stats(self._table, self._ledger, step, measured)
         if request is not None and request.budget_bytes is not None:
             history, budget_bytes = History(step, self._ledger.commits), request.budget_bytes
@@ -213,14 +213,15 @@ class Decider:
         choices = [Choice(encoding, reason) for encoding, reason, _ in proposed.saved]
         chosen = sorted((i, kind) for kind, (_, _, which) in enumerate(proposed.saved) for i in which)
         saved = {stats[i].unit: choices[kind] for i, kind in chosen}
-        shown = len(measured)
+        measured_before = len(measured)
         self._measure([unit for unit in units if unit not in saved], local, measured, mine)
-        sick = {unit.layer: unit for unit in (*dropped, *(unit for unit, one in measured.items() if not one.finite))}
-        if sick and self._job.config.bounds.nonfinite == "raise" and request is None:
+        nonfinite = (*dropped, *(unit for unit, one in measured.items() if not one.finite))
+        if nonfinite and self._job.config.bounds.nonfinite == "raise" and request is None:
+            by_layer = {unit.layer: unit for unit in nonfinite}
             raise NotFiniteError(
-                f"NaN or Inf at step {step} in {listed(sick)}, which is not saved; the job ends (`bounds: {{nonfinite: "
-                f"raise}}`). The next start resumes from the newest commit",
-                tuple(sick.values()),
+                f"NaN or Inf at step {step} in {listed(by_layer)}, which is not saved; the job ends (`bounds: "
+                f"{{nonfinite: raise}}`). The next start resumes from the newest commit",
+                tuple(by_layer.values()),
             )
         result = DecisionResult(
             stats=(),
@@ -238,7 +239,7 @@ class Decider:
         (seen, decision, budget), self._made = self._made, None
         return replace(
             result,
-            stats=stats if shown == len(measured) else unit_stats(self._table, self._ledger, step, measured),
+            stats=stats if measured_before == len(measured) else unit_stats(self._table, self._ledger, step, measured),
             choices=decision.choices,
             seen=seen,
             offered=budget,
@@ -262,9 +263,9 @@ class Decider:
         mine.update(mine_more)
 
     def _choose(self, step: int, stats: tuple[UnitStats, ...], request: SaveRequest | None) -> Chosen:
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and self._made is not None and (ahead[0], self._made[0], request) == (step, stats, None):
-            return ahead[1]
+        early, self._proposed = self._proposed, None
+        if early is not None and self._made is not None and (early[0], self._made[0], request) == (step, stats, None):
+            return early[1]
         return self._choose_on_rank0(stats, partial(self._select, request), step)
 
     def _choose_on_rank0(
@@ -276,14 +277,14 @@ class Decider:
         interval, budget = self._job.pace.choose(), self._budget_tracker.offer(stats, step)
         decision = select(stats, budget, History(step, self._ledger.commits, interval))
         self._made = stats, decision, budget
-        alike: dict[tuple[str, str], list[int]] = {}
+        by_choice: dict[tuple[str, str], list[int]] = {}
         for index, one in enumerate(stats):
             choice = decision.choices[one.unit]
             if choice.encoding is not None:
-                alike.setdefault((choice.encoding, choice.reason), []).append(index)
+                by_choice.setdefault((choice.encoding, choice.reason), []).append(index)
         missing = set(incomplete(stats, decision))
         return Chosen(
-            tuple((*key, _shortest(indices)) for key, indices in alike.items()),
+            tuple((*key, _as_range(indices)) for key, indices in by_choice.items()),
             [index for index, one in enumerate(stats) if one.unit in missing],
             interval,
         )
@@ -297,6 +298,6 @@ class Decider:
         return decision if request is None else forced(decision, stats, request.reason)
 
 
-def _shortest(indices: list[int]) -> Sequence[int]:
+def _as_range(indices: list[int]) -> Sequence[int]:
     whole = range(indices[0], indices[-1] + 1)
     return whole if len(whole) == len(indices) else indices

@@ -31,7 +31,7 @@ _MAX_SEND_SHARE = 0.5  # share of the time that a snapshot may be in transit to 
 
 _MAX_INTERVAL = 100_000
 
-_MOST_SPARED = 100  # steps before a save without a snapshot
+_MOST_SPARED = 100  # most steps before a save in which snapshots are left out
 
 
 class StepTiming:
@@ -203,8 +203,8 @@ class AdaptiveInterval(Schedule):
 
     def choose(self) -> int | None:
         measured, (interruptions, rank_seconds) = self.timing.measured(), self._before
-        own = self._world_size * max(0.0, self._clock() - self._began)  # the clock may have gone back
-        per_hour = self._prior.expected_per_hour(interruptions, (rank_seconds + own) / 3600.0)
+        rank_seconds += self._world_size * max(0.0, self._clock() - self._began)  # the clock may have gone back
+        per_hour = self._prior.expected_per_hour(interruptions, rank_seconds / 3600.0)
         interval = next_interval(self._interval, measured, per_hour, self._limits)
         self._report(interval, measured, per_hour)
         return interval.steps

@@ -27,7 +27,7 @@ class StepCounter:
         return self._steps
 
     def calls(self) -> int:
-        """Return the number of calls of ``optimizer.step()`` in this process, and one more where none is needed."""
+        """Return the calls of ``optimizer.step()`` in this process, plus 1 during an accumulation, which needs none."""
         return self._calls + (not self._optimizer.gradient_state.sync_gradients)
 
     def state_dict(self) -> dict[str, int]:

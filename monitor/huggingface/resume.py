@@ -237,8 +237,7 @@ def trainer_state(
 def _refuse_other_trainers(folder: Path, callback: TrainerCallback) -> Callable[[], None]:
     """Let only a Trainer with ``callback`` load ``folder``. Return a function that ends this.
 
-    Another one would train the script's initial weights and count from the resumed step. Other folders load as usual.
-    """
+    Another one would train the script's initial weights from the resumed step on. Other folders load as usual."""
     original = Trainer._load_from_checkpoint
 
     def _load_from_checkpoint(trainer: Any, resume_from_checkpoint: Any, *args: Any, **kwargs: Any) -> Any:

@@ -125,9 +125,9 @@ class TrainerProgress:
         trainer = self._trainer
         if saved["ranks"] != trainer.world_size:
             raise ModelMismatchError(f"the store is of a Trainer that had {saved['ranks']} ranks: start as many")
-        connector, loop, found = trainer._checkpoint_connector, trainer.fit_loop, dict(saved["checkpoint"])
-        connector._loaded_checkpoint = found
-        trainer.lightning_module.on_load_checkpoint(found)
+        connector, loop, checkpoint = trainer._checkpoint_connector, trainer.fit_loop, dict(saved["checkpoint"])
+        connector._loaded_checkpoint = checkpoint
+        trainer.lightning_module.on_load_checkpoint(checkpoint)
         for part in ("datamodule", "callbacks", "precision_plugin_state", "loops", "lr_schedulers"):
             getattr(connector, f"restore_{part}")()
         connector._loaded_checkpoint = {}
@@ -147,9 +147,9 @@ class TrainerProgress:
     def begin_epoch(self, on_run_start: Callable[[Any], None], fetcher: Any) -> None:
         """Begin an epoch and its iterator, or the rest of the epoch that was resumed."""
         fit_loop, resumed, self.resumed = self._trainer.fit_loop, self.resumed, None
-        loop, own = fit_loop.epoch_loop, _own_generators(fetcher)
+        loop, generators = fit_loop.epoch_loop, _own_generators(fetcher)
         if resumed is None or not loop.restarting:
-            self._epoch_began = {"global": capture_rng(), "own": [one.get_state() for one in own]}
+            self._epoch_began = {"global": capture_rng(), "own": [one.get_state() for one in generators]}
             on_run_start(fetcher)
             if resumed is not None:  # Lightning uses the iterator that it made together with the loaders
                 iter(fetcher)
@@ -157,7 +157,7 @@ class TrainerProgress:
         on_run_start(fetcher)
         self._epoch_began = self._loaded["epoch"]
         restore_rng(self._epoch_began["global"])
-        for generator, state in zip(own, self._epoch_began["own"], strict=True):
+        for generator, state in zip(generators, self._epoch_began["own"], strict=True):
             generator.set_state(state)
         fetcher.fetched = 0
         if self._trainer.current_epoch > 0:  # the first epoch's iterator is made with the loaders
@@ -172,7 +172,7 @@ class TrainerProgress:
         restore_rng(resumed)
 
 
-def _own_generators(fetcher: Any) -> list[torch.Generator]:
+def _own_generators(fetcher: Any) -> list[torch.Generator]:  # of the data loaders and their samplers
     loaders = fetcher.combined_loader.flattened
     samplers = [getattr(loader, name, None) for loader in loaders for name in ("sampler", "batch_sampler")]
     owners = [*loaders, *samplers, *(getattr(one, "sampler", None) for one in samplers)]

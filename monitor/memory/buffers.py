@@ -1,4 +1,4 @@
-"""Allocates the shared-memory payloads of one rank, and pins them for CUDA. Training thread."""
+"""Allocate the shared-memory payloads of one rank, and pin them for CUDA. Training thread."""
 
 import logging
 import mmap
@@ -43,7 +43,7 @@ class SharedMemoryBuffers:
         """Reserve payloads of ``nbytes``, reusing those of earlier incarnations. Return the problem, or None.
 
         kept: snapshot that the job resumed; it stays."""
-        # On every node. Versions stay: only the node's daemon can tell whether a commit is as new, or rescue them.
+        # Remove memory without versions only: the node's daemon decides on those with versions, and rescues them.
         log_errors(lambda: clear_old(tier.base, wanted=without_versions))
         try:
             self.arena = Arena(tier, session.epoch, rank, self._versions, session.files)
@@ -84,10 +84,10 @@ class SharedMemoryBuffers:
         arena = self.arena
         if arena is None:
             return None
-        found = None if kept is None else arena.holding(kept)
-        for other in (one for one in arena.slots if one != found):
+        kept_slot = None if kept is None else arena.holding(kept)
+        for other in (one for one in arena.slots if one != kept_slot):
             log_errors(partial(arena.drop, other))
-        return found
+        return kept_slot
 
     def take_rest(self, world_size: int) -> None:
         if self.arena is not None:

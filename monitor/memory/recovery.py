@@ -1,10 +1,9 @@
-"""Finds, at a resume, the newest snapshot in memory that every rank can read. Collective; changes nothing.
+"""Find, at a resume, the newest snapshot in memory that every rank can read. Collective; changes nothing.
 
 Ranks on different nodes see different memory. So each reports the versions on its node, all of them choose the same one
 and assemble it, and use it only if every rank finds the bytes that it needs on its own node, or can get them: from
-another node (:mod:`monitor.memory.replication`), or by a broadcast from rank 0. Ranks of ZeRO need little but their own
-payload: buffers, which one rank keeps, and the run state of rank 0. If more is missing, the job resumes from the store.
-"""
+another node (:mod:`monitor.memory.replication`), or by a broadcast from rank 0. ZeRO ranks need little besides their
+own payload: buffers, which one rank keeps, and rank 0's run state. If more is missing, the store alone is used."""
 
 import logging
 from collections.abc import Mapping
@@ -38,8 +37,8 @@ class MemoryCandidate:
     commit: SaveId  # what to resume: the snapshot itself, or a commit some of whose layers are older than in memory
     catalog: Catalog
     replicas: frozenset[int] = frozenset()  # ranks whose own memory is lost, so that their replica is used
-    instead: Catalog | None = None  # what to resume, before the store alone, if nothing in ``catalog`` is intact
-    older: SaveId | None = None  # the snapshot before it, which replaces damaged layers
+    instead: Catalog | None = None  # second choice, before the store alone, if nothing in ``catalog`` is intact
+    older: SaveId | None = None  # the previous snapshot, from which damaged layers are taken
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class _NodeReport:
     """The snapshots on a rank's node that are newer than the commit on disk."""
 
     node: str
-    versions: Mapping[str, Mapping[int, bool]]  # by name, the ranks whose share is there, and whether it is a replica
+    versions: Mapping[str, Mapping[int, bool]]  # snapshot -> rank whose share is there -> whether it is a replica
 
 
 def find_newest_snapshot(
@@ -72,35 +71,35 @@ def find_newest_snapshot(
     versions = {save.name: {rank: held[rank].record.replica for rank in sorted(held)} for save, held in newer.items()}
     reports = group.all_gather(_NodeReport(node_id(tier), versions))
     nodes = [report.node for report in reports]
-    first = nodes.index(nodes[group.rank]) == group.rank  # of the ranks on its node
+    first_on_node = nodes.index(nodes[group.rank]) == group.rank
     for name in _candidates(reports):
-        found = _assemble(SaveId.parse(name), node, group, speaks=first)
-        older = run_on_all_ranks(group, partial(_previous, name, node, reports, on_disk))
-        over = partial(_overlaid, catalog, on_disk=on_disk, older=older)
-        candidate = run_on_all_ranks(group, partial(over, found))
-        if found is None or candidate is None:
+        version = _assemble(SaveId.parse(name), node, group, contributes=first_on_node)
+        older = run_on_all_ranks(group, partial(_previous_snapshot, name, node, reports, on_disk))
+        over_store = partial(_overlaid, catalog, on_disk=on_disk, older=older)
+        candidate = run_on_all_ranks(group, partial(over_store, version))
+        if version is None or candidate is None:
             continue
         if replication is not None and replication.reachable:
-            replication.serve({(found.save, rank): payload for rank, payload in found.payloads.items()})
+            replication.serve({(version.save, rank): payload for rank, payload in version.payloads.items()})
             remote = replication.remote_nodes([report.versions.get(name, {}) for report in reports])
-            far = {rank: partial(node.read, found.save, rank) for rank, node in remote.items()}
-            return over(replace(found, far=far), replicas=_replicas_of(name, reports))
-        lent = _broadcast_missing(candidate.catalog, candidate.commit, found, adapter, group)
+            far = {rank: partial(node.read, version.save, rank) for rank, node in remote.items()}
+            return over_store(replace(version, far=far), replicas=_replicas_of(name, reports))
+        lent = _broadcast_missing(candidate.catalog, candidate.commit, version, adapter, group)
         if lent is not None:
-            return over(replace(found, lent=lent), replicas=_replicas_of(name, reports))
+            return over_store(replace(version, lent=lent), replicas=_replicas_of(name, reports))
         _log.warning(
             "memory holds step %d, but not every rank finds the bytes that it needs on its own node (ranks moved, or "
             "the world size changed): resuming from the store",
-            found.save.step,
+            version.save.step,
         )
     return None
 
 
 def rolled_back_to(candidate: MemoryCandidate, group: Group) -> MemoryCandidate:
-    """Prefer the snapshot alone to a composite with it that would resume at the snapshot's own step. Collective.
+    """Return the snapshot alone, if the composite with it would resume at the snapshot's own step. Collective.
 
-    At that step the snapshot is the state, and the composite is not. Only if the snapshot is lossless. For jobs that
-    resume at effective steps."""
+    At that step the snapshot is the exact state, and the composite is not. Only if the snapshot is lossless. For jobs
+    that resume at effective steps."""
     files = candidate.catalog.files
     if candidate.commit == candidate.save or not isinstance(files, Overlay):
         return candidate
@@ -123,18 +122,18 @@ def newest_on_disk(catalog: Catalog, group: Group) -> Resolution | None:
     """Return the newest intact commit in the store, which the next saves build on. Collective.
 
     None, on all ranks, if there is none: then the next save is a full one."""
-    found = run_on_rank0(group, partial(_newest_commit, catalog))
-    if found is None:
+    commit = run_on_rank0(group, partial(_newest_commit, catalog))
+    if commit is None:
         return None
     try:
-        return run_on_all_ranks(group, partial(resolve, catalog, found.newest))
+        return run_on_all_ranks(group, partial(resolve, catalog, commit.newest))
     except StoreError as error:
         _log.warning("the newest commit cannot be read, so the next save is a full one: %s", error)
         return None
 
 
 def _scan(tier: Tier, catalog: Catalog, suspect: SaveId | None) -> index.NodeIndex:
-    """Return the snapshots on this node that are newer than ``suspect``, a state after whose resume jobs died."""
+    """Return the snapshots on this node that are newer than ``suspect``: a save from which jobs resumed and died."""
     try:
         there = index.scan_node(tier)
         node = index.belonging_to(there, catalog.files)
@@ -172,41 +171,41 @@ def _replicas_of(name: str, reports: list[_NodeReport]) -> frozenset[int]:
 
 def _overlaid(
     catalog: Catalog,
-    found: index.MemoryVersion | None,
+    version: index.MemoryVersion | None,
     *,
     on_disk: _NewestCommit | None,
     older: index.MemoryVersion | None,
     replicas: frozenset[int] = frozenset(),
 ) -> MemoryCandidate | None:
     """Return the store with the snapshot on top, and ``older`` in between; None if nothing in it is newer."""
-    if found is None:
+    if version is None:
         return None
     newest = None if on_disk is None else on_disk.newest
-    if newest is None or found.save > newest:
-        files = catalog.files if older is None else Overlay(catalog.files, older, _following(older, newest))
-        manifest = _following(found, newest if older is None else older.save)
-        whole = Catalog(Overlay(files, found, manifest), catalog.record)
-        return MemoryCandidate(found.save, found.save, whole, replicas, older=None if older is None else older.save)
-    composite = index.take_newer_units(catalog.manifest(newest), found.manifest)
+    if newest is None or version.save > newest:
+        files = catalog.files if older is None else Overlay(catalog.files, older, _with_previous(older, newest))
+        manifest = _with_previous(version, newest if older is None else older.save)
+        whole = Catalog(Overlay(files, version, manifest), catalog.record)
+        return MemoryCandidate(version.save, version.save, whole, replicas, older=None if older is None else older.save)
+    composite = index.take_newer_units(catalog.manifest(newest), version.manifest)
     if composite is None:
         return None
-    whole = Catalog(Overlay(catalog.files, found, composite), catalog.record)
-    return MemoryCandidate(found.save, newest, whole, replicas)
+    whole = Catalog(Overlay(catalog.files, version, composite), catalog.record)
+    return MemoryCandidate(version.save, newest, whole, replicas)
 
 
-def _following(found: index.MemoryVersion, newest: SaveId | None) -> ManifestRecord:
-    """Return the snapshot's manifest with the newest commit of its epoch as ``previous``; in an epoch steps only rise.
+def _with_previous(version: index.MemoryVersion, newest: SaveId | None) -> ManifestRecord:
+    """Return the snapshot's manifest with ``newest`` as ``previous``, if that is of the same epoch, so before it.
 
-    When the snapshot was taken that commit may not have been known. Damaged layers fall back to it."""
-    if newest is None or newest.epoch != found.save.epoch:
-        return found.manifest
-    return found.manifest.replace(previous=newest.name)
+    When the snapshot was taken, that save may not have been known. Damaged layers fall back to it."""
+    if newest is None or newest.epoch != version.save.epoch:
+        return version.manifest
+    return version.manifest.replace(previous=newest.name)
 
 
-def _previous(
+def _previous_snapshot(
     name: str, node: index.NodeIndex, reports: list[_NodeReport], on_disk: _NewestCommit | None
 ) -> index.MemoryVersion | None:
-    """Return the snapshot before that one, if it is of the same epoch and newer than every commit.
+    """Return the newest snapshot before ``name`` that is of the same epoch and newer than every commit.
 
     Only on a single node, where all ranks can read all of it."""
     save, newest = SaveId.parse(name), None if on_disk is None else on_disk.newest
@@ -231,8 +230,8 @@ def _candidates(reports: list[_NodeReport]) -> list[str]:
     return sorted(whole, key=SaveId.parse, reverse=True)
 
 
-def _assemble(save: SaveId, node: index.NodeIndex, group: Group, *, speaks: bool) -> index.MemoryVersion | None:
-    local = index.rank_share(node.versions.get(save, {})) if speaks else index.RankShare({}, None)
+def _assemble(save: SaveId, node: index.NodeIndex, group: Group, *, contributes: bool) -> index.MemoryVersion | None:
+    local = index.rank_share(node.versions.get(save, {})) if contributes else index.RankShare({}, None)
     shares = [index.RankShare(*share) for share in group.all_gather((dict(local.parts), local.head))]
     try:
         return index.assemble_version(save, shares, node)
@@ -256,24 +255,23 @@ def _broadcast_missing(
         return {}
     if sum(nbytes for _, _, nbytes in wanted) > _BROADCAST_LIMIT:
         return None
-    found: dict[index.Piece, bytes] | None = group.broadcast(
-        _read_pieces(catalog, version, wanted) if group.rank == 0 else None
-    )
-    return found
+    pieces = _read_pieces(catalog, version, wanted) if group.rank == 0 else None
+    received: dict[index.Piece, bytes] | None = group.broadcast(pieces)
+    return received
 
 
 def _read_pieces(
     catalog: Catalog, version: index.MemoryVersion, wanted: list[index.Piece]
 ) -> dict[index.Piece, bytes] | None:
-    files, found = Overlay(catalog.files, version), {}
+    files, pieces = Overlay(catalog.files, version), {}
     for rank, offset, nbytes in wanted:
         data = bytearray(nbytes)
         try:
             files.read_payload(rank, offset, memoryview(data))
         except StoreError:
             return None
-        found[rank, offset, nbytes] = bytes(data)
-    return found
+        pieces[rank, offset, nbytes] = bytes(data)
+    return pieces
 
 
 def _missing_pieces(
@@ -301,7 +299,7 @@ def _needed_entries(resolution: Resolution, save: SaveId, adapter: Adapter) -> s
         places = adapter.expected(resolution.slots())
     except UsageError:
         return set()  # the resume reports it
-    found = set()
+    pieces = set()
     for place in places:
         slot = stored_slot(stored, place.fragment)
         if slot is None:
@@ -309,5 +307,5 @@ def _needed_entries(resolution: Resolution, save: SaveId, adapter: Adapter) -> s
         for copy in stored.cover(place.fragment._replace(slot=slot)):
             part, entry = copy.source.part, copy.source.entry
             if part.save == save:
-                found.add((part.rank, entry.offset, entry.nbytes))
-    return found
+                pieces.add((part.rank, entry.offset, entry.nbytes))
+    return pieces

@@ -1,4 +1,4 @@
-"""Sends this rank's newest version to the rank that keeps its replica, and reads payloads from other nodes.
+"""Send this rank's newest version to the rank that keeps its replica, and read payloads from other nodes.
 
 One version is sent at a time, in a background thread. The memory tier begins no version while one is being sent, so the
 payload does not change meanwhile. A failure costs the replica and is logged once, until the error changes. After a

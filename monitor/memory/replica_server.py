@@ -1,10 +1,10 @@
-"""Receives the replicas that this rank keeps for others, and serves payloads that lie on its node.
+"""Receive the replicas that this rank keeps for others, and serve payloads that lie on its node.
 
-A replica is written over a payload that its owner does not count on. Every byte is compared with the hashes in the
-record, and only then is the record written. So if this process or the connection ends in between, the replica before
+A new replica overwrites a payload that its owner no longer relies on. Every byte is compared with the hashes in the
+record, and only then is the record written. So if this process or the connection ends in between, the previous replica
 is intact.
 
-A lock for each owner separates the server's threads from the training thread, which waits for it a moment at most."""
+A lock for each owner separates the server's threads from the training thread, which waits ``_LOCK_TIMEOUT`` at most."""
 
 import logging
 import socket

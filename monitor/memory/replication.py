@@ -1,4 +1,4 @@
-"""Replicates in-memory snapshots to other nodes, so that a job can resume after the loss of a node.
+"""Replicate in-memory snapshots to other nodes, so that a job can resume after the loss of a node.
 
 A replica is another rank's share of a snapshot, stored on this node as if that rank were here: same names, same record,
 marked as a replica. So code that reads snapshots reads replicas too. Placement is agreed once, and snapshots are sent
@@ -30,16 +30,16 @@ def replica_targets(nodes: Sequence[str], machines: Sequence[str] | None = None)
 
     nodes: of each rank; at least two different ones. machines: of each rank; by default every node is one."""
     members = group_by_key((node, rank) for rank, node in enumerate(nodes))
-    together = group_by_key((machines[ranks[0]] if machines else node, node) for node, ranks in members.items())
-    order = [node for there in together.values() for node in there]
-    most = max(len(there) for there in together.values())
-    away = most if 2 * most <= len(order) else 1
-    found = [0] * len(nodes)
+    by_machine = group_by_key((machines[ranks[0]] if machines else node, node) for node, ranks in members.items())
+    order = [node for neighbors in by_machine.values() for node in neighbors]
+    most = max(len(neighbors) for neighbors in by_machine.values())
+    shift = most if 2 * most <= len(order) else 1
+    targets = [0] * len(nodes)
     for position, node in enumerate(order):
-        there = members[order[(position + away) % len(order)]]
+        there = members[order[(position + shift) % len(order)]]
         for place, rank in enumerate(members[node]):
-            found[rank] = there[place % len(there)]
-    return found
+            targets[rank] = there[place % len(there)]
+    return targets
 
 
 def replica_sources(targets: Sequence[int], rank: int) -> list[int]:
@@ -173,13 +173,13 @@ class Replication:
                 if owner not in held[rank]:
                     holders.setdefault(owner, []).append((replica, holder))
         nodes: dict[int, RemoteNode] = {}
-        found = {}
+        by_owner = {}
         for owner, known in holders.items():
             best = [holder for replica, holder in known if replica == min(known)[0]]
             holder = best[rank % len(best)]  # spread the readers
-            found[owner] = nodes.setdefault(holder, RemoteNode(self._endpoints[holder], self._key, self._timeout))
+            by_owner[owner] = nodes.setdefault(holder, RemoteNode(self._endpoints[holder], self._key, self._timeout))
         self._remote_nodes = [*nodes.values()]
-        return found
+        return by_owner
 
     def take_rest(self) -> bool:
         """Reuse the memory of earlier incarnations' replicas, once every rank has a snapshot of this one.

@@ -1,9 +1,9 @@
-"""Lays out, stages and seals one in-memory snapshot of a rank.
+"""Lay out, stage and seal one in-memory snapshot of a rank.
 
 The training thread lays a snapshot out and starts its copies (:class:`SnapshotStager`). The background thread waits for
 them, checks that all values are finite, hashes the bytes and writes the record (:func:`seal_snapshot`). Rank 0 adds the
 manifest that a commit would have (:class:`SnapshotManifest`): layers that never move are not kept in memory once they
-are committed, and the manifest points to their version on disk. Nothing here knows whether other ranks have theirs."""
+are committed, and the manifest points to their version on disk. :mod:`monitor.memory.tier` checks the other ranks."""
 
 import math
 import time
@@ -56,7 +56,7 @@ class Placement:
     nbytes: int
 
     def copy(self, memory: Any) -> torch.Tensor:
-        """Return the place in a payload: 1-d, of the live dtype; uint8 if it is encoded."""
+        """Return a view of this place in a payload: 1-d, of the live dtype; uint8 if it is encoded."""
         view = torch.frombuffer(memory, dtype=torch.uint8, count=self.nbytes, offset=self.offset)
         return view.view(self.dtype) if self.encoding == RAW else view
 
@@ -70,7 +70,7 @@ class LeafRoom:
 
 @dataclass(frozen=True)
 class Version:
-    """One staged snapshot of one rank. Its copies may be incomplete, and its run state is not put together."""
+    """One staged snapshot of one rank. Its copies may be incomplete, and its run state is not assembled yet."""
 
     loan: "Loan"  # the payload
     segment: SegmentDraft  # without fragments
@@ -115,16 +115,16 @@ class SnapshotManifest:
         self._changed_at: dict[Unit, int] = {}
 
     def begin(self) -> None:
-        """Take frozen parameters to be as committed, after a resume or a fresh start."""
+        """Assume that frozen parameters are as committed, after a resume or a fresh start."""
         self._frozen_versions, self._changed_at = self._current_versions(), {}
 
     def on_decision(self, step: int, saved: Collection[Unit]) -> None:
-        """Note the frozen units whose change a decision found; they are in ``saved``, which may still fail."""
+        """Record which frozen units a decision saves, because they changed. Their save may still fail."""
         self._frozen_versions = self._current_versions()
         self._changed_at |= {unit: step for unit in saved if unit.slot == FROZEN}
 
     def ready(self) -> bool:
-        """Return whether all frozen units are committed as they are now, since memory does not hold them."""
+        """Return whether all frozen units are committed as they are now. Snapshots do not hold them."""
         if not self._job.table.sizes:
             return False
         frozen = [unit for unit in self._job.table.sizes if unit.slot == FROZEN]
@@ -142,7 +142,7 @@ class SnapshotManifest:
         return digest(seal([save.name, "memory", units, self.saver.checker.mark]))
 
     def manifest(self, save: SaveId, store_id: str, more: Sequence[str] = ()) -> Callable[[], ManifestRecord]:
-        """Return a function that builds the manifest in any thread, of what is known now.
+        """Return a function that builds the manifest, in any thread, from the present state of the ledger.
 
         It lacks the snapshot's own group and the encoding errors: not all parts exist yet."""
         job, ledger, sizes = self._job, replace(self._job.ledger), self._job.table.sizes
@@ -196,7 +196,7 @@ class SnapshotStager:
         return Loan(arena, slot, self._placed(_moving(local)), allocate(self.payload_bytes(local)))
 
     def adopt(self, loan: "Loan", task: SaveTask) -> Version:
-        """Return the snapshot of what a save staged in lent memory."""
+        """Return the snapshot that a save staged in lent memory makes."""
         differs = dict.fromkeys((*task.segment.differs, *task.notes, *self._manifest.saver.checker.known))
         segment = replace(task.segment, plan=self._manifest.plan(task.segment.save), differs=tuple(differs))
         return self._version(loan, segment, task.finish, task.copying, {})
@@ -348,19 +348,19 @@ def _entry(one: Placement, copy: torch.Tensor) -> Entry:
 
 def _lost(version: Version) -> tuple[MeasureRecord, ...]:
     places = version.loan.placed.placements
-    found = {one.unit: EncodingLoss() for one in places if one.fragment in version.encoded}
-    for one in (one for one in places if one.unit in found):  # the relative error is over all values of the unit
-        encoded, total = version.encoded.get(one.fragment), found[one.unit]
+    losses = {one.unit: EncodingLoss() for one in places if one.fragment in version.encoded}
+    for one in (one for one in places if one.unit in losses):  # the relative error is over all values of the unit
+        encoded, total = version.encoded.get(one.fragment), losses[one.unit]
         total.error_sq += encoded.lost.error_sq if encoded else 0.0
         total.decoded_sq += encoded.lost.decoded_sq if encoded else squared(one.copy(version.loan.memory))
     return tuple(
         MeasureRecord(**unit._asdict(), moved_sq=0.0, reference_sq=0.0, finite=True, **vars(lost))
-        for unit, lost in found.items()
+        for unit, lost in losses.items()
     )
 
 
 def _write_leaves(version: Version, leaves: Sequence[Leaf]) -> tuple[tuple[StateTensor, ...], int]:
-    loan, found = version.loan, []
+    loan, tensors = version.loan, []
     end = loan.placed.end  # of all fragments
     version.room.nbytes = sum(len(one.data) for one in leaves)
     if end + version.room.nbytes > len(loan.memory):
@@ -370,8 +370,8 @@ def _write_leaves(version: Version, leaves: Sequence[Leaf]) -> tuple[tuple[State
         )
     for one in leaves:
         loan.arena.write_at(loan.slot, end, one.data)
-        found.append(
+        tensors.append(
             StateTensor(dtype=one.dtype, shape=one.shape, offset=end, nbytes=len(one.data), xxh3_128=digest(one.data))
         )
         end += len(one.data)
-    return tuple(found), end
+    return tuple(tensors), end

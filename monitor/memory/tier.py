@@ -1,4 +1,4 @@
-"""Keeps snapshots of the whole state in shared memory, every few steps, from the training thread.
+"""Keep snapshots of the whole state in shared memory, every few steps, from the training thread.
 
 At the next snapshot, one small reduction tells the ranks whether all of them have the last one. Until then no rank
 overwrites the snapshot before, so there is always one that all ranks have. Problems never reach the training loop as
@@ -55,7 +55,7 @@ class _Pending:
 
 @dataclass(frozen=True)
 class _Lent:
-    """A payload that a save is written from, while it is a snapshot too."""
+    """A payload that is lent to a save for its copies, and becomes a snapshot, too."""
 
     save: SaveId
     slot: int
@@ -81,7 +81,7 @@ class MemoryTier:
         self._pending: _Pending | None = None
         self._outcome: TaskResult[float] | None = None
         self._lends = job.config.shares_memory()
-        self._shared = self._lends  # whether it lent memory to the last save
+        self._shared = self._lends  # whether the last save could use memory of snapshots
         self._lent: _Lent | None = None
         self._newest: tuple[int, SaveId] | None = None
         self._replication = Replication(job)
@@ -151,8 +151,8 @@ class MemoryTier:
     ) -> Mapping[Unit, list[torch.Tensor]]:
         """Return buffers for a save of ``step`` that stores all that a snapshot would; else none. Collective.
 
-        What is copied into them becomes a snapshot of the step. They are not overwritten before the save is settled;
-        until then snapshots replace each other in the other payload, and the lent one is there meanwhile."""
+        The copies in them become a snapshot of the step. They are not overwritten before the save is settled; until
+        then, new snapshots use the other payload."""
         if self._unclaimed is not None:
             self.begin(local, *self._unclaimed)
         self._shared = self._lends and not self._disabled and self._manifest.covered(decided.saved)
@@ -164,19 +164,19 @@ class MemoryTier:
             self._schedule.put_off(step)
             return {}
         save, self._outcome = SaveId(step, self._session.epoch), None
-        again = self._newest is not None and self._newest[1] == save  # only one snapshot may have a name
+        exists = self._newest is not None and self._newest[1] == save  # only one snapshot may have a name
         self._lent, buffers = _Lent(save, slot, None), dict[Unit, list[torch.Tensor]]()
         try:
             loan = self._stager.lend(local, arena, slot, partial(self._buffers.at, slot))
             buffers = loan.buffers()
-            self._lent = replace(self._lent, loan=None if again else loan)
+            self._lent = replace(self._lent, loan=None if exists else loan)
         except Exception as error:  # noqa: BLE001 - raised on one rank, it would leave the others waiting
-            if not again:
+            if not exists:
                 self._pending = _Pending(self._writer.submit(partial(_fail, error)), save, slot)
         return buffers
 
     def _adopt(self, lent: _Lent, task: SaveTask) -> None:
-        """Begin the snapshot of what a save staged in lent memory."""
+        """Begin the snapshot that a save staged in lent memory makes."""
         if lent.loan is not None:
             try:
                 if task.failure is not None:
@@ -195,7 +195,7 @@ class MemoryTier:
     def _free_slot(self) -> int | None:
         """Return the payload for the next snapshot, if there is one. The same on all ranks.
 
-        Neither the newest snapshot nor what a save is written from; but the newest may go where the latter is one."""
+        It is neither the newest snapshot nor lent to a save. If the lent one is a snapshot, the newest may go, too."""
         lent = self._lent_now()
         newest = None if self._newest is None or self._buffers.single else self._newest[0]
         free = [one for one in self._buffers.slots if lent is None or one != lent.slot]
@@ -218,7 +218,7 @@ class MemoryTier:
         if self._buffers.arena is None or self._disabled or not self._schedule.due(step):
             return False
         soon = range(step + 1, step + 1 + (self._schedule.spare if self._shared else 0))
-        return not any(map(self._job.pace.due, soon))  # else that save would find no memory free to be lent
+        return not any(map(self._job.pace.due, soon))  # else there would be no free payload to lend to that save
 
     def snapshot(self, step: int, survey: Callable[[], Survey]) -> None:
         """Take a snapshot of this step, unless one is pending. survey: reads the job's tensors. Collective."""

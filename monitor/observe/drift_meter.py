@@ -80,7 +80,7 @@ class DriftMeter(Protocol):
         """Measure the distance of the current values to the reference, and keep what :meth:`settle` needs of them."""
 
     def measure_many(self, units: Mapping[Unit, Sequence[torch.Tensor]]) -> dict[Unit, Measure]:
-        """Measure at once those that a device can. The others are left out, for :meth:`measure`."""
+        """Measure many units in few kernels, if possible. Units missing in the result need :meth:`measure`."""
         del units
         return {}
 
@@ -88,9 +88,9 @@ class DriftMeter(Protocol):
         """Make the current values the reference (after a resume)."""
 
     def stage(self, unit: Unit, copies: Sequence[torch.Tensor]) -> None:
-        """Note the copies that a save took of the unit (host memory, same values and order as the pieces).
+        """Register the copies that a save took of the unit (host memory, same values and order as the pieces).
 
-        The caller does not change them until the save is settled. Raises ValueError if an earlier one is not yet."""
+        The caller must not change them until :meth:`settle`. Raises ValueError if the unit is staged already."""
 
     def settle(self, committed: Mapping[Unit, bool]) -> None:
         """Make the staged values of units the reference if their save was committed, and drop them if it failed.
@@ -123,7 +123,7 @@ class StagingMeter(DriftMeter, ABC, Generic[R]):
         with self._lock:
             for unit in committed.keys() - self._staged.keys():
                 raise ValueError(f"{unit} is not staged; call stage() before settle()")
-            staged = {unit: self._staged.pop(unit) for unit in committed}  # so an error below leaves none staged
+            staged = {unit: self._staged.pop(unit) for unit in committed}  # all at once: an error below leaves none
             for unit in filter(committed.get, committed):
                 self._references[unit] = self._staged_reference(unit, staged[unit])
 
@@ -133,7 +133,7 @@ class StagingMeter(DriftMeter, ABC, Generic[R]):
 
     @abstractmethod
     def _reference_of(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> R:
-        """Return what is kept of a version, which must not change with the pieces."""
+        """Return a reference for the values of ``pieces``, which shares no memory with them."""
 
 
 class BufferMeter(StagingMeter[bytes]):
@@ -154,7 +154,7 @@ class BufferMeter(StagingMeter[bytes]):
 
 
 _LEAST = 2.0**-48
-"""A changed frozen unit has at least this square of its relative drift: 0 would say that its version holds."""
+"""Least squared relative drift of a frozen unit that changed: 0 would mean that its version is still valid."""
 
 _TINY = 1e-300
 
@@ -162,11 +162,11 @@ _Fingerprint = tuple[int | bytes, ...]  # one for each piece
 
 
 class FrozenMeter(DriftMeter):
-    """Finds every change of frozen weights, of one bit in one element too, which a sketch of many values does not show.
+    """Detects every change of frozen weights, even of one bit in one element, which a sketch of many values misses.
 
-    A unit whose fingerprints are those of its committed version has drift 0; nothing else of it is measured. The
-    distance of any other is measured by ``meter``. A version that was staged without being measured counts as changed.
-    Reads all values at every measurement: writes through ``.data`` leave no other trace."""
+    A unit with the fingerprints of its committed version has drift 0 and is not measured further. The distance of any
+    other is measured by ``meter``. A version that was staged without being measured counts as changed. Reads all values
+    at every measurement: writes through ``.data`` leave no other trace."""
 
     def __init__(self, meter: DriftMeter) -> None:
         self._meter = meter
@@ -189,7 +189,7 @@ class FrozenMeter(DriftMeter):
         return replace(measure, moved_sq=max(measure.moved_sq, _LEAST * measure.reference_sq, _TINY))
 
     def reset(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> None:
-        self._refer(unit, _fingerprints(pieces))
+        self._set_reference(unit, _fingerprints(pieces))
         self._meter.reset(unit, pieces)
 
     def stage(self, unit: Unit, copies: Sequence[torch.Tensor]) -> None:
@@ -198,18 +198,18 @@ class FrozenMeter(DriftMeter):
 
     def settle(self, committed: Mapping[Unit, bool]) -> None:
         staged = {unit: self._staged.pop(unit, None) for unit in committed}
-        for unit in filter(committed.get, committed):  # before what may fail: an older fingerprint would hide a change
-            self._refer(unit, staged[unit])
+        for unit in filter(committed.get, committed):  # before the call that may fail: an old one would hide a change
+            self._set_reference(unit, staged[unit])
         self._meter.settle(committed)
 
-    def _refer(self, unit: Unit, fingerprint: _Fingerprint | None) -> None:
+    def _set_reference(self, unit: Unit, fingerprint: _Fingerprint | None) -> None:
         self._references[unit] = fingerprint
         self._unchanged.pop(unit, None)
 
 
 class BySlotMeter:
     """Measures buffers with a :class:`BufferMeter`, other units with ``state``, frozen ones through a
-    :class:`FrozenMeter`. They see complex values as pairs of real ones."""
+    :class:`FrozenMeter`. Complex values are measured as pairs of real ones."""
 
     def __init__(self, state: DriftMeter) -> None:
         self._state = state
@@ -246,12 +246,12 @@ def _real(pieces: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def _fingerprints(pieces: Sequence[torch.Tensor]) -> _Fingerprint:
-    """Return a hash of each piece: on the host the fastest known, elsewhere one that the device computes."""
+    """Return a hash of each piece: xxh3 on the host, elsewhere one that the device can compute."""
     return tuple(_hash([piece]) if piece.device.type == "cpu" else fingerprint(_wide(piece), 0) for piece in pieces)
 
 
 def _wide(piece: torch.Tensor) -> torch.Tensor:
-    """Return a piece as words of 8 bytes, which are fewer, if it can be seen so."""
+    """View a piece as 8-byte words, of which there are fewer to hash, if its size and offset allow that."""
     whole = all(count * piece.element_size() % 8 == 0 for count in (piece.numel(), piece.storage_offset()))
     return piece.view(torch.int64) if whole else piece
 

@@ -110,15 +110,15 @@ def find_layers(
     top = _tree(module, here)
     while not top.own and len(top.children) == 1 and not _stacked(top):  # skip modules that only wrap the model
         (top,) = top.children.values()
-    groups, claimed = list(_trunk(top, experts)), _claims(fqns, patterns or {})
+    groups, by_pattern = list(_trunk(top, experts)), _match_patterns(fqns, patterns or {})
     blocks = {group.name for group in groups if group.block}
-    home = {fqn: group.name for group in groups for fqn in group.fqns}
-    members = group_by_key((claimed.get(fqn, home[fqn]), fqn) for fqn in here)
+    detected = {fqn: group.name for group in groups for fqn in group.fqns}
+    members = group_by_key((by_pattern.get(fqn, detected[fqn]), fqn) for fqn in here)
     return tuple(Layer(name, at, name in blocks, tuple(names)) for at, (name, names) in enumerate(members.items()))
 
 
 def join_layers(stages: Iterable[Sequence[Layer]]) -> tuple[Layer, ...]:
-    """Return the layers of all pipeline stages. Those of one name are one layer."""
+    """Return the layers of all pipeline stages. Layers with the same name become one."""
     joined: dict[str, Layer] = {}
     for layer in chain.from_iterable(stages):
         before = joined.get(layer.name, replace(layer, position=len(joined), fqns=()))
@@ -228,7 +228,7 @@ def _alike_children(node: _Node) -> set[str]:
 
 
 def _alike_by_content(nodes: Mapping[str, _Node]) -> set[str]:
-    """Return the names that are alike to at least one other: leaves by shapes, containers by their tensor names."""
+    """Return the nodes that are alike to at least one other: leaves by shapes, containers by their tensor names."""
     if not any(node.children for node in nodes.values()):
         shapes = {name: tuple(sorted(node.shapes().items())) for name, node in nodes.items()}
         counts = Counter(shapes.values())
@@ -261,8 +261,8 @@ def _shape(module: nn.Module, name: str) -> tuple[int, ...]:
     return tuple(getattr(tensor, "ds_shape", tensor.shape))
 
 
-def _claims(fqns: Sequence[str], patterns: Mapping[str, str]) -> dict[str, str]:
-    """Return fqn -> layer name for the names that a pattern matches."""
+def _match_patterns(fqns: Sequence[str], patterns: Mapping[str, str]) -> dict[str, str]:
+    """Return fqn -> layer name for the fqns that a pattern matches."""
     claimed: dict[str, str] = {}
     for layer, pattern in patterns.items():
         try:

@@ -166,17 +166,17 @@ def _mix(a: int, b: npt.ArrayLike) -> list[int]:
     )
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    found: list[int] = (z ^ (z >> np.uint64(31))).tolist()
-    return found
+    mixed: list[int] = (z ^ (z >> np.uint64(31))).tolist()
+    return mixed
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """A signature, and a sample of its values, if copies are to be compared with it."""
+    """A signature, where its values were, and a sample of them unless copies need not be compared with it."""
 
     signature: Signature
     sample: torch.Tensor | None
-    places: tuple[int, ...]  # addresses of the pieces
+    addresses: tuple[int, ...]  # of the pieces
 
 
 class SketchMeter(StagingMeter[Signature]):
@@ -201,10 +201,10 @@ class SketchMeter(StagingMeter[Signature]):
         self._chunk_lengths: dict[Unit, int] = {}
         self._measured: dict[tuple[int, Unit], _Measured] = {}  # by thread id and unit
         self._staged_as: dict[Unit, _Measured] = {}  # the last measurement of staged units, if there was one to use
-        self._replaced: list[Signature | None] = []  # freed beside the next save: that takes time
+        self._replaced: list[Signature | None] = []  # old references; freeing takes time, so stage() does it
         self._one_by_one = False
         self._batches: dict[Any, tuple[Any, Any]] = {}  # by device, dtype, C: the units' addresses, and the batch
-        self._seen: list[Any] = []  # of the units measured at once last, all that ``_queue`` depends on
+        self._seen: list[Any] = []  # facts that ``_queue`` was built from: of the units measured at once last
         self._queue: list[tuple[list[Unit], Any]] = []
 
     def measure_many(self, units: Mapping[Unit, Sequence[torch.Tensor]]) -> dict[Unit, Measure]:
@@ -234,9 +234,9 @@ class SketchMeter(StagingMeter[Signature]):
         return not self._one_by_one and pieces[0].is_cuda and _kernels() is not None and bool(_kernels().fits(pieces))
 
     def _batch(self, kind: tuple[torch.device, torch.dtype, int], units: Mapping[Unit, Sequence[torch.Tensor]]) -> Any:
-        places = [(unit, _places(pieces), list(map(torch.numel, pieces))) for unit, pieces in units.items()]
+        layout = [(unit, _addresses(pieces), list(map(torch.numel, pieces))) for unit, pieces in units.items()]
         known = self._batches.get(kind)
-        if known is None or known[0] != places:
+        if known is None or known[0] != layout:
             self._batches.pop(kind, None)
             if known is None:
                 device, _, length = kind
@@ -246,41 +246,40 @@ class SketchMeter(StagingMeter[Signature]):
             else:
                 tables = known[1].tables
             draws = [partial(self._projection.draws, _key(unit)) for unit in units]
-            self._batches[kind] = places, _kernels().Batch(list(units.values()), draws, tables)
+            self._batches[kind] = layout, _kernels().Batch(list(units.values()), draws, tables)
         return self._batches[kind][1]
 
     def _begin(self, units: Mapping[Unit, Sequence[torch.Tensor]], batch: Any, signatures: torch.Tensor) -> Any:
-        """Do what needs no result of a batch, while the device works. Return the arguments of :meth:`_finish`."""
-        samples, places = [_sampled(pieces) for pieces in units.values()], map(_places, units.values())
+        """Queue samples and distances, without waiting for the device. Return the arguments of :meth:`_finish`."""
+        samples, addresses = [_sampled(pieces) for pieces in units.values()], map(_addresses, units.values())
         values = torch.cat([part for parts in samples for part in parts])
         counts, numels = [sum(map(torch.numel, parts)) for parts in samples], list(map(_numels, units.values()))
         known = [self._reference_for(unit, sizes) for unit, sizes in zip(units, numels, strict=True)]
         rows, sampled = _queued_to_host(signatures, torch.float32).unbind(), _queued_to_host(values, torch.float64)
         made = [Signature(row, sizes, True) for row, sizes in zip(rows, numels, strict=True)]
-        measured = list(map(_Measured, made, torch.split(sampled, counts), places))
+        measured = list(map(_Measured, made, torch.split(sampled, counts), addresses))
         return units, known, measured, batch.distances(signatures, [one and one.values for one in known])
 
     def _finish(
         self, units: Mapping[Unit, Any], known: Sequence[Any], measured: Sequence[_Measured], moved: torch.Tensor
     ) -> dict[Unit, Measure]:
-        found, thread = {}, threading.get_ident()
+        measures, thread = {}, threading.get_ident()
         distances = moved.tolist()  # waits for the device, and so for the copies queued before
         for (unit, pieces), one, reference, distance in zip(units.items(), measured, known, distances, strict=True):
-            finite = math.isfinite(distance) or all_finite(pieces)  # if it is not, nor is one of the two signatures
+            finite = math.isfinite(distance) or all_finite(pieces)  # else the reference, or a sum, was not finite
             made = one if finite else replace(one, signature=replace(one.signature, finite=False))
             self._measured[thread, unit] = made
-            found[unit] = _measure(made.signature, reference, distance)
-        return found
+            measures[unit] = _measure(made.signature, reference, distance)
+        return measures
 
     def measure(self, unit: Unit, pieces: Sequence[torch.Tensor]) -> Measure:
         """Return the estimated distance to the reference.
 
-        If values are not finite, or too large for a float32 sum, and there is a reference, ``moved_sq`` is inf; if
-        those of the reference are, ``reference_sq`` is 0.0 as well. Raises ValueError if the sizes of the pieces
-        changed."""
+        With a reference, ``moved_sq`` is inf if values of either are not finite, or too large for a float32 sum;
+        ``reference_sq`` is then 0.0 if the reference's are. Raises ValueError if the sizes of the pieces changed."""
         with self._lock:
             signature = self._reference_of(unit, pieces)
-            self._measured[threading.get_ident(), unit] = _Measured(signature, _sample(pieces), _places(pieces))
+            self._measured[threading.get_ident(), unit] = _Measured(signature, _sample(pieces), _addresses(pieces))
             reference = self._reference_for(unit, signature.numels)
             if reference is None:
                 return _measure(signature, None, 0.0)
@@ -307,8 +306,8 @@ class SketchMeter(StagingMeter[Signature]):
             self._replaced.clear()
             measured = self._measured.pop((threading.get_ident(), unit), None)
             if measured is not None:  # here, mostly in the background, and not when the save is settled
-                sample = None if measured.places == _places(copies) else measured.sample
-                self._staged_as[unit] = replace(measured, sample=sample, signature=_alone(measured.signature))
+                sample = None if measured.addresses == _addresses(copies) else measured.sample
+                self._staged_as[unit] = replace(measured, sample=sample, signature=_unshared(measured.signature))
 
     def settle(self, committed: Mapping[Unit, bool]) -> None:
         with self._lock:
@@ -342,7 +341,7 @@ class SketchMeter(StagingMeter[Signature]):
 
 
 def _facts(units: Mapping[Unit, Sequence[torch.Tensor]]) -> list[Any]:
-    """Return what batches depend on, by loops that run in C."""
+    """Return all that batches depend on, read by loops that run in C."""
     pieces = list(chain.from_iterable(units.values()))
     return [list(units), list(map(len, units.values())), *(list(map(get, pieces)) for get in _FACTS)]
 
@@ -351,13 +350,13 @@ _FACTS = (torch.Tensor.data_ptr, torch.numel, torch.Tensor.is_contiguous, attrge
 
 
 def _queued_to_host(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Queue a copy to the host, and return it."""
+    """Queue a copy to the host, and return it. Its values are valid once the device has finished."""
     host = torch.empty(values.shape, dtype=dtype, device="cpu", pin_memory=values.is_cuda)
     return host.copy_(values, non_blocking=True)
 
 
-def _alone(signature: Signature) -> Signature:
-    """Return a signature that does not keep the memory of those that were made with it."""
+def _unshared(signature: Signature) -> Signature:
+    """Return a signature with memory of its own, so that it does not keep alive that of its whole batch."""
     shares = signature.values.untyped_storage().nbytes() > signature.values.nbytes
     return replace(signature, values=signature.values.clone()) if shares else signature
 
@@ -375,7 +374,7 @@ def _measure(signature: Signature, reference: Signature | None, moved_sq: float)
 
 
 def _joined(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Return copies of all parts in one host tensor. A device is waited for once, not for each part."""
+    """Return copies of all parts in one host tensor. Waits for a device once, not for each part."""
     parts = [part.detach().to(dtype) for part in parts]
     if len({part.device for part in parts}) != 1:
         parts = [torch.empty(0, dtype=dtype, device="cpu"), *(part.cpu() for part in parts)]
@@ -386,7 +385,7 @@ def _numels(pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple(map(torch.numel, pieces))
 
 
-def _places(pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
+def _addresses(pieces: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple(piece.data_ptr() for piece in pieces)
 
 

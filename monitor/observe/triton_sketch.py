@@ -69,7 +69,7 @@ def _sum(board, order, out, first, slots, rows, width, step: tl.constexpr, size:
 
 @dataclass(frozen=True)
 class Tables:
-    """What a chunk length draws at random, on a device: a sign for each value, and the slots of the buckets."""
+    """Random tables of one chunk length, on a device: a sign for each value, and the slots of the buckets."""
 
     width: int
     offsets: int
@@ -97,14 +97,14 @@ class Batch:
             bits += draw(counts[-1])
         drawn = np.array(bits, np.uint64)
 
-        def there(values: npt.ArrayLike, dtype: torch.dtype) -> torch.Tensor:
+        def to_device(values: npt.ArrayLike, dtype: torch.dtype) -> torch.Tensor:
             return torch.from_numpy(np.asarray(values).astype(np.int64)).to(dtype).to(device)
 
-        self._pointers = there(np.concatenate(begins), torch.int64)
-        self._numels = there(np.concatenate(numels), torch.int32)
-        self._offsets = there((drawn >> np.uint64(1)) % np.uint64(tables.offsets), torch.int32)
-        self._signs = there((drawn & np.uint64(1)).astype(np.int64) * 2 - 1, torch.float32)
-        self._starts = there(list(accumulate(counts, initial=0)), torch.int32)
+        self._pointers = to_device(np.concatenate(begins), torch.int64)
+        self._numels = to_device(np.concatenate(numels), torch.int32)
+        self._offsets = to_device((drawn >> np.uint64(1)) % np.uint64(tables.offsets), torch.int32)
+        self._signs = to_device((drawn & np.uint64(1)).astype(np.int64) * 2 - 1, torch.float32)
+        self._starts = to_device(list(accumulate(counts, initial=0)), torch.int32)
         slots = tables.order.numel()
         self._group = min(self._count, max(1, _BOARDS // (4 * slots)))
         self._board = torch.empty(self._group * slots, dtype=torch.float32, device=device)

@@ -49,7 +49,7 @@ class UnitLayout:
     regions: MemoryRegions = field(compare=False)  # where the pieces lie
     nbytes: int  # raw bytes of all pieces
     spans: tuple[tuple[int, int], ...] | None = field(default=None, compare=False)
-    """Of each piece: the tensor of the job's identity that it lies in, and its first element there."""
+    """Where each piece lies: index in ``Identity.tensors``, and index of its first element in that tensor."""
 
     @classmethod
     def of(cls, pieces: Sequence[Piece]) -> "UnitLayout":
@@ -110,7 +110,7 @@ class LocalUnit:
 
 @dataclass(frozen=True)
 class _Listing:
-    """The units of a job for as long as its identity has this layout. Holds no tensor."""
+    """The layouts of a job's units, valid as long as its identity has the same layout. Holds no tensor."""
 
     identity: Any
     layouts: Mapping[Unit, UnitLayout]
@@ -124,10 +124,10 @@ class _Listing:
         addresses, layouts = [begin for begin, _ in begins], {}
         for unit, part in local.items():
             spans = [_span(piece.tensor, begins, addresses, identity.tensors) for piece in part.pieces]
-            found = tuple(span for span in spans if span is not None)
-            if len(found) < len(spans):
+            known = tuple(span for span in spans if span is not None)
+            if len(known) < len(spans):
                 return None
-            layouts[unit] = replace(part.layout, spans=found)
+            layouts[unit] = replace(part.layout, spans=known)
         return cls(identity.layout, layouts)
 
     def local(self, identity: Identity) -> dict[Unit, LocalUnit]:
@@ -156,7 +156,7 @@ class UnitTable:
         self.layers = tuple(layers)
         self._by_name = {layer.name: layer for layer in layers}
         self._layer_of = {fqn: layer for layer in layers for fqn in layer.fqns}
-        self._shape: dict[Unit, UnitLayout] | None = None
+        self._agreed: dict[Unit, UnitLayout] | None = None  # this rank's layouts at the last :meth:`agree`
         self._listing: _Listing | None = None
         self._infos: Mapping[str, TensorInfo] = {}
         self._records: Mapping[str, TensorRecord] = {}
@@ -170,7 +170,7 @@ class UnitTable:
 
     def changed(self, local: Mapping[Unit, LocalUnit]) -> bool:
         """Return whether this rank's pieces differ from those at the last call of :meth:`agree`."""
-        return {unit: part.layout for unit, part in local.items()} != self._shape
+        return {unit: part.layout for unit, part in local.items()} != self._agreed
 
     def local(self) -> dict[Unit, LocalUnit]:
         """Return the units with pieces on this rank.
@@ -180,9 +180,9 @@ class UnitTable:
         with self._adapter.cache_lookups():
             identity = self._adapter.identity()
             if identity is None or self._listing is None or self._listing.identity is not identity.layout:
-                found = self._list()
-                self._listing = _Listing.of(found, identity)
-                return found
+                units = self._list()
+                self._listing = _Listing.of(units, identity)
+                return units
             return self._listing.local(identity)
 
     def _list(self) -> dict[Unit, LocalUnit]:
@@ -208,13 +208,13 @@ class UnitTable:
         """Gather the units and sizes of all ranks. Return the units whose pieces changed on any rank. Collective.
 
         Raises UnstorableError, on all ranks, if only some replicas have optimizer state of a parameter."""
-        own = {unit: part.layout.members for unit, part in local.items()}
-        before, now = self._shape, {unit: part.layout for unit, part in local.items()}
+        members_here = {unit: part.layout.members for unit, part in local.items()}
+        before, now = self._agreed, {unit: part.layout for unit, part in local.items()}
         changed_here = set() if before is None else {u for u in before | now if before.get(u) != now.get(u)}
         boxed_here = {unit for unit, layout in now.items() if any(one.box is not None for one in layout.fragments)}
         totals: dict[Unit, _Members] = {}
         reshaped, boxed = set[Unit](), set[Unit]()
-        gathered = self._group.all_gather((own, changed_here, boxed_here, self._adapter.replicated_keys()))
+        gathered = self._group.all_gather((members_here, changed_here, boxed_here, self._adapter.replicated_keys()))
         if len({keys for *_, keys in gathered}) > 1:
             raise UnstorableError(
                 "the optimizer keeps state of a parameter on some ranks only, as a Muon for several ranks does, and a "
@@ -228,7 +228,7 @@ class UnitTable:
         order = sorted(totals, key=lambda unit: (self.layer(unit).position, unit.slot))
         self.sizes = {unit: _size(totals[unit], unit in boxed) for unit in order}
         self.rows = [(unit, self.layer(unit), size, is_moving(unit)) for unit, size in self.sizes.items()]
-        self._shape = now
+        self._agreed = now
         self.lost = (self.lost | reshaped) & set(self.sizes)
         return reshaped
 
@@ -315,7 +315,7 @@ class Surveyor:
         try:
             self._adapter.check_attached()
             if stepped:
-                self._require_in_use()
+                self._require_same_optimizer()
             local = self._table.local()
             self.mark()
         except UsageError as error:
@@ -325,11 +325,11 @@ class Surveyor:
             return Survey(trouble=f"the model and the optimizer cannot be inspected: {error!r}")
         return Survey(local)
 
-    def _require_in_use(self) -> None:
+    def _require_same_optimizer(self) -> None:
         """Raise UnsupportedError if another optimizer seems to update the weights. A heuristic.
 
         A script may bind ``optimizer`` to another object unnoticed. That the attached one took no step proves nothing
-        (a gradient scaler skips steps), nor that weights changed (scripts clip or average them). Both together, with
+        (a gradient scaler skips steps), nor do changed weights (scripts clip or average them). Both together, with
         unchanged optimizer state, mean another optimizer: its moments would not be saved."""
         before = self._versions
         now = None if self._updates or before is None else self._adapter.state_versions()

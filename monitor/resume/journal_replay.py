@@ -1,9 +1,9 @@
-"""Bring a resumed state forward by the steps in the journal, through the job's own optimizer.
+"""Bring a resumed state forward: repeat the optimizer steps that the journal recorded, with the job's own optimizer.
 
-Each record is read and checked on all ranks before its step is taken, while the step before is taken; where one is
-damaged, all ranks stop at the step before it, which is whole. The versions of a composite are of several steps: the
-replay begins at the oldest, and a unit is set to its own version when the replay reaches that step, so it ends with a
-state of one step. Training thread, in a resume; collective."""
+Each record is read and checked on all ranks while the step before it is repeated; at a damaged one, all ranks stop at
+the step before, which is whole. The versions of a composite are from several steps: the replay begins at the oldest,
+and each unit is set to its own version when the replay reaches that step, so it ends with a state of one step. Training
+thread, in a resume; collective."""
 
 import ctypes
 import logging
@@ -93,7 +93,7 @@ def resume_with_journal(
             result = run_on_all_ranks(job.group, partial(Replay, job, journal, result.chain, result)).run()
         except CollectiveError:
             raise
-        except Exception as error:  # noqa: BLE001 - alike on all ranks. Without the journal there is a state to go on from
+        except Exception as error:  # noqa: BLE001 - the same on all ranks, which resume without the journal instead
             _log.warning("resume: the steps in the journal cannot be taken again: %s", error)
             result = None
         if result is None and step is None:
@@ -109,7 +109,7 @@ def chain_of(
     catalog: Catalog,
     resolution: Resolution,
     bad: Set[RejectedVersion],
-    unled: Mapping[SaveId, str],
+    not_followed: Mapping[SaveId, str],
     *,
     journal: Catalog,
     job: JobContext,
@@ -117,15 +117,16 @@ def chain_of(
 ) -> Chain | frozenset[SaveId] | None:
     """Return the records that continue a commit, the same on all ranks. Collective.
 
-    Return the commits to pass over if slots of it are damaged, or it is ``unled``, and records bring an older commit to
-    its step; or if an older one is the way to ``step``. Raises NothingToResumeError if none is."""
+    Return the commits to pass over instead, if records lead from an older commit to the wanted step and not from this
+    one: because slots of it are damaged, it is in ``not_followed`` (commits that the journal cannot continue, and why),
+    or ``step`` is before it. Raises NothingToResumeError if no commit leads to ``step``."""
     wanted = resolution.manifest.step if step is None else step
 
     def find() -> Chain | frozenset[SaveId] | None:
         found, passed = resolution, set[SaveId]()
         while True:
-            chain = None if found.manifest.save in unled else _find_chain(journal, job, found, step)
-            if step is None and not passed and (chain is not None or not (found.fallbacks or unled)):
+            chain = None if found.manifest.save in not_followed else _find_chain(journal, job, found, step)
+            if step is None and not passed and (chain is not None or not (found.fallbacks or not_followed)):
                 return chain
             whole = not found.fallbacks and found.manifest.oldest == found.manifest.save
             if wanted == (found.manifest.step if whole else -1) or (chain and chain.steps[-1].save.step >= wanted):
@@ -138,8 +139,8 @@ def chain_of(
             except NothingToResumeError:
                 if step is None:
                     return None
-                why = "; ".join([f"no commit is of step {step}, and the journal does not lead to it", *unled.values()])
-                raise NothingToResumeError(why) from None
+                why = f"no commit is of step {step}, and the journal does not lead to it"
+                raise NothingToResumeError("; ".join([why, *not_followed.values()])) from None
 
     return run_on_rank0(job.group, find)
 
@@ -148,16 +149,16 @@ def _find_chain(journal: Catalog, job: JobContext, resolution: Resolution, step:
     """Return the records that continue a commit, up to ``step``. Not collective.
 
     None for a composite that they cannot bring forward: a layer's weights need the moments of the same step, and an
-    optimizer that is not known to update elements by themselves would mix layers of several steps."""
+    optimizer that does not update each element on its own would mix layers of several steps."""
     moving = [(unit, version.save) for unit, version in resolution.versions.items() if is_moving(unit)]
-    versions, own = {save for _, save in moving}, resolution.manifest.save
+    versions, commit = {save for _, save in moving}, resolution.manifest.save
     of_layer = {unit.layer: save for unit, save in moving}
-    whole = all(of_layer[unit.layer] == save for unit, save in moving)
+    one_per_layer = all(of_layer[unit.layer] == save for unit, save in moving)
     elementwise = all(type(one).__name__ in _ELEMENTWISE for one in job.adapter.optimizers())
-    if (versions - {own} and not (whole and elementwise)) or (step is not None and step < own.step):
+    if (versions - {commit} and not (one_per_layer and elementwise)) or (step is not None and step < commit.step):
         return None
     try:
-        chain = find_chain(journal, own, versions)
+        chain = find_chain(journal, commit, versions)
         steps = () if chain is None else tuple(one for one in chain.steps if step is None or one.save.step <= step)
         return replace(chain, steps=steps) if chain and steps else None
     except StorageError as error:  # the commit can be read, and is enough
@@ -166,7 +167,7 @@ def _find_chain(journal: Catalog, job: JobContext, resolution: Resolution, step:
 
 
 class Replay:
-    """Takes the steps of a chain again, from the state of a resume."""
+    """Repeats the steps of a chain of records, from the state of a resume."""
 
     def __init__(self, job: JobContext, journal: Catalog, chain: Chain, result: ResumeResult) -> None:
         self._job, self._journal, self._chain, self._result = job, journal, chain, result
@@ -184,7 +185,7 @@ class Replay:
         self._implementations = {fqn: _implementation(one) for one in groups for fqn in trained & {*one["params"]}}
 
     def run(self) -> ResumeResult | None:
-        """Return the result of the last whole step; None if the versions of a composite could not be joined."""
+        """Return the result of the last whole step; None if that is before the newest version of a composite."""
         newest, taken, same = max(self._result.resolution.manifest.step, self._result.least), list[_Record](), True
         later = run_on_all_ranks(self._job.group, self._later_versions)
         with self._payloads, _freed_memory_kept(), ThreadPoolExecutor(1, "driftpoint-journal") as pool:
@@ -193,7 +194,7 @@ class Replay:
                 whole = self._job.group.all_gather(record is not None)  # on each rank
                 if record is None or not all(whole):
                     break
-                run_on_all_ranks(self._job.group, partial(self._take, record))
+                run_on_all_ranks(self._job.group, partial(self._repeat_step, record))
                 self._set_versions(later.pop(record.step.save.step, ()))
                 same = same and record.same
                 taken = [record]
@@ -215,14 +216,14 @@ class Replay:
         yield from waiting
 
     def _read(self, step: JournalStep, gradients: _Gradients) -> _Record | None:
-        """Read and check a record; None if it is damaged. Not collective, in any thread."""
+        """Read and check a record; return None if it is damaged. Not collective; any thread."""
         try:
             after = read_own_run_state(self._journal, step.save, step.record, self._job.group.rank)
             parts = self._journal.group(step.save, step.record).parts
             if after.state is None or len(parts) < step.record.world_size:
                 raise DamagedError(after.problem or "parts are missing")
-            own, index = parts.get(self._job.group.rank), fragments_of(parts)
-            tree = read_tree(self._journal, own or parts[0])
+            own_part, index = parts.get(self._job.group.rank), fragments_of(parts)
+            tree = read_tree(self._journal, own_part or parts[0])
             stepped, sampled = tree[STEPPED], tree[SAMPLE]
             values = read_fragments(self._payloads, index, self._places(index, gradients))
             if values.bad:
@@ -234,9 +235,10 @@ class Replay:
         except (DamagedError, StorageError, KeyError) as error:
             _log.warning("the journal is followed up to step %d: that of the next: %s", step.save.step - 1, error)
             return None
-        known = {entry.fragment for entry in own.entries if entry.slot == GRADIENT} if own else set()
+        entries = own_part.entries if own_part else ()
+        recorded_here = {entry.fragment for entry in entries if entry.slot == GRADIENT}
         replicas = self._job.adapter.framework == stepped.get("framework") == "torch"  # each rank holds all of it
-        same = replicas or known == {one for one in self._owned if one.fqn in recorded}
+        same = replicas or recorded_here == {one for one in self._owned if one.fqn in recorded}
         same = same and all(self._implementations[fqn] == one for fqn, one in before.items())
         return _Record(step, stepped, values, after, sampled, gradients, recorded, same, replicas)
 
@@ -245,7 +247,7 @@ class Replay:
         return [adapter.new_gradients(number) for number in range(len(adapter.optimizers()))]
 
     def _places(self, index: FragmentIndex[Source], gradients: _Gradients) -> list[FragmentPlace]:
-        """Return what this rank needs of a record, in the memory of ``gradients`` or of its own."""
+        """Return the places that this rank reads of a record: in the memory of ``gradients``, or in new memory."""
         buffers = ((one, None) for one in self._held if one.fragment.slot == BUFFER)
         pieces = (piece for optimizer in gradients for one in optimizer for piece in one.pieces)
         return [
@@ -256,21 +258,21 @@ class Replay:
 
     def _later_versions(self) -> dict[int, list[tuple[torch.Tensor, torch.Tensor]]]:
         """Return (live tensor, its version) of the pieces that the replay reaches later, by step."""
-        manifest, found = self._result.resolution.manifest, dict[int, list[tuple[torch.Tensor, torch.Tensor]]]()
+        manifest, by_step = self._result.resolution.manifest, dict[int, list[tuple[torch.Tensor, torch.Tensor]]]()
         for piece in self._held:
             unit = Unit(manifest.tensors[piece.fragment.fqn].layer, piece.fragment.slot)
             version = self._result.resolution.versions.get(unit)
             if version is not None and is_moving(unit) and version.save.step > self._chain.oldest:
                 memory = piece.tensor if piece.target is None else piece.target
-                found.setdefault(version.save.step, []).append((memory, memory.detach().clone()))
-        return found
+                by_step.setdefault(version.save.step, []).append((memory, memory.detach().clone()))
+        return by_step
 
     @torch.no_grad()
     def _set_versions(self, versions: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for tensor, values in versions:
             tensor.copy_(values)
 
-    def _take(self, record: _Record) -> None:
+    def _repeat_step(self, record: _Record) -> None:
         read, groups = record.values.values, record.stepped["groups"]
         if record.stepped["rng"] is not None:
             restore_rng(record.stepped["rng"])
@@ -279,13 +281,13 @@ class Replay:
             for piece in pieces:
                 if piece.fragment.fqn not in record.trained:
                     piece.tensor.zero_()  # it holds values of another record
-            own = {piece.fragment: read[piece.fragment] for piece in pieces if piece.fragment in read}
-            replace(record.values, values=own).load(pieces)
+            values = {piece.fragment: read[piece.fragment] for piece in pieces if piece.fragment in read}
+            replace(record.values, values=values).load(pieces)
             self._job.adapter.repeat_step(number, groups, record.trained, record.gradients[number])
 
     def _check_sample(self, last: _Record, same: bool) -> None:
-        """Raise DamagedError if the weights are not those that the job had after a step."""
-        # Where no rank had gradients, other ranks may take them again alike, but hold other weights.
+        """Raise DamagedError if a sample of the weights differs from that recorded after the last step."""
+        # A rank without gradients is ``same``, although it may hold other weights than the rank that recorded them.
         same = same and (last.whole or last.step.record.world_size == self._job.group.world_size)
         if same and not torch.equal(sample(weights_of(self._job.adapter.held())).cpu(), last.sample):
             why = "which were also changed by other means than the optimizer's step, or computed elsewhere"
@@ -306,8 +308,8 @@ class Replay:
 
         def load() -> None:
             places = [FragmentPlace(one.fragment, one.tensor.dtype) for one in self._held]
-            own = {one: found for one, found in last.values.values.items() if one.slot == BUFFER}
-            read = with_rank_buffers(replace(last.values, values=own), state, places)
+            buffers = {fragment: value for fragment, value in last.values.values.items() if fragment.slot == BUFFER}
+            read = with_rank_buffers(replace(last.values, values=buffers), state, places)
             read.load(self._held)
             job.adapter.load_run_state(state.framework)
 
@@ -321,9 +323,9 @@ class Replay:
 
 @contextmanager
 def _freed_memory_kept() -> Iterator[None]:
-    """Let malloc keep what is freed, with its pages: each step's temporaries are as large as the state.
+    """Let malloc keep freed memory for reuse: each step's temporaries are as large as the state.
 
-    glibc maps such memory anew each time, and faults of its pages take longer than the arithmetic of the optimizer."""
+    By default glibc maps such memory anew each time, and page faults take longer than the optimizer's arithmetic."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "malloc_trim") or any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         yield

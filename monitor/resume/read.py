@@ -38,8 +38,8 @@ Slots = dict[str, dict[str, str]]  # fqn -> slot -> dtype as stored
 T = TypeVar("T")
 
 _SMALL = 1 << 18
-"""Fragments of at most these bytes are kept in host memory once they are checked: a read has a cost of its own. Those
-that follow each other are read at once."""
+"""Fragments of at most these bytes stay in host memory once they are checked, because a second read costs more.
+Adjacent ones are read at once."""
 
 _CHUNK = 1 << 22  # elements checked at once: the checks need several times the memory of their input
 _LOADED_AT_ONCE = 1024  # small tensors
@@ -53,7 +53,7 @@ _REPEATABLE: frozenset[Kind | None] = frozenset({"local", "passing", "container"
 
 
 def encoding_loss(host: torch.Tensor, place: FragmentPlace) -> str | None:
-    """Describe the values that the live dtype cannot hold; None if it holds all of them, NaN included.
+    """Describe the loss of converting values to the live dtype; None if it holds all of them, NaN included.
 
     Rounding is described, and so is a mask value that becomes infinite (see :func:`_is_mask_value`). Raises
     ModelMismatchError if values would change otherwise: too large, fractions in an integer tensor, complex values in a
@@ -155,7 +155,7 @@ class OpenPayloads:
 
 @dataclass(frozen=True)
 class CheckedValues:
-    """Values whose bytes were checked, and are read again from the open payloads into the live tensor.
+    """Values whose bytes were verified, and that are read a second time, from the open payloads into the live tensor.
 
     The second read checks the hash again: bytes that changed in between do not pass."""
 
@@ -175,24 +175,24 @@ class ReadResult:
     """The values that a rank needs, verified."""
 
     values: Mapping[Fragment, torch.Tensor | CheckedValues]
-    """Of each live fragment: 1-d in host memory, in the dtype as stored, or in the open payloads."""
+    """Values of each live fragment: 1-d in host memory, in the stored dtype, or still in the open payloads."""
     bad: frozenset[RejectedVersion]  # damaged or unreadable versions. If not empty, `values` must not be used
     notes: tuple[str, ...]  # slots that the store does not have
     rounded: tuple[str, ...]  # values that the live dtypes cannot hold
 
     def load(self, pieces: Iterable[Piece]) -> list[str]:
-        """Fill the live tensors. Return notes on those that share memory with others, which hold other values.
+        """Fill the live tensors. Return notes on tensors that share memory with another one, and now have its values.
 
         Raises RuntimeError if values have no tensor."""
-        found = [piece for piece in pieces if piece.fragment in self.values]
-        if len(found) < len(self.values):
-            raise RuntimeError(f"{len(self.values) - len(found)} of {len(self.values)} fragments have no live tensor")
-        for device in {piece.tensor.device for piece in found if piece.tensor.is_cuda}:
+        live = [piece for piece in pieces if piece.fragment in self.values]
+        if len(live) < len(self.values):
+            raise RuntimeError(f"{len(self.values) - len(live)} of {len(self.values)} fragments have no live tensor")
+        for device in {piece.tensor.device for piece in live if piece.tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()  # threads have other streams than the caller
-        sharing = _sharing_memory(found)
-        _in_threads(self._load, self._batches(found), threads=1 if sharing else _THREADS)
+        sharing = _sharing_memory(live)
+        _in_threads(self._load, self._batches(live), threads=1 if sharing else _THREADS)
         with torch.no_grad():
-            for _, tensor, target in found:
+            for _, tensor, target in live:
                 if target is not None:
                     target.copy_(tensor.view(target.shape))
         return [
@@ -238,11 +238,11 @@ def _sharing_memory(pieces: Iterable[Piece]) -> list[Piece]:
     starts = np.array([piece.tensor.data_ptr() for piece in pieces], np.int64)
     order = np.argsort(starts, kind="stable")
     starts, ends = starts[order], (starts + np.array([piece.tensor.nbytes for piece in pieces], np.int64))[order]
-    reached = np.maximum.accumulate(ends)  # of each and those before, the end of the one that ends last
-    found: set[int] = set()
+    reached = np.maximum.accumulate(ends)  # largest end of each piece and those before it
+    overlapping: set[int] = set()
     for place in np.flatnonzero(starts[1:] < reached[:-1]):
-        found |= {int(np.argmax(ends[: place + 1])), int(place) + 1}
-    return [pieces[order[place]] for place in sorted(found)]
+        overlapping |= {int(np.argmax(ends[: place + 1])), int(place) + 1}
+    return [pieces[order[place]] for place in sorted(overlapping)]
 
 
 def _in_threads(action: Callable[[T], None], items: Iterable[T], threads: int = _THREADS) -> None:
@@ -269,12 +269,12 @@ def _in_threads(action: Callable[[T], None], items: Iterable[T], threads: int = 
 
 
 class _Wanted(NamedTuple):
-    """A live fragment, and the stored ones that fill it."""
+    """A live fragment to read, and the stored fragments that fill it."""
 
     place: FragmentPlace
     dtype: torch.dtype  # as stored
     copies: Sequence[Copy[Source]]
-    again: bool  # checked first, and read again into the live tensor
+    again: bool  # whether it is only verified at first, and read a second time into the live tensor
     small: bool  # one whole stored fragment, which may be read with its neighbours
     span: tuple[str, int, int]  # payload, and where the first of ``copies`` begins and ends there
 
@@ -289,8 +289,8 @@ def read_fragments(payloads: OpenPayloads, index: FragmentIndex[Source], places:
     Raises ModelMismatchError if the live dtypes cannot represent them, UnreachableError if the object store cannot be
     reached."""
     notes: list[str] = []
-    found = [_wanted(payloads, index, place, notes) for place in places]
-    wanted = sorted((one for one in found if one is not None), key=lambda one: one.span)
+    stored = [_wanted(payloads, index, place, notes) for place in places]
+    wanted = sorted((one for one in stored if one is not None), key=lambda one: one.span)
     reader = _Reader(payloads)
     _in_threads(reader.read_all, _halves(wanted))
     return ReadResult(reader.values, frozenset(reader.bad), tuple(notes), tuple(sorted(reader.rounded)))
@@ -316,7 +316,7 @@ def _wanted(
 
 
 def _neighbours(run: Iterable[_Wanted]) -> Iterator[list[_Wanted]]:
-    """Split a run into fragments that are read at once: small ones of one dtype that follow each other, or a single."""
+    """Split a run into batches that are read at once: adjacent small fragments of one dtype, or a single one."""
     batch: list[_Wanted] = []
     for one in run:
         if batch:
@@ -331,7 +331,7 @@ def _neighbours(run: Iterable[_Wanted]) -> Iterator[list[_Wanted]]:
 
 
 def _present_memory(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return new host memory with its pages present: one call for all of them costs less than a fault for each."""
+    """Return new host memory with its pages present: one call for all pages costs less than a fault for each."""
     tensor = torch.empty(numel, dtype=dtype, device="cpu")
     if sys.platform == "linux" and tensor.nbytes > _SMALL:
         first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -341,7 +341,7 @@ def _present_memory(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _halves(wanted: Sequence[_Wanted]) -> list[Sequence[_Wanted]]:
-    """Split into runs of about as many bytes, one for each thread: what a thread reads ahead is its own."""
+    """Split into two runs of about equal bytes, one for each thread, because each thread reads ahead by itself."""
     ends = list(accumulate(one.nbytes for one in wanted))
     middle = bisect_left(ends, ends[-1] / 2) if ends else 0
     return [wanted[:middle], wanted[middle:]]
@@ -390,7 +390,7 @@ class _Reader:
             raise
 
     def _read_at_once(self, batch: Sequence[_Wanted]) -> Sequence[_Wanted]:
-        """Read and verify small fragments that follow each other. Return those that are to be read by themselves."""
+        """Read and verify adjacent small fragments. Return those that failed, which must be read one by one."""
         path, first, _ = batch[0].span
         data = torch.empty(batch[-1].span[2] - first, dtype=torch.uint8, device="cpu")
         memory = data.numpy().data
@@ -398,14 +398,14 @@ class _Reader:
             self._payloads.read_into(path, first, memory)
         except (DamagedError, StorageError):
             return batch
-        rest = []
-        values = torch.split(data.view(batch[0].dtype), [one.place.fragment.numel for one in batch])
-        for one, own in zip(batch, values, strict=True):
+        failed = []
+        parts = torch.split(data.view(batch[0].dtype), [one.place.fragment.numel for one in batch])
+        for one, values in zip(batch, parts, strict=True):
             if digest(memory[one.span[1] - first : one.span[2] - first]) == one.copies[0].source.entry.xxh3_128:
-                self.values[one.place.fragment] = own
+                self.values[one.place.fragment] = values
             else:
-                rest.append(one)
-        return rest
+                failed.append(one)
+        return failed
 
     def _read(self, one: _Wanted, scratch: bytearray) -> None:
         host = one.place.memory
@@ -426,7 +426,7 @@ class _Reader:
             return False
         fault, whole = _Fault(copy.source.part.save), copy
         target = None if host is None else host[copy.target_start : copy.target_start + copy.numel]
-        if copy.steps is not None:  # elements that are apart: first all of the fragment, in memory of its own
+        if copy.steps is not None:  # elements that are not adjacent: first read the whole fragment into other memory
             whole = Copy(copy.source, 0, 0, copy.source.entry.numel)
             target = torch.empty(whole.numel, dtype=dtype, device="cpu")
         try:
@@ -455,8 +455,8 @@ def _fetch(
     fault: _Fault | None = None,
     scratch: bytearray | None = None,
 ) -> None:
-    """Read values into ``target``, on any device, and verify them; without a target, which plain ones need not have,
-    only verify them, through ``scratch``."""
+    """Read values into ``target``, on any device, and verify them. Without a target, only verify them, through
+    ``scratch``: for copies that :func:`_is_plain`."""
     part, entry = copy.source.part, copy.source.entry
     if target is None or _is_plain(copy):
         memory = as_bytes(target) if target is not None and target.device.type == "cpu" else None

@@ -52,10 +52,10 @@ class ResumeResult:
     replicas: frozenset[int] = frozenset()  # ranks of the snapshot that were read from a peer's replica
     passed_over: int = 0  # newer commits that were not used, since they are damaged or suspect
     chain: Chain | None = None  # records of the journal that continue it
-    least: int = -1  # step up to which they must lead: that of a commit that was passed over for it
-    replayed: int = 0  # steps that were taken again from them
+    least: int = -1  # step that the chain must reach: that of the newer commit that was passed over for it
+    replayed: int = 0  # steps repeated from the chain
     reconcile: Callable[[select.ResumePoint], tuple[Any, ...]] = lambda point: (point,)
-    """Returns a point with the hyperparameters to go on with, as for the commit."""
+    """Settles differences in hyperparameters in another resume point, as it was done for that of the commit."""
 
 
 @dataclass
@@ -97,8 +97,8 @@ def resume(
 ) -> ResumeResult | None:
     """Load the newest resumable commit into the live job. Collective. Return None if the store has no commits.
 
-    ``live`` records changes to the live state. follow: returns what the journal has after a commit, and then the run
-    state is that of its oldest version; or the commits to pass over for an older one. It gets those where it cannot be.
+    ``live`` records changes to the live state. follow: finds the records of the journal that continue a commit; see
+    :func:`monitor.resume.journal_replay.chain_of`. With them, the run state is that of the commit's oldest version.
 
     Raises:
         NothingToResumeError: There are commits, but none is complete.
@@ -108,7 +108,7 @@ def resume(
         StorageError: Ranks do not see the same store, or storage failed.
         DriftpointError: Copying the checked values failed midway. Only then has anything changed."""
     bad: frozenset[RejectedVersion] = frozenset()
-    notes, skip, unled, least = list[str](), frozenset[SaveId](), dict[SaveId, str](), -1
+    notes, skip, not_followed, least = list[str](), frozenset[SaveId](), dict[SaveId, str](), -1
     while True:
         chosen: list[Resolution] = []  # on rank 0
         name, passed_over, newer = run_on_rank0(group, partial(select.select_commit, catalog, bad, chosen, skip))
@@ -117,30 +117,29 @@ def resume(
         if not chosen:
             catalog.forget()
         with OpenPayloads(catalog.files) as payloads:
-            with adapter.cache_lookups():  # nothing changes
+            with adapter.cache_lookups():  # nothing changes until _load()
                 plan = run_on_all_ranks(group, partial(_plan, catalog, SaveId.parse(name), bad, adapter, chosen))
-                chain = follow(catalog, plan.resolution, bad, unled)
+                chain = follow(catalog, plan.resolution, bad, not_followed)
                 if isinstance(chain, frozenset):
                     skip, least, notes = chain, plan.resolution.manifest.step, [*notes, *plan.resolution.problems]
                     continue
                 at = None if chain is None else chain.oldest
-                found = _check(catalog, plan, payloads, adapter, group, user=user, settings=settings, at=at)
-            if isinstance(found, frozenset):
-                bad, skip, unled, least = bad | found, frozenset(), {}, -1
-                notes += [one.why for one in found if one.why]
+                checked = _check(catalog, plan, payloads, adapter, group, user=user, settings=settings, at=at)
+            if isinstance(checked, frozenset):
+                bad, skip, not_followed, least = bad | checked, frozenset(), {}, -1
+                notes += [one.why for one in checked if one.why]
                 continue
-            if isinstance(found, str):
-                skip, least, unled[plan.resolution.manifest.save] = frozenset(), -1, found
+            if isinstance(checked, str):
+                skip, least, not_followed[plan.resolution.manifest.save] = frozenset(), -1, checked
                 continue
-            notes += [*passed_over, *plan.resolution.problems, *found.point.notes, *found.read.notes, *found.lost]
-            notes += run_on_all_ranks(group, partial(_object_notes, found.point.state, user, plan.before))
-            shared = _over_ranks(group, _load(plan, found, adapter, user=user, group=group, live=live))
-            user.recorded = found.constructed
-        notes, lost = list(dict.fromkeys([*unled.values(), *notes, *shared])), (*found.lost, *shared)
+            point, problems = checked.point, plan.resolution.problems
+            notes += [*passed_over, *problems, *point.notes, *checked.read.notes, *checked.lost]
+            notes += run_on_all_ranks(group, partial(_object_notes, point.state, user, plan.before))
+            shared = _over_ranks(group, _load(plan, checked, adapter, user=user, group=group, live=live))
+            user.recorded = checked.constructed
+        notes, lost = list(dict.fromkeys([*not_followed.values(), *notes, *shared])), (*checked.lost, *shared)
         least = -1 if chain is None else min(least, chain.steps[-1].save.step)
-        result = ResumeResult(
-            plan.resolution, found.point, tuple(notes), lost, passed_over=newer, chain=chain, least=least
-        )
+        result = ResumeResult(plan.resolution, point, tuple(notes), lost, passed_over=newer, chain=chain, least=least)
         return replace(result, reconcile=partial(_reconciled, plan=plan, user=user, settings=settings))
 
 
@@ -155,12 +154,12 @@ def _check(
     settings: ResumeSettings,
     at: int | None,
 ) -> _Checked | frozenset[RejectedVersion] | str:
-    """Read and check all that a plan loads. Return unusable versions, or why the state of ``at`` is. Collective."""
+    """Read, check and return all that a plan loads; or return unusable versions, or why the state of ``at`` is."""
     _require_same_versions(plan.resolution, group)
     local = sorted({place.fragment.slot for place in plan.places})
-    own = [fqn for params in plan.before["param_groups"] for fqn in params["params"]]
-    seen = group.all_gather((local, own if group.rank in adapter.leaders else [], list(extra_states(adapter.module))))
-    live, held, modules = (set[str]().union(*found) for found in zip(*seen, strict=True))
+    params = [fqn for group in plan.before["param_groups"] for fqn in group["params"]]
+    names = local, params if group.rank in adapter.leaders else [], list(extra_states(adapter.module))
+    live, held, modules = (set[str]().union(*of_ranks) for of_ranks in zip(*group.all_gather(names), strict=True))
     select.require_slots({slot for slots in plan.slots.values() for slot in slots}, live)
     point = select.select_run_state(catalog, plan.resolution, plan.slots, group, user=user, settings=settings, at=at)
     if isinstance(point, RejectedVersion):
@@ -193,7 +192,7 @@ def _reconciled(
 ) -> tuple[select.ResumePoint, Sequence[str], Constructed]:
     """Return the resume point with the hyperparameters to go on with, and their differences."""
     state, live, prefer = point.state, plan.before, settings.hyperparameters
-    framework, own, notes = reconcile(state.framework, live["param_groups"], user.script.groups, prefer)
+    framework, constructed, notes = reconcile(state.framework, live["param_groups"], user.script.groups, prefer)
     recorded, objects = dict[str, Any](), {id(one): one for one in state.user or ()}
     saved = {user.label(index): one for index, one in enumerate(user.match(state.user) if state.user else ()) if one}
     for label, now in user.script.schedules.items():
@@ -208,7 +207,7 @@ def _reconciled(
             framework = {**framework, label: settled}
         notes = (*notes, *lines)
     state = replace(state, user=state.user and tuple(objects.values()), framework=framework)
-    return replace(point, state=state), notes, Constructed(own, recorded)
+    return replace(point, state=state), notes, Constructed(constructed, recorded)
 
 
 def _dropped_state(
@@ -265,11 +264,11 @@ def _over_ranks(group: Group, messages: Sequence[str]) -> tuple[str, ...]:
 
 
 def with_rank_buffers(read: ReadResult, state: RunState, places: Sequence[FragmentPlace]) -> ReadResult:
-    """Replace rank 0's buffers by those that this rank had of its own."""
-    own = {place.fragment.fqn: place for place in places if place.fragment.slot == BUFFER}
+    """Replace rank 0's buffers by this rank's own, which its run state holds if they differed."""
+    buffers = {place.fragment.fqn: place for place in places if place.fragment.slot == BUFFER}
     values, rounded = dict(read.values), list(read.rounded)
     for fqn, tensor in state.buffers.items():
-        place = own.get(fqn)
+        place = buffers.get(fqn)
         if place is None or place.fragment.numel != tensor.numel():
             raise ModelMismatchError(
                 f"the store holds {fqn} of this rank with {tensor.numel()} elements, and this model has "
@@ -282,7 +281,7 @@ def with_rank_buffers(read: ReadResult, state: RunState, places: Sequence[Fragme
 
 
 def with_own_scalars(state: RunState, adapter: Adapter) -> RunState:
-    """Replace the first rank's scalars by those that this rank had of its own, if it holds what it held."""
+    """Replace rank 0's scalars by this rank's own, if it holds the same tensors as when they were saved."""
     scalars, own = state.framework["scalars"], state.rank_scalars if state.home == adapter.home else {}
     merged = {**scalars, **{fqn: {**scalars.get(fqn, {}), **found} for fqn, found in own.items()}}
     return replace(state, framework={**state.framework, "scalars": merged})
@@ -301,7 +300,7 @@ def _unrestored(point: select.ResumePoint, adapter: Adapter, group: Group, modul
 
 
 def _object_notes(state: RunState, user: UserState, live: Mapping[str, Any]) -> list[str]:
-    """Describe the run state that the commit does not have, as an imported one, or that another class takes."""
+    """Describe run state that the commit lacks, as an imported one does, or that another optimizer class takes."""
     notes = []
     was, now = state.framework.get("optimizer"), live.get("optimizer")
     if was and was != now and " + " not in f"{was}{now}":  # of several, each parameter's is compared
@@ -332,7 +331,7 @@ def _load(
             run_on_all_ranks(group, lambda: _require_unchanged(plan, state, loader, adapter))
     except BaseException as error:
         whole = loader.undo() and not mixed
-        live.mixed = not (isinstance(error, Exception) and all(group.all_gather(whole)))  # others end on one rank alone
+        live.mixed = not (isinstance(error, Exception) and all(group.all_gather(whole)))  # Ctrl-C is on one rank alone
         raise
     with adapter.cache_lookups():
         notes = run_on_all_ranks(group, lambda: _copy_values(plan, found.read, state.framework, adapter))
@@ -481,18 +480,19 @@ def build_certificate(result: ResumeResult) -> Certificate:
 def _reset_ledger(job: JobContext, catalog: Catalog, result: ResumeResult, step: int) -> None:
     """Reset the ledger to the resumed state at ``step``.
 
-    A commit cannot refer to an in-memory snapshot. The ledger then takes the newest commit, and since the drift from it
-    is unknown, the next save stores every unit that came from memory."""
-    below = result.resolution
+    After a resume from memory it takes the newest commit instead, since commits cannot refer to snapshots. The drift
+    from that is unknown, so the next save stores every unit that came from memory."""
+    base = result.resolution
     if result.replayed:
         job.table.lost |= {unit for unit in result.resolution.versions if is_moving(unit)}
     if result.memory is not None:
         job.table.lost |= {unit for unit, version in result.resolution.versions.items() if version.save in result.kept}
-        job.table.lost |= {one.record.unit for one in result.resolution.fallbacks}  # below may be the damaged one
+        job.table.lost |= {
+            one.record.unit for one in result.resolution.fallbacks
+        }  # the commit may have the damaged one
         newest = newest_on_disk(catalog, job.group)
         if newest is None:
             job.ledger.forget()
             return
-        below = newest
-    # Under a budget, a full save at each resume might use up all of it.
-    job.ledger.adopt(below, step)
+        base = newest
+    job.ledger.adopt(base, step)

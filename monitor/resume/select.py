@@ -46,7 +46,7 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class RunStateRead:
-    """One rank's run state of a save. problem: why it, or another rank's, cannot be used; empty if it can."""
+    """One rank's run state of a save. problem: why that of any rank cannot be used; empty if all can."""
 
     state: RunState | None
     generators: bool
@@ -65,31 +65,31 @@ def select_run_state(
 ) -> ResumePoint | RejectedVersion:
     """Return the resume point of ``resolution``, or the commit as rejected if its run state is unusable. Collective.
 
-    slots: stored slots of each parameter. at: the step to go on from, if it does not follow from the settings."""
-    own = resolution.manifest.save
+    slots: stored slots of each parameter. at: the step to continue from; None: as the settings say."""
+    commit = resolution.manifest.save
     effective = certify(resolution).effective_step
-    wanted = effective if settings.at == "effective" else own.step
+    wanted = effective if settings.at == "effective" else commit.step
     saves = run_saves(resolution, wanted if at is None else at)
     notes: list[str] = []
     for save, record in saves.items():
-        found = read_run_state(catalog, save, record, group)
-        problem, state = found.problem, found.state
-        if state is not None and save != own:
+        read = read_run_state(catalog, save, record, group)
+        problem, state = read.problem, read.state
+        if state is not None and save != commit:
             problem = _first_problem(group, run_on_all_ranks(group, partial(_mismatch, state, slots, user)))
-        if problem and save == own:
-            return RejectedVersion(own, why=problem)
+        if problem and save == commit:
+            return RejectedVersion(commit, why=problem)
         if problem or state is None:
             notes.append(f"skipped the run state of {save}, near the effective step {effective:.4g}: {problem}")
             continue
-        point = ResumePoint(save, state, found.generators, record.world_size, tuple(notes))
-        if save == own or settings.data == "back" or at is not None:
+        point = ResumePoint(save, state, read.generators, record.world_size, tuple(notes))
+        if save == commit or settings.data == "back" or at is not None:
             return point
-        latest = read_run_state(catalog, own, saves[own], group)
+        latest = read_run_state(catalog, commit, saves[commit], group)
         if latest.state is None:
-            return RejectedVersion(own, why=latest.problem)
+            return RejectedVersion(commit, why=latest.problem)
         combine = partial(_keep_newest_data_position, point, latest.state, latest.generators, user)
         return run_on_all_ranks(group, combine)
-    return RejectedVersion(own)
+    return RejectedVersion(commit)
 
 
 def _keep_newest_data_position(point: ResumePoint, latest: RunState, generators: bool, user: UserState) -> ResumePoint:
@@ -185,8 +185,8 @@ def select_commit(
         raise NothingToResumeError(f"{error}; to start over, set another `store:`") from error
     if chosen is not None and not (passed_over or resolution.problems):
         chosen.append(resolution)
-    own = resolution.manifest.save
-    return own.name, passed_over, sum(save > own for save in catalog.saves())
+    newest = resolution.manifest.save
+    return newest.name, passed_over, sum(save > newest for save in catalog.saves())
 
 
 def resolve_commit(catalog: Catalog, save: SaveId, bad: frozenset[RejectedVersion]) -> Resolution:
@@ -247,8 +247,8 @@ def require_optimizer(saved: Mapping[str, Any], live: Mapping[str, Any]) -> None
     """Raise ModelMismatchError unless both are the same kind of optimizer, with hyperparameters of the same kinds.
 
     saved, live: results of :meth:`monitor.adapters.base.Adapter.run_state`."""
-    own = {fqn for group in live["param_groups"] for fqn in group["params"]}
-    groups = [group for group in saved["param_groups"] if not own.isdisjoint(group["params"])]  # of this rank's stage
+    held = {fqn for group in live["param_groups"] for fqn in group["params"]}
+    groups = [group for group in saved["param_groups"] if not held.isdisjoint(group["params"])]  # of this rank's stage
     saved = {**saved, "param_groups": groups or saved["param_groups"]}
     _require_same_split(saved, live)
     if _markers(saved) != _markers(live):
@@ -267,7 +267,7 @@ def require_optimizer(saved: Mapping[str, Any], live: Mapping[str, Any]) -> None
 
 
 def _require_same_split(saved: Mapping[str, Any], live: Mapping[str, Any]) -> None:
-    """Raise ModelMismatchError if, of several optimizers, one of another class holds a parameter than when saved."""
+    """Raise ModelMismatchError if a parameter of several optimizers is updated by another class than when saved."""
     if all(" + " not in str(framework.get("optimizer")) for framework in (saved, live)):
         return
     before, now = map(_kinds, (saved, live))

@@ -1,10 +1,10 @@
-"""Copies live state to host memory, so that it can be written beside training.
+"""Copy live state to host memory, so that it can be written while training goes on.
 
 State does not change between two optimizer steps. So copies are made at once (``eager``), or during the next forward
-and backward (``lazy``); then the next optimizer step waits for the copies that are not complete, and so does any other
-public call of the framework that changes the state. Any other change is detected, and the save is given up. The kernel
-reports every write (:class:`WriteTracker`); where it cannot, version counters and a sample find most.
-Where there is no room for a second copy of the state, the optimizer step waits for storage, too (:class:`WaveCopy`)."""
+and backward (``lazy``); then the next optimizer step waits for copies that are not complete, and so does any other
+public call of the framework that changes the state. Other changes are detected, and the save is given up: the kernel
+reports every write (:class:`WriteTracker`); where it cannot, version counters and a sample detect most.
+If there is no memory for a second copy of the state, the optimizer step waits for storage, too (:class:`WaveCopy`)."""
 
 import logging
 import threading
@@ -32,39 +32,39 @@ _log = logging.getLogger("driftpoint")
 
 T = TypeVar("T")
 
-WavePiece = tuple[int, torch.Tensor, torch.Tensor]  # waves that come after its own, elements of the state, a buffer
+WavePiece = tuple[int, torch.Tensor, torch.Tensor]  # number of later waves, elements of the live state, their buffer
 
 
 class AsyncCopy:
     """Copies the live tensors of one save into host buffers.
 
     The training thread adds and starts. The first thread that calls :meth:`finish` completes the copies, and the other
-    one waits for it, so training never depends on a background thread that hangs. Until then buffers are not read and
-    sources do not change. On CUDA the copies run in a side stream into pinned memory, after all work queued before."""
+    one waits for it, so training never depends on a background thread that hangs. Before that, buffers must not be read
+    and sources not change. On CUDA, copies run in a side stream into pinned memory, after all work queued before."""
 
     def __init__(self) -> None:
         self.units: list[tuple[LocalUnit, npt.NDArray[np.int64], Callable[[], Sequence[torch.Tensor]]]] = []
-        """Units that are added and not started, the addresses of their buffers, and what returns the buffers."""
-        self._kept: list[Any] = []  # those that are started by address: their buffers must stay until the end
+        """Units that are added but not started: (unit, addresses of its buffers, function that returns them)."""
+        self._kept: list[Any] = []  # units that are copied by address: keeps their buffers alive until the end
         self._versions: list[tuple[torch.Tensor, int]] = []
         self._samples: list[SourceSample] = []
         self._torn = self._checked = self._differ = False
-        self.torn = False  # whether tracked copies are over, and not those of one state
+        self.torn = False  # whether tracked copies are complete, but mix values of several states
         self._host: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._devices: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         self._encoded: list[EncodedCopy] = []
         self._watched: list[torch.Tensor] = []  # sources that are compared with themselves only
-        self._queued: dict[torch.device, Any] = {}  # events after the copies in the streams of training
+        self._queued: dict[torch.device, Any] = {}  # events after the copies in training's own streams
         self._tracked: TrackedCopy | None = None
-        self._views: MemoryViews | None = None  # instead of pairs
-        self._held = HeldMemory(())  # what the views show
+        self._views: MemoryViews | None = None  # of all units, used instead of pairs
+        self._held = HeldMemory(())  # the memory behind the views
         self._lock = threading.Lock()
         self._done = False
 
     def add_unit(
         self, part: LocalUnit, addresses: npt.NDArray[np.int64], buffers: Callable[[], Sequence[torch.Tensor]]
     ) -> None:
-        """Add copies of all pieces of a unit into buffers at ``addresses``, which the caller keeps until then."""
+        """Add copies of all pieces of a unit into buffers at ``addresses``, which the caller keeps alive."""
         self.units.append((part, addresses, buffers))
 
     def add(self, sources: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
@@ -75,7 +75,7 @@ class AsyncCopy:
             pairs.append(pair)
 
     def copy_now(self, sources: Sequence[torch.Tensor], buffers: Sequence[torch.Tensor]) -> None:
-        """Copy before what follows in training's own stream, such as a forward that changes buffers."""
+        """Queue copies in training's own stream, before later work there, such as a forward that changes buffers."""
         for source, buffer in zip(sources, buffers, strict=True):
             buffer.copy_(source, non_blocking=True)
         for device in {source.device for source in sources if source.is_cuda}:
@@ -91,7 +91,7 @@ class AsyncCopy:
                 self._devices.setdefault(copy.source.device, [])
 
     def start(self, last: LastViews | None = None) -> None:
-        """Take the samples, and queue the copies from devices. Training thread. last: views to be used again."""
+        """Take the samples, and queue the copies from devices. Training thread. last: cache of views to reuse."""
         if last and self.units and any(map(_has_views, self.units[0][0].layout.regions.devices)):
             self._use_views(last.of([(part, addresses) for part, addresses, _ in self.units]))
         self._add_units()
@@ -113,13 +113,13 @@ class AsyncCopy:
 
     def _use_views(self, views: MemoryViews | None) -> None:
         held = None if views is None else views.hold(self.units[0][0].owners)
-        if views is not None and held is not None:  # else the tensors are asked for their memory
+        if views is not None and held is not None:  # else the units are copied tensor by tensor
             self._views, self._held = views, held
             self._devices.setdefault(views.device, [])
             self._kept, self.units = self.units, []
 
     def start_tracked(self, tracker: WriteTracker, last: LastPlan) -> bool:
-        """Start with every write to the sources tracked. Return False if it cannot be. Training thread."""
+        """Start with every write to the sources tracked. Return False if that is impossible. Training thread."""
         sources = [source for source, _ in self._host]
         regions = last.regions([part.layout for part, _, _ in self.units])
         regions = MemoryRegions.joined([regions, MemoryRegions.of(sources)]) if sources else regions
@@ -141,12 +141,12 @@ class AsyncCopy:
         return True
 
     def let_change(self) -> None:
-        """Return once the sources may be changed by what the current streams are given from now on.
+        """Return once work that is queued in the current streams from now on may change the sources.
 
         Copies from devices need not be complete: the streams wait for them. Training thread."""
         with self._lock:
             if not (self._done or self.units or self._host or self._encoded or self._tracked):
-                self._check()
+                self._sources_changed()
                 for device in self._devices:
                     torch.cuda.current_stream(device).wait_stream(_side_stream(device))
                 return
@@ -155,8 +155,8 @@ class AsyncCopy:
     def finish(self) -> None:
         """Copy the host tensors, and return once every copy is complete. Later calls do nothing.
 
-        Nothing then means that a graph may be captured meanwhile, whose stream must not wait."""
-        for device in () if self._done else self._devices:  # without the lock: :meth:`let_change` does not wait for it
+        So a CUDA graph may be captured at a later call: the capture would fail if a stream were waited for."""
+        for device in () if self._done else self._devices:  # before the lock, for which let_change() would wait
             _side_stream(device).synchronize()
         with self._lock:
             if self._done:
@@ -184,11 +184,11 @@ class AsyncCopy:
             _side_stream(device).synchronize()
         for copy in self._encoded:
             copy.finish()
-        self._torn = self._check() or not all(self._of_samples(SourceSample.holds))
+        self._torn = self._sources_changed() or not all(self._of_samples(SourceSample.holds))
         self._samples.clear()
 
     def close(self) -> None:
-        """Let no thread wait for the writer any more: the save is over."""
+        """Release threads that wait for the writer, because the save is over."""
 
     def consolidate(self, stop: Callable[[], bool]) -> None:
         """Make the next copies of the same memory begin faster. Background thread, once the copies are complete."""
@@ -198,9 +198,9 @@ class AsyncCopy:
     def require_whole(self) -> None:
         """Raise StateChangedError if a source was changed in place before its copy was complete.
 
-        With tracked writes, every change is found. Otherwise autograd's version counters tell of most changes outside
-        the optimizer, and of others, such as those through ``.data``, a sample tells: one that leaves the sampled
-        elements as they were is not found."""
+        With tracked writes, every change is detected. Otherwise autograd's version counters reveal most changes outside
+        the optimizer, and a sample reveals others, such as those through ``.data``, unless they leave the sampled
+        elements as they were."""
         if self._torn:
             raise StateChangedError(
                 "the state was changed between two optimizer steps while it was copied, so this save is given up; "
@@ -216,33 +216,33 @@ class AsyncCopy:
         watched = [source for source in self._watched if source.device == torch.device(device)]
         self._samples.append(SourceSample(pairs, watched, None if views is None else (views.sampled, views.kept)))
 
-    def _check(self) -> bool:
-        """Return whether the versions of sources differ from when they were added, and read their samples. Once."""
+    def _sources_changed(self) -> bool:
+        """Return whether version counters changed since the sources were added. The first call also reads samples."""
         if not self._checked:
             self._checked = True
             changed = any(version_of(source) != version for source, version in self._versions)
             self._differ = changed or not self._held.unchanged()
             self._versions.clear()
-            if not self._differ:  # else the views may show memory that is gone
+            if not self._differ:  # else the views may be of memory that is gone
                 self._of_samples(SourceSample.read_again)
         return self._differ
 
     def _of_samples(self, call: Callable[[SourceSample], T]) -> list[T]:
-        """Call a method of each sample in the stream of the copies. There are none if these were not started."""
+        """Call a method of each sample in the stream of its copies. There are no samples before the start."""
         streams: list[Any] = [nullcontext(), *(torch.cuda.stream(_side_stream(device)) for device in self._devices)]
-        found = []
+        results = []
         for sample, stream in zip(self._samples, streams, strict=False):
             with stream:
-                found.append(call(sample))
-        return found
+                results.append(call(sample))
+        return results
 
 
 class WaveCopy(AsyncCopy):
-    """Copies the state of a save in waves, each into the memory of the one before, once that is written.
+    """Copies the state of a save in waves: each one reuses the memory of the wave before, once that is written.
 
-    The writer copies a wave when it comes to it; or the training thread the first one, if it waits before. For storage
-    it waits at most ``timeout`` seconds: then the save is given up. The state must not change until all is copied,
-    which is checked as for other copies. ``lazy``: whether that may be after the decision."""
+    The writer thread copies a wave when it needs it; the training thread copies the first one if it waits earlier.
+    Training waits at most ``timeout`` seconds for storage; then the save is given up. The state must not change until
+    all is copied, which is checked as for other copies. ``lazy``: whether copying may go on after the decision."""
 
     def __init__(self, pieces: Sequence[WavePiece], timeout: float, *, lazy: bool) -> None:
         super().__init__()
@@ -252,13 +252,13 @@ class WaveCopy(AsyncCopy):
         self._devices = {source.device: [] for source in self._watched if source.is_cuda}
         self._change = threading.Condition()
         self._over: SaveError | None = None  # why no more waves are copied
-        self._first = self._left = pieces[0][0] + 1 if pieces else 0  # waves, and those that are not copied
+        self._first = self._left = pieces[0][0] + 1 if pieces else 0  # number of waves, and of those not copied yet
 
     def finish(self) -> None:
         """Do nothing: see :meth:`let_change` and :meth:`take`."""
 
     def let_change(self, timeout: float | None = None) -> None:
-        """Return once all waves are copied, or the save is given up. Training thread. timeout: if it is another one."""
+        """Return once all waves are copied, or the save is given up. Training thread. timeout: None for the usual."""
         began = time.monotonic()
         with self._change:
             if self._left and self._left == self._first:
@@ -271,7 +271,7 @@ class WaveCopy(AsyncCopy):
                 _log.warning("this save is given up, and training continues: %s", self._over)
 
     def take(self, pieces: Iterable[WavePiece]) -> Iterator[torch.Tensor]:
-        """Yield copies, each until one of a later wave is taken. Raises SaveError if the save is given up. Writer."""
+        """Yield copies, each valid until one of a later wave is taken. Writer. Raises SaveError for a given-up save."""
         for left, _, copy in pieces:
             with self._change:
                 if left == self._left - 1 and not self._over:
@@ -295,7 +295,7 @@ class WaveCopy(AsyncCopy):
             for device in self._devices:
                 _side_stream(device).synchronize()
             self._left -= 1
-            self._torn = not self._left and (self._check() or not all(self._of_samples(SourceSample.holds)))
+            self._torn = not self._left and (self._sources_changed() or not all(self._of_samples(SourceSample.holds)))
         except Exception as error:  # noqa: BLE001 - of the training thread, too: kept as the save's failure
             self.close(SaveError(f"the state could not be copied: {error!r}"))
         self._change.notify_all()
@@ -304,13 +304,13 @@ class WaveCopy(AsyncCopy):
 class CopyTiming:
     """Chooses when the copies of a job are made, for its saves and its snapshots. Training thread.
 
-    Beside training where the state is ``private`` to the optimizer, the user vouches for it (``lazy``), or all writes
-    to it are tracked; until a change of it is found. Else at once."""
+    They run beside training if the state is ``private`` to the optimizer, if the user set ``lazy``, or if all writes to
+    the state are tracked, until a write is found. Otherwise they are complete before :meth:`start` returns."""
 
     def __init__(self, setting: Literal["auto", "eager", "lazy"], *, private: bool) -> None:
         self._lazy = setting == "lazy" or (setting == "auto" and private)
         self._tracker = write_tracker() if setting == "auto" else None
-        self._last = AsyncCopy()  # with tracked writes
+        self._last = AsyncCopy()  # the last one with tracked writes
         self._plan, self._views = LastPlan(), LastViews()
 
     def start(self, copying: AsyncCopy) -> None:
@@ -334,7 +334,7 @@ class CopyTiming:
 class UnfinishedCopy:
     """The copies of the last save, which the next change of the state waits for.
 
-    ``waited`` gets the seconds of a wait."""
+    ``waited`` is called with the seconds of each wait."""
 
     def __init__(self, adapter: Adapter, waited: Callable[[float], None]) -> None:
         self._copying: AsyncCopy | Once[None] | None = None
@@ -345,7 +345,7 @@ class UnfinishedCopy:
         self._copying = copying
 
     def finish(self) -> None:
-        """Return once the copies are complete, but for waves."""
+        """Return once the copies are complete. Does not wait for waves."""
         if self._copying is not None:
             self._copying.finish()
 
@@ -355,7 +355,7 @@ class UnfinishedCopy:
             began = time.perf_counter()
             copying.let_change()
             self._waited(time.perf_counter() - began)
-        elif copying is not None:  # what follows a resume is no part of a save
+        elif copying is not None:  # work after a resume, which is no wait for a save
             copying.finish()
 
 

@@ -1,11 +1,11 @@
-"""Host memory that is pinned for CUDA, and views of device memory that are made once.
+"""Pin host memory for CUDA, and make reusable views of device memory.
 
 Into pinned memory, copies from a device run beside training; otherwise the driver copies through a buffer of its own,
 and waits. If the runtime refuses, because of a limit on locked memory for example, copies are slower but equally
 correct. Torch's own pinned memory would be rounded up to a power of two for each fragment.
 
-To make a view of a tensor takes microseconds, and a save needs several of each. Views that own nothing can stay between
-saves, for as long as the job's tensors and the buffers stay where they are."""
+Making a view takes microseconds, and a save needs several for each tensor. Views that own no memory can be reused by
+later saves, as long as the job's tensors and the buffers stay where they are."""
 
 import ctypes
 import logging
@@ -33,11 +33,11 @@ _CPU = torch.device("cpu")
 
 
 def pinned_buffers(sizes: Sequence[int], device: torch.device) -> list[torch.Tensor]:
-    """Return 1-d uint8 buffers in one block, which is pinned once, and until the last of them is gone."""
+    """Return 1-d uint8 buffers in one block, which stays pinned until the last of them is freed."""
     ends = list(accumulate((-(-size // ALIGN) * ALIGN for size in sizes), initial=0))
     block = np.frombuffer(mmap.mmap(-1, max(ends[-1], 1)), np.uint8)
     address, whole = block.ctypes.data, torch.from_numpy(block)
-    with torch.cuda.device(device):  # that of a background thread would be the first one
+    with torch.cuda.device(device):  # the current device of a background thread is the first one
         if pin(address, block.nbytes):
             weakref.finalize(block, unpin, address).atexit = False  # called before the memory is unmapped
     return [whole[start : start + size] for start, size in zip(ends, sizes, strict=False)]
@@ -53,7 +53,7 @@ def pin(address: int, nbytes: int) -> bool:
 
 
 def unpin(address: int) -> None:
-    """Unpin memory that no copy is under way into."""
+    """Unpin memory. No copy into it may be under way."""
     if int(torch.cuda.cudart().cudaHostUnregister(address)):  # type: ignore[no-untyped-call]
         _clear_error()
 
@@ -65,7 +65,7 @@ def _clear_error() -> None:
 
 
 def _runtime() -> ctypes.CDLL | None:
-    """Return the CUDA runtime that torch has loaded. Another one has errors of its own."""
+    """Return the CUDA runtime that torch has loaded. Another one would not have its last error."""
     with suppress(OSError):
         return ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}", os.RTLD_NOLOAD)
     return None
@@ -102,19 +102,19 @@ class MemoryViews:
         self.sampled, self.kept = sampled(self._sources), sampled(self._buffers)
         begins = (self._places - np.concatenate([layout.firsts for layout in layouts])).tolist()
         spans = (index for layout in layouts for index, _ in layout.spans or ())
-        self._begins = dict(zip(spans, begins, strict=True))  # of tensors of the job's identity
-        # torch copies what is not device memory
+        self._begins = dict(zip(spans, begins, strict=True))  # index in Identity.tensors -> address
+        # False if torch made copies, as it does of memory that is not on the device.
         self.show_memory = [view.data_ptr() for view in self._sources] == places
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> HeldMemory | None:
-        """Keep the memory of the sources. tensors: of the job's identity. None if they have other memory by now."""
+        """Keep the sources' memory alive. tensors: ``Identity.tensors``. None if they have other memory by now."""
         held = [tensors[index] for index in self._begins]
         return HeldMemory(held) if list(map(torch.Tensor.data_ptr, held)) == [*self._begins.values()] else None
 
     def copy(self) -> None:
         """Queue the copies in the current stream: all by one call, where the CUDA runtime has such a call.
 
-        A call for each takes five times as long. A runtime that refuses it is not asked again."""
+        One call per tensor takes five times as long. After an error, the runtime is not asked again."""
         call = _copy_batch() if self.device.type == "cuda" else None
         if call is not None:
             arrays = (ctypes.c_void_p(one.ctypes.data) for one in (self.targets, self._places, self._sizes))
@@ -131,7 +131,7 @@ class MemoryViews:
 
 
 _IN_STREAM_ORDER = (ctypes.c_int * 6)(1)
-"""``cudaMemcpyAttributes``: sources are read in the order of the stream; no hints where memory lies, and no flags."""
+"""``cudaMemcpyAttributes``: sources are read in the order of the stream; no location hints, and no flags."""
 
 _refused: list[int] = []  # codes of errors
 
@@ -147,7 +147,7 @@ class LastViews:
     """The views of the last copies: a job mostly copies the same memory into the same buffers."""
 
     def __init__(self) -> None:
-        self._known = deque[MemoryViews](maxlen=4)  # of saves, and of snapshots into one memory after the other
+        self._known = deque[MemoryViews](maxlen=4)  # of saves, and of snapshots, whose buffers take turns
 
     def of(self, units: Sequence[tuple[LocalUnit, npt.NDArray[np.int64]]]) -> MemoryViews | None:
         """Return views of units, with the addresses of their buffers. None unless all lie on one device."""
@@ -159,7 +159,7 @@ class LastViews:
                 return one
         devices = {device for layout in layouts for device in layout.regions.devices}
         if len(devices) != 1 or any(layout.spans is None for layout in layouts):
-            return None  # without spans, the layouts are other ones at each decision
+            return None  # without spans, layouts are made anew at each decision
         views = MemoryViews(layouts, targets, *devices)
         if not views.show_memory:
             return None

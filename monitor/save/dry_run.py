@@ -1,4 +1,4 @@
-"""Stands in for the saver under policy ``observe``: the same measurements and decisions, but nothing is written.
+"""Replace the saver under policy ``observe``: the same measurements and decisions, but nothing is written.
 
 A decision moves the drift references as if its save had been committed at once, so that drift is what it would be
 under the observed policy."""

@@ -1,4 +1,4 @@
-"""Encodes and compresses the fragments of a save, and takes deltas to earlier saves.
+"""Encode and compress the fragments of a save, also as deltas to earlier saves.
 
 A fragment is stored whole once (its base), and then as deltas to that base as long as this pays: with a base of F bytes
 and deltas that grow as the state moves on, the mean size of a save is least if a new base is made as soon as the next
@@ -46,9 +46,9 @@ _PAYS = 0.9  # a first delta larger than this share of its base does not pay
 
 _LEAST_SUM = 1e-20  # Float32 sums of squares above this lose less than float32 precision to squares that underflow
 
-_FIRST, _PIECE = 1 << 8, 1 << 17  # elements of a gradient that are looked at together: mostly the first ones tell
+_FIRST, _PIECE = 1 << 8, 1 << 17  # elements of a gradient that are checked at once: mostly the first few decide
 _INFINITE = 0x7F80  # magnitude of bfloat16's infinity; NaN are above
-_SAMPLE = 1 << 12  # elements of a gradient that tell whether few are not 0
+_SAMPLE = 1 << 12  # elements of a gradient from which it is estimated whether few are nonzero
 
 Setting = Literal["auto", "none"] | int
 
@@ -111,7 +111,7 @@ class _Base:
     spent: int = 0  # compressed bytes of all deltas
     count: int = 0  # deltas
     last: int = 0  # compressed bytes of the last delta
-    growth: int = 0
+    growth: int = 0  # compressed bytes by which the last delta is larger than the one before
 
     def fits(self, data: EncodedEntry) -> bool:
         return (self.encoding, self.dtype) == (data.encoding.name, data.dtype)
@@ -201,7 +201,7 @@ class Packer:
         self._bases = {fragment: base for fragment, base in self._bases.items() if base.save in reached}
 
     def reset(self) -> None:
-        """Take no deltas to earlier saves: the job rolled back, perhaps because they are damaged."""
+        """Forget all bases: the job rolled back, perhaps because earlier saves are damaged."""
         self._bases = {}
         self._resting = {}
 
@@ -385,10 +385,10 @@ def squared(values: torch.Tensor) -> float:
 def encode_gradient(
     layer: str, fragment: Fragment, copy: torch.Tensor, *, factor: float, level: int | None
 ) -> StagedFragment:
-    """Return a fragment of a record of the journal as it is stored, without loss.
+    """Encode a gradient for a record of the journal, without loss.
 
-    In two bytes an element where float32 values are those of bfloat16, or those times ``factor``; packed with zstd's
-    ``level``, and without one if few of them seem not to be 0."""
+    float32 values take two bytes each if all are bfloat16 values, or such values times ``factor``. The bytes are
+    compressed with zstd's ``level``; if that is None, only if few elements seem to be nonzero."""
     name, dtype = RAW, dtype_name(copy.dtype)
     sample = np.frombuffer(as_bytes(copy), f"<u{copy.element_size()}")[:: -(-copy.numel() // _SAMPLE) or 1]
     sparse = np.count_nonzero(sample) * FEW <= sample.size
@@ -405,7 +405,7 @@ def encode_gradient(
 def _is_bfloat16(copy: torch.Tensor, factor: float) -> bool:
     """Return whether all values are finite and, to the bit, those of bfloat16 times ``factor``.
 
-    Unless that is 1, there may be nothing subnormal, which threads may take for 0."""
+    Unless that is 1, subnormal values are refused, because threads may flush them to 0."""
     if not LEAST <= factor <= 1.0 / LEAST:
         return False
     least = 0 if factor == 1.0 else int(np.float32(LEAST * max(1.0, 1.0 / factor)).view("<u4") >> 16)

@@ -38,7 +38,7 @@ def not_committed(job: JobContext, saver: Saver, report: StepReport, strict: boo
 
 
 def unreachable(job: JobContext, saver: Saver, step: int, timeout: float) -> SaveError:
-    """Return the error of a save that cannot be made, or known to be made, since a rank is late or gone.
+    """Return the error of a save that failed, or whose outcome is unknown, because a rank is late or gone.
 
     Not collective. Rank 0 waits for the save under way, and names the newest commit."""
     known = ""
@@ -59,9 +59,9 @@ class LastStep:
     save: Callable[[], object]  # saves all units and waits for the commit. Raises SaveError, on all ranks
 
     def commit(self, *, uncounted: bool) -> bool:
-        """Wait for the save under way, and save the step if it is not committed whole. Return whether it is then.
+        """Wait for the save under way, and save the step if it is not committed whole. Return whether it now is.
 
-        uncounted: whether an optimizer step was taken that :meth:`monitor.Checkpointer.step` was not told of."""
+        uncounted: whether an optimizer step was taken without a call of :meth:`monitor.Checkpointer.step`."""
         timeout = self.job.config.timeouts.close
         if not self.meet():
             text = "the last step %d is not saved: not all ranks closed in time (timeouts.close), or a group is gone"
@@ -69,10 +69,10 @@ class LastStep:
             return False
         if self.job.group.all_reduce_max([uncounted])[0]:
             _log.warning("the last optimizer step is not saved: call ckpt.step() after every optimizer.step()")
-            return True  # all that was counted may be committed
+            return True  # all steps that were counted may be committed
         self.saver.settle_commit(self.step, timeout)
         if not self.job.group.broadcast(self._is_committed()):
-            if self.saver.changed_at == self.step:  # what is live now is the state of no step
+            if self.saver.changed_at == self.step:  # the live state is now that of no step
                 known = self.job.group.broadcast(newest_text(self.job.ledger.newest))
                 raise SaveError(
                     f"the last step {self.step} is not committed: the state was changed while it was saved, and what "
@@ -127,7 +127,7 @@ class FinalSave:
         reports: list[StepReport] = []
         while len(reports) < _MAX_SAVES:
             reports.append(self._save(request, deadline, saved))
-            # One that failed may succeed now, such as after room was made on the disk.
+            # A save that failed may succeed now, because pruning made room on the disk, for example.
             again = reports[-1].skipped == "failed" and [one.skipped for one in reports].count("failed") == 1
             useful = again or (reports[-1].skipped is None and reports[-1].saved)
             stale = any(age != 0 for age in self._ages())  # on rank 0

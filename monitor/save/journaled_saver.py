@@ -1,4 +1,4 @@
-"""A saver that also records what each optimizer step is made of, so that a resume can take it again.
+"""Save as :class:`Saver` does, and record the inputs of each optimizer step, so that a resume can repeat the step.
 
 A hook copies the gradients and the hyperparameters just before the optimizer's step, in the training thread. At
 ``ckpt.step()`` the run state is added, and a background thread writes the record (:mod:`store.journal`). Training waits
@@ -39,14 +39,14 @@ from store.segment import SegmentDraft, write_segment
 from store.session import require_present
 from store.storage.atomic import ensure_dir
 
-_AHEAD, _BYTES = 2, 1 << 28  # records that may be under way; more, while they take no more bytes than that
+_AHEAD, _BYTES = 2, 1 << 28  # records that may be unwritten at a time; more only while they take at most these bytes
 _CHANGED = "weights or optimizer state were changed by other means than the optimizer's step"
 _PATIENCE = 0.2  # seconds that training waits for a record to be written, before it goes on without the journal
 
 
 @dataclass
 class _Step:
-    """What was copied before an optimizer step. groups: hyperparameters, as in a run state."""
+    """Inputs of an optimizer step, copied before it. groups: hyperparameters, as in a run state."""
 
     members: list[int] = field(default_factory=list)
     groups: list[Mapping[str, Any]] = field(default_factory=list)
@@ -56,7 +56,7 @@ class _Step:
 
 
 def kind_with_hooks(optimizer: torch.optim.Optimizer) -> str:
-    """Return the class of an optimizer, with its module; and whether hooks of the script take part in its steps."""
+    """Return an optimizer's module and class, and "with hooks of the script" if such take part in its steps."""
     local = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     shared = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
     hooks = (getattr(one, "func", one) for found in (*local, *shared) for one in found.values())
@@ -71,16 +71,16 @@ class JournaledSaver(Saver):
         super().__init__(job, session)
         self._journal = session.files.below(JOURNAL)
         self._recorder: BackgroundWorker[None] = BackgroundWorker(f"driftpoint-journal-{job.group.rank}")
-        self._names: frozenset[str] = frozenset()  # of the present state; none if the journal cannot go on from it
+        self._names: frozenset[str] = frozenset()  # saves and records of the present state; none: journal interrupted
         self._at = -1  # step of the present state; -1 before the first step, save or resume
         self._step = _Step()
         self._changes = self._updates = 0  # calls that change the state, and those of them that are optimizer steps
         self._versions: object = None
         self._free: dict[tuple[Fragment, torch.dtype], list[torch.Tensor]] = {}
-        self._recording: dict[int, _Step] = {}
+        self._recording: dict[int, _Step] = {}  # by task number, records that are not written yet
         self._recorded = False  # whether there are records of this epoch
-        self._last = 0  # number of the last record
-        self._told: set[str] = set()
+        self._last = 0  # task number of the last record
+        self._told: set[str] = set()  # reasons for interruptions that were logged
         self._reached: tuple[SaveId | None, deque[int]] = None, deque(maxlen=2)  # last commit, oldest versions of two
         self._pinned = torch.cuda.is_available()
         if any(group.get("capturable") for one in job.adapter.optimizers() for group in one.param_groups):
@@ -90,9 +90,9 @@ class JournaledSaver(Saver):
         self._weights: tuple[Any, list[torch.Tensor], list[torch.Tensor]] = None, [], []  # layout, all, frozen ones
         for number, optimizer in enumerate(job.adapter.optimizers()):
             hook = optimizer.register_step_pre_hook(uncompiled(partial(self._before_step, number)))
-            # The first one: those of a script may change gradients, and do so again in a replay.
+            # Run it first: hooks of the script may change gradients, and will do so again in a replay.
             cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks).move_to_end(hook.id, last=False)
-            optimizer.register_step_post_hook(uncompiled(lambda *_: self._look()))
+            optimizer.register_step_post_hook(uncompiled(lambda *_: self._note_versions()))
         job.adapter.before_change(self._changing)
 
     def stepped(self, step: int) -> None:
@@ -106,10 +106,10 @@ class JournaledSaver(Saver):
         if step <= self._at:  # the job went back: what it does now needs names of its own
             self._renewing = True
         self._at, self._names = step, frozenset()
-        going = bool(names) and follows and not self._renewing and self._is_whole()
-        # on all ranks: state_dict() of an object may be collective
-        (stopped,) = self._group.all_reduce_max([not going])
-        if not stopped:
+        continues = bool(names) and follows and not self._renewing and self._is_whole()
+        # Record on all ranks or none: state_dict() of an object may be collective.
+        (interrupted,) = self._group.all_reduce_max([not continues])
+        if not interrupted:
             self._record(SaveId(step, self._session.epoch), made, names)
         else:
             self._give_back(made)
@@ -125,13 +125,13 @@ class JournaledSaver(Saver):
         staged = super().begin(step, decided, local, lent)
         if self._at in (-1, step):
             self._at = step
-            if not self._names or self._is_whole():  # otherwise the record of that name leads to another state
+            if not self._names or self._is_whole():  # otherwise a record of that name holds another state
                 self._names |= {SaveId(step, self._session.epoch).name}
             self._mark()
         return staged
 
     def _segment(self, save: SaveId, decided: DecisionResult) -> tuple[SegmentDraft, Finish, UsageError | None]:
-        """As the saver does; but the save is written after the records before it, which a composite needs."""
+        """Build the segment, which is written after the records of earlier steps, because a composite needs them."""
         segment, finish, error = super()._segment(save, decided)
         last, until = self._last, time.monotonic() + self._job.config.timeouts.commit
 
@@ -143,7 +143,7 @@ class JournaledSaver(Saver):
         return segment, after_records, error
 
     def resumed(self, certificate: Certificate) -> None:
-        """Go on from the resumed state, if a save or a record holds it as it is; otherwise from the next save."""
+        """Continue the journal from the resumed state, if a save or record holds exactly it; else at the next save."""
         super().resumed(certificate)
         self._names = frozenset({certificate.save}) if certificate.whole else frozenset()
         self._at, self._step = certificate.step, _Step()
@@ -206,7 +206,7 @@ class JournaledSaver(Saver):
     def _copy_step(self, number: int) -> str | None:
         step = self._step
         groups, pieces, factor = self._job.adapter.step_inputs(number)
-        # Copied as the gradients are: to ask the device for it later would wait for what training has queued since.
+        # Copied now, as the gradients are: reading it from the device later would wait for work that training queued.
         step.factor = torch.as_tensor(factor, dtype=torch.float32).to("cpu", non_blocking=self._pinned)
         if {fqn for group in step.groups for fqn in group["params"]} & {fqn for one in groups for fqn in one["params"]}:
             return "an optimizer took two steps between two calls of ckpt.step()"
@@ -230,10 +230,10 @@ class JournaledSaver(Saver):
     # ---- after it
 
     def _record(self, save: SaveId, made: _Step, names: frozenset[str]) -> None:
-        """Add the state of now, and hand the record to the background thread."""
+        """Add the present run state, and submit the record to the background thread."""
         job, rank = self._job, self._group.rank
         try:
-            # Without an identity there may be frozen weights that are left out, and owned() tells whether they changed.
+            # Without an identity, frozen weights may be left out of saves: owned() raises if they changed.
             if job.adapter.identity() is None or any(one.kind == "buffer" for one in job.adapter.tensors().values()):
                 made.copies += (self._copied(one) for one in job.adapter.owned() if one.fragment.slot == BUFFER)
             state = capture_run_state(job.adapter, job.user, rank, job.rank_buffers)
@@ -270,13 +270,13 @@ class JournaledSaver(Saver):
     def _write(self, draft: SegmentDraft) -> None:
         """Write a record, durable on return. Background thread."""
         require_present(self._session.files, draft.save.epoch)
-        ensure_dir(self._session.files, f"{JOURNAL}/{SEGMENTS}")  # a job that was killed may have made, not synced them
+        ensure_dir(self._session.files, f"{JOURNAL}/{SEGMENTS}")  # a killed job may have made, but not synced them
         write_segment(self._journal, draft)
         self._journal.sync_dir(segment_dir(draft.save))
         self._journal.sync_dir(SEGMENTS)
 
     def _prune_records(self) -> None:
-        """After a commit, remove the records that led to the versions of the one before."""
+        """After a commit, remove the records before the oldest version of this commit and the one before."""
         (last, needed), ledger = self._reached, self._job.ledger
         if self._group.rank == 0 and ledger.newest is not None and ledger.newest != last:
             needed.append(min((one.version.step for one in ledger.versions.values() if one.moving), default=0))
@@ -285,7 +285,7 @@ class JournaledSaver(Saver):
             self.upkeep(prune, "removing records of the journal")
 
     def _is_whole(self) -> bool:
-        """Return whether nothing but optimizer steps changed the state since the journal went on from it."""
+        """Return whether only optimizer steps changed the state since the last :meth:`_mark`."""
         changed = self._changes != self._updates or self._is_changed()
         if changed:
             self._interrupt(_CHANGED)
@@ -294,11 +294,11 @@ class JournaledSaver(Saver):
     def _is_changed(self) -> bool:
         return self._versions is not None and self._read_versions() != self._versions
 
-    def _look(self) -> None:
+    def _note_versions(self) -> None:
         self._versions = self._read_versions() if self._names else None
 
     def _read_versions(self) -> object:
-        with suppress(Exception), self._job.adapter.cache_lookups():  # of a tensor that cannot be saved: a save tells
+        with suppress(Exception), self._job.adapter.cache_lookups():  # a tensor cannot be saved: a save reports it
             return self._job.adapter.state_versions(), list(map(version_of, self._live_weights()[1]))
         return object()  # equal to nothing
 
@@ -313,7 +313,7 @@ class JournaledSaver(Saver):
 
     def _mark(self) -> None:
         self._changes = self._updates = 0
-        self._look()
+        self._note_versions()
 
     def _interrupt(self, why: str) -> None:
         self._names = frozenset()

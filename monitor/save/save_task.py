@@ -1,7 +1,7 @@
-"""Runs one save on one rank: stage, write the segment, commit, prune.
+"""Run one save on one rank: stage, write the segment, commit, prune.
 
 The training thread stages units (:class:`Stager`). The background thread does the rest (:func:`run_save`): it reads
-staged copies only, no live tensors but for copies, and calls no collective. Only rank 0 has a :class:`CommitPlan`."""
+staged copies, live tensors only to copy them, and calls no collective. Only rank 0 has a :class:`CommitPlan`."""
 
 import logging
 import threading
@@ -34,7 +34,7 @@ from store.storage.local import Files
 
 _log = logging.getLogger("driftpoint")
 
-Finish = Callable[[SegmentDraft], SegmentDraft]  # adds what was captured before
+Finish = Callable[[SegmentDraft], SegmentDraft]  # adds the run state, which was captured before
 
 
 @dataclass(frozen=True)
@@ -123,10 +123,10 @@ def require_storable(job: JobContext, store_id: str, survey: Survey) -> None:
 def begin_run_state(
     segment: SegmentDraft, job: JobContext, captured: Callable[[CapturedState], None] = lambda _: None
 ) -> tuple[SegmentDraft, Finish]:
-    """Add the layout, on rank 0, and capture the run state. Return what adds it, encoded, later, in any thread.
+    """Add the layout, on rank 0, and capture the run state. Return also a function that encodes it and adds it.
 
-    Call ``job.rank_buffers.compare()`` before, on all ranks. Raises any exception of the user's objects. captured:
-    called with the run state."""
+    Any thread may call that. Call ``job.rank_buffers.compare()`` before, on all ranks. Raises any exception of the
+    user's objects. captured: called with the run state."""
     state = capture_run_state(job.adapter, job.user, segment.rank, job.rank_buffers)
     captured(state)
     encode = Once(begin_tree(state))
@@ -164,7 +164,7 @@ def run_save(task: SaveTask) -> SaveResult:
 
 @contextmanager
 def _beside(submit: Callable[[Callable[[], None]], object], calls: Iterable[Once[MeasureRecord]]) -> Iterator[None]:
-    """Make calls in another thread meanwhile, as many as it gets to. None is under way after the context."""
+    """Let another thread make calls during the context, as many as it gets to. None is running afterwards."""
     left, lock = deque(calls), threading.Lock()
 
     def work() -> None:
@@ -233,13 +233,12 @@ def prune(
 ) -> None:
     """Delete what retention does not keep, and more if another full save does not fit. Log a warning then.
 
-    Records that are not needed any more leave the catalog's cache. The rule gives way where room is short. ``failed``:
-    whether a save failed for want of space. ``continued``, the commit that the job continues, and ``groups``, the
-    segment groups that its next commit refers to, stay. Raises SaveError if nothing may be deleted, because a commit
-    cannot be read."""
+    Drops records that are not needed any more from the catalog's cache. ``failed``: whether a save failed because the
+    disk was full. The commit that the job continues (``continued``) and the segment groups that its next commit refers
+    to (``groups``) are not deleted. Raises SaveError if nothing may be deleted, because a commit cannot be read."""
     wanted = bytes_to_free(catalog, retention, failed=failed)
     lacking = bytes_to_free(catalog, replace(retention, max_share=None)) if wanted else 0
-    fits, seems = not (failed or lacking), failed and not lacking
+    fits, unexplained = not (failed or lacking), failed and not lacking
     least = 2 if fits else 1  # for the share of the disk alone, no bit rot may cost the only commit
     plan = plan_prune(catalog, retention, epoch, wanted, continued, groups=groups, least=least)
     execute(files, plan)
@@ -251,7 +250,7 @@ def prune(
         threading.Thread(target=_keep_weights, args=(catalog, plan), name=name, daemon=True).start()
     place = getattr(files, "root", "the store")
     why = "would take more than its share of the disk" if fits else "has too little room for another full save"
-    why = "refused a save for want of room, which its free space does not show (a quota?)" if seems else why
+    why = "refused a save for want of room, which its free space does not show (a quota?)" if unexplained else why
     if plan.given_up:
         _log.warning(
             "%s %s: deleted the commits of steps %s, which `retention:` keeps otherwise; %d bytes freed. Free space "
@@ -259,10 +258,10 @@ def prune(
             *(place, why, ", ".join(str(save.step) for save in plan.given_up), plan.freed_bytes),
         )
     if failed and plan.freed_bytes < wanted:
-        more = "" if seems else f". A save needs about {wanted - plan.freed_bytes} bytes more: free space on that disk"
-        text = (
-            "%s %s; no more can be deleted: it holds the newest commit and the last one resumed from (steps %s) only%s"
-        )
+        missing = wanted - plan.freed_bytes
+        more = "" if unexplained else f". A save needs about {missing} bytes more: free space on that disk"
+        text = "%s %s; no more can be deleted: it holds the newest commit and the last one resumed from (steps %s) only"
+        text += "%s"
         _log.warning(text, place, why, ", ".join(str(save.step) for save in plan.keep), more)
 
 
@@ -300,7 +299,7 @@ class _Encoding:
         self.lossy = encoded.lossy  # writing its fragments changes the copies
         self.record = Once(self._measure)
         if unit.late and unit.unit not in task.progress.metered:
-            unit.late[-1].written, self.lossy = self.record, True  # as other units use their memory then
+            unit.late[-1].written, self.lossy = self.record, True  # measure before other units reuse the memory
 
     def _measure(self) -> MeasureRecord:
         """Return the unit's record for the part, after its fragments are written. Copies become the reference."""

@@ -1,4 +1,4 @@
-"""Stages the units of a save: chooses their buffers, and whether they are encoded while they are copied."""
+"""Stage the units of a save: choose their buffers, and whether they are encoded while they are copied."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -45,8 +45,8 @@ class StagingPool:
 
     @torch.inference_mode(False)
     def take_waves(self, groups: Sequence[Sequence[torch.Tensor]], most: int) -> list[WavePiece]:
-        """Return a piece for each tensor, in order, with buffers in ``most`` bytes for all. Groups stay together."""
-        if self._block is None:  # of the host's memory, only pages that are written count
+        """Return a wave piece for each tensor, in order. Each wave uses the same ``most`` bytes; no group is split."""
+        if self._block is None:  # unpinned pages take memory only once they are written
             cuda = next((tensor.device for group in groups for tensor in group if tensor.is_cuda), None)
             self._block = (
                 pinned_buffers([most], cuda)[0] if cuda else torch.empty(most, dtype=torch.uint8, device="cpu")
@@ -92,7 +92,7 @@ class StagingPool:
 
     def take(self, unit: Unit, layout: UnitLayout) -> tuple[torch.Tensor, ...]:
         """Return buffers of the same dtypes and sizes, contents undefined."""
-        with self._lock:  # what is being touched is not being filled
+        with self._lock:  # so that prepare() does not zero buffers that a save fills
             self._known.add(unit)
             self._untouched.pop(unit, None)
         for index, (known, buffers) in enumerate(self._free.get(unit, [])):
@@ -107,7 +107,7 @@ class StagingPool:
         self._free.setdefault(unit, []).append((layout, buffers))
 
     def addresses(self, unit: Unit, buffers: tuple[torch.Tensor, ...]) -> npt.NDArray[np.int64]:
-        """Return the first byte of each buffer. Keeps those of the last call: a unit mostly gets the same buffers."""
+        """Return the address of each buffer. Caches them, because a unit mostly gets the same buffers."""
         known = self._addresses.get(unit)
         if known is None or known[0] is not buffers:
             known = self._addresses[unit] = buffers, addresses_of(buffers)
@@ -129,8 +129,8 @@ def _allocate(layout: UnitLayout) -> tuple[torch.Tensor, ...]:
 
 
 @dataclass(frozen=True)
-class _Together:
-    """Units of a save that were all chosen without being measured, and are copied as they are."""
+class _ReusableStaging:
+    """All units of a save, if none was measured or encoded: the next save of the same units reuses their buffers."""
 
     staged: list[StagedUnit]
     chosen: Mapping[Unit, str]
@@ -139,8 +139,8 @@ class _Together:
     buffers: Sequence[Callable[[], Sequence[torch.Tensor]]]
 
     @classmethod
-    def of(cls, staged: list[StagedUnit], copying: AsyncCopy) -> "_Together | None":
-        """Return None unless all units are copied beside training."""
+    def of(cls, staged: list[StagedUnit], copying: AsyncCopy) -> "_ReusableStaging | None":
+        """Return None if a unit was copied at once: buffers of the model, and frozen weights."""
         if len(copying.units) < len(staged) or not staged:
             return None
         chosen, layouts = {one.unit: one.encoding for one in staged}, [one.layout for one in staged]
@@ -154,10 +154,10 @@ class Stager:
         self._meter = meter
         self._encode, self._most, self._timeout = config.encode, config.copies.max_bytes, config.timeouts.staging
         self._pool = StagingPool()
-        self._last: _Together | None = None  # units of the last save
-        self._free: _Together | None = None  # the same, if that save is over
+        self._last: _ReusableStaging | None = None  # of the last save
+        self._free: _ReusableStaging | None = None  # the same, if that save is over
         self.keeps = self._most is None and not config.shares_memory()
-        """Whether buffers stay for the next save. Else most saves are lent memory, and own buffers are let go."""
+        """Whether buffers stay for the next save. Else most saves use memory of snapshots, and buffers are freed."""
 
     def reserve(self, local: Mapping[Unit, LocalUnit]) -> None:
         """Allocate buffers for a full save."""
@@ -173,10 +173,10 @@ class Stager:
     def stage_all(
         self, decided: DecisionResult, local: Mapping[Unit, LocalUnit], lent: Mapping[Unit, Buffers], timing: CopyTiming
     ) -> tuple[list[StagedUnit], AsyncCopy, Exception | None]:
-        """Stage the decided units and start their copies. Return also the error, if any, and then nothing staged.
+        """Stage the decided units and start their copies. On an error, return it, and nothing staged.
 
-        Out of memory, for example, on one rank: raised here, it would leave the others waiting in a collective. The
-        save fails instead, as it does where a rank cannot write."""
+        Raising it (out of memory on one rank, for example) would leave the other ranks waiting in a collective. The
+        save fails instead, as it does if a rank cannot write."""
         staged, copying = list[StagedUnit](), AsyncCopy()
         chosen = {unit: choice.encoding or "" for unit, choice in decided.saved.items() if unit in local}
         try:
@@ -185,15 +185,15 @@ class Stager:
                 chosen = {}
             encoded = [local[u] for u in chosen if u not in decided.mine and self._encodes_now(local[u], chosen[u])]
             mine = {**decided.mine, **self._meter.measure_many({part.unit: part.tensors for part in encoded})}
-            alike = not (encoded or lent or mine.keys() & chosen.keys())
-            if (again := self._again(chosen if alike else {}, local)) is not None:
-                staged = again.staged
-                parts = map(local.__getitem__, again.chosen)  # whose order is that of the addresses
-                copying.units = list(zip(parts, again.addresses, again.buffers, strict=True))
+            plain = not (encoded or lent or mine.keys() & chosen.keys())
+            if (last := self._reuse_last(chosen if plain else {}, local)) is not None:
+                staged = last.staged
+                parts = map(local.__getitem__, last.chosen)  # whose order is that of the addresses
+                copying.units = list(zip(parts, last.addresses, last.buffers, strict=True))
             else:
                 for unit, encoding in chosen.items():
                     staged.append(self.stage(local[unit], encoding, mine.get(unit), copying, lent.get(unit)))
-                self._last = _Together.of(staged, copying) if alike and self.keeps else None
+                self._last = _ReusableStaging.of(staged, copying) if plain and self.keeps else None
             timing.start(copying)
         except Exception as error:  # noqa: BLE001 - this rank's edge: kept as the save's failure
             with suppress(Exception):
@@ -220,8 +220,8 @@ class Stager:
         elif part.unit.slot in (BUFFER, FROZEN):  # a forward may change buffers, and scripts reach frozen weights
             copying.copy_now(part.tensors, copies)
         else:
-            found = self._pool.addresses(part.unit, copies) if lent is None else addresses_of(copies)
-            copying.add_unit(part, found, lambda: copies)
+            addresses = self._pool.addresses(part.unit, copies) if lent is None else addresses_of(copies)
+            copying.add_unit(part, addresses, lambda: copies)
         record, known = (None, None) if measure is None else (measure_record(part.unit, measure), measure.signature)
         return StagedUnit(part.unit, encoding, part.layout, copies, record, encoded, known, lent is not None)
 
@@ -247,8 +247,8 @@ class Stager:
             staged.append(StagedUnit(unit, encoding, part.layout, copies, record, (), known, late=tuple(late)))
         return staged, copying
 
-    def _again(self, chosen: Mapping[Unit, str], local: Mapping[Unit, LocalUnit]) -> "_Together | None":
-        """Return the units of the last save, if the same are chosen. Else give their buffers back to the pool."""
+    def _reuse_last(self, chosen: Mapping[Unit, str], local: Mapping[Unit, LocalUnit]) -> "_ReusableStaging | None":
+        """Return the units of the last save, if the same are chosen. Else return their buffers to the pool."""
         last, self._free = self._free, None
         if last is None:
             return None
@@ -259,7 +259,7 @@ class Stager:
         return None
 
     def unstage_all(self, staged: Sequence[StagedUnit]) -> None:
-        """Return buffers after a save. Those of the last one stay together: mostly, the next one takes them again."""
+        """Return buffers after a save. Those of the last save stay together, since the next one mostly reuses them."""
         if self._last is not None and self._last.staged is staged:
             self._free = self._last
             return

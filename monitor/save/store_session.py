@@ -1,4 +1,4 @@
-"""Opens or creates a job's store on rank 0, locks it, claims an epoch, and checks that every rank sees it.
+"""Open or create a job's store on rank 0, lock it, claim an epoch, and check that every rank sees it.
 
 Collective; before training. Every rank must read rank 0's epoch record with its token at its own path. This detects
 a disk that is local to each node, and a path that differs between ranks."""
@@ -45,7 +45,7 @@ class StoreSession:
     def require_unchanged(self) -> None:
         """Raise FencedError if another job committed since this one opened the store without a claim. Rank 0.
 
-        The job before was not fenced then, and may have pruned what this one resumed."""
+        The job before was not fenced, so it may have pruned the commit that this one resumed."""
         newest = max(self.catalog.saves(), default=None)
         if not self.claimed and newest != self.newest:
             raise FencedError(
@@ -67,7 +67,7 @@ class StoreSession:
         self.claimed = True
 
     def mark_proven(self, save: SaveId) -> None:
-        """Record that a job went on from this commit."""
+        """Record that a job resumed from this commit, and took a step."""
         session.require_present(self.files, self.epoch)
         mark_proven(self.files, self.catalog.store_id, save, self.epoch)
 
@@ -107,8 +107,8 @@ def open_store(
 ) -> StoreSession:
     """Open or create the store at ``path``, a directory or URL, and claim an epoch. Collective.
 
-    Where a full disk prevents the claim, a store that exists is opened all the same; the epoch is claimed when there is
-    room, before the first save.
+    If a full disk prevents the claim, an existing store is opened nevertheless; the epoch is then claimed before the
+    first save, once there is room.
 
     Args:
         lock_seconds: Time to wait for another job's lock. An object store has none: the epoch alone tells jobs apart.
@@ -131,18 +131,19 @@ def open_store(
             files.require_conditional_puts()
         if counting:
             incarnation = _begin_incarnation(catalog, group.world_size)
-        found = _claim(catalog, incarnation, locked=lock is not None)
-        return replace(found, newest=max(catalog.saves(), default=None))
+        result = _claim(catalog, incarnation, locked=lock is not None)
+        return replace(result, newest=max(catalog.saves(), default=None))
 
     try:
-        found = run_on_rank0(group, claim)
-        catalog = run_on_all_ranks(group, lambda: _check_epoch(files, found.epoch, found.seen))
+        claimed = run_on_rank0(group, claim)
+        catalog = run_on_all_ranks(group, lambda: _check_epoch(files, claimed.epoch, claimed.seen))
     except BaseException:
         if lock is not None:
             lock.release()
         raise
-    session.own(files, found.epoch, found.seen)
-    return StoreSession(files, catalog, found.epoch, found.token, lock, incarnation, found.claimed, found.newest)
+    session.own(files, claimed.epoch, claimed.seen)
+    ours = claimed.epoch, claimed.token, lock, incarnation, claimed.claimed, claimed.newest
+    return StoreSession(files, catalog, *ours)
 
 
 def _open_existing(files: Files, path: str) -> Catalog:
@@ -193,10 +194,10 @@ def _newest_record(files: Files) -> EpochRecord | None:
 
 
 def _free_some(catalog: Catalog, before: EpochRecord, *, locked: bool) -> bool:
-    """Delete what a killed save left, or the oldest commit if two are left. Return whether anything was freed.
+    """Delete files of a killed save, or the oldest commit if another one is left. Return whether anything was freed.
 
-    Before its claim this job does not own the store: the job before must have ended, as its mark says, or the lock of
-    the machine on which it ran. A rescue of its memory there gives way to the lock."""
+    Before its claim this job does not own the store, so the job before must have ended: its mark says so, or this job
+    holds the lock on the machine where it ran. A rescue of its memory there gives way to the lock."""
     ended = locked and before.host == socket.gethostname()
     if not ended and not session.is_closed(catalog, before.epoch):
         return False

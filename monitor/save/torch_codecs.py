@@ -1,4 +1,4 @@
-"""Encodes and decodes tensors on their device, as :mod:`store.encoding` defines to the bit.
+"""Encode and decode tensors on their device, as :mod:`store.encoding` defines to the bit.
 
 ``tests/contract/test_encodings.py`` compares the encoded bytes with those of numpy encoders
 (``tests/support/reference_encodings.py``), and the decoded values with those of :mod:`store.encoding`. Functions keep
@@ -21,7 +21,7 @@ from store.encoding import CHUNK, bfloat16, chunk_sizes, encoding_named, int8, l
 from store.encoding.base import BLOCK, PIECE, Bytes, lanes_bytes
 from store.errors import DamagedError
 
-MOST_CHUNKS = 64  # that are encoded at once on a device, where launching the kernels for each would take longer
+MOST_CHUNKS = 64  # encoded at once on a device, where launching kernels for each chunk would take longer
 _WORK = 40  # bytes of a device's memory for each element that is encoded at once
 
 _INFINITE = 0x7F800000
@@ -54,7 +54,7 @@ def chunks_at_once(values: torch.Tensor) -> int:
 
 
 def chunk_after_chunk(data: torch.Tensor, name: str, count: int) -> torch.Tensor:
-    """Return the bytes of ``count`` whole chunks that were encoded as if they were one, whose lanes are as long."""
+    """Reorder the bytes of ``count`` whole chunks that were encoded as one, with long lanes, to chunk after chunk."""
     lanes = torch.split(data, [count * lane.nbytes for lane in encoding_named(name).lanes(CHUNK, "F32")])
     return torch.cat([lane.view(count, -1) for lane in lanes], 1).view(-1)
 
@@ -63,7 +63,7 @@ class Encoder(ABC):
     """Encodes and decodes chunks of one lossy encoding."""
 
     limits = -3.3e38, 3.3e38  # beyond them, values may round to infinity
-    """Least value that it can hold, and the least above it that it cannot; for 0, -0.0 counts as 0."""
+    """Smallest value that it can hold, and the next larger value that it cannot. -0.0 counts as 0."""
 
     @abstractmethod
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -318,7 +318,7 @@ class EncodingLoss:
 
 @dataclass
 class EncodedCopy:
-    """Encodes one fragment where it is, and copies the encoded bytes to host memory.
+    """Encodes one fragment on its device, and copies the encoded bytes to host memory.
 
     Values that the encoding cannot hold are copied as they are. The source must not change until :meth:`finish`.
     ``copy`` is for the decoded values, or for the values if the encoding cannot hold them. Empty if neither is

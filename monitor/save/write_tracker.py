@@ -1,8 +1,8 @@
-"""Copies host memory beside training, and finds every write to it meanwhile, whatever code makes it.
+"""Copy host memory beside training, and detect every write to it before it is copied, whatever code makes it.
 
 Autograd counts the in-place operations that it sees, which writes through ``.data``, numpy or a pointer are not. Linux
 sees all, from 6.7 on: a page that is write-protected by userfaultfd(2) in its asynchronous mode loses the protection
-when it is written, without a signal or a wait, and PAGEMAP_SCAN tells which pages have it (admin-guide/mm/pagemap).
+when it is written, without a signal or a wait, and PAGEMAP_SCAN lists protected pages (admin-guide/mm/pagemap).
 
 It does not see writes by a device into pinned memory, nor by another process into shared memory. Such memory is
 copied at once, and so is what shares a page with other data. Where it cannot be used, a
@@ -167,7 +167,7 @@ class WriteTracker:
 
 
 class CopyPlan:
-    """What is copied where, and in which pages most of it lies. Saves of the same memory share one.
+    """Sources and targets of a copy, and the pages in which most of the sources lie. Saves of the same memory share it.
 
     ``targets`` are addresses, one for each of ``regions``."""
 
@@ -180,7 +180,7 @@ class CopyPlan:
         self._whole = self._parts([block for run in self.runs for block in run])
 
     def parts(self, blocks: Sequence["_Block"]) -> tuple[list[int], "_Addresses"]:
-        """Return which regions blocks hold, and what lies outside their pages: targets, sources and sizes."""
+        """Return (indices of the regions in ``blocks``, (targets, sources, sizes) of all outside their pages)."""
         return self._whole if len(blocks) == sum(map(len, self.runs)) else self._parts(blocks)
 
     def _parts(self, blocks: Sequence["_Block"]) -> tuple[list[int], "_Addresses"]:
@@ -200,9 +200,9 @@ class CopyPlan:
 
 
 class LastPlan:
-    """The regions of units, one after the other, and the plan of their copies, as of the last call.
+    """Caches the regions of units and the plan of their copies, from the last call.
 
-    A job mostly copies the same into the same buffers."""
+    A job mostly copies the same memory into the same buffers."""
 
     def __init__(self) -> None:
         self._layouts: Sequence[UnitLayout] = ()
@@ -222,9 +222,9 @@ class LastPlan:
 
 
 class HeldMemory:
-    """Keeps the memory of tensors from being freed, and tells whether it changed.
+    """Keeps the present memory of tensors from being freed, and detects changes of it.
 
-    The memory is that of now: a script may give a tensor other memory, which is no change of this one."""
+    A script may give a tensor other memory, which does not change this one."""
 
     @torch.inference_mode(False)
     def __init__(self, owners: Sequence[torch.Tensor]) -> None:
@@ -236,15 +236,15 @@ class HeldMemory:
         return np.array_equal(addresses_of(self._tensors), self._places)
 
     def unchanged(self) -> bool:
-        """Return whether it is, and autograd counted no change in place."""
+        """Return whether :meth:`in_place`, and autograd counted no change in place."""
         return versions_of(self._tensors) == self._versions and self.in_place()
 
 
 class TrackedCopy:
-    """Copies host memory, most of it in :meth:`finish`, and tells whether any was written before it was copied.
+    """Copies host memory, most of it in :meth:`finish`, and detects whether any was written before it was copied.
 
-    Memory that cannot be tracked is copied at once. The tracker's ``in_use`` is held; :meth:`finish` releases it.
-    ``owners`` are the tensors in whose memory each region lies: other memory may take its place meanwhile."""
+    Memory that cannot be tracked is copied at once. The caller has acquired the tracker's ``in_use``; :meth:`finish`
+    releases it. ``owners``: for each region the tensor in whose memory it lies; a script may give it other memory."""
 
     def __init__(self, tracker: WriteTracker, plan: CopyPlan, owners: Sequence[torch.Tensor]) -> None:
         self._tracker = tracker
@@ -260,9 +260,9 @@ class TrackedCopy:
     def finish(self) -> bool:
         """Copy the rest. Return whether the copies hold the values that the sources had in the beginning.
 
-        A storage may get other memory, as by ``share_memory_()`` or ``resize_()``."""
+        They do not if a storage got other memory meanwhile, as by ``share_memory_()`` or ``resize_()``."""
         try:
-            whole = all([self._copied(block) for block in self._blocks])  # noqa: C419 - all memory is to be unprotected
+            whole = all([self._copy_block(one) for one in self._blocks])  # noqa: C419 - all memory is to be unprotected
             whole = whole and self._held.in_place()
             for pages in self._protected:  # once all are known: blocks may share pages
                 self._tracker.unprotect(pages)
@@ -275,11 +275,11 @@ class TrackedCopy:
         for pages in self._protected:
             self._tracker.consolidate(pages, stop)
 
-    def _copied(self, block: "_Block") -> bool:
-        """Copy a block. Return whether it was not written.
+    def _copy_block(self, block: "_Block") -> bool:
+        """Copy a block. Return False if it was written, or is gone.
 
-        Pages must be read before they are looked at: reading memory that was given back to the system makes a page that
-        was never protected."""
+        Copy before asking for writes: reading memory that was given back to the system creates a page that was never
+        protected, so it counts as written."""
         try:
             self._tracker.copy_all(*block.inner())
             return not self._tracker.written(block.pages)
@@ -288,11 +288,11 @@ class TrackedCopy:
 
     def _begin(self, plan: CopyPlan, owners: Sequence[torch.Tensor]) -> None:
         for run in plan.runs:
-            found = [self._tracker.protect(range(run[0].pages.start, run[-1].pages.stop))]
-            if found[0] is None and len(run) > 1:  # there may be other memory between them
-                found = [self._tracker.protect(block.pages) for block in run]
-            self._protected += [pages for pages in found if pages is not None]
-            self._blocks += [b for b, pages in zip(run, found * (len(run) // len(found)), strict=True) if pages]
+            tracked = [self._tracker.protect(range(run[0].pages.start, run[-1].pages.stop))]
+            if tracked[0] is None and len(run) > 1:  # there may be other memory between the blocks
+                tracked = [self._tracker.protect(block.pages) for block in run]
+            self._protected += [pages for pages in tracked if pages is not None]
+            self._blocks += [b for b, pages in zip(run, tracked * (len(run) // len(tracked)), strict=True) if pages]
         held, rest = plan.parts(self._blocks)
         self._held = HeldMemory(list({id(owners[at]): owners[at] for at in held}.values()))
         for target, source, size in zip(*rest, strict=True):  # of memory that is not gone, and visible to this host
@@ -346,9 +346,9 @@ def _blocks(
 
 
 def _runs(blocks: Sequence[_Block]) -> list[list[_Block]]:
-    """Return blocks near each other together. Protected as one, they can be on huge pages.
+    """Group blocks that are near each other. Protected as one, they can be on huge pages.
 
-    Writes to what lies between them cost a fault for each page, and are not taken for writes to them."""
+    Writes between them cost a fault for each page, and do not count as writes to them."""
     runs: list[list[_Block]] = []
     for block in blocks:
         if runs and 0 <= block.pages.start - runs[-1][-1].pages.stop <= _GAP:
@@ -365,8 +365,8 @@ _move = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, cty
 
 
 def write_tracker() -> WriteTracker | None:
-    """Return the tracker of this process, None where the system has none."""
-    return _tracker_of(os.getpid())  # a forked child's memory is another one
+    """Return the tracker of this process; None if the system does not support it."""
+    return _tracker_of(os.getpid())  # a forked child has other memory, so it needs its own
 
 
 @lru_cache(maxsize=1)
@@ -417,8 +417,8 @@ class SourceSample:
 
 
 def sampled(tensors: Sequence[torch.Tensor]) -> Words:
-    """Return views of the elements that a sample has of each tensor."""
-    found: Words = {}
+    """Return views of the sampled elements of each tensor."""
+    views: Words = {}
     for tensor in tensors:
         last = tensor.numel() - 1
         if last >= 0:
@@ -426,8 +426,8 @@ def sampled(tensors: Sequence[torch.Tensor]) -> Words:
             bits = tensor.view(_WORDS[size])  # integers are equal where all bits are, those of NaN too
             words: Any = bits if bits.is_cuda else bits.numpy()
             stride = max(1, -(-last // (_SAMPLED - 2)))
-            found.setdefault(size, []).extend((words[:1], words[last % stride :: stride]))
-    return found
+            views.setdefault(size, []).extend((words[:1], words[last % stride :: stride]))
+    return views
 
 
 def _joined(one: Words, other: Words) -> Words:

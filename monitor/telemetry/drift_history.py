@@ -1,4 +1,4 @@
-"""Compares a decision with earlier ones, about 1, 2, 4, 8... decisions ago, whether or not units were saved.
+"""Compare a decision with earlier ones, about 1, 2, 4, 8... decisions ago, whether or not units were saved.
 
 The caller sums over ranks. The earlier decisions depend on the number of decisions only, so they are the same on all
 ranks. One thread at a time."""
@@ -57,14 +57,14 @@ class DriftHistory:
         if step == self._newest:
             return Compared((), empty)
         now, number = self._signatures(step, signatures), self._number
-        thens = [self._decisions[at] for at in compared_with(number, self._anchors)]
-        rows = [_rows(now, then) for then in thens]
+        earlier = [self._decisions[at] for at in compared_with(number, self._anchors)]
+        rows = [_rows(now, then) for then in earlier]
         self._number, self._newest = number + 1, step
         # This decision or a later one is compared with the last two multiples of each power of two.
         retained = {(number >> j) << j for j in range(self._anchors)} | set(compared_with(number, self._anchors))
         decisions = {**self._decisions, number: now}
         self._decisions = {at: decision for at, decision in decisions.items() if at in retained}
-        return Compared(tuple(then.step for then in thens), torch.stack(rows) if rows else empty)
+        return Compared(tuple(then.step for then in earlier), torch.stack(rows) if rows else empty)
 
     def _signatures(self, step: int, signatures: Sequence[Signature | None]) -> _DecisionSignatures:
         known = [one is not None and one.finite for one in signatures]

@@ -1,4 +1,4 @@
-"""Updates the per-layer metrics: drift, staleness, non-finite values and drift spikes. Rank 0's training thread.
+"""Update the per-layer metrics: drift, staleness, non-finite values and drift spikes. Rank 0's training thread.
 
 The number of (layer, slot) units with time series of their own is limited. Series must not come and go, so a layer that
 is shown stays shown: whole layers spread evenly over the model, as many as fit into seven eighths of the limit. The
@@ -36,13 +36,13 @@ class LayerMetrics:
         self._staleness_of = cache(lambda unit: self.staleness.labels(*unit))
         self._shown = SeriesSelector(limit)
         self._limit = limit
-        self._jumps = DriftAnomalyDetector()
+        self._detector = DriftAnomalyDetector()
         self._units: list[Unit] = []
         self._nonfinite: set[Unit] = set()
-        self._named: set[str] = set()
-        self._drift: dict[Unit, float] = {}
-        self._staleness: dict[Unit, float] = {}
-        self._read: dict[Unit, int] = {}
+        self._named: set[str] = set()  # layers with a series of layer_nonfinite
+        self._drift: dict[Unit, float] = {}  # of moving units
+        self._staleness: dict[Unit, float] = {}  # likewise
+        self._read: dict[Unit, int] = {}  # step of the last reading
 
     def set_units(self, units: Collection[Unit]) -> None:
         """Set the units of the job, in model order."""
@@ -89,7 +89,7 @@ class LayerMetrics:
         """Look for drift spikes of weights at ``step``; each unit once a step."""
         fresh = {unit: one for unit, one in readings.items() if self._read.get(unit) != step}
         self._read.update(dict.fromkeys(fresh, step))
-        for spike in self._jumps.read(fresh):
+        for spike in self._detector.read(fresh):
             self._spikes.inc()
             self._shown.add(spike.unit)
             self.hidden.set(self._shown.hidden)
@@ -98,9 +98,9 @@ class LayerMetrics:
                 "setting was changed, memory or a device may have corrupted them: see docs/runbook.md"
             )
             _log.error(text, spike.unit.layer, spike.jump, step, spike.drift)
-        for unit in fresh.keys() & self._jumps.jumps.keys():
+        for unit in fresh.keys() & self._detector.jumps.keys():
             if unit in self._shown:
-                self.jump.labels(unit.layer, unit.slot).set(self._jumps.jumps[unit])
+                self.jump.labels(unit.layer, unit.slot).set(self._detector.jumps[unit])
 
     def update_health(self, units: Collection[Unit], nonfinite: Collection[Unit]) -> None:
         """Update the health gauges. ``units`` were checked; ``nonfinite`` have NaN or Inf."""
@@ -156,7 +156,7 @@ class SeriesSelector:
         places = self._limit - self._limit // 8 - len(self._shown)
         for count in range(min(len(names), max(places, 0)), 0, -1):
             chosen = {names[round(i * (len(names) - 1) / max(count - 1, 1))] for i in range(count)}
-            found = {unit for name in chosen for unit in layers[name]} - self._shown
-            if len(found) <= places:
-                return found
+            units = {unit for name in chosen for unit in layers[name]} - self._shown
+            if len(units) <= places:
+                return units
         return set()

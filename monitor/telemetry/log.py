@@ -1,10 +1,10 @@
-"""Logs the outcome of decisions, saves and resumes to the logger ``driftpoint``, and misuse of the checkpointer.
+"""Log the outcome of decisions, saves and resumes to the logger ``driftpoint``, and misuse of the checkpointer.
 
 Storage problems never reach the training loop as an exception and never pass silently: they are logged here.
 
-A loop that calls the checkpointer wrongly is told so once for each case, but only where a correct loop cannot look the
-same: a gradient scaler skips optimizer steps, frameworks count micro-batches, ranks are late (docs/loops.md). A step
-costs a few integers and no collective."""
+Each kind of misuse is logged once, and only if a correct loop cannot look the same: gradient scalers skip optimizer
+steps, frameworks count micro-batches, and ranks may be late (docs/loops.md). The checks of a step cost a few integers
+and no collective."""
 
 import dis
 import gc
@@ -41,7 +41,7 @@ _log = logging.getLogger("driftpoint")
 
 
 def _name(record: logging.LogRecord) -> bool:
-    """Put our name before what Python itself prints where no logging is configured. Records of handlers stay as is."""
+    """Prefix our name if logging is not configured, so that Python itself prints the record. Leave others as is."""
     record.msg = record.msg if _log.hasHandlers() else f"driftpoint: {record.msg}"
     return True
 
@@ -49,8 +49,8 @@ def _name(record: logging.LogRecord) -> bool:
 _log.addFilter(_name)
 
 _DECISIONS_WITHOUT_COMMIT = 3
-_SAVES_IN_A_ROW = 8  # after which one that is late is news again
-_PATIENCE = 60.0  # seconds in which the first save may be the reason for that
+_SAVES_IN_A_ROW = 8  # more saves than this in a row reset the count of late ones
+_PATIENCE = 60.0  # seconds from the start in which late decisions do not count: the first save may take so long
 _NAMED = 6  # maximum number of units named in a log line
 
 
@@ -65,7 +65,7 @@ def log_startup(text: str) -> None:
 
 
 def warn_of_beginning(store: str) -> None:
-    """Warn that nothing was resumed, for the case that the store should have had commits."""
+    """Warn that nothing was resumed, in case that the user expected commits in the store."""
     _log.warning(
         "training begins from nothing: there is no commit in %s. If there should be one, check the path and the mount. "
         "Once the store exists, `store: {path: %s, create: false}` refuses a start without it",
@@ -75,7 +75,7 @@ def warn_of_beginning(store: str) -> None:
 
 
 class SaveLog(SaveListener):
-    """Logs events; on ranks other than 0 only those that rank 0 does not know of."""
+    """Logs events. Ranks other than 0 log only those that rank 0 does not know of."""
 
     def __init__(self, config: Config, rank: int = 0) -> None:
         self._config, self._store = config, config.store_path
@@ -117,7 +117,7 @@ class SaveLog(SaveListener):
         _log.log(level, "no save at step %d: %s", event.step, f"{why}. {event.problem}" if event.problem else why)
 
     def _count_decision(self, event: events.DecisionEvent) -> None:
-        """Say so if several decisions have passed and nothing is committed, in this run or before it."""
+        """Log an error if several decisions have passed and nothing is committed, in this run or before it."""
         self._commits = event.commits
         if event.skipped == "busy" and time.monotonic() < self._began + _PATIENCE:
             return
@@ -219,7 +219,7 @@ def _kind(certificate: Certificate) -> str:
 
 PATIENCE = 60.0  # seconds that the first decision waits for other ranks before it says so
 FORGOTTEN = 500  # optimizer steps without ``ckpt.step()``; more where a loop takes many between two calls, as in PPO
-_REPEATS = 5  # optimizer steps in a row with equally many calls each
+_REPEATS = 5  # optimizer steps in a row, each after the same number of calls, at which these become suspect
 
 _Gradient = tuple[torch.Tensor, int]  # the smallest gradient, and how often it was written to
 
@@ -230,9 +230,10 @@ NESTED = "ckpt.save() within another call, by a signal handler or another thread
 
 
 class MisuseNotices:
-    """Compares the calls of ``ckpt.step()`` with the optimizer steps of a rank; ``updates`` were taken since the last.
+    """Compares the calls of ``ckpt.step()`` with a rank's optimizer steps, and warns if they do not match.
 
-    steps: counts optimizer steps for the framework; None if its adapter counts them, or nothing does."""
+    ``updates``: optimizer steps since the last call. steps: counts optimizer steps; None if the adapter, or nothing,
+    does."""
 
     def __init__(self, adapter: Adapter, steps: Callable[[], int] | None, rank: int, world_size: int) -> None:
         self.updates = 0
@@ -242,7 +243,7 @@ class MisuseNotices:
         self._said: set[str] = set()
         self._entered = threading.Lock()
         self._called, self._most = False, 0
-        # One of the ranks 0 and 1 has to wait for the other, or for a third, until all have decided once.
+        # If a rank never calls step(), rank 0 or 1 waits for it: only these need to watch, until all decided once.
         self._may_wait = world_size > 1 and rank <= 1
         self.restart()
         adapter.before_update(self._before_update)
@@ -251,8 +252,8 @@ class MisuseNotices:
         """Begin anew after a resume."""
         self.updates = self._calls = self._before = self._alike = 0
         self._first = True
-        self._suspect: tuple[_Gradient | None] | None = None  # of a first call before any optimizer step
-        self._repeated: tuple[_Gradient | None] | None = None  # of an optimizer step after equally many calls as before
+        self._suspect: tuple[_Gradient | None] | None = None  # at a first call before any optimizer step
+        self._repeated: tuple[_Gradient | None] | None = None  # at an optimizer step after ``_REPEATS`` equal ones
         self._calls_before = None if self._framework_calls is None else self._framework_calls()
 
     def stepped(self) -> None:
@@ -265,7 +266,7 @@ class MisuseNotices:
 
     @contextmanager
     def alone(self) -> Iterator[bool]:
-        """Yield False, and say why, in a call that interrupts another one, or is made beside it, in another thread."""
+        """Yield False, and log why, for a call during another one: by a signal handler, or in another thread."""
         alone = self._entered.acquire(blocking=False)
         if not alone:
             self._say(NESTED)
@@ -276,7 +277,7 @@ class MisuseNotices:
                 self._entered.release()
 
     def watched(self, action: Callable[[], StepReport | None]) -> StepReport | None:
-        """Run the collective part of ``ckpt.step()``. Until all ranks have decided once, tell if it waits for long."""
+        """Run the collective part of ``ckpt.step()``. Until all ranks have decided once, warn if it waits for long."""
         if not self._may_wait:
             return action()
         watch = threading.Timer(PATIENCE, self._warn_of_waiting)
@@ -299,13 +300,13 @@ class MisuseNotices:
             )
 
     def close(self) -> None:
-        """Tell of a rank that never called ``ckpt.step()`` although it trained."""
+        """Warn of a rank that trained and never called ``ckpt.step()``."""
         if not self._called and self.updates > 1 and self._rank:
             text = "rank %d took %d optimizer steps without ckpt.step(): call it on every rank"
             _log.warning(text, self._rank, self.updates)
 
     def _called_without_update(self) -> None:
-        """Look at a call before the first optimizer step, or one of several between two of them.
+        """Check a call before the first optimizer step, or one of several calls between two steps.
 
         A gradient scaler may have skipped the step. A loop may count something else, such as steps of an environment:
         then gradients do not change from call to call."""
@@ -327,7 +328,7 @@ class MisuseNotices:
         if self._suspect is not None:
             (called,), self._suspect = self._suspect, None
             same = _is_same(called, _gradient(self._adapter.module))
-            # The gradient of the call is stepped with; or there was none, and nothing that skips a step.
+            # The step uses the gradient that was there at the call; or there was none, and no scaler that skips steps.
             if same or (called is None and self._calls == 1 and not _has_scaler()):
                 self._say_before()
         if not self.updates:
@@ -366,14 +367,14 @@ def is_discarded(caller: FrameType | None) -> bool:
 
 
 def _framework_calls(adapter: Adapter, steps: Callable[[], int] | None) -> Callable[[], int] | None:
-    """Return what counts the calls of the framework's own step, on micro-batches too; None if nothing does."""
+    """Return a function that counts calls of the framework's step, those of micro-batches too; None if none does."""
     engine = getattr(adapter, "engine", None)
     return (lambda: int(engine.micro_steps)) if engine is not None else getattr(steps, "calls", None)
 
 
 def _gradient(module: torch.nn.Module) -> _Gradient | None:
-    found = min((one.grad for one in module.parameters() if one.grad is not None), key=torch.numel, default=None)
-    return None if found is None else (found, version_of(_local(found)))
+    smallest = min((one.grad for one in module.parameters() if one.grad is not None), key=torch.numel, default=None)
+    return None if smallest is None else (smallest, version_of(_local(smallest)))
 
 
 def _is_same(one: _Gradient | None, other: _Gradient | None) -> bool:
@@ -395,21 +396,21 @@ _TAIL = 4 << 20  # bytes at the end of a trace in which the line of a step is lo
 def check_rng(adapter: Adapter, recorder: TraceRecorder, path: Path | None, group: Group, page: str) -> None:
     """Compare where a resumed loop draws random numbers with where the saved run drew them, and warn once.
 
-    A resume restores the generators. A loop that has drawn more or less than the saved run when its next optimizer step
-    begins holds something that was not handed over: a batch fetched ahead, an iterator that begins anew. After each
-    save, the state of rank 0's generators at the next optimizer step goes into the drift trace, as a digest. Those of
-    devices are not compared, nor python's, which libraries draw from. path: of the trace. page: of the docs."""
+    A resume restores the generators. A loop that has drawn more or fewer numbers than the saved run at its next
+    optimizer step has state that was not saved: a batch fetched ahead, an iterator that begins anew. After each save, a
+    digest of rank 0's generators at the next optimizer step goes into the drift trace. Generators of devices are not
+    compared, nor python's, which libraries draw from. path: of the trace. page: of the docs."""
 
     def before_update() -> None:
         saved, resumed = recorder.saved_step, recorder.resumed_step
         if saved is None and resumed is None:
             return
         recorder.saved_step = recorder.resumed_step = None
-        found = generators_digest()
+        now = generators_digest()
         line = None if resumed is None or path is None else last_drawn(path, resumed)
         if saved is not None:
-            recorder.put_drawn(saved, found)
-        if line is not None and line.world_size == group.world_size and line.digest != found:
+            recorder.put_drawn(saved, now)
+        if line is not None and line.world_size == group.world_size and line.digest != now:
             _log.warning(
                 "after this resume the loop has drawn more or fewer random numbers than the saved run had at the same "
                 "optimizer step, so it does not go on as that run did: does it fetch a batch ahead, or begin an "

@@ -309,7 +309,7 @@ class Metrics(SaveListener, ServedMetrics):
         self._worker.submit(update)
 
     def _catch_up(self) -> None:
-        """Wait for the updates of all events so far. A scrape waits shortly: training may hold back its own."""
+        """Wait for the updates of all events so far. A scrape waits less: training may hold tasks back meanwhile."""
         worker = self._worker
         if worker is not None and not worker.is_current and os.getpid() == self._process:
             training = threading.current_thread() is threading.main_thread()
@@ -323,16 +323,16 @@ class Metrics(SaveListener, ServedMetrics):
     def _update_space(self, what: str, path: Path) -> None:
         """Read the free space of the filesystem of ``path``. May block."""
         try:
-            found = os.statvfs(path)
+            space = os.statvfs(path)
         except OSError:  # not mounted: saves fail and report it
             self.gauge(f"{what}_size_bytes").set(0)
             return
-        self.gauge(f"{what}_free_bytes").set(found.f_bavail * found.f_frsize)
-        self.gauge(f"{what}_size_bytes").set(found.f_blocks * found.f_frsize)
+        self.gauge(f"{what}_free_bytes").set(space.f_bavail * space.f_frsize)
+        self.gauge(f"{what}_size_bytes").set(space.f_blocks * space.f_frsize)
 
 
 class _Registry(CollectorRegistry):
-    """Is read as of all events so far, by whichever thread serves it."""
+    """Waits for pending updates before each read, so that a reader sees all events so far."""
 
     def __init__(self, catch_up: Callable[[], None]) -> None:
         super().__init__()
@@ -345,10 +345,10 @@ class _Registry(CollectorRegistry):
 
 def _make(row: _Row, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
     more: dict[str, Any] = {"buckets": row.buckets} if row.kind is Histogram else {}
-    made = row.kind(f"driftpoint_{row.name}", row.help, row.labels, registry=registry, **more)
+    metric = row.kind(f"driftpoint_{row.name}", row.help, row.labels, registry=registry, **more)
     for value in row.served:
-        made.labels(value)
-    return made
+        metric.labels(value)
+    return metric
 
 
 def _readings(drift: Mapping[Unit, float], staleness: Mapping[Unit, int | None]) -> dict[Unit, DriftReading]:

@@ -1,9 +1,9 @@
-"""Records the drift trace of a job (:mod:`store.trace`): every rank measures its part, and rank 0 writes the file.
+"""Record the drift trace of a job (:mod:`store.trace`): every rank measures its part, and rank 0 writes the file.
 
 The trace needs no measurements of its own: it takes the signatures of decisions and saves, and keeps some of them, to
 compare units with earlier decisions whether or not they were saved. A background thread makes and writes the lines, so
-a slow disk never blocks training. It compares, too, unless ranks have to sum; they do so without waiting, and the sum
-is written at the next decision. Collectives depend on rank 0's settings at attach only, not on whether it can write.
+a slow disk never blocks training. It also compares, in a job of one process; several ranks compare at the decision and
+begin an asynchronous sum, which is written at the next one. Collectives depend on rank 0's settings at attach only.
 
 Each line is one write at the end of the file; a torn line left by a crash is closed off first. The file is not synced.
 A full file is renamed, and the next one begins with the last job line, so that it can be read alone. After an error the
@@ -58,7 +58,7 @@ class TraceRecorder(SaveListener):
         self._began, self._started = time.monotonic(), time.time()
         self._epoch = 0
         self._writer: TraceWriter | None = None
-        self._anchors = 0  # distances to so many earlier decisions; 0: none
+        self._anchors = 0  # number of earlier decisions to compare with; 0: none
         self._history: DriftHistory | None = None
         self._comparing: deque[Once[Compared]] = deque()  # newest comparisons; the others are done
         self._sum: AsyncSum | None = None  # of comparisons, over ranks
@@ -98,8 +98,8 @@ class TraceRecorder(SaveListener):
     def on_decision(self, event: events.DecisionEvent) -> None:
         decided = event.decided
         if decided is not None and self._anchors:
-            found = {unit: one.signature for unit, one in decided.mine.items() if one.signature is not None}
-            self._decision = event.step, found
+            signatures = {unit: one.signature for unit, one in decided.mine.items() if one.signature is not None}
+            self._decision = event.step, signatures
         if self._writer is None:
             return
         if event.skipped == "fenced":
@@ -143,11 +143,11 @@ class TraceRecorder(SaveListener):
             return
         history = self._history = self._history or DriftHistory(self._anchors, self._config.drift.width)
         rows_of = {unit: place for place, unit in enumerate(self._moving)}
-        found, local = [signatures.get(unit) for unit in self._local], [rows_of[unit] for unit in self._local]
+        ordered, local = [signatures.get(unit) for unit in self._local], [rows_of[unit] for unit in self._local]
         by_unit = [rows_of.get(unit) for unit in self._units]
 
         def compare() -> Compared:
-            compared = history.add(step, found)
+            compared = history.add(step, ordered)
             rows = torch.zeros(len(compared.steps), len(rows_of), 3, dtype=torch.float64, device="cpu")
             rows[:, local] = compared.rows
             return Compared(compared.steps, rows)
@@ -165,7 +165,7 @@ class TraceRecorder(SaveListener):
         self._put(lambda: moved_line(step, once(), by_unit))
 
     def _put_sum(self) -> None:
-        """Write what the ranks began to sum at the last decision. Collective."""
+        """Write the line whose sum over ranks began at the last decision. Collective."""
         summed = None if self._sum is None else self._sum.finish()
         if summed is not None:
             self._put(partial(self._summed_line, summed))
@@ -351,7 +351,7 @@ def _open_file(path: Path) -> tuple[int, bool]:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise StorageError(f"{path} is no regular file: set `trace: {{path: ...}}` to another one")
-        try:  # until the file is closed or the process ends: lines of two jobs must not mix
+        try:  # locked until the file is closed or the process ends: lines of two jobs must not mix
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:  # on a filesystem without locks: write anyway
             if error.errno in (errno.EACCES, errno.EAGAIN):
@@ -407,21 +407,21 @@ def commit_line(
 ) -> traces.CommitLine:
     """Return ``line`` with the saved units. Those in ``no_reference`` have nothing to measure drift against."""
     index = {unit: at for at, unit in enumerate(units)}
-    found = {
+    saved = {
         index[unit]: (nbytes, encoding, _finite(error), None if unit in no_reference else _number(drift))
         for unit, (nbytes, encoding, error, drift) in sizes.items()
         if unit in index
     }
-    return line.model_copy(update={"sizes": found})
+    return line.model_copy(update={"sizes": saved})
 
 
 def moved_line(step: int, compared: Compared, rows_of: Sequence[int | None]) -> traces.MovedLine | None:
     """Return the distances to earlier decisions, summed over ranks; None if there are none.
 
-    ``rows_of`` are the rows of all units, or None."""
+    ``rows_of``: the row of each unit of the job, None for one that was not compared."""
     since = {}
-    for then, found in zip(compared.steps, compared.rows.tolist(), strict=True):
-        ratios = [_ratio(*row) for row in found]
+    for then, rows in zip(compared.steps, compared.rows.tolist(), strict=True):
+        ratios = [_ratio(*row) for row in rows]
         since[then] = tuple(None if row is None else ratios[row] for row in rows_of)
     return traces.MovedLine(step=step, since=since) if since else None
 
