@@ -310,9 +310,9 @@ def restore_store_record(files: Files) -> Catalog:
     for folder, kind in kinds:
         for name in (name for name in list_or_empty(files, folder) if name.endswith(".json")):
             with suppress(errors.DamagedError):  # marks of closed epochs, and records that are damaged
-                found = schema.from_bytes(kind, files.read(f"{folder}/{name}", _MANIFEST_LIMIT), name)
-                ids.add(found.store_id)
-                reader = max(reader, found.reader if isinstance(found, schema.ManifestRecord) else schema.FORMAT)
+                known = schema.from_bytes(kind, files.read(f"{folder}/{name}", _MANIFEST_LIMIT), name)
+                ids.add(known.store_id)
+                reader = max(reader, known.reader if isinstance(known, schema.ManifestRecord) else schema.FORMAT)
     if len(ids) != 1:
         raise errors.DamagedError(
             f"the records in {_root(files)} carry {len(ids)} store ids, so its {paths.STORE} cannot be restored: copy "
@@ -371,7 +371,7 @@ def resume_order(saves: Sequence[SaveId], suspects: Set[SaveId], proven: Set[Sav
 
 
 def find_lineage(newest: SaveId, previous: Mapping[SaveId, str | None]) -> set[SaveId]:
-    """Return the commits that ``newest`` continues, and itself, without those at steps that a later one ran over.
+    """Return ``newest`` and the commits that it continues, without those whose steps a later one took again.
 
     ``previous``: the commit that each one continues. If that is gone, the next older one takes its place, unless it is
     ahead in steps: then it is of a branch that a rollback abandoned."""

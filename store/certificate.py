@@ -1,7 +1,7 @@
 """Compute the drift certificate of a rebuilt checkpoint and its effective step. Pure functions of records.
 
 A certificate is exact only if every moving (layer, slot) is of the manifest's own save and was stored losslessly, and
-the job's self-check found no state that comes back otherwise than it was.
+the job's self-check found no state that a resume would change.
 
 Weights that are k steps old lack k updates, which a schedule that continues at the newest step never makes up for. So
 the effective step is the newest step less the mean staleness of the weights, each layer weighted by its loss per step.
@@ -56,14 +56,14 @@ def run_saves(resolution: Resolution, effective: float) -> dict[SaveId, GroupRec
     Only saves that the resolution reads anyway: they are in the store, pruning keeps them, and they hold every rank's
     run state. The save nearest to ``effective`` comes first, the older of two equally near ones; the commit's own save
     comes last."""
-    own = resolution.manifest.save
-    groups = {own: resolution.manifest.groups[own.name]}
+    commit = resolution.manifest.save
+    groups = {commit: resolution.manifest.groups[commit.name]}
     for version in resolution.versions.values():
         groups[version.save] = version.group
         groups |= {SaveId.parse(name): group for name, group in version.bases.items()}
-    usable = [save for save in groups if save.step <= own.step]
+    usable = [save for save in groups if save.step <= commit.step]
     ordered = sorted(usable, key=lambda save: (abs(save.step - effective), save.step, -save.epoch))
-    return {save: groups[save] for save in ordered[: ordered.index(own) + 1]}
+    return {save: groups[save] for save in ordered[: ordered.index(commit) + 1]}
 
 
 def _mean(weights: Sequence[LayerAge], shares: Sequence[float]) -> float:
@@ -111,8 +111,8 @@ class Certificate:
     exact: bool  # whether all of it is the training state of one step, bit for bit, and hashes vouch for that
     units: tuple[CertifiedUnit, ...]
     problems: tuple[str, ...]
-    as_found: bool = False  # exact, if all files are of one save: those of other programs hold no hashes that prove it
-    unvouched: int = 0  # number of stored tensors for whose origin nothing vouches: weights, and each of their moments
+    as_found: bool = False  # exact if all imported files are of one save, which no hash proves
+    unvouched: int = 0  # number of stored tensors (weights, and each moment) whose origin nothing proves
 
     @property
     def whole(self) -> bool:

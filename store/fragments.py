@@ -2,7 +2,7 @@
 
 Every change of world size, mesh, ZeRO stage or framework is arithmetic on fragments: flat ranges, or boxes. A flat
 range is a few boxes, so one algebra does for both. Boxes of a tensor are in a tree that separates them dimension by
-dimension, as every mesh does: building it sorts, and what meets a box is found by a bisection at each level.
+dimension, as every mesh does: building it sorts, and a bisection at each level finds the boxes that intersect another.
 
 Reading checks hashes, unpacks and decodes in the memory of a few chunks; values must not be used before the last hash
 was checked."""
@@ -88,7 +88,7 @@ class Source(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Elements that do not follow each other: ``sizes`` of them, so many apart in the source and in the target."""
+    """Elements that are not contiguous: sizes by dimension, and their strides in the source and in the target."""
 
     sizes: tuple[int, ...]
     source: tuple[int, ...]
@@ -102,13 +102,13 @@ class Copy(NamedTuple, Generic[S]):
     source_start: int
     target_start: int
     numel: int
-    steps: Steps | None = None  # None: they follow each other in both
+    steps: Steps | None = None  # None: contiguous in both
 
     def place(self, source: Bytes, target: Bytes, size: int) -> None:
-        """Copy between the bytes of all of the stored fragment and of the wanted one. ``size``: bytes of an element."""
+        """Copy from the bytes of the whole stored fragment to those of the wanted one; ``size``: bytes per element."""
         sizes, apart, into = self.steps or ((self.numel,), (1,), (1,))
-        found = as_strided(source[self.source_start * size :], (*sizes, size), (*(size * one for one in apart), 1))
-        as_strided(target[self.target_start * size :], found.shape, (*(size * one for one in into), 1))[...] = found
+        values = as_strided(source[self.source_start * size :], (*sizes, size), (*(size * one for one in apart), 1))
+        as_strided(target[self.target_start * size :], values.shape, (*(size * one for one in into), 1))[...] = values
 
 
 class FragmentIndex(Generic[S]):
@@ -179,18 +179,18 @@ Array = npt.NDArray[np.int64]
 
 @lru_cache(1 << 12)
 def steps_between(sizes: tuple[int, ...], source: tuple[int, ...], target: tuple[int, ...]) -> Steps | None:
-    """Return how a box of ``sizes`` lies in two memories with these strides; None if its elements follow each other."""
-    found: list[tuple[int, int, int]] = []
+    """Return how a box of ``sizes`` lies in two memories with these strides; None if it is contiguous in both."""
+    joined: list[tuple[int, int, int]] = []
     for size, step, other in zip(sizes, source, target, strict=True):
         if size > 1:
-            joins = bool(found) and found[-1][1:] == (step * size, other * size)  # one dimension with the one before
-            found.append((size * (found.pop()[0] if joins else 1), step, other))
-    if not found or (len(found) == 1 and found[0][1:] == (1, 1)):
+            joins = bool(joined) and joined[-1][1:] == (step * size, other * size)  # one dimension with the one before
+            joined.append((size * (joined.pop()[0] if joins else 1), step, other))
+    if not joined or (len(joined) == 1 and joined[0][1:] == (1, 1)):
         return None
-    return Steps(*(tuple(column) for column in zip(*found, strict=True)))
+    return Steps(*(tuple(column) for column in zip(*joined, strict=True)))
 
 
-_DEPTH = 64  # levels of a tree: far more than any mesh makes, so only records that lie reach it
+_DEPTH = 64  # levels of a tree: far more than any mesh makes, so only forged records reach it
 
 
 class _Level(NamedTuple):
@@ -217,7 +217,7 @@ class BoxTree:
             members, nodes = self._grow(name, members, nodes)
 
     def _grow(self, name: str, members: Array, nodes: Array) -> tuple[Array, Array]:
-        """Add a level that cuts all ``nodes``. Return the members of its children that are several, and their nodes."""
+        """Add a level that cuts all ``nodes``. Return the boxes that are not alone in a child yet, and their nodes."""
         dims = np.full(nodes[-1] + 1, -1)
         bounds, heads = np.empty((2, len(members)), np.int64), np.zeros(len(members), np.bool_)
         for dim in range(self._first.shape[1]):
@@ -243,7 +243,7 @@ class BoxTree:
         return members[np.repeat(several, counts)], np.repeat(np.arange(several.sum()), counts[several])
 
     def meet(self, boxes: Sequence[Part]) -> tuple[Array, Array, Array, Array]:
-        """Return (number of one of ``boxes``, own box, offsets, sizes) of all that they have in common."""
+        """Return all intersections as (index in ``boxes``, index of a box of the tree, offsets, sizes)."""
         first, after = _corners(boxes, self._first.shape[1])
         wanted = np.repeat(np.arange(len(boxes)), min(1, len(self._first)))
         nodes = np.zeros_like(wanted)
@@ -280,7 +280,7 @@ class _Regions(Generic[S]):
         self._strides, self._starts = self._places(spans)
 
     def _parts(self, regions: Sequence[S] | Sequence[Fragment], problem: str) -> tuple[list[Part], Array]:
-        """Return the boxes that regions are, and the number of the region of each."""
+        """Split regions into boxes. Return the boxes, and the index of the region of each."""
         boxes, counts = list[Part](), list[int]()
         for region in regions:
             box, before = region.box, len(boxes)
@@ -291,7 +291,7 @@ class _Regions(Generic[S]):
         return boxes, np.repeat(np.arange(len(counts)), counts)
 
     def _places(self, regions: Sequence[S] | Sequence[Fragment]) -> tuple[Array, Array]:
-        """Return the strides of regions in their own memory, and the place there of the tensor's first element."""
+        """Return the strides of regions in their own memory, and the offset there of the tensor's first element."""
         whole = Box((0,) * len(self._shape), self._shape, self._shape)  # a flat range lies as in the flattened tensor
         boxes = [one.box or whole for one in regions]
         first, after = _corners([box[:2] for box in boxes], len(self._shape))
@@ -301,7 +301,7 @@ class _Regions(Generic[S]):
         return strides, -starts - (first * strides).sum(axis=1)
 
     def cover(self, wanted: Sequence[Fragment]) -> list[list[Copy[S]]]:
-        """Return the copies that fill each, in the order of their sources. Raises DamagedError for a hole."""
+        """Return the copies that fill each fragment, in the order of their sources. Raises DamagedError for a hole."""
         boxes, numbers = self._parts(wanted, "what is wanted does not lie")
         part, own, offsets, sizes = self._tree.meet(boxes)
         part, own = numbers[part], self._owners[own]

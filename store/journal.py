@@ -1,12 +1,12 @@
-"""Read and prune the journal, which brings the state of one step to that of a later one, step by step.
+"""Read and prune the journal: records of optimizer steps, which a resume repeats to reach a later step.
 
-A **record** of step t holds what made the state of step t from that of t - 1: the gradients that the optimizer was
-given, hyperparameters and random states at that moment, and the buffers and the run state after it. It is a segment
-group in ``journal/``, written like those of saves, and counts once the parts of all ranks are there; no manifest names
-it. It says what it continues: all names of the state of step t - 1, which are those of the saves and snapshots of that
-step, and of its record. So records of an abandoned branch are never taken for those of another.
+The **record** of step t holds what a resume needs to repeat it on the state of step t - 1: the gradients,
+hyperparameters and random states before the step, and the buffers and the run state after it. It is a segment group in
+``journal/``, written like those of saves, and counts once the parts of all ranks are there; no manifest names it. It
+names what it continues: the saves and snapshots of step t - 1, and the record of that step. So records of an abandoned
+branch are never taken for those of another.
 
-Reads records only. Removing one is safe at any time: what it led to cannot be reached any more, and nothing else."""
+Reads records only. Removing one is safe at any time: only later steps can then not be reached any more."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -51,30 +51,30 @@ def journal_catalog(catalog: Catalog) -> Catalog:
 
 
 def recorded(files: Files) -> list[SaveId]:
-    """Return the names of all records below the directory of a journal, of those that are not whole, too."""
+    """Return the names of all records in the directory of a journal, incomplete ones included."""
     return [save for name in list_or_empty(files, SEGMENTS) if (save := parse_save_dir(name)) is not None]
 
 
-def find_chain(journal: Catalog, own: SaveId, versions: Collection[SaveId]) -> Chain | None:
-    """Return the records that continue the state ``own``; None if there are none.
+def find_chain(journal: Catalog, commit: SaveId, versions: Collection[SaveId]) -> Chain | None:
+    """Return the records that continue ``commit``; None if there are none.
 
-    If ``versions``, of the units that an optimizer updates, are older, the records that lead from the oldest of them to
-    ``own`` come first. Also None if one of those is missing, or a version is of another branch."""
+    If some ``versions`` (of the units that an optimizer updates) are older, the records that lead from the oldest of
+    them to ``commit`` come first. Also None if one of those is missing, or a version is of another branch."""
     by_step = group_by_key((save.step, save) for save in sorted(recorded(journal.files), reverse=True))
-    oldest = min((save.step for save in versions), default=own.step)
-    names, step, back = frozenset({own.name}), own.step, list[JournalStep]()
+    oldest = min((save.step for save in versions), default=commit.step)
+    names, step, back = frozenset({commit.name}), commit.step, list[JournalStep]()
     first = names
     while True:
         if not {save.name for save in versions if save.step == step} <= names:
             return None
         if step <= oldest:
             break
-        found = _first(journal, [save for save in by_step.get(step, ()) if save.name in names])
-        if found is None:
+        record = _first(journal, [save for save in by_step.get(step, ()) if save.name in names])
+        if record is None:
             return None
-        back.append(found)
-        names, step = found.continues, step - 1
-    ahead = list(_ahead(journal, own.step, first, by_step))
+        back.append(record)
+        names, step = record.continues, step - 1
+    ahead = list(_ahead(journal, commit.step, first, by_step))
     return Chain(oldest, (*reversed(back), *ahead)) if back or ahead else None
 
 
@@ -83,15 +83,15 @@ def _ahead(
 ) -> Iterator[JournalStep]:
     while True:
         step += 1
-        found = _first(journal, by_step.get(step, ()), names)
-        if found is None:
+        record = _first(journal, by_step.get(step, ()), names)
+        if record is None:
             return
-        yield found
-        names = frozenset({found.save.name})
+        yield record
+        names = frozenset({record.save.name})
 
 
 def _first(journal: Catalog, saves: Collection[SaveId], names: frozenset[str] = frozenset()) -> JournalStep | None:
-    """Return the first whole record, of those that continue one of ``names``, if any are given."""
+    """Return the first whole record; if ``names`` are given, of those that continue one of them."""
     for save in saves:
         try:
             first = read_part(journal.files, journal.store_id, save, 0)

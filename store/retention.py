@@ -2,10 +2,10 @@
 
 Silent corruption is detected late, so old commits are retained at ages in powers of two. The newest proven commit
 always stays; suspect commits are ignored, except the newest commit of all. Where a rule retains one commit in a range
-of steps, the commits that the newest one continues go before those of a branch that a rollback abandoned.
+of steps, commits that the newest one continues take precedence over those of a branch that a rollback abandoned.
 
-Where the disk has no room for another full save, the rule gives way: the oldest commits that it retains are dropped
-first, only as many as needed, and never the newest whole commit nor the newest proven one.
+If the disk has no room for another full save, commits that the rule retains are dropped, too: the oldest first, only as
+many as needed, and never the newest whole commit nor the newest proven one.
 
 Manifests are removed first and their directory is synced before any segment is removed, so after a crash no manifest
 points to a deleted segment. Unrecognised files are reported and stay. Only the owner of the store (the lock, the newest
@@ -66,7 +66,7 @@ def select_retained(
     """Return the commits to retain of ``saves``, which must all be whole.
 
     A damaged or suspect commit must not displace a good one: suspects are left out, and the newest commit always stays.
-    ``lineage``: those that stand for their ranges before others."""
+    ``lineage``: commits that are preferred in their ranges."""
     all_saves = sorted(saves, reverse=True)
     newest_first = [save for save in all_saves if save not in suspects] or all_saves
     keep = {*all_saves[:1], *newest_first[: retention.keep_last]}
@@ -193,8 +193,8 @@ def plan_prune(
     needed |= {save for save in readable if elsewhere & readable[save].groups.keys()} if elsewhere else set()
     other_bases = _with_other_bases(readable, commits.whole)
     weights = read_weights(catalog) if retention.weights_every else {}
-    told = {save: name for save, name in weights.items() if save not in catalog.damaged_weights}
-    lineage = find_lineage(newest, {**told, **{save: one.previous for save, one in readable.items()}})
+    sound = {save: name for save, name in weights.items() if save not in catalog.damaged_weights}
+    lineage = find_lineage(newest, {**sound, **{save: one.previous for save, one in readable.items()}})
     keep = select_retained(commits.whole, proven, retention, suspects, lineage) | needed | other_bases
     to_copy, following, stay = _select_weights(catalog, retention, commits, keep, suspects=suspects, lineage=lineage)
     gone = {save for save in aged - stay - following if save in weights or save not in keep}  # one may just be written
@@ -246,23 +246,23 @@ def _select_weights(
     no segment with it stays, too."""
     if retention.weights_every is None:
         return set(), set(), set()
-    there, whole = set(catalog.weights), set(commits.whole)
-    good = (there | (whole - suspects)) - catalog.damaged_weights
-    in_order = sorted(good, key=lambda one: (one not in lineage, one in suspects, one))
+    copied, whole = set(catalog.weights), set(commits.whole)
+    sound = (copied | (whole - suspects)) - catalog.damaged_weights
+    in_order = sorted(sound, key=lambda one: (one not in lineage, one in suspects, one))
     ranges = group_by_key((save.step // retention.weights_every, save) for save in in_order)
-    unread = whole - (catalog.kept_weights & there)
-    pairs = ((one, _apart(commits.readable, one, more)) for one, *more in ranges.values() if more and one in unread)
-    nexts = {one: other for one, other in pairs if other not in keep}
-    as_it_is = keep - nexts.keys()
-    chosen = {saves[0] for saves in ranges.values()} - (as_it_is - there)
+    unread = whole - (catalog.kept_weights & copied)
+    pairs = ((one, _spare(commits.readable, one, more)) for one, *more in ranges.values() if more and one in unread)
+    spares = {one: other for one, other in pairs if other not in keep}
+    as_it_is = keep - spares.keys()
+    chosen = {saves[0] for saves in ranges.values()} - (as_it_is - copied)
     stay = set(sorted(chosen, key=lambda one: (one in lineage, one not in suspects, one))[-retention.weights_last :])
     to_copy = (stay & unread) - as_it_is
-    return to_copy, {nexts[one] for one in to_copy & nexts.keys()}, stay | (there & catalog.damaged_weights)
+    return to_copy, {spares[one] for one in to_copy & spares.keys()}, stay | (copied & catalog.damaged_weights)
 
 
-def _apart(commits: Mapping[SaveId, CommitSummary], one: SaveId, more: Sequence[SaveId]) -> SaveId:
+def _spare(commits: Mapping[SaveId, CommitSummary], one: SaveId, more: Sequence[SaveId]) -> SaveId:
     groups = commits[one].groups.keys()  # a weights-only commit has segments of its own
-    return next((it for it in more if it not in commits or groups.isdisjoint(commits[it].groups)), more[0])
+    return next((other for other in more if other not in commits or groups.isdisjoint(commits[other].groups)), more[0])
 
 
 def keep_named_weights(catalog: Catalog, plan: PrunePlan) -> list[str]:
@@ -282,7 +282,7 @@ def keep_named_weights(catalog: Catalog, plan: PrunePlan) -> list[str]:
 
 
 class _Garbage:
-    """The segment groups that no retained commit needs, and their bytes."""
+    """Finds the segment groups that no retained commit needs, and their bytes."""
 
     def __init__(self, files: Files, commits: Mapping[SaveId, CommitSummary], older: Sequence[SaveId]) -> None:
         self._files = files
@@ -321,19 +321,19 @@ def _give_up(garbage: _Garbage, keep: Set[SaveId], spare: Sequence[SaveId], want
         if garbage.nbytes(kept) >= wanted:
             break
         kept.discard(save)
-    for save in sorted(keep - kept, reverse=True):  # dropping it frees nothing, or not what is needed
+    for save in sorted(keep - kept, reverse=True):  # keep it if dropping it frees nothing, or more than is needed
         if garbage.nbytes(kept | {save}) >= min(wanted, garbage.nbytes(kept)):
             kept.add(save)
     return set(keep - kept)
 
 
 def _with_other_bases(commits: Mapping[SaveId, CommitSummary], whole: Sequence[SaveId]) -> set[SaveId]:
-    """Return older commits, of which one can do without each base of the newest commit, if there is such a commit."""
-    found: set[SaveId] = set()
+    """Return older commits such that for each base of the newest commit one of them does not need it, if possible."""
+    others: set[SaveId] = set()
     for base in sorted(commits[whole[0]].bases):
-        if all(base in commits[save].versions for save in found):
-            found.update(islice((save for save in whole[1:] if base not in commits[save].versions), 1))
-    return found
+        if all(base in commits[save].versions for save in others):
+            others.update(islice((save for save in whole[1:] if base not in commits[save].versions), 1))
+    return others
 
 
 def execute(files: Files, plan: PrunePlan) -> None:
@@ -379,7 +379,7 @@ def _remove(files: Files, path: str, plan: PrunePlan) -> None:
 
 
 def _survey(catalog: Catalog) -> CommitSurvey:
-    """Read what is new in ``manifests/`` since the last survey, and forget what is gone."""
+    """Read the manifests that are new since the last survey, and forget those that are gone."""
     names, last = catalog.manifest_names(), catalog.survey
     if last is not None and last.names == names and not (last.unreadable or last.refused):
         return last

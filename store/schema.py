@@ -31,12 +31,12 @@ _FIXED = len(_HEAD) + len(_MIDDLE) + _DIGEST_LENGTH + len(_TAIL)
 
 
 class _Pause:
-    """Pauses the garbage collector while any thread asks for it, by its threshold (see ``gc.set_threshold``), so that a
-    script that meanwhile turns the collector off or on, or sets thresholds, is heard."""
+    """Pauses the garbage collector while any thread asks for it, by ``gc.set_threshold(0)``. If a script turns the
+    collector off or on meanwhile, or sets thresholds, that stays in effect."""
 
     def __init__(self) -> None:
-        self._lock, self._depth = threading.RLock(), 0  # a finalizer may come in between
-        self._threshold = 0  # to be restored; 0: nothing is
+        self._lock, self._depth = threading.RLock(), 0  # reentrant, because a finalizer may run while it is held
+        self._threshold = 0  # the one to restore; 0: none
         os.register_at_fork(after_in_child=self._forked)
 
     def begin(self) -> None:
@@ -66,9 +66,9 @@ _FROZEN = gc.get_freeze_count()  # by Python 3.12 itself
 def without_gc(*, lasting: bool = False) -> Iterator[None]:
     """Pause the cyclic garbage collector while records of all tensors are made.
 
-    It runs once some hundred objects were made, in whichever thread. For a save of many tensors it would go through all
-    objects of the process again and again, and training waits for the interpreter meanwhile. lasting: whether most of
-    the new objects last, so that it need not go through them now."""
+    It runs after some hundred allocations, in any thread. A save of many tensors would make it traverse all objects of
+    the process again and again, while training waits for the GIL. lasting: whether most of the new objects live long,
+    so that they become old without a traversal."""
     try:
         _pause.begin()
         yield
@@ -150,7 +150,7 @@ class Record(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
 
 
 class ReaderRecord(Record, frozen=True, kw_only=True):
-    """The field of a record to look at first, as a later release may have changed the others."""
+    """The field of a record to read first, because a later release may have changed the others."""
 
     reader: Natural = 0
 

@@ -96,21 +96,21 @@ def write_payload(
         raise ValueError("two items of a payload have the same name")
     reserved = _header(items, [item.nbytes for item in items], 0)
     headers: list[bytes] = []
-    found: list[tuple[int, str]] = []
+    written: list[tuple[int, str]] = []  # size and hash of each item
 
     def fill(file: NewFile) -> None:
-        headers[:], found[:] = [reserved], []
+        headers[:], written[:] = [reserved], []
         file.write(reserved)
-        found.extend(_stream(file, item) for item in items)
+        written.extend(_stream(file, item) for item in items)
         if not all(item.exact for item in items):  # sizes only shrink, so the new header fits
-            headers[:] = [_header(items, [nbytes for nbytes, _ in found], len(reserved))]
+            headers[:] = [_header(items, [nbytes for nbytes, _ in written], len(reserved))]
             file.write_at(0, headers[0])
         meanwhile()
 
     most = len(reserved) + sum(item.nbytes for item in items)
     write_new(files, path, fill, patched=not all(item.exact for item in items), most=most, sync_name=False)
-    ends = list(accumulate(nbytes for nbytes, _ in found))
-    placed = tuple(PayloadPiece(end - size, size, hashed) for end, (size, hashed) in zip(ends, found, strict=True))
+    ends = list(accumulate(nbytes for nbytes, _ in written))
+    placed = tuple(PayloadPiece(end - size, size, hashed) for end, (size, hashed) in zip(ends, written, strict=True))
     return Payload(len(reserved) + (ends[-1] if ends else 0), len(reserved), digest(headers[0]), placed)
 
 
@@ -131,7 +131,7 @@ def read_chunks(
     *,
     scratch: bytearray | None = None,
 ) -> Iterator[tuple[int, memoryview]]:
-    """Yield (place in the piece, bytes) while reading it into ``target``, or else through ``scratch``, again and again.
+    """Yield (offset in the piece, bytes) while reading it into ``target``, or else chunk by chunk into ``scratch``.
 
     A chunk is small enough to stay in the core's cache. Raises DamagedError if ``target`` has another size, and at the
     end if the hash differs."""

@@ -148,9 +148,9 @@ def require_present(files: Files, epoch: int) -> None:
 
 
 def own(files: Files, epoch: int, token: str) -> None:
-    """Let :func:`require_newest` and :func:`require_present` compare the token of ``epoch`` where it can be read.
+    """Register the token of ``epoch``; :func:`require_newest` and :func:`require_present` compare the record with it.
 
-    Where a link or a mount leads elsewhere now, another store may have the same epoch: of another job, or of a copy."""
+    If a link or a mount leads elsewhere by now, another store may have the same epoch: of another job, or of a copy."""
     _owned.setdefault(files, {})[epoch] = token
 
 
@@ -160,7 +160,7 @@ _owned: "WeakKeyDictionary[Files, dict[int, str]]" = WeakKeyDictionary()
 def _require_own(files: Files, epoch: int) -> None:
     token, found = _owned.get(files, {}).get(epoch), None
     if token is not None:
-        with suppress(StorageError):  # nothing but the record may be unreadable
+        with suppress(StorageError):  # the record alone may be unreadable, and the rest of the store usable
             found = token_of(files, epoch)
     if found not in (token, None):
         raise StorageError(

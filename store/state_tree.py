@@ -67,7 +67,7 @@ def encode(value: Any, to_leaf: ToLeaf) -> tuple[Any, list[Leaf]]:
 
 
 def join_stages(tree: dict[str, Any], tree_of: Callable[[int], Any]) -> dict[str, Any]:
-    """Return a run state with the optimizers of all pipeline stages as one, and the extra state of all their modules.
+    """Merge the run states of all pipeline stages: one optimizer, and the extra state of all modules.
 
     tree_of: returns the run state of a stage by its leading rank. Raises DamagedError if one is missing."""
     framework = tree.get("framework")
@@ -79,19 +79,19 @@ def join_stages(tree: dict[str, Any], tree_of: Callable[[int], Any]) -> dict[str
         stages = [one["framework"] for one in trees]
         whole = {key: value for key, value in stages[0].items() if key != "stages"}
         for key in ("scalars", "slots", "strides", "on_mesh"):
-            found = [(fqn, value) for stage in stages for fqn, value in stage.get(key, {}).items()]
-            whole[key] = {**dict(found), **{fqn: value for fqn, value in found if value}}  # some may have no part of it
+            pairs = [(fqn, value) for stage in stages for fqn, value in stage.get(key, {}).items()]
+            whole[key] = {**dict(pairs), **{fqn: value for fqn, value in pairs if value}}  # a stage may have none of it
         whole["shared"] = [places for stage in stages for places in stage.get("shared", ())]
         members = list(
             dict.fromkeys(one for stage in sorted(map(_members, stages), key=len, reverse=True) for one in stage)
         )
         groups, taken = list[Any](), set[str]()
         for stage in stages:
-            free, own = groups[:], _members(stage)  # each takes one group of every stage
+            free, own = groups[:], _members(stage)  # a merged group takes at most one group of each stage
             for group in stage["param_groups"]:
-                kept, member = _plain(group["hyper"]), members.index(own[group.get("member", 0)])
-                alike = (i for i, one in enumerate(free) if one["member"] == member and _plain(one["hyper"]) == kept)
-                index = next(alike, None)
+                hyper, member = _plain(group["hyper"]), members.index(own[group.get("member", 0)])
+                equal = (i for i, one in enumerate(free) if one["member"] == member and _plain(one["hyper"]) == hyper)
+                index = next(equal, None)
                 if index is None:
                     groups.append({**group, "member": member, "params": []})
                 into = groups[-1] if index is None else free.pop(index)
@@ -124,7 +124,7 @@ def decode(tree: Any, leaves: Sequence[Leaf], from_leaf: FromLeaf) -> Any:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Encodes the parts of a value one after the other, into the same leaves. See :func:`encode`."""
+    """Encodes several values into one list of leaves. See :func:`encode`."""
 
     to_leaf: ToLeaf
     leaves: list[Leaf] = field(default_factory=list)

@@ -20,7 +20,7 @@ from store.names import Unit
 VERSION = 1
 _SUCCESSOR = {"int8-sqrt-block": "int8-log2"}
 EncodingName = Annotated[str, AfterValidator(lambda name: _SUCCESSOR.get(name, name))]
-"""Name of an encoding; of one that this release only reads, that of the one in its place, so that a replay under the
+"""Name of an encoding. One that this release only reads is replaced by its successor, so that a replay under the
 recorded configuration is as recorded."""
 
 Count = Annotated[int, Field(ge=0, le=1 << 60)]  # of steps or bytes; a trace is a plain file, which may hold any number

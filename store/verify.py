@@ -320,15 +320,15 @@ def _resumable(catalog: Catalog, bad: frozenset[RejectedVersion]) -> SaveId | No
 
 
 def _units(bad: frozenset[RejectedVersion]) -> frozenset[RejectedVersion]:
-    """Return the rejected versions of units. A composite whose own run state is rejected may resume at another save."""
+    """Return the rejected versions of units, without run states: a composite may resume with that of another save."""
     return frozenset(one for one in bad if one.unit is not None)
 
 
 def _require_run_state(catalog: Catalog, resolution: Resolution, bad: frozenset[RejectedVersion]) -> tuple[str, ...]:
-    """Return the problems of damaged run states that a resume may do without.
+    """Return the problems of damaged run states that a resume does not need, since another save's is whole.
 
-    As a resume with default settings does, which takes that of the save nearest to the effective step. Raises
-    DamagedError if it finds none."""
+    A resume with default settings takes that of the save nearest to the effective step. Raises DamagedError if all are
+    damaged."""
     problems: list[str] = []
     saves = run_saves(resolution, certify(resolution).effective_step)
     for save, record in saves.items():

@@ -1,8 +1,8 @@
 """Keep the weights of commits that retention deletes, as weights-only commits.
 
 Each is a store of its own below ``weights/SAVE``: the commit's manifest without the units of the optimizer and, of each
-segment that it needs, the stored bytes of parameters and buffers, copied as they are with their hashes. What reads a
-store reads it; a resume refuses it. Nothing else refers to it.
+segment that it needs, the stored bytes of parameters and buffers, copied as they are with their hashes. Every reader of
+a store can read it; a resume refuses it. Nothing else refers to it.
 
 Its manifest appears when everything else in it is durable, and the commit goes only after all of it was read back, so
 one of the two is always whole. A directory without a manifest is left from an interrupted copy or removal."""
@@ -97,9 +97,9 @@ def remove_weights(files: Files, save: SaveId) -> None:
     groups = (f"{segments}/{name}" for name in list_or_empty(files, segments))
     for folder in (manifests, *groups, segments, root):
         names = list_or_empty(files, folder)
-        own = [name for name in names if name in known or paths.parse_rank_file(name) or is_temporary(name)]
-        remove_all(files, [f"{folder}/{name}" for name in own])
-        if folder == manifests and own:
+        ours = [name for name in names if name in known or paths.parse_rank_file(name) or is_temporary(name)]
+        remove_all(files, [f"{folder}/{name}" for name in ours])
+        if folder == manifests and ours:
             files.sync_dir(folder)
         if not list_or_empty(files, folder):
             with suppress(MissingError):

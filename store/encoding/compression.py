@@ -62,7 +62,7 @@ FEW = 12  # a lane is sparse if at most one of so many elements is not 0
 _WORTH = 0.97  # a plane is stored compressed if its size is at most this share
 _PROMISING = 0.985  # a plane is compressed as a whole if its sample compresses to this share
 _SPLITTABLE = 0.6  # splitting is tried if the sample compresses to this share
-_BETTER = 0.95  # a plane is split if that makes its sample as much smaller: it takes time, and samples are not exact
+_BETTER = 0.95  # a plane is split if its sample shrinks to this share: splitting takes time, and samples are inexact
 _WHOLE = 8  # bits of a plane that is not split
 _SAMPLE_RUN = 8192
 _SAMPLE_RUNS = 4
@@ -122,10 +122,10 @@ def _pack_lane(content: Bytes, width: int, level: int) -> list[bytes | memoryvie
     elements = content.view(_UNSIGNED.get(width, np.uint8))
     sample = _sampled(elements)
     if width in _UNSIGNED and sample.size >= BLOCK and np.count_nonzero(sample) * FEW <= sample.size:
-        found = elements != 0
-        if np.count_nonzero(found) * FEW <= elements.size:
-            parts += [bytes((_SPARSE,)), *_compressed(np.packbits(found, bitorder="little"), level)]
-            content = elements[found].view(np.uint8)
+        nonzero = elements != 0
+        if np.count_nonzero(nonzero) * FEW <= elements.size:
+            parts += [bytes((_SPARSE,)), *_compressed(np.packbits(nonzero, bitorder="little"), level)]
+            content = elements[nonzero].view(np.uint8)
     for k in range(width):
         parts += _pack_plane(np.ascontiguousarray(content[k::width]), level)
     return parts
@@ -151,9 +151,9 @@ def _compressed(plane: Bytes, level: int) -> list[bytes | memoryview]:
 
 
 def _low_bits(plane: Bytes, level: int) -> int:
-    """Return how many low bits to split off, 8 not to split, 0 to store the plane as it is: what is best on a sample.
+    """Return how many low bits to split off, by what is best on a sample. 8: do not split. 0: store the plane as it is.
 
-    Most low bytes are noise, which costs little to find out."""
+    Most planes of low bytes are noise, which the sample shows at little cost."""
     sample = _sampled(plane)
     compress = _compressor(level).compress
     sizes = {_WHOLE: len(compress(sample.data))}
@@ -175,7 +175,7 @@ def _sampled(values: NDArray[Any]) -> NDArray[Any]:
 
 
 _WORDS = {bits: (np.dtype(f"<u{8 // bits}"), (8 // bits).bit_length() - 1) for bits in (4, 2, 1)}
-"""By bits: words of as many bytes as values that share a byte, and how often those are halved."""
+"""By bits: integer type with one byte for each value that shares a packed byte, and how often it is halved."""
 
 
 def pack_bits(plane: Bytes, bits: int) -> Bytes:
@@ -210,13 +210,13 @@ def _read_lane(body: memoryview, at: int, target: Bytes) -> int:
         bits = np.unpackbits(packed, bitorder="little")
         if bits[count:].any():
             raise DamagedError("a sparse lane of a packed chunk has bits after its last element")
-        found = bits[:count].view(np.bool_)
-        rows = np.empty((np.count_nonzero(found), width), np.uint8)
+        nonzero = bits[:count].view(np.bool_)
+        rows = np.empty((np.count_nonzero(nonzero), width), np.uint8)
     for k in range(width):
         rows[:, k], at = _read_plane(body, at, len(rows))
     if rows is not target:
         target[:] = 0
-        np.place(target.view(_UNSIGNED[width]).reshape(-1), found, rows.view(_UNSIGNED[width]).reshape(-1))
+        np.place(target.view(_UNSIGNED[width]).reshape(-1), nonzero, rows.view(_UNSIGNED[width]).reshape(-1))
     return at
 
 

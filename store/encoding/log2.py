@@ -17,7 +17,7 @@ from store.encoding.base import Bytes, Float32Encoding, Lane, pieces
 INT8_LOG2 = "int8-log2"
 ROUNDING = 0x280000  # added to the bits of a value before they are cut: 40/128 of an octave in the fraction
 SHIFT = 22  # bits below the exponent and the highest bit of the fraction
-OFFSET = 63  # code of a level, less than the exponent and the highest bit of the fraction of its bits
+OFFSET = 63  # what is subtracted from the exponent and the highest fraction bit of a level to get its code
 TOO_LARGE = (256 + OFFSET << SHIFT) - ROUNDING  # bits of the least value that has no code, 1.1875 * 2**32
 ROOT_2 = 0x3504F3  # fraction bits of the square root of 2 as float32
 _LEVELS = np.arange(256, dtype=np.uint32) + OFFSET

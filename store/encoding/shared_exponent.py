@@ -25,7 +25,7 @@ GROUPS = 4  # of the elements of a block; a group has every fourth one
 ROUND_USUAL, ROUND_LARGE = 1 << 21, 1 << 16
 """Added to the bits of a value before its fraction is cut, to get its exponent after rounding to 2 or 7 bits."""
 
-LESS_USUAL, LESS_LARGE = 1, 6  # exponent of the scale, less than that of the rounded value
+LESS_USUAL, LESS_LARGE = 1, 6  # what is subtracted from the exponent of the rounded value to get that of the scale
 FRACTION = 23  # bits of the fraction of a float32
 
 LEAST, MOST = 3, 253

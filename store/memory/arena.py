@@ -1,7 +1,7 @@
 """Write one rank's shared memory: two payloads in turn, each with the record that makes it a version.
 
 A payload is overwritten only after its record was removed, and a record is written only after its whole payload, so a
-killed process leaves the other version whole. The caller must know which version all ranks have and may not be touched.
+killed process leaves the other version whole. The caller must not overwrite the version that all ranks have.
 
 Memory of an earlier incarnation is taken over file by file, so that two incarnations never need space for four
 payloads. Memory of a living process, or of a job on a copy of the store, is never taken. One thread at a time.
@@ -73,7 +73,7 @@ class Owner(FileLock):
         raise MissingError(f"{path} was removed by its owner before")
 
     def mark(self, *, replica: bool) -> None:
-        """Note in the size of the file whether the memory is for replicas. Others read it without opening the file."""
+        """Record in the file's size whether the memory is for replicas. Others read that without opening the file."""
         with suppress(OSError):
             os.ftruncate(self._descriptor, int(replica))
 
@@ -118,7 +118,7 @@ class Arena:
         free = (one for one in branches if (one.folder, rank) not in self._foreign)
         self._place, self._owner = _acquire_first_free(rank, free)
         self._owner.mark(replica=replica)
-        self._date()
+        self._touch()
 
     def files(self, slot: int) -> tuple[Path, Path]:
         """Return the paths of a slot's record and payload."""
@@ -144,7 +144,7 @@ class Arena:
         """Write the record of a complete payload, which makes it a version. Raises StorageError."""
         path, temporary = self._place.record(self._rank, slot), self._place.unsealed(self._rank, slot)
         write_private(path, temporary, to_bytes(record))
-        self._date()
+        self._touch()
 
     def drop(self, slot: int) -> None:
         """Remove the record, so that the payload is no version any more. Raises StorageError."""
@@ -153,7 +153,7 @@ class Arena:
     def take_over(self, keep: SaveId | None) -> Sequence[int]:
         """Take over this rank's memory of earlier incarnations, except the version ``keep``. Raises StorageError.
 
-        Return the slots that need memory now: memory of ``keep`` on this node becomes the last one later."""
+        Return the slots that need memory now: if ``keep`` is on this node, its memory becomes the last slot later."""
         spared = False
         for old in (one for one in self._earlier if self._may_take(one, self._rank)):
             for slot in SLOTS:
@@ -204,7 +204,7 @@ class Arena:
         self._maps.pop(slot, None)
         _remove([self._place.payload(self._rank, slot)])
 
-    def _date(self) -> None:
+    def _touch(self) -> None:
         with suppress(OSError):  # then the wall clock is used
             touch(self._place.owner(self._rank))
 

@@ -28,8 +28,8 @@ KEEP_UNREACHABLE_SECONDS = 7 * KEEP_SECONDS  # if its store cannot be reached, s
 def clear(tier: Tier, files: Files | None = None) -> int:
     """Remove all memory of dead processes. Return the bytes freed.
 
-    files: of a store. Memory of jobs on copies of it then stays, and what no record tells of. Raises StorageError if
-    the store cannot be read."""
+    files: of a store. Memory of jobs on copies of it, and memory with invalid records, then stays. Raises StorageError
+    if the store cannot be read."""
     if files is None:
         return _removed(tier, lambda *_: True)
     own = {snapshot_key(held) for held in belonging_to(scan_node(tier), files).everything()}
@@ -66,7 +66,7 @@ def without_versions(place: Generation, rank: int) -> bool:
 
 
 def committed(tier: Tier, files: Files, newest: ManifestRecord | None) -> Wanted:
-    """Return a test whether a rank's memory holds nothing that is newer than a layer of ``newest`` and can be resumed.
+    """Return a test whether a rank's memory holds nothing resumable that is newer than a layer of ``newest``.
 
     files: Of the store with that commit. Memory of a copy of the store, or with a damaged record, may be newer."""
     node = belonging_to(scan_node(tier), files)
@@ -152,13 +152,13 @@ _removing = threading.Lock()  # held while files are removed: a process can take
 
 
 def _remove(place: Generation, rank: int, wanted: Wanted) -> int:
-    dated = place.owner(rank).exists()  # otherwise locking makes the file, and its date is now
+    existed = place.owner(rank).exists()  # otherwise locking creates the file, with the present time
     try:
         lock = Owner(place.owner(rank))
     except StorageError:
         return 0  # a job has just begun there, or removed it
     try:
-        return sum(_unlink(path) for path in place.of(rank)) if not dated or wanted(place, rank) else 0
+        return sum(_unlink(path) for path in place.of(rank)) if not existed or wanted(place, rank) else 0
     finally:
         lock.release()
 

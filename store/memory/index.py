@@ -175,7 +175,7 @@ def assemble_version(save: SaveId, shares: Iterable[RankShare], node: NodeIndex)
     entries = group_by_key((entry.unit, entry) for part in records.values() for entry in part.entries)
     losses = group_by_key((found.unit, found) for part in records.values() for found in part.measures)
     units = tuple(
-        _as_held(unit, entries.get(unit.unit, ()), losses.get(unit.unit, ())) if unit.save == save.name else unit
+        _as_stored(unit, entries.get(unit.unit, ()), losses.get(unit.unit, ())) if unit.save == save.name else unit
         for unit in head.units
     )
     differs = dict.fromkeys((*head.differs, *(text for part in records.values() for text in part.differs)))
@@ -205,7 +205,7 @@ def _newer(unit: UnitRecord, other: UnitRecord | None, step: int) -> UnitRecord:
     return unit if other.version.step > step else other.replace(staleness=step - other.version.step, drift=None)
 
 
-def _as_held(unit: UnitRecord, entries: Collection[Entry], losses: Collection[MeasureRecord]) -> UnitRecord:
+def _as_stored(unit: UnitRecord, entries: Collection[Entry], losses: Collection[MeasureRecord]) -> UnitRecord:
     """Return a unit with sizes and errors from the parts of all ranks instead of rank 0's expectation."""
     lost, decoded = sum(one.error_sq for one in losses), sum(one.decoded_sq for one in losses)
     error = math.sqrt(lost / decoded) if decoded else float(lost > 0)
@@ -220,10 +220,10 @@ SnapshotKey = tuple[Path, int]  # identifies one rank's memory by its folder and
 
 def belonging_to(node: NodeIndex, files: Files) -> NodeIndex:
     """Return the index without memory that is not of this store. Raises StorageError."""
-    strange = foreign_snapshots(node, files)
+    foreign = foreign_snapshots(node, files)
     versions: dict[SaveId, dict[int, HeldSnapshot]] = {}
     for held in node.everything():
-        if snapshot_key(held) not in strange:
+        if snapshot_key(held) not in foreign:
             versions.setdefault(held.record.save, {}).setdefault(held.record.part.rank, held)
     return NodeIndex(versions, node.problems)
 
@@ -251,7 +251,7 @@ def snapshot_key(held: HeldSnapshot) -> SnapshotKey:
 
 
 def _lost_previous(held: HeldSnapshot, newest: SaveId | None, files: Files) -> bool:
-    """Return whether the commit it continues is gone though no newer one exists, so that it was not pruned."""
+    """Return whether the commit that it continues is gone, but not pruned, since no newer commit exists."""
     head = held.record.head
     if head is None or head.previous is None or (newest is not None and newest > SaveId.parse(head.previous)):
         return False

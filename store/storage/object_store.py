@@ -31,7 +31,7 @@ _LARGEST = 4 * MIB  # largest request in bytes
 
 @dataclass
 class _Place:
-    """End of a thread's last read, and the block that was read ahead. ``size`` is that of the object."""
+    """Where a thread's last read ended, and the block that was read ahead. ``size`` is that of the object."""
 
     key: str
     size: int
@@ -83,10 +83,10 @@ class Reader:
         else:
             keys = [place.key] * len(starts)
             try:
-                found = self._pool.map(self._bucket.get_range, keys, starts, stops)
+                parts = self._pool.map(self._bucket.get_range, keys, starts, stops)
             except RuntimeError:  # the interpreter exits, and a pool takes no more work
-                found = map(self._bucket.get_range, keys, starts, stops)
-            place.block = memoryview(b"".join(found))
+                parts = map(self._bucket.get_range, keys, starts, stops)
+            place.block = memoryview(b"".join(parts))
         if len(place.block) != count:
             raise DamagedError(f"{self._bucket.where(place.key)} gave {len(place.block)} bytes instead of {count}")
 
