@@ -155,9 +155,9 @@ class Account:
         self._expected = 0.0
         self._stalled = 0.0
         self._begun = self._free = False
-        self._first: tuple[float, int] | None = None  # bytes at the first decision, less those of saves since; steps
+        self._first: tuple[float, int] | None = None  # bytes offered at first less bytes saved since; the steps then
         self._step: int | None = None  # of the last decision
-        self._steps = 0  # between decisions, in all
+        self._steps = 0  # since the first decision of this process
         self._made_first = False  # whether this process made the first save of the store
 
     @property
@@ -169,24 +169,24 @@ class Account:
         return self._limits[limit].bucket.available() if limit in self._limits else None
 
     def slowest(self, largest: float) -> float:
-        """Return the seconds until a unit of ``largest`` bytes is paid for, by the slowest limit."""
-        return max((one.pricing.cost(largest) / one.bucket.rate for one in self._limits.values()), default=0.0)
+        """Return the seconds that the slowest bucket takes to earn the cost of a unit of ``largest`` bytes."""
+        return max((limit.pricing.cost(largest) / limit.bucket.rate for limit in self._limits.values()), default=0.0)
 
     def make_room(self, largest: float, everything: float) -> list[Widened]:
         """Enlarge each bucket to hold the cost of a unit of ``largest`` bytes, which could never be saved otherwise.
 
         everything: bytes of a full save."""
-        made = []
+        widened = []
         for name, limit in self._limits.items():
             limit.everything = everything
             needs, held = limit.pricing.cost(largest), limit.bucket.capacity
             if needs > held:
                 limit.bucket.widen(needs)
-                made.append(Widened(name, needs, held))
-        return made
+                widened.append(Widened(name, needs, held))
+        return widened
 
     def offer(self) -> float | None:
-        """Return the bytes of units that a save may take now, by the tightest limit; None if unlimited."""
+        """Return the bytes of units that every bucket can pay for now; None if unlimited."""
         if STALL in self._limits and (self._begun or self._stalled):
             self._limits[STALL].pricing.learn(self._expected if self._begun else 0.0, self._stalled)
         self._stalled, self._begun, self._free = 0.0, False, False
@@ -195,8 +195,8 @@ class Account:
     def budget(self, step: int, offered: float | None) -> Budget:
         """Return the budget of a decision. ``offered``: the bytes at hand. Call it once at each decision.
 
-        A step earns what is at hand later and was not spent on saves: not what decisions cost by themselves, nor what a
-        full bucket could not hold."""
+        ``per_step`` is the growth of the bytes at hand per step, with the bytes of saves added back. The cost of
+        decisions themselves, and what overflowed a full bucket, are not part of it."""
         self._steps += max(0, step - (step if self._step is None else self._step))
         self._step, per_step = step, None
         if offered is not None and math.isfinite(offered):

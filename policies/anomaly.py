@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from store.names import Unit
 
-FACTOR = 4.0
-SIGMAS = 6.0
-LEAST = 8
-EXPLODED = 1000.0
+FACTOR = 4.0  # a spike is a jump of at least this
+SIGMAS = 6.0  # and at least this many standard deviations of the logarithms of the unit's jumps
+LEAST = 8  # readings before a unit has jumps, and jumps before their deviation counts
+EXPLODED = 1000.0  # drift, also relative to the median of the layers, that is a spike before a unit has jumps
 WINDOW = 32  # readings kept of each unit
-_EARLIEST = 2  # readings before, since a layer may begin at zero, and is first compared with next to nothing
+_EARLIEST = 2  # readings before EXPLODED applies: a layer may begin at zero, so that its first drift is huge
 _MIN_LAYERS = 3  # layers read together for which a median is taken
 _QUANTILE, _NORMAL_QUANTILE = 0.9, 1.2816  # a high quantile, and its value for a standard normal distribution
 
@@ -110,16 +110,16 @@ class DriftAnomalyDetector:
         sound = np.isfinite(jumps) & (jumps > 0.0)
         self._logs.put(rows[sound], np.log(np.maximum(jumps[sound], 1.0)))
         if len(drift) >= _MIN_LAYERS:
-            against = drift / (float(np.median(drift)) or 1.0)
+            relative = drift / (float(np.median(drift)) or 1.0)
             early = ~known & (self._drift.counts[rows] >= _EARLIEST)
-            exploded = early & (drift >= EXPLODED) & (against >= EXPLODED)
-            jumps[exploded] = against[exploded]
+            exploded = early & (drift >= EXPLODED) & (relative >= EXPLODED)
+            jumps[exploded] = relative[exploded]
             starting |= exploded & ~self._above[rows]
             self._above[rows[early]] = exploded[early]
         return starting, jumps
 
     def _limits(self, rows: Rows) -> Floats:
-        """Return the largest ordinary jump of each row, computed on a logarithmic scale, where ratios are symmetric."""
+        """Return the largest ordinary jump of each row, from logarithms, in which a ratio and its inverse are alike."""
         counts = np.clip(self._logs.counts[rows], 1, WINDOW)
         ordered = np.sort(self._logs.values[rows], axis=1)
         high = ordered[np.arange(len(rows)), (_QUANTILE * (counts - 1)).astype(np.intp)]

@@ -31,10 +31,10 @@ class Plan:
 @dataclass(frozen=True)
 class AutoPolicy(BudgetPolicy):
     """Policy ``auto``: the cheaper of two plans, compared anew at each decision. Parameters as of ``budget``;
-    ``lags`` are 1 by default, and 3 where it chooses as that does.
+    ``lags`` are 1 by default, and 3 where it chooses as ``budget`` does.
 
-    It chooses as ``budget`` does until the rate of the budget is known; where no save can ever be paid whole; and after
-    a resume, until the process has lived for a period, because one that never does would never save."""
+    It chooses as ``budget`` does until the rate of the budget is known; if the save of no plan can ever be paid; and
+    after a resume, until the process has run for a period: processes that never run so long would never save."""
 
     name: ClassVar[str] = "auto"
 
@@ -61,7 +61,7 @@ class AutoPolicy(BudgetPolicy):
         worth, (fixed, costs) = worth_saving(stats), self._fixed(stats, budget)
         moving = [one for one in stats if one.unit in worth]
         sizes = {one.unit: options(one, self._coarsest(one))[0].nbytes for one in moving}
-        shares, made = _shares(moving), dict[frozenset[Unit], Plan]()
+        shares, plans = _shares(moving), dict[frozenset[Unit], Plan]()
         moments = [one for one in moving if not _is_weight(one)]
         aging = [(self.lags.get(one.unit.slot, LAG) * shares.get(one.unit.layer, 0.0), _pace(one)) for one in moments]
         for units, taken in _sets(moving, sizes):
@@ -71,22 +71,23 @@ class AutoPolicy(BudgetPolicy):
             cost = period / 2 + math.fsum(lag * min(1.0, pace * age) for lag, pace in aging if age)
             text = "everything" if len(units) == len(moving) else f"weights and {100 * taken:.0f} % of the moments"
             if units and (budget.most is None or nbytes <= budget.most):
-                made.setdefault(units, Plan(text, units, nbytes, period, cost))
-        return sorted(made.values(), key=lambda plan: (plan.text != "everything", plan.cost))[:2]
+                plans.setdefault(units, Plan(text, units, nbytes, period, cost))
+        return sorted(plans.values(), key=lambda plan: (plan.text != "everything", plan.cost))[:2]
 
 
 def _sets(moving: Sequence[UnitStats], sizes: Mapping[Unit, float]) -> Iterator[tuple[frozenset[Unit], float]]:
-    """Yield for each of :data:`PARTS` the weights, with the moments of the layers where they are oldest, and the share
-    of the bytes of all moments that these are: at least one part, in whole layers."""
+    """Yield for each of :data:`PARTS` a set of units, and its share of the bytes of all moments.
+
+    The set has all weights, and the moments of the layers where they are oldest, until those make up one part."""
     ordered = sorted(moving, key=lambda one: (one.position, one.unit))
     moments = group_by_key((one.unit.layer, one) for one in ordered if not _is_weight(one))
     layers = sorted(moments.values(), key=lambda units: -max(one.staleness or 0 for one in units))
-    held = [math.fsum(sizes[one.unit] for one in units) for units in layers]
-    weights, everything = [one.unit for one in moving if _is_weight(one)], math.fsum(held)
+    nbytes = [math.fsum(sizes[one.unit] for one in units) for units in layers]
+    weights, everything = [one.unit for one in moving if _is_weight(one)], math.fsum(nbytes)
     for parts in PARTS:
         taken, count = 0.0, 0
         while count < len(layers) and taken < everything / parts:
-            taken, count = taken + held[count], count + 1
+            taken, count = taken + nbytes[count], count + 1
         chosen = frozenset([*weights, *(one.unit for units in layers[:count] for one in units)])
         yield chosen, taken / everything if everything else 1.0
 
@@ -96,7 +97,7 @@ def _is_weight(one: UnitStats) -> bool:
 
 
 def _shares(moving: Sequence[UnitStats]) -> Mapping[str, float]:
-    """Return each layer's share of the progress: values times pace of its weights, as for the effective step."""
+    """Return each layer's share of the progress: number of weights times their pace, as for the effective step."""
     weights = [one for one in moving if one.unit.slot == WEIGHTS]
     known = [pace for one in weights if 0.0 < (pace := _pace(one)) < math.inf]
     usual = math.fsum(known) / len(known) if known else 1.0

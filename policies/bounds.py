@@ -30,7 +30,7 @@ class Bounds:
     max_drift: float | None = None  # of a unit that a decision leaves unsaved; it keeps growing until the next one
     precision: Literal["exact", "any"] = "exact"  # exact: lossless encodings only
     interval: int | None = None
-    whole_layers: bool = False  # all moving slots of a layer or none: the journal brings forward what is of one step
+    whole_layers: bool = False  # all moving slots of a layer or none: the journal needs them to be of one step
 
     def __post_init__(self) -> None:
         check_one_of("bounds", "precision", self.precision, ("exact", "any"))
@@ -70,13 +70,13 @@ class Bounds:
 class Bounded:
     """A policy inside bounds; a policy itself. The first row of docs/policies.md#bounds that applies to a unit decides.
 
-    What is to be stored raw, and moves, is stored as ``encodings`` (slot -> encoding) has it, but for what policy
-    ``budget`` chose, which weighs raw against other encodings itself. Where max_staleness demands what the inner policy
-    saves anyway, the inner policy's encoding stands. Under precision ``any``, the error that a lossy encoding adds
-    shows as drift at the next decision, not before.
+    ``encodings`` maps slots to encodings: a moving unit that would be stored raw gets the encoding of its slot. Choices
+    of policy ``budget`` are exempt, since it weighs raw against other encodings itself. If max_staleness demands a unit
+    that the inner policy saves anyway, the inner policy's encoding stands. Under precision ``any``, the error that a
+    lossy encoding adds shows as drift at the next decision, not before.
 
-    The inner policy sees every unit, those that its answer cannot change as well, and is told which of them rows
-    2 to 4 demand. Its whole answer is checked. Raises PolicyError where it breaks its contract."""
+    The inner policy sees every unit, even those whose choice it cannot change; ``budget.demanded`` names those that
+    rows 2 to 4 save. Its whole answer is checked. Raises PolicyError if it breaks its contract."""
 
     policy: Policy
     bounds: Bounds = field(default_factory=Bounds)
@@ -116,13 +116,13 @@ class Bounded:
         sick = nonfinite_slots(stats)
         first, limited = all(one.staleness is None for one in stats), self.bounds.max_drift is not None
         return self._encoded(
-            (one, _gated(one, sick, step) or _unversioned(one, first) or _standing(one, step) or self._drifted(one))
-            for one in stats  # only those that a row may apply to: mostly none
+            (one, _gated(one, sick, step) or _unversioned(one, first) or _frozen(one, step) or self._drifted(one))
+            for one in stats  # only units that a row may apply to: usually none
             if limited or one.staleness is None or one.changed_shape or not one.moving or one.unit.layer in sick
         )
 
     def _encoded(self, choices: Iterable[tuple[UnitStats, Choice | None]]) -> Mapping[Unit, Choice]:
-        """Return the choices that there are, those to store a moving unit raw in the encoding of its slot."""
+        """Return the choices that are not None. Moving units to be stored raw get the encoding of their slot."""
         return {
             one.unit: replace(choice, encoding=self.encodings[one.unit.slot])
             if choice.encoding == RAW and one.moving and one.unit.slot in self.encodings
@@ -140,7 +140,7 @@ class Bounded:
         return Choice(RAW, compared("drift", one.drift, ">", "max_drift", limit)) if one.drift > limit else None
 
     def _stale(self, one: UnitStats, interval: int | None) -> Choice | None:
-        """Save a unit whose version exceeds max_staleness by the next decision, ``interval`` steps from now."""
+        """Return the choice to save if max_staleness would be exceeded by the next decision, ``interval`` steps on."""
         most, steps = self.bounds.max_staleness, self.bounds.interval if interval is None else interval
         if one.staleness is None or most is None or steps is None or one.staleness + steps <= most:
             return None
@@ -190,7 +190,7 @@ def _unversioned(one: UnitStats, first: bool) -> Choice | None:
     return Choice(RAW, "its set of parameters changed") if one.changed_shape else None
 
 
-def _standing(one: UnitStats, step: int) -> Choice | None:
+def _frozen(one: UnitStats, step: int) -> Choice | None:
     if one.moving:
         return None
     if one.drift is None or one.drift == 0.0:
@@ -206,7 +206,7 @@ def forced(decision: Decision, stats: Sequence[UnitStats], reason: str) -> Decis
 
 
 def hurried(decision: Decision, stats: Sequence[UnitStats], saved: Mapping[Unit, str]) -> Decision:
-    """Apply the units saved before a deadline in a recorded run, and add those that a commit would lack."""
+    """Return the decision to save what a recorded run ``saved`` before a deadline, and what a commit would lack."""
     sick = {one.unit.layer for one in stats if not one.finite}
     return Decision({one.unit: _hurried(one, decision, saved, one.unit.layer in sick) for one in stats})
 

@@ -25,8 +25,8 @@ LAG = 3.0
 GROWTH = 1.5  # exponent p of damage ~ t^p between linear drift (2) and a random walk (1)
 
 HARMLESS = 0.01
-"""Largest error of an encoding that counts, for slots other than the weights. Moments with errors of 0.1 to 0.2 could
-not be told from exact ones (docs/benchmarks/precision.md), so raw ones are not worth four bytes a value."""
+"""For slots other than the weights, a larger error of an encoding counts as this. Moments with errors of 0.1 to 0.2
+could not be told from exact ones (docs/benchmarks/precision.md), so raw ones are not worth four bytes a value."""
 
 _EARNED = GROWTH / (GROWTH + 1)  # share of (damage now x staleness) by which damage now exceeds its mean since the save
 
@@ -38,8 +38,8 @@ def gain(one: UnitStats, error: float, scale: float) -> float:
     drift = math.inf if one.drift is None or math.isnan(one.drift) else one.drift
     moved = max(0.0, drift * drift - one.error * one.error)
     age = max(1, one.staleness or 0)
-    most = math.inf if one.unit.slot == WEIGHTS else HARMLESS
-    before, after = min(one.error, most), min(error, most)
+    cap = math.inf if one.unit.slot == WEIGHTS else HARMLESS
+    before, after = min(one.error, cap), min(error, cap)
     return scale * age * (_EARNED * moved + before * before - after * after)
 
 
@@ -50,11 +50,11 @@ def scales(stats: Sequence[UnitStats], lags: Mapping[str, float]) -> Mapping[str
     version. A layer whose weights have no pace (not measured, not moved) gets the root mean square of the others."""
     paces = {one.unit.layer: pace for one in stats if one.unit.slot == WEIGHTS and (pace := _pace_squared(one)) > 0}
     usual = math.fsum(paces.values()) / len(paces) if paces else 1.0
-    made: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[str, float]] = {}
     for one in stats:
         pace, lag = paces.get(one.unit.layer, usual), lags.get(one.unit.slot, LAG)
-        made.setdefault(one.unit.layer, {})[one.unit.slot] = 1.0 if one.unit.slot == WEIGHTS else lag * lag * pace
-    return MappingProxyType(made)
+        found.setdefault(one.unit.layer, {})[one.unit.slot] = 1.0 if one.unit.slot == WEIGHTS else lag * lag * pace
+    return MappingProxyType(found)
 
 
 def _pace_squared(one: UnitStats) -> float:
@@ -82,10 +82,10 @@ def candidates(unit: Unit, gains: Sequence[tuple[Option, float]]) -> list[Candid
     upgrades: list[Candidate] = []
     paid = gained = 0.0
     while True:
-        ahead = [(option, gain) for option, gain in gains if option.nbytes > paid and gain > gained]
-        if not ahead:
+        better = [(option, gain) for option, gain in gains if option.nbytes > paid and gain > gained]
+        if not better:
             return upgrades
-        steps = [((gain - gained) / (option.nbytes - paid), option, gain) for option, gain in ahead]
+        steps = [((gain - gained) / (option.nbytes - paid), option, gain) for option, gain in better]
         worth, option, gain = max(steps, key=lambda step: (step[0], -step[1].nbytes))
         upgrades.append(Candidate(unit, option, option.nbytes - paid, worth, not upgrades))
         paid, gained = option.nbytes, gain
@@ -124,7 +124,7 @@ _NO_GAIN = Choice(None, "saving it would take no damage away")
 
 @dataclass(frozen=True)
 class BudgetPolicy:
-    """Policy ``budget``: saves the units that remove the most damage, times staleness, per byte.
+    """Policy ``budget``: saves the units for which removed damage times staleness is largest per byte.
 
     If the next unit cannot be paid, no unit after it is saved either, so that a large unit does not starve.
 
@@ -179,7 +179,7 @@ class BudgetPolicy:
         return Decision({one.unit: fixed.get(one.unit) or paid.get(one.unit) or _NO_GAIN for one in stats})
 
     def _fixed(self, stats: Sequence[UnitStats], budget: Budget) -> tuple[Mapping[Unit, Choice], float]:
-        """Return the choices that do not depend on worth, in the coarsest encoding, and their bytes."""
+        """Return the choices for units that are saved in any case, in the coarsest encoding, and their bytes."""
         fixed: dict[Unit, Choice] = {}
         costs = 0.0
         for one in stats:

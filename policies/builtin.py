@@ -41,26 +41,26 @@ class Filter:
 
     def select(self, stats: Sequence[UnitStats], budget: Budget, history: History) -> Decision:
         always = self._always(stats)
-        others = self._others(alone=worth_saving(stats).isdisjoint(always), commits=history.commits)
+        others = self._others(idle=worth_saving(stats).isdisjoint(always), commits=history.commits)
         return Decision({one.unit: Choice(RAW, always[one.unit]) if one.unit in always else others for one in stats})
 
     def _always(self, stats: Sequence[UnitStats]) -> Mapping[Unit, str]:
         blocks = sorted({one.position for one in stats if one.block})
         first, last = set(blocks[: self.n]), set(blocks[max(0, len(blocks) - self.n) :])
-        found: dict[Unit, str] = {}
+        reasons: dict[Unit, str] = {}
         for one in stats:
             if not one.block and self.auxiliary == "always":
-                found[one.unit] = "not a block: saved every time"
+                reasons[one.unit] = "not a block: saved every time"
             elif one.block and one.position in first:
-                found[one.unit] = f"among the first {self.n} blocks: saved every time"
+                reasons[one.unit] = f"among the first {self.n} blocks: saved every time"
             elif one.block and one.position in last:
-                found[one.unit] = f"among the last {self.n} blocks: saved every time"
-        return found
+                reasons[one.unit] = f"among the last {self.n} blocks: saved every time"
+        return reasons
 
-    def _others(self, alone: bool, commits: int) -> Choice:
+    def _others(self, idle: bool, commits: int) -> Choice:
         if commits % self.m == 0:
             return Choice(RAW, f"due: {commits} commits so far, a multiple of m {self.m}")
-        if alone:
+        if idle:
             return Choice(RAW, "none of the layers that are saved every time can be saved")
         return Choice(None, f"not due: {commits} commits so far, not a multiple of m {self.m}")
 
@@ -111,7 +111,7 @@ class Full:
 class Observe:
     """Policy ``observe``: skips every unit; the reason says what the policy ``inner`` would do.
 
-    For a trial on a live run. It goes around bounds, so that bounds do not cause a write either."""
+    For a trial on a live run. Bounds go inside it, so that they do not cause a write either."""
 
     inner: Policy = field(default_factory=Full)
 
@@ -164,11 +164,11 @@ class Parity:
         return next((group for group in order if group in occupied), turn)
 
     def _choice(self, one: UnitStats, group: int) -> Choice:
-        own = one.position % self.k
-        place = f"position {one.position} is in group {own} of {self.k}"
-        if own == group:
-            return Choice(RAW, f"{place}, whose turn it is")
-        return Choice(None, f"{place}; it is the turn of group {group}")
+        member_of = one.position % self.k
+        where = f"position {one.position} is in group {member_of} of {self.k}"
+        if member_of == group:
+            return Choice(RAW, f"{where}, whose turn it is")
+        return Choice(None, f"{where}; it is the turn of group {group}")
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,7 @@ class DeadlinePolicy:
         return self._takes_all(self._wanted(stats, self._demanded(stats, history)), budget_bytes)
 
     def select(self, stats: Sequence[UnitStats], budget_bytes: float, history: History) -> Decision:
-        """Choose for each unit, for about ``budget_bytes`` bytes."""
+        """Choose for each unit, such that the save takes about ``budget_bytes``."""
         demanded = self._demanded(stats, history)
         wanted = self._wanted(stats, demanded)
         if self._takes_all(wanted, budget_bytes):
@@ -98,8 +98,8 @@ class DeadlinePolicy:
         needed = frozenset(incomplete(stats, Decision({one.unit: _NOT_NEEDED for one in stats})))
         scale = scales(stats, {})
         queue = [
-            (0 if one.unit in needed else 1 if one.unit in demanded else 2, -worth / option.nbytes, place, one, option)
-            for place, one in enumerate(wanted)
+            (0 if one.unit in needed else 1 if one.unit in demanded else 2, -worth / option.nbytes, index, one, option)
+            for index, one in enumerate(wanted)
             for option, worth in [self._option(one, scale[one.unit.layer][one.unit.slot])]
             if worth > 0.0 or one.unit in needed or one.unit in demanded
         ]
@@ -114,13 +114,13 @@ class DeadlinePolicy:
         return chosen
 
     def _option(self, one: UnitStats, scale: float) -> tuple[Option, float]:
-        """Return the coarsest encoding that removes damage, and how much; if none does, raw."""
+        """Return the coarsest encoding that removes damage, or else raw; and the damage that it removes."""
         drift = math.inf if one.drift is None or math.isnan(one.drift) else one.drift
-        found = [
+        gains = [
             (option, scale * (drift * drift - option.error * option.error))
             for option in options(one, self.encodings.get(one.unit.slot, RAW))
         ]
-        return next((candidate for candidate in found if candidate[1] > 0.0), found[-1])
+        return next((candidate for candidate in gains if candidate[1] > 0.0), gains[-1])
 
 
 _WHY = ("it has no version that could stand in for it", "bounds demand it", "most drifted a byte, in the time left")

@@ -47,7 +47,7 @@ def daly(cost: float, between: float) -> float:
 
     between: mean seconds between two interruptions, > 0. Eq. (37) of J. T. Daly, *A higher order estimate of the
     optimum checkpoint interval for restart dumps*, Future Generation Computer Systems 22 (2006) 303-312, valid for
-    cost < 2 * between; beyond, ``between``, as there. Its first term is Young's (*A first order approximation to the
+    cost < 2 * between; else ``between``, as there. The first term is Young's (*A first order approximation to the
     optimum checkpoint interval*, Communications of the ACM 17 (1974) 530-531)."""
     if cost >= 2.0 * between:
         return between
@@ -71,8 +71,8 @@ def next_interval(now: int, measured: Measured, per_hour: float, limits: Limits)
     wanted = _limited(_whole(best), "the least time lost", least, most, limits)
     steady = now / _STEADY <= wanted.steps <= now * _STEADY
     steps = now if steady else min(wanted.steps, now * _GROWTH)
-    held = _limited(steps, wanted.because, least, most, limits)
-    return Interval(held.steps, wanted.because, held.too_slow)
+    damped = _limited(steps, wanted.because, least, most, limits)
+    return Interval(damped.steps, wanted.because, damped.too_slow)
 
 
 def _within(measured: Measured, limits: Limits) -> tuple[int, float]:
@@ -80,7 +80,7 @@ def _within(measured: Measured, limits: Limits) -> tuple[int, float]:
     if measured.step is None:
         return 1, math.inf
     step, durable = max(measured.step, 1e-9), measured.durable or 0.0
-    # One step more: otherwise every other decision would meet a save that is just about to finish.
+    # One step more: otherwise every other decision would come just before the running save finishes, and be skipped.
     least = 1 if measured.durable is None else _whole(durable / step) + 1
     left = limits.max_loss - durable - (measured.cost or 0.0)
     return least, math.inf if left == math.inf else math.floor(max(0.0, min(left / step, 1e15)))
@@ -138,10 +138,10 @@ class Prior:
         largest = max(logs)
         likely = [math.exp(log - largest) for log in logs]
         means = [seen / (mean + gpu_hours) for mean in hours]
-        return self.gpus * (sum(weight * one for weight, one in zip(likely, means, strict=True)) / sum(likely))
+        return self.gpus * (sum(weight * mean for weight, mean in zip(likely, means, strict=True)) / sum(likely))
 
     def _hours(self, kind: int) -> float:
         """Return the expected GPU-hours between two interruptions of this kind of job."""
-        weights = [_RARER**-one for one in range(_KINDS)]
-        more = sum(weight * _TIMES**one for one, weight in enumerate(weights)) / sum(weights)
-        return more / self.per_gpu_hour / _TIMES**kind
+        weights = [_RARER**-index for index in range(_KINDS)]
+        mean_factor = sum(weight * _TIMES**index for index, weight in enumerate(weights)) / sum(weights)
+        return mean_factor / self.per_gpu_hour / _TIMES**kind

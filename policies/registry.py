@@ -56,7 +56,7 @@ def load_user_policy(reference: str, parameters: Mapping[str, Any], taken: Seque
 
 
 def anchored(settings: object, folder: Path) -> object:
-    """Return policy settings with a file path in them resolved against ``folder``."""
+    """Return policy settings in which the path of a user's file, if any, is resolved against ``folder``."""
     if isinstance(settings, str):
         place, colon, name = settings.rpartition(":")
         return f"{folder.absolute() / Path(place).expanduser()}:{name}" if colon and _is_file(place) else settings
@@ -83,18 +83,18 @@ def _is_file(place: str) -> bool:
 
 
 def _registered(name: str, taken: Sequence[str]) -> object:
-    found = group_by_key((one.name, one) for one in entry_points(group=GROUP))
-    if name not in found:
-        known = sorted({*taken, *found})
-        own = f"; a class of your own is named as {name}:Mine" if _is_file(name) else ""
-        raise ConfigError(f"unknown policy {name!r}: {suggestion(name, known)} Known: {', '.join(known)}{own}")
-    places = sorted({one.value for one in found[name]})
+    registered = group_by_key((point.name, point) for point in entry_points(group=GROUP))
+    if name not in registered:
+        known = sorted({*taken, *registered})
+        hint = f"; a class of your own is named as {name}:Mine" if _is_file(name) else ""
+        raise ConfigError(f"unknown policy {name!r}: {suggestion(name, known)} Known: {', '.join(known)}{hint}")
+    places = sorted({point.value for point in registered[name]})
     if len(places) > 1:
         raise ConfigError(
             f"policy {name}: several installed packages register it, as {' and '.join(places)}: name the class itself, "
             f"`policy: {places[0]}`"
         )
-    return _run(name, f"({places[0]}) cannot be imported", found[name][0].load)
+    return _run(name, f"({places[0]}) cannot be imported", registered[name][0].load)
 
 
 def _module(reference: str, place: str) -> ModuleType:
@@ -127,7 +127,7 @@ def _file(reference: str, path: Path) -> ModuleType:
 
 
 def _execute(name: str, path: Path, source: bytes) -> ModuleType:
-    """Execute the bytes that were read, without reading or writing a compiled file."""
+    """Execute ``source``, the bytes of the file, without reading or writing a ``.pyc`` file."""
     loader = SourceFileLoader(name, str(path))
     module = importlib.util.module_from_spec(ModuleSpec(name, loader, origin=str(path)))
     module.__file__ = str(path)
@@ -145,8 +145,8 @@ def _missing_class_message(module: ModuleType, name: str) -> str:
     classes = [key for key, value in vars(module).items() if isinstance(value, type) and hasattr(value, "select")]
     if classes:
         return f"{there} has no {name}: {suggestion(name, classes)}"
-    own = ", above the call of monitor.attach" if module.__name__ == "__main__" else ""
-    return f"{there} has no {name}, nor another class with select: define it there{own}; {_GUIDE}"
+    hint = ", above the call of monitor.attach" if module.__name__ == "__main__" else ""
+    return f"{there} has no {name}, nor another class with select: define it there{hint}; {_GUIDE}"
 
 
 def _require_class(reference: str, found: object) -> type[Any]:
@@ -185,9 +185,9 @@ def _run(reference: str, trouble: str, action: Callable[[], T]) -> T:
 
 
 def with_fixed_encoding(policy: Policy, encodings: Mapping[str, str], bounds: Bounds) -> Policy:
-    """Apply encodings by slot to a policy, inside its bounds or put into them. Observe stays outermost.
+    """Apply encodings by slot to a policy, which is put inside ``bounds`` if it has none. Observe stays outermost.
 
-    Encoding error counts as drift as soon as it is stored, so max_drift must be at least the error bound. Raises
+    The error of an encoding counts as drift from the save on, so max_drift must be at least its error bound. Raises
     ConfigError if the bounds forbid one of the encodings."""
     lossy = sorted({name for name in encodings.values() if not encoding_named(name).lossless})
     if lossy and bounds.precision == "exact":

@@ -77,19 +77,19 @@ def check_shown(policy: str, stats: Sequence[UnitStats]) -> None:
 
 
 def checked_answer(policy: str, stats: Sequence[UnitStats], answer: object, refusal: Refusal | None) -> Decision:
-    """Check a policy's return value and copy it into a decision in the order shown, of plain values.
+    """Check a policy's return value, and copy it into a decision of plain values, in the order of ``stats``.
 
-    A missing unit would silently grow stale, and a lossy encoding would break a promise of exactness.
+    A missing unit would silently grow stale; a lossy encoding under precision ``exact`` would change the state.
 
     Raises PolicyError unless exactly the units shown have a choice, or if a choice has no reason or an encoding that
     ``refusal`` refuses. With ``refusal`` None any name is allowed."""
     if not isinstance(answer, Decision):
         what = f"select returned {described(answer)[:80]}, not a Decision; return Decision({{unit: Choice(...), ...}})"
         raise PolicyError(policy, None, what)
-    found: object = answer.choices
-    if not isinstance(found, Mapping):
-        raise PolicyError(policy, None, f"Decision.choices must map units to choices, not {described(found)[:80]}")
-    choices: dict[object, object] = dict(found)
+    given: object = answer.choices
+    if not isinstance(given, Mapping):
+        raise PolicyError(policy, None, f"Decision.choices must map units to choices, not {described(given)[:80]}")
+    choices: dict[object, object] = dict(given)
     for one in stats:
         if one.unit not in choices:
             raise PolicyError(policy, one.unit, "shown but not decided on; give it a choice, a skip at least")

@@ -1,8 +1,7 @@
-"""Compute the expected cost of a failure: averages over all steps of the state that the store holds then.
+"""Compute the expected cost of a failure, from the state that the store holds at each step of a run.
 
 A failure is independent of saves, so the average over all steps is the expectation. Damage is defined in
-docs/budget.md. Configurations are compared from a common step on: steps before the first commit of the latest of them
-would count for some only. Pure."""
+docs/budget.md. Configurations are compared from the step on at which all of them have a commit. Pure."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -62,7 +61,7 @@ class Held:
 
 
 class Exposed:
-    """Sums the exposure of one segment. Only moving units count: weights and optimizer slots."""
+    """Adds the exposure of one segment to ``sums``. Only moving units count: weights and optimizer slots."""
 
     def __init__(self, units: Sequence[TracedUnit], movement: Movement, sums: Exposure) -> None:
         self._movement = movement
@@ -95,8 +94,8 @@ class Exposed:
 
     def _scales(self, step: float) -> tuple[Vector, Vector]:
         """Return the damage of a squared drift of 1, by unit, and the squared pace of each unit's layer."""
-        own, paces = self._movement.pace_squared(step), np.full(self._layers, np.nan)
-        paces[self._layer[self._weights]] = own[self._weights]
+        by_unit, paces = self._movement.pace_squared(step), np.full(self._layers, np.nan)
+        paces[self._layer[self._weights]] = by_unit[self._weights]
         known = np.isfinite(paces) & (paces > 0)
         usual = float(paces[known].mean()) if known.any() else 1.0
         paces = np.where(known, paces, usual)[self._layer]
@@ -187,13 +186,13 @@ class StoreTimeline:
     def exposure(self, since: Position | None = None) -> Exposure:
         """Return the exposure from ``since`` on. Steps without a commit are counted over the whole replay."""
         sums = Exposure()
-        adding: dict[int, Exposed] = {}
+        by_segment: dict[int, Exposed] = {}
         for one in self._after(since):
             if one.held is None:
                 continue
-            if one.segment not in adding:
-                adding[one.segment] = Exposed(*self.segments[one.segment], sums)
-            adding[one.segment].between(one.begin, one.end, one.held)
+            if one.segment not in by_segment:
+                by_segment[one.segment] = Exposed(*self.segments[one.segment], sums)
+            by_segment[one.segment].between(one.begin, one.end, one.held)
         sums.unprotected = sum(one.end - one.begin for one in self.intervals if one.held is None)
         return sums
 

@@ -45,7 +45,7 @@ class Movement:
             return np.where(self._still, 0.0, np.nan)
         table = self._tables[self._nearest(step)]
         unmoved = (step <= since) | (self._still & np.isinf(table.ages[0]))
-        return np.where(unmoved, 0.0, _read(table, np.maximum(step - since, 0.0)))
+        return np.where(unmoved, 0.0, _interpolate(table, np.maximum(step - since, 0.0)))
 
     def pace_squared(self, step: float) -> Vector:
         """Return the squared distance per step, over the shortest recorded age; NaN if unknown."""
@@ -71,12 +71,12 @@ def movement_of(segment: RunSegment) -> Movement:
             for index, distance in enumerate(distances)
             if distance is not None and step > since
         )
-    # Several ages at a nearby step are better than a single drift at this step.
-    laddered = {index for points in found.values() for index, _, _ in points}
+    # For a unit with ``moved`` lines, their several ages at a nearby step are better than a single drift at this step.
+    in_moved = {index for points in found.values() for index, _, _ in points}
     for decision in segment.decisions:
         here = found.setdefault(decision.line.step, [])
         known, points = {index for index, _, _ in here}, _from_drift(segment, decision)
-        here.extend(point for point in points if point[0] in known or point[0] not in laddered)
+        here.extend(point for point in points if point[0] in known or point[0] not in in_moved)
     still = [not unit.moving for unit in segment.units]
     return Movement(_filled({step: points for step, points in found.items() if points}, units), still)
 
@@ -102,7 +102,7 @@ def _filled(found: Mapping[int, Sequence[tuple[int, float, float]]], units: int)
     for step, points in found.items():
         made = columns.setdefault(step, {})
         for index, age, distance in points:
-            made.setdefault(index, {}).setdefault(age, distance)  # moved lines come first: no precision in them
+            made.setdefault(index, {}).setdefault(age, distance)  # ``moved`` lines come first: free of encoding error
     steps = sorted(columns)
     for order in (reversed(steps), steps):
         near: dict[int, dict[float, float]] = {}
@@ -121,14 +121,14 @@ def _table(columns: Mapping[int, Mapping[float, float]], units: int) -> _Table:
     return _Table(ages, distances)
 
 
-def _read(table: _Table, age: Vector) -> Vector:
+def _interpolate(table: _Table, age: Vector) -> Vector:
     ages, distances = table.ages, table.distances
-    every, count = np.arange(ages.shape[1]), np.isfinite(ages).sum(axis=0)
+    units, count = np.arange(ages.shape[1]), np.isfinite(ages).sum(axis=0)
     above = np.minimum((ages < age).sum(axis=0), np.maximum(count - 1, 0))
     below = np.maximum(above - 1, 0)
     above = np.where(above == below, np.minimum(above + 1, np.maximum(count - 1, 0)), above)
-    x0, x1 = ages[below, every], ages[above, every]
-    y0, y1 = distances[below, every], distances[above, every]
+    x0, x1 = ages[below, units], ages[above, units]
+    y0, y1 = distances[below, units], distances[above, units]
     with np.errstate(all="ignore"):
         slope = np.log(np.maximum(y1, _TINY) / np.maximum(y0, _TINY)) / np.log(x1 / x0)
         inside = (age >= x0) & (age <= x1)

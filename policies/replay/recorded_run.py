@@ -17,7 +17,7 @@ _OBSERVED = "observe"  # ``skipped`` of decisions under policy observe
 
 @dataclass(frozen=True)
 class DecisionPoint:
-    """A decision and the outcome of its save. Neither ``commit`` nor ``failed`` if the process ended first."""
+    """A decision and the outcome of its save; neither ``commit`` nor ``failed`` is set if the process ended first."""
 
     line: traces.DecisionLine
     copied: float = 0.0  # seconds that the next optimizer step waited for copies of the save
@@ -95,13 +95,13 @@ def run_of(trace: traces.Trace) -> Run:
     seconds: dict[float, float] = {}
     before: traces.JobLine | None = None
     for job, lines in traces.incarnations(trace):
-        again, before = before is not None and job.started == before.started, job
+        same_process, before = before is not None and job.started == before.started, job
         _require_one_job(job, lines)
         latest = max(
             (line.seconds for line in lines if isinstance(line, traces.DecisionLine | traces.CommitLine)), default=0.0
         )
         seconds[job.started] = max(seconds.get(job.started, 0.0), latest)
-        segments += [segment for segment in _segments(job, lines, again) if segment.decisions and segment.units]
+        segments += [one for one in _segments(job, lines, same_process) if one.decisions and one.units]
     if not segments:
         raise UsageError("the trace holds no decision yet: let the job continue, or use another trace")
     return Run(tuple(segments), sum(seconds.values()), _costs(segments))
@@ -118,18 +118,18 @@ def _require_one_job(job: traces.JobLine, lines: Sequence[traces.Line]) -> None:
         )
 
 
-def _segments(job: traces.JobLine, lines: Sequence[object], again: bool) -> Iterator[RunSegment]:
+def _segments(job: traces.JobLine, lines: Sequence[object], same_process: bool) -> Iterator[RunSegment]:
     resumed: traces.ResumedLine | None = None
-    held: list[object] = []
-    process = not again
+    since: list[object] = []  # lines since the last resume
+    process = not same_process
     for line in lines:
         if isinstance(line, traces.ResumedLine):
-            yield _segment(job, held, resumed, process)
-            process = process and not any(isinstance(one, traces.DecisionLine) for one in held)
-            resumed, held = line, []
+            yield _segment(job, since, resumed, process)
+            process = process and not any(isinstance(earlier, traces.DecisionLine) for earlier in since)
+            resumed, since = line, []
         else:
-            held.append(line)
-    yield _segment(job, held, resumed, process)
+            since.append(line)
+    yield _segment(job, since, resumed, process)
 
 
 def _segment(
@@ -144,19 +144,19 @@ def _segment(
             points.append(DecisionPoint(line))
             under_way = len(points) - 1 if points[-1].saved else under_way
         elif isinstance(line, traces.CommitLine | traces.FailedLine):
-            # Only one save runs at a time, so it is the newest one of the step.
+            # Only one save runs at a time, so the line is about the newest save of its step.
             saves = (i for i in range(len(points) - 1, -1, -1) if points[i].saved)
-            found = next((i for i in saves if points[i].line.step == line.step), None)
-            if found is not None:
+            at = next((i for i in saves if points[i].line.step == line.step), None)
+            if at is not None:
                 committed = line if isinstance(line, traces.CommitLine) else None
-                points[found] = replace(points[found], commit=committed, failed=committed is None)
+                points[at] = replace(points[at], commit=committed, failed=committed is None)
     moved = {line.step: line for line in lines if isinstance(line, traces.MovedLine)}
     begins, newest = (resumed.step, resumed.newest) if resumed else (None, None)
     return RunSegment(job, begins, process, resumed is not None, tuple(points), moved, newest)
 
 
 def _costs(segments: Sequence[RunSegment]) -> Costs:
-    """Learn the costs of saves. A run under policy observe shows only the time of decisions."""
+    """Learn the costs of saves. From a run under policy observe, only the time of decisions can be learned."""
     costs = Costs()
     overheads = []
     for segment in segments:

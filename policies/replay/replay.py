@@ -72,8 +72,8 @@ class _Replay:
         if segment.process:
             self._now = 0.0
             self._account = self._plan.account(lambda: self._now)
-        anew = bool(line.staleness) and all(one is None for one in line.staleness)
-        if len(self._segments) == 1 or (anew and not segment.resumed and segment.process):
+        empty = bool(line.staleness) and all(staleness is None for staleness in line.staleness)  # the store
+        if len(self._segments) == 1 or (empty and not segment.resumed and segment.process):
             state.begin(segment)
         elif segment.resumed:
             state.resume(segment, self._plan.goes_back, self._account.limited)
@@ -84,11 +84,11 @@ class _Replay:
         """Return whether the save under way at the end of the segment becomes durable.
 
         A trace records a commit when training learns of it, so the last commit of a killed job may be missing. The next
-        resume shows it. Steps beyond the segment belong to commits before it."""
+        resume shows it by ``newest``; a step beyond the segment is that of a commit made before the segment."""
         segment, step = self._segment, pending.decision.step
         last = next((point for point in reversed(segment.decisions) if point.saved), None)
-        cut = last is not None and last.commit is None and not last.failed
-        if last is None or not cut or following is None or segment.job.observing:
+        unknown = last is not None and last.commit is None and not last.failed
+        if last is None or not unknown or following is None or segment.job.observing:
             return True
         final = segment.decisions[-1].line
         if following.newest is not None and last.line.step <= following.newest <= final.step:
@@ -144,7 +144,7 @@ class _Replay:
         self._add(replayed, point)
 
     def _settled(self, point: DecisionPoint) -> bool:
-        """Commit a finished save; return whether none is under way."""
+        """Commit the save under way if it has finished. Return whether none is under way any more."""
         state, pending, line = self._state, self._state.pending, point.line
         if pending is None:
             return True
@@ -252,15 +252,15 @@ class _Replay:
         replayed = replace(replayed, written=written, took=took)
         # A commit leaves out layers with NaN or infinity.
         sick = {self._segment.units[index].layer for index in (*point.line.sick, *self._found_nonfinite(point))}
-        kept = {unit: one for unit, one in versions.items() if unit.layer not in sick}
-        self._state.pending = Pending(replayed, kept, point.line.seconds + took, point.failed or not kept)
+        finite = {unit: one for unit, one in versions.items() if unit.layer not in sick}
+        self._state.pending = Pending(replayed, finite, point.line.seconds + took, point.failed or not finite)
         return replayed
 
     def _stored(
         self, replayed: ReplayedDecision, point: DecisionPoint, shown: Mapping[Unit, UnitStats]
     ) -> dict[Unit, Version]:
         sizes = point.commit.sizes if point.commit is not None and self._plan.same_sizes else {}
-        found = {}
+        versions = {}
         for index, traced in enumerate(self._segment.units):
             unit, encoding = traced.unit, replayed.saved.get(traced.unit)
             if encoding is None:
@@ -270,8 +270,8 @@ class _Replay:
                 nbytes, stored_as, error, _ = sizes[index]
             size, marked = (traced.nbytes, traced.numel), self._state.changes.get(unit, 0)
             step = replayed.step
-            found[unit] = Version(step, step, stored_as or encoding, error, int(nbytes), size, marked)
-        return found
+            versions[unit] = Version(step, step, stored_as or encoding, error, int(nbytes), size, marked)
+        return versions
 
     def _found_nonfinite(self, point: DecisionPoint) -> set[int]:
         """Return units that were found to have NaN or infinity only while they were saved."""
@@ -283,7 +283,7 @@ class _Replay:
         return {self._segment.units[index].unit: encoding for index, encoding in recorded.items()} == replayed.saved
 
     def _add(self, replayed: ReplayedDecision, point: DecisionPoint) -> None:
-        """Charge the stall of a decision: the recorded one if the decision is equal."""
+        """Append a decision, and charge its stall: the recorded one if the decision equals the recorded one."""
         if self._plan.costs is None and self._as_recorded(replayed, point):
             stall, self._copied = point.line.stall, point.copied
         else:

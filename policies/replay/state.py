@@ -20,7 +20,7 @@ class ReplayPlan:
     policy: Policy  # inside its bounds, and not policy observe
     account: Callable[[Callable[[], float]], Account]  # creates an empty account for a clock
     every: int | None = None  # steps between decisions; None: all recorded decisions
-    same_offers: bool = False  # the budget is the recorded one
+    same_offers: bool = False  # decisions get the recorded budgets, as long as all decisions equal the recorded ones
     same_sizes: bool = True  # saves are encoded and compressed as recorded
     costs: Costs | None = None  # used instead of the recorded costs
     sees_all: bool = False  # the policy is shown all measurements, even if it needs no drift, as under policy observe
@@ -48,8 +48,8 @@ class ReplayedDecision:
 class ReplayResult:
     """Result of a replay.
 
-    ``committed`` are the saves that became durable, ``failures`` those of the policy. ``as_recorded``: all decisions
-    equal the recorded ones. ``since``: position from which exposure counts; None: from the first commit."""
+    ``committed``: saves that became durable. ``failures``: failures of the policy. ``as_recorded``: whether all
+    decisions equal the recorded ones. ``since``: position from which exposure counts; None: from the first commit."""
 
     plan: ReplayPlan
     decisions: tuple[ReplayedDecision, ...]
@@ -134,7 +134,7 @@ class ReplayState:
 
         A composite that is resumed before its newest step loses later versions, as in a live run, and without a budget
         (``limited``) those of all moving units: the next save is full."""
-        back = self._returns(goes_back) if not self.on_path else (segment.newest or segment.start) > segment.start
+        back = self._rewinds(goes_back) if not self.on_path else (segment.newest or segment.start) > segment.start
         start = segment.start  # live values move away from there
         self.durable = {key: replace(one, step=min(one.step, start), since=start) for key, one in self.versions.items()}
         self.durable_newest = None if self.newest is None else min(self.newest, start)
@@ -148,7 +148,7 @@ class ReplayState:
             self.changes[unit] = self.changes.get(unit, 0) + 1
         self.changed = changed
 
-    def _returns(self, goes_back: bool) -> bool:
+    def _rewinds(self, goes_back: bool) -> bool:
         """Return whether a save other than the newest is closest to the effective step.
 
         Weighted by elements, since the pace of each layer is unknown here."""
