@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from deploy.format import ago_text, clock, plural, size_text, span_text, steps_text
-from deploy.health.facts import FLOOR, LATE, ORDER, Check, Facts, Level, parse_time, shell_command
-from deploy.health.trace_reader import SKIPPED
+from deploy.health.facts import FLOOR, LATE, ORDER, SKIPPED, Check, Facts, Level, parse_time, shell_command
 from deploy.store_status import Resume, StoreStatus, resume_kind
 from store.certificate import FOUND
 from store.names import SaveId

@@ -13,7 +13,7 @@ from statistics import median
 import numpy as np
 import numpy.typing as npt
 
-from deploy.health.trace_reader import SKIPPED, JobStatus, LastDecision, LastSave
+from deploy.health.facts import SKIPPED, JobStatus, LastDecision, LastSave
 from deploy.report.incidents import Incident, Incidents, nonfinite_incident, restart_incident
 from store import trace as traces
 from store.certificate import is_lossy

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from deploy.format import plural, span_text
-from deploy.health.trace_reader import Severity
+from deploy.health.facts import Severity
 from store.text import listed
 from store.trace import ResumedLine
 
