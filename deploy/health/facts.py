@@ -231,12 +231,6 @@ class Facts:
         return "" if known or owner is None else owner.host
 
     @property
-    def ended_abnormally(self) -> bool:
-        """Return whether the newest job ended without closing the store."""
-        owner = None if self.status is None else self.status.owner
-        return owner is not None and owner.incarnation is not None and not self.closed and not self.running
-
-    @property
     def _commits(self) -> bool:
         newest, status = self.newest, self.status
         made = None if newest is None else parse_time(newest.created)
