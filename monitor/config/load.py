@@ -185,7 +185,11 @@ def bytes_each(encodings: Mapping[str, str]) -> float:
     return sum(encoding_named(encodings.get(slot, RAW)).stored_bytes(many, "F32") / many for slot in slots)
 
 
-def read_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | None) -> Config:
+ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None
+"""The path of a YAML file, a mapping, or a configuration; None for the defaults."""
+
+
+def read_config(source: ConfigSource) -> Config:
     """Return a configuration of which only single settings are checked; the policy is not loaded."""
     if isinstance(source, Config):
         config = source
@@ -203,7 +207,7 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
     return config
 
 
-def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | None) -> Config:
+def load_config(source: ConfigSource) -> Config:
     """Return a validated configuration from a YAML file, a mapping, or None (the defaults)."""
     config = read_config(source)
     config.bounded_policy()
