@@ -145,7 +145,8 @@ def _lasting(manifest: schema.ManifestRecord) -> tuple[str, ...]:
 
 def staleness_of(record: schema.UnitRecord | None, step: int) -> int | None:
     """Return the steps since a version. One of a later step does not count: the job resumed from an earlier step."""
-    return None if record is None or record.version.step > step else step - record.version.step
+    age = -1 if record is None else step - record.version.step
+    return age if age >= 0 else None
 
 
 def build_manifest(draft: CommitDraft, group: Group) -> PreparedCommit:
