@@ -22,6 +22,7 @@ from store.errors import UnstorableError
 from store.state_tree import CONTAINERS
 
 T = TypeVar("T")
+Integers = npt.NDArray[np.int64]
 
 _VALUES = frozenset({bool, int, float, str, type(None)})
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
@@ -31,8 +32,8 @@ _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 class MemoryRegions:
     """Where tensors lie: contiguous regions of memory."""
 
-    addresses: npt.NDArray[np.int64]  # first byte of each
-    sizes: npt.NDArray[np.int64]  # bytes of each
+    addresses: Integers  # first byte of each
+    sizes: Integers  # bytes of each
     pageable: npt.NDArray[np.bool_]  # whether it is host memory that is not pinned
     devices: frozenset[torch.device]
 
@@ -61,7 +62,7 @@ class MemoryRegions:
         )
 
 
-def addresses_of(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
+def addresses_of(tensors: Sequence[torch.Tensor]) -> Integers:
     """Return the first byte of each tensor."""
     return np.fromiter(map(torch.Tensor.data_ptr, tensors), np.int64, len(tensors))
 
