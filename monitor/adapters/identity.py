@@ -25,7 +25,7 @@ T = TypeVar("T")
 Integers = npt.NDArray[np.int64]
 
 _VALUES = frozenset({bool, int, float, str, type(None)})
-_PLAIN = frozenset({torch.Tensor, nn.Parameter})
+PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter})
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def version_of(tensor: torch.Tensor) -> int:
 def versions_of(values: Sequence[Any]) -> tuple[list[int], list[Any]]:
     """Return the identities of values, and tensors' in-place version counters or other values as text."""
     ids = list(map(id, values))
-    if _PLAIN.issuperset(map(type, values)):
+    if PLAIN_TENSORS.issuperset(map(type, values)):
         with suppress(RuntimeError):  # of a tensor made under inference_mode
             return ids, list(map(attrgetter("_version"), values))
     return ids, [version_of(v) if isinstance(v, torch.Tensor) else repr(v) for v in values]

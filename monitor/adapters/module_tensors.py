@@ -19,7 +19,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from monitor.adapters.base import Adapter, LiveValue, Piece, TensorInfo
 from monitor.adapters.frozen import fingerprint
-from monitor.adapters.identity import StepCache, has_usual_tree, modules_of
+from monitor.adapters.identity import PLAIN_TENSORS, StepCache, has_usual_tree, modules_of
 from monitor.distributed import Group
 from store.errors import UnstorableError, UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS, Fragment
@@ -50,14 +50,11 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-_PLAIN = frozenset({torch.Tensor, nn.Parameter})
-
-
 def special_kind(tensor: torch.Tensor) -> str | None:
     """Return the subclass or layout of a tensor, or None if it is plain: its elements are all there is to it.
 
     A subclass may keep scales, indices or a dtype of its own, which its elements do not tell."""
-    if type(tensor) not in _PLAIN:
+    if type(tensor) not in PLAIN_TENSORS:
         return f"a {type(tensor).__module__}.{type(tensor).__qualname__}"
     return None if tensor.layout is torch.strided else f"a tensor of layout {tensor.layout}"
 
