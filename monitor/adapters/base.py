@@ -197,8 +197,10 @@ class Adapter(Protocol):
     def capture_run_state(self) -> Callable[[], dict[str, Any]]:
         """Copy what :meth:`run_state` returns. Return what puts it together, in any thread."""
 
-    def rank_scalars(self) -> Mapping[str, tuple[str, str, Any]]:
-        """Return (fqn, key, number) of optimizer state that may differ between ranks, by a name for messages."""
+    def rank_scalars(self, every: bool = False) -> Mapping[str, tuple[str, str, Any]]:
+        """Return (fqn, key, number) of optimizer state that may differ between ranks, by a name for messages.
+
+        every: also those that differ only if a rank leaves out a step of the optimizer."""
         return {}
 
     def objects(self) -> Mapping[str, Any]:
