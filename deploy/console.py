@@ -42,14 +42,6 @@ def answer(body: Mapping[str, Any], render: Callable[[Console], None], *, as_jso
     _write(text if console.is_terminal else "".join(f"{line.rstrip()}\n" for line in text.splitlines()))
 
 
-def answer_error(kind: str, message: str, *, as_json: bool) -> None:
-    """Print an error: ``error: …`` on stderr, or a JSON object on stdout."""
-    if as_json:
-        _write(json.dumps({"error": {"type": kind, "message": message}}, indent=2) + "\n")
-        return
-    note(f"error: {message}")
-
-
 def note(message: str) -> None:
     """Print one line on stderr."""
     sys.stderr.write(f"{printable(message)}\n")

@@ -6,9 +6,8 @@ it. Numbered children are taken for a ``ModuleList``; a ``ModuleDict`` of blocks
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
 
-from store.names import group_by_key
+from store.names import group_by_key, similar_names
 
 ROOT = "(root)"  # layer of the tensors without a module path
 
@@ -85,20 +84,10 @@ def _split_module(node: _Node) -> Iterator[tuple[str, bool, Iterable[str]]]:
 def _block_names(node: _Node) -> set[str]:
     if not node.is_list:
         return set()
-    composite = {name: child for name, child in node.children.items() if child.children}
-    similar = _similar(composite) | _similar({name: one for name, one in node.children.items() if not one.children})
+    composite = {name: child.content() for name, child in node.children.items() if child.children}
+    leaves = {name: child.content() for name, child in node.children.items() if not child.children}
+    similar = similar_names(composite, partly=True) | similar_names(leaves, partly=False)
     return similar | set(composite) if similar or len(node.children) == 1 else similar
-
-
-def _similar(nodes: Mapping[str, _Node]) -> set[str]:
-    """Return the names similar to at least one other: equal leaves, or parts that share half of their names."""
-    by_content = group_by_key((node.content(), name) for name, node in nodes.items())
-    found = {name for names in by_content.values() if len(names) > 1 for name in names}
-    if any(node.children for node in nodes.values()):
-        for one, other in combinations(by_content, 2):
-            if 2 * len(one & other) >= len(one | other):
-                found.update(by_content[one], by_content[other])
-    return found
 
 
 def _holds_stack(node: _Node) -> bool:

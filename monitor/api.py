@@ -3,7 +3,6 @@
 Collective; training thread."""
 
 import math
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from monitor.adapters.frozen import SkipFrozenAdapter
 from monitor.adapters.hyperparameters import Constructed, constructed, settings_of
 from monitor.adapters.pytorch import PyTorchAdapter
 from monitor.checkpointer import Checkpointer
-from monitor.config.load import Config, bytes_each, load_config
+from monitor.config.load import Config, ConfigSource, bytes_each, load_config
 from monitor.context import JobContext
 from monitor.daemon_client import DaemonClient
 from monitor.decide.budget_tracker import BudgetTracker
@@ -160,9 +159,7 @@ def _interval_text(config: Config) -> str:
     return "at every step" if config.every == 1 else f"every {config.every} steps"
 
 
-def attach(
-    target: Any, config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None, *, state: Objects = ()
-) -> Checkpointer:
+def attach(target: Any, config: ConfigSource = None, *, state: Objects = ()) -> Checkpointer:
     """Create the checkpointer of a training job.
 
     All ranks call it, after the process group is initialized and the model is wrapped. It opens or creates the store,
@@ -209,12 +206,7 @@ def attach(
 
 
 @without_gc(lasting=True)
-def attach_counted(
-    target: Any,
-    config: str | os.PathLike[str] | Mapping[str, Any] | Config | None,
-    state: Objects,
-    steps: Callable[[], int] | None,
-) -> Checkpointer:
+def attach_counted(target: Any, config: ConfigSource, state: Objects, steps: Callable[[], int] | None) -> Checkpointer:
     """Attach with a step counter.
 
     steps: returns the optimizer steps taken so far, for frameworks that do not count them. None: every ``ckpt.step()``

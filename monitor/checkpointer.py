@@ -186,6 +186,7 @@ class Checkpointer:
         self._step = result.resume_point.save.step
         self.certificate = build_certificate(result)
         self._saver.resumed(self.certificate)
+        self._job.rank_buffers.every_scalar = any("/" in name for name in result.resume_point.state.rank_buffers)
         go_on = partial(go_on_from, needs_drift=self._decider.sees_all, measure_later=self._saver.measure_later)
         go_on(result, self.certificate, self._job, catalog, local)
 

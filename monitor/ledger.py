@@ -145,7 +145,8 @@ def _inherited_differs(manifest: schema.ManifestRecord) -> tuple[str, ...]:
 
 def staleness_of(record: schema.UnitRecord | None, step: int) -> int | None:
     """Return the steps since a version; None for a version of a later step, left over from before a rollback."""
-    return None if record is None or record.version.step > step else step - record.version.step
+    age = -1 if record is None else step - record.version.step
+    return age if age >= 0 else None
 
 
 def build_manifest(draft: CommitDraft, group: Group) -> PreparedCommit:

@@ -3,8 +3,9 @@
 No other module builds or parses the names of files; docs/store-format.md lists them."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import combinations
 from math import prod
 from operator import add, itemgetter, mul
 from typing import NamedTuple, TypeVar
@@ -256,6 +257,16 @@ def parse_save_dir(name: str) -> SaveId | None:
         return SaveId.parse(name)
     except ValueError:
         return None
+
+
+def similar_names(contents: Mapping[str, frozenset[object]], *, partly: bool) -> set[str]:
+    """Return the names whose contents are equal to those of another or, if ``partly``, share half of all with them."""
+    by_content = group_by_key((content, name) for name, content in contents.items())
+    close = {content for content, names in by_content.items() if len(names) > 1}
+    for one, other in combinations(by_content, 2) if partly else ():  # of thousands of experts, few are different
+        if 2 * len(one & other) >= len(one | other):
+            close |= {one, other}
+    return {name for content in close for name in by_content[content]}
 
 
 def group_by_key(pairs: Iterable[tuple[_K, _V]]) -> dict[_K, list[_V]]:

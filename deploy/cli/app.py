@@ -13,7 +13,7 @@ import typer
 from deploy.cli import daemon, doctor, init, memory, merge, prune, report, show, simulate, status, verify
 from deploy.cli import run as run_
 from deploy.cli.import_checkpoint import import_
-from deploy.console import ReaderLeftError, answer_error, note
+from deploy.console import ReaderLeftError, answer, note
 from deploy.exit_codes import BROKEN_PIPE, EPILOG, INTERRUPTED, OK
 from deploy.format import installed_version
 from store.errors import DriftpointError, UsageError
@@ -116,5 +116,9 @@ def _failed(error: Exception, *, as_json: bool) -> int:
     else:
         kind, code = type(error).__name__, DriftpointError.exit_code
         message = f"internal {kind}: {error} (run it again with --debug to see the traceback)"
-    answer_error(kind, " ".join(message.split()), as_json=as_json)
+    message = " ".join(message.split())
+    if as_json:
+        answer({"error": {"type": kind, "message": message}}, lambda _: None, as_json=True)
+    else:
+        note(f"error: {message}")
     return code

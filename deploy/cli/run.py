@@ -7,10 +7,9 @@ from typing import Annotated
 from typer import Argument, Exit, Option
 
 from deploy.console import DebugOption, StorePath, note
-from deploy.supervisor.events import EventLog
 from deploy.supervisor.restart_policy import Limits
 from deploy.supervisor.store_probe import StoreProbe
-from deploy.supervisor.supervisor import RunOptions, Supervisor
+from deploy.supervisor.supervisor import EventLog, RunOptions, Supervisor
 from store.errors import UsageError
 from store.location import place_of
 

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from deploy.format import ago_text, clock, plural, size_text, span_text, steps_text
-from deploy.health.facts import FLOOR, LATE, ORDER, Check, Facts, Level, parse_time, shell_command
-from deploy.health.trace_reader import SKIPPED
+from deploy.health.facts import FLOOR, LATE, ORDER, SKIPPED, Check, Facts, Level, parse_time, shell_command
 from deploy.store_status import Resume, StoreStatus, resume_kind
 from store.certificate import FOUND
 from store.names import SaveId
@@ -335,7 +334,8 @@ def _no_job(facts: Facts, name: str) -> Check:
     last_seen = "" if facts.current is None else f"last trace line {ago_text(facts.now - facts.current.last_seen)}"
     if facts.closed:
         return Check(name, "plain", "ended cleanly", last_seen)
-    if not facts.ended_abnormally:
+    owner = None if facts.status is None else facts.status.owner
+    if owner is None or owner.incarnation is None:
         noted = "" if facts.current is None else "; how it ended is recorded only with every: auto"
         return Check(name, "plain", "none on this machine", last_seen + noted)
     if facts.remote_host and facts.current is None:

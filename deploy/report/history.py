@@ -1,23 +1,25 @@
-"""Read a drift trace once, line by line, into time series of bounded size.
+"""Read a drift trace once, line by line, into time series of bounded size, and incidents.
 
 When all columns are full, neighbours are merged: drift by maximum, marks by any, counts by sum. Lines of movement are
-skipped."""
+skipped. A condition that lasts for several decisions is one incident. Names in the texts are untrusted."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from deploy.health.trace_reader import SKIPPED, JobStatus, LastDecision, LastSave
-from deploy.report.incidents import Incident, Incidents, nonfinite_incident, restart_incident
+from deploy.format import plural, span_text
+from deploy.health.facts import SKIPPED, JobStatus, LastDecision, LastSave, Severity
 from store import trace as traces
 from store.certificate import is_lossy
 from store.names import Unit
+from store.text import listed
 
 _Floats = npt.NDArray[np.float64]
 _MOVEMENT = b'{"kind":"moved"'  # start of the longest lines, which are not needed here
@@ -110,6 +112,83 @@ class Totals(Column):
     full_seen: int = 0
     incarnations: int = 0
     observing: bool = False
+
+
+@dataclass(frozen=True)
+class Incident:
+    """An event in a run. ``step`` and ``at``: step and Unix time of its begin, None if unknown."""
+
+    kind: str
+    severity: Severity
+    text: str
+    step: int | None = None
+    at: float | None = None
+    until: int | None = None  # last step
+    times: int = 1  # decisions at which it held
+    key: str = ""  # consecutive incidents with the same key are merged
+
+
+class Incidents:
+    """Collects incidents in order and keeps the newest ``most``; ``dropped`` counts the others."""
+
+    def __init__(self, most: int = 400) -> None:
+        self._most = most
+        self._found: list[Incident] = []
+        self._open: dict[str, int] = {}
+        self.dropped = 0
+
+    def add(self, incident: Incident) -> None:
+        self._found.append(incident)
+        if len(self._found) > 2 * self._most:
+            self.dropped += len(self._found) - self._most
+            self._found = self._found[-self._most :]
+            self._open.clear()
+
+    def update(self, incidents: Sequence[Incident], step: int) -> None:
+        """Update the conditions that hold at a decision: continue those that held before, begin new ones, end the rest.
+
+        Harmless ones (``plain``) may pause: they are merged over the whole incarnation."""
+        still = {key: place for key, place in self._open.items() if self._found[place].severity == "plain"}
+        for incident in incidents:
+            place = self._open.get(incident.key)
+            if place is None:
+                self.add(incident)
+                still[incident.key] = len(self._found) - 1
+            else:
+                before = self._found[place]
+                self._found[place] = replace(before, until=step, times=before.times + 1)
+                still[incident.key] = place
+        self._open = still
+
+    def ended(self) -> None:
+        """End all conditions because the process ended."""
+        self._open.clear()
+
+    def listed(self) -> tuple[Incident, ...]:
+        extra = max(0, len(self._found) - self._most)
+        self.dropped += extra
+        return tuple(self._found[extra:])
+
+
+def nonfinite_incident(kind: Literal["not finite", "withheld"], units: Sequence[str], step: int, at: float) -> Incident:
+    """Return the incident of units with NaN or Inf at a decision, or ``withheld`` from the commit that follows it."""
+    when, key = ("", f"sick {'|'.join(units)}") if kind == "not finite" else (" when the save was written", "")
+    text = f"{listed(units, 4)} contained NaN or Inf{when}: not saved, the last finite version is kept"
+    return Incident(kind, "bad", text, step, at, key=key)
+
+
+def restart_incident(line: traces.ResumedLine, epoch: int, at: float, gap: float, last_step: int | None) -> Incident:
+    """Return the incident of a restart.
+
+    ``gap``: seconds since the last line of the job before. ``last_step``: step of its last decision, or None."""
+    text = f"epoch {epoch} resumed at step {line.step}"
+    if line.newest != line.step:
+        text += f", from the commit of step {line.newest}"
+    if last_step is not None and last_step > line.step:
+        text += f": {plural(last_step - line.step, 'step')} repeated"
+    if gap > 1.0:
+        text += f"; {span_text(gap)} after the last trace line of the job before"
+    return Incident("restart", "look", text, line.step, at)
 
 
 @dataclass(frozen=True)

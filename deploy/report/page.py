@@ -17,8 +17,7 @@ from deploy.console import byte_progress, watched
 from deploy.format import clock, drift_text, installed_version, plural, printable, share_text, size_text, span_text
 from deploy.health import facts as health
 from deploy.health.checks import Verdict, judge
-from deploy.report.history import History, read_history
-from deploy.report.incidents import Incident
+from deploy.report.history import History, Incident, read_history
 from deploy.report.matplotlib_charts import cost_chart, css_colours, maps_of
 from deploy.store_status import model_text, open_store, parameters, resume_kind
 from deploy.tables import max_drift, sizes, slots_of, span

@@ -197,8 +197,10 @@ class Adapter(Protocol):
     def capture_run_state(self) -> Callable[[], dict[str, Any]]:
         """Copy the parts of :meth:`run_state`. Return a function that assembles them, in any thread."""
 
-    def rank_scalars(self) -> Mapping[str, tuple[str, str, Any]]:
-        """Return (fqn, key, number) of optimizer state that may differ between ranks, keyed by a name for messages."""
+    def rank_scalars(self, every: bool = False) -> Mapping[str, tuple[str, str, Any]]:
+        """Return (fqn, key, number) of optimizer state that may differ between ranks, keyed by a name for messages.
+
+        every: also those that differ only if a rank leaves out a step of the optimizer."""
         return {}
 
     def objects(self) -> Mapping[str, Any]:

@@ -159,9 +159,9 @@ class DTensorAdapter(PyTorchAdapter):
         captured, on_mesh = super().capture_run_state(), self._keep("on_mesh", self._scalars_on_mesh)
         return lambda: {**captured(), "on_mesh": on_mesh}
 
-    def rank_scalars(self) -> Mapping[str, tuple[str, str, Any]]:
+    def rank_scalars(self, every: bool = False) -> Mapping[str, tuple[str, str, Any]]:
         # A rank of which no expert got a token has no gradient, and counts fewer steps. FSDP2 has gradients everywhere.
-        state = self._sharded_state() if self.framework == "dtensor" or self._places else ()
+        state = self._sharded_state() if every or self.framework == "dtensor" or self._places else ()
         return {
             f"{fqn}/{key}": (fqn, key, self._scalar(key, value, fqn))
             for fqn, key, value, slot in state

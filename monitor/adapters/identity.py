@@ -22,17 +22,18 @@ from store.errors import UnstorableError
 from store.state_tree import CONTAINERS
 
 T = TypeVar("T")
+Integers = npt.NDArray[np.int64]
 
 _VALUES = frozenset({bool, int, float, str, type(None)})
-_PLAIN = frozenset({torch.Tensor, nn.Parameter})
+PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter})
 
 
 @dataclass(frozen=True)
 class MemoryRegions:
     """The contiguous memory regions of tensors."""
 
-    addresses: npt.NDArray[np.int64]  # first byte of each
-    sizes: npt.NDArray[np.int64]  # bytes of each
+    addresses: Integers  # first byte of each
+    sizes: Integers  # bytes of each
     pageable: npt.NDArray[np.bool_]  # whether it is host memory that is not pinned
     devices: frozenset[torch.device]
 
@@ -61,7 +62,7 @@ class MemoryRegions:
         )
 
 
-def addresses_of(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
+def addresses_of(tensors: Sequence[torch.Tensor]) -> Integers:
     """Return the address of each tensor."""
     return np.fromiter(map(torch.Tensor.data_ptr, tensors), np.int64, len(tensors))
 
@@ -205,7 +206,7 @@ def version_of(tensor: torch.Tensor) -> int:
 def versions_of(values: Sequence[Any]) -> tuple[list[int], list[Any]]:
     """Return (ids of the values, in-place version counters of tensors and other values as text)."""
     ids = list(map(id, values))
-    if _PLAIN.issuperset(map(type, values)):
+    if PLAIN_TENSORS.issuperset(map(type, values)):
         with suppress(RuntimeError):  # of a tensor made under inference_mode
             return ids, list(map(attrgetter("_version"), values))
     return ids, [version_of(v) if isinstance(v, torch.Tensor) else repr(v) for v in values]

@@ -19,7 +19,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from monitor.adapters.base import Adapter, LiveValue, Piece, TensorInfo
 from monitor.adapters.frozen import fingerprint
-from monitor.adapters.identity import StepCache, has_usual_tree, modules_of
+from monitor.adapters.identity import PLAIN_TENSORS, StepCache, has_usual_tree, modules_of
 from monitor.distributed import Group
 from store.errors import UnstorableError, UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS, Fragment
@@ -50,14 +50,11 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-_PLAIN = frozenset({torch.Tensor, nn.Parameter})
-
-
 def special_kind(tensor: torch.Tensor) -> str | None:
     """Return the subclass or layout of a tensor, or None if it is plain: its elements are all there is to it.
 
     A subclass may keep scales, indices or a dtype of its own, which its elements do not tell."""
-    if type(tensor) not in _PLAIN:
+    if type(tensor) not in PLAIN_TENSORS:
         return f"a {type(tensor).__module__}.{type(tensor).__qualname__}"
     return None if tensor.layout is torch.strided else f"a tensor of layout {tensor.layout}"
 
@@ -335,6 +332,7 @@ class RankBuffers:
         self._scalars: Mapping[str, tuple[str, str, Any]] = {}
         self._hashes: dict[str, int] = {}
         self._error: Exception | None = None
+        self.every_scalar = False  # whether ranks left out steps of the optimizer; the same on all ranks
 
     def note(self) -> int:
         """Note the buffers of this rank as they are now. Return a hash; an error is raised by :meth:`captured`."""
@@ -347,12 +345,15 @@ class RankBuffers:
             numels = {fqn: math.prod(info.shape) for fqn, info in infos if info.kind == "buffer"}
             held = self._adapter.held() if numels else ()
             self._tensors = {one.fqn: tensor for one, tensor, _ in held if one.numel == numels.get(one.fqn)}
-            self._scalars = self._adapter.rank_scalars()
-            numbers = {name: torch.as_tensor(one[2]).reshape(1) for name, one in self._scalars.items()}
-            self._hashes = _hashes({**self._tensors, **numbers})
+            self._scalars = self._adapter.rank_scalars(self.every_scalar)
+            self._hashes = _hashes({**self._tensors, **_numbers(self._scalars)})
         except Exception as error:  # noqa: BLE001 - raised by captured(): the other ranks are in the collective
             self._error = error
         return _hash_of(self._hashes)
+
+    def scalar_hashes(self) -> dict[str, int]:
+        """Return hashes of all numbers of optimizer state that may differ between ranks."""
+        return _hashes(_numbers(self._adapter.rank_scalars(every=True)))
 
     def compare(self, noted: Collection[int] = ()) -> None:
         """Compare the buffers of all ranks. Collective. noted: what :meth:`note` returned on all ranks, if known."""
@@ -372,6 +373,10 @@ class RankBuffers:
         buffers = {name: self._tensors[name] for name in self._own if name in self._tensors}
         optional = {"home": self._adapter.home, "rank_scalars": scalars} if self._scalars else {}
         return {"rank_buffers": self._differing, "buffers": buffers, **optional}
+
+
+def _numbers(scalars: Mapping[str, tuple[str, str, Any]]) -> dict[str, torch.Tensor]:
+    return {name: torch.as_tensor(value).reshape(1) for name, (_, _, value) in scalars.items()}
 
 
 def _hash_of(hashes: Mapping[str, int]) -> int:

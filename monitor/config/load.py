@@ -185,7 +185,11 @@ def bytes_each(encodings: Mapping[str, str]) -> float:
     return sum(encoding_named(encodings.get(slot, RAW)).stored_bytes(numel, "F32") / numel for slot in slots)
 
 
-def read_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | None) -> Config:
+ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config | None
+"""The path of a YAML file, a mapping, or a configuration; None for the defaults."""
+
+
+def read_config(source: ConfigSource) -> Config:
     """Read a configuration and check each setting by itself. Does not load the policy."""
     if isinstance(source, Config):
         config = source
@@ -203,7 +207,7 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | No
     return config
 
 
-def load_config(source: str | os.PathLike[str] | Mapping[str, Any] | Config | None) -> Config:
+def load_config(source: ConfigSource) -> Config:
     """Read a configuration from a YAML file, a mapping, or None (the defaults), and check all of it."""
     config = read_config(source)
     config.bounded_policy()

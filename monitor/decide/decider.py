@@ -17,7 +17,7 @@ from monitor.context import JobContext
 from monitor.decide.budget_tracker import BudgetTracker
 from monitor.distributed import Group, run_on_rank0
 from monitor.events import Listeners
-from monitor.ledger import Ledger
+from monitor.ledger import Ledger, staleness_of
 from monitor.observe.drift_meter import DriftMeter, Measure, drift_ratio
 from monitor.observe.units import LocalUnit, UnitTable, is_moving
 from monitor.types import Chosen, DecisionResult, SaveRequest
@@ -79,9 +79,7 @@ def unit_stats(table: UnitTable, ledger: Ledger, step: int, measured: Mapping[Un
     stats, versions = [], ledger.versions
     for unit, layer, size, moving in table.rows:
         version, measurement = versions.get(unit), measured.get(unit)
-        # A version of a later step does not count: the job resumed from an earlier step.
-        age = -1 if version is None else step - version.version.step
-        staleness = age if age >= 0 else None
+        staleness = staleness_of(version, step)
         known = measurement is not None and staleness is not None
         # A frozen unit whose drift is unknown may have changed, and must be saved then.
         lost = unit in table.lost or (measurement is not None and measurement.finite and measurement.drift is None)

@@ -8,7 +8,6 @@ collectives in it."""
 
 import gc
 import itertools
-import os
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -19,7 +18,7 @@ from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from monitor.api import attach_counted
 from monitor.checkpointer import Checkpointer
-from monitor.config.load import Config, load_config
+from monitor.config.load import Config, ConfigSource, load_config
 from monitor.huggingface import resume
 from monitor.huggingface.trainer_state import TRAINER, TrainerProgress
 from monitor.run_state import Objects, capture_rng, joined, restore_rng
@@ -36,9 +35,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
     ``config`` and ``state`` are as for :func:`monitor.attach`. The Trainer's state, schedule and scaler are saved."""
 
-    def __init__(
-        self, config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None, *, state: Objects = ()
-    ) -> None:
+    def __init__(self, config: ConfigSource = None, *, state: Objects = ()) -> None:
         self.config = load_config(config)
         if self.config.resume.data == "on":
             raise ConfigError(
@@ -259,7 +256,7 @@ def _exported_states(callbacks: Iterable[TrainerCallback]) -> dict[str, Any]:
     return {name: one[0] if len(one) == 1 else one for name, one in states.items()}
 
 
-def resume_path(config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None) -> str | None:
+def resume_path(config: ConfigSource = None) -> str | None:
     """Return the folder for ``trainer.train(resume_from_checkpoint=...)``; None if there is nothing to resume.
 
     Call it on every rank, after creating a Trainer with a :class:`CheckpointCallback` of the same store. Raise

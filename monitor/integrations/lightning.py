@@ -4,7 +4,6 @@ No hook lies between the end of a step (with its validation and schedules) and t
 methods of the epoch loop are wrapped: ``advance`` begins with that fetch, ``on_run_start`` makes an epoch's iterator. A
 resume makes it again, under the generators of its first making, and drops the batches already used. Collective."""
 
-import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from monitor.api import attach_counted
 from monitor.checkpointer import Checkpointer
-from monitor.config.load import Config, load_config
+from monitor.config.load import ConfigSource, load_config
 from monitor.run_state import Objects, capture_rng, joined, restore_rng
 from store.errors import ConfigError, ModelMismatchError, StoreError, UnsupportedError
 
@@ -32,9 +31,7 @@ class LightningCallback(Callback):  # type: ignore[misc]
     ``config`` and ``state`` are as for :func:`monitor.attach`. ``fit()`` resumes by itself. Beside weights, optimizer
     and generators it saves loops, schedules, precision, callbacks, data module, and the place in the data."""
 
-    def __init__(
-        self, config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None, *, state: Objects = ()
-    ) -> None:
+    def __init__(self, config: ConfigSource = None, *, state: Objects = ()) -> None:
         self.config = load_config(config)
         if self.config.resume.data == "on" or not self.config.preemption.exit:
             raise ConfigError("Lightning does not support resume.data: on, nor preemption.exit: false: remove them")

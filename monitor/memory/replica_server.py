@@ -16,22 +16,19 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-import xxhash
-
 from monitor.memory.buffers import log_errors
 from monitor.memory.transport import Address, Answer, Connection, Endpoint, Get, Put, Request
 from store.errors import DamagedError, PeerError, StorageError, StoreError
 from store.memory.arena import Arena
 from store.memory.layout import RECORD_LIMIT, Tier, VersionRecord, parse_record
 from store.names import SaveId
-from store.schema import to_bytes
+from store.schema import Entry, StateTensor, digest, to_bytes
 from store.segment import parse_part
 from store.storage.local import Files
 
 _log = logging.getLogger("driftpoint")
 
 _LOCK_TIMEOUT = 5.0  # seconds that the training thread waits for a transfer that was just aborted
-_HASH_CHUNK = 1 << 20
 _MAX_CONNECTIONS = 256
 _ACCEPT_RETRY = 1.0
 _THREAD = "driftpoint-replica"
@@ -158,15 +155,10 @@ class ReplicaStore:
 
 def _verify(record: VersionRecord, memory: memoryview) -> None:
     """Raise DamagedError unless all bytes that the record describes match their hashes."""
-    pieces: Sequence[tuple[int, int, str, str]] = [
-        *((one.offset, one.nbytes, one.xxh3_128, f"{one.fqn} ({one.slot})") for one in record.part.entries),
-        *((one.offset, one.nbytes, one.xxh3_128, "the run state") for one in record.part.run_tensors),
-    ]
-    for offset, nbytes, expected, what in pieces:
-        state = xxhash.xxh3_128()
-        for begin in range(offset, offset + nbytes, _HASH_CHUNK):
-            state.update(memory[begin : min(begin + _HASH_CHUNK, offset + nbytes)])
-        if state.hexdigest() != expected:
+    described: Sequence[Entry | StateTensor] = (*record.part.entries, *record.part.run_tensors)
+    for one in described:
+        if digest(memory[one.offset : one.offset + one.nbytes]) != one.xxh3_128:
+            what = f"{one.fqn} ({one.slot})" if isinstance(one, Entry) else "the run state"
             raise DamagedError(f"{what} did not arrive as rank {record.part.rank} has it: it was changed on the way")
 
 

@@ -15,10 +15,9 @@ from itertools import chain
 from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from monitor.adapters.identity import versions_of
+from monitor.adapters.identity import Integers, versions_of
 from monitor.adapters.module_tensors import as_bytes, dtype_name
 from monitor.context import JobContext
 from monitor.ledger import CommitDraft, manifest_of, new_version
@@ -267,7 +266,7 @@ class _Placed:
 
     layouts: Mapping[Unit, UnitLayout]
     by_unit: Mapping[Unit, Sequence[Placement]]
-    offsets: Mapping[Unit, npt.NDArray[np.int64]]
+    offsets: Mapping[Unit, Integers]
     end: int
 
     @classmethod

@@ -17,16 +17,15 @@ The rules, outermost first:
 3. Tensors owned directly by a module that contains stacks are one layer, named after it."""
 
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, combinations
+from itertools import chain
 
 import torch
 from torch import nn
 
 from store.errors import ConfigError
-from store.names import group_by_key
+from store.names import group_by_key, similar_names
 
 ROOT = "(root)"  # name of the layer of the tensors that the outermost module owns: its module path is empty
 
@@ -229,16 +228,9 @@ def _alike_children(node: _Node) -> set[str]:
 
 def _alike_by_content(nodes: Mapping[str, _Node]) -> set[str]:
     """Return the nodes that are alike to at least one other: leaves by shapes, containers by their tensor names."""
-    if not any(node.children for node in nodes.values()):
-        shapes = {name: tuple(sorted(node.shapes().items())) for name, node in nodes.items()}
-        counts = Counter(shapes.values())
-        return {name for name, shape in shapes.items() if counts[shape] >= 2}
-    by_content = group_by_key((frozenset(node.relative_names()), name) for name, node in nodes.items())
-    close = {content for content, names in by_content.items() if len(names) >= 2}
-    for a, b in combinations(by_content, 2):  # of thousands of experts, few are different
-        if 2 * len(a & b) >= len(a | b):
-            close |= {a, b}
-    return {name for content in close for name in by_content[content]}
+    nested = any(node.children for node in nodes.values())
+    contents = {name: node.relative_names() if nested else node.shapes().items() for name, node in nodes.items()}
+    return similar_names({name: frozenset(content) for name, content in contents.items()}, partly=nested)
 
 
 def _holds_stack(node: _Node) -> bool:

@@ -12,11 +12,10 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from monitor.adapters.base import Adapter, Piece, StateVersions, TensorInfo
-from monitor.adapters.identity import Identity, MemoryRegions
+from monitor.adapters.identity import Identity, Integers, MemoryRegions
 from monitor.adapters.module_tensors import dtype_name, unstorable
 from monitor.distributed import Group
 from monitor.observe.layers import Layer
@@ -59,7 +58,7 @@ class UnitLayout:
         return cls(tuple(fragments), tuple(dtypes), regions, int(regions.sizes.sum()))
 
     @cached_property
-    def firsts(self) -> npt.NDArray[np.int64]:
+    def firsts(self) -> Integers:
         """Of each piece: the byte at which it begins in the tensor that it lies in."""
         spans = self.spans or ((0, 0),) * len(self.dtypes)
         return np.array(

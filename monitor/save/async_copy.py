@@ -16,11 +16,10 @@ from itertools import chain
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from monitor.adapters.base import Adapter
-from monitor.adapters.identity import MemoryRegions, addresses_of, version_of
+from monitor.adapters.identity import Integers, MemoryRegions, addresses_of, version_of
 from monitor.background import Once
 from monitor.observe.units import LocalUnit
 from monitor.save.device_memory import LastViews, MemoryViews
@@ -43,7 +42,7 @@ class AsyncCopy:
     and sources not change. On CUDA, copies run in a side stream into pinned memory, after all work queued before."""
 
     def __init__(self) -> None:
-        self.units: list[tuple[LocalUnit, npt.NDArray[np.int64], Callable[[], Sequence[torch.Tensor]]]] = []
+        self.units: list[tuple[LocalUnit, Integers, Callable[[], Sequence[torch.Tensor]]]] = []
         """Units that are added but not started: (unit, addresses of its buffers, function that returns them)."""
         self._kept: list[Any] = []  # units that are copied by address: keeps their buffers alive until the end
         self._versions: list[tuple[torch.Tensor, int]] = []
@@ -61,9 +60,7 @@ class AsyncCopy:
         self._lock = threading.Lock()
         self._done = False
 
-    def add_unit(
-        self, part: LocalUnit, addresses: npt.NDArray[np.int64], buffers: Callable[[], Sequence[torch.Tensor]]
-    ) -> None:
+    def add_unit(self, part: LocalUnit, addresses: Integers, buffers: Callable[[], Sequence[torch.Tensor]]) -> None:
         """Add copies of all pieces of a unit into buffers at ``addresses``, which the caller keeps alive."""
         self.units.append((part, addresses, buffers))
 

@@ -20,9 +20,9 @@ from operator import is_
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from monitor.adapters.identity import Integers
 from monitor.observe.units import LocalUnit, UnitLayout
 from monitor.save.write_tracker import HeldMemory, sampled
 
@@ -91,7 +91,7 @@ class MemoryViews:
     ``targets`` are the addresses of the buffers, which are in host memory."""
 
     @torch.inference_mode(False)
-    def __init__(self, layouts: Sequence[UnitLayout], targets: npt.NDArray[np.int64], device: torch.device) -> None:
+    def __init__(self, layouts: Sequence[UnitLayout], targets: Integers, device: torch.device) -> None:
         self.layouts, self.targets, self.device = layouts, targets, device
         dtypes = [dtype for layout in layouts for dtype in layout.dtypes]
         self._sizes = np.concatenate([layout.regions.sizes for layout in layouts])
@@ -149,7 +149,7 @@ class LastViews:
     def __init__(self) -> None:
         self._known = deque[MemoryViews](maxlen=4)  # of saves, and of snapshots, whose buffers take turns
 
-    def of(self, units: Sequence[tuple[LocalUnit, npt.NDArray[np.int64]]]) -> MemoryViews | None:
+    def of(self, units: Sequence[tuple[LocalUnit, Integers]]) -> MemoryViews | None:
         """Return views of units, with the addresses of their buffers. None unless all lie on one device."""
         layouts = [part.layout for part, _ in units]
         targets = np.concatenate([addresses for _, addresses in units])

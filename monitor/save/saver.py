@@ -270,8 +270,9 @@ class Saver:
         ``lent``: buffers of units, until the save is settled. Returns the bytes staged on this rank."""
         self._highest_step = max(step, self._highest_step)
         save = SaveId(step, self._session.epoch)
-        self._job.rank_buffers.compare(self._buffers)
+        known = self._job.rank_buffers.every_scalar
         self.checker.compare_ranks()
+        self._job.rank_buffers.compare(self._buffers if self._job.rank_buffers.every_scalar == known else ())
         staged, copying, failure = self._stager.stage_all(decided, local, lent, self.copy_timing)
         self._copies.set(copying)  # now: the next change of state completes them, even if an error follows
         plan = None

@@ -406,9 +406,11 @@ class SelfChecker:
         self.due |= len({one[::2] for one in ranks}) > len(stages) and not self._apart
 
     def compare_ranks(self) -> None:
-        """Compare what several ranks hold whole, if that is due or the units changed. Collective."""
+        """Compare what several ranks hold whole, if that is due or the units changed. Collective.
+
+        Scalars of ranks that differ, beside shards, are saved for each rank from then on."""
         job, began = self._job, time.perf_counter()
-        whole, shards = dict[str, int](), dict[Fragment, int]()
+        whole, shards, scalars = dict[str, int](), dict[Fragment, int](), dict[str, int]()
         if not job.config.self_check or ((self._sizes,) == (job.table.sizes,) and not self.due):
             return
         self._sizes, self._changed, self._unequal = job.table.sizes, True, []
@@ -421,9 +423,11 @@ class SelfChecker:
                     shards[one] = value
                 else:
                     whole[f"{one.fqn}/{one.slot}"] = value  # 0 for buffers, which may differ
+            scalars = job.rank_buffers.scalar_hashes() if job.group.world_size > 1 else {}
         except Exception as error:  # noqa: BLE001 - of one rank, while the others are in the collective: a difference
             self._unequal = [f"the tensors of this rank cannot be compared with those of others: {error!r}"]
         names = [*compare_hashes(job.group, whole)[1], *compare_shards(job.group, shards)]
+        job.rank_buffers.every_scalar |= bool(compare_hashes(job.group, scalars)[1])
         self._apart = bool(names)
         if names and job.group.rank == 0:
             self._unequal.append(f"the ranks differ in {listed(names)}: a save holds one rank's, or parts of each")

@@ -8,11 +8,9 @@ from functools import partial
 from itertools import islice, repeat
 from operator import is_
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from monitor.adapters.identity import addresses_of
+from monitor.adapters.identity import Integers, addresses_of
 from monitor.adapters.module_tensors import dtype_name
 from monitor.config.load import Config
 from monitor.observe.drift_meter import DriftMeter, Measure, measure_record
@@ -36,7 +34,7 @@ class StagingPool:
 
     def __init__(self) -> None:
         self._free: dict[Unit, list[tuple[UnitLayout, tuple[torch.Tensor, ...]]]] = {}  # layouts that they fit
-        self._addresses: dict[Unit, tuple[tuple[torch.Tensor, ...], npt.NDArray[np.int64]]] = {}
+        self._addresses: dict[Unit, tuple[tuple[torch.Tensor, ...], Integers]] = {}
         self._bytes: dict[Unit, list[torch.Tensor]] = {}
         self._known: set[Unit] = set()
         self._untouched: dict[Unit, tuple[torch.Tensor, ...]] = {}
@@ -106,7 +104,7 @@ class StagingPool:
         """Take buffers back, which were taken for ``layout``."""
         self._free.setdefault(unit, []).append((layout, buffers))
 
-    def addresses(self, unit: Unit, buffers: tuple[torch.Tensor, ...]) -> npt.NDArray[np.int64]:
+    def addresses(self, unit: Unit, buffers: tuple[torch.Tensor, ...]) -> Integers:
         """Return the address of each buffer. Caches them, because a unit mostly gets the same buffers."""
         known = self._addresses.get(unit)
         if known is None or known[0] is not buffers:
@@ -135,7 +133,7 @@ class _ReusableStaging:
     staged: list[StagedUnit]
     chosen: Mapping[Unit, str]
     layouts: Sequence[UnitLayout]
-    addresses: Sequence[npt.NDArray[np.int64]]
+    addresses: Sequence[Integers]
     buffers: Sequence[Callable[[], Sequence[torch.Tensor]]]
 
     @classmethod

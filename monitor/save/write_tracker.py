@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from monitor.adapters.identity import MemoryRegions, addresses_of, versions_of
+from monitor.adapters.identity import Integers, MemoryRegions, addresses_of, versions_of
 from monitor.observe.units import UnitLayout
 
 _SYSCALL = {"x86_64": 323, "aarch64": 282}  # userfaultfd(2)
@@ -145,9 +145,7 @@ class WriteTracker:
             target, start, nbytes = target + done, start + done, nbytes - done
         return True
 
-    def copy_all(
-        self, sources: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64], targets: npt.NDArray[np.int64]
-    ) -> None:
+    def copy_all(self, sources: Integers, sizes: Integers, targets: Integers) -> None:
         """Copy many regions of this process, in few calls. Raises OSError if one is gone."""
         chosen = sizes > 0
         there, here = (np.stack([which[chosen], sizes[chosen]], axis=1) for which in (sources, targets))  # struct iovec
@@ -171,7 +169,7 @@ class CopyPlan:
 
     ``targets`` are addresses, one for each of ``regions``."""
 
-    def __init__(self, regions: MemoryRegions, targets: npt.NDArray[np.int64]) -> None:
+    def __init__(self, regions: MemoryRegions, targets: Integers) -> None:
         self.regions, self.targets = regions, targets
         order = np.argsort(regions.addresses, kind="stable")
         begins, ends = regions.addresses[order], (regions.addresses + regions.sizes)[order]
@@ -215,7 +213,7 @@ class LastPlan:
             self._layouts = layouts
         return self._regions
 
-    def plan(self, regions: MemoryRegions, targets: npt.NDArray[np.int64]) -> CopyPlan:
+    def plan(self, regions: MemoryRegions, targets: Integers) -> CopyPlan:
         if self._plan is None or self._plan.regions is not regions or not np.array_equal(self._plan.targets, targets):
             self._plan = CopyPlan(regions, targets)
         return self._plan
@@ -315,11 +313,11 @@ class _Block:
 
     pages: range
     members: slice
-    begins: npt.NDArray[np.int64]
-    ends: npt.NDArray[np.int64]
-    targets: npt.NDArray[np.int64]
+    begins: Integers
+    ends: Integers
+    targets: Integers
 
-    def inner(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def inner(self) -> tuple[Integers, Integers, Integers]:
         """Return sources, sizes and targets of what the pages hold of each region."""
         begins, ends = self.begins[self.members], self.ends[self.members]
         sources = np.maximum(begins, self.pages.start)
@@ -327,12 +325,7 @@ class _Block:
         return sources, np.maximum(sizes, 0), self.targets[self.members] + sources - begins
 
 
-def _blocks(
-    begins: npt.NDArray[np.int64],
-    ends: npt.NDArray[np.int64],
-    targets: npt.NDArray[np.int64],
-    pageable: npt.NDArray[np.bool_],
-) -> list[_Block]:
+def _blocks(begins: Integers, ends: Integers, targets: Integers, pageable: npt.NDArray[np.bool_]) -> list[_Block]:
     """Return the blocks of pageable regions that have enough pages to be tracked."""
     if not len(begins):
         return []

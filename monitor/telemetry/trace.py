@@ -34,7 +34,7 @@ from monitor.telemetry.drift_history import Compared, DriftHistory
 from monitor.telemetry.metrics import Metrics
 from monitor.types import DecisionResult, Sizes
 from store import trace as traces
-from store.errors import StorageError
+from store.errors import StorageError, system_errors
 from store.names import Unit
 from store.schema import as_json
 
@@ -263,7 +263,7 @@ class TraceFile:
         """Append a line, its newline included. Raises StorageError unless all of it is written."""
         if job:
             self._job = line
-        try:
+        with system_errors("write", self.path):
             if self._descriptor < 0:
                 self._descriptor, torn = _open_file(self.path)
                 line = b"\n" * torn + line
@@ -274,8 +274,6 @@ class TraceFile:
                 self._descriptor, _ = _open_file(self.path)
                 line = self._job if job else self._job + line
             wrote = os.write(self._descriptor, line)
-        except OSError as error:
-            raise StorageError(f"cannot write {self.path}: {error.strerror or error}") from error
         if wrote != len(line):
             raise StorageError(f"only {wrote} of {len(line)} bytes of a line went into {self.path}: is the disk full?")
 

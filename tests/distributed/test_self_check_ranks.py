@@ -108,6 +108,15 @@ def test_what_a_comparison_found_stays_if_its_save_is_not_checked(launched: Laun
     assert (back["step"], back["exact"]) == (11, False)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_counts_of_steps_that_a_rank_left_out_beside_shards(launched: Launched, rank: int) -> None:
+    lives = launched.of("life", scenario="skipped_beside_shards", rank=rank)
+    assert [(one["resumed"], one["exact"]) for one in lives] == [(0, True), (6, True), (8, True)]
+    assert [set(one["counts"]) for one in lives] == [{6 - rank}, {8 - rank}, {13 - rank}]
+    undisturbed = launched.one("undisturbed", scenario="skipped_beside_shards", rank=rank)
+    assert lives[-1]["weights"] == undisturbed["weights"]
+
+
 def test_ranks_that_are_not_alike_are_told_once_a_job(launched: Launched) -> None:
     told = [line for line in launched.output.splitlines() if "self-check: not all of the state comes back" in line]
     assert len([line for line in told if "the ranks differ in" in line]) == 7

@@ -19,11 +19,14 @@ import torch.distributed as dist
 from faults_ranks import Scenario
 from resume_jobs import Results, leave, rank, start_group
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import monitor
 from monitor.save.self_check import SelfChecker
 from store.names import SaveId
+from store.schema import digest
 from tests.support.internals import abandon, saver_of, wait_for_snapshot
 
 
@@ -66,15 +69,18 @@ class Replicated:
         torch.manual_seed(3)
         self.model = nn.Sequential(nn.Linear(6, 40), nn.Linear(40, 2))
         self.model[0].requires_grad_(not frozen)
-        wrapped = DistributedDataParallel(self.model)
+        wrapped = self.wrapped()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         settings = {"store": str(s.store), "every": 1, "metrics": {"enabled": False}, **more}
         self.ckpt = monitor.attach((wrapped, self.optimizer), settings, state=state)
         self.resumed = self.ckpt.resume()
-        self._wrapped, self._batches = wrapped, torch.Generator().manual_seed(10 + rank())
+        self._wrapped, self.batches = wrapped, torch.Generator().manual_seed(10 + rank())
+
+    def wrapped(self) -> nn.Module:
+        return DistributedDataParallel(self.model)
 
     def update(self, *, skip: bool = False) -> None:
-        self._wrapped(torch.randn(5, 6, generator=self._batches)).square().sum().backward()
+        self._wrapped(torch.randn(5, 6, generator=self.batches)).square().sum().backward()
         if not skip:
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -105,6 +111,19 @@ class Replicated:
         assert other.ckpt.certificate is not None
         s.tell("resumed", exact=other.ckpt.certificate.exact, problems=list(other.ckpt.certificate.problems))
         other.ckpt.close(save=False)
+
+
+class Sharded(Replicated):
+    """The same, by FSDP2."""
+
+    def wrapped(self) -> nn.Module:
+        mesh = init_device_mesh("cpu", (2,))
+        for layer in self.model:
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(self.model, mesh=mesh)
+
+    def weights(self) -> list[torch.Tensor]:
+        return [parameter.to_local().detach().clone() for parameter in self.model.parameters()]
 
 
 def synchronized(s: Scenario) -> None:
@@ -274,6 +293,37 @@ def skipped_in_turn(s: Scenario) -> None:
     job.end(s)
 
 
+def skipped_beside_shards(s: Scenario) -> None:
+    """One rank leaves an update out: the counts of its optimizer are its own, in commits and in memory.
+
+    The second life has resumed such counts, and keeps them before its first save. Batches are as of the last step."""
+    for life in range(3):
+        job = Sharded(s, frozen=False, every=5, **_kept(s, in_memory=True))
+        for step in range(job.resumed + 1, (7, 9, 14)[life]):
+            job.batches.manual_seed(2 * step + rank())
+            job.update(skip=step == 2 and rank() == 1)
+            job.save()
+            wait_for_snapshot(job.ckpt)
+        counts = [int(state["step"]) for state in job.optimizer.state.values()]
+        certificate = job.ckpt.certificate
+        exact = certificate is None or certificate.exact
+        s.tell("life", life=life, resumed=job.resumed, exact=exact, counts=counts, weights=digest_of(job.weights()))
+        abandon(job.ckpt)
+        dist.barrier()
+    job = Sharded(s.within("undisturbed"), frozen=False, every=100)
+    for step in range(1, 14):
+        job.batches.manual_seed(2 * step + rank())
+        job.update(skip=step == 2 and rank() == 1)
+        job.ckpt.step()
+    s.tell("undisturbed", weights=digest_of(job.weights()))
+    job.ckpt.close(save=False)
+    dist.barrier()
+
+
+def digest_of(tensors: list[torch.Tensor]) -> str:
+    return digest(torch.cat([one.flatten() for one in tensors]).numpy().tobytes())
+
+
 class Refuses:
     """An object of the script whose state cannot be had once."""
 
@@ -364,6 +414,7 @@ SCENARIOS = (
     gone_back_in_memory,
     apart_in_memory,
     skipped_in_turn,
+    skipped_beside_shards,
     apart_and_not_checked,
 )
 
