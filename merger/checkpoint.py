@@ -37,7 +37,7 @@ class RankState:
 
     rng: Any
     user: Any
-    own: tuple[str, ...] = ()  # state that no output holds: extra state of modules
+    own: tuple[str, ...] = ()  # names of state that no layout can write: extra state of modules
     objects: Any = None  # [name, class] of each of the user's objects, where known
 
 
@@ -73,7 +73,7 @@ class Checkpoint:
     notes: tuple[str, ...] = ()  # what was concluded about a foreign checkpoint, or left out of it
     run_steps: Mapping[str, Any] = field(default_factory=dict)
     """In a composite only: the optimizer's ``step`` of a parameter in the run whose counters and schedule are used."""
-    unvouched: frozenset[tuple[str, str]] = frozenset()  # stored (fqn, slot) for whose origin nothing vouches
+    unvouched: frozenset[tuple[str, str]] = frozenset()  # (fqn, slot) whose values nothing proves to be of this save
     stored_steps: Mapping[str, float] = field(default_factory=dict)  # ``step`` of moments older than the run state
     weights_only: bool = False  # of a commit whose optimizer state retention deleted
 
@@ -121,7 +121,7 @@ def require_whole(checkpoint: Checkpoint) -> None:
 
 
 def refuse_weights_only(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedError for a checkpoint without optimizer state that retention left."""
+    """Raise UnsupportedError if retention kept nothing but the weights of the commit."""
     if checkpoint.weights_only:
         raise UnsupportedError(f"{checkpoint.origin} holds weights only: `driftpoint merge --layout hf` writes them")
 
@@ -148,8 +148,8 @@ def with_problems(checkpoint: Checkpoint, lines: Sequence[str]) -> Checkpoint:
     """Return the checkpoint with more problems, so that it counts as neither exact nor as found."""
     if not lines:
         return checkpoint
-    own = checkpoint.certificate
-    certificate = replace(own, exact=False, as_found=False, problems=(*own.problems, *lines))
+    before = checkpoint.certificate
+    certificate = replace(before, exact=False, as_found=False, problems=(*before.problems, *lines))
     return replace(checkpoint, certificate=certificate, problems=(*checkpoint.problems, *lines))
 
 
@@ -211,8 +211,8 @@ def read_run_states(files: Files, parts: Mapping[int, PartRecord]) -> RunStates 
             # The framework's state is large and the same on all ranks of a pipeline stage: its first rank's is enough.
             framework = tree.get("framework")
             leads = rank == 0 or (isinstance(framework, dict) and "stages" in framework)
-            own = {key: value for key, value in tree.items() if leads or key != "framework"}
-            trees[rank] = decode(own, read_leaves(files, part), from_leaf)
+            needed = {key: value for key, value in tree.items() if leads or key != "framework"}
+            trees[rank] = decode(needed, read_leaves(files, part), from_leaf)
         framework = join_stages(trees[0], lambda leader: trees[leader]).get("framework")
     except UnreachableError:
         raise
@@ -229,8 +229,8 @@ def read_run_states(files: Files, parts: Mapping[int, PartRecord]) -> RunStates 
     )
     ranks = {}
     for rank, tree in trees.items():
-        held = tuple(f"the extra state of module {name!r}" for name in tree.get("modules") or ())
-        ranks[rank] = RankState(tree.get("rng"), tree.get("user"), held, tree.get("objects"))
+        modules = tuple(f"the extra state of module {name!r}" for name in tree.get("modules") or ())
+        ranks[rank] = RankState(tree.get("rng"), tree.get("user"), modules, tree.get("objects"))
     return RunStates(framework, ranks, trees[0].get("client_state") or {}, tuple(problems))
 
 
@@ -270,7 +270,7 @@ def portable_run_states(checkpoint: Checkpoint, ranks: Iterable[int]) -> dict[in
 
 def _portable(state: RankState) -> dict[str, Any]:
     user = to_portable(state.user)
-    named = {name: one for (name, _), one in zip(state.objects or (), user or (), strict=False) if name}
+    named = {name: value for (name, _), value in zip(state.objects or (), user or (), strict=False) if name}
     return {"rng": to_portable(state.rng), "user": user, "state": named}
 
 
@@ -321,7 +321,7 @@ class StepsCertificate(Certificate):
 def with_steps(
     certificate: Certificate, found: Iterable[tuple[int, float, Sequence[tuple[str, float]]]]
 ) -> StepsCertificate:
-    """Return the certificate with the steps that are written; not exact, or as found, if any layer's step changes.
+    """Return the certificate with the steps that are written; neither exact nor as found if a layer's step changes.
 
     ``found``: (param group, step that is written, [(layer, step that it had)] of its parameters). Flat partitions of
     one param group with the same step share one record."""

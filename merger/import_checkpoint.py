@@ -1,9 +1,9 @@
 """Import a foreign checkpoint as the first commit of a store.
 
 Uses the store's own protocol: claims an epoch, and commits when every byte of the source was checked and everything
-written is durable and was read back. A new directory gets its name after that; in another place, an interrupted import
-leaves a store without a commit. Either can be repeated. Sources are never changed. Memory: a few chunks, the run state,
-and a tensor cut along inner dimensions."""
+written is durable and was read back. A new directory gets its name only then; in an existing directory or a bucket, an
+interrupted import leaves a store without a commit. Both can be repeated. Sources are never changed. Memory: a few
+chunks, the run state, and a tensor cut along inner dimensions."""
 
 import errno
 import os
@@ -52,7 +52,7 @@ class ImportPlan:
     run_states: tuple[tuple[Any, Sequence[Leaf]], ...]  # (JSON tree, leaves) of each rank, as a store keeps them
     facts: Mapping[str, Any]  # layout facts as JSON values
     notes: tuple[str, ...]  # what the checkpoint does not hold, and what a store does not keep
-    linked: Catalog | None = None  # of the source, whose commit is taken over as it is
+    linked: Catalog | None = None  # of the source, if its commit is linked instead of copied
 
     @property
     def bytes_of_values(self) -> int:
@@ -164,24 +164,24 @@ def import_checkpoint(
         MergeError: the source holds such values.
         DamagedError: bytes of the source, or those just written, are wrong.
         StoreInUseError, FencedError, StorageError: as the store raises them."""
-    one, other = plan.source.resolve(), store.resolve()
-    if one.is_relative_to(other) or other.is_relative_to(one):
+    source_path, store_path = plan.source.resolve(), store.resolve()
+    if source_path.is_relative_to(store_path) or store_path.is_relative_to(source_path):
         raise UsageError(
             f"one of the store {store} and the checkpoint {plan.source} contains the other, and an import never "
             "changes its source: name a directory beside it with --store"
         )
     if is_url(store) and plan.linked is not None:
         raise _not_linked(f"{store} is in a bucket, where there are no hard links")
-    others = (place for place in (store, *store.parents) if os.path.lexists(place) and not place.is_dir())
-    if taken := next(others, None):
+    obstacles = (place for place in (store, *store.parents) if os.path.lexists(place) and not place.is_dir())
+    if taken := next(obstacles, None):
         kind = "a symbolic link to nothing" if taken.is_symlink() and not taken.exists() else "a file"
         raise UsageError(f"{taken} is {kind}: name a new directory with --store")
     if is_url(store) or store.exists():
         return _import_into(plan, store, progress, allow_nonfinite)
-    with closing(OutputDir(store, ())) as made:
-        found = _import_into(plan, made.folder, progress, allow_nonfinite)
-        made.finish()
-    return replace(found, store=store.absolute())
+    with closing(OutputDir(store, ())) as output:
+        result = _import_into(plan, output.folder, progress, allow_nonfinite)
+        output.finish()
+    return replace(result, store=store.absolute())
 
 
 def _not_linked(why: str) -> UsageError:
@@ -213,12 +213,12 @@ def _import_into(plan: ImportPlan, store: Path, progress: Progress, allow_nonfin
         if lock is not None:
             lock.release()
     catalog.forget()
-    own = plan.checkpoint.certificate
+    source = plan.checkpoint.certificate
     certificate = replace(
         certify(resolve(catalog, save)),
-        exact=own.exact and not implausible,
-        as_found=own.as_found and not implausible,
-        unvouched=own.unvouched,
+        exact=source.exact and not implausible,
+        as_found=source.as_found and not implausible,
+        unvouched=source.unvouched,
         problems=tuple(implausible),
     )
     nbytes = 0 if plan.linked else sum(record.payload_bytes for record in manifest.groups.values())
@@ -255,7 +255,7 @@ def _take_over(
     advice = f"it is damaged in {plan.source}, too: name another commit with --step"
 
     def link(part: schema.PartRecord) -> schema.PartRecord:
-        into = own if part.save == save else part.save
+        into = new_save if part.save == save else part.save
         copy = part.replace(store_id=catalog.store_id, step=into.step, epoch=into.epoch)
         remove_segment(files, into, part.rank)  # left from an interrupted import
         payload = plan.source / payload_path(part.save, part.rank)
@@ -273,13 +273,13 @@ def _take_over(
     with _removed_on_error(files, sizes):
         for group in sizes:
             ensure_dir(files, segment_dir(group))  # the epoch to claim is later than all of these
-        own = SaveId(save.step, claim_epoch(files, catalog.store_id).epoch)
-        sizes[own] = sizes[save]
+        new_save = SaveId(save.step, claim_epoch(files, catalog.store_id).epoch)
+        sizes[new_save] = sizes[save]
         for name, record in manifest.groups.items():
-            into = own if name == save.name else SaveId.parse(name)
+            into = new_save if name == save.name else SaveId.parse(name)
             groups[into.name] = copy_group(files, linked.group(SaveId.parse(name), record), into, link)
-    units = (unit.replace(save=own.name) if unit.version == save else unit for unit in manifest.units)
-    update = {"store_id": catalog.store_id, "epoch": own.epoch, "groups": groups, "units": tuple(units)}
+    units = (unit.replace(save=new_save.name) if unit.version == save else unit for unit in manifest.units)
+    update = {"store_id": catalog.store_id, "epoch": new_save.epoch, "groups": groups, "units": tuple(units)}
     return manifest.replace(**update, commits=1, previous=None, uptime=None)
 
 
@@ -369,7 +369,7 @@ def _units(
     plan: ImportPlan, save: SaveId, entries: Iterable[schema.Entry], reasons: Mapping[tuple[str, str], str]
 ) -> list[schema.UnitRecord]:
     usual = IMPORTED_AS_FOUND if plan.checkpoint.certificate.as_found else f"imported from a {plan.kind}"
-    found = group_by_key((entry.unit, entry) for entry in entries)
+    by_unit = group_by_key((entry.unit, entry) for entry in entries)
     order = {layer.name: position for position, layer in enumerate(plan.checkpoint.layers)}
     return [
         schema.UnitRecord(
@@ -377,20 +377,20 @@ def _units(
             slot=unit.slot,
             save=save.name,
             encoding=RAW,
-            numel=covered_numel(found[unit]),
-            nbytes=sum(entry.nbytes for entry in found[unit]),
+            numel=covered_numel(by_unit[unit]),
+            nbytes=sum(entry.nbytes for entry in by_unit[unit]),
             drift=0.0,
             staleness=0,
             moving=unit.slot not in (FROZEN, BUFFER),
             reason=reasons.get((unit.layer, unit.slot), usual),
-            members=schema.members_digest(schema.members_of(found[unit])),
+            members=schema.members_digest(schema.members_of(by_unit[unit])),
         )
-        for unit in sorted(found, key=lambda unit: (order[unit.layer], unit.slot))
+        for unit in sorted(by_unit, key=lambda unit: (order[unit.layer], unit.slot))
     ]
 
 
 def _clean_up(catalog: Catalog, save: SaveId) -> list[str]:
-    """Point LATEST at the commit and remove leftovers of interrupted imports. Returns failures: the commit stands."""
+    """Point LATEST at the commit and remove leftovers of interrupted imports. Returns failures as problems."""
     try:
         catalog.forget()
         hint_latest(catalog.files, save)

@@ -1,6 +1,6 @@
-"""Rebuild a checkpoint: plan, write, verify, rename. Repeats without versions of a store that prove damaged.
+"""Rebuild a checkpoint: plan, write, verify, rename. Starts again without a version of a store that proves damaged.
 
-Files are created, filled, sealed, created durable and read back in this order, under a temporary name. They are created
+Files are created, filled, sealed, made durable and read back in this order, under a temporary name. They are created
 one after another in the calling thread, because leaving tensors out of ``torch.save`` is a process-wide switch.
 Sources are never changed."""
 
@@ -89,14 +89,14 @@ def merge(
         while True:
             planned(plan)
             index = plan.checkpoint.index
-            written, found, values = produce(output.folder, plan.files, index, workers or default_workers(), progress)
+            written, damaged, values = produce(output.folder, plan.files, index, workers or default_workers(), progress)
             if values and not allow_nonfinite:
                 refuse_implausible(plan.checkpoint, implausible_lines(plan.checkpoint, values))
-            if not found and values == implausible:
+            if not damaged and values == implausible:
                 break
             # A unit's version is spread over many files: none of them may keep bytes of the damaged one. Certificates
             # are in several files, too, and are written before the values are known.
-            flaws |= found
+            flaws |= damaged
             implausible = values
             output.clear()
             plan = plan_merge(sources, request, flaws.keys(), implausible)
@@ -166,23 +166,23 @@ def _finish(created: Sequence[_CreatedFile], result: TransferResult, workers: in
 
 
 def _check(item: tuple[_CreatedFile, Hole | None, int], stop: threading.Event) -> None:
-    one, hole, crc = item
+    created, hole, crc = item
     try:
         if hole is None:
-            one.file.container.check(one.path)
+            created.file.container.check(created.path)
         else:
-            check_hole(one.path, hole, crc, stop)
+            check_hole(created.path, hole, crc, stop)
     except OSError as error:
-        raise OutputError(one.path, error, "read back") from error
+        raise OutputError(created.path, error, "read back") from error
 
 
-def _sync(one: _CreatedFile, _: threading.Event) -> None:
+def _sync(created: _CreatedFile, _: threading.Event) -> None:
     try:
-        with one.path.open("r+b", buffering=0) as file:
-            os.fchmod(file.fileno(), one.file.mode)  # only now: it may forbid writing
+        with created.path.open("r+b", buffering=0) as file:
+            os.fchmod(file.fileno(), created.file.mode)  # only now: it may forbid writing
             os.fsync(file.fileno())
     except OSError as error:
-        raise OutputError(one.path, error) from error
+        raise OutputError(created.path, error) from error
 
 
 def _require_paths(out: Path, files: Sequence[OutFile]) -> None:

@@ -136,7 +136,7 @@ class BlockPass:
         return values
 
     def _decoded(self, coded: StoredFragment) -> Iterator[memoryview]:
-        entry, own = coded.source.entry, coded.source.part.save
+        entry, save = coded.source.entry, coded.source.part.save
         reader = FragmentReader(_CountingFiles(coded.files, self.progress), coded.source)
         try:
             for values in reader.chunks():
@@ -147,8 +147,8 @@ class BlockPass:
             self.flaw = Damage(coded.root, RejectedVersion(reader.at_fault, entry.unit))
             kind = next(kind for kind in (DamagedError, MissingError, StorageError) if isinstance(error, kind))
             fate = {DamagedError: "is damaged", MissingError: "is gone", StorageError: "cannot be read"}[kind]
-            where = f"{entry.unit} of save {own}, elements {entry.start} to {entry.stop} of {entry.fqn}"
-            where += "" if reader.at_fault == own else f", the difference to save {reader.at_fault}, which {fate}"
+            where = f"{entry.unit} of save {save}, elements {entry.start} to {entry.stop} of {entry.fqn}"
+            where += "" if reader.at_fault == save else f", the difference to save {reader.at_fault}, which {fate}"
             raise kind(f"{where}: {error}") from error
 
 
@@ -234,9 +234,9 @@ def put_together(extents: Sequence[Extent]) -> Sequence[Extent]:
         size = itemsize(first.dtype)
         whole = np.empty(nbytes, np.uint8)
         for _, group in groupby(copies, lambda copy: id(copy.source)):
-            own = list(group)
-            stored = np.frombuffer(read([own[0].source]), np.uint8)
-            for copy in own:
+            of_source = list(group)
+            stored = np.frombuffer(read([of_source[0].source]), np.uint8)
+            for copy in of_source:
                 copy.place(stored[copy.source.offset :], whole, size)
         for start in range(0, nbytes, CHUNK * size):
             yield whole[start : start + CHUNK * size].data
@@ -317,12 +317,12 @@ class Reading:
     def take(self, most: int) -> memoryview:
         """Return the next bytes: at least one, at most ``most``; valid until the next call."""
         if not len(self._chunk):
-            found = next(self._chunks, None)
-            if found is None:
+            chunk = next(self._chunks, None)
+            if chunk is None:
                 raise DamagedError(
                     f"{self._block.name} of {self._block.path} ends at byte {self._position} of {self._block.nbytes}"
                 )
-            self._chunk = found
+            self._chunk = chunk
         piece, self._chunk = self._chunk[:most], self._chunk[most:]
         self._position += len(piece)
         return piece
@@ -358,8 +358,8 @@ def fragment_streams(
     for block in sorted(by_block, key=lambda block: (block.path, block.offset)):
         for run in _without_overlaps(by_block[block]):
             reading = Reading(block, progress)
-            small = [piece for extent in run for piece in _cut(extent)]
-            found += [FragmentStream(piece, reading, piece is small[-1], implausible) for piece in small]
+            pieces = [piece for extent in run for piece in _cut(extent)]
+            found += [FragmentStream(piece, reading, piece is pieces[-1], implausible) for piece in pieces]
     return found
 
 

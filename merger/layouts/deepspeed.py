@@ -117,8 +117,8 @@ def model_states(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> dict[
     # From stage 2 on, DeepSpeed saves parameters outside the optimizer separately: frozen or without elements.
     frozen = [fqn for fqn, shape in shapes.items() if fqn in outside or 0 in shape]
     fragments = OrderedDict((fqn, _frozen_fragment(facts, checkpoint, rank, fqn)) for fqn in frozen if zero > 1)
-    # At ZeRO-3 each rank has a file. It holds the run state of the saved ranks of the same remainder: its own if the
-    # world size is unchanged, and none is lost or written twice if not.
+    # At ZeRO-3 each rank has a file, with the run state of the saved ranks that equal it modulo the new world size: its
+    # own if the world size is unchanged; otherwise, too, none is lost or written twice.
     saved = [one for one in sorted(checkpoint.run_states) if zero != 3 or one % facts.world_size == rank]
     return {
         "module": OrderedDict(
@@ -173,14 +173,14 @@ def client_state(checkpoint: Checkpoint, ranks: Iterable[int]) -> dict[str, Any]
 
 
 def zero12_states(facts: EngineFacts, checkpoint: Checkpoint, kept: "Sequence[FlatState]", rank: int) -> dict[str, Any]:
-    """Return ``optimizer.state_dict()`` of a rank without the loss scaler. ``kept``: by param group."""
+    """Return ``optimizer.state_dict()`` of a rank, without the loss scaler. ``kept``: state by param group."""
     groups, gaps = facts.param_groups, facts.param_alignment_paddings
     masters, states, paddings, mappings = [], [], [], []
     for index, (group, state) in enumerate(zip(groups, kept, strict=True)):
         pieces = group.pieces(rank)
-        lean = group.partition_size - (0 if facts.is_bf16_optimizer else group.group_paddings[rank])
+        unpadded = group.partition_size - (0 if facts.is_bf16_optimizer else group.group_paddings[rank])
         # DeepSpeed strips the padding behind the masters, but not behind the moments.
-        masters.append(flat_tensor(WEIGHTS, pieces, lean, state.masters))
+        masters.append(flat_tensor(WEIGHTS, pieces, unpadded, state.masters))
         states.append(flat_slots(state, pieces, group.partition_size))
         # ``BF16_Optimizer`` counts all padding as the last rank's.
         all_on_last = sum(group.group_paddings) if rank == facts.world_size - 1 else 0
@@ -208,7 +208,7 @@ def zero12_states(facts: EngineFacts, checkpoint: Checkpoint, kept: "Sequence[Fl
 
 
 def zero3_states(facts: EngineFacts, checkpoint: Checkpoint, kept: "Sequence[FlatState]", rank: int) -> dict[str, Any]:
-    """Return ``optimizer.state_dict()`` of a rank without the loss scaler. ``kept``: by sub-group."""
+    """Return ``optimizer.state_dict()`` of a rank, without the loss scaler. ``kept``: state by sub-group."""
     masters, states = [], []
     for sub_group, state in zip(facts.sub_groups, kept, strict=True):
         sizes = zip(sub_group.params, sub_group.partition_numels, strict=True)
@@ -278,7 +278,7 @@ def base_optimizer_state(
 ) -> dict[str, Any]:
     """Return ``state_dict()`` of the base optimizer.
 
-    ``states``: of each flat partition. ``members``: indices of its flat partitions, by param group."""
+    ``states``: state of each flat partition. ``members``: for each param group, the indices of its flat partitions."""
     groups = checkpoint.framework_state["param_groups"]
     if len(groups) != len(members):
         raise MergeError(
@@ -301,7 +301,7 @@ def _flat_dtype(checkpoint: Checkpoint, slot: str, fqns: Sequence[str]) -> torch
 
 
 def _frozen_fragment(facts: EngineFacts, checkpoint: Checkpoint, rank: int, fqn: str) -> PlannedTensor | torch.Tensor:
-    """Plan a parameter that the optimizer does not hold: at ZeRO-3 a rank's slice, padding included."""
+    """Plan a parameter that the optimizer does not hold: the whole, or at ZeRO-3 a rank's slice with its padding."""
     if facts.zero_stage != 3:
         return _working_copy(facts, checkpoint, fqn)
     part = ds_facts.slice_numel(checkpoint.numel(fqn), facts.world_size)

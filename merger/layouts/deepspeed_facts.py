@@ -29,7 +29,7 @@ _NOT_AT_STAGE: Mapping[int, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements [start, stop) of a flattened parameter, from ``offset`` of a flat partition."""
+    """Elements [start, stop) of a flattened parameter, which begin at element ``offset`` of a flat partition."""
 
     fqn: str
     start: int
@@ -58,7 +58,7 @@ class GroupFacts(_Facts):
     group_paddings: tuple[int, ...] = ()  # elements of each rank's partition behind the last parameter
 
     def pieces(self, rank: int) -> list[Piece]:
-        """Return what a rank's partition holds of the parameters, in the order of the data."""
+        """Return the pieces of parameters in a rank's partition, in the order of the data."""
         return self._cut(((one.fqn, one.offset, one.numel) for one in self.layout), rank)
 
     def mapped_pieces(self, rank: int, gaps: Iterable[int], *, round_robin: bool) -> list[Piece]:
@@ -180,15 +180,15 @@ def config_for(config: Any, source: tuple[int, int], target: tuple[int, int]) ->
     out = dict(config)
     if source[0] != target[0]:
         zero = config_section(config, "zero_optimization")
-        kept = {key: value for key, value in zero.items() if key not in _NOT_AT_STAGE.get(target[0], ())}
-        out["zero_optimization"] = {**kept, "stage": target[0]}
+        valid = {key: value for key, value in zero.items() if key not in _NOT_AT_STAGE.get(target[0], ())}
+        out["zero_optimization"] = {**valid, "stage": target[0]}
     if source[1] != target[1]:
         out.update(_fitted_batch(config, source[1], target[1]))
     return out
 
 
 def _fitted_batch(config: Mapping[str, Any], before: int, after: int) -> dict[str, int]:
-    """Return the batch keys that must change, only ones that the configuration has."""
+    """Return new values of the batch keys that must change; only keys that the configuration has."""
     batch = batch_of(config, before)
     if batch is None or config.get(TRAIN) is None:
         return {}  # DeepSpeed computes the samples per step itself

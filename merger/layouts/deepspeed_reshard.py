@@ -21,7 +21,7 @@ from store.names import group_by_key
 from store.text import counted, listed
 
 ALIGNMENT = 2  # `nccl_start_alignment_factor`: a flat group is a multiple of this many elements per rank
-PARAMETER_ALIGNMENT = 16  # alignment in bytes of all but a group's first with `parameter_alignment`
+PARAMETER_ALIGNMENT = 16  # alignment in bytes of a group's parameters but the first, with `parameter_alignment`
 SUB_GROUP_SIZE = 10**9  # default of `zero_optimization.sub_group_size`, in elements
 STEP = "step"
 _NAMED = 6  # most layers that a note names
@@ -129,13 +129,13 @@ def _zero3(checkpoint: Checkpoint, groups: Sequence[tuple[str, ...]], world_size
 def _cut(slices: Sequence[tuple[str, int]], limit: int) -> list[list[tuple[str, int]]]:
     """Split a param group into sub-groups: each ends with the slice that reaches the limit."""
     out: list[list[tuple[str, int]]] = []
-    held = limit
+    filled = limit
     for fqn, numel in slices:
-        if held >= limit:
+        if filled >= limit:
             out.append([])
-            held = 0
+            filled = 0
         out[-1].append((fqn, numel))
-        held += numel
+        filled += numel
     return out
 
 
@@ -205,14 +205,14 @@ def with_common_steps(
         missing = [fqn for fqn in fqns if not has_state(checkpoint, fqn)]
         if known:
             _require_same_but_step(checkpoint, known)
-            own = {fqn: scalars[fqn][STEP] for fqn in known if STEP in scalars.get(fqn, {})}
+            steps = {fqn: scalars[fqn][STEP] for fqn in known if STEP in scalars.get(fqn, {})}
             common = dict(scalars.get(known[0], {}))
-            if own:
-                common[STEP] = common_step(checkpoint, own)
-                own |= {fqn: checkpoint.stored_steps[fqn] for fqn in own if fqn in checkpoint.stored_steps}
-                had = [(checkpoint.record(fqn).layer, float(step)) for fqn, step in own.items()]
+            if steps:
+                common[STEP] = common_step(checkpoint, steps)
+                steps |= {fqn: checkpoint.stored_steps[fqn] for fqn in steps if fqn in checkpoint.stored_steps}
+                had = [(checkpoint.record(fqn).layer, float(step)) for fqn, step in steps.items()]
                 if any(step != float(common[STEP]) for _, step in had):
-                    notes[_note_on_steps(checkpoint, group, own, float(common[STEP]))] = None
+                    notes[_note_on_steps(checkpoint, group, steps, float(common[STEP]))] = None
                 had += [(checkpoint.record(fqn).layer, 0.0) for fqn in missing]
                 chosen.append((group, float(common[STEP]), had))
             scalars |= dict.fromkeys(known, common)
@@ -237,12 +237,12 @@ def has_state(checkpoint: Checkpoint, fqn: str) -> bool:
 def common_step(checkpoint: Checkpoint, fqns: Iterable[str]) -> Any:
     """Return the step that parameters share, as the optimizer stores it; None if none has one.
 
-    If they differ, it is the newest that any of them has in the run state's run."""
+    If they differ, it is the newest that any of them has in the run whose run state is used."""
     fqns, scalars = list(fqns), checkpoint.framework_state["scalars"]
-    own = [scalars[fqn][STEP] for fqn in fqns if STEP in scalars.get(fqn, {})]
-    run = [checkpoint.run_steps[fqn] for fqn in fqns if fqn in checkpoint.run_steps]
-    several = len({float(step) for step in own}) > 1
-    return max(run if several and run else own, key=float, default=None)
+    stored = [scalars[fqn][STEP] for fqn in fqns if STEP in scalars.get(fqn, {})]
+    in_run = [checkpoint.run_steps[fqn] for fqn in fqns if fqn in checkpoint.run_steps]
+    several = len({float(step) for step in stored}) > 1
+    return max(in_run if several and in_run else stored, key=float, default=None)
 
 
 def layers_named(checkpoint: Checkpoint, fqns: Iterable[str]) -> str:
@@ -276,8 +276,8 @@ def same_value(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _note_on_steps(checkpoint: Checkpoint, group: int, own: Mapping[str, Any], chosen: float) -> str:
-    others = group_by_key((float(step), fqn) for fqn, step in own.items() if float(step) != chosen)
+def _note_on_steps(checkpoint: Checkpoint, group: int, steps: Mapping[str, Any], chosen: float) -> str:
+    others = group_by_key((float(step), fqn) for fqn, step in steps.items() if float(step) != chosen)
     by_step = (f"{step:g} in {layers_named(checkpoint, fqns)}" for step, fqns in sorted(others.items()))
     step_list = listed(by_step, 4, "; ")
     return (

@@ -84,7 +84,7 @@ def universal_layout(checkpoint: Checkpoint, _: Target) -> LayoutResult:
 
 
 def _engine_of(checkpoint: Checkpoint) -> tuple[EngineFacts, Checkpoint]:
-    """Return the facts of the engine that trained, and the checkpoint; of a run without one, as an engine has it."""
+    """Return (facts of the engine, checkpoint); for a run without DeepSpeed, both as an engine would have them."""
     if checkpoint.framework == "deepspeed":
         return ds_facts.facts_of(checkpoint), checkpoint
     state = checkpoint.framework_state
@@ -111,13 +111,13 @@ def _engine_of(checkpoint: Checkpoint) -> tuple[EngineFacts, Checkpoint]:
         param_groups=tuple(GroupFacts(params=tuple(group["params"])) for group in groups),
         frozen=reshard.unoptimized(checkpoint),
     )
-    kept = [{**one, "hyper": {k: v for k, v in one["hyper"].items() if k not in _IMPLEMENTATION}} for one in groups]
+    plain = [{**one, "hyper": {k: v for k, v in one["hyper"].items() if k not in _IMPLEMENTATION}} for one in groups]
     counters = {"global_steps": checkpoint.step, "skipped_steps": 0}
-    return facts, replace(checkpoint, framework_state={**state, "param_groups": kept, "counters": counters})
+    return facts, replace(checkpoint, framework_state={**state, "param_groups": plain, "counters": counters})
 
 
 def _dtype(checkpoint: Checkpoint, fqn: str, slot: str) -> torch.dtype:
-    """Return the dtype to write: the engine's, and fp32 of a run without one. UnsupportedError if that would round."""
+    """Return the dtype to write: as stored, or float32 for a run without DeepSpeed. UnsupportedError if it rounds."""
     dtype = torch_dtype(checkpoint.dtype(fqn, slot))
     if checkpoint.framework == "deepspeed":
         return dtype
@@ -162,7 +162,7 @@ def _tensors(checkpoint: Checkpoint, fqn: str, known: str | None) -> dict[str, P
 
 
 def _optimizer(facts: EngineFacts, checkpoint: Checkpoint, groups: Groups, origin: dict[str, Any]) -> dict[str, Any]:
-    """Return state of no single parameter, at the keys that the loaders of ZeRO-1/2 and of ZeRO-3 read."""
+    """Return the state that belongs to no single parameter, under the keys that loaders of ZeRO-1/2 and ZeRO-3 read."""
     hyper = [
         {**to_portable(group["hyper"]), "params": [index]}
         for index, group in enumerate(checkpoint.framework_state["param_groups"])
@@ -192,7 +192,7 @@ def _optimizer(facts: EngineFacts, checkpoint: Checkpoint, groups: Groups, origi
 def _contents(checkpoint: Checkpoint) -> str:
     """Return a checksum over the checksums of all blocks that the tensors are read from, and the store's id.
 
-    Saves of two runs may have the same name and step. It is the same for every merge of one save."""
+    It tells saves of two runs with the same name and step apart, and is the same for every merge of one save."""
     running = xxh3()
     running.update(memoryview(checkpoint.certificate.store_id.encode()))
     for name, extents in sorted(checkpoint.index.names().items()):
@@ -221,7 +221,7 @@ def _model_files(facts: EngineFacts, checkpoint: Checkpoint, groups: Groups, tag
 
 
 def _stage_12(facts: EngineFacts) -> int:
-    """Return the stage in the file for ZeRO-1/2 and in the optimizer's."""
+    """Return the stage to write into the model file for ZeRO-1/2 and into the optimizer's file."""
     return facts.zero_stage if facts.zero_stage in (1, 2) else 2
 
 
@@ -266,13 +266,13 @@ def _load_lines(checkpoint: Checkpoint, groups: Groups, tag: str) -> tuple[str, 
     if _not_loaded(checkpoint, groups):
         read = f"torch.load(saved + '/{MODEL_FILE}', weights_only=True)['module']"
         lines.append(f"model.load_state_dict({read})  # before initialize")
-    own = ""
+    option = ""
     if checkpoint.framework != "deepspeed":
-        own = ", load_lr_scheduler_states=False"
+        option = ", load_lr_scheduler_states=False"
         count = f"len(engine.optimizer.optimizer.param_groups) == {len(groups)}"
         lines.append(f"assert {count}  # DeepSpeed silently loads the first ones alone")
     setting = '# with "checkpoint": {{"load_universal": true}}'
-    lines.append(f"engine.load_checkpoint({{out!r}}, tag={tag!r}{own})  {setting}")
+    lines.append(f"engine.load_checkpoint({{out!r}}, tag={tag!r}{option})  {setting}")
     if _hyper_differs(checkpoint):
         lines.extend(_LOAD_HYPER)
         lines.append("for group, own in zip(engine.optimizer.optimizer.param_groups, kept, strict=True):")

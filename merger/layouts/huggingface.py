@@ -190,15 +190,15 @@ def weights_certificate(checkpoint: Checkpoint, weights: Mapping[str, PlannedTen
                 if not working:
                     rounded[record.layer, slot] = _text(stored.dtype)
     whole = checkpoint.certificate
-    kept = tuple(unit for unit in whole.units if unit.slot in SLOT_OF_KIND.values())
+    units = tuple(unit for unit in whole.units if unit.slot in SLOT_OF_KIND.values())
     written_tensors = {(one.fragment.fqn, one.fragment.slot) for stored in weights.values() for one in stored.placed}
     values = {one.name: getattr(whole, one.name) for one in fields(Certificate)} | {
-        "units": tuple(_rounded(unit, rounded.get((unit.layer, unit.slot))) for unit in kept),
-        "exact": _is_exact(whole, kept) and not rounded,
+        "units": tuple(_rounded(unit, rounded.get((unit.layer, unit.slot))) for unit in units),
+        "exact": _is_exact(whole, units) and not rounded,
         "as_found": whole.as_found and not rounded,
         "unvouched": len(checkpoint.unvouched & written_tensors),
     }
-    return WeightsCertificate(**values, written=tuple(WrittenDtype(*cast, tuple(own)) for cast, own in layers.items()))
+    return WeightsCertificate(**values, written=tuple(WrittenDtype(*cast, tuple(on)) for cast, on in layers.items()))
 
 
 def working_dtypes(certificate: Certificate) -> tuple[str, ...]:
@@ -238,8 +238,8 @@ def _is_exact(whole: Certificate, kept: tuple[CertifiedUnit, ...]) -> bool:
 
     This follows from the units only for a commit of a store. Other checkpoints, composites included, may be inexact for
     reasons that no unit shows."""
-    told = whole.as_found or bool(whole.problems)  # what is told of the whole may concern the weights
-    of_one_commit = bool(whole.store_id) and not told and len(kept) < len(whole.units)
+    doubtful = whole.as_found or bool(whole.problems)  # a problem of the whole may concern the weights
+    of_one_commit = bool(whole.store_id) and not doubtful and len(kept) < len(whole.units)
     return whole.exact or (of_one_commit and bool(kept) and all(is_exact(unit, whole.save) for unit in kept))
 
 

@@ -29,7 +29,7 @@ from store.errors import UnsupportedError
 from store.state_tree import PACKED
 
 _ADAMS = frozenset({"FusedAdam", "DeepSpeedCPUAdam"})  # torch's AdamW or Adam, by their `adam_w_mode`
-_AMBIGUOUS = frozenset({"adam", "adamw", "unknown"})  # their names in foreign checkpoints: the configuration's
+_AMBIGUOUS = frozenset({"adam", "adamw", "unknown"})  # what foreign checkpoints call them, after the configuration
 STEP = "step"
 
 CHUNK_BYTES = 1 << 26  # size of the blobs that tensors are cut into along their first dimension: ranks read whole ones
@@ -59,8 +59,8 @@ def dcp_layout(checkpoint: Checkpoint, target: Target) -> LayoutResult:
         notes = (*notes, _TORCHTITAN)
     files, metadata = _plan_files(state, target.file_bytes)
     out = [OutFile(name, file) for name, file in files.items()]
-    kept = {key: checkpoint.framework_state.get(key) for key in ("counters", "lr_scheduler", "loss_scaler")}
-    extra, load = _extra(checkpoint, to_portable({**kept, "client_state": checkpoint.client_state}))
+    engine = {key: checkpoint.framework_state.get(key) for key in ("counters", "lr_scheduler", "loss_scaler")}
+    extra, load = _extra(checkpoint, to_portable({**engine, "client_state": checkpoint.client_state}))
     out += [OutFile(".metadata", metadata), extra]
     return LayoutResult(f"step{checkpoint.step}", tuple(out), (*_LOAD, *load), notes, checkpoint.certificate)
 
@@ -81,7 +81,7 @@ def _optimizer(checkpoint: Checkpoint, hyper: list[dict[str, Any]]) -> dict[str,
 
 
 def _of_torchtitan(checkpoint: Checkpoint, model: Mapping[str, Any], optim: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the same values as torchtitan names them; nothing if a parameter has one of its names."""
+    """Return the same values under torchtitan's names; nothing if a parameter already has one of them."""
     flat = {f"state.{fqn}.{key}": value for fqn, kept in optim["state"].items() for key, value in kept.items()}
     for group in optim["param_groups"]:
         hyper = {"initial_lr": group.get("lr"), **group}  # which torchtitan's schedules always have
@@ -194,14 +194,14 @@ def with_torch_steps(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...
     scalars = {fqn: dict(kept) for fqn, kept in checkpoint.framework_state["scalars"].items()}
     chosen: list[tuple[int, float, list[tuple[str, float]]]] = []
     for number, group in enumerate(checkpoint.framework_state["param_groups"]):
-        own = {fqn: float(scalars[fqn][STEP]) for fqn in group["params"] if STEP in scalars.get(fqn, {})}
-        if own and _counts_in_one(checkpoint, group["hyper"]):
-            run = [float(checkpoint.run_steps[fqn]) for fqn in group["params"] if fqn in checkpoint.run_steps]
-            common = max(run or own.values())
-            if run:
-                chosen.append((number, common, [(checkpoint.record(fqn).layer, step) for fqn, step in own.items()]))
-            own = {fqn: common for fqn in group["params"] if scalars.get(fqn)}
-        for fqn, step in own.items():
+        steps = {fqn: float(scalars[fqn][STEP]) for fqn in group["params"] if STEP in scalars.get(fqn, {})}
+        if steps and _counts_in_one(checkpoint, group["hyper"]):
+            in_run = [float(checkpoint.run_steps[fqn]) for fqn in group["params"] if fqn in checkpoint.run_steps]
+            common = max(in_run or steps.values())
+            if in_run:
+                chosen.append((number, common, [(checkpoint.record(fqn).layer, step) for fqn, step in steps.items()]))
+            steps = {fqn: common for fqn in group["params"] if scalars.get(fqn)}
+        for fqn, step in steps.items():
             scalars[fqn][STEP] = torch.tensor(step)
     state = {**checkpoint.framework_state, "scalars": scalars}
     certificate = checkpoints.with_steps(checkpoint.certificate, chosen) if chosen else checkpoint.certificate

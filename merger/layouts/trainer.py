@@ -57,18 +57,18 @@ def trainer_layout(engine: Layout | None, checkpoint: Checkpoint, target: Target
     rescaled = rescale_state(folder, checkpoint.step)
     state = _plain(checkpoint, folder) if engine is None else engine(checkpoint, target)
     with_engine, world_size, notes = engine is not None, _world_size(checkpoint, target), list[str]()
-    own = [*state.files, OutFile(STATE, VerbatimFile(rescaled.document)), *model_files(folder, None)]
-    for found, note in (
+    out = [*state.files, OutFile(STATE, VerbatimFile(rescaled.document)), *model_files(folder, None)]
+    for more, note in (
         _copy(folder, (_ARGUMENTS,), _ARGUMENT_CLASSES),
         rng_files(checkpoint, folder, world_size, same_step=rescaled.same_step, distributed=with_engine),
         _scheduler(checkpoint, folder, rescaled, with_engine=with_engine),
         _scaler(folder, rescaled),
         _weights_beside(checkpoint, target, folder) if with_engine else ((), None),
     ):
-        own += found
+        out += more
         notes += [note] if note else []
     tag = f"checkpoint-{checkpoint.step}"
-    files = {file.path: file for file in own}
+    files = {file.path: file for file in out}
     placed = tuple(replace(file, path=f"{tag}/{path}") for path, file in files.items())
     load = (f"trainer.train(resume_from_checkpoint={{out:{tag}}})",)
     return LayoutResult(tag, placed, load, (*state.notes, *rescaled.notes, *notes), state.certificate)
@@ -143,7 +143,7 @@ def _scaler(folder: Path, rescaled: "RescaledState") -> tuple[Sequence[OutFile],
 
 
 def _copy(folder: Path, names: Sequence[str], classes: str = "") -> tuple[list[OutFile], str | None]:
-    """Return (the files that exist, as they are; why they are left out). ``classes``: as of :func:`require_safe`."""
+    """Return (copies of the files that exist, why they are left out). ``classes``: as in :func:`require_safe`."""
     there = [name for name in names if (folder / name).is_file()]
     for name in there:
         try:
@@ -260,9 +260,9 @@ def scheduler_file(folder: Path, rescaled: RescaledState, rates: Sequence[Any]) 
 def _forget_later(state: dict[str, Any], step: int, notes: list[str]) -> None:
     log = state.get("log_history")
     if isinstance(log, list):
-        at = [one.get("step") if isinstance(one, Mapping) else None for one in log]
+        steps = [entry.get("step") if isinstance(entry, Mapping) else None for entry in log]
         state["log_history"] = [
-            one for one, own in zip(log, at, strict=True) if not (isinstance(own, int) and own > step)
+            entry for entry, at in zip(log, steps, strict=True) if not (isinstance(at, int) and at > step)
         ]
     best = state.get("best_global_step")
     known = isinstance(best, int) and best <= step

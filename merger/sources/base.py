@@ -81,11 +81,11 @@ class StoredTensor:
         return math.prod(self.shape)
 
     def extents(self, fqn: str, slot: str) -> Sequence[Extent]:
-        """Return where all of (fqn, slot) lies, whose elements are these. Raises as :meth:`FileTensor.extent`."""
+        """Return where the elements lie, as extents of (fqn, slot). Raises as :meth:`FileTensor.extent`."""
         out = []
         for at, part in self.parts():
-            own = Fragment.of_box(fqn, slot, Box(at, part.shape, self.shape))
-            out.append(replace(part.extent(fqn, slot, own.start, own.stop), box=own.box))
+            fragment = Fragment.of_box(fqn, slot, Box(at, part.shape, self.shape))
+            out.append(replace(part.extent(fqn, slot, fragment.start, fragment.stop), box=fragment.box))
         return put_together(out)
 
     def place(self) -> tuple[object, ...]:
@@ -106,7 +106,7 @@ class FileTensor(StoredTensor):
     lazy: str = ""  # what torch does to the bytes on reading (``conj``, ``neg``), or ""
 
     def extent(self, fqn: str, slot: str, start: int, stop: int, at: int = 0) -> Extent:
-        """Return elements [start, stop) of (fqn, slot), which are this tensor's from its element ``at``.
+        """Return where elements [start, stop) of (fqn, slot) lie, which begin at element ``at`` of this tensor.
 
         Raises UnsupportedError if the tensor is not contiguous or is lazy; DamagedError if it is too short."""
         self._refuse_lazy(fqn)

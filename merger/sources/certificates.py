@@ -173,21 +173,21 @@ def _in_files(checkpoint: Checkpoint, folder: Path, problems: list[str]) -> Iter
 
 
 def _certified(unit: CertifiedUnit, rows: Sequence[_Row], step: int) -> CertifiedUnit:
-    """Return a unit with the values of its worst row; of unknown drift if it has no row."""
-    own = [row for row in rows if (row.layer, row.slot) == (unit.layer, unit.slot)]
-    if not own:
+    """Return a unit with the values of its worst row; with unknown drift if it has no row."""
+    matching = [row for row in rows if (row.layer, row.slot) == (unit.layer, unit.slot)]
+    if not matching:
         return replace(unit, drift=None)
-    worst = max(own, key=lambda row: (abs(step - row.step), row.drift is None, row.drift or 0.0))
+    worst = max(matching, key=lambda row: (abs(step - row.step), row.drift is None, row.drift or 0.0))
     return replace(
         unit,
         step=worst.step,
         save=worst.save,
         staleness=step - worst.step,
-        encoding=next((row.encoding for row in own if is_lossy(row.encoding)), worst.encoding),
-        error=max(row.error for row in own),
-        drift=None if any(row.drift is None for row in own) else worst.drift,
-        moving=unit.moving or any(row.moving for row in own),
-        fallback=any(row.fallback for row in own),
+        encoding=next((row.encoding for row in matching if is_lossy(row.encoding)), worst.encoding),
+        error=max(row.error for row in matching),
+        drift=None if any(row.drift is None for row in matching) else worst.drift,
+        moving=unit.moving or any(row.moving for row in matching),
+        fallback=any(row.fallback for row in matching),
     )
 
 
@@ -206,8 +206,8 @@ def assemble_checkpoint(
 ) -> Checkpoint:
     """Assemble a checkpoint of foreign files, all of one step. MergeError if elements are missing.
 
-    ``place``: the file or directory. ``named``: all tensors, in model order. ``optimized``: with the extents of all
-    tensors and all problems. ``known``: other fields; ``framework_state`` without the optimizer's."""
+    ``place``: the file or directory. ``named``: all tensors, in model order. ``optimized``: has the extents of all
+    tensors and all problems. ``known``: other fields; its ``framework_state`` lacks the keys of the optimizer."""
     layers, index = group_layers({fqn: tensor.shape for fqn, tensor in named.items()}), FragmentIndex(optimized.extents)
     home = {fqn: layer.name for layer in layers for fqn in layer.fqns}
     unvouched, problems = frozenset(index.names().keys() - optimized.vouched), tuple(optimized.problems)
@@ -240,7 +240,7 @@ def assemble_checkpoint(
 def units_of_one_step(
     place: Path, step: int, home: Mapping[str, str], index: FragmentIndex[Extent]
 ) -> tuple[CertifiedUnit, ...]:
-    """Certify that every (layer, slot) is of ``step`` and stored as it was. ``home``: layer of each tensor."""
+    """Certify that every (layer, slot) is of ``step`` and not encoded. ``home``: layer of each tensor."""
     stored = index.names().items()
     held = group_by_key(((home[fqn], slot), extent) for (fqn, slot), extents in stored for extent in extents)
     order = {layer: position for position, layer in enumerate(dict.fromkeys(home.values()))}

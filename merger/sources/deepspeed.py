@@ -40,7 +40,7 @@ _EXTRA = "_extra_state"  # last part of the name of a module's `get_extra_state`
 
 def _gaps(shapes: Mapping[str, Sequence[int]]) -> list[str]:
     """Return blocks whose number is missing. Single modules count as blocks only if nothing larger does."""
-    numbers: dict[bool, dict[str, set[int]]] = {True: {}, False: {}}
+    numbers: dict[bool, dict[str, set[int]]] = {True: {}, False: {}}  # by whether blocks are larger than one module
     for layer in group_layers(shapes):
         parent, _, number = layer.name.rpartition(".")
         if layer.block and number.isdecimal():
@@ -48,9 +48,9 @@ def _gaps(shapes: Mapping[str, Sequence[int]]) -> list[str]:
             numbers[large].setdefault(parent, set()).add(int(number))
     return [
         f"{parent}.{number}.*"
-        for parent, there in (numbers[True] or numbers[False]).items()
-        for number in range(max(there))
-        if number not in there
+        for parent, present in (numbers[True] or numbers[False]).items()
+        for number in range(max(present))
+        if number not in present
     ]
 
 
@@ -159,7 +159,7 @@ class Model:
                     f"{counted(world_size, 'rank')}: quantized parameters are not supported"
                 )
             pieces = slice_pieces([(fqn, numel, part)], rank)
-            out += [nest.tensor().extent(fqn, FROZEN, one.start, one.stop) for one in pieces if one.start < one.stop]
+            out += [nest.tensor().extent(fqn, FROZEN, at.start, at.stop) for at in pieces if at.start < at.stop]
         return out
 
     def _require_supported(self) -> None:
@@ -174,16 +174,16 @@ class Model:
                 raise DamagedError(f"{self._files.model.where} names a buffer {fqn}, which its module lacks")
 
     def _tie_buffers(self) -> None:
-        kept: list[str] = []
+        untied: list[str] = []
         for fqn in self._buffers:
             tensor = self._module[fqn].tensor()
-            same = [other for other in kept if tensor.numel and tensor.place() == self._module[other].tensor().place()]
+            same = [name for name in untied if tensor.numel and tensor.place() == self._module[name].tensor().place()]
             if same:
                 self._aliases[fqn] = same[0]
             else:
-                kept.append(fqn)
+                untied.append(fqn)
         for model in self._files.models[1:]:
-            for fqn in kept:
+            for fqn in untied:
                 own, theirs = self._module[fqn].tensor().block, model.at("module").at(fqn).tensor().block
                 if own.digest != theirs.digest:
                     self.problems.append(f"the buffer {fqn} differs between ranks; rank 0's is taken")
@@ -194,8 +194,8 @@ class Model:
         Detects gaps in the numbers of the model's blocks, and the base model of adapters. ``dangling``: missing
         parameters that others are tied to."""
         others = [fqn for fqn in self._parameters() if fqn not in self._trained and fqn not in self._aliases]
-        kept = any(self._module[fqn].tensor().numel for fqn in others)
-        if (self._files.stage > 1 and not self._unsaved) or (self._files.stage <= 1 and kept):
+        saved = any(self._module[fqn].tensor().numel for fqn in others)
+        if (self._files.stage > 1 and not self._unsaved) or (self._files.stage <= 1 and saved):
             return ()
         shapes = {fqn: nest.tensor().shape for fqn, nest in self._module.items()}
         shapes |= {fqn: shape.shape for fqn, shape in self._trained.items()}
@@ -262,11 +262,11 @@ def loss_scaler(files: RankFiles) -> dict[str, Any] | None:
 
 
 def _accumulation(config: Nest, world_size: int) -> int:
-    found = config.mapping()
-    given = found.get(ACCUMULATION)
+    settings = config.mapping()
+    given = settings.get(ACCUMULATION)
     if isinstance(given, int) and given > 0:
         return given
-    batch = batch_of({**found, ACCUMULATION: None}, world_size)
+    batch = batch_of({**settings, ACCUMULATION: None}, world_size)
     return 1 if batch is None else batch.accumulation
 
 
@@ -291,7 +291,7 @@ def build_checkpoint(
 ) -> Checkpoint:
     """Build the checkpoint of ordinary or universal DeepSpeed files.
 
-    ``shapes``: of the parameters that the optimizer holds. ``beside``: directory with the files beside the state.
+    ``shapes``: parameters that the optimizer holds, by group. ``beside``: directory with the files beside the state.
 
     Raises MergeError for incomplete or contradictory files, UnsupportedError."""
     if files.model.at("mp_world_size").natural() != 1:
@@ -304,7 +304,7 @@ def build_checkpoint(
     optimized.problems += model.problems
     trained = bool(files.model.at("ds_config").mapping())  # by an engine; a merge of another run writes none
     engine = engine_state(files) if trained else {"counters": {}, "loss_scaler": None, "lr_scheduler": None}
-    own = OWN_KEYS | {key for key in ("data_sampler", "random_ltd") if files.model.get(key) is None}
+    engine_keys = OWN_KEYS | {key for key in ("data_sampler", "random_ltd") if files.model.get(key) is None}
     return assemble_checkpoint(
         files.folder,
         files.model.at("global_steps").natural(),
@@ -315,7 +315,7 @@ def build_checkpoint(
         facts={**(_engine_facts(files) | optimized.facts if trained else {}), **model.facts(named)},
         run_states=run_states(files),
         files=beside,
-        client_state={key: read_values(one) for key, one in files.model.mapping().items() if key not in own},
+        client_state={key: read_values(v) for key, v in files.model.mapping().items() if key not in engine_keys},
     )
 
 

@@ -121,10 +121,10 @@ def _read_models(files: LocalFiles, models: dict[int, str]) -> tuple[tuple[Nest,
 
 def _nest(files: LocalFiles, name: str) -> Nest:
     value, archive = read_pt(files, name)
-    own = f"{archive}.pt"
-    if own != name and (_OPTIM.fullmatch(own) or _MODEL.fullmatch(own)):
-        raise MergeError(f"{files.root / name} was saved as {own}, so it holds another rank's state; restore its name")
-    nest = Nest(value, str(files.root / name))
+    where, saved_as = str(files.root / name), f"{archive}.pt"
+    if saved_as != name and (_OPTIM.fullmatch(saved_as) or _MODEL.fullmatch(saved_as)):
+        raise MergeError(f"{where} was saved as {saved_as}, so it holds another rank's state; restore its name")
+    nest = Nest(value, where)
     nest.mapping()
     return nest
 
@@ -148,12 +148,12 @@ def _by_rank(folder: Path, names: Sequence[str]) -> tuple[dict[int, str], dict[i
         match = optim or _MODEL.fullmatch(name)
         if match is None:
             continue
-        found, rank = (optims, int(match[2])) if optim else (models, int(match[1] or 0))
-        if rank in found:
+        by_rank, rank = (optims, int(match[2])) if optim else (models, int(match[1] or 0))
+        if rank in by_rank:
             raise MergeError(
-                f"{folder} has two files of rank {rank}, {found[rank]} and {name}: remove that of the other run"
+                f"{folder} has two files of rank {rank}, {by_rank[rank]} and {name}: remove that of the other run"
             )
-        found[rank] = name
+        by_rank[rank] = name
     if not models:
         raise MergeError(
             f"{folder} has no model states (mp_rank_00_model_states.pt), so it is incomplete; name another tag"
@@ -237,7 +237,7 @@ def step_problems(model: Nest, optimizer: str, steps: Iterable[float | None]) ->
     they created the state. It counts fewer in a run that loaded weights alone.
 
     ``optimizer``: file with the steps, for messages. ``steps``: of each flat partition, None if the optimizer keeps
-    none; those that never stepped agree with anything.
+    none; a step of 0 is not compared.
 
     Raises MergeError if the optimizer counts more steps than possible."""
     taken = model.at("global_steps").natural() - model.at("skipped_steps").natural()

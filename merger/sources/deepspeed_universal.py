@@ -153,12 +153,12 @@ def slice_problems(
     found = group_by_key((extent.fqn, extent) for extent in extents)
     unverified = []
     for index, group in enumerate(shapes):
-        kept, offset = _rank0_partitions(files, index, group), 0
+        slices, offset = _rank0_partitions(files, index, group), 0
         for shape in group:
             part = min(slice_numel(shape.numel, files.world_size), shape.numel)
-            own = [one for one in found.get(shape.fqn, ()) if one.slot in kept]
-            pairs = [(one, kept[one.slot].extent(shape.fqn, one.slot, 0, part, offset)) for one in own]
-            if shape.numel and (len(own) < len(found.get(shape.fqn, ())) or not _is_verified(pairs, part)):
+            comparable = [one for one in found.get(shape.fqn, ()) if one.slot in slices]
+            pairs = [(one, slices[one.slot].extent(shape.fqn, one.slot, 0, part, offset)) for one in comparable]
+            if shape.numel and (len(pairs) < len(found.get(shape.fqn, ())) or not _is_verified(pairs, part)):
                 unverified.append(shape.fqn)
             offset += slice_numel(shape.numel, files.world_size)
     if unverified:

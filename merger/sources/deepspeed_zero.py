@@ -42,7 +42,7 @@ class OptimizerContents:
     slots: dict[str, list[str]] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)  # layout facts of the stage
     problems: list[str] = field(default_factory=list)  # why it may not be the engine's state
-    vouched: set[tuple[str, str]] = field(default_factory=set)  # (fqn, slot) for which another file vouches
+    vouched: set[tuple[str, str]] = field(default_factory=set)  # (fqn, slot) that another file proves to be of the save
 
     def add_state(self, fqns: Sequence[str], state: "FlatState") -> None:
         """Note the scalars and slots of parameters in a flat partition."""
@@ -137,7 +137,7 @@ def _slots(state: Nest, numel: int) -> list[str]:
 
 
 def scalars_of(state: Nest) -> dict[str, Any]:
-    """Return the base optimizer's state for a flat partition without tensors over its elements."""
+    """Return the scalars of the base optimizer's state for a flat partition; not the tensors over its elements."""
     return {key: read_values(nest.value) for key, nest in state.items() if _is_scalar(nest.value)}
 
 

@@ -1,8 +1,8 @@
 """Bring a commit of a store forward by the records of its journal, to a step that has no commit.
 
-The steps are taken by the class of ``torch.optim`` that the job used, parameter by parameter, while the merge reads:
+The steps are repeated with the ``torch.optim`` class that the job used, parameter by parameter, while the merge reads:
 all values of a parameter are one block, which a pass computes from the commit's values and the recorded gradients. So
-memory holds one parameter a thread. Only for optimizers that update each element by itself."""
+memory holds one parameter per thread. Only for optimizers that update each element by itself."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
@@ -28,9 +28,9 @@ from store.text import listed
 
 _NAMES = ("SGD", "Adam", "AdamW", "Adamax", "RAdam", "Adagrad", "Adadelta", "RMSprop", "Rprop")
 _KINDS = {f"{one.__module__}.{one.__name__}": one for one in (getattr(torch.optim, name) for name in _NAMES)}
-"""Optimizers that update each element by itself, and count steps at most besides."""
+"""Optimizers that update each element by itself, and keep no other state than a step count."""
 
-_OTHERS = {"capturable": False, "differentiable": False}  # hyperparameters that change how a step is computed, not what
+_OVERRIDES = {"capturable": False, "differentiable": False}  # hyperparameters that do not change a step's result
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def records(journal: Catalog, step: int | str) -> list[SaveId]:
 def chain_to(
     catalog: Catalog, journal: Catalog, record: SaveId, bad: Set[RejectedVersion], torn: Set[SaveId]
 ) -> tuple[Resolution, Chain] | None:
-    """Return the newest commit from which the journal leads to ``record``, and the records up to it; None if none is.
+    """Return the newest commit from which the journal leads to ``record``, and the records up to it, if there is one.
 
     ``bad``: damaged versions of commits; ``torn``: damaged records. Raises MergeError if one of those is on the way."""
     for save in (save for save in catalog.saves() if save.step < record.step):
@@ -67,8 +67,8 @@ def chain_to(
         if chain is None or all(one.save != record for one in chain.steps):
             continue
         steps = tuple(one for one in chain.steps if one.save.step <= record.step)
-        if found := next((one.save for one in steps if one.save in torn), None):
-            raise MergeError(f"step {record.step} cannot be reached: the record of step {found.step} is damaged")
+        if damaged := next((one.save for one in steps if one.save in torn), None):
+            raise MergeError(f"step {record.step} cannot be reached: the record of step {damaged.step} is damaged")
         return resolution, replace(chain, steps=steps)
     return None
 
@@ -83,25 +83,25 @@ def replayed(base: Checkpoint, chain: Chain, journal: Catalog, extent: Callable[
     if after is None or len(parts) < last.record.world_size:
         raise MergeError(f"step {last.save.step} cannot be reached: its record is damaged")
     steps = [_read_step(journal, one, extent) for one in chain.steps]
-    step, held = last.save.step, base.index.names()
-    own = {(unit.layer, unit.slot): unit.step for unit in base.certificate.units if unit.moving}
+    step, names = last.save.step, base.index.names()
+    version_steps = {(unit.layer, unit.slot): unit.step for unit in base.certificate.units if unit.moving}
     extents: list[Extent] = []
-    for (fqn, slot), stored in held.items():
+    for (fqn, slot), stored in names.items():
         if slot == BUFFER:
             extents += steps[-1].stored.get((fqn, slot), stored)
-        elif (fqn, WEIGHTS) not in held:  # frozen, perhaps with moments of the time before
+        elif (fqn, WEIGHTS) not in names:  # frozen, perhaps with moments from when it was trained
             extents += stored
         elif slot == WEIGHTS:
-            begun = own[base.record(fqn).layer, slot]
-            extents += _Parameter.of(base, fqn, after, [one for one in steps if one.step > begun]).extents()
+            since = version_steps[base.record(fqn).layer, slot]
+            extents += _Parameter.of(base, fqn, after, [one for one in steps if one.step > since]).extents()
     trained = {fqn for one in steps for fqn, slot in one.stored if slot == GRADIENT}
-    if missing := sorted(fqn for fqn in trained if (fqn, WEIGHTS) not in held):
+    if missing := sorted(fqn for fqn in trained if (fqn, WEIGHTS) not in names):
         raise UnsupportedError(f"{listed(missing)}: trained since {base.origin}, which has no optimizer state of it")
-    told = (
+    note = (
         f"the steps after {chain.oldest} were taken again from the journal, on this machine: last bits may differ from "
         f"the job's. ckpt.resume(step={step}) in the job takes them with its own optimizer, and compares samples"
     )
-    found = replace(
+    result = replace(
         base,
         origin=f"step {step} of the journal after {base.origin}",
         step=step,
@@ -112,7 +112,7 @@ def replayed(base: Checkpoint, chain: Chain, journal: Catalog, extent: Callable[
         certificate=certify_replayed(base.certificate, last.save, as_saved=False),
         stored_steps={},
     )
-    return with_problems(found, [*after.problems, told])
+    return with_problems(result, [*after.problems, note])
 
 
 def _read_step(journal: Catalog, one: JournalStep, extent: Callable[[Source], Extent]) -> _Step:
@@ -122,9 +122,9 @@ def _read_step(journal: Catalog, one: JournalStep, extent: Callable[[Source], Ex
             raise DamagedError("parts are missing")
         for part in parts.values():  # the stages of a pipeline have groups of their own
             tree = part.run_state if isinstance(part.run_state, dict) else {}
-            found = decode(tree[STEPPED], read_leaves(journal.files, part), from_leaf)["groups"]
-            groups |= {fqn: group for group in found for fqn in group["params"]}
-        stored = {name: put_together([*map(extent, found)]) for name, found in fragments_of(parts).names().items()}
+            recorded_groups = decode(tree[STEPPED], read_leaves(journal.files, part), from_leaf)["groups"]
+            groups |= {fqn: group for group in recorded_groups for fqn in group["params"]}
+        stored = {name: put_together([*map(extent, sources)]) for name, sources in fragments_of(parts).names().items()}
     except (DamagedError, KeyError) as error:
         raise MergeError(f"the record of step {one.save.step} is damaged: {error}") from error
     return _Step(one.save.step, groups, stored)
@@ -161,7 +161,7 @@ class _Parameter:
         count = float(scalars["step"]) - len(taken) if "step" in scalars else None
         before = (base.framework_state["scalars"].get(fqn) or {}).get("step")
         same = count is None or (before is not None and count == float(before))
-        if not same and fqn not in base.stored_steps:  # those are estimates, where a step may leave a parameter out
+        if not same and fqn not in base.stored_steps:  # those are estimates: a step may leave a parameter out
             raise MergeError(f"the steps of {fqn} in the journal do not lead from {base.origin} to {steps[-1].step}")
         names = base.index.names()
         stored = {slot: names[fqn, slot] for slot in (WEIGHTS, *slots) if (fqn, slot) in names}
@@ -182,12 +182,12 @@ class _Parameter:
         name = f"{self.fqn} after step {self.steps[-1].step}"
         known = digest("".join(one.digest for one in read).encode())
         block = Block(read[0].files, self.fqn, 0, sum(sizes), xxh3, known, name, None, coded)
-        found, offset = [], 0
+        out, offset = [], 0
         for (slot, stored), size in zip(self.slots.items(), sizes, strict=True):
             numel = sum(one.stop - one.start for one in stored)
-            found.append(Extent(self.fqn, slot, 0, numel, stored[0].dtype, block, offset))
+            out.append(Extent(self.fqn, slot, 0, numel, stored[0].dtype, block, offset))
             offset += size
-        return found
+        return out
 
     def values(self, read: ReadExtents) -> Iterator[memoryview]:
         """Yield the values of each slot after the steps. ``read``: reads the extents of a tensor."""
@@ -198,7 +198,7 @@ class _Parameter:
             state = {"step": torch.tensor(self.count, dtype=torch.float32, device="cpu"), **state}
         optimizer.state[weights] = state
         for one in self.steps:
-            optimizer.param_groups[0].update({**one.groups[self.fqn]["hyper"], **_OTHERS})
+            optimizer.param_groups[0].update({**one.groups[self.fqn]["hyper"], **_OVERRIDES})
             gradient = self._tensor(read, one.stored[self.fqn, GRADIENT])
             try:
                 weights.grad = gradient

@@ -37,27 +37,27 @@ class StoreSource:
         return tuple(dict.fromkeys(save.step for save in all_saves(self.catalog)))
 
     def checkpoint(self, step: int | str | None, flaws: Set[Damage]) -> Checkpoint:
-        known = {flaw.bad for flaw in flaws if flaw.store == self.root}
+        bad = {flaw.bad for flaw in flaws if flaw.store == self.root}
         torn = {flaw.bad.save for flaw in flaws if flaw.store == self.root / JOURNAL}
         while True:
-            save, chain = (None, None) if step is None else self._meant(step, known, torn)
+            save, chain = (None, None) if step is None else self._locate(step, bad, torn)
             why = None if save is None else self.catalog.suspects().why.get(save)
-            told: tuple[str, ...] = (
+            problems: tuple[str, ...] = (
                 () if why is None else (f"{save} is suspect: jobs that resumed from it died ({why})",)
             )
-            if step is not None and save is not None and chain is None and self._is_left(step, save):
-                told += (f"the journal has step {save.step} of a newer branch, to which no whole records lead",)
+            if step is not None and save is not None and chain is None and self._has_newer_record(step, save):
+                problems += (f"the journal has step {save.step} of a newer branch, to which no whole records lead",)
             if save is not None and save not in self.catalog.saves():
                 try:
-                    found = StoreSource(self.root / weights_dir(save)).checkpoint(save.name, flaws)
+                    weights = StoreSource(self.root / weights_dir(save)).checkpoint(save.name, flaws)
                 except NoStoreError as error:
                     raise MergeError(f"commit {save} was deleted meanwhile: name another one") from error
-                return replace(found, problems=(*told, *found.problems))
+                return replace(weights, problems=(*problems, *weights.problems))
             try:
                 if save is None:
-                    resolution, passed_over = newest_resumable(self.catalog, known)
+                    resolution, problems = newest_resumable(self.catalog, bad)
                 else:
-                    resolution, passed_over = resolve(self.catalog, save, known), told
+                    resolution = resolve(self.catalog, save, bad)
             except (DamagedError, StorageError) as error:
                 if save is None:
                     raise
@@ -67,28 +67,28 @@ class StoreSource:
             states = read_run_states(self.catalog.files, resolution.run_parts)
             if states is not None:
                 break
-            known.add(RejectedVersion(resolution.manifest.save))
-        found = self._checkpoint(resolution, states, passed_over)
+            bad.add(RejectedVersion(resolution.manifest.save))
+        base = self._checkpoint(resolution, states, problems)
         if chain is None:
-            return found
+            return base
         journal = journal_catalog(self.catalog)
-        return replayed(found, chain, journal, partial(self._extent, files=journal.files, root=self.root / JOURNAL))
+        return replayed(base, chain, journal, partial(self._extent, files=journal.files, root=self.root / JOURNAL))
 
     def leads_to(self, step: int | str) -> bool:
         """Return whether the journal leads from a commit to a step, or to a record by its name."""
         journal = journal_catalog(self.catalog)
         return any(chain_to(self.catalog, journal, one, set(), set()) for one in records(journal, step))
 
-    def _is_left(self, step: int | str, save: SaveId) -> bool:
+    def _has_newer_record(self, step: int | str, save: SaveId) -> bool:
         return any(one.epoch > save.epoch for one in records(journal_catalog(self.catalog), step))
 
-    def _meant(self, step: int | str, known: Set[RejectedVersion], torn: Set[SaveId]) -> tuple[SaveId, Chain | None]:
-        """Return the commit that is meant; or, if the newest branch has a record of ``step``, the way to that."""
+    def _locate(self, step: int | str, bad: Set[RejectedVersion], torn: Set[SaveId]) -> tuple[SaveId, Chain | None]:
+        """Return the commit of ``step``; if the journal has the step on a newer branch, a commit and records to it."""
         saves, journal = all_saves(self.catalog), journal_catalog(self.catalog)
         save = next((one for one in saves if step in (one.step, one.name, str(one.step))), None)
         for record in records(journal, step):
             newer = save is None or record.epoch > save.epoch
-            if newer and (found := chain_to(self.catalog, journal, record, known, torn)):
+            if newer and (found := chain_to(self.catalog, journal, record, bad, torn)):
                 return found[0].manifest.save, found[1]
         if save is None:
             newest = listed((one.name for one in saves), 5) or "none"
@@ -148,7 +148,7 @@ class StoreSource:
 def _stored_steps(
     tensors: Mapping[str, TensorRecord], units: Iterable[CertifiedUnit], scalars: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, float]:
-    """Return the optimizer's step of each parameter with old moments: the run state's, less their staleness."""
+    """Estimate the optimizer's step of each parameter with old moments: that of the run state minus their staleness."""
     ages: dict[str, int] = {}
     for unit in units:
         if unit.slot not in (WEIGHTS, FROZEN, BUFFER) and unit.staleness > 0:

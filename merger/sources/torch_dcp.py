@@ -35,7 +35,7 @@ _VALUES: dict[str, Any] = {
     "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": int,
     **dict.fromkeys(("pathlib.PosixPath", "pathlib._local.PosixPath"), lambda *parts: "/".join(parts)),
 }  # fmt: skip
-_LONGEST = 1 << 20  # list in a state dict
+_LONGEST = 1 << 20  # longest list that a state dict may have
 _Path = tuple[str | int, ...]
 
 
@@ -78,7 +78,7 @@ class DcpFiles:
                 for index, place in found.storage_data.items()
             }
             planned = {key: (key,) for key in self._described} if found.planner_data is None else found.planner_data
-            # Each entry by its place in the nested state dict.
+            # The key of each entry, by its path in the nested state dict.
             self.paths: dict[_Path, str] = {tuple(path): str(key) for key, path in planned.items()}
             if not all(isinstance(one, str) or 0 <= one < _LONGEST for path in self.paths for one in path):
                 raise ValueError("a place in a list is out of range")
@@ -134,10 +134,10 @@ def is_dcp(folder: Path) -> bool:
 
 def read_dcp(folder: Path) -> TrainingState:
     """Read a directory with ``.metadata``, or Accelerate's with a directory for the model and one for the optimizer."""
-    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict  # takes a second, and others need it not
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict  # takes a second; only needed here
 
     parts = [DcpFiles(folder / name) for name in (("",) if (folder / METADATA).is_file() else ACCELERATE)]
-    # torchtitan's data loaders keep a pickle per rank, of no use to another job.
+    # torchtitan's data loaders keep a pickle per rank, which is of no use to another job.
     values = {path: one.value(path) for one in parts for path in one.paths if path[0] != "dataloader"}
     try:
         held: dict[str, Any] = unflatten_state_dict(values, {path: path for path in values})  # type: ignore[arg-type, misc]

@@ -41,7 +41,7 @@ _PLAIN = re.compile(
 _NUMPY = (
     r"numpy(\._core|\.core)?\.multiarray (_reconstruct|scalar)|numpy (ndarray|dtype)|collections (Counter|defaultdict)"
 )
-"""Module and name of what random states and schedules are pickled with besides."""
+"""Module and name of further classes that random states and schedules are pickled with."""
 
 
 def resolve_link(files: LocalFiles, name: str) -> tuple[LocalFiles, str]:
@@ -64,8 +64,8 @@ def read_pt(
     Tensors are :class:`FileTensor`. A link to a file is followed. Raises DamagedError if the structure is incomplete,
     UnsupportedError, naming it, for a class that is not allowed, StorageError if reading failed.
 
-    blob: (offset, bytes) of the archive in a larger file, as DCP's are. tensors: those read so far, by their pickles:
-    most of DCP's are alike, and loading is slow."""
+    blob: (offset, bytes) of the archive in a larger file, as in DCP. tensors: cache of tensors by their pickle, since
+    most tensors of DCP have equal ones and loading is slow."""
     files, name = resolve_link(files, name)
     size = files.size(name)  # raises for directories and missing files
     start, nbytes = blob or (0, size)
@@ -74,19 +74,19 @@ def read_pt(
         raise DamagedError(f"{path} has {size} bytes, but {nbytes} from byte {start} are needed: it was cut off")
     with system_errors("read", path), path.open("rb") as file:
         window = Window(file, start, nbytes)
-        found = [replace(one, offset=start + one.offset) for one in read_records_from(cast("BinaryIO", window), path)]
-        structure = _check_structure(files, name, found)
+        records = [replace(one, offset=start + one.offset) for one in read_records_from(cast("BinaryIO", window), path)]
+        structure = _check_structure(files, name, records)
         blocks = {
             one.offset - start: Block(
                 files, name, one.offset, one.nbytes, Crc32, f"{one.crc:08x}", f"{path}, record {one.name}"
             )
-            for one in found
+            for one in records
             if _is_data(one)
         }
-        alike = None if tensors is None else tensors.get(structure)
-        if alike is not None and [one.nbytes for one in blocks.values()] == [alike.block.nbytes]:
+        cached = None if tensors is None else tensors.get(structure)
+        if cached is not None and [one.nbytes for one in blocks.values()] == [cached.block.nbytes]:
             block = next(iter(blocks.values()))
-            return replace(alike, block=block, where=block.name), ""
+            return replace(cached, block=block, where=block.name), ""
         _refuse_classes(str(path), structure)
         window.seek(0)
         try:
@@ -97,7 +97,7 @@ def read_pt(
         value = _Converter(str(path), blocks).of(loaded)
     if tensors is not None and isinstance(value, FileTensor):
         tensors[structure] = value
-    return value, found[0].name.partition("/")[0]
+    return value, records[0].name.partition("/")[0]
 
 
 def _is_data(record: Record) -> bool:
@@ -155,7 +155,7 @@ class _Converter:
 
     def __init__(self, path: str, blocks: Mapping[int, Block]) -> None:
         self._path, self._blocks = path, blocks
-        self._seen: dict[int, tuple[Any, Any]] = {}  # of each value by its id; what is kept keeps its id
+        self._seen: dict[int, tuple[Any, Any]] = {}  # id -> (value, result); a value that is kept keeps its id
 
     def of(self, value: Any) -> Any:
         try:
@@ -165,10 +165,10 @@ class _Converter:
 
     def _of(self, value: Any) -> Any:
         if id(value) not in self._seen:
-            self._seen[id(value)] = value, self._new(value)
+            self._seen[id(value)] = value, self._convert(value)
         return self._seen[id(value)][1]
 
-    def _new(self, value: Any) -> Any:
+    def _convert(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, torch.Size):

@@ -56,15 +56,15 @@ class TrainingState:
 
 
 def build_checkpoint(state: TrainingState) -> Checkpoint:
-    """Put a checkpoint together. MergeError if parts of it do not belong together, UnsupportedError."""
+    """Build the checkpoint of a training state. MergeError if its parts are of different saves, UnsupportedError."""
     optimized, place = _optimizer(state), state.place
     ties, named = _ties(state, optimized.slots), dict[str, NamedTensor]()
     for fqn, tensor in state.model.items():
         if fqn not in ties:
             dtype = torch_dtype(tensor.dtype)
-            frozen = "frozen" if dtype.is_floating_point or dtype.is_complex else "buffer"
+            untrained = "frozen" if dtype.is_floating_point or dtype.is_complex else "buffer"
             aliases = tuple(alias for alias, other in ties.items() if other == fqn)
-            kind = "trainable" if fqn in optimized.slots else frozen
+            kind = "trainable" if fqn in optimized.slots else untrained
             named[fqn] = NamedTensor(tensor.shape, tensor.dtype, kind, aliases)
             optimized.extents += tensor.extents(fqn, SLOT_OF_KIND[kind])
     if guessed := [alias for alias, fqn in ties.items() if state.model[alias].place() != state.model[fqn].place()]:
@@ -73,7 +73,7 @@ def build_checkpoint(state: TrainingState) -> Checkpoint:
     ours = {key: state.others.pop(key) for key in ("driftpoint",) if key in state.others}
     files = RankFiles(place if place.is_dir() else place.parent, (Nest(ours, str(place)),), (), 0, 1, bf16=False)
     user = [read_values(value) for _, value in objects.values()]
-    own = RankState(None, user, objects=[[name, kind] for name, (kind, _) in objects.items()])
+    rank_state = RankState(None, user, objects=[[name, kind] for name, (kind, _) in objects.items()])
     built = assemble_checkpoint(
         place,
         step,
@@ -82,7 +82,7 @@ def build_checkpoint(state: TrainingState) -> Checkpoint:
         framework=state.framework,
         framework_state={"counters": {}, **dict.fromkeys(("optimizer", "loss_scaler", "lr_scheduler"))},
         facts={"framework": state.framework},
-        run_states={0: own} if objects else run_states(files),
+        run_states={0: rank_state} if objects else run_states(files),
         files=state.files,
         client_state=read_values(state.others),
         notes=tuple(state.notes),
@@ -134,8 +134,8 @@ def _ties(state: TrainingState, trained: Collection[str]) -> dict[str, str]:
 def _equal(one: StoredTensor, other: StoredTensor) -> bool:
     """Compare two tensors of one shape bit for bit: checksums first, so that different ones are hardly ever read."""
     parts = one.parts(), other.parts()
-    known, others = ([(at, x.shape, x.dtype, x.offset, x.block.digest) for at, x in own] for own in parts)
-    if known != others or not all(digest for *_, digest in known):
+    mine, theirs = ([(at, x.shape, x.dtype, x.offset, x.block.digest) for at, x in boxes] for boxes in parts)
+    if mine != theirs or not all(digest for *_, digest in mine):
         return False
     pairs = ([part.extent("", "", 0, part.numel) for _, part in two] for two in zip(*parts, strict=True))
     return all(
@@ -178,7 +178,7 @@ def model_tensors(found: Nest) -> dict[str, StoredTensor]:
 def named_groups(
     found: Nest, model: Collection[str], names: Callable[[], Sequence[Sequence[str]] | None] = lambda: None
 ) -> tuple[list[dict[str, Any]], dict[str, Mapping[str, Any]]]:
-    """Return (param groups, state by fqn) of ``optimizer.state_dict()``. ``names``: of each param group, if needed.
+    """Return (param groups, state by fqn) of ``optimizer.state_dict()``. ``names``: called for names if needed.
 
     UnsupportedError if nothing says which parameter is which; MergeError if the names do not fit."""
     groups, named_all, all_names = found.at("param_groups").entries(), list[Any](), list[str]()
@@ -186,11 +186,11 @@ def named_groups(
     for index, group in enumerate(groups):
         numbers, named = [one.value for one in group.at("params").entries()], group.get("param_names")
         if all(isinstance(one, str) for one in numbers):
-            own = numbers
+            fqns = numbers
         elif named is not None:
-            own = [name.text() for name in named.entries()]
+            fqns = [name.text() for name in named.entries()]
         elif (known := known or names()) is not None:
-            own = list(known[index]) if len(known) == len(groups) else []
+            fqns = list(known[index]) if len(known) == len(groups) else []
         else:
             raise UnsupportedError(
                 f"{found.where} numbers its parameters, and nothing says which is which; their order is not guessed. "
@@ -198,13 +198,13 @@ def named_groups(
                 f"saved it: names = {{id(p): n for n, p in model.named_parameters()}}; json.dump([[names[id(p)] for p "
                 f"in g['params']] for g in optimizer.param_groups], open('{NAMES}', 'w'))"
             )
-        if len(own) != len(numbers):
+        if len(fqns) != len(numbers):
             raise MergeError(
                 f"{found.where}: param group {index} of {len(groups)} has {counted(len(numbers), 'parameter')}, and "
-                f"{len(own)} are named: the names are of another optimizer"
+                f"{len(fqns)} are named: the names are of another optimizer"
             )
         named_all += numbers
-        all_names += own
+        all_names += fqns
     bare = all_names if {*all_names} <= {*model} else strip_wrappers(all_names)  # a model may have a module `module`
     fqn_of = dict(zip(named_all, bare, strict=True))
     state = Nest(found.mapping().get("state", {}), found.where).mapping()
