@@ -140,7 +140,7 @@ class StoreStatus:
     root: Path
     store_id: str
     saves: tuple[SaveId, ...]
-    suspects: tuple[SaveId, ...]  # of both kinds
+    suspects: tuple[SaveId, ...]  # among ``saves`` and ``weights_only``
     newest: ManifestRecord | None
     epoch: int
     owner: EpochRecord | None
@@ -194,12 +194,12 @@ def _read_status(catalog: Catalog, root: Path, *, counted: bool) -> StoreStatus:
 
 def written(manifest: ManifestRecord) -> int:
     """Return the payload bytes of a save's own segments."""
-    own = manifest.groups.get(manifest.save.name)
-    return 0 if own is None else own.payload_bytes
+    group = manifest.groups.get(manifest.save.name)
+    return 0 if group is None else group.payload_bytes
 
 
 def commit_json(manifest: ManifestRecord) -> dict[str, Any]:
-    """Return what the commands print of a commit with ``--json``."""
+    """Return the fields of a commit that commands print with ``--json``."""
     names = ("step", "epoch", "created", "framework", "policy", "world_size", "bytes_avoided")
     return {
         **{name: getattr(manifest, name) for name in names},
@@ -250,7 +250,7 @@ def epoch_owner(catalog: Catalog, epoch: int, problems: list[str]) -> EpochRecor
 
 
 def bytes_below(root: Path, passed_over: type[OSError] = FileNotFoundError) -> int:
-    """Return the bytes of all files but those of which the size raises ``passed_over``: a running job deletes some."""
+    """Return the bytes of all files, except those whose size raises ``passed_over``: a running job deletes some."""
     total = 0
     for folder, _, names in os.walk(root):
         for name in names:

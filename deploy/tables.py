@@ -93,9 +93,9 @@ def _layer_table(
         units = {slot: all_units[slot] for slot in slots if slot in all_units}
         if units:
             cells = [_unit_cell(units.get(slot), lossy=lossy) for slot in slots]
-            own = [output.cell(tail(source, _NAME_WIDTH - 3))] if sources else []
+            origin = [output.cell(tail(source, _NAME_WIDTH - 3))] if sources else []
             nbytes = sum(unit.nbytes for unit in units.values())
-            table.add_row(output.cell(tail(layer, names)), *own, *cells, size_text(nbytes))
+            table.add_row(output.cell(tail(layer, names)), *origin, *cells, size_text(nbytes))
     return table
 
 

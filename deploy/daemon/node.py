@@ -107,7 +107,7 @@ class Jobs:
         return self._jobs.get(key)
 
     def join(self, hello: Register, pid: int) -> tuple[NodeJob, RankConnection, list[NodeJob]]:
-        """Register a process, again if its connection broke; return the job, the rank, and replaced older epochs.
+        """Register a process, maybe again after its connection broke; return (job, rank, jobs of replaced epochs).
 
         Raises DaemonError if another living process has that rank, or a newer epoch is known."""
         here = [job for (*store, _), job in self._jobs.items() if store == [hello.store, hello.store_id]]
@@ -117,18 +117,18 @@ class Jobs:
                 f"epoch {hello.epoch} of the store {hello.store} is older than epoch {newest}, which is registered"
             )
         old = [job for job in here if job.hello.epoch < hello.epoch]
-        made = NodeJob(hello)
-        job = self._jobs.setdefault(made.key, made)
-        found = job.members.get(hello.rank)
-        if found is not None and found.alive and found.pid != pid:
-            raise DaemonError(f"rank {hello.rank} of the store {hello.store} is already process {found.pid}")
-        if found is None or not found.alive:
-            found = job.members[hello.rank] = RankConnection(hello.rank, pid)
-        found.connections += 1
+        new = NodeJob(hello)
+        job = self._jobs.setdefault(new.key, new)
+        member = job.members.get(hello.rank)
+        if member is not None and member.alive and member.pid != pid:
+            raise DaemonError(f"rank {hello.rank} of the store {hello.store} is already process {member.pid}")
+        if member is None or not member.alive:
+            member = job.members[hello.rank] = RankConnection(hello.rank, pid)
+        member.connections += 1
         job.state = DYING if job.died else TRAINING
-        for one in old:
-            self.forget(one)
-        return job, found, old
+        for replaced in old:
+            self.forget(replaced)
+        return job, member, old
 
     def ended(self, job: NodeJob, member: RankConnection) -> bool:
         """Record the end of a rank's process; return whether its whole job ended and left snapshots to rescue."""
@@ -266,7 +266,7 @@ class Node:
         self._loop.remove_reader(end)
         os.close(end)
         member.ending = True
-        if member.connections > 0:  # its goodbye may still lie there unread
+        if member.connections > 0:  # its ``Unregister`` message may not have been read yet
             self._loop.call_later(_LAST_MESSAGE_SECONDS, self._on_process_gone, job, member)
         else:
             self._on_process_gone(job, member)
@@ -319,7 +319,7 @@ class Node:
         if request.old:
             self._on_old_rescued(done)
         if leftover and (again or request.old or done.outcome in ("nothing", "in use")) and done.outcome != "written":
-            return  # a retry, the cleanup, or the job itself reports it: no death was seen
+            return  # no death was seen; a retry, the cleanup, or the job that uses the store reports the outcome
         level = logging.INFO if done.outcome in ("written", "nothing", "fenced", "given up") else logging.ERROR
         _log.log(level, "rescue of %s: %s: %s (%.1f s)", request.store, done.outcome, done.why, done.seconds)
         self.metrics.rescued(done.outcome)
@@ -329,7 +329,7 @@ class Node:
         self._rescues.append(report)
 
     def _on_old_rescued(self, done: RescueResult) -> None:
-        """Remove old memory once all places of its store were tried, and report what no rescue could save."""
+        """Remove old memory once all paths of its store were tried, and report what no rescue could save."""
         store_id = done.request.store_id
         results = self._cleaning.get(store_id, {})
         results[done.request.store] = done

@@ -47,7 +47,7 @@ class RescueRequest:
     epoch: int | None  # of the dead job, None if unknown
     tried: int = 0  # earlier attempts
     dropped: threading.Event = field(default_factory=threading.Event, compare=False)
-    old: bool = False  # whether its memory is old, so that what a commit has is removed afterwards
+    old: bool = False  # whether its memory is old: versions that a commit contains are removed afterwards
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RescueResult:
 
 
 class Rescuer:
-    """Runs rescues, each in a thread of its own. ``begun`` and ``tell`` are called when one begins and has ended."""
+    """Runs rescues, each in its own thread. ``begun`` is called when one begins, ``tell`` when it has ended."""
 
     def __init__(
         self, base: Path, tell: Callable[[RescueResult], None], begun: Callable[[RescueRequest], None]
@@ -102,36 +102,36 @@ class Rescuer:
             if request.dropped.is_set() or (self._ending and request.epoch is None):
                 return
             self._begun(request)
-            began, found = time.monotonic(), Future[tuple[str, str]]()
-            found.set_running_or_notify_cancel()  # a loop that ends does not wait for it
-            threading.Thread(target=lambda: found.set_result(self._done(request)), name=_THREAD, daemon=True).start()
-            outcome, why = await asyncio.wrap_future(found)
+            began, result = time.monotonic(), Future[tuple[str, str]]()
+            result.set_running_or_notify_cancel()  # a loop that ends does not wait for it
+            threading.Thread(target=lambda: result.set_result(self._run(request)), name=_THREAD, daemon=True).start()
+            outcome, why = await asyncio.wrap_future(result)
         self._tell(RescueResult(request, outcome, why, time.monotonic() - began))
 
-    def _done(self, request: RescueRequest) -> tuple[str, str]:
+    def _run(self, request: RescueRequest) -> tuple[str, str]:
         try:
-            return self._rescued(request)
+            return self._commit(request)
         except errors.DriftpointError as error:
             return next((name for kind, name in _OUTCOME_OF.items() if isinstance(error, kind)), "failed"), str(error)
         except Exception as error:  # noqa: BLE001 - the thread's edge: it must serve the next job
             _log.exception("a rescue failed")
             return "failed", f"internal {type(error).__name__}: {error}"
 
-    def _rescued(self, request: RescueRequest) -> tuple[str, str]:
+    def _commit(self, request: RescueRequest) -> tuple[str, str]:
         try:
             catalog = open_catalog(LocalFiles(request.store))
-        except errors.DamagedError as error:  # of the store: it says nothing of the memory
+        except errors.DamagedError as error:  # the store is damaged, not the snapshots: the rescue is retried
             raise errors.StorageError(str(error)) from error
         if catalog.store_id != request.store_id:
             raise errors.NoStoreError(f"{request.store} now holds another store")
-        tier, begins = Tier(self._base, request.store_id), False
+        tier, in_use = Tier(self._base, request.store_id), False
         try:
             done = rescue_newest(tier, catalog, aborted=request.dropped.is_set)
         except errors.StoreInUseError:
-            begins = True  # a job that needs the memory
+            in_use = True  # by a job, which needs the memory
             raise
         finally:
-            if request.old and not begins:
+            if request.old and not in_use:
                 catalog.forget()
                 clear_old_of(tier, wanted=committed(tier, catalog.files, newest_whole(catalog)))
         return done.outcome, done.why

@@ -52,7 +52,7 @@ def _check(probe: Probe[ObjectFiles]) -> Iterator[Finding]:
     yield semantics(broken, works, "use Amazon S3, or a server that supports this")
 
 
-def _keeps(probe: Probe[ObjectFiles], first: str) -> str | None:
+def _refuses_second_put(probe: Probe[ObjectFiles], first: str) -> str | None:
     try:
         write_new(probe.files, first, secrets.token_bytes(16))
     except ExistsError:
@@ -92,7 +92,7 @@ def _replaces(probe: Probe[ObjectFiles], _: str) -> str | None:
     return None if probe.files.read(name, _LIMIT) == b"two" else "a replaced object is not visible at once"
 
 
-def _forgets(probe: Probe[ObjectFiles], first: str) -> str | None:
+def _deletes(probe: Probe[ObjectFiles], first: str) -> str | None:
     probe.files.unlink(first)
     try:
         probe.files.read(first, _LIMIT)
@@ -101,4 +101,4 @@ def _forgets(probe: Probe[ObjectFiles], first: str) -> str | None:
     return "a deleted object can still be read"
 
 
-_PROMISES = (_reads_back, _lists, _keeps, _one_wins, _replaces, _forgets)
+_PROMISES = (_reads_back, _lists, _refuses_second_put, _one_wins, _replaces, _deletes)

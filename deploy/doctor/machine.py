@@ -22,7 +22,7 @@ import json, torch
 devices = [torch.cuda.get_device_name(one) for one in range(torch.cuda.device_count())]
 print(json.dumps({"version": torch.__version__, "devices": devices}))
 """
-_PATIENCE = 120.0  # seconds allowed for importing torch, possibly from a slow disk
+_IMPORT_SECONDS = 120.0  # allowed for importing torch, possibly from a slow disk
 _NO_LIMIT = 1 << 60  # control group limit, in bytes, that means no limit: version 1 reports a large number
 _FILES = 1024  # recommended number of open files per process
 
@@ -41,10 +41,10 @@ def _torch() -> Finding:
     todo = "see https://pytorch.org/get-started for the build that fits this machine"
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _TORCH], capture_output=True, text=True, timeout=_PATIENCE, check=False
+            [sys.executable, "-c", _TORCH], capture_output=True, text=True, timeout=_IMPORT_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        seen = f"the import takes more than {_PATIENCE:.0f} s"
+        seen = f"the import takes more than {_IMPORT_SECONDS:.0f} s"
         return Finding("torch", "fail", seen, "check the disk that it is installed on")
     if done.returncode:
         last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]

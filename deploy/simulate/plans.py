@@ -22,7 +22,7 @@ from store.errors import ConfigError, UsageError
 from store.names import RAW, WEIGHTS
 
 _ELSEWHERE = {"store", "metrics", "retention", "timeouts", "trace", "resume", "layers", "drift"}
-"""Sections that do not affect what is saved when."""
+"""Sections of the configuration that do not affect which units are saved at which step."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ def recorded_settings(run: Run) -> Mapping[str, Any]:
 
 
 def knows_policy(run: Run) -> bool:
-    """Return whether the recorded policy is not a custom one."""
-    return _ours(run.settings.get("policy", "full"))
+    """Return whether the recorded policy is a built-in one."""
+    return _is_built_in(run.settings.get("policy", "full"))
 
 
 def _recorded_preset(run: Run) -> Mapping[str, Any]:
-    """Return the setting ``encoding`` by slot if earlier releases had other encodings of moments under its name."""
+    """Return the setting ``encoding`` by slot if, by its name, an earlier release stored moments in other encodings."""
     name = run.settings.get("encoding")
     preset = ENCODINGS.get(name, {}) if isinstance(name, str) else {}
     stored: dict[str, set[str]] = {}
@@ -125,22 +125,22 @@ def plan_of(one: SimulationRequest, run: Run, costs: Costs | None = None) -> Rep
 
 def remarks(one: SimulationRequest, run: Run) -> list[str]:
     """Return caveats of replaying this configuration on this run."""
-    recorded, found, every = recorded_config(run), [], _every(one.config, run)
+    recorded, notes, every = recorded_config(run), [], _every(one.config, run)
     steps = [[point.line.step for point in segment.decisions] for segment in run.segments]
-    gap = min((later - one for taken in steps for one, later in itertools.pairwise(taken) if later > one), default=0)
+    gap = min((b - a for of_segment in steps for a, b in itertools.pairwise(of_segment) if b > a), default=0)
     if gap and every is not None and every < gap:
-        found.append(f"{one.name}: the trace has decisions every {gap} steps, so every {every} is replayed as {gap}")
+        notes.append(f"{one.name}: the trace has decisions every {gap} steps, so every {every} is replayed as {gap}")
     elif gap and every is not None and every % gap:
-        found.append(
+        notes.append(
             f"{one.name}: every {every} is not a multiple of the {gap} steps between recorded decisions: the nearest "
             "ones are taken"
         )
     if one.config.every == "auto" and recorded.every != "auto":
-        found.append(f"{one.name}: every auto is replayed at the recorded decisions, not at its own")
+        notes.append(f"{one.name}: every auto is replayed at the recorded decisions, not at its own")
     packing = (one.config.packing, one.config.differences)
     if one.config.packing != "none" and packing != (recorded.packing, recorded.differences):
-        found.append(f"{one.name}: the recorded run packed differently, so the bytes are those before packing")
-    return found
+        notes.append(f"{one.name}: the recorded run packed differently, so the bytes are those before packing")
+    return notes
 
 
 def same_configuration(one: Config, other: Config) -> bool:
@@ -148,14 +148,14 @@ def same_configuration(one: Config, other: Config) -> bool:
     return one.model_dump(exclude=_ELSEWHERE) == other.model_dump(exclude=_ELSEWHERE)
 
 
-def _ours(policy: object) -> bool:
+def _is_built_in(policy: object) -> bool:
     if isinstance(policy, Mapping):
-        return _ours(policy.get("name")) and _ours(policy.get("inner", "full"))
+        return _is_built_in(policy.get("name")) and _is_built_in(policy.get("inner", "full"))
     return policy in POLICIES
 
 
 def _every(config: Config, run: Run) -> int | None:
-    """Return the interval, None for the recorded decisions."""
+    """Return the interval to replay with; None: at the recorded decisions."""
     return config.every if isinstance(config.every, int) and config.every != recorded_config(run).every else None
 
 

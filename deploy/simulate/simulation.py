@@ -116,7 +116,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What came out. baseline: everything raw at every recorded decision, which ``summaries`` begins with.
+    """Result of a simulation. baseline: the first of ``summaries``, everything raw at every recorded decision.
 
     notes: what limits the figures."""
 
@@ -208,16 +208,16 @@ def _costs(run: Run, speeds: Mapping[str, float | None]) -> Costs | None:
     storage, copies = speeds.get("storage_gbps"), speeds.get("copy_gbps")
     if storage is None and copies is None:
         return None
-    stall = run.costs.stall if copies is None else _at(1e9 * copies * run.segments[-1].job.world_size)
-    write = run.costs.write if storage is None else _at(1e9 * storage)
+    stall = run.costs.stall if copies is None else _at_speed(1e9 * copies * run.segments[-1].job.world_size)
+    write = run.costs.write if storage is None else _at_speed(1e9 * storage)
     return Costs(stall, write, run.costs.overhead)
 
 
-def _at(bytes_per_second: float) -> Fitted:
-    found = Fitted()
+def _at_speed(bytes_per_second: float) -> Fitted:
+    seconds = Fitted()
     for nbytes in (1e12, 2e12):
-        found.learn(nbytes, nbytes / bytes_per_second)
-    return found
+        seconds.learn(nbytes, nbytes / bytes_per_second)
+    return seconds
 
 
 def _notes(trace: Trace, run: Run, recorded: Config, costs: Costs | None) -> Iterator[str]:
