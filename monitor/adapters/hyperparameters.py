@@ -4,9 +4,11 @@ Training moves some of them: schedulers move ``lr``, OneCycleLR moves ``betas``.
 its step, those that the script had constructed before training, and a resume compares constructed with constructed."""
 
 import copy
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import lru_cache, partial, reduce
+from itertools import islice
 from types import FunctionType, MethodType
 from typing import Any, Final, Literal, NamedTuple
 
@@ -29,7 +31,7 @@ _NOT_COMPARED = frozenset({"initial_lr", "param_names"})  # the first is compare
 _SCRIPTS = "the script's is used"
 _KEPT = "the store's is used; `resume: {hyperparameters: script}` takes the script's"
 _LONGEST = 80  # characters of a value in a message
-_PLAIN = frozenset({int, float, bool, str, type(None)})
+_PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _FEW = 64  # elements of a value that are looked at while training waits
 
 Prefer = Literal["store", "script"]
@@ -103,33 +105,38 @@ def _group_digest(group: Mapping[str, Any]) -> str:
     return _digest_of(items) if fixed else _digest_of.__wrapped__(items)
 
 
-@lru_cache(1 << 10)
+@lru_cache(1 << 13)  # groups with different values
 def _digest_of(items: tuple[tuple[str, Any], ...]) -> str:
     return digest(repr(sorted([str(key), repr(host_value(value))] for key, value in items)).encode())
 
 
 def host_value(value: Any, depth: int = 3) -> Any:
-    """Return numbers and texts, and the first ones in lists, mappings, arrays and tensors; equal ones alike.
+    """Return numbers, texts and bytes, and the first ones in collections, arrays and tensors; equal ones alike.
 
     None for others, and for tensors on a device, since reading one waits."""
     if type(value) in (torch.Tensor, torch.nn.Parameter) and _is_cheap(value):
         with suppress(RuntimeError):  # a dtype that has no numbers in Python
-            few = value.detach().flatten()[:_FEW].tolist()
-            value = few if value.ndim else few[0]
+            few = value.detach()
+            while few.numel() > _FEW and not few.is_contiguous() and few.ndim > 1:
+                few = few[0]  # to flatten it would copy all of it
+            value = few.flatten()[:_FEW].tolist() if value.ndim else few.item()
     if isinstance(value, np.ndarray | np.generic):
         value = value.ravel()[:_FEW].tolist() if value.ndim else value.item()
-    if type(value) is float or (type(value) in (bool, int) and abs(value) < 1 << 53):
+    if type(value) is int and abs(value) >= 1 << 53:
+        return hex(value)  # a float would round it
+    if type(value) in (bool, int, float):
         return value + 0.0  # -0.0 equals 0.0
     if isinstance(value, dict):
         value = [len(value), *((key, value[key]) for key in sorted(value, key=str)[:_FEW])]
-    if isinstance(value, list | tuple):
-        return [len(value), *(host_value(one, depth - 1) for one in value[: _FEW + 1])] if depth else None
+    if isinstance(value, set | frozenset):
+        value = sorted((one for one in value if type(one) in _PLAIN), key=repr)
+    if isinstance(value, list | tuple | deque):
+        return [len(value), *(host_value(one, depth - 1) for one in islice(value, _FEW + 1))] if depth else None
     return value if type(value) in _PLAIN else None
 
 
 def _is_cheap(tensor: torch.Tensor) -> bool:
-    plain = tensor.is_cpu and tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
-    return plain and (tensor.numel() <= _FEW or tensor.is_contiguous())
+    return tensor.is_cpu and tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
 
 
 def _of_group(values: Hyperparameters, group: Mapping[str, Any]) -> Mapping[str, Any] | None:

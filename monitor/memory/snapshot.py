@@ -138,7 +138,7 @@ class SnapshotManifest:
     def plan(self, save: SaveId) -> str:
         """Return a digest that is equal on ranks that keep the same units of the same save."""
         units = [[unit.layer, unit.slot] for unit in self._job.table.sizes if unit.slot != FROZEN]
-        return digest(seal([save.name, "memory", units, self.saver.checker.mark]))
+        return digest(seal([save.name, "memory", units, self.saver.checker.ranks.mark]))
 
     def manifest(self, save: SaveId, store_id: str, more: Sequence[str] = ()) -> Callable[[], ManifestRecord]:
         """Return a function that builds the manifest, in any thread, from the present state of the ledger.

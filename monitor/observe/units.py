@@ -146,6 +146,10 @@ def _span(
     return (index, first) if inside and tensor.dtype == piece.dtype and tensor.device == piece.device else None
 
 
+def _layouts(local: Mapping[Unit, LocalUnit]) -> dict[Unit, UnitLayout]:
+    return {unit: part.layout for unit, part in local.items()}
+
+
 class UnitTable:
     """The units of a job, on this rank and over all ranks."""
 
@@ -155,7 +159,8 @@ class UnitTable:
         self.layers = tuple(layers)
         self._by_name = {layer.name: layer for layer in layers}
         self._layer_of = {fqn: layer for layer in layers for fqn in layer.fqns}
-        self._agreed: dict[Unit, UnitLayout] | None = None  # this rank's layouts at the last :meth:`agree`
+        self._last_layouts: dict[Unit, UnitLayout] | None = None  # this rank's, at the last agree() or resumed()
+        self._due = True
         self._listing: _Listing | None = None
         self._infos: Mapping[str, TensorInfo] = {}
         self._records: Mapping[str, TensorRecord] = {}
@@ -168,8 +173,12 @@ class UnitTable:
         The same on all ranks."""
 
     def changed(self, local: Mapping[Unit, LocalUnit]) -> bool:
-        """Return whether this rank's pieces differ from those at the last call of :meth:`agree`."""
-        return {unit: part.layout for unit, part in local.items()} != self._agreed
+        """Return whether :meth:`agree` is due: at first, after a resume, and if pieces of this rank changed since."""
+        return self._due or _layouts(local) != self._last_layouts
+
+    def resumed(self, local: Mapping[Unit, LocalUnit]) -> None:
+        """Note the pieces whose drift is measured from now on: those that change before :meth:`agree` are lost."""
+        self._last_layouts, self._due = _layouts(local), True
 
     def local(self) -> dict[Unit, LocalUnit]:
         """Return the units with pieces on this rank.
@@ -208,7 +217,7 @@ class UnitTable:
 
         Raises UnstorableError, on all ranks, if only some replicas have optimizer state of a parameter."""
         members_here = {unit: part.layout.members for unit, part in local.items()}
-        before, now = self._agreed, {unit: part.layout for unit, part in local.items()}
+        before, now = self._last_layouts, _layouts(local)
         changed_here = set() if before is None else {u for u in before | now if before.get(u) != now.get(u)}
         boxed_here = {unit for unit, layout in now.items() if any(one.box is not None for one in layout.fragments)}
         totals: dict[Unit, _Members] = {}
@@ -227,7 +236,7 @@ class UnitTable:
         order = sorted(totals, key=lambda unit: (self.layer(unit).position, unit.slot))
         self.sizes = {unit: _size(totals[unit], unit in boxed) for unit in order}
         self.rows = [(unit, self.layer(unit), size, is_moving(unit)) for unit, size in self.sizes.items()]
-        self._agreed = now
+        self._last_layouts, self._due = now, False
         self.lost = (self.lost | reshaped) & set(self.sizes)
         return reshaped
 

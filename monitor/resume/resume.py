@@ -430,6 +430,7 @@ def go_on_from(
     measure_later: as :meth:`monitor.save.saver.Saver.measure_later`."""
     step, manifest = result.resume_point.save.step, result.resolution.manifest
     _reset_ledger(job, catalog, result, step)
+    job.table.resumed(local)
     measures: dict[bool, list[Callable[[], None]]] = {False: [], True: []}  # whether it may be later
     for unit, part in local.items():
         if unit in result.resolution.versions:

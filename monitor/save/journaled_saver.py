@@ -252,7 +252,7 @@ class JournaledSaver(Saver):
         facts = {CONTINUES: sorted(names)} if rank == 0 else {}
         store_id, size = self._session.catalog.store_id, self._group.world_size
         level = 1 if job.config.packing == "auto" else None if job.config.packing == "none" else job.config.packing
-        plan, records = digest(f"journal {self.checker.mark}".encode()), job.table.tensor_records()
+        plan, records = digest(f"journal {self.checker.ranks.mark}".encode()), job.table.tensor_records()
         draft = SegmentDraft(store_id, save, rank, size, plan, (), None, (), facts)
 
         def write() -> None:

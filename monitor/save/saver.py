@@ -63,7 +63,7 @@ class _RankStatus(NamedTuple):
     trouble: bool
     back: bool
     buffers: int  # hash of the persistent buffers
-    trained: tuple[str, str, str]  # see SelfChecker
+    trained: tuple[str, str, str]  # see RankComparison
     outcome: _Outcome | None  # on rank 0
     proposed: Chosen | None  # on rank 0, what it chose for the next save
 
@@ -155,7 +155,7 @@ class Saver:
     def stepped(self, step: int) -> None:
         """Take note of an optimizer step."""
         self._collect()
-        self.checker.stepped(step)
+        self.checker.ranks.stepped(step)
         back, over = step <= self._stepped, self._outcome
         if over is not None and (back or over.error is not None):  # commits count at the next decision, on all ranks
             self._report_outcome()
@@ -173,7 +173,7 @@ class Saver:
         self._packer.reset()
         self._stepped, self.changed_at, self.dropped = 0, None, ()
         self._notes = () if certificate.exact else (AS_RESUMED,)
-        self.checker.due, self.checker.unlike, self.checker.history = True, (), ""  # ranks are alike again
+        self.checker.ranks.resumed()
 
     def _updated(self) -> None:
         self._notes = ()
@@ -202,14 +202,14 @@ class Saver:
             trouble=trouble,
             back=self._back,
             buffers=self._job.rank_buffers.note(),
-            trained=self.checker.trained(),
+            trained=self.checker.ranks.trained(),
             outcome=self._outcome_of(pending, done) if pending and done and rank0 else None,
             proposed=propose() if rank0 and (pending is None or done) and not (changed or trouble) else None,
         )
         ranks = self._group.all_gather(status)
         self._renewing, self._back = self._renewing or any(one.back for one in ranks), False
         self._buffers = [one.buffers for one in ranks]
-        self.checker.compare_trained([one.trained for one in ranks])
+        self.checker.ranks.compare_trained([one.trained for one in ranks])
         changed, unsupported = any(one.changed for one in ranks), any(one.trouble for one in ranks)
         if pending is not None and any(one.torn for one in ranks):
             self.changed_at = pending.save.step
@@ -283,7 +283,7 @@ class Saver:
         segment, finish, error = self._segment(save, decided)
         check = self.checker.begin(save, [local[unit] for unit in decided.saved if unit in local])
         packing = self._packing(save, staged, decided)
-        rest = failure or error, check, (*self._notes, *self.checker.unlike), self._mover.submit, self.owner
+        rest = failure or error, check, (*self._notes, *self.checker.ranks.unlike), self._mover.submit, self.owner
         task = SaveTask(self._session.files, segment, finish, staged, copying, self._meter, packing, plan, *rest)
         for unit in staged:
             if unit.measure is not None and encoding_named(unit.encoding).lossless:

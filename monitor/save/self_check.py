@@ -8,7 +8,6 @@ reads all of this rank's segment back. What differs is an error in the log, and 
 
 import json
 import logging
-import math
 import threading
 import time
 from collections import Counter, deque
@@ -21,14 +20,13 @@ import torch
 from torch import nn
 
 from monitor.adapters.base import Adapter, LiveValue
-from monitor.adapters.hyperparameters import hyperparameters_digest
-from monitor.adapters.module_tensors import bits_of, compare_hashes, compare_shards, dtype_name
+from monitor.adapters.module_tensors import bits_of
 from monitor.context import JobContext
 from monitor.events import BackgroundFailureEvent
-from monitor.ledger import UNLIKE
 from monitor.observe.units import LocalUnit
 from monitor.run_state import CapturedState, from_tree
 from monitor.save.encode import StagedUnit
+from monitor.save.rank_comparison import RankComparison, Sample
 from store.encoding import encoding_named
 from store.errors import DamagedError, StorageError
 from store.fragments import FragmentReader, Source
@@ -42,7 +40,7 @@ from store.text import listed
 
 _log = logging.getLogger("driftpoint")
 
-_BLOCKS, _WIDTH = 64, 16  # of a larger piece, this many blocks of this many elements are compared with live memory
+_WIDTH = 16  # keys of the first level of an object's state that are looked at
 _NAMED = 8  # differences that are logged and recorded; usually they have one cause
 
 _TENSORS = {torch.Tensor: "torch.Tensor", nn.Parameter: "torch.nn.Parameter"}
@@ -171,50 +169,6 @@ def _memory_of(tensor: torch.Tensor) -> tuple[int, int, torch.dtype]:
     return tensor.data_ptr(), tensor.numel(), tensor.dtype
 
 
-@dataclass(frozen=True)
-class Sample:
-    """Some elements of a 1-d tensor: evenly spaced blocks, the first and last ones among them. All of a small one."""
-
-    dtype: str
-    numel: int
-    data: bytes
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> "Sample":
-        """Copy elements of a flattened tensor to the host. dtype: rounds them."""
-        values, numel = tensor.detach().contiguous().view(-1), tensor.numel()
-        if numel > _BLOCKS * _WIDTH:
-            shape, stride = (_BLOCKS - 1, _WIDTH), (_stride(numel), 1)
-            blocks = values.as_strided(shape, stride, int(values.storage_offset()))
-            values = torch.cat((blocks.reshape(-1), values[-_WIDTH:]))
-        values = values.to(dtype or values.dtype)
-        return cls(dtype_name(values.dtype), numel, bits_of(values).tobytes())
-
-    def select(self, chunks: Iterable[np.ndarray[Any, Any]]) -> bytes:
-        """Return the same elements of decoded chunks."""
-        starts, width = [0], self.numel
-        if self.numel > _BLOCKS * _WIDTH:
-            starts = [block * _stride(self.numel) for block in range(_BLOCKS - 1)] + [self.numel - _WIDTH]
-            width = _WIDTH
-        size = len(self.data) // len(starts)  # of a block, in bytes
-        out, position = bytearray(len(self.data)), 0
-        for chunk in chunks:
-            values = np.ascontiguousarray(chunk).reshape(-1).view(np.uint8)
-            for block, start in enumerate(starts):
-                begin = start * (size // width)
-                first, after = max(begin, position), min(begin + size, position + values.size)
-                if first < after:
-                    target = block * size + first - begin
-                    out[target : target + after - first] = values[first - position : after - position].tobytes()
-            position += values.size
-        return bytes(out)
-
-
-def _stride(numel: int) -> int:
-    """Return the elements between the beginnings of two blocks of a sample."""
-    return (numel - _WIDTH) // (_BLOCKS - 1)
-
-
 @dataclass
 class SelfCheck:
     """One save of this rank and the live state that it must hold."""
@@ -338,100 +292,29 @@ class SelfChecker:
     """Decides when a save of this rank is checked, and keeps what the last check found."""
 
     def __init__(self, job: JobContext) -> None:
-        self._job = job
-        self._sizes: Any = None  # the units of the job at the last save
-        self._changed = False  # since :meth:`describe`
+        self._job, self.ranks = job, RankComparison(job)
+        self._changed = False  # whether the units did, or the ranks were compared, since :meth:`describe`
         self._shapes: Any = None  # of the user's objects, when they were checked last
-        self._unequal: list[str] = []  # over the ranks, when the units changed last
-        self._apart = False  # whether they were, on all ranks
-        self._seconds = 0.0  # that it took
         self._unsaved: list[str] = []
         self._described: tuple[Outline, list[str], float] | None = None
         self._current: SelfCheck | None = None
         self.differs: tuple[str, ...] = ()  # what the last check found
         self._shown: Sequence[str] = ()  # those among them that only reading back shows
-        self.due = False  # whether the ranks are compared at the next save, as after a resume; the same on all ranks
-        self.unlike: tuple[str, ...] = ()  # why no save is exact now, and none in memory; the same on all ranks
-        self.history = ""  # see :meth:`_trained`
-        if job.group.world_size > 1:
-            job.adapter.before_update(self._updated)
-
-    def _groups(self) -> Iterator[dict[str, Any]]:
-        return (group for one in self._job.adapter.optimizers() for group in one.param_groups)
-
-    def stepped(self, step: int) -> None:
-        """Take note of a step, with or without an update of the optimizer. The same on all ranks."""
-        self.history = digest(f"{self.history} {step}".encode())
-
-    def _updated(self) -> None:
-        self.history = self._trained()
-
-    def _trained(self) -> str:
-        """Return a digest of the hyperparameters of each update since the ranks were compared, and of the next one."""
-        return digest(f"{self.history} {hyperparameters_digest(self._groups())}".encode())
-
-    @property
-    def mark(self) -> str:
-        """What parts of one version in memory, or of the journal, have in common.
-
-        "" in a pipeline, and once the ranks are known to be apart: then :attr:`known` says so."""
-        return "" if self._apart or len(self._job.adapter.leaders) > 1 else self._trained()
 
     @property
     def known(self) -> tuple[str, ...]:
         """All that is known not to come back from this rank, also of a check under way."""
         found = self._current.found if self._current else ()
-        return tuple(dict.fromkeys((*self.unlike, *self.recorded, *found)))[:_NAMED]
+        return tuple(dict.fromkeys((*self.ranks.unlike, *self.recorded, *found)))[:_NAMED]
 
     @property
     def recorded(self) -> tuple[str, ...]:
         """What a save of this rank that is not checked records: all that is known not to come back from it."""
-        return tuple(dict.fromkeys((*self._unequal, *self._unsaved, *self.differs)))[:_NAMED]
-
-    def trained(self) -> tuple[str, str, str]:
-        """Return digests: of the names in this rank's pipeline stage, of its hyperparameters, of those so far."""
-        job = self._job
-        stage = digest(repr(list(job.adapter.local)).encode()) if job.adapter.local is not None else ""
-        return stage, hyperparameters_digest(self._groups()), self.history
-
-    def compare_trained(self, ranks: Sequence[tuple[str, str, str]]) -> None:
-        """Compare the ranks anew at the next save if their updates were not alike. The same on all ranks."""
-        stages = {stage for stage, *_ in ranks}
-        if len({one[:2] for one in ranks}) > len(stages):
-            if not self.unlike and self._job.group.rank == 0:
-                _log.error("%s: until they are alike, commits are not exact, and versions in memory not used", UNLIKE)
-            self.unlike = (UNLIKE,)  # their tensors are compared once they are alike
-            return
-        self.unlike = ()
-        self.due |= len({one[::2] for one in ranks}) > len(stages) and not self._apart
+        return tuple(dict.fromkeys((*self.ranks.differing, *self._unsaved, *self.differs)))[:_NAMED]
 
     def compare_ranks(self) -> None:
-        """Compare what several ranks hold whole, if that is due or the units changed. Collective.
-
-        Scalars of ranks that differ, beside shards, are saved for each rank from then on."""
-        job, began = self._job, time.perf_counter()
-        whole, shards, scalars = dict[str, int](), dict[Fragment, int](), dict[str, int]()
-        if not job.config.self_check or ((self._sizes,) == (job.table.sizes,) and not self.due):
-            return
-        self._sizes, self._changed, self._unequal = job.table.sizes, True, []
-        self.due, self.history = False, ""
-        try:
-            numels = {fqn: math.prod(info.shape) for fqn, info in job.adapter.tensors().items()}
-            for one, tensor, _ in job.adapter.held() if job.group.world_size > 1 else ():
-                value = 0 if one.slot == BUFFER else int(digest(Sample.of(tensor).data)[:15], 16)
-                if one.numel != numels[one.fqn]:
-                    shards[one] = value
-                else:
-                    whole[f"{one.fqn}/{one.slot}"] = value  # 0 for buffers, which may differ
-            scalars = job.rank_buffers.scalar_hashes() if job.group.world_size > 1 else {}
-        except Exception as error:  # noqa: BLE001 - of one rank, while the others are in the collective: a difference
-            self._unequal = [f"the tensors of this rank cannot be compared with those of others: {error!r}"]
-        names = [*compare_hashes(job.group, whole)[1], *compare_shards(job.group, shards)]
-        job.rank_buffers.every_scalar |= bool(compare_hashes(job.group, scalars)[1])
-        self._apart = bool(names)
-        if names and job.group.rank == 0:
-            self._unequal.append(f"the ranks differ in {listed(names)}: a save holds one rank's, or parts of each")
-        self._seconds = time.perf_counter() - began
+        """Compare the ranks if that is due. Collective."""
+        self._changed |= self.ranks.compare()
 
     def describe(self, captured: CapturedState) -> None:
         """Note the live state if a check is due. Training thread, while it stands still. captured: the run state."""
@@ -447,8 +330,8 @@ class SelfChecker:
                 self._unsaved = unsaved(self._job.adapter, state, self._job.user.objects)
         except Exception as error:  # noqa: BLE001 - the edge to the user's own state dicts: reported, saves go on
             self._unsaved = [f"the state dicts of model and optimizer cannot be compared: {error!r}"]
-        seconds = time.perf_counter() - began + self._changed * self._seconds
-        self._described = live, [*self._unequal, *self._unsaved], seconds
+        seconds = time.perf_counter() - began + self._changed * self.ranks.seconds
+        self._described = live, [*self.ranks.differing, *self._unsaved], seconds
         self._changed, self._shapes = False, shapes
 
     def begin(self, save: SaveId, parts: Iterable[LocalUnit]) -> SelfCheck | None:

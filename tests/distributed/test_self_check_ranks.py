@@ -102,6 +102,13 @@ def test_ranks_that_are_known_to_be_apart_are_resumed_from_memory(launched: Laun
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_are_never_compared_are_resumed_from_memory_and_never_exact(launched: Launched, rank: int) -> None:
+    back = launched.one("back", scenario="not_compared", rank=rank)
+    assert (back["step"], back["exact"]) == (11, False)
+    assert launched.output.count("so commits are not exact from now on") == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("name", ["the run state", "the samples"])
 def test_what_a_comparison_found_stays_if_its_save_is_not_checked(launched: Launched, name: str, rank: int) -> None:
     back = launched.one("back", scenario="apart_and_not_checked", rank=rank, name=name)
