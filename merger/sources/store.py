@@ -40,7 +40,7 @@ class StoreSource:
         bad = {flaw.bad for flaw in flaws if flaw.store == self.root}
         torn = {flaw.bad.save for flaw in flaws if flaw.store == self.root / JOURNAL}
         while True:
-            save, chain = (None, None) if step is None else self._locate(step, bad, torn)
+            save, chain = (None, None) if step is None else self._meant(step, bad, torn)
             why = None if save is None else self.catalog.suspects().why.get(save)
             problems: tuple[str, ...] = (
                 () if why is None else (f"{save} is suspect: jobs that resumed from it died ({why})",)
@@ -82,7 +82,7 @@ class StoreSource:
     def _has_newer_record(self, step: int | str, save: SaveId) -> bool:
         return any(one.epoch > save.epoch for one in records(journal_catalog(self.catalog), step))
 
-    def _locate(self, step: int | str, bad: Set[RejectedVersion], torn: Set[SaveId]) -> tuple[SaveId, Chain | None]:
+    def _meant(self, step: int | str, bad: Set[RejectedVersion], torn: Set[SaveId]) -> tuple[SaveId, Chain | None]:
         """Return the commit of ``step``; if the journal has the step on a newer branch, a commit and records to it."""
         saves, journal = all_saves(self.catalog), journal_catalog(self.catalog)
         save = next((one for one in saves if step in (one.step, one.name, str(one.step))), None)
