@@ -143,7 +143,7 @@ class Checkpointer:
             memory: Whether to use in-memory snapshots. False reads the store only, and drops newer ones.
 
         Returns:
-            The step to continue from. 0 if the store is empty; otherwise the step of the commit. If its weights come
+            The step to continue from: the steps taken so far if the store is empty, 0 in a new job; otherwise the step of the commit. If its weights come
             from several steps, the saved step closest to their effective step (see ``resume:`` in the settings).
 
         Raises:
