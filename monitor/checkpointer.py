@@ -143,8 +143,8 @@ class Checkpointer:
             memory: Whether to use in-memory snapshots. False reads the store only, and drops newer ones.
 
         Returns:
-            The step to continue from. 0 if the store is empty; otherwise the step of the commit. If its weights come
-            from several steps, the saved step closest to their effective step (see ``resume:`` in the settings).
+            The step to continue from. Without a commit, the steps taken so far: 0 in a new job. Otherwise the step of
+            the commit; if its weights come from several steps, the saved step closest to their effective step.
 
         Raises:
             NothingToResumeError: The store contains commits, but none is complete or leads to ``step``.

@@ -273,8 +273,8 @@ class OptimizerAttributes:
     def __init__(self, holder: Any, optimizer: torch.optim.Optimizer) -> None:
         self.kind, self.optimizer = type(holder).__name__, optimizer
         self._values: dict[str, Any] = getattr(holder, "__dict__", {})
-        own = {id(value) for group in optimizer.param_groups for value in group.values()}
-        defaults = getattr(optimizer, "defaults", {}).values()
+        own = {id(value) for group in optimizer.param_groups for value in _items_of(group)}
+        defaults = _items_of(getattr(optimizer, "defaults", {}))
         self._defaults = [one for one in defaults if isinstance(one, torch.Tensor) and id(one) in own]
         self._first, self._seen = copy.deepcopy(self._plain()), self._marks()
         self.check()
@@ -314,11 +314,17 @@ class OptimizerAttributes:
         """Return, by name, a mark of each value that is not plain: it differs once the value has changed."""
         parts = dict(_parts({key: item for key, item in self._values.items() if key not in _IGNORED}))
         if any(isinstance(value, torch.Tensor) for value in parts.values()):
-            saved = {id(one) for group in self.optimizer.param_groups for one in (*group["params"], *group.values())}
+            saved = {id(one) for group in self.optimizer.param_groups for one in _items_of(group)}
             saved |= {id(value) for state in self.optimizer.state.values() for value in state.values()}
             saved |= set(map(id, self._defaults))  # in a group at first, as a tensor ``lr`` until training replaces it
             parts = {k: one for k, one in parts.items() if not isinstance(one, torch.Tensor) or id(one) not in saved}
         return {name: _mark(one) for name, one in parts.items()}
+
+
+def _items_of(group: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the values of a param group, and those in lists and tuples, such as its parameters."""
+    for value in group.values():
+        yield from value if isinstance(value, list | tuple) else (value,)
 
 
 def _is_plain(value: Any) -> bool:

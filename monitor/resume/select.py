@@ -257,13 +257,15 @@ def require_optimizer(saved: Mapping[str, Any], live: Mapping[str, Any]) -> None
             "use the same kind of optimizer, or set another `store:`"
         )
     # Where the live value is a tensor, the adapter checks the shape.
-    numbers = {key for key, value in _hyper(live) if isinstance(value, bool | int | float)}
-    for key, value in _hyper(saved):
-        if key in numbers and not isinstance(value, bool | int | float | torch.Tensor | None):
-            raise ModelMismatchError(
-                f"the store has the hyperparameter {key} = {value!r}, which is a number in this optimizer: resume with "
-                "the optimizer of the run that saved it"
-            )
+    before = {fqn: group["hyper"] for group in saved["param_groups"] for fqn in group["params"]}
+    for group in live["param_groups"]:
+        for key, value in next((before[fqn] for fqn in group["params"] if fqn in before), {}).items():
+            number = isinstance(group["hyper"].get(key), bool | int | float)
+            if number and not isinstance(value, bool | int | float | torch.Tensor | None):
+                raise ModelMismatchError(
+                    f"the store has the hyperparameter {key} = {value!r}, which is a number in this optimizer: resume "
+                    "with the optimizer of the run that saved it"
+                )
 
 
 def _require_same_split(saved: Mapping[str, Any], live: Mapping[str, Any]) -> None:
@@ -283,10 +285,6 @@ def _kinds(framework: Mapping[str, Any]) -> dict[str, str]:
     """Return the class of the optimizer of each parameter."""
     groups = framework["param_groups"]
     return {fqn: str(one.get("optimizer") or framework.get("optimizer")) for one in groups for fqn in one["params"]}
-
-
-def _hyper(framework: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    return (item for group in framework["param_groups"] for item in group["hyper"].items())
 
 
 def _markers(framework: Mapping[str, Any]) -> set[str]:

@@ -73,18 +73,13 @@ def _stride(numel: int) -> int:
 
 
 class RankComparison:
-    """Compares the ranks of a job, and says what differs.
-
-    Attributes:
-        unlike: Why no save is exact now. The same on all ranks.
-        differing: What the ranks differed in when they were compared last, on rank 0; errors, on their own rank.
-        seconds: What the last comparison took."""
+    """Compares the ranks of a job, and says what differs."""
 
     def __init__(self, job: JobContext) -> None:
         self._job = job
-        self.unlike: tuple[str, ...] = ()
-        self.differing: list[str] = []
-        self.seconds = 0.0
+        self.unlike: tuple[str, ...] = ()  # why no save is exact now; the same on all ranks
+        self.differing: list[str] = []  # what the last comparison found, on rank 0; its error, on its own rank
+        self.seconds = 0.0  # that it took
         self._sizes: Any = None  # the units of the job when the ranks were compared last
         self._due = False  # whether the next save compares them, as after a resume; the same on all ranks
         self._apart = False  # whether they differed; the same on all ranks
@@ -101,9 +96,7 @@ class RankComparison:
 
     def resumed(self) -> None:
         """Begin anew: a resume made the ranks alike. The next save compares them."""
-        self._due, self.unlike, self._history = True, (), ""
-        if not self._job.config.self_check:
-            self._apart, self.differing = False, []
+        self._due, self._apart, self.unlike, self.differing, self._history = True, False, (), [], ""
 
     @property
     def _present(self) -> str:

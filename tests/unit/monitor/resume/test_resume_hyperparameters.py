@@ -386,3 +386,27 @@ def test_a_group_without_parameters_gets_its_values_back(tmp_path: Path) -> None
         one.steps(2)
     with Script(tmp_path / "store", empty_group, schedule) as two:
         assert [group["lr"] for group in two.optimizer.param_groups] == [0.025, 0.025] and two.exact
+
+
+def test_groups_of_several_optimizers_have_hyperparameters_of_their_own_kinds(tmp_path: Path) -> None:
+    """Adafactor's ``eps`` are two values, AdamW's is a number."""
+    for step in (0, 2):
+        model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        optimizers = [torch.optim.Adafactor(model[0].parameters()), AdamW(model[1].parameters())]
+        with monitor.attach((model, optimizers), {"store": str(tmp_path), "metrics": {"enabled": False}}) as ckpt:
+            assert ckpt.resume() == step
+            for _ in range(2):
+                model[1](model[0](torch.ones(2, 4))).square().mean().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+                ckpt.step()
+
+
+def test_betas_in_tensors(tmp_path: Path) -> None:
+    """They are those in the optimizer's ``defaults``, too, and a resume fills them."""
+    for start in (0, 2, 4):
+        betas = torch.tensor(0.9 if start else 0.8), torch.tensor(0.99)
+        one = Script(tmp_path, torch.optim.Adam, betas=betas, lr=torch.tensor(0.1))
+        assert one.start == start and one.group["betas"][0].item() == torch.tensor(0.8).item()
+        one.steps(2)
+        one.ckpt.close()
