@@ -6,6 +6,7 @@ for storage a fraction of a second at most; then the record is left out. A recor
 journal, and so does a change of the state by anything but the optimizer's step. The journal begins again at the next
 save."""
 
+import inspect
 import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping
@@ -59,8 +60,9 @@ def kind_with_hooks(optimizer: torch.optim.Optimizer) -> str:
     """Return an optimizer's module and class, and "with hooks of the script" if such take part in its steps."""
     local = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     shared = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
-    hooks = (getattr(one, "func", one) for found in (*local, *shared) for one in found.values())
-    foreign = any(not str(getattr(one, "__module__", "")).startswith("monitor.") for one in hooks)
+    hooks = (inspect.unwrap(one) for found in (*local, *shared) for one in found.values())
+    modules = (getattr(getattr(one, "func", one), "__module__", "") for one in hooks)
+    foreign = any(not str(module).startswith("monitor.") for module in modules)
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}{' with hooks of the script' * foreign}"
 
 
