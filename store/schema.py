@@ -86,10 +86,8 @@ def digest(data: bytes | bytearray | memoryview) -> str:
 
 def as_json(value: Any) -> Any:
     """Return ``value`` as it comes back from a record; objects, infinities and NaN become strings."""
-    return json.loads(json.dumps(value, default=str), parse_constant=_SPELLED.__getitem__)
-
-
-_SPELLED = {"Infinity": "inf", "-Infinity": "-inf", "NaN": "nan"}
+    spelled = {"Infinity": "inf", "-Infinity": "-inf", "NaN": "nan"}
+    return json.loads(json.dumps(value, default=str), parse_constant=spelled.__getitem__)
 
 
 def seal(body: Any) -> bytes:

@@ -169,11 +169,6 @@ def opened(path: Path) -> Iterator[Iterator[bytes]]:
         yield chain(before, file)
 
 
-def to_line(line: Line) -> bytes:
-    """Return a line with its newline; numbers are read back exactly."""
-    return json.dumps(line.model_dump(mode="json"), separators=(",", ":"), allow_nan=False).encode() + b"\n"
-
-
 def read_lines(data: Iterable[bytes]) -> Trace:
     """Parse the lines of a file; invalid lines are counted."""
     lines = list(iter_lines(data))

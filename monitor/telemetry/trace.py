@@ -11,6 +11,7 @@ trace ends with one report, so it has no gaps."""
 
 import errno
 import fcntl
+import json
 import math
 import os
 import stat
@@ -34,7 +35,7 @@ from monitor.telemetry.drift_history import Compared, DriftHistory
 from monitor.telemetry.metrics import Metrics
 from monitor.types import DecisionResult, Sizes
 from store import trace as traces
-from store.errors import StorageError, system_errors
+from store.errors import StorageError
 from store.names import Unit
 from store.schema import as_json
 
@@ -246,7 +247,12 @@ class TraceRecorder(SaveListener):
 
     def _put(self, make: Callable[[], traces.Line | None], *, job: bool = False) -> None:
         if self._writer is not None:
-            self._writer.put(lambda: b"" if (line := make()) is None else traces.to_line(line), job=job)
+            self._writer.put(lambda: b"" if (line := make()) is None else to_line(line), job=job)
+
+
+def to_line(line: traces.Line) -> bytes:
+    """Return a line with its newline; numbers are read back exactly."""
+    return json.dumps(line.model_dump(mode="json"), separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
 class TraceFile:
@@ -263,7 +269,7 @@ class TraceFile:
         """Append a line, its newline included. Raises StorageError unless all of it is written."""
         if job:
             self._job = line
-        with system_errors("write", self.path):
+        try:
             if self._descriptor < 0:
                 self._descriptor, torn = _open_file(self.path)
                 line = b"\n" * torn + line
@@ -274,6 +280,8 @@ class TraceFile:
                 self._descriptor, _ = _open_file(self.path)
                 line = self._job if job else self._job + line
             wrote = os.write(self._descriptor, line)
+        except OSError as error:
+            raise StorageError(f"cannot write {self.path}: {error.strerror or error}") from error
         if wrote != len(line):
             raise StorageError(f"only {wrote} of {len(line)} bytes of a line went into {self.path}: is the disk full?")
 

@@ -110,10 +110,10 @@ MUTANTS: dict[str, tuple[Any, str, str, str, Check]] = {
         JournaledSaver, "_record", '"groups": made.groups',
         '"groups": [one for n in made.members for one in job.adapter.step_inputs(n)[0]]', replays("full")),
     "the random state of the step is not restored": (
-        Replay, "_take", 'if record.stepped["rng"] is not None:', "if False:",
+        Replay, "_repeat_step", 'if record.stepped["rng"] is not None:', "if False:",
         plain(replayed.test_an_optimizer_that_draws_random_numbers)),
     "a step that was skipped is taken": (
-        Replay, "_take", 'in record.stepped["members"]', "in range(1)",
+        Replay, "_repeat_step", 'in record.stepped["members"]', "in range(1)",
         plain(replayed.test_a_skipped_optimizer_step_is_a_step)),
     "newer layers are not set at their step": (
         Replay, "run", "self._set_versions(later.pop(record.step.save.step, ()))", "pass",

@@ -11,8 +11,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from monitor.telemetry.trace import to_line
 from store.names import SaveId, Unit
-from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, ResumedLine, TracedUnit, to_line
+from store.trace import CommitLine, DecisionLine, FailedLine, JobLine, Line, ResumedLine, TracedUnit
 from store.verify import CommitState, VerifyReport
 from tests.support.stores import FakeLayer, StoreBuilder
 

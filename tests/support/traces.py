@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from monitor.telemetry.trace import to_line
 from store.names import Unit
-from store.trace import DecisionLine, JobLine, Line, MovedLine, Trace, TracedUnit, to_line
+from store.trace import DecisionLine, JobLine, Line, MovedLine, Trace, TracedUnit
 
 
 @dataclass(frozen=True)

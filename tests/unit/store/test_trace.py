@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from monitor.telemetry.trace import to_line
 from store.trace import (
     CommitLine,
     DecisionLine,
@@ -19,7 +20,6 @@ from store.trace import (
     TracedUnit,
     incarnations,
     read_lines,
-    to_line,
 )
 
 UNIT = TracedUnit(layer="layers.0", slot="fp32", position=0, block=True, nbytes=64, numel=16, moving=True)
