@@ -23,8 +23,6 @@ from tests.unit.monitor import test_checkpointer_end_incomplete as incomplete
 from tests.unit.monitor import test_checkpointer_store_away as away
 from tests.unit.store import test_session_fencing as fencing
 
-pytestmark = pytest.mark.slow
-
 Patch = pytest.MonkeyPatch
 
 
@@ -112,6 +110,12 @@ def forget_after_plan() -> Callable[..., dict[Any, int]]:
     return groups_of
 
 
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_place_of_the_mutant_is_there(name: str, monkeypatch: Patch) -> None:
+    MUTANTS[name][0](monkeypatch)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
     mutate, check = MUTANTS[name]

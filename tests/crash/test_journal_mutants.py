@@ -26,8 +26,6 @@ from tests.unit.monitor.save import test_journal_back as back
 from tests.unit.monitor.save import test_journal_interrupted as interrupted
 from tests.unit.monitor.save import test_journal_records as kept
 
-pytestmark = pytest.mark.slow
-
 Patch = pytest.MonkeyPatch
 Check = Callable[[Path, Patch], object]
 PARITY = {"name": "parity", "k": 2}
@@ -141,6 +139,12 @@ MUTANTS: dict[str, tuple[Any, str, str, str, Check]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_place_of_the_mutant_is_there(name: str, monkeypatch: Patch) -> None:
+    changed(monkeypatch, *MUTANTS[name][:4])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_mutant_is_caught(name: str, tmp_path: Path, monkeypatch: Patch) -> None:
     owner, function, old, new, check = MUTANTS[name]
