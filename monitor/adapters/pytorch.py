@@ -3,7 +3,7 @@
 Every rank holds everything, writes a part of it and loads all of it. Training thread only. Schedulers and gradient
 scalers are the user's own objects."""
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
@@ -11,9 +11,11 @@ from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from monitor.adapters import base, optimizer_state
 from monitor.adapters.frozen import fingerprint
@@ -458,12 +460,19 @@ class PyTorchAdapter(base.Adapter):
         return optimizer_state.restored_scalars(owner, parameter, group, saved["scalars"].get(fqn, {}), kind)
 
 
-def _lasts(kept: object) -> bool:
-    """Whether what a communication hook keeps holds tensors, or counts steps as torch's own do."""
+def _lasts(kept: object, depth: int = 4) -> bool:
+    """Whether what a communication hook keeps holds tensors, or counts steps as torch's own do.
+
+    An empty list, set or mapping counts too: hooks fill theirs at the first steps. Modules are saved as such."""
+    if isinstance(kept, torch.Tensor | np.ndarray | torch.Generator):
+        return True
+    if depth == 0 or isinstance(kept, type | nn.Module | dist.ProcessGroup | DeviceMesh):
+        return False
+    if isinstance(kept, Mapping | Set | list | tuple | deque):
+        values = list(kept.values() if isinstance(kept, Mapping) else kept)
+        return not (values or isinstance(kept, tuple | frozenset)) or any(_lasts(one, depth - 1) for one in values)
     names = [*getattr(type(kept), "__slots__", ()), *getattr(kept, "__dict__", ())]
-    values = (getattr(kept, name, None) for name in names)
-    items = chain.from_iterable(one.values() if isinstance(one, Mapping) else (one,) for one in values)
-    return "iter" in names or any(isinstance(item, torch.Tensor) for item in items)
+    return "iter" in names or any(_lasts(getattr(kept, name, None), depth - 1) for name in names)
 
 
 class _LoadHook:

@@ -142,9 +142,9 @@ def _unsaved(one: LiveValue, state: Mapping[str, Any], tensors: list[LiveValue])
             yield _is_in_no_part(one)
         else:
             yield from differences(outline(one.value, one.name), outline(found[0], one.name))
-    elif isinstance(one.value, torch.Tensor):
+    elif isinstance(one.value, torch.Tensor) and not one.ownable:
         tensors.append(replace(one, value=_local(one.value)))
-    elif isinstance(one.value, Mapping | list | tuple):
+    elif isinstance(one.value, Mapping | list | tuple) and not one.ownable:
         items = one.value.items() if isinstance(one.value, Mapping) else enumerate(one.value)
         for key, item in items:
             yield from _unsaved(LiveValue(f"{one.name}[{key!r}]", item), state, tensors)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import monitor
@@ -226,10 +227,52 @@ def test_what_a_communication_hook_keeps(store: Path, logged: pytest.LogCaptureF
     return job.ckpt.close()
 
 
+def compress(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return default_hooks.fp16_compress_hook(dist.group.WORLD, bucket)
+
+
+compress.__annotations__ = default_hooks.fp16_compress_hook.__annotations__  # DDP compares them as objects
+
+
+class Plain:
+    def __init__(self, **values: object) -> None:
+        vars(self).update(values)
+
+
+LASTING = {
+    "a tensor": torch.zeros(2),
+    "a list of tensors": [torch.zeros(2)],
+    "a mapping that is filled later": {},
+    "tensors in a list of mappings of an object": Plain(errors=[{"bucket": torch.zeros(2)}]),
+    "a list of an object that is filled later": Plain(errors=[]),
+    "a random generator": Plain(rng=torch.Generator()),
+}
+
+
 @pytest.mark.usefixtures("group")
-def test_a_communication_hook_that_keeps_nothing(store: Path, logged: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kept", LASTING.values(), ids=LASTING)
+def test_where_a_communication_hook_keeps_tensors(store: Path, logged: pytest.LogCaptureFixture, kept: object) -> None:
     model = DistributedDataParallel(nn.Linear(4, 4))
-    model.register_comm_hook(dist.group.WORLD, default_hooks.fp16_compress_hook)
+    model.register_comm_hook(kept, compress)
+    require_found(Job(store, model), store, logged, "by the communication hook compress is")
+
+
+CONSTANT = {
+    "a process group": lambda: dist.group.WORLD,
+    "numbers": lambda: {"factor": 2.0, "names": ("a", "b")},
+    "numbers of an object": lambda: Plain(factor=2.0, dtype=torch.bfloat16, group=dist.group.WORLD, none=None),
+    "a device mesh": lambda: Plain(mesh=init_device_mesh("cpu", (1,))),
+    "the model": lambda: Plain(model=nn.Linear(2, 2)),
+}
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("kept", CONSTANT.values(), ids=CONSTANT)
+def test_a_communication_hook_that_keeps_no_tensors(
+    store: Path, logged: pytest.LogCaptureFixture, kept: Callable[[], object]
+) -> None:
+    model = DistributedDataParallel(nn.Linear(4, 4))
+    model.register_comm_hook(kept(), compress)
     job = Job(store, model)
     job.step()
     assert errors(logged) == [] and exact(store)
