@@ -3,9 +3,7 @@
 The training thread owns the ledger; only a commit advances it. The background thread gets an immutable
 :class:`CommitDraft` and returns a manifest."""
 
-import math
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -21,6 +19,7 @@ from store.errors import DamagedError, NotFiniteError, SaveError
 from store.fragments import covered_numel
 from store.names import RAW, SaveId, Unit, group_by_key
 from store.resolve import Resolution
+from store.segment import partial_tensor
 from store.text import listed
 
 AS_RESUMED = "the state is as it was resumed, which was not exact: the optimizer took no step since"
@@ -156,7 +155,8 @@ def build_manifest(draft: CommitDraft, group: Group) -> PreparedCommit:
     in several lossy encodings at once, and NotFiniteError if no layer to be saved is finite, a unit with NaN or Inf has
     no version yet, or ``draft.partial`` is False."""
     nonfinite, drift, errors = _combine_measures(group)
-    _require_whole_tensors(draft, group)
+    if found := partial_tensor(group.parts, draft.facts.tensors):
+        raise SaveError(f"save {draft.save}: the segments hold {found}")
     stored = _stored_units(group)
     for unit in draft.saved:
         actual, expected = stored.get(unit), draft.sizes[unit]
@@ -237,20 +237,6 @@ def new_version(
         error=error,
         reason=reason,
     )
-
-
-def _require_whole_tensors(draft: CommitDraft, group: Group) -> None:
-    numels: Counter[tuple[str, str]] = Counter()
-    for part in group.parts:
-        for entry in part.entries:
-            numels[entry.fqn, entry.slot] += entry.numel
-    for (fqn, slot), numel in numels.items():  # every slot has its parameter's shape
-        shape = draft.facts.tensors[fqn].shape if fqn in draft.facts.tensors else None
-        if shape is None or math.prod(shape) != numel:
-            raise SaveError(
-                f"save {draft.save}: the segments hold {numel} elements of {fqn}/{slot}, whose shape is {shape}: the "
-                "ranks hold different tensors, or only some of them have optimizer state"
-            )
 
 
 def _combine_measures(group: Group) -> tuple[set[str], dict[Unit, float], dict[Unit, float]]:

@@ -6,6 +6,8 @@ writes the safetensors container itself, because it must hash each tensor while 
 appears. Offsets are relative to the end of the header."""
 
 import json
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +24,17 @@ from store.encoding.stream import PACKING, PACKINGS, EncodedEntry
 from store.errors import DamagedError, MissingError, NewerFormatError
 from store.fragments import Readable
 from store.names import Box, SaveId, parse_rank_file, part_path, payload_path, segment_dir
-from store.schema import Entry, MeasureRecord, PartRecord, StateTensor, digest, from_bytes, to_bytes, without_gc
+from store.schema import (
+    Entry,
+    MeasureRecord,
+    PartRecord,
+    StateTensor,
+    TensorRecord,
+    digest,
+    from_bytes,
+    to_bytes,
+    without_gc,
+)
 from store.state_tree import Leaf, leaf_bytes
 from store.storage.atomic import ensure_dir, write_new
 from store.storage.local import Files, NewFile, as_bytes, list_or_empty
@@ -296,6 +308,22 @@ def _check_entry(path: str, entry: Entry) -> None:
         fits = entry.nbytes <= packed_bound(encoding, entry.numel, entry.dtype) and entry.encoded_xxh3_128 is not None
     if not fits:
         raise DamagedError(f"{path}: {entry.fqn}/{entry.slot} has the wrong size for its encoding")
+
+
+def partial_tensor(parts: Iterable[PartRecord], tensors: Mapping[str, TensorRecord]) -> str:
+    """Return a slot of which the parts of all ranks hold more or fewer elements than its tensor has; empty if none."""
+    numels: Counter[tuple[str, str]] = Counter()
+    for part in parts:
+        for entry in part.entries:
+            numels[entry.fqn, entry.slot] += entry.numel
+    for (fqn, slot), numel in numels.items():  # every slot has its parameter's shape
+        shape = tensors[fqn].shape if fqn in tensors else None
+        if shape is None or math.prod(shape) != numel:
+            return (
+                f"{numel} elements of {fqn}/{slot}, whose shape is {shape}: the ranks hold different tensors, or only "
+                "some of them have optimizer state"
+            )
+    return ""
 
 
 def check_payload_size(files: Files, part: PartRecord) -> None:

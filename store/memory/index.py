@@ -21,7 +21,7 @@ from store.errors import DamagedError, MissingError, StoreError
 from store.memory import layout
 from store.names import MANIFESTS, RAW, SaveId, group_by_key, manifest_path, parse_save_file
 from store.schema import Entry, GroupRecord, ManifestRecord, MeasureRecord, PartRecord, UnitRecord, from_bytes, to_bytes
-from store.segment import parse_part, parts_digest
+from store.segment import parse_part, partial_tensor, parts_digest
 from store.session import token_of
 from store.storage.local import Files, list_or_empty
 
@@ -167,6 +167,8 @@ def assemble_version(save: SaveId, shares: Iterable[RankShare], node: NodeIndex)
     records = {rank: parse_part(data, head.store_id, save, rank) for rank, data in sorted(parts.items())}
     if any((part.plan, part.world_size) != (records[0].plan, head.world_size) for part in records.values()):
         raise DamagedError(f"version {save} in memory: its ranks do not belong together")
+    if found := partial_tensor(records.values(), head.tensors):
+        raise DamagedError(f"version {save} in memory holds {found}")
     group = GroupRecord(
         world_size=head.world_size,
         payload_bytes=sum(part.payload_bytes for part in records.values()),

@@ -124,6 +124,12 @@ def test_counts_of_steps_that_a_rank_left_out_beside_shards(launched: Launched, 
     assert lives[-1]["weights"] == undisturbed["weights"]
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_version_in_memory_that_lacks_a_rank_s_optimizer_state_is_passed_over(launched: Launched, rank: int) -> None:
+    back = launched.one("back", scenario="state_of_one_rank", rank=rank)
+    assert (back["step"], back["exact"], back["alike"]) == (3, True, True)
+
+
 def test_ranks_that_are_not_alike_are_told_once_a_job(launched: Launched) -> None:
     told = [line for line in launched.output.splitlines() if "self-check: not all of the state comes back" in line]
     assert len([line for line in told if "the ranks differ in" in line]) == 7

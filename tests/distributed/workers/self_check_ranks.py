@@ -79,8 +79,10 @@ class Replicated:
     def wrapped(self) -> nn.Module:
         return DistributedDataParallel(self.model)
 
-    def update(self, *, skip: bool = False) -> None:
+    def update(self, *, skip: bool = False, last_layer: bool = True) -> None:
         self._wrapped(torch.randn(5, 6, generator=self.batches)).square().sum().backward()
+        if not last_layer:
+            self.model[1].zero_grad()
         if not skip:
             self.optimizer.step()
         self.optimizer.zero_grad()
@@ -348,6 +350,24 @@ class Refuses:
         pass
 
 
+def state_of_one_rank(s: Scenario) -> None:
+    """One rank leaves out the step in which a layer gets its optimizer state."""
+    job = Sharded(s, frozen=False, every=4, **_kept(s, in_memory=True))
+    for step in range(1, 5):
+        before = job.weights()
+        job.update(skip=step == 4 and rank() == 1, last_layer=step == 4)
+        job.save()
+        wait_for_snapshot(job.ckpt)
+    abandon(job.ckpt)
+    dist.barrier()
+    back = Sharded(s, frozen=False, every=4, **_kept(s, in_memory=True))
+    assert back.ckpt.certificate is not None
+    alike = digest_of(back.weights()) == digest_of(before)
+    s.tell("back", step=back.resumed, exact=back.ckpt.certificate.exact, alike=alike)
+    back.ckpt.close(save=False)
+    dist.barrier()
+
+
 def apart_and_not_checked(s: Scenario) -> None:
     """The save that finds the ranks apart fails on rank 0, or has no memory to look at its state."""
     for name in ("the run state", "the samples"):
@@ -426,6 +446,7 @@ SCENARIOS = (
     not_compared,
     skipped_in_turn,
     skipped_beside_shards,
+    state_of_one_rank,
     apart_and_not_checked,
 )
 

@@ -179,6 +179,15 @@ def test_records_of_different_saves_are_not_one_version(tier: Tier, part: PartRe
         together(tier, SAVE)
 
 
+def test_a_rank_without_its_share_of_a_tensor_makes_no_version(tier: Tier) -> None:
+    """As a rank of FSDP2 that has not stepped yet, when others have optimizer state."""
+    kept(tier, 2)
+    part = part_of(SAVE, 1, 2)
+    replaced(tier, VersionRecord(reader=READER, claim=CLAIM, part=part.replace(entries=())), rank=1)
+    with pytest.raises(DamagedError, match="in memory holds 64 elements of w/fp32, whose shape is"):
+        together(tier, SAVE)
+
+
 def test_without_rank_0s_head_there_is_no_version(tier: Tier) -> None:
     kept(tier, 2)
     replaced(tier, VersionRecord(reader=READER, claim=CLAIM, part=part_of(SAVE, 0, 2)))
