@@ -1,58 +1,27 @@
-"""Check the machine: software, limits, memory and ports. Changes nothing and does not need root."""
+"""Check the machine: limits, memory and ports. Changes nothing and does not need root."""
 
-import json
 import os
-import platform
 import resource
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 
 from deploy.doctor.base import Finding, Plan, State
-from deploy.format import count_text, plural, size_text
+from deploy.format import count_text, size_text
 from store.errors import StorageError
 from store.memory.limits import cgroup_free_bytes, free_bytes
 
-_TORCH = """
-import json, torch
-devices = [torch.cuda.get_device_name(one) for one in range(torch.cuda.device_count())]
-print(json.dumps({"version": torch.__version__, "devices": devices}))
-"""
-_IMPORT_SECONDS = 120.0  # allowed for importing torch, possibly from a slow disk
 _NO_LIMIT = 1 << 60  # control group limit, in bytes, that means no limit: version 1 reports a large number
 _FILES = 1024  # recommended number of open files per process
 
 
 def check_machine(plan: Plan) -> Iterator[Finding]:
     """Run all checks of the machine."""
-    yield Finding("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
-    yield _torch()
     yield from _limits(plan)
     yield _shared_memory(plan)
     yield from _ports(plan)
-
-
-def _torch() -> Finding:
-    """Import torch in a child process, since a broken installation may crash or hang."""
-    todo = "see https://pytorch.org/get-started for the build that fits this machine"
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", _TORCH], capture_output=True, text=True, timeout=_IMPORT_SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired:
-        seen = f"the import takes more than {_IMPORT_SECONDS:.0f} s"
-        return Finding("torch", "fail", seen, "check the disk that it is installed on")
-    if done.returncode:
-        last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-        return Finding("torch", "fail", f"the import failed: {last}", todo)
-    found = json.loads(done.stdout.splitlines()[-1])
-    devices = found["devices"]
-    cuda = f"{plural(len(devices), 'CUDA device')} ({devices[0]})" if devices else "no CUDA"
-    return Finding("torch", "ok", f"{found['version']}, {cuda}")
 
 
 def _limits(plan: Plan) -> Iterator[Finding]:

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -24,7 +23,6 @@ from monitor.adapters.identity import version_of
 from monitor.background import BackgroundWorker
 from monitor.context import JobContext
 from monitor.events import BackgroundFailureEvent
-from monitor.observe.units import LocalUnit
 from monitor.run_state import CapturedState, begin_tree, capture_rng, capture_run_state
 from monitor.save.encode import encode_gradient
 from monitor.save.save_task import Finish
@@ -34,7 +32,7 @@ from monitor.types import DecisionResult
 from store.certificate import Certificate
 from store.errors import UnsupportedError, UsageError
 from store.journal import CONTINUES, KIND, SAMPLE, STEPPED, prune_journal
-from store.names import BUFFER, FROZEN, JOURNAL, SEGMENTS, Fragment, SaveId, Unit, segment_dir
+from store.names import BUFFER, FROZEN, JOURNAL, SEGMENTS, Fragment, SaveId, segment_dir
 from store.schema import digest
 from store.segment import SegmentDraft, write_segment
 from store.session import require_present
@@ -117,24 +115,14 @@ class JournaledSaver(Saver):
             self._give_back(made)
         self._mark()
 
-    def begin(
-        self,
-        step: int,
-        decided: DecisionResult,
-        local: Mapping[Unit, LocalUnit],
-        lent: Mapping[Unit, list[torch.Tensor]] = MappingProxyType({}),
-    ) -> int:
-        staged = super().begin(step, decided, local, lent)
-        if self._at in (-1, step):
-            self._at = step
-            if not self._names or self._is_whole():  # otherwise a record of that name holds another state
-                self._names |= {SaveId(step, self._session.epoch).name}
-            self._mark()
-        return staged
-
     def _segment(self, save: SaveId, decided: DecisionResult) -> tuple[SegmentDraft, Finish, UsageError | None]:
         """Build the segment, which is written after the records of earlier steps, because a composite needs them."""
         segment, finish, error = super()._segment(save, decided)
+        if self._at in (-1, save.step):
+            self._at = save.step
+            if not self._names or self._is_whole():  # otherwise a record of that name holds another state
+                self._names |= {save.name}
+            self._mark()
         last, until = self._last, time.monotonic() + self._job.config.timeouts.commit
 
         def after_records(draft: SegmentDraft) -> SegmentDraft:

@@ -124,7 +124,7 @@ def test_a_trainer_that_is_not_installed_is_named(name: str) -> None:
 def test_what_comes_before_a_job_does_without_torch(tmp_path: Path, command: str) -> None:
     arguments = {"init": ("--out", tmp_path / "d.yaml"), "schema": (), "doctor": (tmp_path, "--json")}[command]
     done = _hidden({"torch", "deepspeed", "transformers"}, CLI, command, *arguments)
-    assert (done.returncode, done.stderr) == (0, "")  # doctor looks at torch in a process of its own
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_report_names_what_its_charts_need(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_the_whole_command_leaves_a_store_in_use_as_it_was(builder: StoreBuilder
     assert _listed(builder.root) == before
     assert f"in use by process {os.getpid()}" in found["store"]["seen"]
     assert found["resume"]["seen"].startswith("from step 10, exact")
-    for check in ("python", "torch", "semantics", "locking", "resume", "permissions", "space"):
+    for check in ("semantics", "locking", "resume", "permissions", "space"):
         assert found[check]["state"] == "ok", found[check]
     assert all(one["todo"] for one in found.values() if one["state"] != "ok")
 
@@ -114,7 +114,7 @@ print(json.dumps([asdict(one) for one in found]))
 ENDED = """
 import os, signal
 from deploy.cli.app import main
-from deploy.doctor import disk, machine
+from deploy.doctor import disk
 
 def end(probe, name):
     written(probe, name)
@@ -122,7 +122,6 @@ def end(probe, name):
     os.kill(os.getpid(), signal.SIGTERM)
 
 written, disk._written = disk._written, end
-machine._torch = lambda: machine.Finding("torch", "ok", "")
 main()
 """
 
@@ -249,12 +248,6 @@ class TestMachine:
             check=True,
         )
         assert eval(done.stdout) == [["open files", "warn"], ["file size", "warn"]]
-
-    def test_torch_that_cannot_be_imported(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        (tmp_path / "torch.py").write_text("raise ImportError('libcudart.so.12: cannot open shared object file')")
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        found = machine._torch()
-        assert found.state == "fail" and "libcudart.so.12" in found.seen and found.todo
 
     def test_memory_that_does_not_suffice(self, tmp_path: Path) -> None:
         settings = Config.model_validate({"memory": {"enabled": True, "path": str(tmp_path)}})

@@ -61,7 +61,7 @@ def test_the_whole_command_leaves_a_store_as_it_was(
     assert answer.code == 0, answer.out
     findings = {one["check"]: one for one in answer.json["findings"]}
     assert answer.json["store"] == URL
-    for check in ("torch", "bucket", "clock", "semantics", "space", "store", "resume", "leftovers"):
+    for check in ("bucket", "clock", "semantics", "space", "store", "resume", "leftovers"):
         assert findings[check]["state"] == "ok", findings[check]
     assert findings["resume"]["seen"].startswith("from step 10, exact")
     assert server.objects("doctor") == before
