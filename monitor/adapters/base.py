@@ -224,6 +224,10 @@ class Adapter(Protocol):
     def live_values(self) -> Iterable[LiveValue]:
         """Return all that the state dicts of model and optimizer hold on this rank. Nothing is gathered."""
 
+    def unsaveable(self) -> Sequence[str]:
+        """Return what the next steps depend on that no save can hold, as seen so far; on this rank."""
+        return ()
+
     def layout_facts(self) -> dict[str, Any]:
         """Return JSON values from which the merger rebuilds the framework's own checkpoint layout."""
 

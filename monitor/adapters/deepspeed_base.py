@@ -19,6 +19,7 @@ from torch import nn
 
 from monitor.adapters import base, optimizer_state
 from monitor.adapters.base import Adapter, FragmentPlace, LiveValue, Piece, StateVersions, TensorInfo, wrap_methods
+from monitor.adapters.deepspeed_gradients import ReusedGradients
 from monitor.adapters.hyperparameters import describe_group, group_values, match_groups, restore_groups
 from monitor.adapters.identity import Identity, IdentityReader, OptimizerAttributes, T
 from monitor.adapters.module_tensors import ModuleTensors, partition_replicated, whole_piece
@@ -188,6 +189,9 @@ class ZeroAdapter(EngineAdapter, ABC):
         self._check_supported()
         self._wrapped, self._group_count = self._base_optimizer, len(self._base_optimizer.param_groups)
         self._optimizer_attributes = OptimizerAttributes(self._wrapped, self._wrapped)
+        reuses = int(engine.zero_optimization_stage()) == 3 or getattr(self._zero, "cpu_offload", False)
+        trained = self._inventory.parameters() if reuses else {}
+        self._reused = ReusedGradients(trained, self._wrapped, self.held)
 
     # ---- implemented by a stage
 
@@ -246,6 +250,9 @@ class ZeroAdapter(EngineAdapter, ABC):
         optimizer_state.require_storable_groups(self._base_optimizer)
         self._optimizer_attributes.check()
         self._keep("attached", self._check_state)
+
+    def unsaveable(self) -> Sequence[str]:
+        return self._reused.found
 
     def attributes(self) -> Mapping[str, OptimizerAttributes]:
         return {self._optimizer_attributes.kind: self._optimizer_attributes}

@@ -29,6 +29,7 @@ from monitor.resume.resume import LiveState, ResumeResult, resume_memory_or_stor
 from monitor.resume.select import RunStateRead, read_own_run_state, read_tree
 from monitor.run_state import StateLoader, capture_rng, restore_rng
 from store.catalog import Catalog
+from store.certificate import FOUND
 from store.errors import CollectiveError, DamagedError, DriftpointError, NothingToResumeError, StorageError
 from store.fragments import FragmentIndex, Source
 from store.journal import SAMPLE, STEPPED, Chain, JournalStep, find_chain, fragments_of, journal_catalog
@@ -68,6 +69,7 @@ class _Record:
     trained: Set[str]
     same: bool
     whole: bool
+    differs: Sequence[str]  # state that no record holds, found on any rank
 
 
 def resume_with_journal(
@@ -240,7 +242,8 @@ class Replay:
         replicas = self._job.adapter.framework == stepped.get("framework") == "torch"  # each rank holds all of it
         same = replicas or recorded_here == {one for one in self._owned if one.fqn in recorded}
         same = same and all(self._implementations[fqn] == one for fqn, one in before.items())
-        return _Record(step, stepped, values, after, sampled, gradients, recorded, same, replicas)
+        differs = list(dict.fromkeys(f"{FOUND} {text}" for part in parts.values() for text in part.differs))
+        return _Record(step, stepped, values, after, sampled, gradients, recorded, same, replicas, differs)
 
     def _new_gradients(self) -> _Gradients:
         adapter = self._job.adapter
@@ -316,7 +319,7 @@ class Replay:
         run_on_all_ranks(group, load)
         job.adapter.finish_load()
         restore_rng(state.rng if generators and state.rng is not None else self._rng)
-        lost = () if all(group.all_gather(same)) else (_ELSEWHERE,)
+        lost = (*last.differs, *(() if all(group.all_gather(same)) else (_ELSEWHERE,)))
         notes = (*result.notes, *lost)
         return replace(result, resume_point=point, notes=notes, lost=(*result.lost, *lost), replayed=steps)
 

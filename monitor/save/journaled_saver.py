@@ -243,7 +243,7 @@ class JournaledSaver(Saver):
         store_id, size = self._session.catalog.store_id, self._group.world_size
         level = 1 if job.config.packing == "auto" else None if job.config.packing == "none" else job.config.packing
         plan, records = digest(f"journal {self.checker.ranks.mark}".encode()), job.table.tensor_records()
-        draft = SegmentDraft(store_id, save, rank, size, plan, (), None, (), facts)
+        draft = SegmentDraft(store_id, save, rank, size, plan, (), None, (), facts, tuple(job.adapter.unsaveable()))
 
         def write() -> None:
             if copied is not None:

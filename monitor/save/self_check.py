@@ -310,7 +310,10 @@ class SelfChecker:
     @property
     def recorded(self) -> tuple[str, ...]:
         """What a save of this rank that is not checked records: all that is known not to come back from it."""
-        return tuple(dict.fromkeys((*self.ranks.differing, *self._unsaved, *self.differs)))[:_NAMED]
+        return tuple(dict.fromkeys((*self._lacking(), *self.differs)))[:_NAMED]
+
+    def _lacking(self) -> list[str]:
+        return [*self.ranks.differing, *self._job.adapter.unsaveable(), *self._unsaved]
 
     def compare_ranks(self) -> None:
         """Compare the ranks if that is due. Collective."""
@@ -331,7 +334,7 @@ class SelfChecker:
         except Exception as error:  # noqa: BLE001 - the edge to the user's own state dicts: reported, saves go on
             self._unsaved = [f"the state dicts of model and optimizer cannot be compared: {error!r}"]
         seconds = time.perf_counter() - began + self._changed * self.ranks.seconds
-        self._described = live, [*self.ranks.differing, *self._unsaved], seconds
+        self._described = live, self._lacking(), seconds
         self._changed, self._shapes = False, shapes
 
     def begin(self, save: SaveId, parts: Iterable[LocalUnit]) -> SelfCheck | None:
