@@ -1,8 +1,7 @@
 """Define the checkpoint model that every source fills and every layout writes.
 
-Parameters are named by fqn and their state by slot, so neither side knows the other's world size, ZeRO stage or file
-format. A :class:`Checkpoint` says where bytes lie; a :class:`PlannedTensor` says where they will go. No tensor is read
-or written here."""
+Parameters are named by fqn and their state by slot, so neither side knows the other's world size, ZeRO stage or format.
+A :class:`Checkpoint` says where bytes lie, a :class:`PlannedTensor` where they will go. Reads and writes no tensor."""
 
 import math
 from collections import deque

@@ -1,8 +1,7 @@
 """Rebuild a checkpoint: plan, write, verify, rename. Starts again without a version of a store that proves damaged.
 
-Files are created, filled, sealed, made durable and read back in this order, under a temporary name. They are created
-one after another in the calling thread, because leaving tensors out of ``torch.save`` is a process-wide switch.
-Sources are never changed."""
+Files are created, filled, sealed, made durable and read back in this order, under a temporary name. The calling thread
+creates them one by one, as leaving tensors out of ``torch.save`` is a process-wide switch. Sources never change."""
 
 import os
 import threading

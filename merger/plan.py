@@ -119,9 +119,8 @@ def plan_merge(
 ) -> MergePlan:
     """Return the plan.
 
-    ``flaws``: damaged versions, which are not used. ``implausible``: kinds of implausible values by (fqn, slot), which
-    become problems. Raises NothingToResumeError, ConfigError, MergeError, UnsupportedError as sources, recipes and
-    layouts do."""
+    ``flaws``: damaged versions, not used. ``implausible``: kinds of such values by (fqn, slot), which become problems.
+    Raises NothingToResumeError, ConfigError, MergeError, UnsupportedError as sources, recipes and layouts do."""
     draft = _draft(sources, request, flaws, implausible or {})
     raise_all(draft.errors)
     assert draft.plan is not None  # there is one where there are no errors

@@ -1,8 +1,7 @@
 """Run small CPU collectives, execute actions on all ranks or none, and identify nodes.
 
-Collectives use a gloo group of their own, so they never interleave with the framework's collectives on the
-accelerator. They wait for a late rank as long as the job's own collectives do. Training thread only; background threads
-never call into this module."""
+Collectives use a gloo group of their own, so they never interleave with the framework's collectives on the accelerator.
+They wait for a late rank as long as the job's own collectives do. Training thread only."""
 
 import pickle
 import socket

@@ -88,9 +88,8 @@ class UserState:
     def match(self, saved: Sequence[SavedObject]) -> list[SavedObject | None]:
         """Return the saved state of each object, None for a name that is not stored.
 
-        A list must have as many objects as were saved, of the same classes in the same order. Names are matched by
-        name; if a list was saved, the first names take its positions. Raises ModelMismatchError if the objects differ
-        from those saved."""
+        A list must have as many objects as were saved, of the same classes and order. Names are matched by name; if a
+        list was saved, the first names take its positions. Raises ModelMismatchError if the objects differ."""
         if self._names is None:
             found = self._match_list(saved)
         elif any(one.name is not None for one in saved):
@@ -247,8 +246,7 @@ def capture_run_state(
     """Capture the run state of this rank.
 
     The framework's state is the same on all ranks and names every parameter, so only rank 0 stores it, or the first
-    rank of each pipeline stage: copies of thousands of ranks would add up to gigabytes. buffers: after
-    :meth:`RankBuffers.compare`."""
+    rank of each pipeline stage: thousands of copies would be gigabytes. buffers: after :meth:`RankBuffers.compare`."""
     framework, rng = adapter.capture_run_state() if rank in adapter.leaders else None, capture_rng()
     modules = {name: part.state_dict() for name, part in extra_states(adapter.module).items()}
     attributes = {name: state for name, one in adapter.attributes().items() if (state := one.state_dict())}

@@ -95,9 +95,8 @@ class StepReport:
             ``unreachable``, ``unsupported`` or ``observe``. With ``wait``, ``failed`` if it failed and ``busy`` if it
             is unfinished. None if a save began.
         stats: Drift and staleness of every unit over all ranks. Rank 0 only; empty if nothing was measured.
-        saved: Units in this save, with the reason for each. If the save was not waited for, a layer may still turn out
-            to have NaN or Inf when it is written; its units are then left out of the commit, and their previous
-            versions stay.
+        saved: Units in this save, with the reason for each. If it was not waited for, a layer may still turn out to
+            have NaN or Inf when written; its units are then left out of the commit, and their old versions stay.
         choices: The choice for every unit, with its reason. Rank 0 only.
         staged_bytes: Bytes copied on this rank.
         stall_seconds: Seconds that the training thread was blocked.

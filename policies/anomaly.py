@@ -6,9 +6,8 @@ Each layer is compared with its own past, and that ratio with the other layers; 
     jump(t)   = (drift / bound) / max(1, median of the same over all layers read together)
 
 ``bound`` is the largest drift at this staleness if the layer moves as before, since distances grow at most in
-proportion to steps. Deviations are estimated from the 90th percentile of this layer's jumps (robust against a few
-spikes); jumps below 1, as with a decaying learning rate, do not count. Only the first of consecutive spikes is
-reported."""
+proportion to steps. Deviations are estimated from the 90th percentile of this layer's jumps (robust to a few spikes);
+jumps below 1, as with a decaying learning rate, do not count. Only the first spike in a row is reported."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -164,8 +164,7 @@ def bound(policy: Policy, bounds: Bounds) -> Policy:
 def incomplete(stats: Sequence[UnitStats], decision: Decision) -> tuple[Unit, ...]:
     """Return the units that a commit of this decision would lack, in the order shown.
 
-    They are neither saved nor covered by an older version with the same parameters. The caller must not commit unless
-    this is empty."""
+    They are not saved and have no older version with the same parameters. The caller must not commit if any is left."""
     return tuple(
         one.unit
         for one in stats

@@ -77,8 +77,7 @@ class Candidate:
 def candidates(unit: Unit, gains: Sequence[tuple[Option, float]]) -> list[Candidate]:
     """Return the upgrades of a unit, steepest first; empty if no option gains anything.
 
-    Only options on the upper convex hull of (bytes, gain) are candidates (multiple-choice knapsack, Sinha and Zoltners
-    1979)."""
+    Only options on the upper convex hull of (bytes, gain) count (multiple-choice knapsack, Sinha and Zoltners 1979)."""
     upgrades: list[Candidate] = []
     paid = gained = 0.0
     while True:

@@ -59,8 +59,7 @@ class DeadlinePolicy:
     If all moving units fit raw, they are saved raw. Otherwise each unit gets the coarsest encoding that removes damage,
     in this order: units that a commit cannot lack; units that bounds demand; units that remove the most damage per
     byte. A unit that does not fit is skipped and a smaller one after it may be saved; if none fits, the smallest is
-    tried. If no unit has a version yet, everything is tried. Units that a save of this step already holds are not saved
-    again."""
+    tried. If no unit has a version yet, all are tried. Units that a save of this step holds are not saved again."""
 
     bounds: Policy  # :class:`Nothing` inside the job's bounds
     encodings: Mapping[str, str]  # coarsest encoding of each slot

@@ -18,9 +18,7 @@ FINER: Mapping[str, tuple[str, ...]] = MappingProxyType({BF16: (BF16_INT8,), INT
 TYPICAL_ERROR: Mapping[str, float] = MappingProxyType(
     {RAW: 0.0, BF16: 1.7e-3, BF16_INT8: 6.6e-6, INT8_BLOCK: 6e-3, INT8_LOG2: 0.1, INT8_SHARED_EXPONENT: 0.19}
 )
-"""Relative error after decoding, measured on 250,000 normal values (second moments: on their squares).
-
-Used until a unit was stored in the encoding once."""
+"""Relative error of decoding 250,000 normal values (second moments: their squares), used until a unit has its own."""
 
 _F32 = 4  # bytes of a float32, the only type that lossy encodings apply to
 
@@ -35,9 +33,7 @@ class Option:
 
 
 def options(one: UnitStats, coarsest: str) -> tuple[Option, ...]:
-    """Return the options for a unit, from the encoding ``coarsest`` to raw.
-
-    Units that are frozen or not float32 have only raw."""
+    """Return a unit's options, from encoding ``coarsest`` to raw; only raw for units that are frozen or not float32."""
     lossy = () if encoding_named(coarsest).lossless else (coarsest, *FINER.get(coarsest, ()))
     names = (*lossy, RAW) if one.moving and _is_f32(one) else (RAW,)
     return tuple(Option(name, max(1.0, expected_bytes(one, name)), expected_error(one, name)) for name in names)

@@ -128,8 +128,7 @@ class Prior:
 
         Each kind k has a Gamma prior of shape 1 and rate b_k GPU-hours; counts being Poisson, its posterior is a Gamma
         of shape 1 + interruptions and rate b_k + gpu_hours, and its weight is multiplied by the probability of the
-        observations (Gelman et al., *Bayesian Data Analysis*, 3rd edition, 2.6). The mean over all kinds is
-        returned."""
+        observations (Gelman et al., *Bayesian Data Analysis*, 3rd ed., 2.6). Returns the mean over all kinds."""
         seen, hours = interruptions + 1, [self._hours(kind) for kind in range(_KINDS)]
         logs = [
             -kind * math.log(_RARER) + math.log(mean) - seen * math.log(mean + gpu_hours)

@@ -214,8 +214,7 @@ def with_fixed_encoding(policy: Policy, encodings: Mapping[str, str], bounds: Bo
 POLICIES: Mapping[str, type[Any]] = MappingProxyType(
     {kind.name: kind for kind in (AutoPolicy, BudgetPolicy, Filter, Full, Observe, Parity, Threshold)}
 )
-"""The built-in policies. Each is a frozen dataclass; its fields are its parameters, except those whose metadata have
-``setting`` False."""
+"""The built-in policies, frozen dataclasses: fields are parameters, except those with ``setting`` False in metadata."""
 
 
 def policy_from(settings: Mapping[str, Any] | str) -> Policy:

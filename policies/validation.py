@@ -1,8 +1,7 @@
 """Check settings, parameters and decisions of policies, and describe their failures in one line.
 
-Settings may have any type, since users type them. User code may raise any exception class, so even ``str(error)`` may
-fail. Messages name the setting or unit, the value seen, and the allowed values; ``where`` is a prefix such as
-``policy parity``."""
+Settings may have any type: users type them. User code may raise any exception, so even ``str(error)`` may fail.
+Messages name the setting or unit, the value seen and those allowed; ``where`` is a prefix such as ``policy parity``."""
 
 import dataclasses
 import inspect

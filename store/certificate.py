@@ -4,8 +4,7 @@ A certificate is exact only if every moving (layer, slot) is of the manifest's o
 the job's self-check found no state that a resume would change.
 
 Weights that are k steps old lack k updates, which a schedule that continues at the newest step never makes up for. So
-the effective step is the newest step less the mean staleness of the weights, each layer weighted by its loss per step.
-"""
+the effective step is the newest less the mean staleness of the weights, each layer weighted by its loss per step."""
 
 import math
 from collections.abc import Collection, Iterable, Sequence
@@ -217,9 +216,7 @@ IMPORTED_AS_FOUND = "imported as found"  # reason of units of an inexact import.
 
 
 def imported_as_found(manifest: ManifestRecord) -> bool:
-    """Return whether a commit was imported from foreign files.
-
-    Hashes prove its bytes since the import, and nothing about the files before."""
+    """Return whether a commit was imported from foreign files: hashes prove its bytes only since the import."""
     early = (f"imported from a {kind} checkpoint" for kind in ("deepspeed", "universal", "trainer"))
     foreign = (IMPORTED_AS_FOUND, *early)
     return manifest.policy == IMPORT and any(unit.reason.startswith(foreign) for unit in manifest.units)

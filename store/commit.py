@@ -66,8 +66,7 @@ def wait_for_group(
         now = clock()
         if now >= began + timeout:
             raise SaveError(f"save {expected.save}: ranks {missing} wrote no segment within {timeout:g} s")
-        # A twentieth of the time so far, so that little is added to it; more where listing takes long, as it does where
-        # many ranks share a filesystem.
+        # A twentieth of the time so far adds little; more if listing takes long, as with many ranks on one filesystem.
         sleep(min(0.25, max(0.002, (now - began) / 20, 10 * (now - listed))))
 
 

@@ -1,6 +1,4 @@
-"""Define the error hierarchy of the project, with the exit code of each class.
-
-Every message says what is wrong, where, and what to do next."""
+"""Define the project's errors, with exit codes. Every message says what is wrong, where, and what to do next."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

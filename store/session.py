@@ -7,9 +7,8 @@ An incarnation is the processes of a job from one start to their end. Its first 
 it. An incarnation with a commit counts its time up to its newest commit, and one interruption unless it was closed; an
 incarnation without a commit does not count. Unreadable records are ignored.
 
-``LOCK`` has a POSIX record lock, which the kernel drops when the process dies and forked children do not inherit. It
-helps only jobs of one machine; the epoch protects the data. A process that holds the lock must not open ``LOCK`` again:
-closing any descriptor of the file would drop it."""
+``LOCK`` has a POSIX record lock, which ends with the process and is not inherited by forks. It helps only jobs of one
+machine; the epoch protects the data. Its holder must not open ``LOCK`` again: closing any descriptor drops the lock."""
 
 import fcntl
 import hashlib
@@ -46,8 +45,7 @@ def _listed(files: Files) -> list[int]:
 def claim_epoch(files: Files, store_id: str, incarnation: IncarnationRecord | None = None) -> EpochRecord:
     """Claim the next free epoch, durably, which fences all older owners. ``incarnation`` goes into its record.
 
-    The number is higher than any in use, even if the claim of that one was lost, so that names of saves never collide.
-    """
+    The number is higher than any in use, even if the claim of that one was lost, so names of saves never collide."""
     ensure_dir(files, paths.EPOCHS)
     for _ in range(100):
         epoch = max(newest_epoch(files), _newest_in_use(files)) + 1

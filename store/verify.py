@@ -327,8 +327,7 @@ def _units(bad: frozenset[RejectedVersion]) -> frozenset[RejectedVersion]:
 def _require_run_state(catalog: Catalog, resolution: Resolution, bad: frozenset[RejectedVersion]) -> tuple[str, ...]:
     """Return the problems of damaged run states that a resume does not need, since another save's is whole.
 
-    A resume with default settings takes that of the save nearest to the effective step. Raises DamagedError if all are
-    damaged."""
+    A resume by default takes that of the save nearest to the effective step. Raises DamagedError if all are damaged."""
     problems: list[str] = []
     saves = run_saves(resolution, certify(resolution).effective_step)
     for save, record in saves.items():

@@ -90,8 +90,7 @@ class Rescuer:
         return bool(found)
 
     async def end(self, grace: float) -> bool:
-        """Finish rescues of jobs that were seen to die and cancel all others; return whether that took less than
-        ``grace`` s."""
+        """Finish rescues of jobs seen to die and cancel all others; return whether that took under ``grace`` s."""
         self._ending, deadline = True, time.monotonic() + grace
         while self._requests and (left := deadline - time.monotonic()) > 0:
             await asyncio.wait(self._requests, timeout=left)

@@ -1,7 +1,6 @@
 """Test a bucket for the operations that a store relies on, with real requests, and remove all test objects.
 
-The objects have names of interrupted writes, which a store ignores. No store object is written, so a store in use is
-safe."""
+They have names of interrupted writes, which a store ignores. No store object is written, so a store in use is safe."""
 
 import secrets
 import time

@@ -1,7 +1,6 @@
 """Gather facts about a run at one moment: store, disk, shared memory and trace.
 
-Facts are not judged here. An unreadable part never fails the whole: it is None, and ``trouble`` holds the reason.
-Reads records, no payload."""
+Judges nothing, reads records only. An unreadable part never fails the whole: it is None, and ``trouble`` says why."""
 
 import os
 import shlex

@@ -36,8 +36,7 @@ class SimulationRequest:
 def recorded_settings(run: Run) -> Mapping[str, Any]:
     """Return the recorded configuration, as far as set, without a custom policy.
 
-    A trace is untrusted and reading it must not run code: a custom policy counts as ``full`` unless ``--policy``
-    names it."""
+    A trace is untrusted and must not run code: a custom policy counts as ``full`` unless ``--policy`` names it."""
     settings = {**run.settings, **_recorded_preset(run)}
     if knows_policy(run):
         return settings
@@ -100,8 +99,7 @@ def changed(recorded: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[st
 
 
 def plan_of(one: SimulationRequest, run: Run, costs: Costs | None = None) -> ReplayPlan:
-    """Return the replay plan of a configuration. Raises ConfigError if its bounds cannot hold at the recorded
-    decisions."""
+    """Return a configuration's replay plan. Raises ConfigError if its bounds cannot hold at the recorded decisions."""
     config, every = one.config, _every(one.config, run)
     bounded = config
     if config.bounds.max_staleness and every is not None:

@@ -79,8 +79,7 @@ class Summary:
 
     @property
     def rewound(self) -> Spread:
-        """Return the steps repeated after a resume: from the effective step, or the newest under `resume: {at:
-        newest}`."""
+        """Return the steps that a resume repeats: from the effective step, or the newest if `resume: {at: newest}`."""
         return self.replayed.exposure.rewound if self.replayed.plan.goes_back else self.replayed.exposure.lost
 
     @property

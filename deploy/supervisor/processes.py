@@ -46,8 +46,7 @@ def handles_signal(pid: int, number: signal.Signals) -> bool:
 def processes_handling(top: int, number: signal.Signals) -> list[psutil.Process]:
     """Return the processes in the tree of ``top`` that handle the signal, but none below such a process or a daemon.
 
-    Forked children (data-loader workers) inherit their parent's handler, and a launcher with a handler
-    forwards the signal."""
+    Forked children (data-loader workers) inherit their parent's handler; a launcher with one forwards the signal."""
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(top)
         if is_daemon(process):

@@ -1,9 +1,8 @@
 """Write weights as Hugging Face transformers loads them: safetensors, an index, configuration and tokenizer.
 
 ``from_pretrained`` takes the folder, without Driftpoint installed; it has no optimizer and no run state. The small
-files of the run's model folder are copied as they are, except that ``config.json`` names the dtype of the weights. A
-rounding cast makes weights less than exact, by an unknown amount; a cast to the trained dtype gives the working
-weights."""
+files of the run's model folder are copied as they are, except that ``config.json`` names the weights' dtype. A rounding
+cast makes weights less than exact, by an unknown amount; a cast to the trained dtype gives the working weights."""
 
 import json
 from collections import Counter
@@ -236,8 +235,7 @@ def _holds(target: torch.dtype, source: torch.dtype) -> bool:
 def _is_exact(whole: Certificate, kept: tuple[CertifiedUnit, ...]) -> bool:
     """Return whether the weights are exact, even if optimizer state that is left out is old or rounded.
 
-    This follows from the units only for a commit of a store. Other checkpoints, composites included, may be inexact for
-    reasons that no unit shows."""
+    Units show this only for a store's commit. Others, composites included, may be inexact for reasons no unit shows."""
     doubtful = whole.as_found or bool(whole.problems)  # a problem of the whole may concern the weights
     of_one_commit = bool(whole.store_id) and not doubtful and len(kept) < len(whole.units)
     return whole.exact or (of_one_commit and bool(kept) and all(is_exact(unit, whole.save) for unit in kept))

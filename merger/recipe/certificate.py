@@ -1,9 +1,8 @@
 """Certify a composite of several checkpoints: step, staleness and drift of each (layer, slot, source).
 
-Strict: ``exact`` only if the composite equals the run state's own checkpoint, unit for unit, and that one is exact;
-likewise ``as_found``.
-Records cannot prove that equal steps of different sources are one run. Staleness counts from the run state's step and
-is negative for newer units. Drift is known only for units of the run state's own checkpoint. Pure."""
+Strict: ``exact`` only if the composite equals the run state's checkpoint, unit for unit, and that one is exact;
+likewise ``as_found``. Records cannot prove that equal steps of different sources are one run. Staleness counts from the
+run state's step, negative for newer units. Drift is known only for units of the run state's checkpoint. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

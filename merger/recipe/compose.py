@@ -1,8 +1,7 @@
 """Compose one checkpoint from several: choose each parameter's source, check that the models agree, combine.
 
 Each parameter comes with its optimizer slots and scalars from one source. Counters, schedule, loss scaler,
-hyperparameters, random generators, client state and layout facts are all those of the run state's source. Reads no
-tensor."""
+hyperparameters, random generators, client state and layout facts come from the run state's source. Reads no tensor."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace

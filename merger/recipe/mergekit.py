@@ -202,9 +202,8 @@ def _require_place(file: YamlFile, index: int, first: int, end: int) -> None:
 def _require_agreeing(file: YamlFile, values: MergeKitFile, empty: Sequence[tuple[int, int, str]], blocks: int) -> None:
     """Raise ConfigError if slices without a block contradict the sources of the layers outside the blocks.
 
-    LLMTailor writes such slices: number 0 stands for the norm, and those behind the blocks for head and embeddings,
-    whose names and sources follow in ``pre_weights`` and ``post_weights``. ``empty``: (index, number, source) of each.
-    """
+    LLMTailor writes such slices: number 0 stands for the norm, those behind the blocks for head and embeddings, whose
+    names and sources follow in ``pre_weights`` and ``post_weights``. ``empty``: (index, number, source) of each."""
     meant = {0: ("norm",), blocks + 1: ("lm_head", "embed"), blocks + 2: ("embed",)}
     weights = (("pre_weights", values.pre_weights), ("post_weights", values.post_weights))
     for index, number, source in empty:

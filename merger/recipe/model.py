@@ -91,8 +91,7 @@ class Model:
     def role(self) -> Mapping[str, str]:
         """Role of each auxiliary layer.
 
-        ``norm``: all its tensors have at most one dimension. Of the others, ``embeddings`` come before the first block,
-        ``head`` after it."""
+        ``norm``: all tensors are 0-D or 1-D. Of the rest, ``embeddings`` precede the first block, ``head`` follows."""
         first = next((i for i, layer in enumerate(self.layers) if layer.block), len(self.layers))
         flat = {name: all(len(self.tensors[fqn].shape) < 2 for fqn in fqns) for name, fqns in self.members.items()}
         return {

@@ -1,9 +1,8 @@
 """Read checkpoints of ``torch.distributed.checkpoint``: torchtitan's, FSDP2's state dicts, Accelerate's sharded ones.
 
-``.metadata`` is a pickle, and torch's own reader unpickles it. Here it becomes inert records: every class but DCP's own
-is refused by name, and none of DCP's code runs. Its entries name the blobs in ``*.distcp`` files, each of which is read
-as any file of ``torch.save``. Parameters are named by fqn in all of these checkpoints. Accelerate has a directory for
-the model and one for the optimizer."""
+``.metadata`` is a pickle, which torch's own reader unpickles. Here it becomes inert records: every class but DCP's own
+is refused by name, and none of DCP's code runs. Its entries name the blobs in ``*.distcp`` files, each read as a file
+of ``torch.save``. All name parameters by fqn. Accelerate has a directory for the model and one for the optimizer."""
 
 import io
 import pickle

@@ -32,8 +32,7 @@ class Piece(NamedTuple):
     """1-d, contiguous, ``fragment.numel`` elements, a view on the framework's own storage: copying from it saves,
     copying into it loads."""
     target: torch.Tensor | None = None
-    """The framework's tensor if ``tensor`` is a copy of it, because its memory is in another order (channels-last): a
-    load copies into it, too."""
+    """The framework's tensor if ``tensor`` copies it in another memory order (channels-last): a load fills it, too."""
 
 
 class Gradient(NamedTuple):
@@ -324,8 +323,7 @@ def _place(homes: Mapping[Home, list[int]], home: Home, rank: int) -> tuple[int,
 def wrap_methods(
     target: Any, names: Sequence[str], hook: Callable[[], None] | None = None, *, then: Callable[[], None] | None = None
 ) -> None:
-    """Call ``hook`` before, and ``then`` after, each call of these methods of one object. Methods that it lacks are
-    skipped, because releases of DeepSpeed differ."""
+    """Call ``hook`` before and ``then`` after each call of these methods, if present: DeepSpeed's releases differ."""
     for name in names:
         method = getattr(target, name, None)
         if method is not None:

@@ -1,8 +1,7 @@
 """Leave parameters that are frozen when the job attaches out of the store (``frozen: skip``), except fingerprints.
 
-For jobs whose script loads those weights itself, as in fine-tuning with adapters. A resume compares the fingerprints
-and refuses other weights by name. Parameters frozen later are saved as usual; parameters unfrozen later are refused.
-Training thread."""
+For jobs whose script loads those weights itself, as in fine-tuning with adapters. A resume compares fingerprints and
+refuses other weights by name. Parameters frozen later are saved, those unfrozen later refused. Training thread."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

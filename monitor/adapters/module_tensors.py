@@ -240,9 +240,8 @@ def require_materialized(tensor: torch.Tensor, what: str) -> None:
 def whole_piece(fqn: str, slot: str, tensor: torch.Tensor, *, strided: bool = False) -> Piece:
     """Return the whole of ``tensor`` as a piece: a view. strided: copy it if it is dense, but not contiguous.
 
-    Raises UnsupportedError if it is on the meta device or not contiguous, UnstorableError if it is of a
-    :func:`special_kind`. Of a frozen parameter, which ``frozen: skip`` may leave out, only what ``detach()`` returns
-    has to be plain."""
+    Raises UnsupportedError if it is on the meta device or not contiguous, UnstorableError if of a :func:`special_kind`.
+    Of a frozen parameter, which ``frozen: skip`` may leave out, only what ``detach()`` returns must be plain."""
     if tensor.is_meta:
         require_materialized(tensor, f"{fqn} ({slot})")
     kind = special_kind(tensor.detach() if slot == FROZEN else tensor)
@@ -320,9 +319,8 @@ def extra_states(module: nn.Module) -> dict[str, ExtraState]:
 class RankBuffers:
     """Finds persistent buffers whose values differ between ranks, such as the statistics of unsynchronized BatchNorm.
 
-    A save stores the buffers of rank 0 as tensors of the model. Where they differ, other ranks add theirs to their run
-    state, and likewise numbers of optimizer state. Buffers that every forward overwrites with those of rank 0
-    (DistributedDataParallel) are not compared."""
+    A save stores rank 0's buffers as the model's. Other ranks add those that differ, and numbers of optimizer state, to
+    their run state. Buffers that every forward overwrites with rank 0's (DistributedDataParallel) are not compared."""
 
     def __init__(self, adapter: Adapter, group: Group) -> None:
         self._adapter, self._group = adapter, group

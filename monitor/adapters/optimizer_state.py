@@ -405,9 +405,8 @@ def fit_slots(
 def complete_state(optimizer: AnyOptimizer, parameter: torch.Tensor, slots: Collection[str], scalars: bool) -> bool:
     """Make the loaded state of ``parameter`` complete, or drop it. Partial state would break the optimizer's next step.
 
-    If some of the saved ``slots`` were loaded, the others become zeros. If none was loaded, or there was no state,
-    the state is dropped and the parameter starts fresh. Returns whether there is state, which can take the saved
-    scalars."""
+    If some of the saved ``slots`` were loaded, the others become zeros. If none was loaded, or there was no state, the
+    state is dropped and the parameter starts fresh. Returns whether there is state to take the saved scalars."""
     state = optimizer.state.get(parameter, {})
     loaded = [slot for slot in slots if slot in state or not parameter.numel()]  # empty tensors are not in the store
     if not (loaded if slots else scalars):
@@ -437,8 +436,7 @@ def restored_scalars(
             same = saved_by == type(optimizer).__name__
             out[key] = to_device(value if same else value.to(old.dtype), old.device)
             continue
-        # torch keeps step counts on the host, unless the step is fused or captured, and tensors with dimensions on the
-        # parameter's device.
+        # torch keeps step counts on the host, unless fused or captured, and n-d tensors on the parameter's device.
         on_host = isinstance(value, torch.Tensor) and not value.ndim
         on_device = not on_host or group.get("fused") or group.get("capturable")
         foreign = saved_by != type(optimizer).__name__ or type(old) not in (type(None), type(value))

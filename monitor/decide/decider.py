@@ -50,8 +50,7 @@ def measure_all(
 ) -> tuple[dict[Unit, Measured], dict[Unit, Measure]]:
     """Measure ``units`` on live tensors. Return the results over all ranks, and those of this rank. Collective.
 
-    The drift of a unit that a rank cannot measure, for lack of memory for example, is unknown on all ranks. ``units``
-    must be the same on all ranks."""
+    Drift that a rank cannot measure (out of memory, say) is unknown on all ranks. ``units`` must be the same on all."""
     if not units:
         return {}, {}
     unknown = set[Unit]()

@@ -98,8 +98,7 @@ def find_newest_snapshot(
 def rolled_back_to(candidate: MemoryCandidate, group: Group) -> MemoryCandidate:
     """Return the snapshot alone, if the composite with it would resume at the snapshot's own step. Collective.
 
-    At that step the snapshot is the exact state, and the composite is not. Only if the snapshot is lossless. For jobs
-    that resume at effective steps."""
+    At that step the snapshot, if lossless, is exact; the composite is not. For jobs that resume at effective steps."""
     files = candidate.catalog.files
     if candidate.commit == candidate.save or not isinstance(files, Overlay):
         return candidate

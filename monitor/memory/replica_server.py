@@ -1,8 +1,7 @@
 """Receive the replicas that this rank keeps for others, and serve payloads that lie on its node.
 
-A new replica overwrites a payload that its owner no longer relies on. Every byte is compared with the hashes in the
-record, and only then is the record written. So if this process or the connection ends in between, the previous replica
-is intact.
+A new replica overwrites a payload that its owner no longer relies on. Every byte is compared with the record's hashes,
+and only then is the record written. So if this process or the connection ends before, the previous replica is intact.
 
 A lock for each owner separates the server's threads from the training thread, which waits ``_LOCK_TIMEOUT`` at most."""
 

@@ -169,8 +169,7 @@ class UnitTable:
         self.rows: Sequence[tuple[Unit, Layer, UnitSize, bool]] = ()
         """Units in model order, their layers and sizes, and whether an optimizer updates them."""
         self.lost: set[Unit] = set()
-        """Units whose distance to their version is unknown since their pieces changed, until they are saved.
-        The same on all ranks."""
+        """Units whose pieces changed: the distance to their version is unknown until saved. The same on all ranks."""
 
     def changed(self, local: Mapping[Unit, LocalUnit]) -> bool:
         """Return whether :meth:`agree` is due: at first, after a resume, and if pieces of this rank changed since."""
@@ -295,10 +294,9 @@ class Survey:
 class Surveyor:
     """Checks before each decision that the job of this rank is the attached one, and lists its units.
 
-    A parameter in the optimizer but not in the model, a module added later, an optimizer that was replaced: a commit of
-    such a job would be partial and pass for complete. So nothing is saved while the problem lasts; the reason is
-    reported and training continues. The caller exchanges the reasons between ranks. Create it before training, and
-    call :meth:`mark` after weights were loaded."""
+    A parameter in the optimizer but not in the model, a module added later, a replaced optimizer: a commit would be
+    partial and pass for complete. Nothing is saved while this lasts; the reason is reported and training continues. The
+    caller exchanges reasons between ranks. Create it before training; call :meth:`mark` after weights were loaded."""
 
     def __init__(self, adapter: Adapter, table: UnitTable) -> None:
         self._adapter = adapter

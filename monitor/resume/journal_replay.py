@@ -1,9 +1,8 @@
 """Bring a resumed state forward: repeat the optimizer steps that the journal recorded, with the job's own optimizer.
 
-Each record is read and checked on all ranks while the step before it is repeated; at a damaged one, all ranks stop at
-the step before, which is whole. The versions of a composite are from several steps: the replay begins at the oldest,
-and each unit is set to its own version when the replay reaches that step, so it ends with a state of one step. Training
-thread, in a resume; collective."""
+All ranks read and check each record while the step before it is repeated; at a damaged one, all stop at the step
+before, which is whole. The versions of a composite are from several steps: the replay begins at the oldest, and sets
+each unit to its version at that step, so it ends with a state of one step. Training thread, in a resume; collective."""
 
 import ctypes
 import logging

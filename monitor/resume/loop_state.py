@@ -15,9 +15,8 @@ _log = logging.getLogger("driftpoint")
 class LoopState:
     """Holds what a training loop keeps between two steps, as attributes, for ``state=``.
 
-    Values are plain data and tensors, also in lists, tuples and dicts. They are saved as they are at ``ckpt.step()``,
-    for each rank. A resume sets the attributes anew: tensors on the devices of those that they replace, else on the
-    host.
+    Values are plain data and tensors, also in lists, tuples and dicts. They are saved per rank, as they are at
+    ``ckpt.step()``. A resume sets the attributes anew: tensors on the devices of those they replace, else on the host.
 
     Example::
 

@@ -1,8 +1,7 @@
 """Read the fragments that a rank needs, check them, and load them into the live tensors.
 
-Reading intersects the stored fragments with the live ones, so another world size, ZeRO stage or framework is no special
-case. Nothing live changes before :meth:`ReadResult.load`. Damaged fragments are reported to the caller, which falls
-back."""
+Reading intersects stored fragments with live ones, so another world size, ZeRO stage or framework is no special case.
+Nothing live changes before :meth:`ReadResult.load`. Damaged fragments are reported to the caller, which falls back."""
 
 import ctypes
 import mmap
@@ -38,8 +37,7 @@ Slots = dict[str, dict[str, str]]  # fqn -> slot -> dtype as stored
 T = TypeVar("T")
 
 _SMALL = 1 << 18
-"""Fragments of at most these bytes stay in host memory once they are checked, because a second read costs more.
-Adjacent ones are read at once."""
+"""Checked fragments up to these bytes stay in host memory: rereading costs more. Adjacent ones are read at once."""
 
 _CHUNK = 1 << 22  # elements checked at once: the checks need several times the memory of their input
 _LOADED_AT_ONCE = 1024  # small tensors
@@ -55,9 +53,8 @@ _REPEATABLE: frozenset[Kind | None] = frozenset({"local", "passing", "container"
 def encoding_loss(host: torch.Tensor, place: FragmentPlace) -> str | None:
     """Describe the loss of converting values to the live dtype; None if it holds all of them, NaN included.
 
-    Rounding is described, and so is a mask value that becomes infinite (see :func:`_is_mask_value`). Raises
-    ModelMismatchError if values would change otherwise: too large, fractions in an integer tensor, complex values in a
-    real tensor."""
+    Rounding is described, as is a mask value that becomes infinite (:func:`_is_mask_value`). Raises ModelMismatchError
+    if values would change otherwise: too large, fractions in an integer tensor, complex values in a real one."""
     if place.dtype == host.dtype:
         return None
     where = f"{place.fragment.fqn}/{place.fragment.slot}"

@@ -1,7 +1,6 @@
 """Replace the saver under policy ``observe``: the same measurements and decisions, but nothing is written.
 
-A decision moves the drift references as if its save had been committed at once, so that drift is what it would be
-under the observed policy."""
+Decisions move drift references as if their saves were committed at once, so drift is as under the observed policy."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace

@@ -4,8 +4,7 @@ A fragment is stored whole once (its base), and then as deltas to that base as l
 and deltas that grow as the state moves on, the mean size of a save is least if a new base is made as soon as the next
 delta would be larger than the mean so far. The encoded bytes of bases stay in host memory.
 
-The zstd level of each segment is chosen from measured times: the highest level that keeps writing a segment within a
-share of the time between saves.
+A segment's zstd level is the highest whose measured writing time stays within a share of the time between saves.
 
 The background thread encodes, one save at a time; the training thread settles a save before the next one begins."""
 

@@ -2,9 +2,8 @@
 
 A hook copies the gradients and the hyperparameters just before the optimizer's step, in the training thread. At
 ``ckpt.step()`` the run state is added, and a background thread writes the record (:mod:`store.journal`). Training waits
-for storage a fraction of a second at most; then the record is left out. A record that is left out interrupts the
-journal, and so does a change of the state by anything but the optimizer's step. The journal begins again at the next
-save."""
+for storage a fraction of a second at most; then the record is left out. A record left out interrupts the journal, and
+so does a change of the state by anything but the optimizer's step. The journal begins again at the next save."""
 
 import inspect
 import time

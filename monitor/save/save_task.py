@@ -210,8 +210,7 @@ def prune_after_commit(task: SaveTask, epoch: int) -> None:
 def make_room(task: SaveTask, epoch: int) -> None:
     """Free what the next save needs, after this one failed because the disk was full. Rank 0 only.
 
-    Also if its manifest was attempted: a full disk may have room for the segments, and not for the manifest. ``epoch``:
-    the job's newest."""
+    Also if its manifest was attempted: a full disk may hold the segments only. ``epoch``: the job's newest."""
     plan = task.commit_plan
     if plan is not None:
         draft = plan.draft

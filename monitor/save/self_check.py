@@ -1,5 +1,4 @@
-"""Compare what a save wrote with the live state, in value and type: the first save of a job, and the first after the
-shape of its state changed.
+"""Compare a job's first save, and the first after its state changed shape, with the live state, in value and type.
 
 While the state stands still, the training thread notes what ``state_dict()`` of model, optimizer and the user's objects
 hold. Each tensor must be a piece, or a copy of one, or be in the run state; nothing may be left over. What several

@@ -107,8 +107,7 @@ def open_store(
 ) -> StoreSession:
     """Open or create the store at ``path``, a directory or URL, and claim an epoch. Collective.
 
-    If a full disk prevents the claim, an existing store is opened nevertheless; the epoch is then claimed before the
-    first save, once there is room.
+    On a full disk an existing store still opens; the epoch is then claimed before the first save, once there is room.
 
     Args:
         lock_seconds: Time to wait for another job's lock. An object store has none: the epoch alone tells jobs apart.

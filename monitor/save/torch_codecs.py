@@ -4,10 +4,9 @@
 (``tests/support/reference_encodings.py``), and the decoded values with those of :mod:`store.encoding`. Functions keep
 no state. They do not raise if values cannot be held, since that would wait for the device: they return it as a tensor.
 
-Three rules keep the bytes equal on every device. Comparisons are made on integers, so threads and devices that flush
-subnormals agree. Divisors are tensors on the device, since torch divides CUDA tensors by a number, or by a scalar on
-the host, by multiplying with its rounded inverse. And each operation is a kernel of its own, so no multiplication and
-addition are fused."""
+Three rules keep bytes equal on all devices. Comparisons are of integers, so threads and devices that flush subnormals
+agree. Divisors are tensors on the device: torch divides CUDA tensors by a number, or a scalar on the host, by
+multiplying with its rounded inverse. Each operation is its own kernel, so no multiply and add are fused."""
 
 import math
 from abc import ABC, abstractmethod
@@ -321,8 +320,7 @@ class EncodedCopy:
     """Encodes one fragment on its device, and copies the encoded bytes to host memory.
 
     Values that the encoding cannot hold are copied as they are. The source must not change until :meth:`finish`.
-    ``copy`` is for the decoded values, or for the values if the encoding cannot hold them. Empty if neither is
-    needed."""
+    ``copy`` is for the decoded values, or the values if the encoding cannot hold them; empty if neither is needed."""
 
     source: torch.Tensor  # 1-d float32, on any device
     encoding: str  # a lossy one

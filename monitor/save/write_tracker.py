@@ -383,10 +383,9 @@ class SourceSample:
 
     At most 64 of each tensor, evenly spread, the first and the last among them.
 
-    It finds what autograd's version counters do not count: writes through ``.data``, or by code outside PyTorch. A
-    change between the sampled elements is not found. Built and compared in the stream of the copies. ``pairs`` are
-    sources that are copied as they are, and their buffers in host memory; ``views`` are sampled views of more of these;
-    ``others`` are encoded."""
+    It finds what autograd's version counters miss: writes through ``.data``, or by code outside PyTorch. A change
+    between the sampled elements is not found. Built and compared in the stream of the copies. ``pairs`` are sources
+    copied as they are, and their host buffers; ``views`` are sampled views of more of these; ``others`` are encoded."""
 
     def __init__(
         self, pairs: Sequence[Pair], others: Sequence[torch.Tensor], views: tuple[Words, Words] | None = None

@@ -19,9 +19,8 @@ _EMPTY = torch.zeros(0, dtype=torch.float32, device="cpu")
 class Compared:
     """A decision compared with those of ``steps``, newest first.
 
-    ``rows`` is float64, (steps, units, 3): squared distance, squared norm at the earlier decision, and 1.0 if one
-    signature is not known, in which case the squares are 0.0. Squares may be infinite or NaN. Rows of
-    ranks can be added."""
+    ``rows`` is float64, (steps, units, 3): squared distance, squared norm at the earlier decision, and 1.0 if a
+    signature is not known; the squares are then 0.0. Squares may be infinite or NaN. Ranks' rows can be added."""
 
     steps: tuple[int, ...]
     rows: torch.Tensor

@@ -1,9 +1,8 @@
 """Update the per-layer metrics: drift, staleness, non-finite values and drift spikes. Rank 0's training thread.
 
-The number of (layer, slot) units with time series of their own is limited. Series must not come and go, so a layer that
-is shown stays shown: whole layers spread evenly over the model, as many as fit into seven eighths of the limit. The
-last eighth is for units that stand out (non-finite values, a spike): first come, first served, and kept. Counts and
-maxima are over all units."""
+The number of (layer, slot) units with their own time series is limited. Series must not come and go, so a layer shown
+stays shown: whole layers spread evenly over the model, in seven eighths of the limit. The last eighth is for units that
+stand out (non-finite values, a spike): first come, first served, and kept. Counts and maxima are over all units."""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping

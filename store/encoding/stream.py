@@ -1,7 +1,6 @@
 """Encode and decode the entry of a fragment chunk by chunk, in bounded memory.
 
-An entry holds the encoded chunks of its fragment, or, packed, one frame for each. Each iterator belongs to one thread.
-"""
+An entry holds the encoded chunks of its fragment or, packed, a frame for each. Each iterator belongs to one thread."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence

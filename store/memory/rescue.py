@@ -6,8 +6,7 @@ holds it, there is none, because on a full disk that job makes room before its c
 node at a time, and only while no process of the job holds its lock. The next rescue completes an interrupted one.
 
 Payloads are read through a small buffer and not mapped, because truncating a mapped payload kills its reader. Their
-hashes are checked before the segment gets its name. Other segments under the save's name are leftovers and are removed.
-"""
+hashes are checked before the segment gets its name. Other segments under the save's name are leftovers, and removed."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -30,8 +30,7 @@ def final_name(temporary: str) -> str | None:
 def ensure_dir(files: Files, path: str) -> None:
     """Make ``path`` and its parents below the root, each durable in its parent.
 
-    The parent is synced even if the directory exists, because another process may have made it and not synced it yet.
-    """
+    The parent is synced even if the directory exists, as another process may have made it and not synced it yet."""
     names = path.split("/")
     for depth in range(len(names)):
         files.make_dir("/".join(names[: depth + 1]))

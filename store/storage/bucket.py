@@ -284,9 +284,8 @@ class Bucket:
     def _retry(self, verb: str, key: str, ask: Callable[[], T]) -> T:
         """Run an idempotent request with retries; obstore does not retry those that it considers changes.
 
-        Refusals with 409 or 412 are retried too: a request without a condition collided with another one, and one with
-        a condition has checked by itself who has the name. The error after the last retry never claims that a name is
-        free or taken."""
+        Refusals with 409 or 412 are retried, too: a request without a condition collided with another, and one with a
+        condition checked itself who has the name. The last retry's error never claims that a name is free or taken."""
         deadline = time.monotonic() + self.options.retry_seconds
         for pause in chain((0.1, 0.2, 0.5, 1.0, 2.0), repeat(5.0)):
             try:
