@@ -1,7 +1,6 @@
 """Print results of commands: JSON or text on stdout, notes and errors on stderr; declare shared options.
 
-Only this module of the command line writes to stdout. The whole text is rendered before the first byte is written, so
-that a closed pipe (``| head``) is detected in one place."""
+Only this module writes to stdout: all text is rendered first, so that a closed pipe (``| head``) shows in one place."""
 
 import json
 import sys

@@ -67,8 +67,7 @@ def merge(
         workers: threads; by default one per processor, up to eight.
         allow_nonfinite: write values of foreign checkpoints that no healthy training state holds (NaN, infinite
             values, negative second moments), as problems of the result, instead of raising.
-        progress: called with the stored bytes just read, from any thread but never concurrently;
-            ``MergePlan.bytes_to_read`` in all.
+        progress: gets stored bytes just read, from any thread, never concurrently; ``MergePlan.bytes_to_read`` in all.
         planned: called with each plan. If a version in a store proves damaged, or values prove implausible and are
             allowed, writing and the count start again.
 

@@ -209,8 +209,7 @@ def attach(target: Any, config: ConfigSource = None, *, state: Objects = ()) -> 
 def attach_counted(target: Any, config: ConfigSource, state: Objects, steps: Callable[[], int] | None) -> Checkpointer:
     """Attach with a step counter.
 
-    steps: returns the optimizer steps taken so far, for frameworks that do not count them. None: every ``ckpt.step()``
-    counts as one."""
+    steps: returns optimizer steps so far, if the framework does not count them. None: every ``ckpt.step()`` is one."""
     group = current_group()
     settings, adapter = run_on_all_ranks(group, lambda: (load_config(config), adapter_for(target)))
     with adapter.cache_lookups():

@@ -1,10 +1,9 @@
 """Limit the cost of saves with token buckets, and learn the price per byte.
 
 Spending only what is in a bucket keeps the cost in any ``t`` seconds below ``rate * t + capacity``. Buckets start
-empty, so that a job that restarts repeatedly does not get a full bucket each time; a debt ends with the process. A save
-is charged its expected cost when it begins and corrected when it is committed; a failed one stays charged. The first
-save of a store is full and free, since without it there is nothing to resume. The clock is an argument, so that a job
-and its replay keep the same account. One thread."""
+empty, so repeated restarts do not get a full one each; a debt ends with the process. A save is charged its expected
+cost when it begins, corrected when committed; a failed one stays charged. The first save of a store is full and free:
+without it there is nothing to resume. The clock is an argument, so a job and its replay account alike. One thread."""
 
 import math
 from collections.abc import Callable, Mapping

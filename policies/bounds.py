@@ -21,10 +21,9 @@ from store.names import RAW, Unit
 class Bounds:
     """Limits that hold regardless of the policy. None: no limit.
 
-    ``max_staleness`` is the largest age in steps of the newest committed version of a moving, finite unit, at every
-    step up to and including the next decision. A save that commits late adds its delay. ``interval`` is the largest
-    number of steps between two decisions. It is required with ``max_staleness``, which must not be smaller.
-    ``History.interval``, if given, takes precedence."""
+    ``max_staleness``: largest age in steps of the newest committed version of a moving, finite unit, at every step up
+    to and including the next decision; late commits add their delay. ``interval``: most steps between two decisions,
+    required with ``max_staleness``, which must not be smaller. ``History.interval``, if given, takes precedence."""
 
     max_staleness: int | None = None
     max_drift: float | None = None  # of a unit that a decision leaves unsaved; it keeps growing until the next one

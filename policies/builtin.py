@@ -15,9 +15,8 @@ from store.names import RAW, Unit
 class Filter:
     """Policy ``filter``: saves the first and last ``n`` blocks every time, the other blocks at every ``m``-th commit.
 
-    From the literature, which finds that the ends of the stack change most. If none of the layers saved every time can
-    be saved (frozen, not finite), the others are saved every time: otherwise no commit would be made, and the m-th
-    never reached.
+    From the literature, by which the ends of the stack change most. If none of the layers saved every time can be saved
+    (frozen, not finite), the others are: otherwise no commit would be made, and the m-th never reached.
 
     ``auxiliary``: when to save layers that are no blocks (embeddings, final norm, head): ``always``, or at the
     ``interval`` of the other blocks."""
@@ -67,9 +66,7 @@ class Filter:
 
 @dataclass(frozen=True)
 class Fallback:
-    """Saves every unit, in place of the policy ``name`` that failed; every reason says why.
-
-    It runs in the same bounds and encodings as that policy."""
+    """Saves every unit, as the policy ``name`` failed, in its bounds and encodings; every reason says why."""
 
     name: str
     failure: Failure

@@ -1,10 +1,9 @@
 """Read and prune the journal: records of optimizer steps, which a resume repeats to reach a later step.
 
 The **record** of step t holds what a resume needs to repeat it on the state of step t - 1: the gradients,
-hyperparameters and random states before the step, and the buffers and the run state after it. It is a segment group in
-``journal/``, written like those of saves, and counts once the parts of all ranks are there; no manifest names it. It
-names what it continues: the saves and snapshots of step t - 1, and the record of that step. So records of an abandoned
-branch are never taken for those of another.
+hyperparameters and random states before the step, the buffers and run state after it. It is a segment group in
+``journal/``, written like a save's, and counts once all ranks' parts are there; no manifest names it. It names what it
+continues: saves, snapshots and record of step t - 1. So records of an abandoned branch never pass for another's.
 
 Reads records only. Removing one is safe at any time: only later steps can then not be reached any more."""
 

@@ -66,9 +66,8 @@ _FROZEN = gc.get_freeze_count()  # by Python 3.12 itself
 def without_gc(*, lasting: bool = False) -> Iterator[None]:
     """Pause the cyclic garbage collector while records of all tensors are made.
 
-    It runs after some hundred allocations, in any thread. A save of many tensors would make it traverse all objects of
-    the process again and again, while training waits for the GIL. lasting: whether most of the new objects live long,
-    so that they become old without a traversal."""
+    It runs after some hundred allocations, in any thread; a save of many tensors makes it traverse all objects again
+    and again while training waits for the GIL. lasting: whether most new objects live long and need no traversal."""
     try:
         _pause.begin()
         yield

@@ -20,8 +20,7 @@ from store.names import Unit
 VERSION = 1
 _SUCCESSOR = {"int8-sqrt-block": "int8-log2"}
 EncodingName = Annotated[str, AfterValidator(lambda name: _SUCCESSOR.get(name, name))]
-"""Name of an encoding. One that this release only reads is replaced by its successor, so that a replay under the
-recorded configuration is as recorded."""
+"""Name of an encoding. One that is only read becomes its successor, so that a replay as configured is as recorded."""
 
 Count = Annotated[int, Field(ge=0, le=1 << 60)]  # of steps or bytes; a trace is a plain file, which may hold any number
 Seconds = Annotated[float, Field(ge=0, le=1 << 60)]

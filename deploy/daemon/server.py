@@ -249,8 +249,7 @@ class Daemon:
 def ensure_daemon(base: Path, command: Sequence[str]) -> str | None:
     """Start a daemon at ``base`` with ``command`` unless one runs.
 
-    Does not wait for it: a failure is in its log. Returns a message about the start or its failure, None if a daemon
-    was running."""
+    Does not wait: a failure is in its log. Returns a message on the start or failure, None if a daemon was running."""
     try:
         make_home(base)
         protocol.connect(base, _ANSWER_SECONDS).close()

@@ -27,8 +27,7 @@ _T = TypeVar("_T")
 class StoreProbe:
     """Access of the supervisor to a store.
 
-    ``memory``: shared-memory directory of its job, None without in-memory snapshots. ``patience``: seconds to wait for
-    storage."""
+    ``memory``: its job's shared-memory directory, None without snapshots. ``patience``: seconds to wait for storage."""
 
     def __init__(
         self, root: Path, memory: Path | None = None, patience: float = 120.0, options: ObjectOptions | None = None

@@ -1,9 +1,8 @@
 """Write the checkpoint folder of a Hugging Face Trainer: ``checkpoint-N``, for ``train(resume_from_checkpoint=...)``.
 
-Stock transformers and DeepSpeed load it, without Driftpoint installed. The framework's own layout writes the state; the
-Trainer's other files come from a folder of the run and are brought to the step of the state: growing numbers are
-scaled, later entries dropped, and state that cannot be brought to another step is left out with a note. Nothing is
-unpickled, and a file that asks for code to run when it is unpickled is not copied."""
+Stock transformers and DeepSpeed load it without Driftpoint. The framework's own layout writes the state; the Trainer's
+other files come from a folder of the run, brought to the state's step: growing numbers are scaled, later entries
+dropped, and what cannot be is left out with a note. Unpickles nothing, and copies no file that would then run code."""
 
 import io
 import json

@@ -1,7 +1,6 @@
 """Open the sources of a recipe, each place once, and find the checkpoint meant in each.
 
-A step is one of the source's own, or the newest within a bound. Errors are collected, so that a plan can list all of
-them. Reads no tensor."""
+A step is the source's own or the newest within a bound. Errors are collected: a plan can list all. Reads no tensor."""
 
 import operator
 import re

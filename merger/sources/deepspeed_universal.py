@@ -1,10 +1,9 @@
 """Read universal checkpoints, as ``ds_to_universal`` makes them, and check that their files are of one save.
 
-Tensors are whole, with one directory per parameter; the model states say which parameter is in which param group. A
-directory may be missing, left over from another save, or half copied. ZeRO-3 saves working weights nowhere, but the
-converter keeps rank 0's optimizer state in ``optimizer_state.pt``, which has the first elements of every parameter in
-every slot. Samples of these are compared; moments that are not zero change with every step. Another save's elements
-beyond rank 0's slice cannot be detected."""
+Tensors are whole, a directory per parameter; the model states say which parameter is in which param group. A directory
+may be missing, left from another save, or half copied. ZeRO-3 saves no working weights, but the converter keeps rank
+0's optimizer state in ``optimizer_state.pt``, with each parameter's first elements in every slot. Samples of these are
+compared; nonzero moments change at every step. Another save's elements beyond rank 0's slice are not detected."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -189,9 +189,11 @@ class ZeroAdapter(EngineAdapter, ABC):
         self._check_supported()
         self._wrapped, self._group_count = self._base_optimizer, len(self._base_optimizer.param_groups)
         self._optimizer_attributes = OptimizerAttributes(self._wrapped, self._wrapped)
-        reuses = int(engine.zero_optimization_stage()) == 3 or getattr(self._zero, "cpu_offload", False)
-        trained = self._inventory.parameters() if reuses else {}
-        self._reused = ReusedGradients(trained, self._wrapped, self.held)
+        stage, offloads = int(engine.zero_optimization_stage()), getattr(self._zero, "cpu_offload", False)
+        reuses, names = stage == 3 or offloads, {fqn for flat in self.flats() for fqn in flat.fqns}
+        trained = {fqn: one for fqn, one in self._inventory.parameters().items() if reuses and fqn in names}
+        frozen = offloads or bool(getattr(self._zero, "offload_optimizer", False))
+        self._reused = ReusedGradients(engine, trained, "any" if stage == 1 else "first", frozen)
 
     # ---- implemented by a stage
 
@@ -252,7 +254,7 @@ class ZeroAdapter(EngineAdapter, ABC):
         self._keep("attached", self._check_state)
 
     def unsaveable(self) -> Sequence[str]:
-        return self._reused.found
+        return self._reused.found()
 
     def attributes(self) -> Mapping[str, OptimizerAttributes]:
         return {self._optimizer_attributes.kind: self._optimizer_attributes}
@@ -290,9 +292,8 @@ class ZeroAdapter(EngineAdapter, ABC):
     def before_change(self, hook: Callable[[], None]) -> None:
         """Call ``hook`` before every call that writes masters or moments, most of which do so through ``.data``.
 
-        Scripts import ``safe_set_full_fp32_param`` and the like by name, so the methods that those call are wrapped: at
-        stage 3 methods of the optimizer; at stages 1 and 2 a method of each parameter, which DeepSpeed makes anew
-        whenever it links the parameter to its master."""
+        Scripts import ``safe_set_full_fp32_param`` and the like by name, so the methods they call are wrapped: at stage
+        3 the optimizer's; at stages 1 and 2 one of each parameter, which DeepSpeed remakes on linking the master."""
         self.before_update(hook)
         self._base_optimizer.register_load_state_dict_pre_hook(lambda *_: hook())
         wrap_methods(
@@ -357,6 +358,7 @@ class ZeroAdapter(EngineAdapter, ABC):
             "param_groups": [describe_group(fqns, group) for fqns, group in self._groups()],
             "scalars": scalars,
             "slots": slots,
+            "unused": self._reused.unused(),
             **engine_state(self.engine),
         }
 
@@ -370,6 +372,7 @@ class ZeroAdapter(EngineAdapter, ABC):
         common = {flat.fqns: optimizer_state.common_scalars(flat.fqns, state) for flat in self.flats()}
         restore_groups(state["param_groups"], self._groups())
         load_engine_state(self.engine, state)
+        self._reused.resumed(state.get("unused"))
         for flat in self.flats():
             slots, saved = common[flat.fqns]
             scalars = self._restored_scalars(flat, saved, state)

@@ -276,8 +276,7 @@ def require_storable(
 ) -> None:
     """Raise UnstorableError if state of an optimizer has a type that no save can hold.
 
-    The state has parameters as keys, see :func:`require_by_parameter`; ``name_of`` names one for the error. The adapter
-    saves ``known`` subclasses of tensors."""
+    Its keys are parameters (:func:`require_by_parameter`). name_of: for errors. known: tensor subclasses to save."""
     for parameter, state in optimizer.state.items():
         if type(state) is not dict:
             raise _unstorable(optimizer, "the state", name_of(parameter), f"a {type(state).__qualname__}")

@@ -3,12 +3,14 @@
 Every rank holds everything, writes a part of it and loads all of it. Training thread only. Schedulers and gradient
 scalers are the user's own objects."""
 
+import logging
+import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import chain
-from types import MappingProxyType
+from itertools import chain, islice
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -241,7 +243,7 @@ class PyTorchAdapter(base.Adapter):
     def live_values(self) -> Iterator[base.LiveValue]:
         yield from self._inventory.live_values()
         for hook, kept in chain.from_iterable(self._hooks):
-            if _lasts(kept):
+            if _lasts(kept, set(map(id, self._inventory.parameters().values()))):
                 name = f"what is kept by the communication hook {getattr(hook, '__qualname__', hook)}"
                 yield base.LiveValue(name, kept, ownable=True)
         groups = self._groups()
@@ -460,19 +462,27 @@ class PyTorchAdapter(base.Adapter):
         return optimizer_state.restored_scalars(owner, parameter, group, saved["scalars"].get(fqn, {}), kind)
 
 
-def _lasts(kept: object, depth: int = 4) -> bool:
+_STATE = (torch.Tensor, np.ndarray, torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_NO_STATE = (type, ModuleType, nn.Module, torch.optim.Optimizer, DeviceMesh, logging.Logger)
+
+
+def _lasts(kept: object, saved: Set[int], depth: int = 4) -> bool:
     """Whether what a communication hook keeps holds tensors, or counts steps as torch's own do.
 
-    An empty list, set or mapping counts too: hooks fill theirs at the first steps. Modules are saved as such."""
-    if isinstance(kept, torch.Tensor | np.ndarray | torch.Generator):
-        return True
-    if depth == 0 or isinstance(kept, type | nn.Module | dist.ProcessGroup | DeviceMesh):
+    An empty list, set or mapping counts too: hooks fill theirs at the first steps. saved: ids of tensors that do not
+    count. Of a container, looks at the first items only."""
+    if isinstance(kept, _STATE):
+        return id(kept) not in saved
+    of_threads = type(kept).__module__ in ("threading", "_thread")
+    if depth == 0 or of_threads or isinstance(kept, (*_NO_STATE, dist.ProcessGroup)):
         return False
-    if isinstance(kept, Mapping | Set | list | tuple | deque):
-        values = list(kept.values() if isinstance(kept, Mapping) else kept)
-        return not (values or isinstance(kept, tuple | frozenset)) or any(_lasts(one, depth - 1) for one in values)
-    names = [*getattr(type(kept), "__slots__", ()), *getattr(kept, "__dict__", ())]
-    return "iter" in names or any(_lasts(getattr(kept, name, None), depth - 1) for name in names)
+    if isinstance(kept, dict | set | frozenset | list | tuple | deque):
+        items: Iterable[object] = kept.values() if isinstance(kept, dict) else kept
+        found = any(_lasts(one, saved, depth - 1) for one in islice(items, 1000))
+        return found or not (kept or isinstance(kept, tuple | frozenset))
+    state = object.__getstate__(kept)  # its attributes and slots, without calling anything of its own
+    fields = dict(chain.from_iterable(one.items() for one in (state if isinstance(state, tuple) else (state,)) if one))
+    return "iter" in fields or any(_lasts(one, saved, depth - 1) for one in fields.values())
 
 
 class _LoadHook:

@@ -3,8 +3,7 @@
 A step is reported not when it ends but when the next step (or epoch) begins: by then the Trainer has logged and
 evaluated it, and a resume continues after all that. The state does not change in between. The place in the data is
 fixed before there is an optimizer, from the prediction of :mod:`monitor.huggingface.resume`; if the resume ends up at
-another step, nothing is trained. Everything runs in the training thread of every rank, in the same order: there are
-collectives in it."""
+another step, nothing is trained. All runs in every rank's training thread, in the same order: it has collectives."""
 
 import gc
 import itertools

@@ -164,9 +164,8 @@ _Fingerprint = tuple[int | bytes, ...]  # one for each piece
 class FrozenMeter(DriftMeter):
     """Detects every change of frozen weights, even of one bit in one element, which a sketch of many values misses.
 
-    A unit with the fingerprints of its committed version has drift 0 and is not measured further. The distance of any
-    other is measured by ``meter``. A version that was staged without being measured counts as changed. Reads all values
-    at every measurement: writes through ``.data`` leave no other trace."""
+    A unit with its committed version's fingerprints has drift 0; ``meter`` measures the others. A version staged
+    unmeasured counts as changed. Reads all values every time: writes through ``.data`` leave no other trace."""
 
     def __init__(self, meter: DriftMeter) -> None:
         self._meter = meter

@@ -75,8 +75,7 @@ class Projection:
     def project(self, pieces: Sequence[torch.Tensor], chunk_length: int, key: int) -> torch.Tensor:
         """Return the signature: 1-d float32 of length ``width``, on the host. Not finite if any value is not.
 
-        pieces: 1-d, any real dtype and device. key: selects the sequence of signs and offsets; signatures are
-        comparable only with the same key."""
+        pieces: 1-d, any real dtype and device. key: selects signs and offsets; only signatures of one key compare."""
         total = torch.zeros(self.width, dtype=torch.float64, device="cpu")
         draws = iter(self.draws(key, sum(-(-piece.numel() // chunk_length) for piece in pieces)))
         with torch.inference_mode():

@@ -1,9 +1,8 @@
 """Project many units on a CUDA device at once: to launch kernels for each unit takes longer than to read it.
 
-A program of the first kernel holds a part of a unit's board in registers and goes over the chunks of the unit, so each
-value is read once, in the order of :class:`~monitor.observe.sketch_meter.Projection`. One of the second kernel sums the
-slots of some buckets. Boards are made in groups that stay in the device's cache. Sums have a fixed order, so equal
-values have equal signatures. Importing this needs Triton."""
+A program of the first kernel holds part of a unit's board in registers and goes over its chunks, so each value is read
+once, in the order of :class:`~monitor.observe.sketch_meter.Projection`. One of the second sums some buckets' slots.
+Groups of boards stay in the device's cache. Sum order is fixed, so equal values have equal signatures. Needs Triton."""
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from collections.abc import Callable, Sequence

@@ -283,8 +283,7 @@ class _Wanted(NamedTuple):
 def read_fragments(payloads: OpenPayloads, index: FragmentIndex[Source], places: Sequence[FragmentPlace]) -> ReadResult:
     """Read and verify the values of ``places``, in the order of the payloads.
 
-    Raises ModelMismatchError if the live dtypes cannot represent them, UnreachableError if the object store cannot be
-    reached."""
+    Raises ModelMismatchError if live dtypes cannot hold them, UnreachableError if the object store is not reached."""
     notes: list[str] = []
     stored = [_wanted(payloads, index, place, notes) for place in places]
     wanted = sorted((one for one in stored if one is not None), key=lambda one: one.span)

@@ -99,9 +99,8 @@ class LastStep:
 class FinalSave:
     """Saves as much of a job at ``step`` as can become durable by the deadline.
 
-    It waits for the save under way, then saves as much as is expected to fit. If time is left, because the storage
-    speed was unknown or better than before, further saves use it. Each is an ordinary commit, so the deadline can only
-    cut off the last one. Training thread; collective."""
+    It waits for the save under way, then saves what should fit. If time is left (speed unknown or better), further
+    saves use it. Each is an ordinary commit, so the deadline cuts off only the last. Training thread; collective."""
 
     job: JobContext
     saver: Saver

@@ -114,9 +114,8 @@ def open_store(
         counting: Whether interruptions of this job are counted.
         create: Whether to make a store if there is none.
 
-    Raises StoreInUseError, StorageError or DamagedError, the same on all ranks; NoStoreError if there is no store, and
-    none may be created; UnsupportedError if the object store has no conditional puts, so that two jobs could overwrite
-    each other's commits."""
+    Raises StoreInUseError, StorageError or DamagedError, the same on all ranks; NoStoreError if there is none and none
+    may be made; UnsupportedError if an object store lacks conditional puts: jobs could overwrite others' commits."""
     files = run_on_all_ranks(group, lambda: files_at(place_of(path).expanduser(), options))
     lock: StoreLock | None = None
     incarnation: IncarnationRecord | None = None

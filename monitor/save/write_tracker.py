@@ -4,9 +4,8 @@ Autograd counts the in-place operations that it sees, which writes through ``.da
 sees all, from 6.7 on: a page that is write-protected by userfaultfd(2) in its asynchronous mode loses the protection
 when it is written, without a signal or a wait, and PAGEMAP_SCAN lists protected pages (admin-guide/mm/pagemap).
 
-It does not see writes by a device into pinned memory, nor by another process into shared memory. Such memory is
-copied at once, and so is what shares a page with other data. Where it cannot be used, a
-:class:`SourceSample` finds most writes that autograd does not count."""
+It sees no writes by devices into pinned memory, nor by other processes into shared memory. These are copied at once, as
+is what shares a page with other data. Elsewhere :class:`SourceSample` finds most writes autograd does not count."""
 
 import ctypes
 import fcntl

@@ -1,7 +1,6 @@
 """Compare a decision with earlier ones, about 1, 2, 4, 8... decisions ago, whether or not units were saved.
 
-The caller sums over ranks. The earlier decisions depend on the number of decisions only, so they are the same on all
-ranks. One thread at a time."""
+The caller sums over ranks. The earlier decisions follow from their number, alike on all ranks. One thread at a time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -232,8 +232,7 @@ NESTED = "ckpt.save() within another call, by a signal handler or another thread
 class MisuseNotices:
     """Compares the calls of ``ckpt.step()`` with a rank's optimizer steps, and warns if they do not match.
 
-    ``updates``: optimizer steps since the last call. steps: counts optimizer steps; None if the adapter, or nothing,
-    does."""
+    ``updates``: optimizer steps since the last call. steps: counts them; None if the adapter, or nothing, does."""
 
     def __init__(self, adapter: Adapter, steps: Callable[[], int] | None, rank: int, world_size: int) -> None:
         self.updates = 0

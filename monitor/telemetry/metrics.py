@@ -53,8 +53,7 @@ _PATIENCE, _SCRAPE_PATIENCE = 10.0, 1.0  # seconds that a reader waits for updat
 class _Row(NamedTuple):
     """A metric; its name is prefixed by ``driftpoint_``.
 
-    The values ``served`` of its only label have series from the start, since Prometheus sees no increase in a series
-    that appears with its first count."""
+    The values ``served`` of its only label have series from the start: Prometheus sees no increase in a first count."""
 
     kind: type[Counter | Gauge | Histogram]
     name: str

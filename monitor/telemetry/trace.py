@@ -5,9 +5,8 @@ compare units with earlier decisions whether or not they were saved. A backgroun
 a slow disk never blocks training. It also compares, in a job of one process; several ranks compare at the decision and
 begin an asynchronous sum, which is written at the next one. Collectives depend on rank 0's settings at attach only.
 
-Each line is one write at the end of the file; a torn line left by a crash is closed off first. The file is not synced.
-A full file is renamed, and the next one begins with the last job line, so that it can be read alone. After an error the
-trace ends with one report, so it has no gaps."""
+Each line is one unsynced write at the file's end; one torn by a crash is closed off first. A full file is renamed; the
+next begins with the last job line, to be read alone. After an error it ends with one report, so it has no gaps."""
 
 import errno
 import fcntl

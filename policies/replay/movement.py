@@ -1,8 +1,7 @@
 """Interpolate how far each unit moved between any two steps of a segment.
 
-A trace has distances over a few ages only (1, 2, 4, ... decisions), at the steps of decisions. Between recorded ages,
-log distance is linear in log age; beyond them it is extrapolated with the exponent there. docs/simulate.md discusses
-the accuracy."""
+A trace has distances over a few ages only (1, 2, 4, ... decisions), at decisions' steps. Between recorded ages, log
+distance is linear in log age; beyond them the exponent there extrapolates it. docs/simulate.md has the accuracy."""
 
 import math
 from bisect import bisect_left

@@ -4,10 +4,9 @@
 bit that of ``tensor.to(torch.bfloat16)``, including subnormals and -0.0, so a bfloat16 model computes with exactly the
 stored weights. Refused: NaN, infinities, and finite values above 3.3961e38, which would round to infinity.
 
-``bf16+int8`` stores a float32 value as its bfloat16, ``high``, and a signed byte of the residual, ``low``, in three
-bytes a value; docs/encodings.md has the formulas. Rounding a decoded value to bfloat16 gives ``high`` again, because
-low adds at most 127 * 2**8, less than half a place, 2**15. So the weights of a bfloat16 model stay exact, and the
-float32 master copy keeps about 16 significant bits.
+``bf16+int8`` stores a float32 value in three bytes: its bfloat16, ``high``, and a signed byte of the residual, ``low``
+(formulas: docs/encodings.md). A decoded value rounded to bfloat16 gives ``high`` again, as low adds at most 127 * 2**8,
+less than half a place, 2**15. So bfloat16 weights stay exact; the float32 master copy keeps about 16 significant bits.
 
 ``bf16-scaled`` stores float32 values that are bfloat16 values times one float32 factor, as gradients are after they
 were clipped. It is used only where multiplying gives the same bits, so it is lossless; and not where a value, a product

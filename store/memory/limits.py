@@ -1,8 +1,7 @@
 """Check the limits of shared memory and reserve it before anything is written.
 
-Missing memory kills: a page that the filesystem cannot back raises SIGBUS, and one beyond the control group's limit
-brings the out-of-memory killer. Memory is reserved in small steps with a check before each, because other ranks of the
-node reserve at the same time."""
+Missing memory kills: a page that the filesystem cannot back raises SIGBUS, one over the control group's limit brings
+the out-of-memory killer. Memory is reserved in small, checked steps, as a node's ranks reserve at the same time."""
 
 import os
 from collections.abc import Iterator

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,26 @@ from store.storage.local import LocalFiles
 SAVED, LAST = 4, 7
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
 
-# ZeRO stage with its settings, and the steps that leave out the branch
-CASES: dict[str, tuple[int, dict[str, Any], set[int]]] = {
-    "zero3": (3, {}, {2, 4, 6}),
-    "zero3-offload": (3, OFFLOADED, {2, 4, 6}),
-    "zero2-offload": (2, OFFLOADED, {2, 4, 6}),
-    "zero2": (2, {}, {2, 4, 6}),
-    "zero3-used": (3, {}, set()),
-    "zero3-left-out-after": (3, {}, {4, 6}),
-    "zero3-journal": (3, {}, {2, 4, 6}),
+SOME = {2, 4, 6}
+"""Steps that leave out the branch."""
+
+# ZeRO stage with its settings, and what is special
+CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "zero3": (3, {}, {"left_out": SOME}),
+    "zero3-offload": (3, OFFLOADED, {"left_out": SOME}),
+    "zero2-offload": (2, OFFLOADED, {"left_out": SOME}),
+    "zero2": (2, {}, {"left_out": SOME}),
+    "zero3-used": (3, {}, {}),
+    "zero3-left-out-after": (3, {}, {"left_out": {4, 6}}),
+    "zero3-journal": (3, {}, {"left_out": SOME}),
+    "zero3-stateless": (3, {}, {"left_out": SOME, "optimizer": torch.optim.SGD}),
+    "zero3-second-batch": (3, {}, {"second": True}),
+    "zero2-offload-second-batch": (2, OFFLOADED, {"second": True}),
+    "zero1-offload-second-batch": (1, OFFLOADED, {"second": True}),
+    "zero2-offload-frozen": (2, OFFLOADED, {"frozen": range(2, 9)}),
+    "zero3-frozen": (3, {}, {"frozen": range(2, 9)}),
+    "zero3-unfrozen": (3, {}, {"frozen": range(-1, 1), "left_out": SOME}),
+    "zero3-decay": (3, {}, {"optimizer": partial(torch.optim.Adam, weight_decay=0.1)}),
 }
 
 
@@ -48,17 +60,21 @@ class Branched(nn.Module):
 def run(name: str, folder: Path, results: Results, *, resume: bool) -> None:
     import deepspeed
 
-    stage, zero, left_out = CASES[name]
+    stage, zero, case = CASES[name]
+    left_out, second, frozen = case.get("left_out", ()), case.get("second", False), case.get("frozen", ())
     torch.manual_seed(7 if resume else 1)
     settings = {
         "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 1 + second,
+        "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {"stage": stage, **ZERO, **zero},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "steps_per_print": 1 << 30,
     }
     model = Branched()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)
+    optimizer = case.get("optimizer", torch.optim.AdamW)(model.parameters(), lr=1e-2)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    model.branch.requires_grad_(-1 not in frozen)
     journal = name.endswith("journal")  # one save at step 2, and records
     config = {"store": str(folder / name), "every": 2 if journal else 1, "metrics": {"enabled": False}}
     config["journal"] = {"enabled": journal}
@@ -67,9 +83,11 @@ def run(name: str, folder: Path, results: Results, *, resume: bool) -> None:
     exact = ckpt.certificate is None or ckpt.certificate.exact
     for step in range(start, LAST):
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank()))
-        loss = engine(x, step not in left_out)
-        engine.backward(loss)
-        engine.step()
+        model.branch.requires_grad_(step not in frozen)
+        for batch in range(1 + second):
+            loss = engine(x, step not in left_out and batch == second)
+            engine.backward(loss)
+            engine.step()
         losses.append(loss.item().hex())
         if resume or step < SAVED - journal:
             ckpt.step()

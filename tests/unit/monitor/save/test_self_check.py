@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -239,6 +242,26 @@ class Plain:
         vars(self).update(values)
 
 
+class Slots:
+    __slots__ = ("errors",)
+
+
+class Slotted(Slots):
+    __slots__ = ("__count",)
+
+    def __init__(self) -> None:
+        self.errors, self.__count = torch.zeros(2), 1
+
+
+class Raising:
+    def __init__(self) -> None:
+        vars(self)["rate"] = 1
+
+    @property
+    def rate(self) -> float:
+        raise RuntimeError("not yet")
+
+
 LASTING = {
     "a tensor": torch.zeros(2),
     "a list of tensors": [torch.zeros(2)],
@@ -246,6 +269,9 @@ LASTING = {
     "tensors in a list of mappings of an object": Plain(errors=[{"bucket": torch.zeros(2)}]),
     "a list of an object that is filled later": Plain(errors=[]),
     "a random generator": Plain(rng=torch.Generator()),
+    "a generator of numpy": Plain(rng=np.random.default_rng(0)),
+    "a generator of python": Plain(rng=random.Random(0)),
+    "a tensor in an inherited slot": Slotted(),
 }
 
 
@@ -263,6 +289,9 @@ CONSTANT = {
     "numbers of an object": lambda: Plain(factor=2.0, dtype=torch.bfloat16, group=dist.group.WORLD, none=None),
     "a device mesh": lambda: Plain(mesh=init_device_mesh("cpu", (1,))),
     "the model": lambda: Plain(model=nn.Linear(2, 2)),
+    "a logger and an event": lambda: Plain(log=logging.getLogger("hook"), stop=threading.Event(), torch=torch),
+    "a property that raises": Raising,
+    "a long list": lambda: [0.0] * 1_000_000,
 }
 
 
