@@ -69,10 +69,9 @@ class Bounds:
 class Bounded:
     """A policy inside bounds; a policy itself. The first row of docs/policies.md#bounds that applies to a unit decides.
 
-    ``encodings`` maps slots to encodings: a moving unit that would be stored raw gets the encoding of its slot. Choices
-    of policy ``budget`` are exempt, since it weighs raw against other encodings itself. If max_staleness demands a unit
-    that the inner policy saves anyway, the inner policy's encoding stands. Under precision ``any``, the error that a
-    lossy encoding adds shows as drift at the next decision, not before.
+    ``encodings``, by slot: a moving unit that would be stored raw gets its slot's encoding. Policy ``budget``'s choices
+    are exempt, as it weighs encodings itself. A unit that max_staleness demands and the inner policy saves anyway keeps
+    the latter's encoding. Under precision ``any``, a lossy encoding's error shows as drift only at the next decision.
 
     The inner policy sees every unit, even those whose choice it cannot change; ``budget.demanded`` names those that
     rows 2 to 4 save. Its whole answer is checked. Raises PolicyError if it breaks its contract."""

@@ -225,7 +225,6 @@ class Adapter(Protocol):
 
     def unsaveable(self) -> Sequence[str]:
         """Return what the next steps depend on that no save can hold, as seen so far; on this rank."""
-        return ()
 
     def layout_facts(self) -> dict[str, Any]:
         """Return JSON values from which the merger rebuilds the framework's own checkpoint layout."""

@@ -240,6 +240,9 @@ class PyTorchAdapter(base.Adapter):
                 if tensor is not None and other is not None and optimizer_state.equal(tensor, other):
                     states[fqn][key] = tensor
 
+    def unsaveable(self) -> Sequence[str]:
+        return ()
+
     def live_values(self) -> Iterator[base.LiveValue]:
         yield from self._inventory.live_values()
         for hook, kept in chain.from_iterable(self._hooks):
@@ -473,8 +476,7 @@ def _lasts(kept: object, saved: Set[int], depth: int = 4) -> bool:
     count. Of a container, looks at the first items only."""
     if isinstance(kept, _STATE):
         return id(kept) not in saved
-    of_threads = type(kept).__module__ in ("threading", "_thread")
-    if depth == 0 or of_threads or isinstance(kept, (*_NO_STATE, dist.ProcessGroup)):
+    if depth == 0 or type(kept).__module__ == "threading" or isinstance(kept, (*_NO_STATE, dist.ProcessGroup)):
         return False
     if isinstance(kept, dict | set | frozenset | list | tuple | deque):
         items: Iterable[object] = kept.values() if isinstance(kept, dict) else kept

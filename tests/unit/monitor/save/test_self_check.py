@@ -289,7 +289,9 @@ CONSTANT = {
     "numbers of an object": lambda: Plain(factor=2.0, dtype=torch.bfloat16, group=dist.group.WORLD, none=None),
     "a device mesh": lambda: Plain(mesh=init_device_mesh("cpu", (1,))),
     "the model": lambda: Plain(model=nn.Linear(2, 2)),
-    "a logger and an event": lambda: Plain(log=logging.getLogger("hook"), stop=threading.Event(), torch=torch),
+    "a logger and an event": lambda: Plain(
+        log=logging.getLogger("hook"), stop=threading.Event(), lock=threading.Lock(), torch=torch
+    ),
     "a property that raises": Raising,
     "a long list": lambda: [0.0] * 1_000_000,
 }
