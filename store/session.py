@@ -62,8 +62,7 @@ def renew_epoch(
     An owner must not claim any other number: a job that claimed the next one is younger, and fences this one. A
     repeated call completes a claim whose outcome was unknown, for example because its fsync failed.
 
-    Raises FencedError if another job claimed an epoch since, StorageError if the claim could not be made durable, or
-    the store does not list ``epoch``."""
+    FencedError if another job claimed since, StorageError if the claim is not durable or the store lacks ``epoch``."""
     following = hashlib.blake2b(f"{token}/{epoch}".encode(), digest_size=16).hexdigest()
     newest = max(newest_epoch(files), _newest_in_use(files))
     if newest == epoch + 1 and token_of(files, newest) == following:

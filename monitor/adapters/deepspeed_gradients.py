@@ -41,9 +41,10 @@ class ReusedGradients:
             self._end_step()
         return self._found
 
-    def unused(self) -> list[str]:
-        """Return the parameters that no step of this process used, for the run state: their gradient is zero."""
-        return [fqn for one, fqn in self._names.items() if one not in self._used_before and one not in self._used]
+    def unused(self) -> list[str] | None:
+        """Return the parameters that no step of this process used: their gradient is zero. None if none is kept."""
+        used = self._used_before | self._used
+        return [fqn for one, fqn in self._names.items() if one not in used] if self._names else None
 
     def resumed(self, unused: Iterable[str] | None) -> None:
         """Take what :meth:`unused` gave for the run state that was resumed; None if it has none."""

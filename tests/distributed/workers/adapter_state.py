@@ -145,13 +145,16 @@ def differences(one: Saved, other: Saved, cast: bool = False) -> list[str]:
 
 
 def unequal(one: Any, other: Any, where: str = "run state") -> list[str]:
-    """Where two run states differ; tensors to the last bit, in value, kind and dtype."""
+    """Where two run states differ; tensors to the last bit, in value, kind and dtype.
+
+    ``unused`` tells of the process that saved, and is another one's in any other: see ReusedGradients."""
     if type(one) is not type(other):
         return [f"{where}: {type(one).__name__} and {type(other).__name__}"]
     if isinstance(one, Mapping):
         if one.keys() != other.keys():
             return [f"{where}: keys {sorted(map(str, one.keys() ^ other.keys()))} are only in one"]
-        return [found for key in one for found in unequal(one[key], other[key], f"{where}.{key}")]
+        kept = [key for key in one if key != "unused"]
+        return [found for key in kept for found in unequal(one[key], other[key], f"{where}.{key}")]
     if isinstance(one, list | tuple):
         if len(one) != len(other):
             return [f"{where}: lengths {len(one)} and {len(other)}"]
