@@ -56,7 +56,7 @@ _Gradients = Sequence[Sequence[Gradient]]
 
 @dataclass(frozen=True)
 class _Record:
-    """A record for one rank. same: of the elements it updates now. whole: each rank holds all weights, then and now."""
+    """A record for one rank. same: it recorded what it updates now. whole: each rank has all weights, then and now."""
 
     step: JournalStep
     stepped: Mapping[str, Any]  # see :data:`store.journal.STEPPED`

@@ -4,40 +4,28 @@ from __future__ import annotations
 
 import copy
 import logging
-import random
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
-import monitor
 from monitor import run_state
 from monitor.save import async_copy
 from monitor.save.self_check import SelfChecker
 from store import catalog, schema
 from store.catalog import open_catalog
-from store.certificate import certify
 from store.errors import NewerFormatError, StorageError
 from store.memory import layout
 from store.memory.index import scan_node
 from store.names import STORE, SaveId
-from store.resolve import newest_resumable
 from store.state_tree import Leaf
 from store.storage.local import LocalFiles
+from tests.support.checked import Job, checks, errors, exact, require_found
 from tests.support.hooked import HookedFiles
 from tests.support.kept import abandoned, memory, settled, tier_of
-
-CONFIG = {"every": 1, "metrics": {"enabled": False}}
 
 
 class Counting(torch.optim.SGD):
@@ -59,33 +47,6 @@ class Scaled(nn.Linear):
         destination[prefix + "scale"] = torch.ones(2, dtype=torch.float64)
 
 
-class Job:
-    """A model, an optimizer and a checkpointer whose saves are waited for."""
-
-    def __init__(
-        self, store: Path, model: nn.Module | None = None, kind: Any = None, state: Any = (), **settings: Any
-    ) -> None:
-        torch.manual_seed(0)
-        self.model = model or nn.Linear(4, 4)
-        self.optimizer = (kind or torch.optim.AdamW)(self.model.parameters())
-        self.ckpt = monitor.attach(
-            (self.model, self.optimizer), {**CONFIG, "store": str(store), **settings}, state=list(state)
-        )
-        self.ckpt.resume()
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        self.model(torch.randn(2, 4)).square().sum().backward()
-        self.optimizer.step()
-        self.ckpt.step()
-        self.ckpt.flush()
-
-    @property
-    def failures(self) -> float:
-        found = self.ckpt.metrics.registry.get_sample_value("driftpoint_failures_total", {"reason": "self_check"})
-        return found or 0.0
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
     return tmp_path / "store"
@@ -95,30 +56,6 @@ def store(tmp_path: Path) -> Path:
 def logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
     with caplog.at_level(logging.INFO, "driftpoint"):
         yield caplog
-
-
-def errors(logged: pytest.LogCaptureFixture) -> list[str]:
-    return [one.getMessage() for one in logged.records if one.levelno >= logging.ERROR]
-
-
-def checks(logged: pytest.LogCaptureFixture) -> list[str]:
-    return [text for one in logged.records if (text := one.getMessage()).startswith("self-check of step")]
-
-
-def exact(store: Path) -> bool:
-    return certify(newest_resumable(open_catalog(LocalFiles(store)))[0]).exact
-
-
-def require_found(job: Job, store: Path, logged: pytest.LogCaptureFixture, *words: str) -> None:
-    """One error that has the words, in the log, the metrics and every commit; a resume is not exact."""
-    job.step()
-    (said,) = errors(logged)
-    assert all(word in said for word in words), said
-    assert not exact(store)
-    assert job.failures == 1
-    job.step()
-    assert not exact(store) and len(errors(logged)) == 1
-    job.ckpt.close()
 
 
 def test_a_state_that_comes_back_is_exact(store: Path, logged: pytest.LogCaptureFixture) -> None:
@@ -195,119 +132,6 @@ def test_a_lost_store_record_is_restored_with_the_reader_that_its_commits_need(s
     job.ckpt.close()
     (store / STORE).unlink()
     assert catalog.restore_store_record(LocalFiles(store)).record.reader == 2
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-class Compression:
-    """Saves and restores what a communication hook keeps."""
-
-    def __init__(self, kept: PowerSGDState) -> None:
-        self.kept = kept
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"iter": self.kept.iter, "errors": self.kept.error_dict}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.kept.iter, self.kept.error_dict = state["iter"], state["errors"]
-
-
-@pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("handed", [False, True])
-def test_what_a_communication_hook_keeps(store: Path, logged: pytest.LogCaptureFixture, handed: bool) -> None:
-    model, kept = DistributedDataParallel(nn.Linear(4, 4)), PowerSGDState(None, 1, 2)
-    model.register_comm_hook(kept, powerSGD_hook)
-    job = Job(store, model, state=[Compression(kept)] if handed else [])
-    if not handed:
-        return require_found(job, store, logged, "by the communication hook powerSGD_hook is PowerSGDState")
-    job.step()
-    assert errors(logged) == [] and exact(store)
-    return job.ckpt.close()
-
-
-def compress(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return default_hooks.fp16_compress_hook(dist.group.WORLD, bucket)
-
-
-compress.__annotations__ = default_hooks.fp16_compress_hook.__annotations__  # DDP compares them as objects
-
-
-class Plain:
-    def __init__(self, **values: object) -> None:
-        vars(self).update(values)
-
-
-class Slots:
-    __slots__ = ("errors",)
-
-
-class Slotted(Slots):
-    __slots__ = ("__count",)
-
-    def __init__(self) -> None:
-        self.errors, self.__count = torch.zeros(2), 1
-
-
-class Raising:
-    def __init__(self) -> None:
-        vars(self)["rate"] = 1
-
-    @property
-    def rate(self) -> float:
-        raise RuntimeError("not yet")
-
-
-LASTING = {
-    "a tensor": torch.zeros(2),
-    "a list of tensors": [torch.zeros(2)],
-    "a mapping that is filled later": {},
-    "tensors in a list of mappings of an object": Plain(errors=[{"bucket": torch.zeros(2)}]),
-    "a list of an object that is filled later": Plain(errors=[]),
-    "a random generator": Plain(rng=torch.Generator()),
-    "a generator of numpy": Plain(rng=np.random.default_rng(0)),
-    "a generator of python": Plain(rng=random.Random(0)),
-    "a tensor in an inherited slot": Slotted(),
-}
-
-
-@pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("kept", LASTING.values(), ids=LASTING)
-def test_where_a_communication_hook_keeps_tensors(store: Path, logged: pytest.LogCaptureFixture, kept: object) -> None:
-    model = DistributedDataParallel(nn.Linear(4, 4))
-    model.register_comm_hook(kept, compress)
-    require_found(Job(store, model), store, logged, "by the communication hook compress is")
-
-
-CONSTANT = {
-    "a process group": lambda: dist.group.WORLD,
-    "numbers": lambda: {"factor": 2.0, "names": ("a", "b")},
-    "numbers of an object": lambda: Plain(factor=2.0, dtype=torch.bfloat16, group=dist.group.WORLD, none=None),
-    "a device mesh": lambda: Plain(mesh=init_device_mesh("cpu", (1,))),
-    "the model": lambda: Plain(model=nn.Linear(2, 2)),
-    "a logger and an event": lambda: Plain(
-        log=logging.getLogger("hook"), stop=threading.Event(), lock=threading.Lock(), torch=torch
-    ),
-    "a property that raises": Raising,
-    "a long list": lambda: [0.0] * 1_000_000,
-}
-
-
-@pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("kept", CONSTANT.values(), ids=CONSTANT)
-def test_a_communication_hook_that_keeps_no_tensors(
-    store: Path, logged: pytest.LogCaptureFixture, kept: Callable[[], object]
-) -> None:
-    model = DistributedDataParallel(nn.Linear(4, 4))
-    model.register_comm_hook(kept(), compress)
-    job = Job(store, model)
-    job.step()
-    assert errors(logged) == [] and exact(store)
-    job.ckpt.close()
 
 
 def test_a_state_dict_with_more_than_parameters_and_buffers(store: Path, logged: pytest.LogCaptureFixture) -> None:
