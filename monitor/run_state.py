@@ -248,7 +248,7 @@ def capture_run_state(
     The framework's state is the same on all ranks and names every parameter, so only rank 0 stores it, or the first
     rank of each pipeline stage: thousands of copies would be gigabytes. buffers: after :meth:`RankBuffers.compare`."""
     framework, rng = adapter.capture_run_state() if rank in adapter.leaders else None, capture_rng()
-    modules = {name: part.state_dict() for name, part in extra_states(adapter.module).items()}
+    modules = {name: part.state_dict() for name, part in extra_states(adapter.module, adapter.identity()).items()}
     attributes = {name: state for name, one in adapter.attributes().items() if (state := one.state_dict())}
     nonempty = {key: state for key, state in (("modules", modules), ("attributes", attributes)) if state}
     live = {"user": user.capture(), "objects": user.described(), **nonempty}

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from monitor.config.load import Config, load_config
-from monitor.config.schema import ENCODINGS
 from policies.accounting import Account
 from policies.budget import spends
 from policies.builtin import Observe
@@ -19,7 +18,6 @@ from policies.replay.recorded_run import Costs, Run, chosen, widest
 from policies.replay.state import ReplayPlan
 from store.config_file import parse_yaml
 from store.errors import ConfigError, UsageError
-from store.names import RAW, WEIGHTS
 
 _ELSEWHERE = {"store", "metrics", "retention", "timeouts", "trace", "resume", "layers", "drift"}
 """Sections of the configuration that do not affect which units are saved at which step."""
@@ -37,32 +35,14 @@ def recorded_settings(run: Run) -> Mapping[str, Any]:
     """Return the recorded configuration, as far as set, without a custom policy.
 
     A trace is untrusted and must not run code: a custom policy counts as ``full`` unless ``--policy`` names it."""
-    settings = {**run.settings, **_recorded_preset(run)}
     if knows_policy(run):
-        return settings
-    return {key: value for key, value in settings.items() if key not in ("policy", "budget")}
+        return run.settings
+    return {key: value for key, value in run.settings.items() if key not in ("policy", "budget")}
 
 
 def knows_policy(run: Run) -> bool:
     """Return whether the recorded policy is a built-in one."""
     return _is_built_in(run.settings.get("policy", "full"))
-
-
-def _recorded_preset(run: Run) -> Mapping[str, Any]:
-    """Return the setting ``encoding`` by slot if, by its name, an earlier release stored moments in other encodings."""
-    name = run.settings.get("encoding")
-    preset = ENCODINGS.get(name, {}) if isinstance(name, str) else {}
-    stored: dict[str, set[str]] = {}
-    for segment in run.segments:
-        for point in segment.decisions:
-            for index, encoding in point.line.saved.items():
-                stored.setdefault(segment.units[index].slot, set()).add(encoding)
-    earlier = {
-        slot: min(found)
-        for slot, now in preset.items()
-        if slot != WEIGHTS and (found := stored.get(slot, set()) - {RAW}) and now not in found
-    }
-    return {"encoding": {**preset, **earlier}} if earlier else {}
 
 
 def recorded_config(run: Run) -> Config:

@@ -71,8 +71,8 @@ def addresses_of(tensors: Sequence[torch.Tensor]) -> Integers:
 class Identity:
     """The tensors of a job at one time.
 
-    ``layout`` is all that the list of pieces depends on: names, objects, addresses, shapes, dtypes. It holds no tensor.
-    Equal layouts are the same object if they come from one :class:`IdentityReader`."""
+    ``layout`` is all that the list of pieces depends on: types of modules (its first item), names, objects, addresses,
+    shapes, dtypes. It holds no tensor. Equal ones are the same object if they come from one :class:`IdentityReader`."""
 
     layout: Sequence[Any]
     tensors: Sequence[torch.Tensor]  # memory of parameters, buffers and all tensors in optimizer state, slots or not

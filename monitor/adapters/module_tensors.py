@@ -19,7 +19,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from monitor.adapters.base import Adapter, LiveValue, Piece, TensorInfo
 from monitor.adapters.frozen import fingerprint
-from monitor.adapters.identity import PLAIN_TENSORS, StepCache, has_usual_tree, modules_of
+from monitor.adapters.identity import PLAIN_TENSORS, Identity, StepCache, has_usual_tree, modules_of
 from monitor.distributed import Group
 from store.errors import UnstorableError, UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS, Fragment
@@ -297,10 +297,10 @@ class ExtraState:
         self.module.set_extra_state(state)
 
 
-def extra_states(module: nn.Module) -> dict[str, ExtraState]:
+def extra_states(module: nn.Module, identity: Identity | None = None) -> dict[str, ExtraState]:
     """Return the modules with extra state, by name. Raise UnsupportedError for one that cannot take it back."""
     found: dict[str, ExtraState] = {}
-    kinds: set[type[nn.Module]] = set(map(type, modules_of(module)))
+    kinds: set[type[nn.Module]] = set(map(type, modules_of(module)) if identity is None else identity.layout[0])
     if has_usual_tree(module, kinds) and all(kind.get_extra_state is nn.Module.get_extra_state for kind in kinds):
         return found
     for path, part in module.named_modules():

@@ -206,8 +206,7 @@ def _stacked(values: Sequence[torch.Tensor]) -> Callable[[], Sequence[torch.Tens
         return lambda: whole
     stack = torch.stack(list(values))
     if stack.device.type != "cuda":
-        rows = stack.cpu().unbind()
-        return lambda: rows
+        return stack.cpu().unbind
     host = torch.empty_like(stack, device="cpu", pin_memory=True).copy_(stack, non_blocking=True)
     copied = torch.cuda.current_stream(stack.device).record_event()
 

@@ -12,19 +12,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache
-from itertools import chain
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
 
 from monitor.adapters.base import Adapter
-from monitor.adapters.identity import Integers, MemoryRegions, addresses_of, version_of
+from monitor.adapters.identity import Integers, addresses_of, version_of
 from monitor.background import Once
 from monitor.observe.units import LocalUnit
-from monitor.save.device_memory import LastViews, MemoryViews
+from monitor.save.device_memory import HeldMemory, LastViews, MemoryViews
 from monitor.save.torch_codecs import EncodedCopy
-from monitor.save.write_tracker import HeldMemory, LastPlan, SourceSample, TrackedCopy, WriteTracker, write_tracker
+from monitor.save.write_tracker import LastPlan, SourceSample, TrackedCopy, WriteTracker, write_tracker
 from store.errors import SaveError, StateChangedError
 
 _log = logging.getLogger("driftpoint")
@@ -117,17 +116,13 @@ class AsyncCopy:
 
     def start_tracked(self, tracker: WriteTracker, last: LastPlan) -> bool:
         """Start with every write to the sources tracked. Return False if that is impossible. Training thread."""
-        sources = [source for source, _ in self._host]
-        regions = last.regions([part.layout for part, _, _ in self.units])
-        regions = MemoryRegions.joined([regions, MemoryRegions.of(sources)]) if sources else regions
-        if self._devices or self._encoded or any(device.type != "cpu" for device in regions.devices):
+        regions, owners, firsts = last.sources([part for part, _, _ in self.units])
+        others = self._host or self._devices or self._encoded or not self.units
+        if others or any(device.type != "cpu" for device in regions.devices):
             return False
         if 2 * int(regions.sizes[regions.pageable].sum()) < int(regions.sizes.sum()):
             return False  # most of it is pinned, which would be copied at once
-        others = addresses_of([buffer for _, buffer in self._host])
-        targets = np.concatenate([*(addresses for _, addresses, _ in self.units), others])
-        owners = [*chain.from_iterable(part.sources for part, _, _ in self.units), *sources]
-        firsts = np.concatenate([*(part.layout.firsts for part, _, _ in self.units), np.zeros(len(sources), np.int64)])
+        targets = np.concatenate([addresses for _, addresses, _ in self.units])
         if not np.array_equal(addresses_of(owners) + firsts, regions.addresses):
             return False  # the script gave tensors other memory since they were listed
         plan = last.plan(regions, targets)
@@ -169,7 +164,6 @@ class AsyncCopy:
             event.synchronize()
         self._add_units()
         if self._tracked is not None:
-            self._host, self._versions = [], []
             self.torn = self._torn = not self._tracked.finish()
             return
         for source, buffer in self._host:

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from monitor.adapters.identity import Integers
+from monitor.adapters.identity import Integers, addresses_of, versions_of
 from monitor.observe.units import LocalUnit, UnitLayout
-from monitor.save.write_tracker import HeldMemory, sampled
+from monitor.save.write_tracker import sampled
 
 _log = logging.getLogger("driftpoint")
 
@@ -83,6 +83,22 @@ def view_of(address: int, nbytes: int, dtype: torch.dtype, device: torch.device)
     if device.type == "cuda":
         return torch.as_tensor(_Memory(address, nbytes), device=device).view(dtype)
     return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=dtype)
+
+
+class HeldMemory:
+    """Keeps the present memory of tensors from being freed, and detects changes of it.
+
+    A script may give a tensor other memory, which does not change this one."""
+
+    @torch.inference_mode(False)
+    def __init__(self, owners: Sequence[torch.Tensor]) -> None:
+        self._tensors = [owner.detach() for owner in owners]  # these keep memory and its version counter
+        self._versions, self._places = versions_of(self._tensors), addresses_of(self._tensors)
+
+    def unchanged(self) -> bool:
+        """Return whether autograd counted no change, and no ``share_memory_()`` or ``resize_()`` moved the memory."""
+        in_place = np.array_equal(addresses_of(self._tensors), self._places)
+        return in_place and versions_of(self._tensors) == self._versions
 
 
 class MemoryViews:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -26,8 +27,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from monitor.adapters.identity import Integers, MemoryRegions, addresses_of, versions_of
-from monitor.observe.units import UnitLayout
+from monitor.adapters.identity import Integers, MemoryRegions
+from monitor.observe.units import LocalUnit, UnitLayout
 
 _SYSCALL = {"x86_64": 323, "aarch64": 282}  # userfaultfd(2)
 _USER_MODE_ONLY = 1
@@ -38,6 +39,7 @@ _SCAN = 0xC0606610  # PAGEMAP_SCAN
 _ARM, _REGISTERED_ONLY = 1, 2  # PM_SCAN_WP_MATCHING, PM_SCAN_CHECK_WPASYNC
 _PROTECTABLE, _WRITTEN, _OF_FILE, _PRESENT = 1, 2, 4, 8  # PAGE_IS_WPALLOWED, PAGE_IS_WRITTEN, PAGE_IS_FILE, ..._PRESENT
 _HUGE, _COLLAPSE = 1 << 21, 25  # bytes of a huge page; MADV_COLLAPSE, from Linux 6.1 on
+_SMALL = 1 << 13  # bytes; regions of at most so many are copied together
 _LEAST = 1 << 18  # bytes; smaller tensors are copied in less time than tracking takes
 _GAP = 1 << 16  # bytes between regions that are protected as one
 _BATCH = 1024  # regions copied by one call, IOV_MAX
@@ -156,9 +158,8 @@ class WriteTracker:
                 done = self._copy(os.getpid(), local, number, remote, number, ctypes.c_ulong(0))
                 if done == expected:
                     continue
-            for (start, nbytes), (target, _) in zip(
-                there[first:][:count].tolist(), here[first:][:count].tolist(), strict=True
-            ):
+            batch = (one[first:][:count].tolist() for one in (there, here))
+            for (start, nbytes), (target, _) in zip(*batch, strict=True):
                 if not self.copy(target, start, nbytes):
                     raise OSError(ctypes.get_errno(), "memory to be copied is gone")
 
@@ -176,11 +177,13 @@ class CopyPlan:
         self.runs = _runs(_blocks(*self._all, regions.pageable[order]))
         self._whole = self._parts([block for run in self.runs for block in run])
 
-    def parts(self, blocks: Sequence["_Block"]) -> tuple[list[int], "_Addresses"]:
-        """Return (indices of the regions in ``blocks``, (targets, sources, sizes) of all outside their pages)."""
+    def parts(self, blocks: Sequence["_Block"]) -> tuple[list[int], "_Outside"]:
+        """Return the indices of the regions in ``blocks``, and what lies outside their pages: large, small, views.
+
+        The views are of the small ones' sources. They hold no memory, so read them only while it is there."""
         return self._whole if len(blocks) == sum(map(len, self.runs)) else self._parts(blocks)
 
-    def _parts(self, blocks: Sequence["_Block"]) -> tuple[list[int], "_Addresses"]:
+    def _parts(self, blocks: Sequence["_Block"]) -> tuple[list[int], "_Outside"]:
         begins, ends, targets = self._all
         first, last = ends.copy(), ends.copy()
         held: list[int] = []
@@ -193,7 +196,10 @@ class CopyPlan:
             np.concatenate([begins, ends - tails]),
             np.concatenate([targets, targets + ends - tails - begins]),
         )
-        return held, tuple(which[sizes > 0].tolist() for which in (where, sources, sizes))
+        outside = list(zip(*(which[sizes > 0].tolist() for which in (where, sources, sizes)), strict=True))
+        small = [one for one in outside if one[2] <= _SMALL]
+        views = [_view(source, size, _READ) for _, source, size in small]
+        return held, ([one for one in outside if one[2] > _SMALL], small, views)
 
 
 class LastPlan:
@@ -203,14 +209,24 @@ class LastPlan:
 
     def __init__(self) -> None:
         self._layouts: Sequence[UnitLayout] = ()
-        self._regions = MemoryRegions.of(())
+        self._regions, self._firsts = MemoryRegions.of(()), np.zeros(0, np.int64)
+        self._indices: list[int] | None = []  # of the owners, in the tensors of the job's identity; None if not there
         self._plan: CopyPlan | None = None
 
-    def regions(self, layouts: Sequence[UnitLayout]) -> MemoryRegions:
+    def sources(self, parts: Sequence[LocalUnit]) -> tuple[MemoryRegions, Sequence[torch.Tensor], Integers]:
+        """Return for all pieces: regions, the tensors that they lie in, and at which byte of these they begin."""
+        layouts = [part.layout for part in parts]
         if len(layouts) != len(self._layouts) or not all(map(is_, layouts, self._layouts)):
             self._regions = MemoryRegions.joined([MemoryRegions.of(()), *(layout.regions for layout in layouts)])
+            self._firsts = np.concatenate([np.zeros(0, np.int64), *(layout.firsts for layout in layouts)])
+            spans = [layout.spans for layout in layouts]
+            self._indices = None if None in spans else [index for some in spans for index, _ in some or ()]
             self._layouts = layouts
-        return self._regions
+        if self._indices is None or any(part.owners is not parts[0].owners for part in parts):
+            owners = list(chain.from_iterable(part.sources for part in parts))
+        else:
+            owners = list(map(parts[0].owners.__getitem__, self._indices)) if parts else []
+        return self._regions, owners, self._firsts
 
     def plan(self, regions: MemoryRegions, targets: Integers) -> CopyPlan:
         if self._plan is None or self._plan.regions is not regions or not np.array_equal(self._plan.targets, targets):
@@ -218,23 +234,8 @@ class LastPlan:
         return self._plan
 
 
-class HeldMemory:
-    """Keeps the present memory of tensors from being freed, and detects changes of it.
-
-    A script may give a tensor other memory, which does not change this one."""
-
-    @torch.inference_mode(False)
-    def __init__(self, owners: Sequence[torch.Tensor]) -> None:
-        self._tensors = [owner.detach() for owner in owners]  # these keep memory and its version counter
-        self._versions, self._places = versions_of(self._tensors), addresses_of(self._tensors)
-
-    def in_place(self) -> bool:
-        """Return whether all memory is where it was. ``share_memory_()`` and ``resize_()`` move it."""
-        return np.array_equal(addresses_of(self._tensors), self._places)
-
-    def unchanged(self) -> bool:
-        """Return whether :meth:`in_place`, and autograd counted no change in place."""
-        return versions_of(self._tensors) == self._versions and self.in_place()
+_Region = tuple[int, int, int]  # target, source, size
+_Outside = tuple[list[_Region], list[_Region], list[memoryview]]
 
 
 class TrackedCopy:
@@ -247,7 +248,9 @@ class TrackedCopy:
         self._tracker = tracker
         self._protected: list[range] = []  # the blocks, and what little lies between them
         self._blocks: list[_Block] = []
-        self._held = HeldMemory(())
+        self._storages: list[torch.UntypedStorage] = []  # keeps the memory from being freed
+        self._places: list[int] = []
+        self._small: tuple[list[_Region], bytes] = [], b""  # regions, and their values
         try:
             self._begin(plan, owners)
         except BaseException:
@@ -259,8 +262,12 @@ class TrackedCopy:
 
         They do not if a storage got other memory meanwhile, as by ``share_memory_()`` or ``resize_()``."""
         try:
+            at = ctypes.cast(ctypes.c_char_p(self._small[1]), ctypes.c_void_p).value or 0
+            for target, _, size in self._small[0]:
+                _move(target, at, size)
+                at += size
             whole = all([self._copy_block(one) for one in self._blocks])  # noqa: C419 - all memory is to be unprotected
-            whole = whole and self._held.in_place()
+            whole = whole and self._places == list(map(torch.UntypedStorage.data_ptr, self._storages))
             for pages in self._protected:  # once all are known: blocks may share pages
                 self._tracker.unprotect(pages)
         finally:
@@ -290,18 +297,18 @@ class TrackedCopy:
                 tracked = [self._tracker.protect(block.pages) for block in run]
             self._protected += [pages for pages in tracked if pages is not None]
             self._blocks += [b for b, pages in zip(run, tracked * (len(run) // len(tracked)), strict=True) if pages]
-        held, rest = plan.parts(self._blocks)
-        self._held = HeldMemory(list({id(owners[at]): owners[at] for at in held}.values()))
-        for target, source, size in zip(*rest, strict=True):  # of memory that is not gone, and visible to this host
+        held, (large, small, views) = plan.parts(self._blocks)
+        self._storages = list(map(torch.Tensor.untyped_storage, map(owners.__getitem__, held)))
+        self._places = list(map(torch.UntypedStorage.data_ptr, self._storages))
+        self._small = small, b"".join(views)  # to one place first, which takes half the time of a call for each
+        for target, source, size in large:  # of memory that is not gone, and visible to this host
             (_move if size < _LEAST else ctypes.memmove)(target, source, size)
 
     def _end(self) -> None:
         self._blocks.clear()  # pages that an error left protected only cost a fault each when they are written
-        self._held = HeldMemory(())
+        self._storages.clear()
+        self._small = [], b""
         self._tracker.in_use.release()
-
-
-_Addresses = tuple[list[int], ...]
 
 
 @dataclass(frozen=True)
@@ -354,6 +361,10 @@ _move = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, cty
     ctypes.cast(ctypes.memmove, ctypes.c_void_p).value or 0
 )
 """``memmove`` that keeps the interpreter's lock: a small copy takes less time than to get the lock back."""
+
+_READ = 0x100  # PyBUF_READ
+_prototype = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_view = _prototype(("PyMemoryView_FromMemory", ctypes.pythonapi))
 
 
 def write_tracker() -> WriteTracker | None:

@@ -18,11 +18,15 @@ import torch
 from torch import nn
 
 import monitor
+from monitor.adapters.base import Piece
+from monitor.adapters.identity import addresses_of
 from monitor.adapters.pytorch import PyTorchAdapter
 from monitor.context import JobContext
+from monitor.observe.units import LocalUnit, UnitLayout
 from monitor.save import async_copy
 from monitor.save.write_tracker import LastPlan, WriteTracker, write_tracker
 from store.errors import SaveError
+from store.names import Fragment, Unit
 from tests.support.internals import hold_writer, saver_of
 from tests.support.jobs import committed_steps, same
 from tests.support.kept import memory
@@ -31,6 +35,12 @@ from tests.support.memory_jobs import kept_steps, state_in
 WIDTH = 600  # a weight of 1.4 MB, most of whose pages are its own
 
 tracked_only = pytest.mark.skipif(write_tracker() is None, reason="this kernel does not track writes")
+
+
+def add(copying: async_copy.AsyncCopy, live: list[torch.Tensor], buffers: list[torch.Tensor]) -> None:
+    pieces = [Piece(Fragment(str(i), "fp32", 0, one.numel()), one) for i, one in enumerate(live)]
+    part = LocalUnit(Unit("layer", "fp32"), UnitLayout.of(pieces), live, tuple(pieces))
+    copying.add_unit(part, addresses_of(buffers), lambda: buffers)
 
 
 class Model(nn.Module):
@@ -327,12 +337,12 @@ def test_a_copy_under_way_is_no_change_and_another_one_beside_it_is_made_at_once
         return real(*given)
 
     monkeypatch.setattr(WriteTracker, "written", written)
-    first.add([live], buffers[:1])
+    add(first, [live], buffers[:1])
     timing.start(first)
     background = threading.Thread(target=first.finish)
     background.start()
     assert began.wait(60)
-    second.add([live], buffers[1:])
+    add(second, [live], buffers[1:])
     timing.start(second)
     assert timing._tracker is not None
     assert torch.equal(buffers[1], live)
@@ -393,7 +403,7 @@ def test_state_that_is_mostly_pinned_is_not_copied_at_once_for_being_so(monkeypa
     pinned, buffers = live[0], [torch.empty_like(one) for one in live]
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: self is pinned)
     copying = async_copy.AsyncCopy()
-    copying.add(live, buffers)
+    add(copying, live, buffers)
     tracker = write_tracker()
     assert tracker is not None and not copying.start_tracked(tracker, LastPlan())
     assert tracker.in_use.acquire(blocking=False)
