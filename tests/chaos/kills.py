@@ -10,6 +10,8 @@ nothing is left in shared memory.
 ``--no-memory``: without a memory tier. Then it always resumes from a commit.
 ``--daemon``: with the node's daemon, which is killed as well, and which writes what dead jobs leave into the store.
 ``--supervised``: under ``driftpoint run``, which is killed first.
+``--journal``: without a memory tier, and with the journal. Then it resumes from any step, and it is told how many of the
+steps that all ranks had taken were taken again. ``--policy parity``: and with commits whose layers are of several steps.
 ``--peers``: every rank has a node of its own, and after every other kill one of them is lost with its memory. Then the
 resume is not older than the newest version that all ranks were known to have at their peers.
 """
@@ -43,6 +45,7 @@ TRAINER = Path(__file__).with_name("trainer.py")
 CASES: dict[str, dict[str, Any]] = {
     "plain": {"kind": "plain"},
     "ddp": {"kind": "ddp"},
+    "zero1": {"kind": "zero", "stage": 1, "precision": "bf16"},
     "zero2": {"kind": "zero", "stage": 2, "precision": "bf16"},
     "zero3": {"kind": "zero", "stage": 3, "precision": "bf16"},
     "fsdp2": {"kind": "fsdp2"},
@@ -80,11 +83,15 @@ class Chaos:
     daemon: bool = False
     supervised: bool = False
     peers: bool = False
+    journal: bool = False
+    policy: str = "full"
     outcomes: Counter[str] = field(default_factory=Counter)
     promised: tuple[int, int] = (0, 0)
     """Newest step that was committed, and that all ranks were known to have in memory, so far."""
     replicated: int = 0
     """Newest step that all ranks were known to have at their peers, too, since the job last resumed another one."""
+    taken: int = 0
+    """Newest step that all ranks had taken in the round before."""
     reference: Reference = field(default_factory=dict)
     known: int = 0
     """The reference run's last step."""
@@ -158,7 +165,9 @@ class Chaos:
         assert {one["step"] for one in resumed} == {step}, self._said(number, f"ranks disagree: {resumed}")
         assert step >= committed, self._said(number, f"step {step} is older than the commit {committed}")
         assert step >= newest, self._said(number, f"step {step} is older than the version {newest} that all ranks had")
-        assert from_memory or self.daemon or step % EVERY == 0, self._said(number, f"step {step} was never committed")
+        assert from_memory or self.daemon or self.journal or step % EVERY == 0, self._said(
+            number, f"step {step} was never committed"
+        )
         for one in resumed:
             assert one["exact"], self._said(number, f"not exact: {one}")
             if step:
@@ -167,6 +176,8 @@ class Chaos:
         self.replicated *= step == self.replicated  # what is older goes when a newer one is resumed
         self.outcomes["from memory" if from_memory else "from the store" if step else "anew"] += 1
         self.outcomes["from peers"] += "peer" in resumed[0]["sources"]
+        if self.journal and committed:
+            self.outcomes[f"steps taken again: {max(0, self.taken - step)}"] += 1
 
     def _note(self, number: int, diary: Path) -> None:
         """Compare the losses since the resume, and keep what was acknowledged. The job has ended."""
@@ -180,6 +191,8 @@ class Chaos:
             max([self.promised[1], *(one["newest"] for one in told)]),
         )
         self.replicated = max([self.replicated, *(one["replicated"] for one in told)])
+        by_rank = [[one["step"] for one in told if one["rank"] == rank] for rank in range(self.ranks)]
+        self.taken = min(max(steps, default=0) for steps in by_rank)
 
     def _know(self, step: int) -> None:
         """Have the reference run come to a step: a longer one is the same, as far as the shorter one came."""
@@ -205,6 +218,8 @@ class Chaos:
             "metrics": {"enabled": False},
             "trace": {"enabled": False},
             "daemon": {"enabled": self.daemon, "port": 0, "exit_idle_seconds": 20},
+            "journal": {"enabled": self.journal},
+            "policy": {"name": self.policy, "k": 4} if self.policy == "parity" else self.policy,
         }
         case = {**CASES[self.framework], **ALL_TRAINED, "total_steps": self.steps}
         spec = {
@@ -277,6 +292,8 @@ def main() -> int:
     parser.add_argument("--daemon", action="store_true", help="with the node's daemon")
     parser.add_argument("--supervised", action="store_true", help="under driftpoint run")
     parser.add_argument("--peers", action="store_true", help="a node for each rank; nodes are lost")
+    parser.add_argument("--journal", action="store_true", help="with the journal, without the memory tier")
+    parser.add_argument("--policy", choices=["full", "parity"], default="full")
     parser.add_argument("--shared", type=Path, default=Path("/dev/shm"), help="shared memory")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="driftpoint-kills-"))
@@ -285,7 +302,8 @@ def main() -> int:
     try:
         usual = ["everything"] if given.supervised else [*VICTIMS]  # others would make it start the job again
         victims = given.victim or usual + ([*DAEMON_VICTIMS] if given.daemon else [])
-        how = (given.memory, given.daemon, given.supervised, given.peers)
+        memory = given.memory and not given.journal
+        how = (memory, given.daemon, given.supervised, given.peers, given.journal, given.policy)
         chaos = Chaos(folder, shared, given.rounds, given.seed, given.framework, victims, *how)
         for name, count in sorted(chaos.run().items()):
             print(f"{name}: {count}")

@@ -58,3 +58,13 @@ def test_a_few_rounds_in_which_nodes_are_lost_too(tmp_path: Path) -> None:
     with shared_memory() as shared:
         outcomes = Chaos(tmp_path, shared, 4, SEED, "ddp", peers=True).run()
         assert outcomes["a node lost"] > 0 and outcomes["from peers"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(("framework", "policy"), [("plain", "parity"), ("zero3", "full")])
+def test_a_few_rounds_with_the_journal(tmp_path: Path, framework: str, policy: str) -> None:
+    with shared_memory() as shared:
+        chaos = Chaos(tmp_path, shared, 3, SEED, framework, memory=False, journal=True, policy=policy)
+        outcomes = chaos.run()
+        assert sum(count for name, count in outcomes.items() if name.startswith("steps taken again")) > 0
