@@ -10,8 +10,8 @@ nothing is left in shared memory.
 ``--no-memory``: without a memory tier. Then it always resumes from a commit.
 ``--daemon``: with the node's daemon, which is killed as well, and which writes what dead jobs leave into the store.
 ``--supervised``: under ``driftpoint run``, which is killed first.
-``--journal``: without a memory tier, and with the journal. Then it resumes from any step, and it is told how many of the
-steps that all ranks had taken were taken again. ``--policy parity``: and with commits whose layers are of several steps.
+``--journal``: without a memory tier, and with the journal. Then it resumes from any step, and tells how many steps were
+taken again that all ranks had taken. ``--policy parity``: and with commits whose layers are of several steps.
 ``--peers``: every rank has a node of its own, and after every other kill one of them is lost with its memory. Then the
 resume is not older than the newest version that all ranks were known to have at their peers.
 """
