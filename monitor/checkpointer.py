@@ -380,6 +380,8 @@ class Checkpointer:
             needed = self._memory is not None and self._memory.close()
             self._listeners.on_close(ended and not self.preempted and not needed, timeout)
             self._preemption.close(leaving=self.preempted and self.config.preemption.exit)
+            for hook in self._job.adapter.hooks:
+                hook.call = None  # the framework keeps the hook; all that this job has is free
 
     def _close_at_exit(self) -> None:
         # last_value: set by an uncaught exception, but not by sys.exit(1)

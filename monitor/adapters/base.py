@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -19,9 +20,6 @@ from monitor.distributed import Group, run_on_all_ranks
 from store.errors import UnsupportedError
 from store.names import FROZEN, WEIGHTS, Fragment
 from store.schema import digest
-
-uncompiled: Callable[[Callable[..., None]], Callable[..., None]] = torch.compiler.disable
-"""Keep a hook out of a compiled optimizer step, so that it runs at every step and is not traced into it."""
 
 
 class Piece(NamedTuple):
@@ -98,6 +96,24 @@ class LiveValue:
     ownable: bool = False  # whether it counts as saved if it is an object in ``state=``, or an attribute of one
 
 
+class Hook:
+    """What a framework is given to call, until ``call`` is None. A pickle or a deep copy of it calls nothing."""
+
+    __slots__ = ("call",)  # torch copies attributes of a hook
+
+    def __init__(self, hooks: list["Hook"], call: Callable[..., None]) -> None:
+        self.call: Callable[..., None] | None = call
+        hooks.append(self)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled optimizer step would trace it
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if self.call is not None:
+            self.call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial, (chain,)  # takes any arguments and does nothing; unpickling needs no module of this package
+
+
 @dataclass(frozen=True)
 class StateVersions:
     """Version counters of weights and optimizer state: equal if neither was changed. No value is read."""
@@ -122,6 +138,7 @@ class Adapter(Protocol):
 
     framework: str
     module: torch.nn.Module
+    hooks: list[Hook]  # all that the framework was given
     state_is_private: bool
     """Whether weights, as saved, and optimizer state are copies that only the optimizer touches (ZeRO's master
     weights), so that nothing a training script does between two optimizer steps can change them."""

@@ -114,7 +114,8 @@ def host_value(value: Any, depth: int = 3) -> Any:
     """Return numbers, texts and bytes, and the first ones in collections, arrays and tensors; equal ones alike.
 
     None for others, and for tensors on a device, since reading one waits."""
-    if type(value) in (torch.Tensor, torch.nn.Parameter) and _is_cheap(value):
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter) and not (value.is_quantized or value.is_nested)
+    if plain and value.is_cpu and value.layout is torch.strided:
         with suppress(RuntimeError):  # a dtype that has no numbers in Python
             few = value.detach()
             while few.numel() > _FEW and not few.is_contiguous() and few.ndim > 1:
@@ -133,10 +134,6 @@ def host_value(value: Any, depth: int = 3) -> Any:
     if isinstance(value, list | tuple | deque):
         return [len(value), *(host_value(one, depth - 1) for one in islice(value, _FEW + 1))] if depth else None
     return value if type(value) in _PLAIN else None
-
-
-def _is_cheap(tensor: torch.Tensor) -> bool:
-    return tensor.is_cpu and tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
 
 
 def _of_group(values: Hyperparameters, group: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -8,7 +8,6 @@ import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
-from functools import partial
 from itertools import chain, islice
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -57,7 +56,7 @@ class PyTorchAdapter(base.Adapter):
         holders = [*((one, one) for one in self._optimizers), *wrappers]
         self._optimizer_attributes = [OptimizerAttributes(holder, one) for holder, one in holders]
         self._inventory = self._collect_tensors(module)
-        self._reader = IdentityReader(self._local_memory)
+        self._reader, self.hooks = IdentityReader(self._local_memory), list[base.Hook]()
         distributed = dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank(group) if distributed else 0
         self._world_size = dist.get_world_size(group) if distributed else 1
@@ -125,14 +124,13 @@ class PyTorchAdapter(base.Adapter):
 
     def before_update(self, hook: Callable[[], None]) -> None:
         for optimizer in self._optimizers:
-            optimizer.register_step_pre_hook(base.uncompiled(lambda *_: hook()))
+            optimizer.register_step_pre_hook(base.Hook(self.hooks, lambda *_: hook()))
 
     def before_change(self, hook: Callable[[], None]) -> None:
         self.before_update(hook)
-        for optimizer in self._optimizers:
-            optimizer.register_load_state_dict_pre_hook(lambda *_: hook())
-        for part in self.module.modules():  # a script may load a part of the model
-            part.register_load_state_dict_pre_hook(_LoadHook(hook))  # type: ignore[no-untyped-call]
+        before_load = base.Hook(self.hooks, lambda *_: hook())
+        for one in list[Any]((*self._optimizers, *self.module.modules())):  # a script may load a part of the model
+            one.register_load_state_dict_pre_hook(before_load)
 
     def tensors(self) -> Mapping[str, base.TensorInfo]:
         return self._own_tensors() if self._whole is None else self._whole
@@ -485,16 +483,3 @@ def _lasts(kept: object, saved: Set[int], depth: int = 4) -> bool:
     state = object.__getstate__(kept)  # its attributes and slots, without calling anything of its own
     fields = dict(chain.from_iterable(one.items() for one in (state if isinstance(state, tuple) else (state,)) if one))
     return "iter" in fields or any(_lasts(one, saved, depth - 1) for one in fields.values())
-
-
-class _LoadHook:
-    """Calls ``hook`` before a module loads a state dict. A pickle or a deep copy of the module calls nothing."""
-
-    def __init__(self, hook: Callable[[], None]) -> None:
-        self._hook = hook
-
-    def __call__(self, *_: Any) -> None:
-        self._hook()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return partial, (chain,)  # takes any arguments and does nothing; unpickling needs no module of this package

@@ -116,9 +116,10 @@ class AsyncCopy:
 
     def start_tracked(self, tracker: WriteTracker, last: LastPlan) -> bool:
         """Start with every write to the sources tracked. Return False if that is impossible. Training thread."""
+        if self._host or self._devices or self._encoded or not self.units:
+            return False
         regions, owners, firsts = last.sources([part for part, _, _ in self.units])
-        others = self._host or self._devices or self._encoded or not self.units
-        if others or any(device.type != "cpu" for device in regions.devices):
+        if any(device.type != "cpu" for device in regions.devices):
             return False
         if 2 * int(regions.sizes[regions.pageable].sum()) < int(regions.sizes.sum()):
             return False  # most of it is pinned, which would be copied at once

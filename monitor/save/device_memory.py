@@ -86,9 +86,7 @@ def view_of(address: int, nbytes: int, dtype: torch.dtype, device: torch.device)
 
 
 class HeldMemory:
-    """Keeps the present memory of tensors from being freed, and detects changes of it.
-
-    A script may give a tensor other memory, which does not change this one."""
+    """Keeps the present memory of tensors, whatever memory they get later, and detects changes of it."""
 
     @torch.inference_mode(False)
     def __init__(self, owners: Sequence[torch.Tensor]) -> None:

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from monitor.adapters.base import Piece, sample, uncompiled, weights_of
+from monitor.adapters.base import Hook, Piece, sample, weights_of
 from monitor.adapters.identity import version_of
 from monitor.background import BackgroundWorker
 from monitor.context import JobContext
@@ -88,10 +88,10 @@ class JournaledSaver(Saver):
             )
         self._weights: tuple[Any, list[torch.Tensor], list[torch.Tensor]] = None, [], []  # layout, all, frozen ones
         for number, optimizer in enumerate(job.adapter.optimizers()):
-            hook = optimizer.register_step_pre_hook(uncompiled(partial(self._before_step, number)))
+            hook = optimizer.register_step_pre_hook(Hook(job.adapter.hooks, partial(self._before_step, number)))
             # Run it first: hooks of the script may change gradients, and will do so again in a replay.
             cast("OrderedDict[int, Any]", optimizer._optimizer_step_pre_hooks).move_to_end(hook.id, last=False)
-            optimizer.register_step_post_hook(uncompiled(lambda *_: self._note_versions()))
+            optimizer.register_step_post_hook(Hook(job.adapter.hooks, lambda *_: self._note_versions()))
         job.adapter.before_change(self._changing)
 
     def stepped(self, step: int) -> None:

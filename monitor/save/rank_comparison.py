@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from monitor.adapters.base import uncompiled
+from monitor.adapters.base import Hook
 from monitor.adapters.hyperparameters import hyperparameters_digest
 from monitor.adapters.module_tensors import bits_of, compare_hashes, compare_shards, dtype_name
 from monitor.context import JobContext
@@ -85,7 +85,7 @@ class RankComparison:
         self._apart = False  # whether they differed; the same on all ranks
         self._history = ""  # digest of the steps since then, and of the hyperparameters of each update
         for number, optimizer in enumerate(job.adapter.optimizers() if job.group.world_size > 1 else ()):
-            optimizer.register_step_pre_hook(uncompiled(partial(self._updated, number)))
+            optimizer.register_step_pre_hook(Hook(job.adapter.hooks, partial(self._updated, number)))
 
     def _updated(self, number: int, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self._history = digest(f"{self._history} {number} {hyperparameters_digest(optimizer.param_groups)}".encode())

@@ -15,11 +15,12 @@ import platform
 import struct
 import sys
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain
 from operator import is_
 from typing import Any
 
@@ -39,11 +40,10 @@ _SCAN = 0xC0606610  # PAGEMAP_SCAN
 _ARM, _REGISTERED_ONLY = 1, 2  # PM_SCAN_WP_MATCHING, PM_SCAN_CHECK_WPASYNC
 _PROTECTABLE, _WRITTEN, _OF_FILE, _PRESENT = 1, 2, 4, 8  # PAGE_IS_WPALLOWED, PAGE_IS_WRITTEN, PAGE_IS_FILE, ..._PRESENT
 _HUGE, _COLLAPSE = 1 << 21, 25  # bytes of a huge page; MADV_COLLAPSE, from Linux 6.1 on
-_SMALL = 1 << 13  # bytes; regions of at most so many are copied together
+_SMALL, _TOGETHER = 1 << 13, 1 << 24  # bytes of regions that are copied together: of each, and of all at most
 _LEAST = 1 << 18  # bytes; smaller tensors are copied in less time than tracking takes
 _GAP = 1 << 16  # bytes between regions that are protected as one
-_BATCH = 1024  # regions copied by one call, IOV_MAX
-_BYTES = 1 << 30  # that one call copies; Linux stops below 2 GiB
+_BATCH, _BYTES = 1024, 1 << 30  # regions (IOV_MAX) and bytes that one call copies; Linux stops below 2 GiB
 _MOST = 4096  # registered tensors; each takes up to two more of the 65,530 mappings that Linux allows a process
 
 
@@ -178,10 +178,18 @@ class CopyPlan:
         self._whole = self._parts([block for run in self.runs for block in run])
 
     def parts(self, blocks: Sequence["_Block"]) -> tuple[list[int], "_Outside"]:
-        """Return the indices of the regions in ``blocks``, and what lies outside their pages: large, small, views.
+        """Return (indices of the regions in ``blocks``, what lies outside their pages: others, small, their views).
 
-        The views are of the small ones' sources. They hold no memory, so read them only while it is there."""
-        return self._whole if len(blocks) == sum(map(len, self.runs)) else self._parts(blocks)
+        Views hold no memory: read them only while it is there. None at the first call, as many plans are used once."""
+        if len(blocks) < sum(map(len, self.runs)):
+            return self._parts(blocks)
+        held, (outside, small, views) = found = self._whole
+        if views is None:
+            small = [one for one in outside if one[2] <= _SMALL]
+            few = bisect_right(list(accumulate(size for *_, size in small)), _TOGETHER)
+            views = [_view(source, size, _READ) for _, source, size in small[:few]]
+            self._whole = held, ([one for one in outside if one[2] > _SMALL] + small[few:], small[:few], views)
+        return found
 
     def _parts(self, blocks: Sequence["_Block"]) -> tuple[list[int], "_Outside"]:
         begins, ends, targets = self._all
@@ -192,20 +200,14 @@ class CopyPlan:
             held += self._order[block.members].tolist()
         heads, tails = np.minimum(ends, first) - begins, ends - np.maximum(begins, last)
         sizes = np.maximum(np.concatenate([heads, tails]), 0)
-        sources, where = (
-            np.concatenate([begins, ends - tails]),
-            np.concatenate([targets, targets + ends - tails - begins]),
-        )
-        outside = list(zip(*(which[sizes > 0].tolist() for which in (where, sources, sizes)), strict=True))
-        small = [one for one in outside if one[2] <= _SMALL]
-        views = [_view(source, size, _READ) for _, source, size in small]
-        return held, ([one for one in outside if one[2] > _SMALL], small, views)
+        sources = np.concatenate([begins, ends - tails])
+        where = np.concatenate([targets, targets + ends - tails - begins])
+        outside = zip(*(which[sizes > 0].tolist() for which in (where, sources, sizes)), strict=True)
+        return held, (list(outside), [], None)
 
 
 class LastPlan:
-    """Caches the regions of units and the plan of their copies, from the last call.
-
-    A job mostly copies the same memory into the same buffers."""
+    """Caches the regions of units and the plan of their copies: mostly the same memory goes into the same buffers."""
 
     def __init__(self) -> None:
         self._layouts: Sequence[UnitLayout] = ()
@@ -217,16 +219,14 @@ class LastPlan:
         """Return for all pieces: regions, the tensors that they lie in, and at which byte of these they begin."""
         layouts = [part.layout for part in parts]
         if len(layouts) != len(self._layouts) or not all(map(is_, layouts, self._layouts)):
-            self._regions = MemoryRegions.joined([MemoryRegions.of(()), *(layout.regions for layout in layouts)])
-            self._firsts = np.concatenate([np.zeros(0, np.int64), *(layout.firsts for layout in layouts)])
+            self._regions = MemoryRegions.joined([layout.regions for layout in layouts])
+            self._firsts = np.concatenate([layout.firsts for layout in layouts])
             spans = [layout.spans for layout in layouts]
             self._indices = None if None in spans else [index for some in spans for index, _ in some or ()]
             self._layouts = layouts
-        if self._indices is None or any(part.owners is not parts[0].owners for part in parts):
-            owners = list(chain.from_iterable(part.sources for part in parts))
-        else:
-            owners = list(map(parts[0].owners.__getitem__, self._indices)) if parts else []
-        return self._regions, owners, self._firsts
+        known = self._indices if all(part.owners is parts[0].owners for part in parts) else None
+        owners = chain(*(part.sources for part in parts)) if known is None else map(parts[0].owners.__getitem__, known)
+        return self._regions, list(owners), self._firsts
 
     def plan(self, regions: MemoryRegions, targets: Integers) -> CopyPlan:
         if self._plan is None or self._plan.regions is not regions or not np.array_equal(self._plan.targets, targets):
@@ -235,7 +235,7 @@ class LastPlan:
 
 
 _Region = tuple[int, int, int]  # target, source, size
-_Outside = tuple[list[_Region], list[_Region], list[memoryview]]
+_Outside = tuple[list[_Region], list[_Region], list[memoryview] | None]
 
 
 class TrackedCopy:
@@ -249,7 +249,6 @@ class TrackedCopy:
         self._protected: list[range] = []  # the blocks, and what little lies between them
         self._blocks: list[_Block] = []
         self._storages: list[torch.UntypedStorage] = []  # keeps the memory from being freed
-        self._places: list[int] = []
         self._small: tuple[list[_Region], bytes] = [], b""  # regions, and their values
         try:
             self._begin(plan, owners)
@@ -297,11 +296,11 @@ class TrackedCopy:
                 tracked = [self._tracker.protect(block.pages) for block in run]
             self._protected += [pages for pages in tracked if pages is not None]
             self._blocks += [b for b, pages in zip(run, tracked * (len(run) // len(tracked)), strict=True) if pages]
-        held, (large, small, views) = plan.parts(self._blocks)
+        held, (others, small, views) = plan.parts(self._blocks)
         self._storages = list(map(torch.Tensor.untyped_storage, map(owners.__getitem__, held)))
         self._places = list(map(torch.UntypedStorage.data_ptr, self._storages))
-        self._small = small, b"".join(views)  # to one place first, which takes half the time of a call for each
-        for target, source, size in large:  # of memory that is not gone, and visible to this host
+        self._small = small, b"".join(views or ())  # to one place first, which takes half the time of a call for each
+        for target, source, size in others:  # of memory that is not gone, and visible to this host
             (_move if size < _LEAST else ctypes.memmove)(target, source, size)
 
     def _end(self) -> None:

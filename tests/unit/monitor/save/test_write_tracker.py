@@ -245,6 +245,27 @@ def test_a_failure_releases_the_tracker(tracker: WriteTracker, monkeypatch: pyte
     assert tracker.in_use.acquire(blocking=False)
 
 
+@pytest.mark.parametrize("together", [0, 5000, 1 << 24])
+def test_a_plan_that_is_used_again_copies_small_ones_at_once_too(
+    tracker: WriteTracker, monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
+    """Whether all, some or none of them fit into what is copied together."""
+    monkeypatch.setattr(write_tracker_module, "_TOGETHER", together)
+    sources = [torch.randn(n) for n in (3, 700, MIB + 5, 1024, 5000, 1, MIB)]
+    buffers = [torch.empty_like(one) for one in sources]
+    plan = CopyPlan(MemoryRegions.of(sources), addresses_of(buffers))
+    for _ in range(3):
+        for one in sources:
+            one.mul_(-1.5)
+        before = [one.clone() for one in sources]
+        copy = TrackedCopy(tracker, plan, sources)
+        for one in sources:
+            one[0] = one[-1] = 7.0  # of large ones too, on pages that they share with other data
+        assert copy.finish()
+        assert all(map(torch.equal, buffers, before))
+        assert tracker.in_use.acquire(blocking=False)
+
+
 @pytest.mark.parametrize("count", [1, 1023, 1024, 3000])
 def test_many_small_tensors_are_copied(tracker: WriteTracker, count: int) -> None:
     pairs = [(torch.randn(index % 7), torch.empty(index % 7)) for index in range(count)]
