@@ -441,9 +441,8 @@ class Checkpointer:
             return
         self._proven = True
         if self._group.rank == 0:
-            self._saver.upkeep(
-                partial(opened.mark_proven, resumed.resolution.manifest.save), "marking the commit proven"
-            )
+            mark = partial(opened.mark_proven, resumed.resolution.manifest.save)
+            self._saver.upkeep(mark, "marking the commit proven")
 
     def _decide(self, request: SaveRequest | None, began: float | None = None) -> StepReport:
         """Decide and begin a save. request: None if the policy decides. began: start of the stall. Collective."""

@@ -46,16 +46,13 @@ class UserState:
 
     def __init__(self, objects: Objects) -> None:
         named = isinstance(objects, Mapping)
-        items = dict(objects) if isinstance(objects, Mapping) else dict(enumerate(objects))
+        items = dict(objects) if isinstance(objects, Mapping) else dict(enumerate(objects or ()))
         for key, item in items.items():
             if named and (type(key) is not str or not key):
                 raise ConfigError(f"state= has the name {key!r}: names of objects are non-empty strings")
             methods = (getattr(item, name, None) for name in ("state_dict", "load_state_dict"))
-            if (
-                not isinstance(item, torch.Generator)
-                and not all(map(callable, methods))
-                and (item is not None or not named)
-            ):
+            left_out = item is None and named
+            if not (left_out or isinstance(item, torch.Generator) or all(map(callable, methods))):
                 raise ConfigError(
                     f"state[{key!r}] is a {type(item).__name__} without state_dict() and load_state_dict(): add both "
                     "methods, or remove it from state="

@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 
 from store.errors import DaemonError
 from store.memory.layout import home, require_own
-from store.schema import Digest, Natural, Positive, SaveName
+from store.schema import Digest, Natural, Positive, SaveName, learn
 
 VERSION = 1
 LINE_LIMIT = 1 << 16  # largest line to the daemon, in bytes
@@ -133,6 +133,7 @@ class Report(Message, frozen=True, kw_only=True, tag="report"):
 
 ClientMessage = Register | StatusUpdate | Unregister | AskStatus | AskStop
 DaemonMessage = Welcome | Refused | ShuttingDown | Report
+learn(ClientMessage, DaemonMessage)
 
 _OF_EVERY_VERSION = ("refused", "stop", "leaving")  # kinds; what ends a daemon of another release
 

@@ -104,6 +104,12 @@ def _first(journal: Catalog, saves: Collection[SaveId], names: frozenset[str] = 
     return None
 
 
+def unreached(journal: Catalog, last: SaveId) -> int | None:
+    """Return the newest step with a whole record that the records up to ``last`` do not lead to, if there is one."""
+    later = (save for save in recorded(journal.files) if save.epoch >= last.epoch and save.step > last.step + 1)
+    return next((save.step for save in sorted(later, reverse=True) if _first(journal, [save])), None)
+
+
 def fragments_of(parts: Mapping[int, PartRecord]) -> FragmentIndex[Source]:
     """Return the stored fragments of a record."""
     return FragmentIndex(Source(part, entry) for part in parts.values() for entry in part.entries)

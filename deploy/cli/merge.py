@@ -97,23 +97,16 @@ def merge(
         int | None, Option(metavar="N", help="ZeRO stage to write, 1 to 3 (deepspeed).", show_default="the source's")
     ] = None,
     world_size: Annotated[
-        int | None,
-        Option(metavar="N", help="Number of ranks to write for (deepspeed, trainer).", show_default="the source's"),
+        int | None, Option(metavar="N", help="Ranks to write for (deepspeed, trainer).", show_default="the source's")
     ] = None,
     dtype: Annotated[
-        str | None,
-        Option(
-            metavar="DTYPE", help="dtype of the hf weights: float32, bfloat16 or float16.", show_default="as trained"
-        ),
+        str | None, Option(metavar="DTYPE", help="float32, bfloat16 or float16 (hf).", show_default="as trained")
     ] = None,
     shard_size: Annotated[
         str | None, Option(metavar="SIZE", help="Largest file size (hf, dcp).", show_default="5GB")
     ] = None,
     files: Annotated[
-        Path | None,
-        Option(
-            metavar="DIR", help="Directory with configuration and tokenizer (hf, trainer).", show_default="the source's"
-        ),
+        Path | None, Option(metavar="DIR", help="Configuration and tokenizer (hf).", show_default="the source's")
     ] = None,
     recipe: Annotated[
         Path | None, Option(metavar="FILE", help="Recipe that combines layers of several checkpoints.")

@@ -19,23 +19,16 @@ _FILES = 1024  # recommended number of open files per process
 
 def check_machine(plan: Plan) -> Iterator[Finding]:
     """Run all checks of the machine."""
-    yield from _limits(plan)
+    yield _open_files()
     yield _shared_memory(plan)
     yield from _ports(plan)
 
 
-def _limits(plan: Plan) -> Iterator[Finding]:
+def _open_files() -> Finding:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = "no limit" if files == resource.RLIM_INFINITY else f"limit {files} per process"
     few = files != resource.RLIM_INFINITY and files < _FILES
-    yield Finding("open files", "warn" if few else "ok", limit, f"raise it: ulimit -n {4 * _FILES}" if few else "")
-    size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if size == resource.RLIM_INFINITY:
-        return
-    limit = f"limit {size_text(size)} per file"
-    fits = plan.commit_bytes is not None and plan.commit_bytes <= size
-    todo = "a rank writes its share of a save into one file: raise it with ulimit -f unlimited"
-    yield Finding("file size", "ok" if fits else "warn", limit, "" if fits else todo)
+    return Finding("open files", "warn" if few else "ok", limit, f"raise it: ulimit -n {4 * _FILES}" if few else "")
 
 
 def _shared_memory(plan: Plan) -> Finding:

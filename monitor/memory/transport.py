@@ -19,7 +19,7 @@ import msgspec
 import psutil
 
 from store.errors import PeerError
-from store.schema import Natural, Record, SaveName
+from store.schema import Natural, Record, SaveName, learn
 
 _LENGTH = struct.Struct(">I")
 _MAX_MESSAGE = 1 << 16
@@ -66,6 +66,9 @@ class Answer(Record, frozen=True, kw_only=True):
 
     ok: bool
     why: str = ""
+
+
+learn(Request, Answer)
 
 
 class Connection:

@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
@@ -31,7 +31,7 @@ from store.catalog import Catalog
 from store.certificate import FOUND
 from store.errors import CollectiveError, DamagedError, DriftpointError, NothingToResumeError, StorageError
 from store.fragments import FragmentIndex, Source
-from store.journal import SAMPLE, STEPPED, Chain, JournalStep, find_chain, fragments_of, journal_catalog
+from store.journal import SAMPLE, STEPPED, Chain, JournalStep, find_chain, fragments_of, journal_catalog, unreached
 from store.names import BUFFER, GRADIENT, WEIGHTS, SaveId, Unit
 from store.resolve import RejectedVersion, Resolution, ancestors, newest_resumable
 from store.text import listed
@@ -87,6 +87,11 @@ def resume_with_journal(
     result = resume_memory_or_store(following, catalog, snapshot)
     if result is None and step is not None:
         raise NothingToResumeError(f"the store holds no commit, so there is no step {step} to go back to")
+    if result is not None and step is None and job.group.rank == 0:
+        last = result.chain.steps[-1].save if result.chain else result.resume_point.save
+        with suppress(StorageError):
+            if (newest := unreached(journal, last)) is not None:
+                _log.warning("resume: no whole records lead on from step %d of the journal's %d", last.step, newest)
     if result is not None and result.chain is not None:
         live.mixed = True  # until the last step is taken, or all is loaded once more
         try:

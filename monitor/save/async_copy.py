@@ -21,7 +21,7 @@ from monitor.adapters.base import Adapter
 from monitor.adapters.identity import Integers, addresses_of, version_of
 from monitor.background import Once
 from monitor.observe.units import LocalUnit
-from monitor.save.device_memory import HeldMemory, LastViews, MemoryViews
+from monitor.save.device_memory import LastViews, MemoryViews, hold
 from monitor.save.torch_codecs import EncodedCopy
 from monitor.save.write_tracker import LastPlan, SourceSample, TrackedCopy, WriteTracker, write_tracker
 from store.errors import SaveError, StateChangedError
@@ -55,7 +55,7 @@ class AsyncCopy:
         self._queued: dict[torch.device, Any] = {}  # events after the copies in training's own streams
         self._tracked: TrackedCopy | None = None
         self._views: MemoryViews | None = None  # of all units, used instead of pairs
-        self._held = HeldMemory(())  # the memory behind the views
+        self._held = hold(())  # the memory behind the views
         self._lock = threading.Lock()
         self._done = False
 
@@ -158,7 +158,7 @@ class AsyncCopy:
             try:
                 self._complete()
             finally:
-                self._views, self._held, self._kept = None, HeldMemory(()), []
+                self._views, self._held, self._kept = None, hold(()), []
 
     def _complete(self) -> None:
         for event in self._queued.values():
@@ -213,7 +213,7 @@ class AsyncCopy:
         if not self._checked:
             self._checked = True
             changed = any(version_of(source) != version for source, version in self._versions)
-            self._differ = changed or not self._held.unchanged()
+            self._differ = changed or not self._held()
             self._versions.clear()
             if not self._differ:  # else the views may be of memory that is gone
                 self._of_samples(SourceSample.read_again)
@@ -324,9 +324,7 @@ class CopyTiming:
 
 
 class UnfinishedCopy:
-    """The copies of the last save, which the next change of the state waits for.
-
-    ``waited`` is called with the seconds of each wait."""
+    """The copies of the last save, which the next change of the state waits for. waited: called with the seconds."""
 
     def __init__(self, adapter: Adapter, waited: Callable[[float], None]) -> None:
         self._copying: AsyncCopy | Once[None] | None = None

@@ -13,7 +13,7 @@ import mmap
 import os
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from operator import is_
@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from monitor.adapters.identity import Integers, addresses_of, versions_of
+from monitor.adapters.identity import Integers, versions_of
 from monitor.observe.units import LocalUnit, UnitLayout
 from monitor.save.write_tracker import sampled
 
@@ -85,18 +85,12 @@ def view_of(address: int, nbytes: int, dtype: torch.dtype, device: torch.device)
     return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=dtype)
 
 
-class HeldMemory:
-    """Keeps the present memory of tensors, whatever memory they get later, and detects changes of it."""
-
-    @torch.inference_mode(False)
-    def __init__(self, owners: Sequence[torch.Tensor]) -> None:
-        self._tensors = [owner.detach() for owner in owners]  # these keep memory and its version counter
-        self._versions, self._places = versions_of(self._tensors), addresses_of(self._tensors)
-
-    def unchanged(self) -> bool:
-        """Return whether autograd counted no change, and no ``share_memory_()`` or ``resize_()`` moved the memory."""
-        in_place = np.array_equal(addresses_of(self._tensors), self._places)
-        return in_place and versions_of(self._tensors) == self._versions
+@torch.inference_mode(False)
+def hold(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
+    """Keep the present memory of tensors. The result tells whether it is in place, and unchanged as autograd counts."""
+    held = [one.detach() for one in tensors]
+    versions, places = versions_of(held), list(map(torch.Tensor.data_ptr, held))
+    return lambda: list(map(torch.Tensor.data_ptr, held)) == places and versions_of(held) == versions
 
 
 class MemoryViews:
@@ -120,10 +114,10 @@ class MemoryViews:
         # False if torch made copies, as it does of memory that is not on the device.
         self.show_memory = [view.data_ptr() for view in self._sources] == places
 
-    def hold(self, tensors: Sequence[torch.Tensor]) -> HeldMemory | None:
+    def hold(self, tensors: Sequence[torch.Tensor]) -> Callable[[], bool] | None:
         """Keep the sources' memory alive. tensors: ``Identity.tensors``. None if they have other memory by now."""
         held = [tensors[index] for index in self._begins]
-        return HeldMemory(held) if list(map(torch.Tensor.data_ptr, held)) == [*self._begins.values()] else None
+        return hold(held) if list(map(torch.Tensor.data_ptr, held)) == [*self._begins.values()] else None
 
     def copy(self) -> None:
         """Queue the copies in the current stream: all by one call, where the CUDA runtime has such a call.

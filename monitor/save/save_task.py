@@ -113,8 +113,9 @@ def require_storable(job: JobContext, store_id: str, survey: Survey) -> None:
     def check() -> None:
         if survey.trouble is not None and survey.permanent:
             raise UnstorableError(survey.trouble)
-        segment, finish = begin_run_state(empty_segment(job, store_id, SaveId(0, 1), ""), job)
-        finish(segment)
+        if survey.trouble is None:
+            segment, finish = begin_run_state(empty_segment(job, store_id, SaveId(0, 1), ""), job)
+            finish(segment)
 
     job.rank_buffers.compare()
     run_on_all_ranks(job.group, check)

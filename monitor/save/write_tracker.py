@@ -178,16 +178,14 @@ class CopyPlan:
         self._whole = self._parts([block for run in self.runs for block in run])
 
     def parts(self, blocks: Sequence["_Block"]) -> tuple[list[int], "_Outside"]:
-        """Return (indices of the regions in ``blocks``, what lies outside their pages: others, small, their views).
-
-        Views hold no memory: read them only while it is there. None at the first call, as many plans are used once."""
+        """Return (indices of the regions in ``blocks``, what lies outside their pages: others, small, their views)."""
         if len(blocks) < sum(map(len, self.runs)):
             return self._parts(blocks)
         held, (outside, small, views) = found = self._whole
-        if views is None:
+        if views is None:  # these hold no memory. Not at the first call, as many plans are used once
             small = [one for one in outside if one[2] <= _SMALL]
             few = bisect_right(list(accumulate(size for *_, size in small)), _TOGETHER)
-            views = [_view(source, size, _READ) for _, source, size in small[:few]]
+            views = [_view(source, size, 0x100) for _, source, size in small[:few]]
             self._whole = held, ([one for one in outside if one[2] > _SMALL] + small[few:], small[:few], views)
         return found
 
@@ -361,9 +359,8 @@ _move = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, cty
 )
 """``memmove`` that keeps the interpreter's lock: a small copy takes less time than to get the lock back."""
 
-_READ = 0x100  # PyBUF_READ
 _prototype = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-_view = _prototype(("PyMemoryView_FromMemory", ctypes.pythonapi))
+_view = _prototype(("PyMemoryView_FromMemory", ctypes.pythonapi))  # of address, size, 0x100 (PyBUF_READ)
 
 
 def write_tracker() -> WriteTracker | None:

@@ -23,7 +23,7 @@ from typing import Self
 
 from store.errors import DamagedError, NewerFormatError, StorageError, system_errors
 from store.names import SaveId
-from store.schema import READER, Digest, ManifestRecord, Natural, PartRecord, ReaderRecord, Record, from_bytes
+from store.schema import READER, Digest, ManifestRecord, Natural, PartRecord, ReaderRecord, Record, from_bytes, learn
 from store.storage.local import LocalFiles
 
 SLOTS = (0, 1)  # payloads of a rank: the current version, and the one being written
@@ -199,6 +199,9 @@ class VersionRecord(Record, frozen=True, kw_only=True):
     def save(self) -> SaveId:
         """Name of the version, like that of a save."""
         return self.part.save
+
+
+learn(VersionRecord)
 
 
 def parse_record(data: bytes, what: str) -> VersionRecord:

@@ -145,6 +145,24 @@ def test_training_goes_on_and_saving_stops_with_the_reason(
         assert other.ckpt.certificate is not None and other.ckpt.certificate.exact
 
 
+@pytest.mark.parametrize("change", [a_module_in_place_of_one, another_group, another_module])
+def test_so_it_does_at_the_first_decision_of_a_process(store: Path, change: Change) -> None:
+    with job(store) as one:
+        undo = change(one)
+        assert skip_reason(one.step()) == "unsupported"
+        undo()
+        assert skip_reason(one.step()) is None
+    assert committed_steps(store) == [2]
+
+
+def test_no_state_is_no_objects(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    settings = {"store": str(tmp_path / "s"), "metrics": {"enabled": False}}
+    with monitor.attach((model, torch.optim.SGD(model.parameters())), settings, state=None) as ckpt:
+        assert ckpt.resume() == 0
+        ckpt.close(save=False)
+
+
 @EACH
 def test_observing_tells_it_too(store: Path, change: Change, words: str) -> None:
     with job(store, policy="observe") as one:

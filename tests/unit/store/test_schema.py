@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,41 @@ from store.errors import DamagedError
 from store.schema import Entry, MeasureRecord, PartRecord, ReaderRecord, as_json, digest, from_bytes, seal, to_bytes
 from tests.support.records import unseal
 
+ROOT = Path(__file__).parents[3]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=20,
 )
+
+
+TWO_THREADS = """
+import os, sys, threading
+import store.schema as schema, store.daemon_protocol, store.memory.layout, monitor.memory.transport
+sys.setswitchinterval(1e-6)
+kind, data = getattr(schema, sys.argv[1]), open(sys.argv[2], "rb").read()
+for _ in range(150):
+    if not (pid := os.fork()):
+        barrier = threading.Barrier(2)
+        def work():
+            barrier.wait()
+            schema.from_bytes(kind, data, "it")
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        [one.start() for one in threads], [one.join() for one in threads]
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+"""
+
+
+@pytest.mark.parametrize(("kind", "pattern"), [("PartRecord", "segments/*/*.json"), ("ManifestRecord", "manifests/*")])
+def test_two_threads_may_be_the_first_to_parse_a_kind(kind: str, pattern: str) -> None:
+    """As the threads of a save and of the journal are in a new job. Msgspec by itself ended one in ten of these."""
+    path = next((ROOT / "tests" / "golden" / "store-format-1-boxes").glob(pattern))
+    words = [sys.executable, "-c", TWO_THREADS, kind, str(path)]
+    done = subprocess.run(
+        words, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @given(JSON)

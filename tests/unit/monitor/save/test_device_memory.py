@@ -15,7 +15,7 @@ from torch import nn
 import monitor
 from monitor.observe.units import LocalUnit
 from monitor.save import async_copy, device_memory, write_tracker
-from monitor.save.device_memory import HeldMemory, LastViews, MemoryViews, view_of
+from monitor.save.device_memory import LastViews, MemoryViews, hold, view_of
 from store.catalog import open_catalog
 from store.storage.local import LocalFiles
 from tests.support.internals import hold_writer, job_of
@@ -215,13 +215,13 @@ def test_memory_of_which_torch_makes_copies_is_copied_without_views(
 
 def test_held_memory_tells_of_what_autograd_counts_and_of_storages_that_moved() -> None:
     one, other = torch.zeros(10), torch.zeros(10)
-    held = HeldMemory([one, other])
-    assert held.unchanged()
+    held = hold([one, other])
+    assert held()
     one.add_(1)
-    assert not held.unchanged()
-    held = HeldMemory([one, other])
+    assert not held()
+    held = hold([one, other])
     other.share_memory_()
-    assert not held.unchanged()
+    assert not held()
 
 
 def test_views_are_made_once_and_not_of_layouts_that_are_listed_anew(

@@ -62,7 +62,7 @@ def test_the_jobs_own_optimizer_takes_the_steps(tmp_path: Path, kind: Any, hyper
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_record_ends_the_replay_before_it(tmp_path: Path, how: str) -> None:
+def test_a_damaged_record_ends_the_replay_before_it(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
     losses, end = straight()
     job = Job()
     job.run(job.attach(tmp_path), 8, after=lambda _: None)
@@ -71,7 +71,9 @@ def test_a_damaged_record_ends_the_replay_before_it(tmp_path: Path, how: str) ->
     DAMAGE[how](tmp_path / "journal/segments/00000007-000001")
     job = Job(seed=2)
     ckpt = job.attach(tmp_path)
+    caplog.clear()
     seen = job.run(ckpt, STEPS)
+    assert "followed up to step 6" in caplog.text or "lead on from step 6 of the journal's 8" in caplog.text
     assert min(seen) == 6
     assert ckpt.certificate is not None
     assert ckpt.certificate.exact
