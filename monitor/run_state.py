@@ -51,8 +51,7 @@ class UserState:
             if named and (type(key) is not str or not key):
                 raise ConfigError(f"state= has the name {key!r}: names of objects are non-empty strings")
             methods = (getattr(item, name, None) for name in ("state_dict", "load_state_dict"))
-            left_out = item is None and named
-            if not (left_out or isinstance(item, torch.Generator) or all(map(callable, methods))):
+            if not ((item is None and named) or isinstance(item, torch.Generator) or all(map(callable, methods))):
                 raise ConfigError(
                     f"state[{key!r}] is a {type(item).__name__} without state_dict() and load_state_dict(): add both "
                     "methods, or remove it from state="

@@ -4,12 +4,14 @@ A YAML file is a whole configuration. A name, ``{name: parity, k: 4}`` or ``{pol
 recorded configuration."""
 
 import itertools
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from monitor.config.load import Config, load_config
+from monitor.config.schema import ENCODINGS
 from policies.accounting import Account
 from policies.budget import spends
 from policies.builtin import Observe
@@ -18,6 +20,7 @@ from policies.replay.recorded_run import Costs, Run, chosen, widest
 from policies.replay.state import ReplayPlan
 from store.config_file import parse_yaml
 from store.errors import ConfigError, UsageError
+from store.names import RAW, WEIGHTS
 
 _ELSEWHERE = {"store", "metrics", "retention", "timeouts", "trace", "resume", "layers", "drift"}
 """Sections of the configuration that do not affect which units are saved at which step."""
@@ -35,14 +38,24 @@ def recorded_settings(run: Run) -> Mapping[str, Any]:
     """Return the recorded configuration, as far as set, without a custom policy.
 
     A trace is untrusted and must not run code: a custom policy counts as ``full`` unless ``--policy`` names it."""
-    if knows_policy(run):
-        return run.settings
-    return {key: value for key, value in run.settings.items() if key not in ("policy", "budget")}
+    left_out = () if knows_policy(run) else ("policy", "budget")
+    return {key: value for key, value in {**run.settings, **_recorded_preset(run)}.items() if key not in left_out}
 
 
 def knows_policy(run: Run) -> bool:
     """Return whether the recorded policy is a built-in one."""
     return _is_built_in(run.settings.get("policy", "full"))
+
+
+def _recorded_preset(run: Run) -> Mapping[str, Any]:
+    """Return the setting ``encoding`` by slot if, by its name, an earlier release stored moments in other encodings."""
+    name, stored = run.settings.get("encoding"), defaultdict[str, set[str]](set)
+    preset = ENCODINGS.get(name, {}) if isinstance(name, str) else {}
+    for segment in run.segments:
+        for index, encoding in itertools.chain(*(point.line.saved.items() for point in segment.decisions)):
+            stored[segment.units[index].slot] |= {encoding} - {RAW}
+    others = {slot for slot, now in preset.items() if slot != WEIGHTS and stored[slot] and now not in stored[slot]}
+    return {"encoding": {**preset, **{slot: min(stored[slot]) for slot in others}}} if others else {}
 
 
 def recorded_config(run: Run) -> Config:

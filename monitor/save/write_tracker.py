@@ -70,9 +70,7 @@ class WriteTracker:
         self._probe()
 
     def protect(self, pages: range) -> range | None:
-        """Track writes to pages of host memory, and return them. None if they cannot be tracked.
-
-        Call :meth:`unprotect` before they are written on purpose: each write to a protected page costs a fault."""
+        """Track writes to pages of host memory, each at the cost of a fault. Return them; None if that cannot be done."""
         with suppress(OSError):
             try:
                 self._scan(pages, _ARM | _REGISTERED_ONLY)
@@ -97,9 +95,7 @@ class WriteTracker:
             self._call(_PROTECT, pages.start, len(pages), 0)
 
     def consolidate(self, pages: range, stop: Callable[[], bool]) -> None:
-        """Move memory to huge pages, once, so that protecting it takes a five-hundredth of the time. Any thread.
-
-        stop: ends it; the next call continues."""
+        """Move memory to huge pages, once, until ``stop()``: then protecting it is 500 times as fast. Any thread."""
         key = pages.start, pages.stop
         first = self._consolidated.get(key, -(-pages.start // _HUGE) * _HUGE)
         for at in range(first, pages.stop // _HUGE * _HUGE, _HUGE):
@@ -210,7 +206,6 @@ class LastPlan:
     def __init__(self) -> None:
         self._layouts: Sequence[UnitLayout] = ()
         self._regions, self._firsts = MemoryRegions.of(()), np.zeros(0, np.int64)
-        self._indices: list[int] | None = []  # of the owners, in the tensors of the job's identity; None if not there
         self._plan: CopyPlan | None = None
 
     def sources(self, parts: Sequence[LocalUnit]) -> tuple[MemoryRegions, Sequence[torch.Tensor], Integers]:
@@ -219,12 +214,8 @@ class LastPlan:
         if len(layouts) != len(self._layouts) or not all(map(is_, layouts, self._layouts)):
             self._regions = MemoryRegions.joined([layout.regions for layout in layouts])
             self._firsts = np.concatenate([layout.firsts for layout in layouts])
-            spans = [layout.spans for layout in layouts]
-            self._indices = None if None in spans else [index for some in spans for index, _ in some or ()]
             self._layouts = layouts
-        known = self._indices if all(part.owners is parts[0].owners for part in parts) else None
-        owners = chain(*(part.sources for part in parts)) if known is None else map(parts[0].owners.__getitem__, known)
-        return self._regions, list(owners), self._firsts
+        return self._regions, list(chain(*(part.sources for part in parts))), self._firsts
 
     def plan(self, regions: MemoryRegions, targets: Integers) -> CopyPlan:
         if self._plan is None or self._plan.regions is not regions or not np.array_equal(self._plan.targets, targets):
@@ -385,9 +376,7 @@ Words = dict[int, list[Any]]
 
 
 class SourceSample:
-    """Elements of tensors on one device, compared bit by bit with what they were.
-
-    At most 64 of each tensor, evenly spread, the first and the last among them.
+    """Elements of tensors on one device, at most 64 of each, evenly spread, compared bit by bit with what they were.
 
     It finds what autograd's version counters miss: writes through ``.data``, or by code outside PyTorch. A change
     between the sampled elements is not found. Built and compared in the stream of the copies. ``pairs`` are sources
