@@ -380,8 +380,9 @@ class Checkpointer:
             needed = self._memory is not None and self._memory.close()
             self._listeners.on_close(ended and not self.preempted and not needed, timeout)
             self._preemption.close(leaving=self.preempted and self.config.preemption.exit)
-            for hook in self._job.adapter.hooks:
-                hook.call = None  # the framework keeps the hook; all that this job has is free
+            if not self._saver.in_progress and (self._memory is None or self._memory.wait(0.0)):
+                for hook in self._job.adapter.hooks:  # which the framework keeps. No copy needs them any more
+                    hook.call = None
 
     def _close_at_exit(self) -> None:
         # last_value: set by an uncaught exception, but not by sys.exit(1)
@@ -452,7 +453,7 @@ class Checkpointer:
         changed = not trouble and self._job.table.changed(local)
         settled = self._saver.settle(self._step, changed, trouble, lambda: self._decider.propose(self._step, request))
         if not self._checked and not (request is not None and request.preempted):
-            self._saver.require_storable(survey)
+            self._saver.require_storable(survey, settled.skip != "unsupported")
             self._checked = settled.skip != "unsupported"
         if settled.skip is not None:
             if request is None:

@@ -160,7 +160,7 @@ class UserState:
 def joined(own: Mapping[str, Any], objects: Objects) -> Objects:
     """Return a launcher's own objects, then the user's ``objects``: as a list if those are a list."""
     if not isinstance(objects, Mapping):
-        return [*own.values(), *objects]
+        return [*own.values(), *(objects or ())]
     taken = sorted(own.keys() & objects.keys())
     if taken:
         raise ConfigError(f"state= has the name {taken[0]!r}, which is taken: choose another name")

@@ -6,10 +6,9 @@ It leaves the user's param groups as they are."""
 import inspect
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
-from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -111,7 +110,7 @@ class Hook:
             self.call(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial, (chain,)  # takes any arguments and does nothing; unpickling needs no module of this package
+        return getattr, (nullcontext(), "__exit__")  # does nothing; unpickling needs no module of this package
 
 
 @dataclass(frozen=True)

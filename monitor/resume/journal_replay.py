@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
@@ -87,11 +87,6 @@ def resume_with_journal(
     result = resume_memory_or_store(following, catalog, snapshot)
     if result is None and step is not None:
         raise NothingToResumeError(f"the store holds no commit, so there is no step {step} to go back to")
-    if result is not None and step is None and job.group.rank == 0:
-        last = result.chain.steps[-1].save if result.chain else result.resume_point.save
-        with suppress(StorageError):
-            if (newest := unreached(journal, last)) is not None:
-                _log.warning("resume: no whole records lead on from step %d of the journal's %d", last.step, newest)
     if result is not None and result.chain is not None:
         live.mixed = True  # until the last step is taken, or all is loaded once more
         try:
@@ -164,6 +159,9 @@ def _find_chain(journal: Catalog, job: JobContext, resolution: Resolution, step:
         return None
     try:
         chain = find_chain(journal, commit, versions)
+        last = chain.steps[-1].save if chain else commit
+        if step is None and (newest := unreached(journal, last)) is not None:
+            _log.warning("resume: no whole records lead on from step %d of the journal's %d", last.step, newest)
         steps = () if chain is None else tuple(one for one in chain.steps if step is None or one.save.step <= step)
         return replace(chain, steps=steps) if chain and steps else None
     except StorageError as error:  # the commit can be read, and is enough

@@ -4,7 +4,7 @@ Decisions move drift references as if their saves were committed at once, so dri
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -29,7 +29,7 @@ class DryRunSaver:
         self._meter = job.meter
         self._ledger = job.ledger
         self._listeners = job.listeners
-        self.owner: object = None
+        self.owner, self.in_progress = cast("object", None), False
 
     def take_dropped(self) -> tuple[Unit, ...]:
         return ()

@@ -105,15 +105,15 @@ def empty_segment(
     return SegmentDraft(store_id, save, rank, world_size, plan, (), None, (), {}, differs)
 
 
-def require_storable(job: JobContext, store_id: str, survey: Survey) -> None:
-    """Raise on all ranks if a part of the job can never be stored; not for trouble that may pass. Collective.
+def require_storable(job: JobContext, store_id: str, survey: Survey, whole: bool) -> None:
+    """Raise on all ranks if a part of the job can never be stored. Collective. whole: whether no rank has trouble now.
 
     Raises UnstorableError for a tensor of a type that no save can hold, UnsupportedError for such a run state."""
 
     def check() -> None:
         if survey.trouble is not None and survey.permanent:
             raise UnstorableError(survey.trouble)
-        if survey.trouble is None:
+        if whole:
             segment, finish = begin_run_state(empty_segment(job, store_id, SaveId(0, 1), ""), job)
             finish(segment)
 

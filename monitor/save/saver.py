@@ -224,9 +224,9 @@ class Saver:
         fenced = "fenced" if any(one.fenced for one in ranks) else None
         return SaveStatus("unsupported" if unsupported else fenced, changed, None if changed else ranks[0].proposed)
 
-    def require_storable(self, survey: Survey) -> None:
+    def require_storable(self, survey: Survey, whole: bool) -> None:
         """Raise on all ranks if a part of the job can never be stored; not for trouble that may pass. Collective."""
-        save_task.require_storable(self._job, self._session.catalog.store_id, survey)
+        save_task.require_storable(self._job, self._session.catalog.store_id, survey, whole)
 
     def settle_commit(self, step: int, timeout: float) -> str | None:
         """Wait at most so many seconds for the pending save, and finish it on all ranks. Collective.

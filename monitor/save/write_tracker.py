@@ -70,7 +70,7 @@ class WriteTracker:
         self._probe()
 
     def protect(self, pages: range) -> range | None:
-        """Track writes to pages of host memory, each at the cost of a fault. Return them; None if that cannot be done."""
+        """Track writes to pages of host memory, each at the cost of a fault. Return them; None if it cannot be done."""
         with suppress(OSError):
             try:
                 self._scan(pages, _ARM | _REGISTERED_ONLY)

@@ -81,6 +81,22 @@ def test_a_damaged_record_ends_the_replay_before_it(tmp_path: Path, how: str, ca
     assert same(job.state(), end)
 
 
+class Momentum(torch.optim.AdamW):
+    """Not known to update each element by itself."""
+
+
+def test_a_composite_that_the_journal_does_not_bring_forward_tells_of_no_damage(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job(kind=Momentum)
+    job.run(job.attach(tmp_path, every=2, policy={"name": "parity", "k": 2}), 7)
+    job = Job(seed=2, kind=Momentum)
+    ckpt = job.attach(tmp_path, every=2, policy={"name": "parity", "k": 2})
+    ckpt.resume()
+    assert "lead on from" not in caplog.text
+    ckpt.close(save=False)
+
+
 def test_a_composite_whose_records_are_damaged_is_resumed_as_one(tmp_path: Path) -> None:
     job = Job()
     job.run(job.attach(tmp_path, every=2, policy={"name": "parity", "k": 2}), 8)
