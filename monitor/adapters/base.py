@@ -6,7 +6,7 @@ It leaves the user's param groups as they are."""
 import inspect
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from monitor.adapters.identity import Identity, OptimizerAttributes
+from monitor.adapters.identity import Hook, Identity, OptimizerAttributes
 from monitor.distributed import Group, run_on_all_ranks
 from store.errors import UnsupportedError
 from store.names import FROZEN, WEIGHTS, Fragment
@@ -93,24 +93,6 @@ class LiveValue:
     fqn: str | None = None  # parameter or buffer of the model that it belongs to
     stored: tuple[Any, ...] | None = None  # path in the run state; None if it is the memory of a piece
     ownable: bool = False  # whether it counts as saved if it is an object in ``state=``, or an attribute of one
-
-
-class Hook:
-    """What a framework is given to call, until ``call`` is None. A pickle or a deep copy of it calls nothing."""
-
-    __slots__ = ("call",)  # torch copies attributes of a hook
-
-    def __init__(self, hooks: list["Hook"], call: Callable[..., None]) -> None:
-        self.call: Callable[..., None] | None = call
-        hooks.append(self)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled optimizer step would trace it
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if self.call is not None:
-            self.call(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (nullcontext(), "__exit__")  # does nothing; unpickling needs no module of this package
 
 
 @dataclass(frozen=True)

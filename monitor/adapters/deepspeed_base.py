@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from monitor.adapters import base, optimizer_state
+from monitor.adapters import optimizer_state
 from monitor.adapters.base import Adapter, FragmentPlace, LiveValue, Piece, StateVersions, TensorInfo, wrap_methods
 from monitor.adapters.deepspeed_gradients import ReusedGradients
 from monitor.adapters.hyperparameters import describe_group, group_values, match_groups, restore_groups
-from monitor.adapters.identity import Identity, IdentityReader, OptimizerAttributes, T
+from monitor.adapters.identity import Hook, Identity, IdentityReader, OptimizerAttributes, T
 from monitor.adapters.module_tensors import ModuleTensors, partition_replicated, whole_piece
 from store.errors import ModelMismatchError, UnsupportedError
 from store.names import BUFFER, WEIGHTS, Fragment
@@ -184,7 +184,7 @@ class ZeroAdapter(EngineAdapter, ABC):
         self.module: nn.Module = engine.module
         self._zero = engine.optimizer
         self._inventory = ModuleTensors(self.module)
-        self._reader, self.hooks = IdentityReader(), list[base.Hook]()
+        self._reader, self.hooks = IdentityReader(), list[Hook]()
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._check_supported()
         self._wrapped, self._group_count = self._base_optimizer, len(self._base_optimizer.param_groups)
@@ -287,7 +287,7 @@ class ZeroAdapter(EngineAdapter, ABC):
 
     def before_update(self, hook: Callable[[], None]) -> None:
         # Master weights and moments change only in the optimizer that ZeRO wraps.
-        self._base_optimizer.register_step_pre_hook(base.Hook(self.hooks, lambda *_: hook()))
+        self._base_optimizer.register_step_pre_hook(Hook(self.hooks, lambda *_: hook()))
 
     def before_change(self, hook: Callable[[], None]) -> None:
         """Call ``hook`` before every call that writes masters or moments, most of which do so through ``.data``.
@@ -295,7 +295,7 @@ class ZeroAdapter(EngineAdapter, ABC):
         Scripts import ``safe_set_full_fp32_param`` and the like by name, so the methods they call are wrapped: at stage
         3 the optimizer's; at stages 1 and 2 one of each parameter, which DeepSpeed remakes on linking the master."""
         self.before_update(hook)
-        hook = base.Hook(self.hooks, hook)
+        hook = Hook(self.hooks, hook)
         self._base_optimizer.register_load_state_dict_pre_hook(lambda *_: hook())
         wrap_methods(
             self.engine, ("load_checkpoint", "load_module_state_dict", "offload_states", "reload_states"), hook

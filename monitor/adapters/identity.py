@@ -2,12 +2,13 @@
 
 Listing a job's tensors (names, pieces, checks) takes microseconds for each of them, and they rarely change between two
 decisions. So all that the list depends on is read into plain lists, by loops that run in C, and compared. Likewise
-:class:`OptimizerAttributes` detects changes of an optimizer's attributes, which its state dict lacks."""
+:class:`OptimizerAttributes` detects changes of an optimizer's attributes, which its state dict lacks. A :class:`Hook`
+is told of changes."""
 
 import copy
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import chain, compress
 from operator import attrgetter, methodcaller
@@ -210,6 +211,24 @@ def versions_of(values: Sequence[Any]) -> tuple[list[int], list[Any]]:
         with suppress(RuntimeError):  # of a tensor made under inference_mode
             return ids, list(map(attrgetter("_version"), values))
     return ids, [version_of(v) if isinstance(v, torch.Tensor) else repr(v) for v in values]
+
+
+class Hook:
+    """What a framework is given to call, until ``call`` is None. A pickle or a deep copy of it calls nothing."""
+
+    __slots__ = ("call",)  # torch copies attributes of a hook
+
+    def __init__(self, hooks: list["Hook"], call: Callable[..., None]) -> None:
+        self.call: Callable[..., None] | None = call
+        hooks.append(self)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # a compiled optimizer step would trace it
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        if self.call is not None:
+            self.call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")  # does nothing; unpickling needs no module of this package
 
 
 class StepCache:

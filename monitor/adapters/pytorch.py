@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from monitor.adapters import base, optimizer_state
 from monitor.adapters.frozen import fingerprint
 from monitor.adapters.hyperparameters import LiveGroups, describe_group, group_values, match_groups, restore_groups
-from monitor.adapters.identity import Identity, IdentityReader, OptimizerAttributes, T, versions_of
+from monitor.adapters.identity import Hook, Identity, IdentityReader, OptimizerAttributes, T, versions_of
 from monitor.adapters.module_tensors import ModuleTensors, Replica, partition_replicas, whole_piece, without_wrappers
 from monitor.distributed import Group, run_on_all_ranks
 from store.errors import UnsupportedError
@@ -56,7 +56,7 @@ class PyTorchAdapter(base.Adapter):
         holders = [*((one, one) for one in self._optimizers), *wrappers]
         self._optimizer_attributes = [OptimizerAttributes(holder, one) for holder, one in holders]
         self._inventory = self._collect_tensors(module)
-        self._reader, self.hooks = IdentityReader(self._local_memory), list[base.Hook]()
+        self._reader, self.hooks = IdentityReader(self._local_memory), list[Hook]()
         distributed = dist.is_available() and dist.is_initialized()
         self._rank = dist.get_rank(group) if distributed else 0
         self._world_size = dist.get_world_size(group) if distributed else 1
@@ -124,11 +124,11 @@ class PyTorchAdapter(base.Adapter):
 
     def before_update(self, hook: Callable[[], None]) -> None:
         for optimizer in self._optimizers:
-            optimizer.register_step_pre_hook(base.Hook(self.hooks, lambda *_: hook()))
+            optimizer.register_step_pre_hook(Hook(self.hooks, lambda *_: hook()))
 
     def before_change(self, hook: Callable[[], None]) -> None:
         self.before_update(hook)
-        before_load = base.Hook(self.hooks, lambda *_: hook())
+        before_load = Hook(self.hooks, lambda *_: hook())
         for one in list[Any]((*self._optimizers, *self.module.modules())):  # a script may load a part of the model
             one.register_load_state_dict_pre_hook(before_load)
 

@@ -21,7 +21,7 @@ from monitor.adapters.base import Adapter
 from monitor.adapters.identity import Integers, addresses_of, version_of
 from monitor.background import Once
 from monitor.observe.units import LocalUnit
-from monitor.save.device_memory import LastViews, MemoryViews, hold
+from monitor.save.device_memory import LastViews, MemoryViews
 from monitor.save.torch_codecs import EncodedCopy
 from monitor.save.write_tracker import LastPlan, SourceSample, TrackedCopy, WriteTracker, write_tracker
 from store.errors import SaveError, StateChangedError
@@ -55,7 +55,7 @@ class AsyncCopy:
         self._queued: dict[torch.device, Any] = {}  # events after the copies in training's own streams
         self._tracked: TrackedCopy | None = None
         self._views: MemoryViews | None = None  # of all units, used instead of pairs
-        self._held = hold(())  # the memory behind the views
+        self._held: Callable[[], bool] = lambda: True  # whether the memory behind the views is unchanged
         self._lock = threading.Lock()
         self._done = False
 
@@ -158,7 +158,7 @@ class AsyncCopy:
             try:
                 self._complete()
             finally:
-                self._views, self._held, self._kept = None, hold(()), []
+                self._views, self._held, self._kept = None, lambda: True, []
 
     def _complete(self) -> None:
         for event in self._queued.values():

@@ -17,8 +17,8 @@ from typing import Any, cast
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from monitor.adapters.base import Hook, Piece, sample, weights_of
-from monitor.adapters.identity import version_of
+from monitor.adapters.base import Piece, sample, weights_of
+from monitor.adapters.identity import Hook, version_of
 from monitor.background import BackgroundWorker
 from monitor.context import JobContext
 from monitor.events import BackgroundFailureEvent

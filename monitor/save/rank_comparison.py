@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from monitor.adapters.base import Hook
 from monitor.adapters.hyperparameters import hyperparameters_digest
+from monitor.adapters.identity import Hook
 from monitor.adapters.module_tensors import bits_of, compare_hashes, compare_shards, dtype_name
 from monitor.context import JobContext
 from monitor.ledger import UNLIKE

@@ -71,14 +71,27 @@ def test_a_damaged_record_ends_the_replay_before_it(tmp_path: Path, how: str, ca
     DAMAGE[how](tmp_path / "journal/segments/00000007-000001")
     job = Job(seed=2)
     ckpt = job.attach(tmp_path)
-    caplog.clear()
     seen = job.run(ckpt, STEPS)
-    assert "followed up to step 6" in caplog.text or "lead on from step 6 of the journal's 8" in caplog.text
     assert min(seen) == 6
     assert ckpt.certificate is not None
     assert ckpt.certificate.exact
     assert seen == {step: losses[step] for step in range(6, STEPS)}
     assert same(job.state(), end)
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_resume_tells_where_the_journal_is_not_followed(
+    tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = Job()
+    job.run(job.attach(tmp_path), 8, after=lambda _: None)
+    (tmp_path / "manifests/00000008-000001.json").unlink()
+    DAMAGE[how](tmp_path / "journal/segments/00000007-000001")
+    ckpt = Job(seed=2).attach(tmp_path)
+    caplog.clear()
+    assert ckpt.resume() == 6
+    assert "followed up to step 6" in caplog.text or "lead on from step 6 of the journal's 8" in caplog.text
+    ckpt.close(save=False)
 
 
 class Momentum(torch.optim.AdamW):
