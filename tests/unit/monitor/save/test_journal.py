@@ -62,7 +62,7 @@ def test_the_jobs_own_optimizer_takes_the_steps(tmp_path: Path, kind: Any, hyper
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_record_ends_the_replay_before_it(tmp_path: Path, how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_record_ends_the_replay_before_it(tmp_path: Path, how: str) -> None:
     losses, end = straight()
     job = Job()
     job.run(job.attach(tmp_path), 8, after=lambda _: None)
