@@ -62,7 +62,7 @@ def renew_epoch(
     An owner must not claim any other number: a job that claimed the next one is younger, and fences this one. A
     repeated call completes a claim whose outcome was unknown, for example because its fsync failed.
 
-    FencedError if another job claimed since, StorageError if the claim is not durable or the store lacks ``epoch``."""
+    Raises FencedError if another job claimed since, StorageError if this is not durable or ``epoch`` is not listed."""
     following = hashlib.blake2b(f"{token}/{epoch}".encode(), digest_size=16).hexdigest()
     newest = max(newest_epoch(files), _newest_in_use(files))
     if newest == epoch + 1 and token_of(files, newest) == following:

@@ -100,13 +100,14 @@ def merge(
         int | None, Option(metavar="N", help="Ranks to write for (deepspeed, trainer).", show_default="the source's")
     ] = None,
     dtype: Annotated[
-        str | None, Option(metavar="DTYPE", help="float32, bfloat16 or float16 (hf).", show_default="as trained")
+        str | None,
+        Option(metavar="DTYPE", help="Of hf weights: float32, bfloat16, float16.", show_default="as trained"),
     ] = None,
     shard_size: Annotated[
         str | None, Option(metavar="SIZE", help="Largest file size (hf, dcp).", show_default="5GB")
     ] = None,
     files: Annotated[
-        Path | None, Option(metavar="DIR", help="Configuration and tokenizer (hf).", show_default="the source's")
+        Path | None, Option(metavar="DIR", help="Configuration, tokenizer (hf, trainer).", show_default="the source's")
     ] = None,
     recipe: Annotated[
         Path | None, Option(metavar="FILE", help="Recipe that combines layers of several checkpoints.")

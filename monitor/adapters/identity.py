@@ -2,8 +2,8 @@
 
 Listing a job's tensors (names, pieces, checks) takes microseconds for each of them, and they rarely change between two
 decisions. So all that the list depends on is read into plain lists, by loops that run in C, and compared. Likewise
-:class:`OptimizerAttributes` detects changes of an optimizer's attributes, which its state dict lacks. A :class:`Hook`
-is told of changes."""
+:class:`OptimizerAttributes` detects changes of an optimizer's attributes, which its state dict lacks. A framework
+calls a :class:`Hook` before it changes state."""
 
 import copy
 from collections import deque

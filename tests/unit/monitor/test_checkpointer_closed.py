@@ -74,7 +74,7 @@ def test_hooks_of_a_closed_checkpointer_do_nothing(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.parametrize("staging", ["lazy", "auto"])
 def test_a_save_that_is_copied_after_the_end_holds_the_state_of_its_step(tmp_path: Path, staging: str) -> None:
-    """Storage hangs, so that nobody waits any more for the save; the next change of the state still does."""
+    """Storage hangs, so close() gives up the save. What changes the state next copies it first."""
     one = job()
     settings = {"every": 100, "staging": staging, "timeouts": {"close": 1}, "self_check": False}
     ckpt = trained(one, tmp_path / "s", **settings)
