@@ -99,9 +99,7 @@ class Checkpoint:
         slots = tuple(self.framework_state["slots"].get(fqn, ()))
         for slot in slots:
             if self.numel(fqn) and not self.has(fqn, slot):
-                raise MergeError(
-                    f"{self.origin} does not hold {slot} of {fqn}, which the optimizer had; name a full save"
-                )
+                raise MergeError(f"{self.origin} lacks {slot} of {fqn}, which the optimizer had; name a full save")
         return slots
 
 

@@ -40,9 +40,7 @@ class Request:
                 raise UsageError("neither SOURCE nor a recipe is given: name a store or a checkpoint, or a recipe")
             return
         if self.step is not None:
-            raise UsageError(
-                "--step and --recipe are both given, but a recipe sets the steps of its sources: give one of them"
-            )
+            raise UsageError("--step and --recipe are both given, but a recipe sets the steps of its sources: give one")
         if self.source is not None and all(ref.path is not None for ref in self.recipe.sources.values()):
             raise UsageError(
                 f"{self.recipe.where} names the path of every source, so SOURCE ({self.source}) would be unused; "

@@ -417,9 +417,7 @@ class Checkpointer:
 
     def _require_resume_called(self) -> None:
         if self._live.mixed:
-            raise ConfigError(
-                "resume() failed midway, so the live state is a mixture: call resume() again, or restart the job"
-            )
+            raise ConfigError("resume() failed midway, so the live state is a mixture: call resume() again, or restart")
         if not self._resume_called and self.holds_commits:
             raise ConfigError(
                 f"the store {self.config.store_path} holds commits and resume() was not called, so new saves would "

@@ -185,9 +185,7 @@ class DaemonClient(SaveListener):
                 raise DaemonError(f"the node daemon refused this job: {message.why}")
             if isinstance(message, protocol.ShuttingDown):
                 self._may_start = False  # stopped on request, or unused
-                raise DaemonError(
-                    f"the node daemon (process {message.pid}) was asked to stop; this job does not start another"
-                )
+                raise DaemonError(f"the node daemon (process {message.pid}) is asked to stop; this job starts no other")
 
     def _send(self, connection: socket.socket, message: protocol.Message) -> None:
         try:

@@ -163,9 +163,7 @@ def _wrap(reference: str, policy: Any, taken: Sequence[str]) -> UserPolicy:
     if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= 64:
         raise ConfigError(f"policy {reference}: its name must be a short text, not {described(name)[:80]}")
     if name in taken:
-        raise ConfigError(
-            f"policy {reference}: it calls itself {name!r}, which is another policy: give it its own name"
-        )
+        raise ConfigError(f"policy {reference}: it calls itself {name!r}, which is another policy: rename it")
     for word, value in (("needs_drift", drift), ("spends", spends)):
         if not isinstance(value, bool):
             raise ConfigError(f"policy {reference}: its {word} must be True or False, not {described(value)[:80]}")
@@ -191,9 +189,7 @@ def with_fixed_encoding(policy: Policy, encodings: Mapping[str, str], bounds: Bo
     ConfigError if the bounds forbid one of the encodings."""
     lossy = sorted({name for name in encodings.values() if not encoding_named(name).lossless})
     if lossy and bounds.precision == "exact":
-        raise ConfigError(
-            f"encoding {', '.join(lossy)} loses bits, and bounds.precision is 'exact': drop one of the two"
-        )
+        raise ConfigError(f"encoding {', '.join(lossy)} loses bits, and bounds.precision is 'exact': drop one")
     for slot, name in encodings.items():
         most = encoding_named(name).relative_bound
         if bounds.max_drift is not None and most > bounds.max_drift:

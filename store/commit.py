@@ -116,9 +116,7 @@ def _require_reachable(manifest: ManifestRecord) -> None:
     needed |= {base for unit in manifest.units for base in unit.bases}
     missing = sorted(needed - manifest.groups.keys())
     if missing:
-        raise SaveError(
-            f"the manifest of save {manifest.save} takes units from {missing[0]} but has no record of its group"
-        )
+        raise SaveError(f"the manifest of save {manifest.save} has units of {missing[0]} but no record of its group")
 
 
 def hint_latest(files: Files, save: SaveId) -> None:

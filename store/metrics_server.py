@@ -37,9 +37,7 @@ class Tls(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     cert: str | None = Field(default=None, min_length=1, description="certificate of the server")
     key: str | None = Field(default=None, min_length=1, description="its key, without a passphrase")
-    client_ca: str | None = Field(
-        default=None, min_length=1, description="CA of client certificates, which are then required"
-    )
+    client_ca: str | None = Field(default=None, min_length=1, description="CA of client certificates, then required")
 
 
 class EndpointSecurity(BaseModel):

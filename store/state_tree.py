@@ -133,9 +133,7 @@ class Encoder:
 
     def encode(self, value: Any, path: _Path = (None, "state"), depth: int = 0) -> Any:
         if depth > _DEEPEST:
-            raise UnsupportedError(
-                f"{_format(path)[:80]}... is nested more than {_DEEPEST} levels deep, or contains itself"
-            )
+            raise UnsupportedError(f"{_format(path)[:80]}... is nested over {_DEEPEST} levels deep, or contains itself")
         if type(value) in _JSON_TYPES:
             return value
         if type(value) is float:

@@ -49,9 +49,7 @@ def run(
     ] = _DEFAULT.host,
     tls_cert: Annotated[Path | None, Option(metavar="FILE", help="TLS certificate of the metrics.")] = None,
     tls_key: Annotated[Path | None, Option(metavar="FILE", help="Private key of the certificate.")] = None,
-    tls_client_ca: Annotated[
-        Path | None, Option(metavar="FILE", help="Require client certificates of this CA.")
-    ] = None,
+    tls_client_ca: Annotated[Path | None, Option(metavar="FILE", help="CA of client certificates to require.")] = None,
     insecure: Annotated[bool, Option("--insecure", help="Let other machines read the metrics without TLS.")] = False,
     _debug: DebugOption = False,
 ) -> None:

@@ -44,7 +44,7 @@ def import_(
         ),
     ] = None,
     link: Annotated[
-        bool, Option("--link", help="Take a store's commit over as it is, by hard links where possible.")
+        bool, Option("--link", help="Take a store's commit as it is, by hard links where possible.")
     ] = False,
     allow_nonfinite: NonfiniteOption = False,
     json: JsonOption = False,

@@ -23,17 +23,13 @@ def init(
         "driftpoint.yaml"
     ),
     store: Annotated[str | None, Option(metavar="DIR", help="Store for the commits.")] = None,
-    policy: Annotated[
-        str | None, Option(metavar="POLICY", help="Name of the policy, which decides what is saved.")
-    ] = None,
+    policy: Annotated[str | None, Option(metavar="POLICY", help="Policy, which decides what is saved.")] = None,
     set_: Annotated[
         list[str] | None, Option("--set", metavar="KEY=VALUE", help="Set a parameter of the policy; repeatable.")
     ] = None,
     every: Annotated[str | None, Option(metavar="STEPS", help="Steps between decisions, or auto.")] = None,
     encoding: Annotated[str | None, Option(metavar="NAME", help="Encoding preset: raw, compact or careful.")] = None,
-    bytes_per_hour: Annotated[
-        float | None, Option(metavar="N", help="Bytes that policy budget may write in an hour.")
-    ] = None,
+    bytes_per_hour: Annotated[float | None, Option(metavar="N", help="Bytes an hour for policy budget.")] = None,
     schema: Annotated[
         bool, Option("--schema/--no-schema", help="Also write the JSON schema for editors and refer to it.")
     ] = True,

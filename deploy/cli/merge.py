@@ -104,21 +104,17 @@ def merge(
         Option(metavar="DTYPE", help="Of hf weights: float32, bfloat16, float16.", show_default="as trained"),
     ] = None,
     shard_size: Annotated[
-        str | None, Option(metavar="SIZE", help="Largest file size (hf, dcp).", show_default="5GB")
+        str | None, Option(metavar="SIZE", help="Largest file (hf, dcp).", show_default="5GB")
     ] = None,
     files: Annotated[
         Path | None, Option(metavar="DIR", help="Configuration, tokenizer (hf, trainer).", show_default="the source's")
     ] = None,
-    recipe: Annotated[
-        Path | None, Option(metavar="FILE", help="Recipe that combines layers of several checkpoints.")
-    ] = None,
+    recipe: Annotated[Path | None, Option(metavar="FILE", help="Recipe that combines several checkpoints.")] = None,
     workers: Annotated[
         int | None, Option(metavar="N", min=1, help="Number of threads.", show_default="processors, up to 8")
     ] = None,
     allow_nonfinite: NonfiniteOption = False,
-    plan: Annotated[
-        bool, Option("--plan", help="Only list what would be read and written, and what is missing.")
-    ] = False,
+    plan: Annotated[bool, Option("--plan", help="Only list what would be read and written, and is missing.")] = False,
     json: JsonOption = False,
     _debug: DebugOption = False,
 ) -> None:

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 def report(
     store: StoreArgument,
     *,
-    out: Annotated[
-        Path | None, Option("--out", "-o", metavar="FILE", help="File to write (STORE.report.html).")
-    ] = None,
+    out: Annotated[Path | None, Option("--out", "-o", metavar="FILE", help="Output file (STORE.report.html).")] = None,
     trace: Annotated[Path | None, Option(metavar="FILE", help="Drift trace of the job (STORE.trace.jsonl).")] = None,
     verify: Annotated[bool, Option("--verify", help="Verify every byte first, like `driftpoint verify`.")] = False,
     memory: MemoryOption = Path("/dev/shm"),

@@ -30,17 +30,11 @@ def run(
     ] = None,
     max_restarts: Annotated[int, Option(metavar="N", min=0, help="Restarts in a row without progress.")] = 3,
     max_failures: Annotated[int | None, Option(metavar="N", min=1, help="Failures in total (no limit).")] = None,
-    backoff: Annotated[
-        float, Option(metavar="S", min=0, help="Seconds before the first restart, doubled each time.")
-    ] = 2.0,
+    backoff: Annotated[float, Option(metavar="S", min=0, help="Seconds before the first restart, then doubled.")] = 2.0,
     backoff_max: Annotated[float, Option(metavar="S", min=0, help="Longest delay before a restart.")] = 300.0,
-    grace: Annotated[
-        float, Option(metavar="S", min=0, help="Seconds for the final save before SIGTERM is sent.")
-    ] = 30.0,
+    grace: Annotated[float, Option(metavar="S", min=0, help="Seconds for the final save before SIGTERM.")] = 30.0,
     wait: Annotated[float, Option(metavar="S", min=0, help="Seconds to wait for a store in use.")] = 0.0,
-    events: Annotated[
-        Path | None, Option(metavar="FILE", help="Append each event to this file as a JSON line.")
-    ] = None,
+    events: Annotated[Path | None, Option(metavar="FILE", help="Append events to this file, as JSON lines.")] = None,
     _debug: DebugOption = False,
 ) -> None:
     """Start a training command and restart it after failures, as long as training progresses."""
@@ -62,9 +56,7 @@ def places(config: Path | None, store: Path | None) -> tuple[StoreProbe, tuple[P
     The daemon is the directory of its shared memory and its command, None if the job wants none started. Raises
     ConfigError if the configuration is invalid, UsageError if no store was named."""
     if config is None and store is None and not CONFIG.exists():
-        raise UsageError(
-            f"no store given, and there is no {CONFIG} here: give `-c FILE` (the job's YAML) or `--store STORE`"
-        )
+        raise UsageError(f"no store given, and no {CONFIG} here: give `-c FILE` (the job's YAML) or `--store STORE`")
     if config is None and store is not None:
         seen = StoreProbe(store.expanduser(), DEFAULT_MEMORY)  # of a job that keeps nothing there, nothing is there
         return seen, None, signal.SIGUSR1

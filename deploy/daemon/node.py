@@ -285,9 +285,7 @@ class Node:
     def _name_survivors(self, job: NodeJob) -> None:
         if job.living and job.died and self._jobs.get(job.key) is job:
             living = ", ".join(f"rank {one.rank} (process {one.pid})" for one in job.living)
-            _log.warning(
-                "%s: a rank died, but %s live: snapshots are rescued only after they end", job.hello.store, living
-            )
+            _log.warning("%s: a rank died, but %s live: snapshots are rescued after they end", job.hello.store, living)
 
     # News of the rescuer.
 

@@ -85,9 +85,7 @@ def _remove_unless_locked(path: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise UsageError(
-            f"another merge or import is writing to {path}: wait for it, or name another directory"
-        ) from error
+        raise UsageError(f"another merge or import is writing to {path}: wait, or name another directory") from error
     else:
         with suppress(FileNotFoundError):
             shutil.rmtree(path)
@@ -107,9 +105,7 @@ def require_space(what: str, path: Path, needed: int, other: str = "another outp
     """Raise StorageError if fewer than ``needed`` bytes are free at a path. ``other``: what to name instead."""
     free = free_bytes(path)
     if needed > free:
-        raise StorageError(
-            f"{what} needs {needed} bytes in {path}, but only {free} are free; free space or name {other}"
-        )
+        raise StorageError(f"{what} needs {needed} bytes in {path}, but {free} are free; free space or name {other}")
 
 
 def _exists_error(out: Path) -> UsageError:

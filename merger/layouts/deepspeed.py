@@ -281,9 +281,7 @@ def base_optimizer_state(
     ``states``: state of each flat partition. ``members``: for each param group, the indices of its flat partitions."""
     groups = checkpoint.framework_state["param_groups"]
     if len(groups) != len(members):
-        raise MergeError(
-            f"the run had {len(groups)} param groups, but its layout has {len(members)}; merge another save"
-        )
+        raise MergeError(f"the run had {len(groups)} param groups, its layout has {len(members)}; merge another save")
     return {
         "state": {index: state for index, state in enumerate(states) if state},
         "param_groups": [
@@ -322,8 +320,6 @@ def loss_scaler(state: Mapping[str, Any], dtype: str) -> LossScaler | DynamicLos
         given = ("cur_scale", "scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis")
         scaler = DynamicLossScaler(*(plain[name] for name in given))
     else:
-        raise MergeError(
-            f"the run used the loss scaler {kind!r}, which DeepSpeed's files cannot hold; write another layout"
-        )
+        raise MergeError(f"the run used the loss scaler {kind!r}, which no DeepSpeed file holds; write another layout")
     vars(scaler).update(plain)
     return scaler

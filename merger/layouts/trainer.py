@@ -49,9 +49,7 @@ def trainer_layout(engine: Layout | None, checkpoint: Checkpoint, target: Target
 
     ``engine``: the layout of DeepSpeed's files; None for a run without DeepSpeed."""
     if not checkpoint.framework_state.get("param_groups"):
-        raise MergeError(
-            f"{checkpoint.origin} has no optimizer state, so no Trainer can resume from it; write layout hf"
-        )
+        raise MergeError(f"{checkpoint.origin} has no optimizer state, so no Trainer resumes from it; write layout hf")
     folder = _trainer_folder(checkpoint)
     rescaled = rescale_state(folder, checkpoint.step)
     state = _plain(checkpoint, folder) if engine is None else engine(checkpoint, target)

@@ -167,9 +167,7 @@ class EveryKth:
 
     def fqns(self, model: Model) -> list[str]:
         if model.blocks < self.k:
-            raise ConfigError(
-                f"parity over {self.k} sources needs at least {self.k} blocks; the model has {model.blocks}"
-            )
+            raise ConfigError(f"parity over {self.k} sources needs {self.k} blocks; the model has {model.blocks}")
         return _of_blocks(model, lambda position: position % self.k == self.turn)
 
 

@@ -55,9 +55,7 @@ def read_name(folder: Path, file: str) -> str | None:
 def checked_name(text: str, where: str) -> str:
     """Return ``text`` if it names a directory entry and nothing else. MergeError, naming ``where``."""
     if not text or text in (".", "..") or "/" in text or "\\" in text or not text.isprintable():
-        raise MergeError(
-            f"{where} names {text!r}, which is not an entry of the directory; name the checkpoint explicitly"
-        )
+        raise MergeError(f"{where} names {text!r}, which is not an entry of the directory; name the checkpoint")
     return text
 
 

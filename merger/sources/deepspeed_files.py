@@ -187,9 +187,7 @@ def _stage(model: Nest, optim: Nest, sharded: bool) -> int:
     saved = optim.get("zero_stage") or (zero and zero.at("stage"))  # BF16_Optimizer does not store it
     stage = 1 if saved is None else saved.natural()
     if stage not in (1, 2, 3) or (stage == 3) != sharded:
-        raise MergeError(
-            f"{model.where} and {optim.where} are of different ZeRO stages, so of two runs; name another tag"
-        )
+        raise MergeError(f"{model.where} and {optim.where} are of two ZeRO stages, so of two runs; name another tag")
     return stage
 
 

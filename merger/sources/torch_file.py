@@ -108,9 +108,7 @@ def _check_structure(files: LocalFiles, name: str, found: list[Record]) -> bytes
     """Read and check every record that is not a tensor's. Returns the pickle."""
     path, names = files.root / name, [record.name for record in found]
     if len(set(names)) != len(names) or len({one.partition("/")[0] for one in names}) != 1:
-        raise DamagedError(
-            f"{path} has duplicate records, or records of several archives, which torch.save never writes"
-        )
+        raise DamagedError(f"{path} has duplicate records, or of several archives, which torch.save never writes")
     small = {}
     for record in found:
         if _is_data(record):
@@ -133,9 +131,7 @@ def _refuse_classes(path: str, structure: bytes, others: str = "") -> None:
     try:
         for opcode, argument, _ in pickletools.genops(io.BytesIO(structure)):
             if opcode.name in ("STACK_GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4"):
-                raise UnsupportedError(
-                    f"{path} names a class in a way that torch.save never does; nothing was executed"
-                )
+                raise UnsupportedError(f"{path} names a class as torch.save never does; nothing was executed")
             if opcode.name != "GLOBAL":
                 continue
             text, name = str(argument), str(argument).replace(" ", ".")

@@ -184,9 +184,7 @@ def _data(path: Path, leaves: Sequence[Any], offsets: Sequence[int]) -> tuple[tu
     known = {offset: leaf.nbytes for leaf, offset in zip(leaves, offsets, strict=True)}
     found = {record.offset: record.nbytes for record in _records(path) if "/data/" in record.name}
     if known != found:
-        raise MergeError(
-            f"{path} would lose tensors that are inside sets or objects; keep tensors in dicts, lists and tuples"
-        )
+        raise MergeError(f"{path} would lose tensors inside sets or objects; keep tensors in dicts, lists and tuples")
     return tuple(sorted(found.items()))
 
 

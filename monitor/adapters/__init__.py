@@ -25,13 +25,13 @@ _ACCEPTED = (
 class Unwrapped:
     """The module inside DistributedDataParallel and torch.compile.
 
-    group: ranks that hold replicas, None for all. broadcasting: what overwrites all buffers with those of rank 0.
-    hooks: communication hooks, also those registered later, each with what it keeps."""
+    group: ranks that hold replicas, None for all. replica: what averages gradients. broadcasting: the same if it
+    overwrites all buffers with those of rank 0."""
 
     module: nn.Module
     group: dist.ProcessGroup | None = None
     broadcasting: nn.parallel.DistributedDataParallel | None = None
-    hooks: Sequence[tuple[Any, object]] = ()
+    replica: nn.parallel.DistributedDataParallel | None = None
 
 
 def adapter_for(target: Any) -> Adapter:
@@ -94,9 +94,8 @@ def _module_adapter(targets: Mapping[str, Any]) -> Adapter:
 
         return DTensorAdapter(module, optimizer, wrappers)
     broadcasting = {name: part.broadcasting for name, part in zip(targets, parts, strict=True)}
-    return PyTorchAdapter(
-        module, optimizer, group, wrappers, broadcasting=broadcasting, hooks=[part.hooks for part in parts]
-    )
+    replicas = [part.replica for part in parts if part.replica is not None]
+    return PyTorchAdapter(module, optimizer, group, wrappers, broadcasting=broadcasting, replicas=replicas)
 
 
 def _without_wrappers(optimizer: Any) -> tuple[Any, list[Any]]:
@@ -142,7 +141,7 @@ def unwrap(model: nn.Module) -> Unwrapped:
                     "own, and a store holds one: let it synchronize them, or make them buffers"
                 )
             follow = model.broadcast_buffers and not ignored and not hasattr(model, "buffer_hook")
-            found = Unwrapped(model.module, model.process_group, model if follow else None, model._comm_hooks)
+            found = Unwrapped(model.module, model.process_group, model if follow else None, model)
         elif isinstance(model, nn.parallel.DataParallel):
             found = replace(found, module=model.module)
         elif "_orig_mod" in model._modules:

@@ -19,6 +19,7 @@ from torch import nn
 
 from monitor.adapters import optimizer_state
 from monitor.adapters.base import Adapter, FragmentPlace, LiveValue, Piece, StateVersions, TensorInfo, wrap_methods
+from monitor.adapters.cpu_adam import BetaPowers
 from monitor.adapters.deepspeed_gradients import ReusedGradients
 from monitor.adapters.hyperparameters import describe_group, group_values, match_groups, restore_groups
 from monitor.adapters.identity import Hook, Identity, IdentityReader, OptimizerAttributes, T
@@ -189,6 +190,7 @@ class ZeroAdapter(EngineAdapter, ABC):
         self._check_supported()
         self._wrapped, self._group_count = self._base_optimizer, len(self._base_optimizer.param_groups)
         self._optimizer_attributes = OptimizerAttributes(self._wrapped, self._wrapped)
+        self._beta_powers = BetaPowers(self._wrapped, self.hooks)
         stage, offloads = int(engine.zero_optimization_stage()), getattr(self._zero, "cpu_offload", False)
         reuses, names = stage == 3 or offloads, {fqn for flat in self.flats() for fqn in flat.fqns}
         trained = {fqn: one for fqn, one in self._inventory.parameters().items() if reuses and fqn in names}
@@ -360,6 +362,7 @@ class ZeroAdapter(EngineAdapter, ABC):
             "scalars": scalars,
             "slots": slots,
             "unused": self._reused.unused(),
+            "beta_powers": self._beta_powers.computed,
             **engine_state(self.engine),
         }
 
@@ -379,7 +382,7 @@ class ZeroAdapter(EngineAdapter, ABC):
             scalars = self._restored_scalars(flat, saved, state)
             if optimizer_state.complete_state(self._base_optimizer, flat.tensor, slots, bool(scalars)):
                 self._base_optimizer.state[flat.tensor].update(scalars)
-        replay_steps(self._base_optimizer)
+        self._beta_powers.restore(state.get("beta_powers"))
 
     def live_values(self) -> Iterator[LiveValue]:
         """Return buffers, and the state of the base optimizer. Stage 3 has no parameters in ``state_dict()``."""
@@ -472,20 +475,6 @@ class ZeroAdapter(EngineAdapter, ABC):
                     f"{type(self._zero).__name__} of DeepSpeed {deepspeed.__version__} has no {name!r}: this release "
                     "is not supported; install 0.19"
                 )
-
-
-def replay_steps(optimizer: Any) -> None:
-    """Restore beta^t in DeepSpeed's Adam on the CPU by empty steps: a C++ object keeps it, and no state_dict has it."""
-    fused = getattr(getattr(optimizer, "_dummy_overflow_buf", None), "is_cpu", False)  # FusedAdam
-    last = max((int(state.get("step", 0)) for state in optimizer.state.values()), default=0)
-    nothing = torch.empty(0, device="cpu")
-    for step in range(1, last + 1 if fused or hasattr(optimizer, "ds_opt_adam") else 1):
-        for betas in (group["betas"] for group in optimizer.param_groups):  # different ones take turns there
-            if fused:
-                call = (0, optimizer._dummy_overflow_buf, [[nothing]] * 4, 0.0, *betas, 1e-8, step)
-                optimizer.multi_tensor_adam(*call, optimizer.adam_w_mode, 1, 0.0)
-            else:
-                optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, 0.0, *betas, 1e-8, 0.0, True, *[nothing] * 4)
 
 
 def _wanted_slots(flat: FlatPartition, slots: Mapping[str, Mapping[str, str]]) -> dict[str, str]:

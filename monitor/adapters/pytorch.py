@@ -35,7 +35,7 @@ class PyTorchAdapter(base.Adapter):
 
     The module is unwrapped; its parameter names are the fqns. ``group`` has the ranks that hold replicas; None for all
     ranks, and for one process. ``wrappers`` are those around an optimizer, each with that. ``broadcasting``: of each
-    model, by name, what overwrites its buffers with those of rank 0. ``hooks``: see Unwrapped."""
+    model, by name, what overwrites its buffers with those of rank 0. ``replicas``: what averages gradients."""
 
     framework = "torch"
     state_is_private = False
@@ -49,9 +49,9 @@ class PyTorchAdapter(base.Adapter):
         wrappers: Sequence[tuple[Any, torch.optim.Optimizer]] = (),
         *,
         broadcasting: Mapping[str, nn.parallel.DistributedDataParallel | None] = MappingProxyType({"": None}),
-        hooks: Sequence[Sequence[tuple[Any, object]]] = (),
+        replicas: Sequence[nn.parallel.DistributedDataParallel] = (),
     ) -> None:
-        self.module, self.optimizer, self._broadcasting, self._hooks = module, optimizer, broadcasting, hooks
+        self.module, self.optimizer, self._broadcasting, self._replicated = module, optimizer, broadcasting, replicas
         self._optimizers = optimizer_state.members_of(optimizer)
         holders = [*((one, one) for one in self._optimizers), *wrappers]
         self._optimizer_attributes = [OptimizerAttributes(holder, one) for holder, one in holders]
@@ -121,6 +121,14 @@ class PyTorchAdapter(base.Adapter):
         trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
         state = [value for p in trained for value in self.optimizer.state.get(p, {}).values()]
         return base.StateVersions(kind, versions_of(trained), versions_of(state))
+
+    def averages_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
+        local = set[torch.Tensor]()
+        for replica in self._replicated:
+            hooks = {getattr(hook, "__name__", "") for hook, _ in replica._comm_hooks}
+            if not replica.require_forward_param_sync or hooks & _LOCAL_HOOKS:  # the former under no_sync()
+                local.update(replica.parameters())
+        return not local or local.isdisjoint(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
     def before_update(self, hook: Callable[[], None]) -> None:
         for optimizer in self._optimizers:
@@ -243,7 +251,7 @@ class PyTorchAdapter(base.Adapter):
 
     def live_values(self) -> Iterator[base.LiveValue]:
         yield from self._inventory.live_values()
-        for hook, kept in chain.from_iterable(self._hooks):
+        for hook, kept in chain.from_iterable(one._comm_hooks for one in self._replicated):
             if _lasts(kept, set(map(id, self._inventory.parameters().values()))):
                 name = f"what is kept by the communication hook {getattr(hook, '__qualname__', hook)}"
                 yield base.LiveValue(name, kept, ownable=True)
@@ -463,6 +471,7 @@ class PyTorchAdapter(base.Adapter):
         return optimizer_state.restored_scalars(owner, parameter, group, saved["scalars"].get(fqn, {}), kind)
 
 
+_LOCAL_HOOKS = {"post_localSGD_hook", "noop_hook"}
 _STATE = (torch.Tensor, np.ndarray, torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _NO_STATE = (type, ModuleType, nn.Module, torch.optim.Optimizer, DeviceMesh, logging.Logger)
 

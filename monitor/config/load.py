@@ -223,9 +223,7 @@ def load_config(source: ConfigSource) -> Config:
     if config.memory.peers and not config.memory.enabled:
         raise ConfigError("memory.peers replicates the memory tier, which is off: set `memory: {enabled: true}`, too")
     if config.journal.enabled and any((config.encodings(), config.memory_encodings())):
-        raise ConfigError(
-            "journal: steps continue what is stored without loss: set `encoding: raw`, here and in memory:"
-        )
+        raise ConfigError("journal: steps continue what is stored without loss: set `encoding: raw`, also in memory:")
     if config.memory.enabled and config.copies.max_bytes is not None:
         raise ConfigError("staging.max_bytes: the memory tier keeps whole copies of the state: remove it, or memory:")
     if config.differences and config.packing == "none":

@@ -158,9 +158,7 @@ def _unwrap(module: nn.Module) -> nn.Module:
 
 
 def _unknown(fqn: str) -> ConfigError:
-    return ConfigError(
-        f"{fqn!r} is not a parameter or buffer of the model; pass the module that the names were taken from"
-    )
+    return ConfigError(f"{fqn!r} is not a parameter or buffer of the model; pass the module that the names are from")
 
 
 def _trunk(node: _Node, experts: bool) -> Iterator[_Group]:

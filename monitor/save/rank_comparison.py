@@ -25,7 +25,7 @@ from store.text import listed
 _log = logging.getLogger("driftpoint")
 
 _BLOCKS, _WIDTH = 64, 16  # of a larger tensor, a sample has this many blocks of this many elements
-_UNCOMPARED = "the ranks took steps with different hyperparameters, and `self_check: false` does not compare them"
+_UNCOMPARED = "the ranks took steps that differ, and `self_check: false` does not compare them"
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,14 @@ class RankComparison:
         self._sizes: Any = None  # the units of the job when the ranks were compared last
         self._due = False  # whether the next save compares them, as after a resume; the same on all ranks
         self._apart = False  # whether they differed; the same on all ranks
-        self._history = ""  # digest of the steps since then, and of the hyperparameters of each update
+        self._history = ""  # digest of the steps since then, and of the hyperparameters of each update, or its own rank
         for number, optimizer in enumerate(job.adapter.optimizers() if job.group.world_size > 1 else ()):
             optimizer.register_step_pre_hook(Hook(job.adapter.hooks, partial(self._updated, number)))
 
     def _updated(self, number: int, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        self._history = digest(f"{self._history} {number} {hyperparameters_digest(optimizer.param_groups)}".encode())
+        own = "" if self._job.adapter.averages_gradients(optimizer) else self._job.group.rank
+        text = f"{self._history} {number} {own} {hyperparameters_digest(optimizer.param_groups)}"
+        self._history = digest(text.encode())
 
     def stepped(self, step: int) -> None:
         """Take note of a step, with or without an update of the optimizer. The same on all ranks."""

@@ -94,9 +94,7 @@ def check_size(encoding: Encoding, data: Bytes, numel: int, dtype: str) -> None:
     """Raise DamagedError unless ``data`` has the size of one encoded chunk of ``numel`` elements."""
     expected = lanes_bytes(encoding.lanes(numel, dtype))
     if data.size != expected:
-        raise DamagedError(
-            f"a chunk of {numel} elements of {dtype} has {data.size} bytes; {encoding.name} needs {expected}"
-        )
+        raise DamagedError(f"a chunk of {numel} {dtype} has {data.size} bytes; {encoding.name} needs {expected}")
 
 
 _ITEMSIZE = {

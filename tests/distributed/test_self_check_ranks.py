@@ -54,6 +54,9 @@ LAYER = "0.weight/fp32, 0.weight/exp_avg, 0.weight/exp_avg_sq and 3 more"
         ("other_rate_of_one_step", {1: None, 2: WEIGHTS, 3: WEIGHTS}),
         ("other_rate_of_the_next_step", {1: UNLIKE, 2: None}),
         ("other_decay", {1: UNLIKE, 2: WEIGHTS}),
+        ("averaged", {3: None, 6: None}),
+        ("averaged_later", {2: None, 4: EVERYTHING, 6: EVERYTHING}),
+        ("averaged_by_a_hook", {1: None, 2: EVERYTHING}),
         ("gone_back", {1: None, 2: None}),
         ("skipped_in_turn", {3: None, 6: EVERYTHING}),
     ],
@@ -132,7 +135,7 @@ def test_a_version_in_memory_that_lacks_a_rank_s_optimizer_state_is_passed_over(
 
 def test_ranks_that_are_not_alike_are_told_once_a_job(launched: Launched) -> None:
     told = [line for line in launched.output.splitlines() if "self-check: not all of the state comes back" in line]
-    assert len([line for line in told if "the ranks differ in" in line]) == 7
-    assert len(told) == 7 + 1  # and the one above
+    assert len([line for line in told if "the ranks differ in" in line]) == 9
+    assert len(told) == 9 + 1  # and the one above
     jobs = [job.count(f"{UNLIKE}: until") for job in launched.output.split("saving all of")]
     assert max(jobs) == 1 and sum(jobs) >= 8

@@ -107,7 +107,7 @@ def _engine(case: Mapping[str, Any], seed: int) -> Trainee:
     import deepspeed
 
     model = Tiny(case.get("width", WIDTH), case.get("frozen", True))
-    settings = config(case["stage"], case["precision"], **ZERO)
+    settings = config(case["stage"], case["precision"], **ZERO, **case.get("zero", {}))
     for section in ("optimizer", "scheduler"):
         settings[section]["params"] |= case.get(section, {})
     if "scale" in case:  # of the loss, a power of 2; so high that gradients overflow at first
@@ -117,6 +117,9 @@ def _engine(case: Mapping[str, Any], seed: int) -> Trainee:
 
     def step() -> list[float]:
         losses = []
+        if "momentum" in case:  # moves for so many steps
+            for group in engine.optimizer.optimizer.param_groups:
+                group["betas"] = (0.83 + 0.013 * min(engine.global_steps, case["momentum"]), 0.95)
         for _ in range(ACCUMULATION):
             loss = engine(loader.batch())
             engine.backward(loss)

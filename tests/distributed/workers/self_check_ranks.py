@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from faults_ranks import Scenario
 from resume_jobs import Results, leave, rank, start_group
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -79,8 +81,9 @@ class Replicated:
     def wrapped(self) -> nn.Module:
         return DistributedDataParallel(self.model)
 
-    def update(self, *, skip: bool = False, last_layer: bool = True) -> None:
-        self._wrapped(torch.randn(5, 6, generator=self.batches)).square().sum().backward()
+    def update(self, *, skip: bool = False, last_layer: bool = True, local: bool = False) -> None:
+        with self._wrapped.no_sync() if local else nullcontext():
+            self._wrapped(torch.randn(5, 6, generator=self.batches)).square().sum().backward()
         if not last_layer:
             self.model[1].zero_grad()
         if not skip:
@@ -211,6 +214,44 @@ def gone_back(s: Scenario) -> None:
     job.own(0.01 / (1 + rank()))
     job.steps(1)
     assert job.ckpt.resume(step=1) == 1
+    job.steps(1)
+    job.end(s)
+
+
+def _average(job: Replicated) -> None:
+    for parameter in job.model.parameters():
+        for tensor in (parameter.data, *(job.optimizer.state[parameter][slot] for slot in ("exp_avg", "exp_avg_sq"))):
+            dist.all_reduce(tensor)
+            tensor.div_(2)
+
+
+def averaged(s: Scenario) -> None:
+    """Local SGD, which saves at steps that average."""
+    job = Replicated(s, frozen=False, every=3)
+    for step in range(1, 7):
+        job.update(local=True)
+        if step % 3 == 0:
+            _average(job)
+        job.save()
+    job.end(s)
+
+
+def averaged_later(s: Scenario) -> None:
+    """The same, which saves between them."""
+    job = Replicated(s, frozen=False, every=2)
+    for step in range(1, 7):
+        job.update(local=step > 2)
+        if step % 3 == 0:
+            _average(job)
+        job.save()
+    job.end(s)
+
+
+def averaged_by_a_hook(s: Scenario) -> None:
+    """Each rank takes its own gradients, as torch's hook for local SGD lets it."""
+    job = Replicated(s, frozen=False)
+    job.steps(1)
+    job._wrapped.register_comm_hook(None, noop_hook)
     job.steps(1)
     job.end(s)
 
@@ -438,6 +479,9 @@ SCENARIOS = (
     other_rate_of_the_next_step,
     other_decay,
     gone_back,
+    averaged,
+    averaged_later,
+    averaged_by_a_hook,
     in_memory,
     in_the_journal,
     alike_at_every_step,

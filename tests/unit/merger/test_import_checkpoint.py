@@ -333,7 +333,7 @@ def test_a_device_that_takes_no_more(store: PlainStore, target: Path) -> None:
 def test_a_device_without_room_is_told_first(store: PlainStore, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store.save(10)
     monkeypatch.setattr(merger.io.output_dir.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 100})())
-    with pytest.raises(StorageError, match=r"needs 5472 bytes .* only 100 are free"):
+    with pytest.raises(StorageError, match=r"needs 5472 bytes .* but 100 are free"):
         imported(store.root, target)
     assert left(target) == []
 

@@ -146,7 +146,7 @@ def test_two_files_of_one_name_are_refused(spread: Spread, folder: Path) -> None
 
 def test_a_device_without_room_is_told_before_anything_is_written(spread: Spread, folder: Path) -> None:
     planned = SafetensorsFile({"a": PlannedTensor((1 << 60,), torch.uint8, ())}, {})
-    with pytest.raises(StorageError, match=r"needs \d+ bytes in .*, but only \d+ are free"):
+    with pytest.raises(StorageError, match=r"needs \d+ bytes in .*, but \d+ are free"):
         produce(folder, [OutFile("x", planned)], spread.index, 1, lambda _: None)
     assert list(folder.iterdir()) == []
 

@@ -107,7 +107,7 @@ def test_one_that_hangs_is_said(
     ("line", "why"),
     [
         (b'{"kind": "refused", "version": 9, "why": "because"}\n', "refused this job: because"),
-        (b'{"kind": "leaving", "version": 1, "pid": 1}\n', "was asked to stop"),
+        (b'{"kind": "leaving", "version": 1, "pid": 1}\n', "is asked to stop"),
         (b"\xff\n", "no JSON"),
     ],
 )

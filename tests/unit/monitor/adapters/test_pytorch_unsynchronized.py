@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from monitor.adapters import adapter_for, unwrap
@@ -43,11 +44,26 @@ def test_buffers_follow_rank_0_only_if_all_are_broadcast(
     assert (unwrap(wrapped).broadcasting is wrapped) is follow
 
 
-def test_each_model_leaves_its_own_broadcast_out() -> None:
-    def pair() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
-        wrapped = DistributedDataParallel(model())
-        return wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1)
+def pair() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+    wrapped = DistributedDataParallel(model())
+    return wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1)
 
+
+def test_only_an_optimizer_whose_model_was_not_averaged_steps_alone() -> None:
+    first = {"generator": pair(), "critic": pair()}
+    adapter = adapter_for(first)
+    assert [adapter.averages_gradients(one) for _, one in first.values()] == [True, True]
+    generator = first["generator"][0]
+    with generator.no_sync():
+        generator(torch.randn(3, 2)).sum().backward()
+    assert [adapter.averages_gradients(one) for _, one in first.values()] == [False, True]
+    generator(torch.randn(3, 2)).sum().backward()
+    assert [adapter.averages_gradients(one) for _, one in first.values()] == [True, True]
+    first["critic"][0].register_comm_hook(None, noop_hook)
+    assert [adapter.averages_gradients(one) for _, one in first.values()] == [True, False]
+
+
+def test_each_model_leaves_its_own_broadcast_out() -> None:
     first = {"generator": pair(), "critic": pair()}
     with torch.no_grad():
         first["critic"][0](torch.randn(3, 2))
