@@ -1,13 +1,14 @@
 """What encoding, packing and differences leave of a save, and what they cost, on real training state.
 
-    python benchmarks/encoding.py [--parts bytes speed stall] [--rates 1e-3 1e-4 1e-5] [--saves 17] [--beta2 0.999]
-                                 [--json FILE]
+    python benchmarks/encoding.py [--parts bytes entropy speed stall] [--rates 1e-3 1e-4 1e-5] [--saves 17]
+                                 [--beta2 0.999] [--json FILE]
 
 A Llama of five million parameters learns to read bytes under bfloat16 autocast; then, from that one warm start, at
 each of three rates, and every 10 steps all ways of saving save the same state into stores of their own. Bytes are
 those of the stored fragments, by slot, a parameter and save, against DeepSpeed's 14 (bfloat16 weights, and float32
 weights and moments); with differences, the mean over all saves after the first one, so those that are stored whole,
-for others to differ from, are counted. Then the speed of encoders and packers, and the stall of saves side by side.
+for others to differ from, are counted. Then what differences of
+weights could take at least, the speed of encoders and packers, and the stall of saves side by side.
 One thread. Exits 1 when a goal is missed.
 """
 
@@ -23,12 +24,13 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from benchmarks.encoding_bytes import SLOTS, TURNS, AtRate, Warm, at_one_rate  # noqa: E402
+from benchmarks.encoding_entropy import entropies  # noqa: E402
 from benchmarks.encoding_speed import encoders, packers, snapshots, stalls  # noqa: E402
 from benchmarks.figures import Figure, report  # noqa: E402
 from benchmarks.learner import Course, Shape, sources  # noqa: E402
 
 SHAPE = Shape(hidden=256, inner=688, layers=6, heads=4, windows=4, length=64)
-PARTS = ["bytes", "speed", "stall"]
+PARTS = ["bytes", "entropy", "speed", "stall"]
 DEEPSPEED = 14.0
 """Bytes a parameter of DeepSpeed's ZeRO-1/2 checkpoints."""
 
@@ -55,6 +57,8 @@ def main() -> int:
     for rate in options.rates if "bytes" in options.parts else ():
         with tempfile.TemporaryDirectory(prefix="driftpoint-bench-") as folder:
             figures += _bytes(at_one_rate(warm, rate, options.saves, Path(folder)))
+    for rate in options.rates if "entropy" in options.parts else ():
+        figures += entropies(warm.at(rate))
     if "speed" in options.parts:
         state = snapshots(warm.at(1e-4))
         figures += encoders(state, options.rounds) + packers(state, max(3, options.rounds // 3))
