@@ -328,7 +328,7 @@ class ZeroAdapter(EngineAdapter, ABC):
         for flat in self.flats():
             state = self._base_optimizer.state.get(flat.tensor, {})
             live = optimizer_state.slots_of(state, flat.tensor)
-            planned = optimizer_state.planned_slots(state, live, _wanted_slots(flat, slots))
+            planned = optimizer_state.planned_slots(flat.tensor, state, live, _wanted_slots(flat, slots))
             for slot, dtype in {WEIGHTS: flat.tensor.dtype, **planned}.items():
                 places += [FragmentPlace(Fragment(at.fqn, slot, at.start, at.numel), dtype) for at in flat.placements]
         return [place for place in places if place.fragment.numel]

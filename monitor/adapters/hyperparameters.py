@@ -314,9 +314,7 @@ def other_members(
     other = sorted(fqn for fqn in old & own if before[fqn] != now[fqn])
     if not other:
         return lost, []
-    return lost, [
-        f"requires_grad of {listed(other)} is not as at the save, which matters unless the loop sets it again"
-    ]
+    return lost, [f"requires_grad of {listed(other)} is not as saved, which matters unless the loop sets it again"]
 
 
 def match_groups(saved: Sequence[Mapping[str, Any]], live: LiveGroups) -> list[Mapping[str, Any]]:

@@ -242,14 +242,16 @@ def slots_of(state: Mapping[str, Any], parameter: torch.Tensor) -> list[str]:
     )
 
 
-def planned_slots(state: Mapping[str, Any], live: Sequence[str], wanted: Mapping[str, str]) -> dict[str, torch.dtype]:
+def planned_slots(
+    parameter: torch.Tensor, state: Mapping[str, Any], live: Sequence[str], wanted: Mapping[str, str]
+) -> dict[str, torch.dtype]:
     """Return the slots and dtypes that a parameter's state has after :func:`fit_slots`. Changes nothing.
 
-    ``live``: its slots now. ``wanted``: slot -> stored dtype. Raises UnsupportedError for an unknown dtype."""
+    ``live``: its slots now. ``wanted``: slot -> stored dtype, also of the weights. State in the dtype of its weights
+    follows the parameter, as in ``load_state_dict()``. Raises UnsupportedError for an unknown dtype."""
+    new = {one: parameter.dtype if one == wanted.get(WEIGHTS) else torch_dtype(one) for one in {*wanted.values()}}
     return {
-        slot: state[slot].dtype if slot in live else torch_dtype(dtype)
-        for slot, dtype in wanted.items()
-        if slot not in NOT_STATE
+        slot: state[slot].dtype if slot in live else new[one] for slot, one in wanted.items() if slot not in NOT_STATE
     }
 
 
@@ -391,7 +393,7 @@ def fit_slots(
     """Create the slots in ``wanted`` (slot -> dtype) and drop others. ``values``: by slot, see :func:`new_slot`."""
     state = optimizer.state.get(parameter, {})
     live = slots_of(state, parameter)
-    planned = planned_slots(state, live, wanted)
+    planned = planned_slots(parameter, state, live, wanted)
     for slot in live if parameter.numel() else ():  # an empty tensor has nothing in the store and nothing to lose
         if slot not in planned:
             del state[slot]

@@ -157,7 +157,7 @@ class PyTorchAdapter(base.Adapter):
         for fqn, parameter in optimized.items():
             state = self.optimizer.state.get(parameter, {})
             live = optimizer_state.slots_of(state, parameter)
-            for slot, dtype in optimizer_state.planned_slots(state, live, slots.get(fqn, {})).items():
+            for slot, dtype in optimizer_state.planned_slots(parameter, state, live, slots.get(fqn, {})).items():
                 new = slot not in live
                 fragment = own[fqn]._replace(slot=slot) if new else self._replica(fqn, slot, state[slot]).piece.fragment
                 places.append(base.FragmentPlace(fragment, dtype, new and optimizer_state.can_take_over(parameter)))

@@ -488,9 +488,7 @@ def _reset_ledger(job: JobContext, catalog: Catalog, result: ResumeResult, step:
         job.table.lost |= {unit for unit in result.resolution.versions if is_moving(unit)}
     if result.memory is not None:
         job.table.lost |= {unit for unit, version in result.resolution.versions.items() if version.save in result.kept}
-        job.table.lost |= {
-            one.record.unit for one in result.resolution.fallbacks
-        }  # the commit may have the damaged one
+        job.table.lost |= {one.record.unit for one in result.resolution.fallbacks}  # in the commit, it may be damaged
         newest = newest_on_disk(catalog, job.group)
         if newest is None:
             job.ledger.forget()

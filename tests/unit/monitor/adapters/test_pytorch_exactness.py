@@ -22,18 +22,20 @@ PARITY = {"name": "parity", "k": 2}
 
 
 class Trained:
-    """Any model, SGD, and a checkpointer."""
+    """Any model, an optimizer, and a checkpointer."""
 
-    def __init__(self, store: Path, model: nn.Module, state: list[Any] | None = None, **settings: Any) -> None:
+    def __init__(
+        self, store: Path, model: nn.Module, state: list[Any] | None = None, *, adam: bool = False, **settings: Any
+    ) -> None:
         self.model = model
-        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.optimizer: Any = (torch.optim.AdamW if adam else torch.optim.SGD)(model.parameters(), lr=0.1)
         values = {"store": str(store), "every": 1, "metrics": {"enabled": False}, **settings}
         self.ckpt = monitor.attach((model, self.optimizer), values, state=state or [])
 
     def steps(self, count: int) -> None:
         for _ in range(count):
             self.optimizer.zero_grad()
-            self.model(torch.randn(4, 8)).square().mean().backward()
+            self.model(torch.randn(4, 8, dtype=next(self.model.parameters()).dtype)).square().mean().backward()
             self.optimizer.step()
             report = self.ckpt.step()
             assert report is not None and report.skipped is None
@@ -212,6 +214,38 @@ def test_only_values_that_are_not_rounded_count_as_exact(store: Path, values: to
         found = other.tensors()["weight"]
         assert torch.equal(found, values.bfloat16())
         assert other.exact == torch.equal(found.float(), values)
+
+
+@pytest.mark.parametrize(("saved", "live"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_state_in_the_dtype_of_its_weights_follows_them(store: Path, saved: torch.dtype, live: torch.dtype) -> None:
+    """So that the optimizer can take a step. Widening is exact."""
+    with Trained(store, nn.Linear(8, 8).to(saved), adam=True) as one:
+        one.ckpt.resume()
+        one.steps(3)
+        moments = {fqn: one.optimizer.state[parameter]["exp_avg"] for fqn, parameter in one.model.named_parameters()}
+    with Trained(store, nn.Linear(8, 8).to(live), adam=True) as other:
+        assert other.ckpt.resume() == 3
+        assert other.exact is (live == torch.float32)
+        for fqn, parameter in other.model.named_parameters():
+            state = other.optimizer.state[parameter]
+            assert torch.equal(state["exp_avg"], moments[fqn].to(live)) and state["exp_avg_sq"].dtype == live
+        other.steps(2)
+    with Trained(store, nn.Linear(8, 8).to(live), adam=True) as last:
+        assert last.ckpt.resume() == 5 and last.exact
+
+
+def test_state_in_a_dtype_of_its_own_keeps_it(store: Path) -> None:
+    """As of optimizers that keep moments in bfloat16."""
+    with Trained(store, nn.Linear(8, 8), adam=True) as one:
+        one.ckpt.resume()
+        one.steps(1)
+        for state in one.optimizer.state.values():
+            state["exp_avg"] = state["exp_avg"].bfloat16()
+        one.ckpt.save(wait=True)
+    with Trained(store, nn.Linear(8, 8).double(), adam=True) as other:
+        other.ckpt.resume()
+        assert {str(state["exp_avg"].dtype) for state in other.optimizer.state.values()} == {"torch.bfloat16"}
+        assert {str(state["exp_avg_sq"].dtype) for state in other.optimizer.state.values()} == {"torch.float64"}
 
 
 def test_values_too_large_for_the_dtype_are_refused(store: Path) -> None:

@@ -157,5 +157,5 @@ def test_another_requires_grad_is_told_and_the_state_is_exact(tmp_path: Path) ->
     assert two.ckpt.certificate is not None and two.ckpt.certificate.exact
     assert two.ckpt.resumed is not None
     (note,) = two.ckpt.resumed.notes
-    assert note.startswith("requires_grad of 0.bias, 0.weight is not as at the save")
+    assert note.startswith("requires_grad of 0.bias, 0.weight is not as saved")
     two.ckpt.close(save=False)
