@@ -14,6 +14,7 @@ from deploy.format import count_text, kind_text, plural, printable
 from store.catalog import Catalog, open_catalog
 from store.certificate import AS_FOUND, FOUND, Certificate, certify, certify_stored, run_saves
 from store.errors import DamagedError, NoStoreError, NothingToResumeError, StorageError, UsageError
+from store.journal import chain_from, journal_catalog
 from store.location import files_at, is_url
 from store.names import LOCK, STORE, SaveId
 from store.resolve import Resolution, newest_resumable
@@ -109,6 +110,7 @@ class Resume(Certificate):
     """The certificate of the commit that a resume would take now."""
 
     goes_on_at: int = 0
+    journal: int | None = None  # step that the journal leads to from there
     fallbacks: tuple[str, ...] = ()
     proven: bool = False
 
@@ -217,9 +219,11 @@ def _resume(catalog: Catalog, problems: list[str]) -> tuple[Resume, ManifestReco
         return None, None
     problems.extend(passed_over)
     problems.extend(resolution.problems)
+    chain = chain_from(journal_catalog(catalog), resolution)
     resume = Resume(
         **vars(certify_stored(resolution)),
         goes_on_at=resume_step(catalog, resolution),
+        journal=None if chain is None else chain.steps[-1].save.step,
         fallbacks=tuple(str(version.record.unit) for version in resolution.fallbacks),
         proven=resolution.manifest.save in catalog.proven(),
     )

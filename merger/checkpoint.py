@@ -221,9 +221,7 @@ def read_run_states(files: Files, parts: Mapping[int, PartRecord]) -> RunStates 
             "Another program wrote it; merge a save that Driftpoint wrote"
         )
     differing = dict.fromkeys(name for tree in trees.values() for name in tree.get("rank_buffers") or ())
-    problems = (
-        (f"the ranks had different values of {listed(differing)}: the first rank's are taken",) if differing else ()
-    )
+    problems = (f"ranks had different values of {listed(differing)}: the first rank's are taken",) if differing else ()
     ranks = {}
     for rank, tree in trees.items():
         modules = tuple(f"the extra state of module {name!r}" for name in tree.get("modules") or ())

@@ -15,6 +15,7 @@ from store.commit import Expected, wait_for_group
 from store.errors import DamagedError, SaveError, StorageError
 from store.fragments import FragmentIndex, Source
 from store.names import JOURNAL, SEGMENTS, SaveId, group_by_key, parse_save_dir, segment_dir
+from store.resolve import Resolution
 from store.schema import GroupRecord, PartRecord
 from store.segment import read_part
 from store.session import require_newest
@@ -75,6 +76,14 @@ def find_chain(journal: Catalog, commit: SaveId, versions: Collection[SaveId]) -
         names, step = record.continues, step - 1
     ahead = list(_ahead(journal, commit.step, first, by_step))
     return Chain(oldest, (*reversed(back), *ahead)) if back or ahead else None
+
+
+def chain_from(journal: Catalog, resolution: Resolution) -> Chain | None:
+    """Return the records that continue a commit, if its versions fit: weights need the moments of the same step."""
+    moving = {(unit.layer, one.save) for unit, one in resolution.versions.items() if one.record.moving}
+    if resolution.fallbacks or len({layer for layer, _ in moving}) < len(moving):
+        return None
+    return find_chain(journal, resolution.manifest.save, {save for _, save in moving})
 
 
 def _ahead(

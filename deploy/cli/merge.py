@@ -122,9 +122,7 @@ def merge(
     if out is None and not plan:
         raise UsageError("missing option '--out': a new directory to write to; see `driftpoint merge --help`")
     if out is not None and is_url(place_of(out)):
-        raise UsageError(
-            f"--out {place_of(out)}: a merge writes directories only; copy the result to the bucket afterwards"
-        )
+        raise UsageError(f"--out {place_of(out)}: a merge writes directories only; copy the result to the bucket")
     from merger.layouts.base import Target
     from merger.plan import Request
     from merger.recipe.model import parse_dtype

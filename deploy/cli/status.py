@@ -12,7 +12,7 @@ from deploy.console import DebugOption, JsonOption, StoreArgument
 from deploy.format import plural, resume_step_text, size_text
 
 _RESUME = (
-    *("save", "step", "effective_step", "goes_on_at", "exact", "max_staleness", "max_drift", "lossy"),
+    *("save", "step", "effective_step", "goes_on_at", "journal", "exact", "max_staleness", "max_drift", "lossy"),
     *("fallbacks", "proven", "as_found"),
 )
 
@@ -86,6 +86,8 @@ def _resume_text(found: store_status.StoreStatus) -> Text:
     text = f"from step {resume.step}, {store_status.resume_kind(resume)}"
     if going_on := resume_step_text(resume.step, resume.goes_on_at, resume.effective_step):
         text += f"; {going_on}"
+    if resume.journal is not None:
+        text += f"; the journal leads to step {resume.journal}"
     if resume.fallbacks:
         text += f"; {plural(len(resume.fallbacks), 'unit')} in an older version because of damage"
     if resume.proven:

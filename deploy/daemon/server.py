@@ -47,9 +47,7 @@ class InstanceLock:
         try:
             self._lock = Owner(home(base) / "daemon.lock")
         except StorageError as error:
-            raise DaemonError(
-                f"a daemon already runs for {base}: see `driftpoint daemon status --memory {base}`"
-            ) from error
+            raise DaemonError(f"a daemon runs for {base}: see `driftpoint daemon status --memory {base}`") from error
         self.socket = socket.socket(socket.AF_UNIX)
         try:
             self._path.unlink(missing_ok=True)
@@ -84,9 +82,7 @@ def peer_pid(connection: socket.socket) -> int:
     if uid != os.getuid():
         raise DaemonError(f"this daemon serves user {os.getuid()}, not user {uid}: start your own daemon")
     if pid <= 0:
-        raise DaemonError(
-            "the client's process is not visible (another container?): run the daemon in the same container"
-        )
+        raise DaemonError("the client's process is not visible (another container?): run the daemon there")
     return int(pid)
 
 

@@ -54,6 +54,8 @@ def check_kind(facts: Facts, status: StoreStatus) -> Check:
     note = "every layer bit for bit" if resume.exact else note
     if resume.goes_on_at != resume.step:
         note += f"; resumes at step {resume.goes_on_at}"
+    if resume.journal is not None:
+        note += f"; the journal leads to step {resume.journal}"
     chosen = not any(problem.startswith(FOUND) for problem in resume.problems)
     return Check(name, "good" if chosen else "look", f"step {resume.step}, {word}", note)
 
@@ -196,10 +198,11 @@ def loss_of_node(facts: Facts) -> Loss:
     at = _at(facts)
     if resume is None:
         return Loss(None, at, at, _seconds(facts, at, None))
-    steps = None if at is None else max(0.0, at - resume.goes_on_at)
+    back_to = max(resume.goes_on_at, resume.journal or 0)
+    steps = None if at is None else max(0.0, at - back_to)
     newest = facts.newest
     made = None if newest is None or newest.save.name != resume.save else parse_time(newest.created)
-    return Loss(resume.goes_on_at, at, steps, _seconds(facts, steps, made))
+    return Loss(back_to, at, steps, _seconds(facts, steps, made))
 
 
 def loss_of_process(facts: Facts) -> Loss:

@@ -155,9 +155,7 @@ def _by_rank(folder: Path, names: Sequence[str]) -> tuple[dict[int, str], dict[i
             )
         by_rank[rank] = name
     if not models:
-        raise MergeError(
-            f"{folder} has no model states (mp_rank_00_model_states.pt), so it is incomplete; name another tag"
-        )
+        raise MergeError(f"{folder} has no model states (mp_rank_00_model_states.pt), so name another tag")
     prefixes = {name.partition("zero_")[0] for name in optims.values()}
     if len({name.startswith("zero_pp_rank_") for name in models.values()}) > 1 or len(prefixes) > 1:
         raise MergeError(

@@ -18,7 +18,7 @@ from store.catalog import Catalog
 from store.certificate import certify_replayed
 from store.errors import DamagedError, MergeError, StorageError, UnsupportedError
 from store.fragments import FragmentIndex, Source
-from store.journal import KIND, STEPPED, Chain, JournalStep, find_chain, fragments_of, recorded
+from store.journal import KIND, STEPPED, Chain, JournalStep, chain_from, fragments_of, recorded
 from store.names import BUFFER, GRADIENT, WEIGHTS, SaveId
 from store.resolve import RejectedVersion, Resolution, resolve
 from store.schema import digest
@@ -59,11 +59,7 @@ def chain_to(
             resolution = resolve(catalog, save, bad)
         except (DamagedError, StorageError):
             continue
-        moving = [(unit, one.save) for unit, one in resolution.versions.items() if one.record.moving]
-        of_layer = {unit.layer: version for unit, version in moving}
-        if resolution.fallbacks or any(of_layer[unit.layer] != version for unit, version in moving):
-            continue  # weights need the moments of the same step
-        chain = find_chain(journal, save, {version for _, version in moving})
+        chain = chain_from(journal, resolution)
         if chain is None or all(one.save != record for one in chain.steps):
             continue
         steps = tuple(one for one in chain.steps if one.save.step <= record.step)

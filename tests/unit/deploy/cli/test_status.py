@@ -29,6 +29,7 @@ def test_exact(here: Here, builder: StoreBuilder) -> None:
         "step": 10,
         "effective_step": 10.0,
         "goes_on_at": 10,
+        "journal": None,
         "exact": True,
         "max_staleness": 0,
         "max_drift": 0.0,

@@ -46,6 +46,10 @@ def test_verify_reads_the_journal(tmp_path: Path, case: str, here: Here) -> None
     assert ("not to its records up to step 11" in said) == (beyond is not None)
     if how is None:
         assert answer.json["bytes_read"] > 0.5 * payload
+    if how != "flipped":  # status reads no payload
+        assert here("status", store, "--json").json["resume"]["journal"] == leads_to
+        shown = " ".join(here("status", store).out.split())
+        assert f"from step 8, exact; the journal leads to step {leads_to}" in shown
     again = Job(seed=2)
     ckpt = again.attach(store)
     assert ckpt.resume() == leads_to
@@ -80,6 +84,7 @@ def test_verify_of_a_composite_reads_the_records_that_it_needs(tmp_path: Path, h
     store, job = tmp_path / "store", Job()
     job.run(job.attach(store, every=2, policy={"name": "parity", "k": 2}), 8)
     assert here("verify", store, "--json").json["journal"] == {"step": 8, "beyond": None}
+    assert here("status", store, "--json").json["resume"]["journal"] == 8  # and there it is exact
     damage(store / "journal/segments/00000007-000001/rank-00000.safetensors")
     assert here("verify", store, "--json").code == 12
 
@@ -109,3 +114,5 @@ def test_a_store_without_a_journal_has_none_to_verify(tmp_path: Path, here: Here
     job.run(job.attach(store, journal={"enabled": False}), 5)
     assert here("verify", store, "--json").json["journal"] == {"step": None, "beyond": None}
     assert "journal" not in here("verify", store).out
+    assert here("status", store, "--json").json["resume"]["journal"] is None
+    assert "the journal leads" not in here("status", store).out

@@ -172,7 +172,7 @@ def test_one_for_each_base(beside: Running) -> None:
     second = subprocess.run(
         daemon_command(beside.base), capture_output=True, text=True, env=environment(), timeout=180, check=False
     )
-    assert second.returncode == 1 and "a daemon already runs" in second.stderr
+    assert second.returncode == 1 and "a daemon runs for" in second.stderr
     assert report(beside.base) is not None
 
 

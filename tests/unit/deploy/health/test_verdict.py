@@ -70,6 +70,18 @@ def test_an_estimate_never_goes_beyond_the_next_decision(run: SeenRun) -> None:
         assert loss_of_node(facts(run, 640)).steps == 10
 
 
+def test_steps_that_the_journal_has_are_not_lost(run: SeenRun) -> None:
+    for step in (580, 590, 600):
+        run.save(step)
+    with holding_lock(run.root):
+        found = facts(run, 607)
+    assert found.status is not None and found.status.resume is not None
+    resume = replace(found.status.resume, journal=605)
+    with_journal = replace(found, status=replace(found.status, resume=resume))
+    assert (loss_of_node(with_journal).back_to, loss_of_node(with_journal).steps) == (605, 2)
+    assert check(judge(with_journal), "A resume gives").note.endswith("the journal leads to step 605")
+
+
 def test_a_commit_that_the_job_itself_found_not_exact_needs_a_look(run: SeenRun) -> None:
     run.save(590)
     run.store.save(600, differs=("the ranks differ in layers.0",))

@@ -38,7 +38,7 @@ def test_what_the_ranks_had_for_themselves_is_a_problem(store: PlainStore, monke
     monkeypatch.setattr(store, "run_state", lambda step, rank: {**made(step, rank), **own})
     store.save(10)
     found = checkpoint(store)
-    named = "the ranks had different values of norm.running_mean, head.weight/step: the first rank's are taken"
+    named = "ranks had different values of norm.running_mean, head.weight/step: the first rank's are taken"
     assert named in found.certificate.problems and not found.certificate.exact
 
 
