@@ -34,7 +34,7 @@ _log = logging.getLogger("driftpoint")
 ECHO = 1.0  # seconds in which a repeated signal is the same one: schedulers signal a process and its parents
 
 _MARGIN = 0.05  # share of the grace period reserved for exiting
-MIN_MARGIN = 0.2  # seconds reserved for exiting at least; a save takes about as long
+_MIN_MARGIN = 0.2  # seconds reserved for exiting at least
 
 _EXPIRED = b"driftpoint: preempted: grace period expired before the save finished; earlier commits are intact\n"
 
@@ -155,7 +155,7 @@ def deadline(grace: float, passed: float) -> Deadline:
     """Return the deadline of a signal that came ``passed`` seconds ago, with ``grace`` seconds until the exit."""
     now = time.monotonic()
     end = now - passed + grace
-    return Deadline(now - passed, end - max(MIN_MARGIN, _MARGIN * grace), end)
+    return Deadline(now - passed, end - max(_MIN_MARGIN, _MARGIN * grace), end)
 
 
 def _exit() -> None:

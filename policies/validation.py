@@ -190,9 +190,7 @@ def check_parameters(policy: str, kind: type[Any], given: Mapping[str, Any]) -> 
     try:
         signature.bind(**given)
     except TypeError as error:
-        named = [
-            one for one in signature.parameters.values() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-        ]
+        named = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
         raise ConfigError(f"policy {policy}{_reason(str(error), [one.name for one in named], given)}") from error
 
 

@@ -70,9 +70,7 @@ def place_of(text: str | os.PathLike[str]) -> Path:
     if not _BUCKET.match(bucket):
         raise ConfigError(f"{given} names no bucket: a store's location is {scheme}://BUCKET/PREFIX")
     if prefix and (not _PREFIX.match(prefix) or {".", ".."} & set(prefix.split("/"))):
-        raise ConfigError(
-            f"{given}: a prefix consists of names between single slashes, of letters, digits and . _ - = + @ ,"
-        )
+        raise ConfigError(f"{given}: a prefix is names between single slashes, of letters, digits and . _ - = + @ ,")
     return ObjectUrl(f"{scheme}:", bucket, *(prefix.split("/") if prefix else ()))
 
 

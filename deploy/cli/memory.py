@@ -85,9 +85,7 @@ def _draw(console: Console, found: list[dict[str, Any]]) -> None:
 def _snapshots_of(tier: Tier, path: Path | None) -> dict[str, Any]:
     node = scan_node(tier)
     held = {} if node.newest is None else node.versions[node.newest]
-    steps = {
-        one.record.claim: one.record.save.step for one in sorted(node.everything(), key=lambda one: one.record.save)
-    }
+    steps = {one.record.claim: one.record.save.step for one in sorted(node.everything(), key=lambda x: x.record.save)}
     return {
         "store_id": tier.store_id,
         "store": None if path is None else str(path),

@@ -113,9 +113,7 @@ class Jobs:
         here = [job for (*store, _), job in self._jobs.items() if store == [hello.store, hello.store_id]]
         newest = max((job.hello.epoch for job in here), default=hello.epoch)
         if newest > hello.epoch:
-            raise DaemonError(
-                f"epoch {hello.epoch} of the store {hello.store} is older than epoch {newest}, which is registered"
-            )
+            raise DaemonError(f"epoch {hello.epoch} of the store {hello.store} is older than the registered {newest}")
         old = [job for job in here if job.hello.epoch < hello.epoch]
         new = NodeJob(hello)
         job = self._jobs.setdefault(new.key, new)

@@ -165,8 +165,6 @@ def _space(place: Path, plan: Plan, held: int) -> Finding:
     seen = f"{size_text(free)} free; up to {commits} commits of {size_text(plan.commit_bytes)} at a time: "
     if need <= free + held:
         return Finding("space", "ok", f"{seen}{size_text(need)}")
-    todo = (
-        "free space, keep fewer commits (`retention: {keep_last: 2, log_spaced: false}`), or use a smaller `encoding:`"
-    )
+    todo = "free space, keep fewer commits (`retention: {keep_last: 2, log_spaced: false}`), or a smaller `encoding:`"
     enough = 2 * plan.commit_bytes <= free + held
     return Finding("space", "warn" if enough else "fail", f"{seen}{size_text(need)}", todo)

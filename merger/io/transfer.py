@@ -233,9 +233,7 @@ def combine_crcs(offset: int, nbytes: int, pieces: Iterable[Piece]) -> int:
     crc, position = 0, offset
     for piece in sorted(pieces):
         if piece.offset < position or piece.offset + piece.nbytes > offset + nbytes:
-            raise MergeError(
-                f"bytes {piece.offset} to {piece.offset + piece.nbytes} were written twice or outside their tensor"
-            )
+            raise MergeError(f"bytes {piece.offset} to {piece.offset + piece.nbytes} were written twice, or outside")
         crc = isal_zlib.crc32_combine(crc, crc_of_zeros(piece.offset - position), piece.offset - position)
         crc = isal_zlib.crc32_combine(crc, piece.crc, piece.nbytes)
         position = piece.offset + piece.nbytes

@@ -147,9 +147,7 @@ def _open(path: Path) -> Source:
     try:
         return open_source(path)
     except DamagedError as error:
-        raise NothingToResumeError(
-            f"{error}; no checkpoint can be read without it: restore it from a copy of {path}"
-        ) from error
+        raise NothingToResumeError(f"{error}; no checkpoint can be read without it: restore it from a copy") from error
 
 
 def _with_source_name(recipe: Recipe, name: str, error: DriftpointError) -> DriftpointError:

@@ -150,9 +150,7 @@ def _by_rank(folder: Path, names: Sequence[str]) -> tuple[dict[int, str], dict[i
             continue
         by_rank, rank = (optims, int(match[2])) if optim else (models, int(match[1] or 0))
         if rank in by_rank:
-            raise MergeError(
-                f"{folder} has two files of rank {rank}, {by_rank[rank]} and {name}: remove that of the other run"
-            )
+            raise MergeError(f"{folder} has {by_rank[rank]} and {name} of rank {rank}: remove that of the other run")
         by_rank[rank] = name
     if not models:
         raise MergeError(f"{folder} has no model states (mp_rank_00_model_states.pt), so name another tag")

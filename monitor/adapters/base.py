@@ -132,9 +132,9 @@ class Adapter(Protocol):
         """Return whether the next forward overwrites the persistent buffers of all ranks with those of rank 0."""
         return False
 
-    def averages_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return False if the last backward pass left each rank the gradients of its own batch. Before a step."""
-        return True
+    def probe(self, step: int) -> torch.Tensor | None:
+        """Return a parameter that other ranks hold, too, another one at each step; None where reading it may wait."""
+        return None
 
     def completed_steps(self) -> int | None:
         """Return the number of optimizer steps taken, or None if the framework does not count them."""

@@ -2,7 +2,9 @@
 
 A step multiplies the powers of the step before, as floats. With other betas, or after a gap, it computes them anew."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -11,53 +13,69 @@ from monitor.adapters.identity import Hook
 
 
 class BetaPowers:
-    """Notes at which step of an optimizer its powers were computed last."""
+    """Notes the step at which an optimizer computed its powers last, and with which betas, as long as it lives."""
 
-    def __init__(self, optimizer: Any, hooks: list[Hook]) -> None:
-        self._optimizer = optimizer
-        self._fused = getattr(getattr(optimizer, "_dummy_overflow_buf", None), "is_cpu", False)  # FusedAdam
-        self.computed: int | None = None  # the step; None of other optimizers
-        self._betas: tuple[np.float32, np.float32] | None = None  # of the last call, if one was seen
-        self._step = 0  # of it
-        if self._fused or hasattr(optimizer, "ds_opt_adam"):
-            self.computed = 1
-            optimizer.register_step_pre_hook(Hook(hooks, self._note))
+    def __init__(self, optimizer: Any) -> None:
+        groups = [_betas_of(group) for group in optimizer.param_groups]
+        self._computed, self._step = 1, _last_step(optimizer)
+        # Of the last step; a schedule may have moved them since. DeepSpeed takes one when it is initialized.
+        self._betas = groups[-1] if groups[1:] != groups[:-1] else _betas_of(optimizer.defaults)
+        if self._step > 1:  # loaded, or trained before anything was noted: which of both is not known
+            self.restore(optimizer, [self._step + 1, *groups[-1]])
+        optimizer.register_step_pre_hook(Hook([], self._note))
 
-    def restore(self, computed: int | None) -> None:
-        """Repeat the products after the optimizer's state was loaded. computed: None if the save does not have it."""
-        steps = [int(state.get("step", 0)) for state in self._optimizer.state.values()]
-        last, betas = max(steps, default=0), [tuple(group["betas"]) for group in self._groups()]
-        if not last or not betas:
-            return
-        if computed is None:  # if groups have betas of their own, they take turns
-            computed = 1 if len(set(betas)) == 1 else last
-        self.computed, self._step, self._betas = computed, last, _rounded(betas[-1])
-        for step in (last + 2, *range(computed, last + 1)):  # after a gap, so that it computes
-            self._count(step, betas[-1])
+    def state(self) -> list[float]:
+        """Return what :meth:`restore` takes."""
+        return [self._computed, *self._betas]
 
-    def _groups(self) -> list[dict[str, Any]]:
-        return [] if self.computed is None else self._optimizer.param_groups
+    def restore(self, optimizer: Any, saved: Sequence[float] | None) -> None:
+        """Repeat the products after the optimizer's state was loaded. saved: None if the save does not have them."""
+        groups, last = [_betas_of(group) for group in optimizer.param_groups], _last_step(optimizer)
+        # Without a record: groups with betas of their own take turns.
+        computed, *self._betas = saved or (1 if groups[1:] == groups[:-1] else last, *groups[-1])
+        self._step, self._computed = last, int(computed)
+        for step in (last + 2, *range(self._computed, last + 1)):  # after a gap, so that it computes
+            _count(optimizer, step, self._betas)
 
-    def _note(self, *_: object) -> None:
-        for group in self._groups():
+    def _note(self, optimizer: Any, *_: object) -> None:
+        for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                step = int(self._optimizer.state.get(parameter, {}).get("step", 0)) + 1
-                betas = _rounded(group["betas"])
-                if self._betas is not None and (betas != self._betas or step - self._step not in (0, 1)):
-                    self.computed = step
+                step = int(optimizer.state.get(parameter, {}).get("step", 0)) + 1
+                if (betas := _betas_of(group)) != self._betas or step - self._step not in (0, 1):
+                    self._computed = step
                 self._step, self._betas = step, betas
 
-    def _count(self, step: int, betas: tuple[float, float]) -> None:
-        """Let an empty step count."""
-        optimizer, nothing = self._optimizer, torch.empty(0, device="cpu")
-        if self._fused:
-            call = (0, optimizer._dummy_overflow_buf, [[nothing]] * 4, 0.0, *betas, 1e-8, step)
-            optimizer.multi_tensor_adam(*call, optimizer.adam_w_mode, 1, 0.0)
-        else:
-            optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, 0.0, *betas, 1e-8, 0.0, True, *[nothing] * 4)
+
+def powers_of(optimizer: Any) -> BetaPowers | None:
+    """Return the powers of an optimizer; None if it has none."""
+    if optimizer not in _known and (_is_fused(optimizer) or hasattr(optimizer, "ds_opt_adam")):
+        _known[optimizer] = BetaPowers(optimizer)
+    return _known.get(optimizer)
 
 
-def _rounded(betas: tuple[float, float]) -> tuple[np.float32, np.float32]:
-    return np.float32(betas[0]), np.float32(betas[1])
+_known = WeakKeyDictionary[Any, BetaPowers]()
+
+
+def _is_fused(optimizer: Any) -> bool:
+    """Whether it is a FusedAdam on the CPU."""
+    return getattr(getattr(optimizer, "_dummy_overflow_buf", None), "is_cpu", False)
+
+
+def _last_step(optimizer: Any) -> int:
+    return max((int(state.get("step", 0)) for state in optimizer.state.values()), default=0)
+
+
+def _count(optimizer: Any, step: int, betas: Sequence[float]) -> None:
+    """Let the C++ object count an empty step."""
+    nothing = torch.empty(0, device="cpu")
+    if _is_fused(optimizer):
+        call = (0, optimizer._dummy_overflow_buf, [[nothing]] * 4, 0.0, *betas, 1e-8, step)
+        optimizer.multi_tensor_adam(*call, optimizer.adam_w_mode, 1, 0.0)
+    else:
+        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, 0.0, *betas, 1e-8, 0.0, True, *[nothing] * 4)
+
+
+def _betas_of(group: Mapping[str, Any]) -> list[float]:
+    return [float(np.float32(beta)) for beta in group["betas"]]

@@ -357,9 +357,7 @@ class Zero3Adapter(_JournalAdapter):
         parameter: Any
         for fqn, parameter in self._inventory.parameters().items():
             if not hasattr(parameter, "ds_tensor"):
-                raise UnsupportedError(
-                    f"{fqn} is not partitioned by ZeRO-3: add it to the model before deepspeed.initialize"
-                )
+                raise UnsupportedError(f"{fqn} is not partitioned by ZeRO-3: add it before deepspeed.initialize")
             if dist.get_world_size(parameter.ds_process_group) != self._world_size:
                 raise UnsupportedError(
                     f"{fqn} is partitioned over some of the ranks (MiCS or AutoEP), which is not supported: turn it off"

@@ -19,7 +19,7 @@ from torch import nn
 
 from monitor.adapters import optimizer_state
 from monitor.adapters.base import Adapter, FragmentPlace, LiveValue, Piece, StateVersions, TensorInfo, wrap_methods
-from monitor.adapters.cpu_adam import BetaPowers
+from monitor.adapters.cpu_adam import powers_of
 from monitor.adapters.deepspeed_gradients import ReusedGradients
 from monitor.adapters.hyperparameters import describe_group, group_values, match_groups, restore_groups
 from monitor.adapters.identity import Hook, Identity, IdentityReader, OptimizerAttributes, T
@@ -190,7 +190,7 @@ class ZeroAdapter(EngineAdapter, ABC):
         self._check_supported()
         self._wrapped, self._group_count = self._base_optimizer, len(self._base_optimizer.param_groups)
         self._optimizer_attributes = OptimizerAttributes(self._wrapped, self._wrapped)
-        self._beta_powers = BetaPowers(self._wrapped, self.hooks)
+        self._beta_powers = powers_of(self._wrapped)
         stage, offloads = int(engine.zero_optimization_stage()), getattr(self._zero, "cpu_offload", False)
         reuses, names = stage == 3 or offloads, {fqn for flat in self.flats() for fqn in flat.fqns}
         trained = {fqn: one for fqn, one in self._inventory.parameters().items() if reuses and fqn in names}
@@ -362,7 +362,7 @@ class ZeroAdapter(EngineAdapter, ABC):
             "scalars": scalars,
             "slots": slots,
             "unused": self._reused.unused(),
-            "beta_powers": self._beta_powers.computed,
+            "beta_powers": self._beta_powers and self._beta_powers.state(),
             **engine_state(self.engine),
         }
 
@@ -382,7 +382,8 @@ class ZeroAdapter(EngineAdapter, ABC):
             scalars = self._restored_scalars(flat, saved, state)
             if optimizer_state.complete_state(self._base_optimizer, flat.tensor, slots, bool(scalars)):
                 self._base_optimizer.state[flat.tensor].update(scalars)
-        self._beta_powers.restore(state.get("beta_powers"))
+        if self._beta_powers is not None:
+            self._beta_powers.restore(self._base_optimizer, state.get("beta_powers"))
 
     def live_values(self) -> Iterator[LiveValue]:
         """Return buffers, and the state of the base optimizer. Stage 3 has no parameters in ``state_dict()``."""

@@ -237,9 +237,7 @@ def slots_of(state: Mapping[str, Any], parameter: torch.Tensor) -> list[str]:
         return []
     shape = parameter.shape
     tensors = [(key, value) for key, value in state.items() if isinstance(value, torch.Tensor) and key not in _NO_SLOTS]
-    return sorted(
-        key for key, value in tensors if value.shape == shape and not value.requires_grad and not is_packed(value)
-    )
+    return sorted(key for key, one in tensors if one.shape == shape and not one.requires_grad and not is_packed(one))
 
 
 def planned_slots(

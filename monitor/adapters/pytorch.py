@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from monitor.adapters import base, optimizer_state
 from monitor.adapters.frozen import fingerprint
 from monitor.adapters.hyperparameters import LiveGroups, describe_group, group_values, match_groups, restore_groups
-from monitor.adapters.identity import Hook, Identity, IdentityReader, OptimizerAttributes, T, versions_of
+from monitor.adapters.identity import PLAIN_TENSORS, Hook, Identity, IdentityReader, OptimizerAttributes, T, versions_of
 from monitor.adapters.module_tensors import ModuleTensors, Replica, partition_replicas, whole_piece, without_wrappers
 from monitor.distributed import Group, run_on_all_ranks
 from store.errors import UnsupportedError
@@ -65,9 +65,7 @@ class PyTorchAdapter(base.Adapter):
         self._whole: Mapping[str, base.TensorInfo] | None = None  # of the whole model, if this is a pipeline stage
         self._places: Mapping[str, tuple[int, int]] = {}
         if any(type(one).__name__ == "ZeroRedundancyOptimizer" for one in self._optimizers):
-            raise UnsupportedError(
-                "ZeroRedundancyOptimizer shards its state in its own way; use a plain optimizer or DeepSpeed ZeRO"
-            )
+            raise UnsupportedError("ZeroRedundancyOptimizer shards its state in its own way; use a plain one, or ZeRO")
         with self.cache_lookups():
             self.check_attached()
 
@@ -122,13 +120,16 @@ class PyTorchAdapter(base.Adapter):
         state = [value for p in trained for value in self.optimizer.state.get(p, {}).values()]
         return base.StateVersions(kind, versions_of(trained), versions_of(state))
 
-    def averages_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
-        local = set[torch.Tensor]()
-        for replica in self._replicated:
-            hooks = {getattr(hook, "__name__", "") for hook, _ in replica._comm_hooks}
-            if not replica.require_forward_param_sync or hooks & _LOCAL_HOOKS:  # the former under no_sync()
-                local.update(replica.parameters())
-        return not local or local.isdisjoint(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    def probe(self, step: int) -> torch.Tensor | None:
+        groups = [group["params"] for group in self.optimizer.param_groups if group["params"]]
+        if self._places or not groups:  # ranks hold different ones
+            return None
+        params = groups[step % len(groups)]
+        found = params[step // len(groups) % len(params)]
+        hooks = {getattr(hook, "__name__", "") for one in self._replicated for hook, _ in one._comm_hooks}
+        synced = all(one.require_forward_param_sync for one in self._replicated) and not hooks & _LOCAL_HOOKS
+        plain = type(found) in PLAIN_TENSORS and found.layout is torch.strided and found.numel()
+        return found if plain and (found.device.type == "cpu" or not synced) else None
 
     def before_update(self, hook: Callable[[], None]) -> None:
         for optimizer in self._optimizers:
@@ -471,7 +472,7 @@ class PyTorchAdapter(base.Adapter):
         return optimizer_state.restored_scalars(owner, parameter, group, saved["scalars"].get(fqn, {}), kind)
 
 
-_LOCAL_HOOKS = {"post_localSGD_hook", "noop_hook"}
+_LOCAL_HOOKS = {"post_localSGD_hook", "noop_hook"}  # leave gradients on each rank as they are
 _STATE = (torch.Tensor, np.ndarray, torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _NO_STATE = (type, ModuleType, nn.Module, torch.optim.Optimizer, DeviceMesh, logging.Logger)
 

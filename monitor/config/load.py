@@ -240,9 +240,7 @@ def _check_location(config: Config) -> None:
             "With `memory: {enabled: true}` a job that restarts on this node resumes from memory itself"
         )
     if not is_url(place) and config.s3 != sections.S3Settings():
-        raise ConfigError(
-            f"s3: the section is used by s3://, az:// and gs:// stores only, and the store is {place}: remove it"
-        )
+        raise ConfigError(f"s3: the section is for s3://, az:// and gs:// stores, and the store is {place}: remove it")
 
 
 def _check_divisors(encodings: Mapping[str, str]) -> None:

@@ -251,13 +251,11 @@ class Decider:
         mine: dict[Unit, Measure],
     ) -> None:
         """Measure the units that are not measured yet, and add the results to ``measured`` and ``mine``. Collective."""
-        more, mine_more = measure_all(
-            self._job.meter, self._group, [one for one in units if one not in measured], local
-        )
+        more, own = measure_all(self._job.meter, self._group, [one for one in units if one not in measured], local)
         measured.update(
             (unit, replace(one, drift=None) if unit in self._table.lost else one) for unit, one in more.items()
         )
-        mine.update(mine_more)
+        mine.update(own)
 
     def _choose(self, step: int, stats: tuple[UnitStats, ...], request: SaveRequest | None) -> Chosen:
         early, self._proposed = self._proposed, None

@@ -61,9 +61,7 @@ class UnitLayout:
     def firsts(self) -> Integers:
         """Of each piece: the byte at which it begins in the tensor that it lies in."""
         spans = self.spans or ((0, 0),) * len(self.dtypes)
-        return np.array(
-            [first * dtype.itemsize for (_, first), dtype in zip(spans, self.dtypes, strict=True)], np.int64
-        )
+        return np.array([at * dtype.itemsize for (_, at), dtype in zip(spans, self.dtypes, strict=True)], np.int64)
 
     @cached_property
     def members(self) -> _Members:

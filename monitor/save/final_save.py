@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from monitor.context import JobContext
 from monitor.events import PreemptedEvent
 from monitor.observe.units import is_moving
-from monitor.preemption import MIN_MARGIN, Deadline
+from monitor.preemption import Deadline
 from monitor.save.saver import Saver
 from monitor.telemetry.log import log_startup
 from monitor.types import SKIP_REASONS, SaveRequest, StepReport, newest_text
@@ -23,6 +23,7 @@ from store.names import Unit
 _log = logging.getLogger("driftpoint")
 
 _MAX_SAVES = 8  # last saves at most: each is expected to use most of the time left
+_LEAST = 0.05  # seconds; no save is durable in less
 
 
 def not_committed(job: JobContext, saver: Saver, report: StepReport, strict: bool) -> StepReport:
@@ -99,8 +100,8 @@ class LastStep:
 class FinalSave:
     """Saves as much of a job at ``step`` as can become durable by the deadline.
 
-    It waits for the save under way, then saves what should fit, and again while ``MIN_MARGIN`` is left (speed unknown
-    or better). Each is an ordinary commit, so the deadline cuts off only the last. Training thread; collective."""
+    It waits for the save under way, then saves what should fit, and again while there is time (speed unknown or
+    better). Each is an ordinary commit, so the deadline cuts off only the last. Training thread; collective."""
 
     job: JobContext
     saver: Saver
@@ -130,7 +131,7 @@ class FinalSave:
             again = reports[-1].skipped == "failed" and [one.skipped for one in reports].count("failed") == 1
             useful = again or (reports[-1].skipped is None and reports[-1].saved)
             stale = any(age != 0 for age in self._ages())  # on rank 0
-            if not useful or not self.job.group.broadcast(stale and deadline.left > MIN_MARGIN):
+            if not useful or not self.job.group.broadcast(stale and deadline.left > _LEAST):
                 break
         if self.job.group.rank == 0:
             self.job.listeners.on_preempted(self._outcome(deadline.passed, reports[-1].skipped))

@@ -83,18 +83,16 @@ class RankComparison:
         self._sizes: Any = None  # the units of the job when the ranks were compared last
         self._due = False  # whether the next save compares them, as after a resume; the same on all ranks
         self._apart = False  # whether they differed; the same on all ranks
-        self._history = ""  # digest of the steps since then, and of the hyperparameters of each update, or its own rank
+        self._step, self._history = 0, ""  # digest of the steps since then, and of the hyperparameters of each update
         for number, optimizer in enumerate(job.adapter.optimizers() if job.group.world_size > 1 else ()):
             optimizer.register_step_pre_hook(Hook(job.adapter.hooks, partial(self._updated, number)))
 
     def _updated(self, number: int, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        own = "" if self._job.adapter.averages_gradients(optimizer) else self._job.group.rank
-        text = f"{self._history} {number} {own} {hyperparameters_digest(optimizer.param_groups)}"
-        self._history = digest(text.encode())
+        self._history = digest(f"{self._history} {number} {hyperparameters_digest(optimizer.param_groups)}".encode())
 
     def stepped(self, step: int) -> None:
         """Take note of a step, with or without an update of the optimizer. The same on all ranks."""
-        self._history = digest(f"{self._history} {step}".encode())
+        self._step, self._history = step, digest(f"{self._history} {step}".encode())
 
     def resumed(self) -> None:
         """Begin anew: a resume made the ranks alike. The next save compares them."""
@@ -110,14 +108,20 @@ class RankComparison:
 
         "" in a pipeline, and once the ranks are known to differ: then a version says so."""
         several = self._apart or len(self._job.adapter.leaders) > 1
-        return "" if several else digest(f"{self._history} {self._present}".encode())
+        return "" if several else digest(f"{self._history} {self._present} {self._probe}".encode())
 
-    def trained(self) -> tuple[str, str, str]:
-        """Return digests: of the names in this rank's pipeline stage, of its hyperparameters, of its updates."""
+    @property
+    def _probe(self) -> str:
+        found = self._job.adapter.probe(self._step) if self._job.group.world_size > 1 else None
+        return "" if found is None else digest(Sample.of(found).data)
+
+    def trained(self) -> tuple[str, str, str, str]:
+        """Return digests: of the names in this rank's pipeline stage, its hyperparameters, its updates, a parameter."""
         local = self._job.adapter.local
-        return "" if local is None else digest(repr(list(local)).encode()), self._present, self._history
+        stage = "" if local is None else digest(repr(list(local)).encode())
+        return stage, self._present, self._history, self._probe
 
-    def compare_trained(self, ranks: Sequence[tuple[str, str, str]]) -> None:
+    def compare_trained(self, ranks: Sequence[tuple[str, str, str, str]]) -> None:
         """Compare what :meth:`trained` returned on all ranks. The same on all ranks."""
         stages = len({stage for stage, *_ in ranks})
         if len({one[:2] for one in ranks}) > stages:
@@ -126,7 +130,7 @@ class RankComparison:
             self.unlike = (UNLIKE,)  # their tensors are compared once they are alike
             return
         self.unlike = ()
-        if self._apart or len({one[::2] for one in ranks}) == stages:
+        if self._apart or len({(one[0], *one[2:]) for one in ranks}) == stages:
             return
         if self._job.config.self_check:
             self._due = True

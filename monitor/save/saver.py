@@ -63,7 +63,7 @@ class _RankStatus(NamedTuple):
     trouble: bool
     back: bool
     buffers: int  # hash of the persistent buffers
-    trained: tuple[str, str, str]  # see RankComparison
+    trained: tuple[str, str, str, str]  # see RankComparison
     outcome: _Outcome | None  # on rank 0
     proposed: Chosen | None  # on rank 0, what it chose for the next save
 

@@ -24,9 +24,12 @@ ZERO = [
     for precision in ("bf16", "fp32")
 ]
 ZERO += [{**ZERO[4], "name": "zero3-bf16-eager", "staging": "eager"}]
-CPU_ADAM = {"zero": {"offload_optimizer": {"device": "cpu"}}, "optimizer": {"torch_adam": False}, "momentum": 3}
+CPU_ADAM = {"zero": {"offload_optimizer": {"device": "cpu"}}, "optimizer": {"torch_adam": False}}
 """DeepSpeed's own, whose betas move at first. It keeps their powers to itself."""
-ZERO += [{**ZERO[place], **CPU_ADAM, "name": f"{ZERO[place]['name']}-cpu-adam"} for place in (3, 5)]
+ZERO += [
+    {**ZERO[place], **CPU_ADAM, "name": f"{ZERO[place]['name']}-cpu-adam-{moved}", "momentum": moved}
+    for place, moved in ((3, "before"), (5, "before"), (3, "after"))
+]
 DIFFERENCES = {"packing": 1, "differences": True}
 """Loses nothing: the second save is the difference to the first, or packed where that is no smaller."""
 ZERO += [

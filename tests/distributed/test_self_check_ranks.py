@@ -57,6 +57,7 @@ LAYER = "0.weight/fp32, 0.weight/exp_avg, 0.weight/exp_avg_sq and 3 more"
         ("averaged", {3: None, 6: None}),
         ("averaged_later", {2: None, 4: EVERYTHING, 6: EVERYTHING}),
         ("averaged_by_a_hook", {1: None, 2: EVERYTHING}),
+        ("past_the_wrapper", {1: None, 2: EVERYTHING}),
         ("gone_back", {1: None, 2: None}),
         ("skipped_in_turn", {3: None, 6: EVERYTHING}),
     ],
@@ -90,6 +91,21 @@ def test_hyperparameters_that_no_step_was_taken_with_cost_nothing(launched: Laun
     assert len(found) == 4
     for back in found:
         assert (back["step"], back["exact"], back["alike"]) == (10, True, True), back
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_forward_without_gradients_costs_nothing(launched: Launched, rank: int) -> None:
+    found = launched.of("back", scenario="evaluated_before_each_step", rank=rank)
+    assert [(back["step"], back["exact"], back["alike"]) for back in found] == [(7, True, True)] * 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_resume_ends_where_local_sgd_averaged_last(launched: Launched, rank: int) -> None:
+    """In memory that is step 6; the journal does not lead through steps that differ."""
+    found = {back["name"]: back for back in launched.of("back", scenario="averaged_in_memory", rank=rank)}
+    assert {name: (back["step"], back["exact"], back["alike"]) for name, back in found.items()} == {
+        "True": (6, True, True), "False": (4, True, True),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -135,7 +151,7 @@ def test_a_version_in_memory_that_lacks_a_rank_s_optimizer_state_is_passed_over(
 
 def test_ranks_that_are_not_alike_are_told_once_a_job(launched: Launched) -> None:
     told = [line for line in launched.output.splitlines() if "self-check: not all of the state comes back" in line]
-    assert len([line for line in told if "the ranks differ in" in line]) == 9
-    assert len(told) == 9 + 1  # and the one above
+    assert len([line for line in told if "the ranks differ in" in line]) == 10
+    assert len(told) == 10 + 1  # and the one above
     jobs = [job.count(f"{UNLIKE}: until") for job in launched.output.split("saving all of")]
     assert max(jobs) == 1 and sum(jobs) >= 8

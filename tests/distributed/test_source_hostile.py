@@ -295,7 +295,7 @@ def test_files_of_two_runs(copy: Callable[[str], Path]) -> None:
     name = OPTIM[ROUND_ROBIN].format(1)
     shutil.copy(tag(other) / name, tag(root) / name)
     shutil.rmtree(other)
-    refused(root, MergeError, "two files of rank 1")
+    refused(root, MergeError, " of rank 1: remove that of the other run")
     (tag(root) / OPTIM[ZERO1].format(1)).unlink()
     refused(root, MergeError, "files of two different runs")
 

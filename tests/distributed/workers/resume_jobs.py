@@ -115,16 +115,22 @@ def _engine(case: Mapping[str, Any], seed: int) -> Trainee:
     engine, *_ = deepspeed.initialize(model=model, model_parameters=param_groups(model), config=settings)
     loader = Shuffled(10 * seed + rank())
 
+    def move_betas() -> None:
+        """As a schedule of momentum, for three steps."""
+        for group in engine.optimizer.optimizer.param_groups:
+            group["betas"] = (0.83 + 0.013 * min(engine.global_steps, 3), 0.95)
+
     def step() -> list[float]:
         losses = []
-        if "momentum" in case:  # moves for so many steps
-            for group in engine.optimizer.optimizer.param_groups:
-                group["betas"] = (0.83 + 0.013 * min(engine.global_steps, case["momentum"]), 0.95)
+        if case.get("momentum") == "before":
+            move_betas()
         for _ in range(ACCUMULATION):
             loss = engine(loader.batch())
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())
+        if case.get("momentum") == "after":
+            move_betas()
         return losses
 
     return Trainee(engine, [loader], step)

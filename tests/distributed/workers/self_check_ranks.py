@@ -81,9 +81,21 @@ class Replicated:
     def wrapped(self) -> nn.Module:
         return DistributedDataParallel(self.model)
 
-    def update(self, *, skip: bool = False, last_layer: bool = True, local: bool = False) -> None:
+    def update(
+        self,
+        *,
+        skip: bool = False,
+        last_layer: bool = True,
+        local: bool = False,
+        inner: bool = False,
+        evaluate: bool = False,
+    ) -> None:
+        called = self.model if inner else self._wrapped
         with self._wrapped.no_sync() if local else nullcontext():
-            self._wrapped(torch.randn(5, 6, generator=self.batches)).square().sum().backward()
+            called(torch.randn(5, 6, generator=self.batches)).square().sum().backward()
+        if evaluate:
+            with torch.no_grad():
+                self._wrapped(torch.ones(1, 6))
         if not last_layer:
             self.model[1].zero_grad()
         if not skip:
@@ -254,6 +266,45 @@ def averaged_by_a_hook(s: Scenario) -> None:
     job._wrapped.register_comm_hook(None, noop_hook)
     job.steps(1)
     job.end(s)
+
+
+def past_the_wrapper(s: Scenario) -> None:
+    """The script calls the model itself, so nothing averages."""
+    job = Replicated(s, frozen=False)
+    job.steps(1)
+    job.update(inner=True)
+    job.save()
+    job.end(s)
+
+
+def averaged_in_memory(s: Scenario) -> None:
+    """Versions between two averages are not resumed: each holds a rank's own weights. Nor are records."""
+    for in_memory in (True, False):
+        inner = s.within(f"{in_memory}")
+        job, weights = Replicated(inner, frozen=False, every=4, **_kept(inner, in_memory)), {}
+        for step in range(1, 8):
+            job.update(local=True)
+            if step % 2 == 0:
+                _average(job)
+            weights[step] = job.weights()
+            job.save()
+            if in_memory:
+                wait_for_snapshot(job.ckpt)
+        there = weights[6 if in_memory else 4]
+        _back(s, job, there, other=inner, in_memory=in_memory, name=f"{in_memory}")
+
+
+def evaluated_before_each_step(s: Scenario) -> None:
+    """A forward without gradients costs no version in memory, and no record."""
+    for in_memory in (True, False):
+        inner = s.within(f"{in_memory}")
+        job = Replicated(inner, frozen=False, every=4, **_kept(inner, in_memory))
+        for _ in range(7):
+            job.update(evaluate=True)
+            job.save()
+            if in_memory:
+                wait_for_snapshot(job.ckpt)
+        _back(s, job, job.weights(), other=inner, in_memory=in_memory, name=f"{in_memory}")
 
 
 def in_memory(s: Scenario) -> None:
@@ -482,6 +533,9 @@ SCENARIOS = (
     averaged,
     averaged_later,
     averaged_by_a_hook,
+    past_the_wrapper,
+    averaged_in_memory,
+    evaluated_before_each_step,
     in_memory,
     in_the_journal,
     alike_at_every_step,

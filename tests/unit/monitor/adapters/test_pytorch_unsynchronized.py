@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -49,18 +50,29 @@ def pair() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
     return wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1)
 
 
-def test_only_an_optimizer_whose_model_was_not_averaged_steps_alone() -> None:
+def test_each_step_probes_another_parameter() -> None:
     first = {"generator": pair(), "critic": pair()}
     adapter = adapter_for(first)
-    assert [adapter.averages_gradients(one) for _, one in first.values()] == [True, True]
-    generator = first["generator"][0]
-    with generator.no_sync():
-        generator(torch.randn(3, 2)).sum().backward()
-    assert [adapter.averages_gradients(one) for _, one in first.values()] == [False, True]
-    generator(torch.randn(3, 2)).sum().backward()
-    assert [adapter.averages_gradients(one) for _, one in first.values()] == [True, True]
-    first["critic"][0].register_comm_hook(None, noop_hook)
-    assert [adapter.averages_gradients(one) for _, one in first.values()] == [True, False]
+    parameters = [parameter for wrapped, _ in first.values() for parameter in wrapped.parameters()]
+    found = [adapter.probe(step) for step in range(len(parameters))]
+    assert {id(one) for one in found} == {id(one) for one in parameters}
+    assert adapter.probe(len(parameters)) is found[0]
+
+
+def test_where_reading_waits_a_parameter_is_probed_only_if_gradients_may_not_be_averaged() -> None:
+    """On a device that computes behind the host."""
+    wrapped = DistributedDataParallel(nn.Linear(2, 2))
+    adapter = adapter_for((wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1)))
+    with patch.object(torch.Tensor, "device", torch.device("cuda")):
+        assert adapter.probe(1) is None
+    with wrapped.no_sync():
+        wrapped(torch.randn(3, 2)).sum().backward()
+    with patch.object(torch.Tensor, "device", torch.device("cuda")):
+        assert adapter.probe(1) is not None
+    wrapped(torch.randn(3, 2)).sum().backward()
+    wrapped.register_comm_hook(None, noop_hook)
+    with patch.object(torch.Tensor, "device", torch.device("cuda")):
+        assert adapter.probe(1) is not None
 
 
 def test_each_model_leaves_its_own_broadcast_out() -> None:
