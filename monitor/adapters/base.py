@@ -132,8 +132,8 @@ class Adapter(Protocol):
         """Return whether the next forward overwrites the persistent buffers of all ranks with those of rank 0."""
         return False
 
-    def probe(self, step: int) -> torch.Tensor | None:
-        """Return a parameter that other ranks hold, too, another one at each step; None where reading it may wait."""
+    def probe(self, step: int, *, wait: bool) -> torch.Tensor | None:
+        """Return a parameter that other ranks hold, too, another one at each step. wait: perhaps one on a device."""
         return None
 
     def completed_steps(self) -> int | None:

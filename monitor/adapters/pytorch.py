@@ -120,16 +120,17 @@ class PyTorchAdapter(base.Adapter):
         state = [value for p in trained for value in self.optimizer.state.get(p, {}).values()]
         return base.StateVersions(kind, versions_of(trained), versions_of(state))
 
-    def probe(self, step: int) -> torch.Tensor | None:
+    def probe(self, step: int, *, wait: bool) -> torch.Tensor | None:
         groups = [group["params"] for group in self.optimizer.param_groups if group["params"]]
         if self._places or not groups:  # ranks hold different ones
             return None
         params = groups[step % len(groups)]
         found = params[step // len(groups) % len(params)]
         hooks = {getattr(hook, "__name__", "") for one in self._replicated for hook, _ in one._comm_hooks}
-        synced = all(one.require_forward_param_sync for one in self._replicated) and not hooks & _LOCAL_HOOKS
+        # Also after a forward without gradients, on this rank alone perhaps.
+        unsynced = wait and not all(one.require_forward_param_sync for one in self._replicated)
         plain = type(found) in PLAIN_TENSORS and found.layout is torch.strided and found.numel()
-        return found if plain and (found.device.type == "cpu" or not synced) else None
+        return found if plain and (unsynced or hooks & _LOCAL_HOOKS or found.device.type == "cpu") else None
 
     def before_update(self, hook: Callable[[], None]) -> None:
         for optimizer in self._optimizers:

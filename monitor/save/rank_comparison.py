@@ -108,18 +108,17 @@ class RankComparison:
 
         "" in a pipeline, and once the ranks are known to differ: then a version says so."""
         several = self._apart or len(self._job.adapter.leaders) > 1
-        return "" if several else digest(f"{self._history} {self._present} {self._probe}".encode())
+        return "" if several else digest(f"{self._history} {self._present} {self._probe(wait=False)}".encode())
 
-    @property
-    def _probe(self) -> str:
-        found = self._job.adapter.probe(self._step) if self._job.group.world_size > 1 else None
+    def _probe(self, *, wait: bool) -> str:
+        found = self._job.adapter.probe(self._step, wait=wait) if self._job.group.world_size > 1 else None
         return "" if found is None else digest(Sample.of(found).data)
 
     def trained(self) -> tuple[str, str, str, str]:
         """Return digests: of the names in this rank's pipeline stage, its hyperparameters, its updates, a parameter."""
         local = self._job.adapter.local
         stage = "" if local is None else digest(repr(list(local)).encode())
-        return stage, self._present, self._history, self._probe
+        return stage, self._present, self._history, self._probe(wait=True)
 
     def compare_trained(self, ranks: Sequence[tuple[str, str, str, str]]) -> None:
         """Compare what :meth:`trained` returned on all ranks. The same on all ranks."""
@@ -130,7 +129,8 @@ class RankComparison:
             self.unlike = (UNLIKE,)  # their tensors are compared once they are alike
             return
         self.unlike = ()
-        if self._apart or len({(one[0], *one[2:]) for one in ranks}) == stages:
+        alike = len({one[:3:2] for one in ranks}) == stages
+        if self._apart or (alike and len({one[::3] for one in ranks if one[3]}) <= stages):
             return
         if self._job.config.self_check:
             self._due = True

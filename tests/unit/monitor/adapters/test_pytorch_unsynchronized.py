@@ -54,25 +54,28 @@ def test_each_step_probes_another_parameter() -> None:
     first = {"generator": pair(), "critic": pair()}
     adapter = adapter_for(first)
     parameters = [parameter for wrapped, _ in first.values() for parameter in wrapped.parameters()]
-    found = [adapter.probe(step) for step in range(len(parameters))]
+    found = [adapter.probe(step, wait=False) for step in range(len(parameters))]
     assert {id(one) for one in found} == {id(one) for one in parameters}
-    assert adapter.probe(len(parameters)) is found[0]
+    assert adapter.probe(len(parameters), wait=False) is found[0]
 
 
 def test_where_reading_waits_a_parameter_is_probed_only_if_gradients_may_not_be_averaged() -> None:
     """On a device that computes behind the host."""
     wrapped = DistributedDataParallel(nn.Linear(2, 2))
     adapter = adapter_for((wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1)))
-    with patch.object(torch.Tensor, "device", torch.device("cuda")):
-        assert adapter.probe(1) is None
+
+    def probed() -> tuple[bool, bool]:
+        with patch.object(torch.Tensor, "device", torch.device("cuda")):
+            return adapter.probe(1, wait=True) is not None, adapter.probe(1, wait=False) is not None
+
+    assert probed() == (False, False)
     with wrapped.no_sync():
         wrapped(torch.randn(3, 2)).sum().backward()
-    with patch.object(torch.Tensor, "device", torch.device("cuda")):
-        assert adapter.probe(1) is not None
+    assert probed() == (True, False)  # a rank that evaluates alone would not have what others have
     wrapped(torch.randn(3, 2)).sum().backward()
+    assert probed() == (False, False)
     wrapped.register_comm_hook(None, noop_hook)
-    with patch.object(torch.Tensor, "device", torch.device("cuda")):
-        assert adapter.probe(1) is not None
+    assert probed() == (True, True)
 
 
 def test_each_model_leaves_its_own_broadcast_out() -> None:
