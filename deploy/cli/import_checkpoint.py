@@ -43,9 +43,7 @@ def import_(
             help="A step, a tag or a save name. Default: `latest` of a DeepSpeed directory, otherwise the newest.",
         ),
     ] = None,
-    link: Annotated[
-        bool, Option("--link", help="Take a store's commit as it is, by hard links where possible.")
-    ] = False,
+    link: Annotated[bool, Option("--link", help="Take a store's commit as it is, by hard links if possible.")] = False,
     allow_nonfinite: NonfiniteOption = False,
     json: JsonOption = False,
     _debug: DebugOption = False,

@@ -103,9 +103,7 @@ def merge(
         str | None,
         Option(metavar="DTYPE", help="Of hf weights: float32, bfloat16, float16.", show_default="as trained"),
     ] = None,
-    shard_size: Annotated[
-        str | None, Option(metavar="SIZE", help="Largest file (hf, dcp).", show_default="5GB")
-    ] = None,
+    shard_size: Annotated[str | None, Option(metavar="SIZE", help="File size (hf, dcp).", show_default="5GB")] = None,
     files: Annotated[
         Path | None, Option(metavar="DIR", help="Configuration, tokenizer (hf, trainer).", show_default="the source's")
     ] = None,

@@ -48,9 +48,7 @@ def _shared_memory(plan: Plan) -> Finding:
     need = plan.memory_bytes
     if need is None:
         return Finding("shared memory", "ok", seen + ("" if memory.enabled else "; in-memory snapshots are off"))
-    seen += (
-        f"; in-memory snapshots of {count_text(plan.parameters or 0)} parameters need {size_text(need)} on this node"
-    )
+    seen += f"; in-memory snapshots of {count_text(plan.parameters or 0)} parameters need {size_text(need)} here"
     if need <= free:
         seen += "" if memory.enabled else ": `memory: {enabled: true}` would fit"
         return Finding("shared memory", "ok", seen)

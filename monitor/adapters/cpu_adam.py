@@ -13,29 +13,33 @@ from monitor.adapters.identity import Hook
 
 
 class BetaPowers:
-    """Notes the step at which an optimizer computed its powers last, and with which betas, as long as it lives."""
+    """Notes the step at which an optimizer computed its powers last, its last one and the betas of that.
+
+    A schedule may have moved betas since. FusedAdams of one process share an object: of two, only one is exact."""
 
     def __init__(self, optimizer: Any) -> None:
-        groups = [_betas_of(group) for group in optimizer.param_groups]
-        self._computed, self._step = 1, _last_step(optimizer)
-        # Of the last step; a schedule may have moved them since. DeepSpeed takes one when it is initialized.
-        self._betas = groups[-1] if groups[1:] != groups[:-1] else _betas_of(optimizer.defaults)
-        if self._step > 1:  # loaded, or trained before anything was noted: which of both is not known
-            self.restore(optimizer, [self._step + 1, *groups[-1]])
+        # It may have loaded its state, or trained: which of both is not known, so it computes at the next step.
+        last = _last_step(optimizer)
+        self.restore(optimizer, [last + 1, last, *_betas_of(optimizer.param_groups[-1])])
         optimizer.register_step_pre_hook(Hook([], self._note))
 
-    def state(self) -> list[float]:
+    def state(self, optimizer: Any) -> list[float]:
         """Return what :meth:`restore` takes."""
-        return [self._computed, *self._betas]
+        last = _last_step(optimizer)
+        if last - self._step not in (-1, 0):  # loaded since the last step
+            return [last + 1, last, *_betas_of(optimizer.param_groups[-1])]
+        return [self._computed, self._step, *self._betas]
 
-    def restore(self, optimizer: Any, saved: Sequence[float] | None) -> None:
+    def restore(self, optimizer: Any, saved: object) -> None:
         """Repeat the products after the optimizer's state was loaded. saved: None if the save does not have them."""
-        groups, last = [_betas_of(group) for group in optimizer.param_groups], _last_step(optimizer)
-        # Without a record: groups with betas of their own take turns.
-        computed, *self._betas = saved or (1 if groups[1:] == groups[:-1] else last, *groups[-1])
-        self._step, self._computed = last, int(computed)
-        for step in (last + 2, *range(self._computed, last + 1)):  # after a gap, so that it computes
-            _count(optimizer, step, self._betas)
+        if not isinstance(saved, list):  # groups with betas of their own take turns
+            last, groups = _last_step(optimizer), [_betas_of(group) for group in optimizer.param_groups]
+            saved = [1 if groups[1:] == groups[:-1] else last, last, *groups[-1]]
+        computed, step, *betas = saved
+        self._betas: list[float] = betas
+        self._step, self._computed = int(step), int(min(computed, step + 1))
+        for number in (self._step + 2, *range(self._computed, self._step + 1)):  # after a gap, so that it computes
+            _count(optimizer, number, self._betas)
 
     def _note(self, optimizer: Any, *_: object) -> None:
         for group in optimizer.param_groups:
@@ -69,7 +73,7 @@ def _last_step(optimizer: Any) -> int:
 
 def _count(optimizer: Any, step: int, betas: Sequence[float]) -> None:
     """Let the C++ object count an empty step."""
-    nothing = torch.empty(0, device="cpu")
+    nothing = torch.empty(0, dtype=torch.float32, device="cpu")
     if _is_fused(optimizer):
         call = (0, optimizer._dummy_overflow_buf, [[nothing]] * 4, 0.0, *betas, 1e-8, step)
         optimizer.multi_tensor_adam(*call, optimizer.adam_w_mode, 1, 0.0)

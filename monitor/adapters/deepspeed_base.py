@@ -362,7 +362,7 @@ class ZeroAdapter(EngineAdapter, ABC):
             "scalars": scalars,
             "slots": slots,
             "unused": self._reused.unused(),
-            "beta_powers": self._beta_powers and self._beta_powers.state(),
+            "beta_powers": self._beta_powers and self._beta_powers.state(self._base_optimizer),
             **engine_state(self.engine),
         }
 

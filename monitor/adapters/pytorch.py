@@ -124,8 +124,10 @@ class PyTorchAdapter(base.Adapter):
         groups = [group["params"] for group in self.optimizer.param_groups if group["params"]]
         if self._places or not groups:  # ranks hold different ones
             return None
-        params = groups[step % len(groups)]
-        found = params[step // len(groups) % len(params)]
+        number = int(digest(str(step).encode())[:15], 16)
+        params = groups[number % len(groups)]
+        some = (params[(number // len(groups) + i) % len(params)] for i in range(16))
+        found = next((one for one in some if one.requires_grad), params[0])
         hooks = {getattr(hook, "__name__", "") for one in self._replicated for hook, _ in one._comm_hooks}
         # Also after a forward without gradients, on this rank alone perhaps.
         unsynced = wait and not all(one.require_forward_param_sync for one in self._replicated)

@@ -112,12 +112,15 @@ def test_so_does_one_whose_betas_moved(fused: bool, after: bool) -> None:
     for step in (1, 5, 9, 10, 11, 25, 30, 31, 32, 45, 55):
         first = CpuAdam([(0.9, 0.999)], fused)
         first.train(range(step), schedule, after=after)
-        resumed = CpuAdam([first.param_groups[0]["betas"]], fused).at(step, first.powers.state())
+        resumed = CpuAdam([first.param_groups[0]["betas"]], fused).at(step, first.powers.state(first))
         assert resumed.train(range(step, 60), schedule, after=after) == undisturbed[step:]
         again = CpuAdam([(0.9, 0.999)], fused)
         again.train(range(step - 1))  # its last step is the one before that which is resumed
         again.param_groups[0]["betas"] = first.param_groups[0]["betas"]
-        assert again.at(step, first.powers.state()).train(range(step, 60), schedule, after=after) == undisturbed[step:]
+        assert (
+            again.at(step, first.powers.state(first)).train(range(step, 60), schedule, after=after)
+            == undisturbed[step:]
+        )
 
 
 def test_a_group_that_takes_no_steps_does_not_count() -> None:
@@ -125,7 +128,7 @@ def test_a_group_that_takes_no_steps_does_not_count() -> None:
     undisturbed, first = CpuAdam(groups, False, frozen=1), CpuAdam(groups, False, frozen=1)
     seen = undisturbed.train(range(40))
     first.train(range(20))
-    assert CpuAdam(groups, False, frozen=1).at(20, first.powers.state()).train(range(20, 40)) == seen[20:]
+    assert CpuAdam(groups, False, frozen=1).at(20, first.powers.state(first)).train(range(20, 40)) == seen[20:]
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -137,9 +140,49 @@ def test_state_that_another_loaded_is_computed_anew(fused: bool) -> None:
         first = CpuAdam([(0.9, 0.999)], fused, loaded=20 if before else None)
         first.state.update({group["params"][0]: {"step": 20} for group in first.param_groups})
         first.train(range(20, step))
-        state = first.powers.state()
+        state = first.powers.state(first)
         assert state[0] == 21
         assert CpuAdam([(0.9, 0.999)], fused).at(step, state).train(range(step, 60)) == seen[step - 20 :]
+
+
+def load(optimizer: CpuAdam, step: int) -> None:
+    """As ``engine.load_checkpoint()``."""
+    optimizer.state.update({group["params"][0]: {"step": step} for group in optimizer.param_groups})
+
+
+@pytest.mark.parametrize("moved", [1, 351])
+@pytest.mark.parametrize("saved_at", [200, 201, 300])
+def test_an_earlier_step_that_another_loaded_is_computed_anew(moved: int, saved_at: int) -> None:
+    """In the middle of training, and saved before or after the next step."""
+    live = CpuAdam([(0.85, 0.999)], False)
+    live.train(range(400), {moved - 1: (0.9, 0.999)})
+    load(live, 200)
+    live.train(range(200, saved_at))
+    state = live.powers.state(live)
+    resumed = CpuAdam([(0.9, 0.999)], False).at(saved_at, state)
+    again = resumed.powers.state(resumed)
+    seen = live.train(range(saved_at, 500))
+    assert CpuAdam([(0.9, 0.999)], False).at(saved_at, again).train(range(saved_at, 500)) == seen
+    first = resumed.train(range(saved_at, 310))
+    last = CpuAdam([(0.9, 0.999)], False).at(310, resumed.powers.state(resumed))
+    assert [*first, *last.train(range(310, 500))] == seen
+
+
+@pytest.mark.parametrize("counts", [(200, 5), (200, 199), (201, 199), (5, 200), (199, 200)])
+def test_groups_that_count_differently(counts: tuple[int, int]) -> None:
+    def made() -> CpuAdam:
+        optimizer = CpuAdam([(0.9, 0.999)] * 2, False)
+        for group, count in zip(optimizer.param_groups, counts, strict=True):
+            optimizer.state[group["params"][0]] = {"step": count}
+        return optimizer
+
+    live = made()
+    live.train(range(40))
+    resumed = made()
+    for group in resumed.param_groups:
+        resumed.state[group["params"][0]]["step"] += 40
+    resumed.powers.restore(resumed, live.powers.state(live))
+    assert resumed.train(range(20)) == live.train(range(20))
 
 
 def test_a_second_attach_to_one_that_was_trained_is_exact() -> None:
@@ -147,7 +190,7 @@ def test_a_second_attach_to_one_that_was_trained_is_exact() -> None:
     trained.train(range(20))
     trained.attach()
     trained.train(range(20, 30))
-    state = trained.powers.state()
+    state = trained.powers.state(trained)
     seen = trained.train(range(30, 60))
     assert CpuAdam([(0.9, 0.999)], False).at(30, state).train(range(30, 60)) == seen
 
@@ -157,10 +200,11 @@ def test_saves_that_lack_the_step_are_read() -> None:
     schedule = {step: (0.85 + step / 200, 0.999) for step in range(10)}
     first = CpuAdam([(0.9, 0.999)], False)
     first.train(range(20), schedule)
-    assert first.powers.state()[0] == 10
+    assert first.powers.state(first)[0] == 10
     resumed = CpuAdam([first.param_groups[0]["betas"]], False).at(20)
-    assert resumed.powers.state()[0] == 1
-    assert CpuAdam([(0.9, 0.999), (0.8, 0.95)], False).at(20).powers.state()[0] == 20
+    assert resumed.powers.state(resumed)[0] == 1
+    turns = CpuAdam([(0.9, 0.999), (0.8, 0.95)], False).at(20)
+    assert turns.powers.state(turns)[0] == 20
 
 
 def test_other_optimizers_are_left_alone() -> None:

@@ -50,13 +50,16 @@ def pair() -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
     return wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1)
 
 
-def test_each_step_probes_another_parameter() -> None:
+@pytest.mark.parametrize("every", [1, 2, 10, 16])
+def test_each_step_probes_another_parameter_that_is_trained(every: int) -> None:
+    """Also where only every so many steps decide."""
     first = {"generator": pair(), "critic": pair()}
+    first["critic"][0].module[0].requires_grad_(False)
     adapter = adapter_for(first)
-    parameters = [parameter for wrapped, _ in first.values() for parameter in wrapped.parameters()]
-    found = [adapter.probe(step, wait=False) for step in range(len(parameters))]
+    parameters = [one for wrapped, _ in first.values() for one in wrapped.parameters() if one.requires_grad]
+    found = [adapter.probe(every * step, wait=False) for step in range(200)]
     assert {id(one) for one in found} == {id(one) for one in parameters}
-    assert adapter.probe(len(parameters), wait=False) is found[0]
+    assert adapter.probe(7 * every, wait=False) is found[7]
 
 
 def test_where_reading_waits_a_parameter_is_probed_only_if_gradients_may_not_be_averaged() -> None:

@@ -171,7 +171,7 @@ def test_a_store_in_a_bucket_traces_into_the_working_directory(tmp_path: Path, m
     [
         ({"store": "gcs://bucket/x"}, "gcs:// is not supported"),
         ({"store": "s3://bucket/x", "daemon": {"enabled": True}}, "into directories only"),
-        ({"store": "checkpoints", "s3": {"region": "eu-west-1"}}, "s3: the section is used"),
+        ({"store": "checkpoints", "s3": {"region": "eu-west-1"}}, "s3: the section is for"),
         ({"store": "s3://bucket/x", "s3": {"secret": "x"}}, "unknown key 's3.secret'"),
         ({"store": "s3://bucket/x", "s3": {"part_mib": 4}}, "s3.part_mib"),
     ],
