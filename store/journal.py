@@ -81,7 +81,7 @@ def find_chain(journal: Catalog, commit: SaveId, versions: Collection[SaveId]) -
 def chain_from(journal: Catalog, resolution: Resolution) -> Chain | None:
     """Return the records that continue a commit, if its versions fit: weights need the moments of the same step."""
     moving = {(unit.layer, one.save) for unit, one in resolution.versions.items() if one.record.moving}
-    if resolution.fallbacks or len({layer for layer, _ in moving}) < len(moving):
+    if len({layer for layer, _ in moving}) < len(moving):
         return None
     return find_chain(journal, resolution.manifest.save, {save for _, save in moving})
 

@@ -59,7 +59,7 @@ def chain_to(
             resolution = resolve(catalog, save, bad)
         except (DamagedError, StorageError):
             continue
-        chain = chain_from(journal, resolution)
+        chain = None if resolution.fallbacks else chain_from(journal, resolution)
         if chain is None or all(one.save != record for one in chain.steps):
             continue
         steps = tuple(one for one in chain.steps if one.save.step <= record.step)

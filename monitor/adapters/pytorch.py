@@ -131,7 +131,7 @@ class PyTorchAdapter(base.Adapter):
         hooks = {getattr(hook, "__name__", "") for one in self._replicated for hook, _ in one._comm_hooks}
         # Also after a forward without gradients, on this rank alone perhaps.
         unsynced = wait and not all(one.require_forward_param_sync for one in self._replicated)
-        plain = type(found) in PLAIN_TENSORS and found.layout is torch.strided and found.numel()
+        plain = type(found) in PLAIN_TENSORS and found.layout is torch.strided and found.is_contiguous()
         return found if plain and (unsynced or hooks & _LOCAL_HOOKS or found.device.type == "cpu") else None
 
     def before_update(self, hook: Callable[[], None]) -> None:

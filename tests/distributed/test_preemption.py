@@ -75,7 +75,7 @@ def test_a_part_is_saved_where_time_is_too_short(tmp_path: Path) -> None:
     newest = found.manifest(found.saves()[0])
     ages = [record.staleness for record in newest.units]
     assert newest.step == 5 and 0 < ages.count(0) < len(ages) and set(ages) == {0, 1}
-    # The log, as the process may have to end before the script is told.
+    # Read from the log: the process may end before the script can report it.
     assert f" after the signal: {ages.count(0)} of {len(ages)} layer slots" in ended.output
     resumed = run(tmp_path, steps=5, settings=settings, width=64)
     assert resumed.code == 0 and resumed.one("resumed")["exact"] is False
