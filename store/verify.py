@@ -17,7 +17,7 @@ from store.encoding.base import Bytes, chunk_sizes
 from store.encoding.stream import next_chunk, require_end
 from store.errors import DamagedError, MissingError, NothingToResumeError, StorageError, UnreachableError
 from store.fragments import Readable, Source, StoredBytes, check_encoded
-from store.journal import chain_from, journal_catalog, recorded
+from store.journal import find_chain, journal_catalog, recorded
 from store.names import SEGMENTS, SaveId, part_path, payload_path
 from store.resolve import Key, RejectedVersion, Resolution, base_key, index_bases, newest_resumable, resolve, whole_key
 from store.schema import Entry, PartRecord
@@ -180,7 +180,8 @@ def _with_journal(
     report = replace(report, problems=problems, bytes_read=report.bytes_read + checker.bytes_read)
     if report.resumable is None or not groups:
         return report
-    end, chain = report.resumable, chain_from(journal, resolve(catalog, report.resumable, _units(bad)))
+    resolution, end = resolve(catalog, report.resumable, _units(bad)), report.resumable
+    chain = find_chain(journal, end, {one.save for one in resolution.versions.values() if one.record.moving})
     for record in takewhile(lambda one: one.save not in damaged, () if chain is None else chain.steps):
         end = record.save if record.save.step > end.step else end
     whole = [group.save for group in groups if any(len(group.parts) == one.world_size for one in group.parts.values())]

@@ -89,6 +89,17 @@ def test_verify_of_a_composite_reads_the_records_that_it_needs(tmp_path: Path, h
     assert here("verify", store, "--json").code == 12
 
 
+def test_verify_of_a_damaged_commit_says_where_a_resume_ends(tmp_path: Path, here: Here) -> None:
+    """A fragment of step 8 falls back to step 4, from where the records lead on."""
+    store, job = tmp_path / "store", Job()
+    job.run(job.attach(store), 11)
+    damage(store / "segments/00000008-000001/rank-00000.safetensors")
+    led = here("verify", store, "--json").json["journal"]["step"]
+    ckpt = Job(seed=2).attach(store)
+    assert ckpt.resume() == led == 11
+    ckpt.finish(clean=False)
+
+
 def test_merge_takes_a_step_of_the_journal_and_labels_it(tmp_path: Path, here: Here) -> None:
     store, job = tmp_path / "store", Job()
     job.run(job.attach(store), 7)
