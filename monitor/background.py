@@ -179,6 +179,13 @@ class BackgroundWorker(Generic[T]):
         return True
 
 
+def run_in_background(name: str, task: Callable[[], None]) -> None:
+    """Run ``task`` in a background thread of its own, whose exceptions are dropped."""
+    worker = BackgroundWorker[None](name)
+    worker.submit(task)
+    worker.stop()
+
+
 @cache
 def _workers() -> "weakref.WeakSet[BackgroundWorker[Any]]":
     """Return the workers of this process. The first call registers an exit handler that ends their threads.

@@ -6,16 +6,17 @@ They wait for a late rank as long as the job's own collectives do. Training thre
 import pickle
 import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from monitor.background import run_in_background
 from store import errors
 from store.errors import CollectiveError, DriftpointError
 from store.memory.layout import Tier
@@ -58,7 +59,9 @@ class Group:
         return lambda: True
 
     def leave(self) -> None:
-        """Make the collectives fail from now on, here and on the ranks that wait in one. Not collective."""
+        """Make the collectives fail from now on, here and on the ranks that wait in one. Not collective.
+
+        It ends the threads of all process groups: one that still holds a tensor at exit aborts the process."""
 
 
 class GlooGroup(Group):
@@ -67,6 +70,7 @@ class GlooGroup(Group):
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = _new_group()
         self._sums: list[AsyncSum] = []
+        self._barriers: list[list[dist.ProcessGroup]] = []  # one process group each, none after leave()
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 
@@ -112,12 +116,13 @@ class GlooGroup(Group):
         """Create a barrier with rank 0's ``timeout`` in seconds, at least 1."""
         bound = timedelta(seconds=max(1.0, self.broadcast(timeout)))
         # The group needs the same timeout: the other ranks wait for rank 0 as long as that.
-        group = dist.new_group(backend="gloo", timeout=bound)
+        groups = [dist.new_group(backend="gloo", timeout=bound)]
+        self._barriers.append(groups)
 
         def meet() -> bool:
             _require_member(self._group)
             try:
-                dist.monitored_barrier(group, timeout=bound)
+                dist.monitored_barrier(groups[0], timeout=bound)
             except (RuntimeError, ValueError, AssertionError):  # the last two: the process group is destroyed
                 return False
             return True
@@ -127,9 +132,12 @@ class GlooGroup(Group):
     def leave(self) -> None:
         group, self._group = self._group, None
         if group is not None:
-            dist.destroy_process_group(group)  # closes its connections
+            _destroy(group)
         for async_sum in self._sums:
             async_sum.leave()
+        for groups in self._barriers:
+            while groups:
+                _destroy(groups.pop())
 
 
 class AsyncSum:
@@ -172,11 +180,13 @@ class AsyncSum:
         return self._values
 
     def leave(self) -> None:
-        """Leave as :meth:`Group.leave` does, in a thread that first waits for the sum under way."""
-        group, self._group = self._group, None
-        if group is not None:
-            threading.Thread(target=_leave, args=(group, self._work), name="driftpoint-leave", daemon=True).start()
-        self._work = None
+        """Leave as :meth:`Group.leave` does. A sum under way is first waited for, in the background."""
+        group, work, self._group, self._work = self._group, self._work, None, None
+        if group is not None and work is not None and not work.is_completed():
+            with suppress(RuntimeError):  # at exit, no thread can be started
+                run_in_background("driftpoint-leave", partial(_leave, group, work))
+        elif group is not None:
+            _destroy(group)
 
 
 _GATHER, _BROADCAST = 1 << 10, 1 << 14  # message bytes in the first collective; longer messages need a second one
@@ -202,11 +212,16 @@ def _message(data: bytes, size: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(text.ljust(_LENGTH + size, b"\0")), dtype=torch.uint8)
 
 
-def _leave(group: dist.ProcessGroup, work: dist.Work | None) -> None:
+def _leave(group: dist.ProcessGroup, work: dist.Work) -> None:
     with suppress(RuntimeError):
-        if work is not None:
-            work.wait()  # a group is not destroyed before its work is over, and would hold the interpreter
-    dist.destroy_process_group(group)
+        work.wait()  # a group is not destroyed before its work is over, and would hold the interpreter
+    _destroy(group)
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    """Close the group's connections, and end its threads once the caller drops it."""
+    with suppress(ValueError):  # the job destroyed all groups
+        dist.destroy_process_group(group)
 
 
 @contextmanager

@@ -148,10 +148,7 @@ class Encoder:
     def _mapping(self, tag: str, value: dict[Any, Any], path: _Path, depth: int) -> Any:
         if tag == "dict" and all(type(key) is str and key != _TAG for key in value):
             return {key: self.encode(item, (path, key), depth) for key, item in value.items()}
-        pairs = [
-            [self.encode(key, (path, "key"), depth), self.encode(item, (path, key), depth)]
-            for key, item in value.items()
-        ]
+        pairs = [[self.encode(k, (path, "key"), depth), self.encode(v, (path, k), depth)] for k, v in value.items()]
         tree: dict[str, Any] = {_TAG: tag, "v": pairs}
         if isinstance(value, defaultdict):
             tree["factory"] = self._factory(value, path)

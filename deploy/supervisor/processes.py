@@ -194,9 +194,8 @@ class ProcessStopper:
         grace, notice = self._grace, self._notice
         told = send(processes_handling(self._pid, notice), notice) if notice != signal.SIGTERM else 0
         if told:
-            self._say(
-                f"{number.name}: {notice.name} to {counted(told, 'process', 'processes')}; SIGTERM in {grace:g} s"
-            )
+            asked = counted(told, "process", "processes")
+            self._say(f"{number.name}: {notice.name} to {asked}; SIGTERM in {grace:g} s")
             self._later(grace, lambda: self._terminate(f"the grace period of {grace:g} s is over"))
             return
         self._send(signal.SIGTERM)

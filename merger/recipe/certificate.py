@@ -86,10 +86,8 @@ def held_slots(checkpoint: Checkpoint, fqn: str) -> list[str]:
 
 
 def _rows(parts: Mapping[str, Part], source_of: Mapping[str, str], taken: Slots, run_state: str) -> list[_Row]:
-    known = {
-        name: {(unit.layer, unit.slot): unit for unit in part.checkpoint.certificate.units}
-        for name, part in parts.items()
-    }
+    certificates = {name: part.checkpoint.certificate for name, part in parts.items()}
+    known = {name: {(unit.layer, unit.slot): unit for unit in one.units} for name, one in certificates.items()}
     reference = parts[run_state].checkpoint
     rows: dict[tuple[str, str, str, str], _Row] = {}
     for fqn, name in source_of.items():

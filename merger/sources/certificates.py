@@ -94,10 +94,8 @@ def apply_merge_certificates(checkpoint: Checkpoint, files: RankFiles) -> Checkp
         units = tuple(_certified(unit, rows, checkpoint.step) for unit in certificate.units)
         problems_of_all = (*certificate.problems, *problems)
         certificate = replace(certificate, exact=False, as_found=False, units=units, problems=problems_of_all)
-    problems = [*checkpoint.problems, *problems]
-    return replace(
-        checkpoint, run_states=states, certificate=certificate, problems=tuple(problems), unvouched=unvouched
-    )
+    every = (*checkpoint.problems, *problems)
+    return replace(checkpoint, run_states=states, certificate=certificate, problems=every, unvouched=unvouched)
 
 
 def _stale(checkpoint: Checkpoint, files: RankFiles) -> str | None:

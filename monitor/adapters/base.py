@@ -53,9 +53,7 @@ def weights_of(pieces: Iterable[Piece]) -> list[torch.Tensor]:
 def sample(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate the bytes of the first and last elements of each 1-d tensor that is on the first one's device."""
     ends = [end for one in tensors if one.device == tensors[0].device for end in (one[:_SAMPLE], one[-_SAMPLE:])]
-    return (
-        torch.cat([end.view(torch.uint8) for end in ends]) if ends else torch.empty(0, dtype=torch.uint8, device="cpu")
-    )
+    return torch.cat([end.view(torch.uint8) for end in ends] or [torch.empty(0, dtype=torch.uint8, device="cpu")])
 
 
 @dataclass(frozen=True)

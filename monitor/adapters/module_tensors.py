@@ -188,9 +188,8 @@ class ModuleTensors:
         """Return the values of ``module.state_dict()``; extra state is that of a module in the run state."""
         canonical = {alias: fqn for fqn, names in self.aliases().items() for alias in names}
         first = {id(module): self._naming(path) for path, module in self._module.named_modules()}
-        shared = {
-            self._naming(path): first[id(module)] for path, module in self._module.named_modules(remove_duplicate=False)
-        }
+        modules = self._module.named_modules(remove_duplicate=False)
+        shared = {self._naming(path): first[id(module)] for path, module in modules}
         for key, value in self._module.state_dict().items():
             name = self._naming(key)
             module, _, last = name.rpartition(".")

@@ -248,9 +248,8 @@ def planned_slots(
     ``live``: its slots now. ``wanted``: slot -> stored dtype, also of the weights. State in the dtype of its weights
     follows the parameter, as in ``load_state_dict()``. Raises UnsupportedError for an unknown dtype."""
     new = {one: parameter.dtype if one == wanted.get(WEIGHTS) else torch_dtype(one) for one in {*wanted.values()}}
-    return {
-        slot: state[slot].dtype if slot in live else new[one] for slot, one in wanted.items() if slot not in NOT_STATE
-    }
+    stored = {slot: one for slot, one in wanted.items() if slot not in NOT_STATE}
+    return {slot: state[slot].dtype if slot in live else new[one] for slot, one in stored.items()}
 
 
 def require_by_parameter(optimizer: AnyOptimizer) -> None:

@@ -385,10 +385,7 @@ class PyTorchAdapter(base.Adapter):
 
     def _slots(self) -> dict[str, list[str]]:
         states = self.optimizer.state
-        return {
-            fqn: optimizer_state.slots_of(states.get(parameter, {}), parameter)
-            for fqn, parameter, _ in self._optimized()
-        }
+        return {fqn: optimizer_state.slots_of(states.get(one, {}), one) for fqn, one, _ in self._optimized()}
 
     def _shared(self) -> list[list[tuple[str, str]]]:
         """Return the (fqn, key) of each tensor that is in several places of the optimizer's state."""

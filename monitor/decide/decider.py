@@ -174,9 +174,8 @@ class Decider:
         ):
             return None
         try:
-            chosen = self._choose_on_rank0(
-                unit_stats(self._table, self._ledger, step, {}), self._job.policy.select, step
-            )
+            stats = unit_stats(self._table, self._ledger, step, {})
+            chosen = self._choose_on_rank0(stats, self._job.policy.select, step)
         except (Exception, SystemExit):  # noqa: BLE001 - decide() meets it again, and reports it
             return None
         self._proposed = step, chosen

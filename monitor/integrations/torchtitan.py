@@ -41,10 +41,7 @@ class TorchtitanCheckpointManager(BaseCheckpointManager):  # type: ignore[misc]
                 raise ConfigError(f"checkpoint.{name} has no meaning for Driftpoint: remove it; see docs/torchtitan.md")
         if len(built["model_parts"]) != 1:
             raise UnsupportedError(f"a pipeline schedule with {len(built['model_parts'])} stages on a rank")
-        self._settings = config.driftpoint or {
-            "store": str(Path(base_folder) / config.folder),
-            "every": config.interval,
-        }
+        self._settings = config.driftpoint or {"store": str(Path(base_folder, config.folder)), "every": config.interval}
         self._target = (built["model_parts"][0], list(built["optimizers"].optimizers))
         objects = {**built["states"], "dataloader": built["dataloader"], "lr_scheduler": built["lr_schedulers"]}
         self._objects = {name: one for name, one in objects.items() if one is not None}

@@ -141,11 +141,8 @@ def _tables(width: int, chunk_length: int, seed: int) -> tuple[int, torch.Tensor
     offsets = 1 << (_OFFSETS_PER_BUCKET * width - 1).bit_length()
     generator = torch.Generator().manual_seed(_mix(seed, chunk_length)[0] >> 1)
     signs = torch.randint(0, 2, (chunk_length,), generator=generator, dtype=torch.float32, device="cpu") * 2 - 1
-    return (
-        offsets,
-        signs,
-        torch.randperm(-(-(chunk_length + offsets) // width) * width, generator=generator, device="cpu"),
-    )
+    slots = torch.randperm(-(-(chunk_length + offsets) // width) * width, generator=generator, device="cpu")
+    return offsets, signs, slots
 
 
 @cache

@@ -209,12 +209,9 @@ class JournaledSaver(Saver):
     def _copied(self, piece: Piece) -> tuple[Fragment, torch.Tensor]:
         fragment, tensor = piece.fragment, piece.tensor
         free = self._free.setdefault((fragment, tensor.dtype), [])
-        copy = (
-            free.pop()
-            if free
-            else torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu", pin_memory=self._pinned)
-        )
-        return fragment, copy.copy_(tensor, non_blocking=self._pinned)
+        if not free:
+            free.append(torch.empty(tensor.numel(), dtype=tensor.dtype, device="cpu", pin_memory=self._pinned))
+        return fragment, free.pop().copy_(tensor, non_blocking=self._pinned)
 
     # ---- after it
 

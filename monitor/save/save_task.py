@@ -10,8 +10,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from monitor.background import Once
+from monitor.background import Once, run_in_background
 from monitor.context import JobContext
 from monitor.distributed import run_on_all_ranks
 from monitor.ledger import CommitDraft, PreparedCommit, build_manifest
@@ -247,7 +248,7 @@ def prune(
         raise SaveError(plan.blocked)
     name = f"driftpoint-weights-{catalog.store_id}"
     if plan.to_copy and all(thread.name != name for thread in threading.enumerate()):  # no save waits for it
-        threading.Thread(target=_keep_weights, args=(catalog, plan), name=name, daemon=True).start()
+        run_in_background(name, partial(_keep_weights, catalog, plan))
     place = getattr(files, "root", "the store")
     why = "would take more than its share of the disk" if fits else "has too little room for another full save"
     why = "refused a save for want of room, which its free space does not show (a quota?)" if unexplained else why

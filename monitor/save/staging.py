@@ -46,9 +46,7 @@ class StagingPool:
         """Return a wave piece for each tensor, in order. Each wave uses the same ``most`` bytes; no group is split."""
         if self._block is None:  # unpinned pages take memory only once they are written
             cuda = next((tensor.device for group in groups for tensor in group if tensor.is_cuda), None)
-            self._block = (
-                pinned_buffers([most], cuda)[0] if cuda else torch.empty(most, dtype=torch.uint8, device="cpu")
-            )
+            (self._block,) = _buffers([most], cuda)
         left, room, pieces = 0, most, list[WavePiece]()
         for group in reversed(groups):  # so that the last wave, for which training waits least, is the fullest
             if padded_bytes(group) > room:
@@ -63,11 +61,7 @@ class StagingPool:
         free = self._bytes.pop(unit, None)
         if free is not None and [buffer.numel() for buffer in free] == list(sizes):
             return free
-        return (
-            pinned_buffers(sizes, cuda)
-            if cuda
-            else [torch.empty(size, dtype=torch.uint8, device="cpu") for size in sizes]
-        )
+        return _buffers(sizes, cuda)
 
     def give_bytes(self, unit: Unit, buffers: Sequence[torch.Tensor]) -> None:
         self._bytes[unit] = list(buffers)
@@ -119,11 +113,13 @@ def padded_bytes(tensors: Sequence[torch.Tensor]) -> int:
 
 @torch.inference_mode(False)
 def _allocate(layout: UnitLayout) -> tuple[torch.Tensor, ...]:
-    numels, cuda = [fragment.numel for fragment in layout.fragments], layout.regions.cuda
-    if cuda is None:
-        return tuple(torch.empty(n, dtype=dtype, device="cpu") for n, dtype in zip(numels, layout.dtypes, strict=True))
-    sizes = [n * dtype.itemsize for n, dtype in zip(numels, layout.dtypes, strict=True)]
-    return tuple(buffer.view(dtype) for buffer, dtype in zip(pinned_buffers(sizes, cuda), layout.dtypes, strict=True))
+    sizes = [one.numel * dtype.itemsize for one, dtype in zip(layout.fragments, layout.dtypes, strict=True)]
+    buffers = _buffers(sizes, layout.regions.cuda)
+    return tuple(buffer.view(dtype) for buffer, dtype in zip(buffers, layout.dtypes, strict=True))
+
+
+def _buffers(sizes: Sequence[int], cuda: torch.device | None) -> list[torch.Tensor]:
+    return pinned_buffers(sizes, cuda) if cuda else [torch.empty(n, dtype=torch.uint8, device="cpu") for n in sizes]
 
 
 @dataclass(frozen=True)

@@ -424,9 +424,8 @@ def check_rng(adapter: Adapter, recorder: TraceRecorder, path: Path | None, grou
 def generators_digest() -> str:
     """Return a digest of the global generators of torch on the host and of numpy."""
     held = [torch.get_rng_state().numpy(), *np.random.get_state(legacy=False)["state"].values()]
-    return xxhash.xxh3_64_hexdigest(
-        b"".join(str(one).encode() if isinstance(one, int) else one.tobytes() for one in held)
-    )
+    parts = (str(one).encode() if isinstance(one, int) else one.tobytes() for one in held)
+    return xxhash.xxh3_64_hexdigest(b"".join(parts))
 
 
 def last_drawn(path: Path, step: int) -> traces.DrawnLine | None:
