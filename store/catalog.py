@@ -234,7 +234,13 @@ def open_catalog(files: Files) -> Catalog:
     try:
         data = files.read(paths.STORE, _STORE_LIMIT)
     except errors.MissingError as error:
-        raise errors.NoStoreError(f"{_root(files)} is no driftpoint store: there is no {paths.STORE} in it") from error
+        if not newest_first(list_or_empty(files, paths.MANIFESTS)):
+            raise errors.NoStoreError(f"{_root(files)} is no driftpoint store: it has no {paths.STORE}") from error
+        # Commits follow STORE.json: either another process made the store just now, or the file was lost.
+        try:
+            data = files.read(paths.STORE, _STORE_LIMIT)
+        except errors.MissingError as gone:
+            raise errors.DamagedError(f"{_root(files)} holds commits but its {paths.STORE} is missing") from gone
     reader = schema.from_bytes(schema.ReaderRecord, data, paths.STORE).reader
     if reader > schema.READER:
         raise errors.NewerFormatError(
@@ -265,10 +271,13 @@ def open_or_create(files: Files) -> Catalog:
 
     Raises StorageError if the directory holds other files: a store is never created among them. Raises DamagedError if
     it holds commits without ``STORE.json``: a new store never replaces them."""
+    advice = "run `driftpoint doctor --repair STORE`, or name an empty directory as `store:` to begin anew"
     try:
         return open_catalog(files)
     except errors.NoStoreError:
         files.make_dir("")
+    except errors.DamagedError as error:
+        raise errors.DamagedError(f"{error}: {advice}") from error
     there = [name for name in files.list_dir("") if not is_temporary(name)]
     unknown = [name for name in there if name not in paths.TOP_LEVEL | paths.FOREIGN]
     if unknown:
@@ -282,10 +291,7 @@ def open_or_create(files: Files) -> Catalog:
         try:
             return open_catalog(files)
         except errors.NoStoreError as error:
-            raise errors.DamagedError(
-                f"{_root(files)} holds commits but its {paths.STORE} is missing: run `driftpoint doctor --repair "
-                "STORE`, or name an empty directory as `store:` to begin anew"
-            ) from error
+            raise errors.DamagedError(f"{error}, but records of one: {advice}") from error
     for folder in (paths.EPOCHS, paths.SEGMENTS, paths.MANIFESTS, paths.PROVEN):
         ensure_dir(files, folder)
     record = schema.StoreRecord(format=schema.FORMAT, reader=schema.FORMAT, store_id=secrets.token_hex(16))

@@ -87,8 +87,9 @@ def test_a_store_without_its_record_is_never_made_anew_over_its_commits(job: Job
     job.save()
     remove(job.files, "STORE.json")
     before = job.files.disk.files()
-    with pytest.raises(DamagedError, match=r"STORE\.json"):
-        open_or_create(job.files)
+    for opened in (open_catalog, open_or_create):
+        with pytest.raises(DamagedError, match=r"holds commits but its STORE\.json is missing"):
+            opened(job.files)
     assert job.files.disk.files() == before
 
 

@@ -275,7 +275,8 @@ class TestStore:
     def test_a_store_that_lost_its_head(self, builder: StoreBuilder) -> None:
         builder.save(10)
         (builder.root / "STORE.json").unlink()
-        assert [one.state for one in check_store(builder.root, Retention())] == ["fail"]
+        (found,) = check_store(builder.root, Retention())
+        assert found.state == "fail" and "--repair" in found.todo
 
     @pytest.mark.parametrize("what", ["file", "file/below", "to nothing", "x" * 300])
     def test_a_path_at_which_there_can_be_no_directory(self, tmp_path: Path, what: str) -> None:

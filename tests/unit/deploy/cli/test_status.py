@@ -154,11 +154,18 @@ def test_nothing_left_to_resume(here: Here, builder: StoreBuilder) -> None:
     answer = here("status", builder.root)
     assert answer.code == 13
     assert "impossible" in answer.out
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_the_store_s_record_is_damaged_or_lost(here: Here, builder: StoreBuilder, lost: bool) -> None:
+    builder.save(10)
     flip_byte(builder.root / "STORE.json", 20)
+    if lost:
+        (builder.root / "STORE.json").unlink()
     answer = here("status", builder.root, "--json")
     assert answer.code == 13
     assert answer.json["error"]["type"] == "NothingToResumeError"
-    assert "STORE.json" in answer.json["error"]["message"]
+    assert "STORE.json" in (message := answer.json["error"]["message"]) and "doctor --repair" in message
 
 
 def test_in_use_by_another_process(here: Here, builder: StoreBuilder) -> None:

@@ -71,10 +71,13 @@ def test_a_damaged_commit_is_not_what_is_resumed_from(tmp_path: Path) -> None:
     assert (seen.newest, seen.resumes, seen.instead) == (second, first, None)
 
 
-def test_a_store_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_store_that_cannot_be_read_is_told(tmp_path: Path, lost: bool) -> None:
     store = StoreBuilder(tmp_path)
     save = store.save(10)
     (tmp_path / "STORE.json").write_bytes(b"garbage")
+    if lost:
+        (tmp_path / "STORE.json").unlink()
     seen = StoreProbe(tmp_path)
     troubles = seen.look().trouble, seen.mark(save, "exit code 1"), seen.withdraw(save)
     assert all("STORE.json" in trouble for trouble in troubles)
