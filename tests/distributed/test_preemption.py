@@ -98,8 +98,9 @@ def test_nothing_is_lost_where_the_storage_does_not_answer(tmp_path: Path) -> No
     ended = run(tmp_path, settings={"every": 2, "preemption": {"grace_seconds": 1.0}}, situation="hanging",
                 signals={"0": 5})  # fmt: skip
     assert ended.code == 75, ended.output
+    # Read from the log: the process may end before the script can report it.
     assert "step 5 is not committed yet: not enough time; the newest commit is that of step 4" in ended.output
-    assert ended.one("left")["skipped"] == "busy"
+    assert "The save that is being written may still be committed" in ended.output
     assert steps(tmp_path)[0] == 4
     assert run(tmp_path, steps=4).one("resumed")["digest"] == digests(ended)[4]
 
