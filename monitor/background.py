@@ -6,6 +6,7 @@ kept in its :class:`TaskResult`; none is swallowed. At interpreter exit, tasks t
 
 import atexit
 import ctypes
+import logging
 import os
 import queue
 import sys
@@ -20,6 +21,7 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
+_log = logging.getLogger("driftpoint")
 _STOP_TIMEOUT = 30.0  # seconds that an idle thread gets to exit, at its niceness on a busy machine
 _EXIT_TIMEOUT = 2.0  # seconds that all threads together get at interpreter exit
 _LOCKING = {"logging", "threading", "queue", "concurrent", "importlib", "_frozen_importlib"}  # modules that take locks
@@ -180,9 +182,16 @@ class BackgroundWorker(Generic[T]):
 
 
 def run_in_background(name: str, task: Callable[[], None]) -> None:
-    """Run ``task`` in a background thread of its own, whose exceptions are dropped."""
+    """Run ``task`` in a background thread of its own, and log its error."""
+
+    def run() -> None:
+        try:
+            task()
+        except Exception:  # noqa: BLE001 - the thread's edge
+            _log.exception("%s failed", name)
+
     worker = BackgroundWorker[None](name)
-    worker.submit(task)
+    worker.submit(run)
     worker.stop()
 
 

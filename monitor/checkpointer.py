@@ -147,6 +147,7 @@ class Checkpointer:
             the commit; if its weights come from several steps, the saved step closest to their effective step.
 
         Raises:
+            ConfigError: The checkpointer is closed.
             NothingToResumeError: The store contains commits, but none is complete or leads to ``step``.
             ModelMismatchError: The stored tensors or optimizer do not match this job.
             UsageError: An object in ``state=[...]`` rejects its saved state.
@@ -154,6 +155,7 @@ class Checkpointer:
             StorageError: Ranks do not see the same store, or storage failed.
 
             These are raised on all ranks and leave the job unchanged. After any other DriftpointError call it again."""
+        self._require_open()
         if self._resume_called:  # the save under way may belong to a branch that this resume leaves
             self.copied()
             self._saver.abandon(self._step, self.config.timeouts.close)
@@ -300,6 +302,7 @@ class Checkpointer:
 
         Raises:
             SaveError: The step is not committed, on all ranks. In-memory snapshots stay for the next job."""
+        self._require_open()
         left = self.preempted and self.config.preemption.exit
         trained = (self._trained or self._misuse.updates) and not self._live.mixed
         if isinstance(self._saver, Saver) and trained and not left:

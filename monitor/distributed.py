@@ -6,6 +6,7 @@ They wait for a late rank as long as the job's own collectives do. Training thre
 import pickle
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -213,8 +214,11 @@ def _message(data: bytes, size: int) -> torch.Tensor:
 
 
 def _leave(group: dist.ProcessGroup, work: dist.Work) -> None:
-    with suppress(RuntimeError):
-        work.wait()  # a group is not destroyed before its work is over, and would hold the interpreter
+    """Destroy the group once its work is over: before, that would hold the interpreter.
+
+    It never waits in C++, where a thread that is left at exit aborts the process."""
+    while not work.is_completed():
+        time.sleep(_POLL)
     _destroy(group)
 
 
@@ -242,6 +246,7 @@ def _require_member(group: dist.ProcessGroup | None) -> None:
         raise CollectiveError("this rank has left the collectives")
 
 
+_POLL = 0.02  # seconds
 _SHORTEST_TIMEOUT = timedelta(minutes=30)
 """torch's default for gloo. Ranks may be this late even if the timeout of the accelerator's backend is shorter."""
 

@@ -130,10 +130,7 @@ class Prior:
         of shape 1 + interruptions and rate b_k + gpu_hours, and its weight is multiplied by the probability of the
         observations (Gelman et al., *Bayesian Data Analysis*, 3rd ed., 2.6). Returns the mean over all kinds."""
         seen, hours = interruptions + 1, [self._hours(kind) for kind in range(_KINDS)]
-        logs = [
-            -kind * math.log(_RARER) + math.log(mean) - seen * math.log(mean + gpu_hours)
-            for kind, mean in enumerate(hours)
-        ]
+        logs = [math.log(h) - k * math.log(_RARER) - seen * math.log(h + gpu_hours) for k, h in enumerate(hours)]
         largest = max(logs)
         likely = [math.exp(log - largest) for log in logs]
         means = [seen / (mean + gpu_hours) for mean in hours]

@@ -80,11 +80,9 @@ def create(out: Path, values: Mapping[str, Any], *, schema: bool) -> list[Path]:
 
 
 def _draw(console: Console, files: list[Path]) -> None:
-    beside = f", and {files[1]} for editors" if len(files) > 1 else ""
-    console.print(output.cell(f"Wrote {files[0]}{beside}."))
-    console.print(
-        output.cell(f'Next: monitor.attach(..., "{files[0]}") in the script; driftpoint doctor -c {files[0]}')
-    )
+    made, beside = files[0], f", and {files[1]} for editors" if len(files) > 1 else ""
+    console.print(output.cell(f"Wrote {made}{beside}."))
+    console.print(output.cell(f'Next: monitor.attach(..., "{made}") in the script; driftpoint doctor -c {made}'))
     console.print(output.cell("After the first start: set `create: false` of `store:`, as a comment there shows."))
 
 

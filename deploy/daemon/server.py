@@ -131,9 +131,8 @@ class Daemon:
         self._metrics.serve(self._options.host, self._options.port, self._options.security)
         self._node = Node(self._options, self._metrics)
         self._node.rescue_leftovers()
-        server = await asyncio.start_unix_server(
-            self._serve, sock=hold.socket, limit=protocol.LINE_LIMIT, backlog=_BACKLOG
-        )
+        limit = protocol.LINE_LIMIT
+        server = await asyncio.start_unix_server(self._serve, sock=hold.socket, limit=limit, backlog=_BACKLOG)
         ticking = asyncio.create_task(self._tick())
         _log.info("daemon %d serves %s, metrics at %s", os.getpid(), self._options.base, self._metrics.url)
         await self._ending.wait()

@@ -203,17 +203,15 @@ class Supervisor:
             self._log.message(str(error))  # it could be started before: a disk or a machine that is short of something
             return _CANNOT_START, None
         grace, notice = self._options.grace, self._options.notice
-        stopping = processes.ProcessStopper(
-            child.pid, self._log.message, grace=grace, notice=notice, others=self._others
-        )
+        stop = processes.ProcessStopper(child.pid, self._log.message, grace=grace, notice=notice, others=self._others)
         while (code := child.poll()) is None:
             processes.reap(but=child.pid)
-            stopping.act()
-            due = stopping.seconds
+            stop.act()
+            due = stop.seconds
             received = self._next_signal(_MAX_WAIT if due is None else due)
             if received is not None and received != signal.SIGCHLD:
-                stopping.take(received)
-        return code, stopping.exit_request(code)
+                stop.take(received)
+        return code, stop.exit_request(code)
 
     def _start(self) -> subprocess.Popen[bytes]:
         command = list(self._options.command)

@@ -84,10 +84,8 @@ def _run_state(recipe: Recipe, parts: Mapping[str, Part], errors: list[Driftpoin
             "schedule and random generators is ambiguous: add `run_state:` with one of them"
         )
         errors.append(ConfigError(text))
-    return found[0], (
-        *recipe.notes,
-        f"run state (counters, schedule, random generators) is of {found[0]}, step {newest}",
-    )
+    note = f"run state (counters, schedule, random generators) is of {found[0]}, step {newest}"
+    return found[0], (*recipe.notes, note)
 
 
 def _files(recipe: Recipe, parts: Mapping[str, Part], run_state: str, errors: list[DriftpointError]) -> Path | None:

@@ -299,9 +299,8 @@ class ZeroAdapter(EngineAdapter, ABC):
         self.before_update(hook)
         hook = Hook(self.hooks, hook)
         self._base_optimizer.register_load_state_dict_pre_hook(lambda *_: hook())
-        wrap_methods(
-            self.engine, ("load_checkpoint", "load_module_state_dict", "offload_states", "reload_states"), hook
-        )
+        loading = ("load_checkpoint", "load_module_state_dict", "offload_states", "reload_states")
+        wrap_methods(self.engine, loading, hook)
         wrap_methods(self._zero, _CHANGING, hook)
         wrap_methods(self._zero, ("_link_all_hp_params",), then=lambda: self._intercept_parameters(hook))
         self._intercept_parameters(hook)

@@ -128,9 +128,8 @@ def sharded_tensors(module: nn.Module) -> module_tensors.ModuleTensors:
             if isinstance(part, FSDPModule):
                 part.reshard()
 
-    return module_tensors.ModuleTensors(
-        module, module_tensors.without_wrappers, known=frozenset({DTensor}), before=reshard
-    )
+    plain = module_tensors.without_wrappers
+    return module_tensors.ModuleTensors(module, plain, known=frozenset({DTensor}), before=reshard)
 
 
 class DTensorAdapter(PyTorchAdapter):

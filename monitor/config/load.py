@@ -147,9 +147,7 @@ class Config(sections.Settings):
         if self.bounds.precision == "exact":
             lossy = [name for name in encodings.values() if not encoding_named(name).lossless]
             if lossy:
-                raise ConfigError(
-                    f"bounds.precision: exact forbids memory.encoding {lossy[0]}, which loses bits: remove one"
-                )
+                raise ConfigError(f"bounds.precision: exact forbids memory.encoding {lossy[0]}, which loses bits")
         return encodings
 
     def shares_memory(self) -> bool:

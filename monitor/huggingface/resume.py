@@ -162,12 +162,15 @@ def plan_resume(
     progress = TrainerProgress(None, None, None, TrainingLength(0.0, 0, 0), group.rank)
     prediction = predict_resume(config, group, UserState(joined({TRAINER: progress}, state)))
     if prediction is None:
+        group.leave()
         return None
     saved = None if prediction.user is None else require_trainer_progress(next(iter(prediction.user), None))
+    predicted = trainer_state(prediction, saved, args, group)
+    group.leave()
     with ExitStack() as end:
         folder = Path(tempfile.mkdtemp(prefix="driftpoint-trainer-"))
         end.callback(shutil.rmtree, folder, ignore_errors=True)
-        (folder / "trainer_state.json").write_text(json.dumps(trainer_state(prediction, saved, args, group), indent=2))
+        (folder / "trainer_state.json").write_text(json.dumps(predicted, indent=2))
         if type(model).__module__.startswith("peft."):
             save_file({}, folder / "model.safetensors")  # PEFT does not read an index
             # Keeps the Trainer from warning of missing tensors.

@@ -257,9 +257,7 @@ def _match_patterns(fqns: Sequence[str], patterns: Mapping[str, str]) -> dict[st
         try:
             compiled = re.compile(pattern)
         except re.error as error:
-            raise ConfigError(
-                f"the pattern {pattern!r} of layer {layer!r} is not a regular expression: {error}"
-            ) from error
+            raise ConfigError(f"pattern {pattern!r} of layer {layer!r} is not a regular expression: {error}") from error
         matched = [fqn for fqn in fqns if compiled.fullmatch(fqn)]
         if not matched:
             raise ConfigError(

@@ -228,9 +228,7 @@ def _rescue_newest(tier: Tier, catalog: Catalog, aborted: Callable[[], bool]) ->
         for rank, one in held.items():
             epoch, _, branch = one.payload.parent.name.partition(".")
             if is_owned(tier.generation(int(epoch), int(branch or 0)).owner(rank)):
-                raise errors.StoreInUseError(
-                    f"rank {rank} of the job of version {one.record.save} lives: it saves itself"
-                )
+                raise errors.StoreInUseError(f"rank {rank} of the job of {one.record.save} lives: it saves itself")
         world_size = next(iter(held.values())).record.part.world_size
         missing = sorted(set(range(world_size)) - {rank for rank, one in held.items() if not one.record.replica})
         if missing:  # also of a rank with a replica only, which may live elsewhere
