@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import monitor
+from store.errors import ConfigError
 from tests.support.internals import saver_of
 
 Job = tuple[torch.nn.Module, torch.optim.Optimizer]
@@ -124,4 +125,13 @@ def test_a_model_is_copied_and_pickled_without_its_checkpointer(tmp_path: Path) 
         model.load_state_dict(one[0].state_dict())
         hooks = model._load_state_dict_pre_hooks.values()
         assert hooks and not any("monitor" in type(hook.hook).__module__ for hook in hooks)
+    ckpt.close()
+
+
+def test_a_closed_checkpointer_refuses_calls(tmp_path: Path) -> None:
+    ckpt = trained(job(), tmp_path / "s")
+    ckpt.close()
+    for call in (ckpt.step, ckpt.save, ckpt.resume, ckpt.commit_last_step):
+        with pytest.raises(ConfigError, match="this checkpointer is closed"):
+            call()
     ckpt.close()
