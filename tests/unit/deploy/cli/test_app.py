@@ -104,7 +104,7 @@ def test_help_imports_neither_torch_nor_the_merger() -> None:
 def test_errors_are_one_line_on_stderr(here: Here, tmp_path: Path, command: str) -> None:
     answer = here(command, tmp_path, *COMMANDS[command])
     assert (answer.code, answer.out) == (10, "")
-    assert re.fullmatch(r"error: [^\n]* there is no STORE\.json in it[^\n]*\n", answer.err)
+    assert re.fullmatch(r"error: [^\n]* it has no STORE\.json[^\n]*\n", answer.err)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
