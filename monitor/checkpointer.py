@@ -383,10 +383,10 @@ class Checkpointer:
             needed = self._memory is not None and self._memory.close()
             self._listeners.on_close(ended and not self.preempted and not needed, timeout)
             self._preemption.close(leaving=self.preempted and self.config.preemption.exit)
-            self._job.group.leave()
             if not self._saver.in_progress and (self._memory is None or self._memory.wait(0.0)):
                 for hook in self._job.adapter.hooks:  # which the framework keeps. No copy needs them any more
                     hook.call = None
+            self._job.group.leave()
 
     def _close_at_exit(self) -> None:
         # last_value: set by an uncaught exception, but not by sys.exit(1)

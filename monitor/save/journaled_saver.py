@@ -83,7 +83,7 @@ class JournaledSaver(Saver):
         self._reached: tuple[SaveId | None, deque[int]] = None, deque(maxlen=2)  # last commit, oldest versions of two
         self._pinned = torch.cuda.is_available()
         if any(group.get("capturable") for one in job.adapter.optimizers() for group in one.param_groups):
-            raise UnsupportedError("journal: a CUDA graph repeats a capturable optimizer's steps: capturable=False")
+            raise UnsupportedError("journal: in CUDA graphs, capturable optimizers step unseen: set capturable=False")
         self._weights: tuple[Any, list[torch.Tensor], list[torch.Tensor]] = None, [], []  # layout, all, frozen ones
         for number, optimizer in enumerate(job.adapter.optimizers()):
             hook = optimizer.register_step_pre_hook(Hook(job.adapter.hooks, partial(self._before_step, number)))
