@@ -112,10 +112,8 @@ if TYPE_CHECKING:
 else:  # typer would convert the parser's result to a plain Path
     StorePath = object
 
-StoreArgument = Annotated[
-    StorePath,
-    Argument(metavar="STORE", parser=place_of, help="Directory of the store, or its s3://, az:// or gs:// URL."),
-]
+_STORE = "Directory of the store, or its s3://, az:// or gs:// URL."
+StoreArgument = Annotated[StorePath, Argument(metavar="STORE", parser=place_of, help=_STORE)]
 JsonOption = Annotated[bool, Option("--json", help="Print one JSON object instead of tables.")]
 DebugOption = Annotated[bool, Option("--debug", help="Show the traceback of an error.")]
 MemoryOption = Annotated[Path, Option(metavar="PATH", help="Shared memory directory: the job's `memory: {path: ...}`.")]

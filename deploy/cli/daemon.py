@@ -23,7 +23,6 @@ from store.memory.layout import make_home
 from store.metrics_server import EndpointSecurity, Tls
 
 app = Typer(epilog=EPILOG, no_args_is_help=False, help="Run, query and stop the daemon of this node.")
-
 _PATIENCE = 10.0  # seconds to wait for the daemon's answer
 _LOG_BYTES = 1 << 20
 _DEFAULT = Options(Path())
@@ -58,9 +57,8 @@ def run(
 
     base = base_of(memory)
     make_home(base)
-    security = EndpointSecurity(
-        tls=Tls(cert=_absolute(tls_cert), key=_absolute(tls_key), client_ca=_absolute(tls_client_ca)), insecure=insecure
-    )
+    tls = Tls(cert=_absolute(tls_cert), key=_absolute(tls_key), client_ca=_absolute(tls_client_ca))
+    security = EndpointSecurity(tls=tls, insecure=insecure)
     security.check(host, "--host")
     options = Options(base, port, exit_idle, grace, host=host, security=security)
     with system_errors("write", f"the log {log}"):

@@ -25,25 +25,19 @@ if TYPE_CHECKING:
 CONFIG = Path("driftpoint.yaml")
 _PATIENCE = 15.0  # seconds to retry requests to a bucket; short, because a user waits
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+_STORE = "Directory (existing or planned), or s3://, az:// or gs:// URL."
+_REPAIR = "Restore a lost or damaged STORE.json from the store's other records, then check."
 
 
 def doctor(
-    store: Annotated[
-        StorePath | None,
-        Argument(
-            metavar="[STORE]", parser=place_of, help="Directory (existing or planned), or s3://, az:// or gs:// URL."
-        ),
-    ] = None,
+    store: Annotated[StorePath | None, Argument(metavar="[STORE]", parser=place_of, help=_STORE)] = None,
     *,
     config: Annotated[
         Path | None, Option("--config", "-c", metavar="FILE", help="The job's YAML (./driftpoint.yaml if it exists).")
     ] = None,
     parameters: Annotated[str | None, Option(metavar="N", help="Number of model parameters: 350M, 8b.")] = None,
     nodes: Annotated[int, Option(min=1, metavar="N", help="Number of nodes of the job.")] = 1,
-    repair: Annotated[
-        bool,
-        Option("--repair", help="Restore a lost or damaged STORE.json from the store's other records, then check."),
-    ] = False,
+    repair: Annotated[bool, Option("--repair", help=_REPAIR)] = False,
     json: JsonOption = False,
     _debug: DebugOption = False,
 ) -> None:

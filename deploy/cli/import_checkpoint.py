@@ -17,32 +17,16 @@ from store.location import place_of
 if TYPE_CHECKING:
     from merger.import_checkpoint import ImportPlan, ImportResult
 
+_CHECKPOINT = "A checkpoint of DeepSpeed, DCP, the Trainer or torch.save, or another store."
+_STORE = "The store to write: without commits, or a new or empty directory or s3://, az:// or gs:// prefix."
+_STEP = "A step, a tag or a save name. Default: `latest` of a DeepSpeed directory, otherwise the newest."
+
 
 def import_(
-    checkpoint: Annotated[
-        StorePath,
-        Argument(
-            parser=place_of,
-            metavar="CHECKPOINT",
-            help="A checkpoint of DeepSpeed, DCP, the Trainer or torch.save, or another store.",
-        ),
-    ],
+    checkpoint: Annotated[StorePath, Argument(parser=place_of, metavar="CHECKPOINT", help=_CHECKPOINT)],
     *,
-    store: Annotated[
-        StorePath,
-        Option(
-            metavar="STORE",
-            parser=place_of,
-            help="The store to write: without commits, or a new or empty directory or s3://, az:// or gs:// prefix.",
-        ),
-    ],
-    step: Annotated[
-        str | None,
-        Option(
-            metavar="STEP",
-            help="A step, a tag or a save name. Default: `latest` of a DeepSpeed directory, otherwise the newest.",
-        ),
-    ] = None,
+    store: Annotated[StorePath, Option(metavar="STORE", parser=place_of, help=_STORE)],
+    step: Annotated[str | None, Option(metavar="STEP", help=_STEP)] = None,
     link: Annotated[bool, Option("--link", help="Take a store's commit as it is, by hard links if possible.")] = False,
     allow_nonfinite: NonfiniteOption = False,
     json: JsonOption = False,

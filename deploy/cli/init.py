@@ -9,7 +9,7 @@ from rich.console import Console
 from typer import Option
 
 from deploy import console as output
-from deploy.cli.run import DEFAULT_STORE
+from deploy.cli.run import CONFIG, DEFAULT_STORE
 from deploy.console import DebugOption, JsonOption
 from store.config_file import parse_value
 from store.errors import ConfigError, StorageError, UsageError
@@ -19,9 +19,7 @@ from store.names import STORE
 
 def init(
     *,
-    out: Annotated[Path, Option("--out", "-o", metavar="FILE", help="File to write; it must not exist yet.")] = Path(
-        "driftpoint.yaml"
-    ),
+    out: Annotated[Path, Option("--out", "-o", metavar="FILE", help="File to write; it must not exist yet.")] = CONFIG,
     store: Annotated[str | None, Option(metavar="DIR", help="Store for the commits.")] = None,
     policy: Annotated[str | None, Option(metavar="POLICY", help="Policy, which decides what is saved.")] = None,
     set_: Annotated[

@@ -59,37 +59,26 @@ def damage_error(error: DriftpointError) -> DriftpointError:
     )
 
 
-NonfiniteOption = Annotated[
-    bool,
-    Option(
-        "--allow-nonfinite",
-        help="Take NaN, infinite values and negative second moments of a foreign checkpoint as they are, instead of "
-        "refusing them.",
-    ),
-]
+_SOURCE = (
+    "A store (a directory, s3://, az:// or gs:// URL), or a checkpoint of a framework (or the directory of several). "
+    "Not needed with a recipe that names its sources."
+)
+_STEP = (
+    "A step, also of the journal, a save such as 00000120-000003, a tag, or a bound such as '<= 120'. Default: the "
+    "newest that can be rebuilt of a store, `latest` of a DeepSpeed directory, the newest complete Trainer checkpoint."
+)
+_NONFINITE = (
+    "Take NaN, infinite values and negative second moments of a foreign checkpoint as they are, instead of refusing "
+    "them."
+)
+NonfiniteOption = Annotated[bool, Option("--allow-nonfinite", help=_NONFINITE)]
 
 
 def merge(
-    source: Annotated[
-        StorePath | None,
-        Argument(
-            metavar="SOURCE",
-            parser=place_of,
-            help="A store (a directory, s3://, az:// or gs:// URL), or a checkpoint of a framework (or the directory "
-            "of several). Not needed with a recipe that names its sources.",
-        ),
-    ] = None,
+    source: Annotated[StorePath | None, Argument(metavar="SOURCE", parser=place_of, help=_SOURCE)] = None,
     *,
     out: Annotated[Path | None, Option(metavar="DIR", help="Directory to write; it must not exist yet.")] = None,
-    step: Annotated[
-        str | None,
-        Option(
-            metavar="STEP",
-            help="A step, also of the journal, a save such as 00000120-000003, a tag, or a bound such as '<= 120'. "
-            "Default: the newest that can be rebuilt of a store, `latest` of a DeepSpeed directory, the newest "
-            "complete Trainer checkpoint.",
-        ),
-    ] = None,
+    step: Annotated[str | None, Option(metavar="STEP", help=_STEP)] = None,
     layout: Annotated[
         str, Option(metavar="LAYOUT", help="native, deepspeed, universal, hf, dcp, trainer or torch.")
     ] = "native",
@@ -418,8 +407,7 @@ def _file_table(plan: "MergePlan") -> Table:
     table = output.table(output.wide("File"), output.number("Bytes"))
     for file in plan.files[:_FILES]:
         table.add_row(output.cell(file.path), size_text(file.container.nbytes))
-    more = plan.files[_FILES:]
-    if more:
+    if more := plan.files[_FILES:]:
         rest = sum(file.container.nbytes for file in more)
         table.add_row(f"and {plural(len(more), 'more file')}; --json lists all", size_text(rest))
     return table

@@ -24,6 +24,7 @@ from store.session import StoreLock, newest_epoch
 from store.text import listed
 
 _DEFAULT = Retention()
+_MINIMUM = "Free all that can be freed: keep the newest commit and the last one resumed from."
 
 
 def prune(
@@ -40,10 +41,7 @@ def prune(
     weights_every: Annotated[
         int | None, Option(min=1, metavar="N", help="Also keep the weights of one commit in every N steps.")
     ] = _DEFAULT.weights_every,
-    minimum: Annotated[
-        bool,
-        Option("--minimum", help="Free all that can be freed: keep the newest commit and the last one resumed from."),
-    ] = False,
+    minimum: Annotated[bool, Option("--minimum", help=_MINIMUM)] = False,
     json: JsonOption = False,
     _debug: DebugOption = False,
 ) -> None:

@@ -16,6 +16,7 @@ from store.location import place_of
 CONFIG = Path("driftpoint.yaml")
 DEFAULT_STORE = "./driftpoint-checkpoints"
 DEFAULT_MEMORY = Path("/dev/shm")
+_STORE = "The job's store, instead of the YAML's `store:`."
 
 
 def run(
@@ -24,10 +25,7 @@ def run(
     config: Annotated[
         Path | None, Option("--config", "-c", metavar="FILE", help=f"The job's YAML; {CONFIG} unless --store is given.")
     ] = None,
-    store: Annotated[
-        StorePath | None,
-        Option(metavar="STORE", parser=place_of, help="The job's store, instead of the YAML's `store:`."),
-    ] = None,
+    store: Annotated[StorePath | None, Option(metavar="STORE", parser=place_of, help=_STORE)] = None,
     max_restarts: Annotated[int, Option(metavar="N", min=0, help="Restarts in a row without progress.")] = 3,
     max_failures: Annotated[int | None, Option(metavar="N", min=1, help="Failures in total (no limit).")] = None,
     backoff: Annotated[float, Option(metavar="S", min=0, help="Seconds before the first restart, then doubled.")] = 2.0,
@@ -44,8 +42,7 @@ def run(
     if wanted is not None:
         from deploy.daemon.server import ensure_daemon
 
-        message = ensure_daemon(*wanted)
-        if message is not None:
+        if (message := ensure_daemon(*wanted)) is not None:
             log.message(message)
     raise Exit(Supervisor(options, seen, log).run())
 

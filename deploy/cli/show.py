@@ -20,18 +20,16 @@ from store.resolve import Resolution, newest_resumable, resolve
 from store.schema import ManifestRecord
 from store.weights import open_weights
 
+_STEP = (
+    "A step (of the newest epoch that has it), or a save such as 00000120-000003. "
+    "Default: the commit that a resume would take."
+)
+
 
 def show(
     store: StoreArgument,
     *,
-    step: Annotated[
-        str | None,
-        Argument(
-            metavar="[STEP]",
-            help="A step (of the newest epoch that has it), or a save such as 00000120-000003. "
-            "Default: the commit that a resume would take.",
-        ),
-    ] = None,
+    step: Annotated[str | None, Argument(metavar="[STEP]", help=_STEP)] = None,
     long: Annotated[
         bool, Option("--long", "-l", help="Show one row per layer and slot, with the reason of each save.")
     ] = False,

@@ -22,16 +22,11 @@ from store.errors import UsageError
 if TYPE_CHECKING:
     from deploy.simulate.simulation import Simulation, Summary, Terms
 
-PolicyOption = Annotated[
-    list[str] | None,
-    Option(
-        "--policy",
-        "-p",
-        metavar="POLICY",
-        help="A configuration to replay: a YAML file, a name, '{name: parity, k: 4}' or '{policy: full, every: 50}'. "
-        "Repeatable; default: the recorded one.",
-    ),
-]
+_POLICY = (
+    "A configuration to replay: a YAML file, a name, '{name: parity, k: 4}' or '{policy: full, every: 50}'. "
+    "Repeatable; default: the recorded one."
+)
+PolicyOption = Annotated[list[str] | None, Option("--policy", "-p", metavar="POLICY", help=_POLICY)]
 MtbfOption = Annotated[list[float] | None, Option(metavar="HOURS", help="Mean time between failures (3, 12, 48).")]
 RestartOption = Annotated[float, Option(min=0, metavar="S", help="Seconds from a failure to the next step.")]
 GpuPriceOption = Annotated[float | None, Option(min=0, metavar="PRICE", help="Price of a GPU hour, in any currency.")]

@@ -45,12 +45,11 @@ def _as_json(found: store_status.StoreStatus) -> dict[str, Any]:
 
 def _draw(console: Console, found: store_status.StoreStatus) -> None:
     rows: dict[str, Text | str] = {"Store": str(found.root), "Identity": found.store_id, "Commits": _commits(found)}
-    if found.newest is not None:
-        newest = found.newest
+    if (newest := found.newest) is not None:
         avoided = f", {size_text(newest.bytes_avoided)} avoided" if newest.bytes_avoided else ""
         wrote = f"wrote {size_text(store_status.written(newest))}{avoided}"
         rows["Newest"] = f"{newest.save}: step {newest.step}, store epoch {newest.epoch}, {newest.created}; {wrote}"
-        rows["Model"] = store_status.model_text(found.newest)
+        rows["Model"] = store_status.model_text(newest)
     rows["Store epochs"] = _epochs(found)
     rows["In use"] = store_status.lock_owner_text(found.root, found.in_use_by)
     rows["Size"] = size_text(found.size_bytes)
@@ -71,17 +70,13 @@ def _commits(found: store_status.StoreStatus) -> str:
 
 
 def _epochs(found: store_status.StoreStatus) -> str:
-    if found.epoch == 0:
-        return "none yet"
-    if found.owner is None:
-        return f"{found.epoch}; the record of the newest one is unreadable"
-    owner = found.owner
+    if (owner := found.owner) is None:
+        return f"{found.epoch}; the record of the newest one is unreadable" if found.epoch else "none yet"
     return f"{found.epoch}; newest: process {owner.pid} on {owner.host}, {owner.started}"
 
 
 def _resume_text(found: store_status.StoreStatus) -> Text:
-    resume = found.resume
-    if resume is None:
+    if (resume := found.resume) is None:
         return Text("impossible" if found.saves else "nothing to resume yet", style="bold red")
     text = f"from step {resume.step}, {store_status.resume_kind(resume)}"
     if going_on := resume_step_text(resume.step, resume.goes_on_at, resume.effective_step):
