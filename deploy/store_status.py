@@ -43,9 +43,8 @@ def open_store(root: Path, options: ObjectOptions | None = _PATIENCE) -> Catalog
         nearby = next((f"; there is one in {place.parent}" for place in places if place.is_file()), "")
         raise NoStoreError(f"{error}{nearby}") from error
     except DamagedError as error:
-        raise NothingToResumeError(
-            f"{error}; the store cannot be read without it: run `driftpoint doctor --repair {root}`"
-        ) from error
+        text = f"{error}; the store cannot be read without it: run `driftpoint doctor --repair {root}`"
+        raise NothingToResumeError(text) from error
 
 
 def find_save(catalog: Catalog, wanted: str) -> SaveId:
@@ -55,10 +54,8 @@ def find_save(catalog: Catalog, wanted: str) -> SaveId:
     saves = all_saves(catalog)
     if not saves:
         raise NothingToResumeError("the store holds no commit yet")
-    if wanted.isascii() and wanted.isdigit():
-        found = next((save for save in saves if save.step == int(wanted)), None)
-    else:
-        found = next((save for save in saves if save.name == wanted), None)
+    step = int(wanted) if wanted.isascii() and wanted.isdigit() else None
+    found = next((save for save in saves if (save.name == wanted if step is None else save.step == step)), None)
     if found is None:
         existing = listed((save.name for save in saves), 5, rest="older ones")
         raise UsageError(f"there is no commit {wanted!r}; there is {existing}")
@@ -128,11 +125,10 @@ def resume_kind(found: Certificate) -> str:
 
 def is_resumable(catalog: Catalog, *, without: SaveId | None = None) -> bool:
     """Return whether a job can resume from any commit, or from any but ``without``."""
-    try:
+    with suppress(NothingToResumeError):
         newest_resumable(catalog, skip=set() if without is None else {without})
-    except NothingToResumeError:
-        return False
-    return True
+        return True
+    return False
 
 
 @dataclass(frozen=True)

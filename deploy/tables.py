@@ -1,6 +1,4 @@
-"""Draw certificate tables: one row per layer, per (layer, slot) unit, or per slot.
-
-Uses certified units in layer order; does not access a store."""
+"""Draw tables of certified units in layer order: one row per layer, per (layer, slot), or per slot. Reads no store."""
 
 from collections.abc import Mapping, Sequence
 
@@ -90,8 +88,7 @@ def _layer_table(
     first = [output.line("Layer"), *([output.line("Source")] if sources else [])]
     table = output.table(*first, *slot_columns, output.number("Bytes"))
     for (layer, source, _), all_units in by_row.items():
-        units = {slot: all_units[slot] for slot in slots if slot in all_units}
-        if units:
+        if units := {slot: all_units[slot] for slot in slots if slot in all_units}:
             cells = [_unit_cell(units.get(slot), lossy=lossy) for slot in slots]
             origin = [output.cell(tail(source, _NAME_WIDTH - 3))] if sources else []
             nbytes = sum(unit.nbytes for unit in units.values())

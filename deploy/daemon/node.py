@@ -2,9 +2,8 @@
 
 A job is all processes with one epoch of a store. It is dead when all its processes on this node ended; its snapshots
 are rescued unless all of them unregistered cleanly. Stopped processes count as alive. A newer epoch on the same store
-(at the same path; a copy is another store) replaces the older one, since it finds the snapshots by itself.
-
-Everything here runs in the event loop's thread."""
+(at the same path; a copy is another store) replaces the older one, since it finds the snapshots by itself. Everything
+here runs in the event loop's thread."""
 
 import asyncio
 import logging
@@ -27,7 +26,6 @@ from store.metrics_server import LOOPBACK, EndpointSecurity
 from store.names import SaveId
 
 TRAINING, DYING, WAITING, RESCUING = "training", "dying", "waiting", "rescuing"
-
 Key = tuple[str, str, int]  # path, id and epoch of a store. The path tells copies apart, which have the same id.
 _log = logging.getLogger("driftpoint")
 _RETRIES = (5.0, 30.0, 120.0)  # seconds before each retry of a rescue
@@ -111,8 +109,7 @@ class Jobs:
 
         Raises DaemonError if another living process has that rank, or a newer epoch is known."""
         here = [job for (*store, _), job in self._jobs.items() if store == [hello.store, hello.store_id]]
-        newest = max((job.hello.epoch for job in here), default=hello.epoch)
-        if newest > hello.epoch:
+        if (newest := max((job.hello.epoch for job in here), default=hello.epoch)) > hello.epoch:
             raise DaemonError(f"epoch {hello.epoch} of the store {hello.store} is older than the registered {newest}")
         old = [job for job in here if job.hello.epoch < hello.epoch]
         new = NodeJob(hello)
@@ -209,11 +206,8 @@ class Node:
         for tier in old:
             places = self._known.places(tier.store_id)
             if not places:
-                _log.error(
-                    "%s: they stay; `driftpoint rescue STORE` commits, `driftpoint memory clear %s` frees them",
-                    _unknown_place(tier),
-                    tier.store_id,
-                )
+                text = "%s: they stay; `driftpoint rescue STORE` commits, `driftpoint memory clear %s` frees them"
+                _log.error(text, _unknown_place(tier), tier.store_id)
             self._cleaning[tier.store_id] = dict.fromkeys(places)
             for path in places:
                 self.rescuer.ask(RescueRequest(path, tier.store_id, None, old=True))
@@ -291,8 +285,7 @@ class Node:
         return None if request.epoch is None else self._jobs.get((str(request.store), request.store_id, request.epoch))
 
     def _on_rescue_started(self, request: RescueRequest) -> None:
-        job = self._job_of(request)
-        if job is not None:
+        if (job := self._job_of(request)) is not None:
             job.state = RESCUING
 
     def _rescued(self, done: RescueResult) -> None:
@@ -319,10 +312,8 @@ class Node:
         level = logging.INFO if done.outcome in ("written", "nothing", "fenced", "given up") else logging.ERROR
         _log.log(level, "rescue of %s: %s: %s (%.1f s)", request.store, done.outcome, done.why, done.seconds)
         self.metrics.rescued(done.outcome)
-        report = RescueReport(
-            store=str(request.store), outcome=done.outcome, why=done.why, seconds=done.seconds, at=time.time()
-        )
-        self._rescues.append(report)
+        store, at = str(request.store), time.time()
+        self._rescues.append(RescueReport(store=store, outcome=done.outcome, why=done.why, seconds=done.seconds, at=at))
 
     def _on_old_rescued(self, done: RescueResult) -> None:
         """Remove old memory once all paths of its store were tried, and report what no rescue could save."""

@@ -62,10 +62,9 @@ class InstanceLock:
 
     def is_reachable(self) -> bool:
         """Return whether clients can still reach the socket: its file exists and is the same."""
-        try:
+        with suppress(OSError):
             return self._path.stat().st_ino == self._inode
-        except OSError:
-            return False
+        return False
 
     def release(self) -> None:
         if self.is_reachable():
@@ -152,9 +151,8 @@ class Daemon:
             one.writer.close()
         await self._node.wait_for_deaths(self._deaths_seconds)
         if not await self._node.rescuer.end(self._options.grace):
-            _log.warning(
-                "the rescue in progress did not finish within %.0f s; the next daemon completes it", self._options.grace
-            )
+            text = "the rescue in progress did not finish within %.0f s; the next daemon completes it"
+            _log.warning(text, self._options.grace)
         _log.info("daemon %d exits", os.getpid())
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from deploy.doctor.base import Finding, Plan, Probe, clock, semantics
@@ -136,16 +136,14 @@ def _locked(path: Path) -> Iterator[str | None]:
 
 
 def _lockable(path: Path) -> bool:
-    try:
+    with suppress(OSError):
         FileLock(path, 0o600).release()
-    except OSError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _filesystem(place: Path) -> Finding:
-    mount = mount_of(place)
-    if mount is None:
+    if (mount := mount_of(place)) is None:
         return Finding("filesystem", "warn", f"the filesystem of {place} is unknown", "")
     seen = f"{place} is on {mount.name}, mounted at {mount.point}"
     if mount.loss is not None:

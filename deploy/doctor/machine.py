@@ -45,8 +45,7 @@ def _shared_memory(plan: Plan) -> Finding:
     seen = f"{size_text(max(0, free))} available in {folder}, of {size_text(psutil.virtual_memory().total)} memory"
     if group is not None and group < _NO_LIMIT:
         seen += f", {size_text(max(0, group))} left in this control group"
-    need = plan.memory_bytes
-    if need is None:
+    if (need := plan.memory_bytes) is None:
         return Finding("shared memory", "ok", seen + ("" if memory.enabled else "; in-memory snapshots are off"))
     seen += f"; in-memory snapshots of {count_text(plan.parameters or 0)} parameters need {size_text(need)} here"
     if need <= free:

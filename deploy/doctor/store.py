@@ -88,8 +88,7 @@ def _usable(found: StoreStatus, root: Path) -> Finding:
 
 
 def _resume(found: StoreStatus) -> Finding:
-    resume = found.resume
-    if resume is None:
+    if (resume := found.resume) is None:
         if not found.saves:
             return Finding("resume", "ok", "there is no commit yet: a job starts at step 0")
         todo = f"check all commits: driftpoint verify {found.root}"

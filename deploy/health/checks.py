@@ -22,8 +22,7 @@ _LOG = "read the job's log: the disk may be full or read-only, or a rank may han
 
 def check_commit(facts: Facts) -> Check:
     """Check the age of the newest commit."""
-    newest = facts.newest
-    if newest is None:
+    if (newest := facts.newest) is None:
         level: Level = "bad" if facts.running or (facts.status is not None and facts.status.saves) else "look"
         text = "none that can be read" if facts.status is not None and facts.status.saves else "none yet"
         return Check("Newest commit", level, text)
@@ -47,8 +46,7 @@ def check_kind(facts: Facts, status: StoreStatus) -> Check:
         todo = shell_command("verify", facts.root) if status.saves else ""
         level: Level = "bad" if status.saves else "look"
         return Check(name, level, "nothing", status.problems[0] if status.problems else "", todo)
-    hurt = _not_as_saved(facts, status, resume, name)
-    if hurt is not None:
+    if (hurt := _not_as_saved(facts, status, resume, name)) is not None:
         return hurt
     word, _, note = resume_kind(resume).partition(": ")
     note = "every layer bit for bit" if resume.exact else note
@@ -85,8 +83,7 @@ def check_bytes(facts: Facts, status: StoreStatus) -> Check:
     if checked is not None and checked.damaged:
         text = f"{plural(len(checked.damaged), 'commit')} damaged"
         return Check(name, worst, text, listed(checked.damaged, 4), _verify(facts))
-    problems = list(dict.fromkeys((*status.problems, *(() if checked is None else checked.problems))))
-    if problems:
+    if problems := list(dict.fromkeys((*status.problems, *(() if checked is None else checked.problems)))):
         return Check(name, worst, f"{plural(len(problems), 'problem')} found", problems[0], _verify(facts))
     if checked is None:
         return Check(name, "plain", "not verified for this page", "records and sizes are consistent", _verify(facts))
@@ -147,8 +144,7 @@ def usual_gap(facts: Facts) -> float | None:
     """Return the usual seconds between commits, at least the time to the next decision; None if unknown.
 
     Taken from this run's trace, else from the store's records, else from the interval between decisions."""
-    current = facts.current
-    if current is None:
+    if (current := facts.current) is None:
         return facts.commit_gap
     found = next((gap for gap in (current.save_gap, facts.commit_gap, current.decision_gap) if gap is not None), None)
     return max([gap for gap in (found, current.next_gap) if gap is not None], default=None)
@@ -224,8 +220,7 @@ def in_memory_versions(facts: Facts) -> SaveId | None:
 
 def _at(facts: Facts) -> float | None:
     """Return the step of training now, or when it ended."""
-    current = facts.current
-    if current is None:
+    if (current := facts.current) is None:
         return None
     ended = None if current.newest is None else float(current.newest.step)
     at = current.step_at(facts.now) if facts.running else ended
@@ -358,8 +353,7 @@ def _cost(steps: float | None, seconds: float | None) -> str:
 
 def checks(facts: Facts) -> Iterator[Check]:
     """Yield all checks, most important first."""
-    status = facts.status
-    if status is None:
+    if (status := facts.status) is None:
         yield Check("Store", "bad", "cannot be opened", facts.trouble)
     else:
         yield check_commit(facts)
@@ -404,8 +398,7 @@ def judge(facts: Facts) -> Verdict:
 
 def sentence(facts: Facts) -> str:
     """Describe the effect of a failure now or, without a running job, of a restart."""
-    status = facts.status
-    if status is None:
+    if (status := facts.status) is None:
         return f"The store cannot be opened: {facts.trouble}"
     node = loss_of_node(facts)
     if status.resume is None:
@@ -413,11 +406,8 @@ def sentence(facts: Facts) -> str:
     how = _how(facts, status.resume)
     if not facts.running:
         behind = f", {steps_text(node.steps)} before the last known step" if node.steps and round(node.steps) else ""
-        seen = (
-            "No job is running"
-            if not facts.remote_host or facts.current or facts.closed
-            else "No running job is visible from here"
-        )
+        ended = not facts.remote_host or facts.current or facts.closed
+        seen = "No job is running" if ended else "No running job is visible from here"
         return f"{seen}. A restart now resumes at step {node.back_to}{behind}, {how}."
     process = loss_of_process(facts)
     if process.memory is not None:

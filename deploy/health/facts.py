@@ -157,8 +157,7 @@ class JobStatus:
 
     @property
     def next_gap(self) -> float | None:
-        """Return the announced seconds to the next decision. With ``every: auto`` intervals grow up to fourfold at a
-        time."""
+        """Return the announced seconds to the next decision. With ``every: auto`` they may grow fourfold at a time."""
         return None if self.interval is None or self.step_seconds is None else self.interval * self.step_seconds
 
     def step_at(self, now: float) -> float | None:
@@ -218,9 +217,8 @@ class Facts:
             return False
         if job_status is None:
             return self._commits
-        return self.now - job_status.last_seen < max(
-            FLOOR, 5 * (job_status.decision_gap or 0.0), LATE * (job_status.next_gap or 0.0)
-        )
+        usual, announced = job_status.decision_gap or 0.0, job_status.next_gap or 0.0
+        return self.now - job_status.last_seen < max(FLOOR, 5 * usual, LATE * announced)
 
     @property
     def remote_host(self) -> str:

@@ -150,8 +150,7 @@ class Incidents:
         Harmless ones (``plain``) may pause: they are merged over the whole incarnation."""
         still = {key: place for key, place in self._open.items() if self._found[place].severity == "plain"}
         for incident in incidents:
-            place = self._open.get(incident.key)
-            if place is None:
+            if (place := self._open.get(incident.key)) is None:
                 self.add(incident)
                 still[incident.key] = len(self._found) - 1
             else:
@@ -402,8 +401,7 @@ class _Reader:
         bins, column = self._bins, self._begun[1] // self._bins.width
         held = bins.columns[column]
         held.saves, held.written, held.full = held.saves + 1, held.written + line.written, held.full + full
-        lost = sorted(self._saved - line.sizes.keys())
-        if lost:
+        if lost := sorted(self._saved - line.sizes.keys()):
             names = [str(self._units[index]) for index in lost if index < len(self._units)]
             self._incidents.add(nonfinite_incident("withheld", names, line.step, at))
         for index, (_, encoding, error, drift) in line.sizes.items():

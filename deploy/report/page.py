@@ -144,9 +144,8 @@ def build_report(
     except (NothingToResumeError, DamagedError) as error:
         history, missing = _history(path, named=trace is not None)
         job_status = None if history is None else history.job_status
-        facts = health.Facts(
-            clock(), root.absolute(), None, str(error), disk=health.disk_of(root), trace=path, job_status=job_status
-        )
+        now, disk = clock(), health.disk_of(root)
+        facts = health.Facts(now, root.absolute(), None, str(error), disk=disk, trace=path, job_status=job_status)
         return ReportResult(facts, judge(facts), history, () if history is None else history.incidents, missing)
 
 

@@ -21,15 +21,14 @@ from store.text import listed
 from store.trace import Trace, opened, read_lines
 
 BASELINE = "full, raw"
+Speeds = Mapping[str, float | None]
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Assumed failures, and prices in any one currency.
+    """Assumed failures, and prices in any one currency."""
 
-    ``mtbf_hours``: mean times between failures of the whole job, None for 3 h, 12 h and 2 days."""
-
-    mtbf_hours: tuple[float, ...] | None = None
+    mtbf_hours: tuple[float, ...] | None = None  # mean times between failures of the job, None for 3 h, 12 h and 2 days
     restart_seconds: float = 600.0  # from a failure to the next step, without repeated training
     price_per_gpu_hour: float | None = None
     price_per_tb_written: float | None = None  # 10^12 bytes
@@ -115,13 +114,11 @@ class Summary:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Result of a simulation. baseline: the first of ``summaries``, everything raw at every recorded decision.
-
-    notes: what limits the figures."""
+    """Result of a simulation. baseline: the first of ``summaries``, everything raw at every recorded decision."""
 
     run: Run
     summaries: tuple[Summary, ...]
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # what limits the figures
 
     @property
     def baseline(self) -> Summary:
@@ -137,19 +134,15 @@ class Simulation:
 
 def read_trace(path: Path) -> Trace:
     """Read a trace file, after the full one before it. Raises UsageError if it is unreadable or not a trace."""
-    with (
-        system_errors("read", f"the trace {path}", "; give the file STORE.trace.jsonl", UsageError),
-        opened(path) as file,
-    ):
+    remedy = "; give the file STORE.trace.jsonl"
+    with system_errors("read", f"the trace {path}", remedy, UsageError), opened(path) as file:
         trace = read_lines(file)
     if not trace.lines:
         raise UsageError(f"{path} is not a drift trace: give the file that a job writes, STORE.trace.jsonl")
     return trace
 
 
-def simulated(
-    trace: Trace, policies: Sequence[str], terms: Terms, speeds: Mapping[str, float | None] | None = None
-) -> Simulation:
+def simulated(trace: Trace, policies: Sequence[str], terms: Terms, speeds: Speeds | None = None) -> Simulation:
     """Replay ``trace`` under the given policies, or as recorded if there are none.
 
     ``speeds``: ``storage_gbps`` and ``copy_gbps``, instead of the recorded speeds."""
@@ -203,7 +196,7 @@ def _by_default(run: Run) -> plans.SimulationRequest:
     return plans.SimulationRequest(f"as recorded ({name})" if known else f"{name}, for the recorded policy", config)
 
 
-def _costs(run: Run, speeds: Mapping[str, float | None]) -> Costs | None:
+def _costs(run: Run, speeds: Speeds) -> Costs | None:
     storage, copies = speeds.get("storage_gbps"), speeds.get("copy_gbps")
     if storage is None and copies is None:
         return None

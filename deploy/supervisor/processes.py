@@ -116,10 +116,9 @@ def end_descendants(term_seconds: float, kill_seconds: float, but: Collection[ps
 
 
 def _runs(process: psutil.Process) -> bool:
-    try:
+    with suppress(psutil.NoSuchProcess):
         return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+    return False
 
 
 class ProcessStopper:

@@ -112,8 +112,7 @@ def decide_restart(
         went = replace(_preempted(history, attempt), in_a_row=history.in_a_row + 1)
     else:
         went = _failed(history, attempt)
-    stop = _limit(went, limits)
-    if stop is not None:
+    if (stop := _limit(went, limits)) is not None:
         return went, stop
     seconds, suspect = backoff(went.in_a_row, limits, draw), went.suspected
     if went.deaths < SUSPECT_AFTER or attempt.after.instead is None or suspect is None:

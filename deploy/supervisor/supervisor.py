@@ -127,9 +127,8 @@ class Supervisor:
 
     def __init__(self, options: RunOptions, store: StoreProbe, log: EventLog) -> None:
         self._options, self._store, self._log = options, store, log
-        self._signals = {
-            number for number in (*processes.ENDS, *processes.NOTICES) if signal.getsignal(number) != signal.SIG_IGN
-        }
+        known = (*processes.ENDS, *processes.NOTICES)
+        self._signals = {number for number in known if signal.getsignal(number) != signal.SIG_IGN}
         self._mask: set[signal.Signals] = set()
         self._known = StoreSnapshot()
         self._gone: StoreSnapshot | None = None
@@ -150,8 +149,7 @@ class Supervisor:
         history, again, number = restart_policy.RestartHistory(), restart_policy.Restart(0.0), 0
         while True:
             patience = self._options.wait if number == 0 else max(self._options.wait, _OTHER_NODES)
-            stop = self._wait(again.seconds) or self._wait_for_store(patience)
-            if stop is not None:
+            if (stop := self._wait(again.seconds) or self._wait_for_store(patience)) is not None:
                 return stop
             number += 1
             attempt = self._attempt(number, again.seconds)
