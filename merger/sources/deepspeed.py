@@ -73,8 +73,7 @@ class Model:
             for alias in ties.keys() - self._aliases.keys():
                 self._module.pop(alias, None)
         self._require_supported()
-        both = [fqn for fqn in self._frozen if fqn in trained]
-        if both:
+        if both := [fqn for fqn in self._frozen if fqn in trained]:
             self.problems.append(
                 f"{files.model.where} lists {listed(both, 6)} in param_shapes and in frozen_param_shapes, so both as "
                 "trained and as frozen; the optimizer's values are taken"
@@ -252,8 +251,7 @@ def engine_state(files: RankFiles) -> dict[str, Any]:
 
 def loss_scaler(files: RankFiles) -> dict[str, Any] | None:
     """Return the attributes of the loss scaler, and its class."""
-    found = files.optims[0].get("loss_scaler")
-    if found is None:
+    if (found := files.optims[0].get("loss_scaler")) is None:
         return None
     if not isinstance(found.value, StandIn):
         raise DamagedError(f"{found.where} is a {type(found.value).__name__}, but must be a loss scaler")
@@ -274,8 +272,7 @@ def run_states(files: RankFiles) -> dict[int, RankState]:
     """Return the run state that a merge put into the client state of every rank; else empty."""
     out = {}
     for model in files.models:
-        ours = model.get("driftpoint")
-        if ours is None:
+        if (ours := model.get("driftpoint")) is None:
             continue
         for rank, state in ours.at("ranks").mapping().items():
             nest = Nest(state, f"{ours.where}, {rank}")
@@ -292,7 +289,6 @@ def build_checkpoint(
     """Build the checkpoint of ordinary or universal DeepSpeed files.
 
     ``shapes``: parameters that the optimizer holds, by group. ``beside``: directory with the files beside the state.
-
     Raises MergeError for incomplete or contradictory files, UnsupportedError."""
     if files.model.at("mp_world_size").natural() != 1:
         raise UnsupportedError(f"{files.folder} uses tensor or pipeline parallelism, which is not supported")

@@ -22,7 +22,6 @@ from store.storage.local import LocalFiles
 from store.text import counted, listed
 
 T = TypeVar("T")
-
 _OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 WHOLE_MODEL = "mp_rank_00_model_states.pt"
@@ -231,9 +230,7 @@ def step_problems(model: Nest, optimizer: str, steps: Iterable[float | None]) ->
     they created the state. It counts fewer in a run that loaded weights alone.
 
     ``optimizer``: file with the steps, for messages. ``steps``: of each flat partition, None if the optimizer keeps
-    none; a step of 0 is not compared.
-
-    Raises MergeError if the optimizer counts more steps than possible."""
+    none; a step of 0 is not compared. Raises MergeError if the optimizer counts more steps than possible."""
     taken = model.at("global_steps").natural() - model.at("skipped_steps").natural()
     found = sorted({step for step in steps if step})
     if found and found[-1] > taken + 1:

@@ -15,6 +15,7 @@ from merger.sources import deepspeed_files
 from merger.sources import deepspeed_zero as zero
 from merger.sources.base import FileTensor, Nest, checked_name, read_values
 from merger.sources.deepspeed import DeepSpeedSource
+from merger.sources.deepspeed_files import RankFiles
 from merger.sources.deepspeed_zero import OptimizerContents, Shape
 from merger.sources.torch_file import read_pt
 from merger.tensors import memory_of
@@ -34,7 +35,7 @@ class UniversalSource(DeepSpeedSource):
     kind, latest = "universal", "latest_universal"
     is_one = staticmethod(deepspeed_files.is_universal)
 
-    def _read(self, folder: Path) -> tuple[deepspeed_files.RankFiles, OptimizerContents]:
+    def _read(self, folder: Path) -> tuple[RankFiles, OptimizerContents]:
         if (folder / _UNFINISHED).is_dir():  # it may hold files of an earlier conversion
             raise MergeError(
                 f"{folder / _UNFINISHED} exists, so ds_to_universal was interrupted, and {folder / 'zero'} may hold "
@@ -45,7 +46,7 @@ class UniversalSource(DeepSpeedSource):
         return files, _read_optimizer(files)
 
 
-def _read_optimizer(files: deepspeed_files.RankFiles) -> OptimizerContents:
+def _read_optimizer(files: RankFiles) -> OptimizerContents:
     shapes, state = zero.param_shapes(files.model), files.optims[0]
     own, groups = state.get("driftpoint"), zero.base_groups(state, files.model)
     out, local = OptimizerContents(), LocalFiles(files.folder)
@@ -80,13 +81,13 @@ def _read_optimizer(files: deepspeed_files.RankFiles) -> OptimizerContents:
     return out
 
 
-def _is_wrapped(files: deepspeed_files.RankFiles) -> bool:
+def _is_wrapped(files: RankFiles) -> bool:
     """Return whether the run used ``BF16_Optimizer``: its own file has no stage; else by configuration."""
     wrapper = optimizer_wrapper(files.stage, "bf16" if files.bf16 else "", files.model.at("ds_config").mapping())
     return wrapper == BF16_OPTIMIZER or files.optims[0].get("zero_stage") is None
 
 
-def _in_order(files: deepspeed_files.RankFiles, group: list[Shape]) -> list[Shape]:
+def _in_order(files: RankFiles, group: list[Shape]) -> list[Shape]:
     """Return a (sub-)group's parameters in the order of the param group. MergeError if the converter broke it."""
     if files.stage == 3 or _is_wrapped(files) or not zero.is_round_robin(files.model):
         return group
@@ -142,9 +143,7 @@ def require_one_save(found: Nest, own: Nest | None) -> None:
         )
 
 
-def slice_problems(
-    files: deepspeed_files.RankFiles, shapes: Sequence[Sequence[Shape]], extents: Sequence[Extent]
-) -> Iterator[str]:
+def slice_problems(files: RankFiles, shapes: Sequence[Sequence[Shape]], extents: Sequence[Extent]) -> Iterator[str]:
     """Compare the parameters' files with rank 0's slices. Yields what could not be verified.
 
     ``extents``: the parameters' files, each whole. Raises MergeError, naming the parameter, if they differ;
@@ -167,7 +166,7 @@ def slice_problems(
         )
 
 
-def _rank0_partitions(files: deepspeed_files.RankFiles, index: int, group: Sequence[Shape]) -> Mapping[str, FileTensor]:
+def _rank0_partitions(files: RankFiles, index: int, group: Sequence[Shape]) -> Mapping[str, FileTensor]:
     """Return rank 0's flat partitions of a sub-group by slot; none if the converter kept none."""
     optim = files.optims[0]
     masters, base = optim.get("fp32_flat_groups"), optim.get("optimizer_state_dict")
@@ -225,7 +224,7 @@ def _save_note(own: Nest) -> tuple[Any, ...]:
 
 
 def require_whole_groups(
-    files: deepspeed_files.RankFiles, groups: Sequence[Sequence[str]], found: OptimizerContents, own: Nest | None
+    files: RankFiles, groups: Sequence[Sequence[str]], found: OptimizerContents, own: Nest | None
 ) -> None:
     """Raise MergeError unless all parameters of a param group have the same slots and step, and no file is surplus.
 
@@ -241,7 +240,7 @@ def require_whole_groups(
         _require_equal(files, group, expected.union(*(found.slots[fqn] for fqn in group)), found.scalars)
 
 
-def _refuse_surplus(files: deepspeed_files.RankFiles, found: OptimizerContents) -> None:
+def _refuse_surplus(files: RankFiles, found: OptimizerContents) -> None:
     """Raise MergeError for a directory of an unknown parameter.
 
     The converter gives everything else in the model (frozen parameters, buffers, other names of tied parameters) a
@@ -257,13 +256,10 @@ def _refuse_surplus(files: deepspeed_files.RankFiles, found: OptimizerContents) 
             )
 
 
-def _require_equal(
-    files: deepspeed_files.RankFiles, group: Sequence[str], slots: set[str], scalars: dict[str, dict[str, Any]]
-) -> None:
+def _require_equal(files: RankFiles, group: Sequence[str], slots: set[str], scalars: dict[str, dict[str, Any]]) -> None:
     held = {fqn: set(LocalFiles(files.folder).list_dir(f"zero/{fqn}")) for fqn in group}
     for fqn in group:
-        missing = sorted(slot for slot in slots if f"{slot}.pt" not in held[fqn])
-        if missing:
+        if missing := sorted(slot for slot in slots if f"{slot}.pt" not in held[fqn]):
             raise MergeError(
                 f"{files.folder / 'zero' / fqn} has no {', '.join(f'{slot}.pt' for slot in missing)}, unlike the other "
                 "parameters of its param group; copy the checkpoint again"
@@ -277,7 +273,7 @@ def _require_equal(
             )
 
 
-def _doubts(files: deepspeed_files.RankFiles, found: OptimizerContents) -> Iterator[str]:
+def _doubts(files: RankFiles, found: OptimizerContents) -> Iterator[str]:
     """Yield doubts from step counts: an optimizer not loaded with its model restarts at 0, which proves nothing."""
     counted = files.model.at("global_steps").natural() - files.model.at("skipped_steps").natural()
     each = found.steps()

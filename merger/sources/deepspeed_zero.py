@@ -15,12 +15,14 @@ from merger.io.blocks import Extent
 from merger.layouts import deepspeed_facts as facts
 from merger.sources import deepspeed_files
 from merger.sources.base import FileTensor, Nest, read_values
+from merger.sources.deepspeed_files import RankFiles, comparable, require_equal
 from merger.sources.torch_file import FragmentAddress
 from store.errors import MergeError, UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS
 from store.text import counted
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # slots that stay zero where gradients are zero
+_Placed = Sequence[tuple[str, int, int]]  # (fqn, elements, elements of a slice) of parameters, in the order of the data
 
 
 @dataclass(frozen=True)
@@ -92,15 +94,12 @@ def param_shapes(model: Nest) -> list[list[Shape]]:
 def flat_state(ranks: Sequence[Nest], masters: Sequence[FileTensor], numel: int) -> "FlatState":
     """Return the optimizer state of one flat partition on all ranks.
 
-    ``ranks`` and ``masters``: its state and its master weights on each rank.
-
-    Raises MergeError if ranks differ in slots or scalars; UnsupportedError for state of another shape."""
-    slots = deepspeed_files.require_equal(ranks, "slots", lambda nest: _slots(nest, numel))
-    deepspeed_files.require_equal(ranks, "scalars", lambda nest: deepspeed_files.comparable(scalars_of(nest)))
-    tensors = [
-        {WEIGHTS: master, **{slot: nest.at(slot).tensor() for slot in slots}}
-        for master, nest in zip(masters, ranks, strict=True)
-    ]
+    ``ranks`` and ``masters``: its state and its master weights on each rank. Raises MergeError if ranks differ in slots
+    or scalars; UnsupportedError for state of another shape."""
+    slots = require_equal(ranks, "slots", lambda nest: _slots(nest, numel))
+    require_equal(ranks, "scalars", lambda nest: comparable(scalars_of(nest)))
+    pairs = zip(masters, ranks, strict=True)
+    tensors = [{WEIGHTS: master, **{slot: nest.at(slot).tensor() for slot in slots}} for master, nest in pairs]
     return FlatState(tuple(slots), scalars_of(ranks[0]), tensors)
 
 
@@ -167,12 +166,10 @@ def state_of(base: Nest, index: int) -> Nest:
     return states.at(index) if index in states.mapping() else Nest({}, f"{states.where}, {index}")
 
 
-def read_zero12(files: deepspeed_files.RankFiles) -> OptimizerContents:
+def read_zero12(files: RankFiles) -> OptimizerContents:
     """Read the optimizer files of ZeRO-1/2. MergeError, UnsupportedError, DamagedError."""
     bases = [_base(optim) for optim in files.optims]
-    deepspeed_files.require_equal(
-        bases, "param_groups", lambda base: deepspeed_files.comparable(base.at("param_groups").value)
-    )
+    require_equal(bases, "param_groups", lambda base: comparable(base.at("param_groups").value))
     hyper, shapes = base_groups(bases[0], files.model, one_each=True), param_shapes(files.model)
     out = OptimizerContents()
     round_robin = not _is_wrapper(files) and is_round_robin(files.model)
@@ -213,7 +210,7 @@ def _master(optim: Nest, index: int) -> FileTensor:
     return optim.at("single_partition_of_fp32_groups").at(index).tensor()
 
 
-def _is_wrapper(files: deepspeed_files.RankFiles) -> bool:
+def _is_wrapper(files: RankFiles) -> bool:
     """Return whether the run used ``BF16_Optimizer``, which keeps the padding."""
     return files.optims[0].get("zero_stage") is None
 
@@ -230,14 +227,12 @@ def in_group_order(dealt: Sequence[Shape], world_size: int) -> list[Shape]:
 
 
 def _group(
-    files: deepspeed_files.RankFiles, index: int, shapes: list[Shape], gaps: Sequence[int], round_robin: bool
+    files: RankFiles, index: int, shapes: list[Shape], gaps: Sequence[int], round_robin: bool
 ) -> facts.GroupFacts:
     layout, end = facts.place_in_row((shape.fqn, shape.numel, gap) for shape, gap in zip(shapes, gaps, strict=True))
     paddings = tuple(optim.at("group_paddings").at(index).natural() for optim in files.optims)
-    sizes = {
-        _master(optim, index).numel + (0 if _is_wrapper(files) else padding)
-        for optim, padding in zip(files.optims, paddings, strict=True)
-    }
+    pairs = zip(files.optims, paddings, strict=True)
+    sizes = {_master(optim, index).numel + (0 if _is_wrapper(files) else padding) for optim, padding in pairs}
     size = max(sizes)
     expected = facts.partition_paddings(size, end, files.world_size)
     if _is_wrapper(files):  # all of them on the last rank, even where they begin before it
@@ -253,7 +248,7 @@ def _group(
     return facts.GroupFacts(params=params, layout=layout, partition_size=size, group_paddings=paddings)
 
 
-def _gaps(files: deepspeed_files.RankFiles, index: int, count: int) -> tuple[int, ...]:
+def _gaps(files: RankFiles, index: int, count: int) -> tuple[int, ...]:
     """Return the elements that ``parameter_alignment`` leaves behind each parameter."""
     found = {
         (0,) * count if paddings is None else paddings.at(index).naturals()
@@ -264,7 +259,7 @@ def _gaps(files: deepspeed_files.RankFiles, index: int, count: int) -> tuple[int
     return found.pop()
 
 
-def _check_mapping(files: deepspeed_files.RankFiles, rank: int, index: int, pieces: Sequence[facts.Piece]) -> None:
+def _check_mapping(files: RankFiles, rank: int, index: int, pieces: Sequence[facts.Piece]) -> None:
     nest = files.optims[rank].at("param_slice_mappings").at(index)
     found = [(fqn, *_address(address)) for fqn, address in nest.items()]
     expected = [(piece.fqn, piece.offset, piece.stop - piece.start) for piece in pieces]
@@ -284,7 +279,7 @@ def _address(nest: Nest) -> tuple[int, int]:
     return plain.at("start").natural(), plain.at("numel").natural()
 
 
-def read_zero3(files: deepspeed_files.RankFiles) -> OptimizerContents:
+def read_zero3(files: RankFiles) -> OptimizerContents:
     """Read the optimizer files of ZeRO-3. MergeError, UnsupportedError, DamagedError."""
     for optim in files.optims:
         count = optim.at("partition_count")
@@ -295,9 +290,7 @@ def read_zero3(files: deepspeed_files.RankFiles) -> OptimizerContents:
                 "AutoEP), which is not supported"
             )
     bases = [optim.at("optimizer_state_dict") for optim in files.optims]
-    deepspeed_files.require_equal(
-        bases, "param_groups", lambda base: deepspeed_files.comparable(base.at("param_groups").value)
-    )
+    require_equal(bases, "param_groups", lambda base: comparable(base.at("param_groups").value))
     hyper, shapes = base_groups(bases[0], files.model), param_shapes(files.model)
     home = {index: group for group, (indices, _) in enumerate(hyper) for index in indices}
     out = OptimizerContents(groups=[{"params": [], "hyper": values} for _, values in hyper])
@@ -335,15 +328,11 @@ def read_zero3(files: deepspeed_files.RankFiles) -> OptimizerContents:
     return out
 
 
-def _refuse_swapped(
-    ranks: Sequence[Mapping[str, FileTensor]], placed: Sequence[tuple[str, int, int]], files: Sequence[str]
-) -> None:
+def _refuse_swapped(ranks: Sequence[Mapping[str, FileTensor]], placed: _Placed, files: Sequence[str]) -> None:
     """Raise MergeError if a rank's file has moments where the rank holds padding, and a lower rank's has none there.
 
     DeepSpeed pads gradients with zeros, so the moments of padding are zeros. Those of another rank's elements are not.
-    If all parameters are divisible by the world size there is no padding, and nothing tells ranks apart.
-
-    ``placed``: (fqn, elements, elements of a slice) of the parameters, in the order of the data."""
+    If all parameters are divisible by the world size there is no padding, and nothing tells ranks apart."""
     held = [[piece.stop - piece.start for piece in facts.slice_pieces(placed, rank)] for rank in range(len(ranks))]
     for rank in range(len(ranks)):
         parts = [part for _, _, part in placed]
@@ -351,9 +340,8 @@ def _refuse_swapped(
             continue
         for other in range(rank):
             # Only elements that the lower rank holds: what optimizers do to padding need not be the same on all ranks.
-            if not _has_moments(ranks[rank], placed, held[rank], held[other]) or _has_moments(
-                ranks[other], placed, held[rank], held[other]
-            ):
+            first, stop = held[rank], held[other]
+            if not _has_moments(ranks[rank], placed, first, stop) or _has_moments(ranks[other], placed, first, stop):
                 continue
             deepspeed_files.refuse(
                 {ranks[one][slot].block for one in (rank, other) for slot in _MOMENTS if slot in ranks[one]},
@@ -362,9 +350,7 @@ def _refuse_swapped(
             )
 
 
-def _has_moments(
-    tensors: Mapping[str, FileTensor], placed: Sequence[tuple[str, int, int]], first: Sequence[int], stop: Sequence[int]
-) -> bool:
+def _has_moments(tensors: Mapping[str, FileTensor], placed: _Placed, first: Sequence[int], stop: Sequence[int]) -> bool:
     """Return whether any moment is not zero in elements [first, stop) of any parameter's slice."""
     for slot in _MOMENTS:
         if slot not in tensors:

@@ -64,8 +64,7 @@ class StoreSource:
                 raise MergeError(
                     f"commit {save} cannot be rebuilt: {error}; name no save to merge the newest one that can"
                 ) from error
-            states = read_run_states(self.catalog.files, resolution.run_parts)
-            if states is not None:
+            if (states := read_run_states(self.catalog.files, resolution.run_parts)) is not None:
                 break
             bad.add(RejectedVersion(resolution.manifest.save))
         base = self._checkpoint(resolution, states, problems)

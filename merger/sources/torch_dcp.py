@@ -6,7 +6,7 @@ of ``torch.save``. All name parameters by fqn. Accelerate has a directory for th
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +72,8 @@ class DcpFiles:
         try:
             found = _Unpickler(io.BytesIO(data)).load()
             self._described = {str(key): vars(value) for key, value in found.state_dict_metadata.items()}
-            self._places = {
-                (index.fqn, tuple(vars(index).get("offset") or ())): vars(place)
-                for index, place in found.storage_data.items()
-            }
+            places = found.storage_data.items()
+            self._places = {(index.fqn, tuple(vars(index).get("offset") or ())): vars(place) for index, place in places}
             planned = {key: (key,) for key in self._described} if found.planner_data is None else found.planner_data
             # The key of each entry, by its path in the nested state dict.
             self.paths: dict[_Path, str] = {tuple(path): str(key) for key, path in planned.items()}
@@ -165,9 +163,7 @@ def read_dcp(folder: Path) -> TrainingState:
     return state
 
 
-def _flattened(
-    found: Nest, model: Mapping[str, StoredTensor]
-) -> tuple[list[dict[str, Any]], dict[str, Mapping[str, Any]]]:
+def _flattened(found: Nest, model: Container[str]) -> tuple[list[dict[str, Any]], dict[str, Mapping[str, Any]]]:
     """Return (param groups, state by fqn) of a flattened state dict: every parameter has all hyperparameters."""
     by_kind: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
     for name, value in found.items():

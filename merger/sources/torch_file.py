@@ -63,7 +63,6 @@ def read_pt(
 
     Tensors are :class:`FileTensor`. A link to a file is followed. Raises DamagedError if the structure is incomplete,
     UnsupportedError, naming it, for a class that is not allowed, StorageError if reading failed.
-
     blob: (offset, bytes) of the archive in a larger file, as in DCP. tensors: cache of tensors by their pickle, since
     most tensors of DCP have equal ones and loading is slow."""
     files, name = resolve_link(files, name)
@@ -200,7 +199,6 @@ def require_safe(path: Path, others: str = "") -> None:
     """Check that loading a ``.pt`` file could run no code, also where loaders unpickle it. Loads nothing.
 
     ``others``: pattern of classes (``module name``) that may be in it besides plain values, tensors and numpy arrays.
-
     Raises UnsupportedError, naming it, for another class or function; DamagedError or StorageError if it is no complete
     file of torch.save, or cannot be read."""
     files, name = resolve_link(LocalFiles(path.parent), path.name)
