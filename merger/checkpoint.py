@@ -252,8 +252,7 @@ def to_portable(value: Any) -> Any:
         return value.item()
     if isinstance(value, Mapping):
         return {to_portable(key): to_portable(item) for key, item in value.items()}
-    plain = _PLAIN.get(type(value))
-    if plain is not None:
+    if (plain := _PLAIN.get(type(value))) is not None:
         return plain(to_portable(item) for item in value)
     return bytes(value) if isinstance(value, bytearray) else value
 
@@ -313,9 +312,7 @@ class StepsCertificate(Certificate):
     optimizer_steps: tuple[ChosenStep, ...] = ()
 
 
-def with_steps(
-    certificate: Certificate, found: Iterable[tuple[int, float, Sequence[tuple[str, float]]]]
-) -> StepsCertificate:
+def with_steps(given: Certificate, found: Iterable[tuple[int, float, Sequence[tuple[str, float]]]]) -> StepsCertificate:
     """Return the certificate with the steps that are written; neither exact nor as found if a layer's step changes.
 
     ``found``: (param group, step that is written, [(layer, step that it had)] of its parameters). Flat partitions of
@@ -329,7 +326,7 @@ def with_steps(
         ChosenStep(group, chosen, tuple(HeldSteps(step, tuple(layers)) for step, layers in sorted(layers_of.items())))
         for (group, chosen), layers_of in had.items()
     )
-    values = {**vars(certificate), "optimizer_steps": steps}
+    values = {**vars(given), "optimizer_steps": steps}
     if any(one.changes for one in steps):
         values |= {"exact": False, "as_found": False}
     return StepsCertificate(**values)

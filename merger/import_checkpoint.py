@@ -32,6 +32,7 @@ from store.location import files_at, is_url
 from store.names import BUFFER, FROZEN, RAW, SaveId, group_by_key, payload_path, segment_dir
 from store.resolve import resolve
 from store.retention import Retention, execute, plan_prune
+from store.schema import ManifestRecord
 from store.segment import SegmentDraft, StagedFragment, check_header, read_leaves, remove_segment, write_segment
 from store.session import StoreLock, claim_epoch
 from store.state_tree import Leaf, encode
@@ -89,10 +90,9 @@ def plan_import(source: Path, step: str | None = None, *, link: bool = False) ->
     """Plan the import of the newest checkpoint of a source, or of ``step``. Reads no tensor.
 
     ``source``: any that a merge can read. ``step``: a step, a save's name or a tag. ``link``: take a store's commit
-    over as it is, composites too, with hard links to its payloads.
-
-    Raises UsageError if the checkpoint is neither exact nor as found, or cannot be linked, UnsupportedError if a store
-    cannot hold the run state, and what the source raises."""
+    over as it is, composites too, with hard links to its payloads. Raises UsageError if the checkpoint is neither exact
+    nor as found, or cannot be linked, UnsupportedError if a store cannot hold the run state, and what the source
+    raises."""
     if link and is_url(source):
         raise _not_linked(f"{source} is in a bucket, where there are no hard links")
     opened = open_source(source)
@@ -245,9 +245,7 @@ def _require_exact(checkpoint: Checkpoint) -> None:
     )
 
 
-def _take_over(
-    plan: ImportPlan, linked: Catalog, store: Path, catalog: Catalog, progress: Progress
-) -> schema.ManifestRecord:
+def _take_over(plan: ImportPlan, linked: Catalog, store: Path, catalog: Catalog, progress: Progress) -> ManifestRecord:
     """Link all payloads of a commit, check their bytes, and write parts and a manifest that name this store."""
     save = SaveId.parse(plan.checkpoint.certificate.save)
     manifest, files, groups = linked.manifest(save), catalog.files, dict[str, schema.GroupRecord]()
@@ -285,7 +283,7 @@ def _take_over(
 
 def _write_segments(
     plan: ImportPlan, catalog: Catalog, progress: Progress, *, allow_nonfinite: bool
-) -> tuple[schema.ManifestRecord, list[str]]:
+) -> tuple[ManifestRecord, list[str]]:
     """Write all segments and read them back. Returns the manifest, and a line for each unit with implausible values."""
     files, world_size = catalog.files, len(plan.run_states)
     save = SaveId(plan.checkpoint.step, claim_epoch(files, catalog.store_id).epoch)
@@ -340,14 +338,12 @@ def _read_back(files: Files, part: schema.PartRecord, advice: str) -> None:
         raise DamagedError(f"{error}; {advice}") from error
 
 
-def _manifest(
-    plan: ImportPlan, store_id: str, save: SaveId, group: Group, implausible: Implausibles
-) -> schema.ManifestRecord:
+def _manifest(plan: ImportPlan, store_id: str, save: SaveId, group: Group, implausible: Implausibles) -> ManifestRecord:
     checkpoint = plan.checkpoint
     reasons: dict[tuple[str, str], str] = {}
     for (fqn, slot), kinds in implausible.items():
         reasons[checkpoint.record(fqn).layer, slot] = f"{checkpoints.IMPORTED_WITH}{' and '.join(sorted(kinds))}"
-    return schema.ManifestRecord(
+    return ManifestRecord(
         store_id=store_id,
         step=save.step,
         epoch=save.epoch,

@@ -17,7 +17,6 @@ _TORCH_OF: dict[str, torch.dtype] = {
 }  # fmt: skip
 
 _NAME_OF = {dtype: name for name, dtype in _TORCH_OF.items()}
-
 SECOND_MOMENTS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum"})  # means or sums of squares
 Implausible = Literal["NaN", "infinite values", "negative values"]
 Implausibles = dict[tuple[str, str], set[Implausible]]  # those found, by (fqn, slot)

@@ -58,11 +58,9 @@ def layout_for(checkpoint: Checkpoint, target: Target) -> Layout:
 
 
 def _native(checkpoint: Checkpoint) -> str:
-    layout = _NATIVE.get(checkpoint.framework)
-    if layout is None:
-        raise UnsupportedError(
-            f"framework {checkpoint.framework!r} has no layout; supported are {', '.join(map(repr, _NATIVE))}"
-        )
+    if (layout := _NATIVE.get(checkpoint.framework)) is None:
+        supported = ", ".join(map(repr, _NATIVE))
+        raise UnsupportedError(f"framework {checkpoint.framework!r} has no layout; supported are {supported}")
     return layout
 
 

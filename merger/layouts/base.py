@@ -14,7 +14,6 @@ LAYOUTS = ("native", "deepspeed", "universal", "hf", "dcp", "trainer", "torch")
 SHARD_BYTES = 5 * 10**9  # default size of files in bytes, as in transformers
 MOST_RANKS = 1 << 14  # largest world size that is written for: each rank has a file of its own, planned in memory
 _COMPILED, _PARALLEL = "_orig_mod", "module."
-
 T = TypeVar("T")
 
 
@@ -66,8 +65,7 @@ MergeError if the checkpoint lacks state, UnsupportedError if the layout cannot 
 def canonical_names(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the canonical fqn of every name in the model's state dict, in its order; tied ones under each name."""
     canonical = {alias: fqn for fqn, record in checkpoint.tensors.items() for alias in record.aliases}
-    names = checkpoint.facts.get("state_dict_names")
-    if names is None:
+    if (names := checkpoint.facts.get("state_dict_names")) is None:
         names = [*checkpoint.tensors, *canonical]
     return {name: canonical.get(name, name) for name in names}
 
@@ -110,8 +108,7 @@ def require_folder(files: Path) -> None:
 
 def grouped(items: Iterable[T], nbytes: Callable[[T], int], most: int) -> list[list[T]]:
     """Group items, in order, into files of about ``most`` bytes; at least one file."""
-    files: list[list[T]] = [[]]
-    size = 0
+    files, size = list[list[T]]([[]]), 0
     for item in items:
         if files[-1] and size + nbytes(item) > most:
             files.append([])

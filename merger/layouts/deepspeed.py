@@ -120,10 +120,10 @@ def model_states(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> dict[
     # At ZeRO-3 each rank has a file, with the run state of the saved ranks that equal it modulo the new world size: its
     # own if the world size is unchanged; otherwise, too, none is lost or written twice.
     saved = [one for one in sorted(checkpoint.run_states) if zero != 3 or one % facts.world_size == rank]
+    module = share_tied(canonical_names(checkpoint), lambda fqn: _working_copy(facts, checkpoint, fqn))
+    parallel = {constants.CHECKPOINT_PP_DEGREE: 1, constants.CHECKPOINT_TP_DEGREE: facts.mp_world_size}
     return {
-        "module": OrderedDict(
-            share_tied(canonical_names(checkpoint), lambda fqn: _working_copy(facts, checkpoint, fqn))
-        ),
+        "module": OrderedDict(module),
         "buffer_names": list(facts.buffer_names),
         "optimizer": None if zero else optimizer_state(checkpoint),
         "param_shapes": groups if zero else None,
@@ -136,10 +136,7 @@ def model_states(facts: EngineFacts, checkpoint: Checkpoint, rank: int) -> dict[
         **{key: counters[key] for key in ("skipped_steps", "global_steps", "global_samples") if key in counters},
         "dp_world_size": facts.world_size,
         "mp_world_size": facts.mp_world_size,
-        constants.CHECKPOINT_PARALLEL_DIMS: {
-            constants.CHECKPOINT_PP_DEGREE: 1,
-            constants.CHECKPOINT_TP_DEGREE: facts.mp_world_size,
-        },
+        constants.CHECKPOINT_PARALLEL_DIMS: parallel,
         "ds_config": facts.ds_config,
         "ds_version": facts.ds_version,
         **to_portable(checkpoint.client_state),  # DeepSpeed puts it among its own keys, after them
@@ -258,11 +255,8 @@ def flat_state(checkpoint: Checkpoint, fqns: Sequence[str]) -> FlatState:
 
 def flat_tensor(slot: str, pieces: Sequence[Piece], numel: int, dtype: torch.dtype) -> PlannedTensor:
     """Plan a flat partition of one slot, 1-d, ``numel`` elements; zeros between the parameters."""
-    placed = [
-        Placement(Fragment(one.fqn, slot, one.start, one.stop - one.start), one.offset)
-        for one in pieces
-        if one.start < one.stop
-    ]
+    full = [one for one in pieces if one.start < one.stop]
+    placed = [Placement(Fragment(one.fqn, slot, one.start, one.stop - one.start), one.offset) for one in full]
     return PlannedTensor((numel,), dtype, tuple(sorted(placed, key=lambda one: one.offset)))
 
 
@@ -282,12 +276,10 @@ def base_optimizer_state(
     groups = checkpoint.framework_state["param_groups"]
     if len(groups) != len(members):
         raise MergeError(f"the run had {len(groups)} param groups, its layout has {len(members)}; merge another save")
+    pairs = zip(groups, members, strict=True)
     return {
         "state": {index: state for index, state in enumerate(states) if state},
-        "param_groups": [
-            {**to_portable(group["hyper"]), "params": list(indices)}
-            for group, indices in zip(groups, members, strict=True)
-        ],
+        "param_groups": [{**to_portable(group["hyper"]), "params": list(indices)} for group, indices in pairs],
     }
 
 

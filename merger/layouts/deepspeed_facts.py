@@ -14,7 +14,6 @@ from merger.checkpoint import Checkpoint, config_section
 from store.errors import MergeError, UnsupportedError
 
 T = TypeVar("T")
-
 BF16_OPTIMIZER, ZERO_12, ZERO_3 = "BF16_Optimizer", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"
 _FP32 = ("fp32", "float32", "float", "torch.float32")  # names of float32 in DeepSpeed's configuration
 TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -65,9 +64,8 @@ class GroupFacts(_Facts):
         """Return the pieces as DeepSpeed writes them into ``param_slice_mappings``, in the order of the param group.
 
         With ``round_robin_gradients`` and no gaps these are not the offsets of the data: DeepSpeed computes them as if
-        the data were in the group's order. Native loading does not use them.
-
-        ``gaps``: elements that ``parameter_alignment`` leaves behind each parameter."""
+        the data were in the group's order. Native loading does not use them. ``gaps``: elements that
+        ``parameter_alignment`` leaves behind each parameter."""
         placed = {one.fqn: (one.fqn, one.offset, one.numel) for one in self.layout}
         if not round_robin or any(gaps):
             return self._cut((placed[fqn] for fqn in self.params), rank)

@@ -85,9 +85,8 @@ def _zero12(
             )
         order = data_order(params, stage, world_size, dtype, config)
         behind = _paddings(checkpoint, order) if aligned else [0] * len(order)
-        layout, end = ds_facts.place_in_row(
-            (fqn, checkpoint.numel(fqn), gap) for fqn, gap in zip(order, behind, strict=True)
-        )
+        row = ((fqn, checkpoint.numel(fqn), gap) for fqn, gap in zip(order, behind, strict=True))
+        layout, end = ds_facts.place_in_row(row)
         size = -(-end // (ALIGNMENT * world_size)) * ALIGNMENT
         at_ends = ds_facts.partition_paddings(size, end, world_size)
         laid.append(GroupFacts(params=params, layout=layout, partition_size=size, group_paddings=at_ends))
@@ -146,11 +145,8 @@ def optimized_params(checkpoint: Checkpoint, params: Iterable[str]) -> tuple[str
 
 def unoptimized(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return the parameters that DeepSpeed does not optimize, in model order."""
-    return tuple(
-        fqn
-        for fqn, record in checkpoint.tensors.items()
-        if record.kind == "frozen" or (record.kind == "trainable" and 0 in record.shape)
-    )
+    tensors = checkpoint.tensors.items()
+    return tuple(fqn for fqn, one in tensors if one.kind == "frozen" or (one.kind == "trainable" and 0 in one.shape))
 
 
 def _require_supported(facts: EngineFacts, zero_stage: int) -> None:
@@ -166,8 +162,7 @@ def _require_supported(facts: EngineFacts, zero_stage: int) -> None:
         "SuperOffload": any(one.get("super_offload") for one in offloads),
         "the optimizer Muon at stage 3": zero_stage == 3 and kind == "muon",
     }
-    found = [name for name, there in variants.items() if there]
-    if found:
+    if found := [name for name, there in variants.items() if there]:
         raise UnsupportedError(
             f"the run's configuration has {' and '.join(found)}, which is not supported at another stage or world "
             "size; write the stage and world size of the run, or layout 'universal' or 'hf'"
@@ -194,9 +189,7 @@ def with_common_steps(
     """Return the checkpoint with equal scalars for parameters that share a flat partition, and notes on what changed.
 
     The certificate records the steps (:class:`merger.checkpoint.StepsCertificate`). Parameters without optimizer state
-    keep none. UnsupportedError if a scalar other than ``step`` differs.
-
-    ``shared``: flat partitions as of :func:`flat_partitions`."""
+    keep none. UnsupportedError if a scalar other than ``step`` differs. ``shared``: as of :func:`flat_partitions`."""
     scalars = dict(checkpoint.framework_state["scalars"])
     notes: dict[str, None] = {}
     chosen: list[tuple[int, float, list[tuple[str, float]]]] = []

@@ -34,7 +34,6 @@ from store.names import WEIGHTS
 from store.text import counted, listed
 
 Groups = Sequence[tuple[str, ...]]
-
 MODEL_FILE = "mp_rank_00_model_states.pt"
 _ADAM = ("exp_avg", "exp_avg_sq")
 
@@ -163,10 +162,8 @@ def _tensors(checkpoint: Checkpoint, fqn: str, known: str | None) -> dict[str, P
 
 def _optimizer(facts: EngineFacts, checkpoint: Checkpoint, groups: Groups, origin: dict[str, Any]) -> dict[str, Any]:
     """Return the state that belongs to no single parameter, under the keys that loaders of ZeRO-1/2 and ZeRO-3 read."""
-    hyper = [
-        {**to_portable(group["hyper"]), "params": [index]}
-        for index, group in enumerate(checkpoint.framework_state["param_groups"])
-    ]
+    values = (to_portable(group["hyper"]) for group in checkpoint.framework_state["param_groups"])
+    hyper = [{**one, "params": [index]} for index, one in enumerate(values)]
     step = reshard.common_step(checkpoint, (fqn for params in groups for fqn in params))
     known = [_first_with_state(checkpoint, params) for params in groups]
     configured = {
@@ -174,6 +171,7 @@ def _optimizer(facts: EngineFacts, checkpoint: Checkpoint, groups: Groups, origi
         "dynamic_loss_scale": facts.dynamic_loss_scale,
         constants.CLIP_GRAD: reshard.clip_grad(facts),
     }
+    base = {"state": {} if step is None else {0: {reshard.STEP: to_portable(step)}}, "param_groups": hyper}
     return {
         **(configured if checkpoint.framework == "deepspeed" else {}),
         "overflow": False,
@@ -181,10 +179,7 @@ def _optimizer(facts: EngineFacts, checkpoint: Checkpoint, groups: Groups, origi
         constants.PARTITION_COUNT: facts.world_size,
         constants.DS_VERSION: facts.ds_version,
         constants.PARAM_GROUPS: hyper,
-        constants.OPTIMIZER_STATE_DICT: {
-            "state": {} if step is None else {0: {reshard.STEP: to_portable(step)}},
-            "param_groups": hyper,
-        },
+        constants.OPTIMIZER_STATE_DICT: base,
         CLIENT_KEY: {**origin, "slots": [sorted(checkpoint.slots(one)) if one else [] for one in known]},
     }
 
@@ -285,8 +280,7 @@ def _load_lines(checkpoint: Checkpoint, groups: Groups, tag: str) -> tuple[str, 
 
 def _notes_on_loading(checkpoint: Checkpoint, facts: EngineFacts, groups: Groups, tag: str) -> Iterator[str]:
     """Yield what to know before loading, each with a remedy: what is not loaded, and what ZeRO-1/2 loads wrongly."""
-    left = _not_loaded(checkpoint, groups)
-    if left:
+    if left := _not_loaded(checkpoint, groups):
         yield (
             "a universal load restores what the optimizer trains and nothing else: "
             f"{counted(len(left), 'frozen parameter or buffer', 'frozen parameters and buffers')} (in "
@@ -335,8 +329,7 @@ def _ranks_that_hold(numel: int) -> int | None:
 
 def _notes_on_zero3(checkpoint: Checkpoint, groups: Groups) -> Iterator[str]:
     """Yield what DeepSpeed's ZeRO-3 loads wrongly or refuses."""
-    differing = _hyper_differs(checkpoint)
-    if differing:
+    if differing := _hyper_differs(checkpoint):
         yield (
             f"the param groups differ in {', '.join(differing)}, and DeepSpeed's ZeRO-3 gives every group those of the "
             "first when it loads a universal checkpoint. Set them afterwards from zero/optimizer_state.pt, as the "

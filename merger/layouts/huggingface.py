@@ -25,7 +25,6 @@ from store.text import listed
 
 _NAMED = 6  # most layers that a note names
 CONFIG = "config.json"
-
 _LARGEST = 1 << 28  # largest file that is copied, in bytes; tokenizers have a few tens of megabytes
 _SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".py", ".bpe", ".vocab", ".spm", ".md")
 _NAMES = frozenset({"LICENSE", "NOTICE"})
@@ -85,8 +84,7 @@ def _exported_names(checkpoint: Checkpoint) -> dict[str, str]:
     first: dict[str, str] = {}
     for name, fqn in names.items():
         first.setdefault(fqn, name)
-    vocabulary = _tied_vocabulary(read_config(checkpoint.files) or {})
-    if vocabulary is not None:
+    if (vocabulary := _tied_vocabulary(read_config(checkpoint.files) or {})) is not None:
         return {
             name: fqn
             for name, fqn in names.items()
@@ -115,10 +113,8 @@ def weight_files(weights: Mapping[str, PlannedTensor], shard_bytes: int) -> list
     if len(shards) == 1:
         return [OutFile("model.safetensors", SafetensorsFile(shards[0], _METADATA))]
     named = {f"model-{number:05}-of-{len(shards):05}.safetensors": one for number, one in enumerate(shards, start=1)}
-    metadata = {
-        "total_parameters": sum(stored.numel for stored in weights.values()),
-        "total_size": sum(stored.nbytes for stored in weights.values()),
-    }
+    stored = weights.values()
+    metadata = {"total_parameters": sum(one.numel for one in stored), "total_size": sum(one.nbytes for one in stored)}
     table = {name: file for file, shard in named.items() for name in shard}
     index = json.dumps({"metadata": metadata, "weight_map": table}, indent=2, sort_keys=True) + "\n"
     files = [OutFile(name, SafetensorsFile(shard, _METADATA)) for name, shard in named.items()]
@@ -135,8 +131,7 @@ def weights_dtype(weights: Mapping[str, PlannedTensor]) -> str | None:
 
 
 def _load(checkpoint: Checkpoint) -> str:
-    config = read_config(checkpoint.files)
-    if config is None:
+    if (config := read_config(checkpoint.files)) is None:
         return (
             "for part in pathlib.Path({out!r}).glob('*.safetensors'): "
             "model.load_state_dict(safetensors.torch.load_file(part), strict=False)"

@@ -31,7 +31,6 @@ from store.state_tree import PACKED
 _ADAMS = frozenset({"FusedAdam", "DeepSpeedCPUAdam"})  # torch's AdamW or Adam, by their `adam_w_mode`
 _AMBIGUOUS = frozenset({"adam", "adamw", "unknown"})  # what foreign checkpoints call them, after the configuration
 STEP = "step"
-
 CHUNK_BYTES = 1 << 26  # size of the blobs that tensors are cut into along their first dimension: ranks read whole ones
 _TORCHTITAN = (
     "torchtitan loads it under the name step-N in its checkpoint folder, with exclude_from_loading=[dataloader]; the "
@@ -73,8 +72,7 @@ def _optimizer(checkpoint: Checkpoint, hyper: list[dict[str, Any]]) -> dict[str,
     groups = []
     for group, values in zip(checkpoint.framework_state["param_groups"], hyper, strict=True):
         for fqn in group["params"]:
-            found = parameter_state(checkpoint, fqn)
-            if found:
+            if found := parameter_state(checkpoint, fqn):
                 state[bare[fqn]] = found
         groups.append({**values, "params": [bare[fqn] for fqn in group["params"]]})
     return {"state": state, "param_groups": groups}
@@ -120,15 +118,12 @@ def _plan_files(state: dict[str, Any], file_bytes: int) -> tuple[dict[str, DcpFi
     parts = grouped(items, lambda item: item.nbytes, file_bytes)
     files = {f"__{number}_0.distcp": DcpFile(part) for number, part in enumerate(parts)}
     metadata = dcp.Metadata(described, planner_data=mapping, storage_meta=dcp.StorageMeta())
-    version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-    if version is not None:  # older releases have no version
+    if (version := getattr(filesystem, "CURRENT_DCP_VERSION", None)) is not None:  # older releases have no version
         metadata.version = version
     return files, DcpMetadata(metadata, files, aliases)
 
 
-def _chunks(
-    value: PlannedTensor | torch.Tensor,
-) -> Iterator[tuple[dcp.ChunkStorageMetadata, PlannedTensor | torch.Tensor]]:
+def _chunks(value: PlannedTensor | torch.Tensor) -> Iterator[tuple[dcp.ChunkStorageMetadata, Any]]:
     """Cut a tensor into runs of rows, one blob each. Tensors with values stay whole."""
     shape = torch.Size(value.shape)
     if not isinstance(value, PlannedTensor) or value.nbytes <= CHUNK_BYTES:
@@ -264,8 +259,7 @@ def optimizer_state(checkpoint: Checkpoint, member: int = 0) -> dict[str, Any]:
         members = range(number, number + len(group["params"]))
         number = members.stop
         for index, fqn in zip(members, group["params"], strict=True):
-            found = parameter_state(checkpoint, fqn)
-            if found:
+            if found := parameter_state(checkpoint, fqn):
                 state[index] = found
         groups.append({**to_portable(group["hyper"]), "params": list(members)})
     return {"state": state, "param_groups": groups}

@@ -42,6 +42,7 @@ _TOTALS = ("num_input_tokens_seen", "total_flos")
 _BEST_KEYS = ("best_metric", "best_global_step", "best_model_checkpoint")
 _CONTROL = "TrainerControl"
 _ADAPTER_CONFIG = "adapter_config.json"
+_Planned = tuple[Sequence[OutFile], str | None]  # files, and why some are left out
 
 
 def trainer_layout(engine: Layout | None, checkpoint: Checkpoint, target: Target) -> LayoutResult:
@@ -98,7 +99,7 @@ def _trainer_folder(checkpoint: Checkpoint) -> Path:
     return folder
 
 
-def _weights_beside(checkpoint: Checkpoint, target: Target, folder: Path) -> tuple[Sequence[OutFile], str | None]:
+def _weights_beside(checkpoint: Checkpoint, target: Target, folder: Path) -> _Planned:
     """Return (``model.safetensors`` beside DeepSpeed's files, why there is none).
 
     At stages 1 and 2 the Trainer writes it always, at stage 3 only if the engine gathers the weights."""
@@ -113,9 +114,7 @@ def _weights_beside(checkpoint: Checkpoint, target: Target, folder: Path) -> tup
     return weight_files(hf_weights(checkpoint, Target()), Target().file_bytes), None
 
 
-def _scheduler(
-    checkpoint: Checkpoint, folder: Path, rescaled: "RescaledState", *, with_engine: bool
-) -> tuple[Sequence[OutFile], str | None]:
+def _scheduler(checkpoint: Checkpoint, folder: Path, rescaled: "RescaledState", *, with_engine: bool) -> _Planned:
     groups = checkpoint.framework_state["param_groups"]
     file, note = scheduler_file(folder, rescaled, [group["hyper"].get("lr") for group in groups])
     if file is not None:
@@ -131,7 +130,7 @@ def _scheduler(
     raise MergeError(note or f"{folder} has no scheduler.pt, without which a Trainer does not load optimizer.pt either")
 
 
-def _scaler(folder: Path, rescaled: "RescaledState") -> tuple[Sequence[OutFile], str | None]:
+def _scaler(folder: Path, rescaled: "RescaledState") -> _Planned:
     if not (folder / _SCALER).is_file():
         return (), None
     if rescaled.same_step:
@@ -191,9 +190,7 @@ def rescale_state(folder: Path, step: int) -> RescaledState:
     return RescaledState(was, step, (json.dumps(state, indent=2, sort_keys=True) + "\n").encode(), tuple(notes))
 
 
-def rng_files(
-    checkpoint: Checkpoint, folder: Path, world_size: int, *, same_step: bool, distributed: bool
-) -> tuple[Sequence[OutFile], str | None]:
+def rng_files(checkpoint: Checkpoint, folder: Path, world_size: int, *, same_step: bool, distributed: bool) -> _Planned:
     """Return (``rng_state*.pth`` of each rank, why there are none), of the run state or else of the folder.
 
     ``distributed``: whether a single rank counts as a distributed run, for which the Trainer keeps all devices'
@@ -217,8 +214,7 @@ def rng_files(
 def _trainer_rng(state: Mapping[str, Any], *, every_device: bool) -> dict[str, Any]:
     kind, words, *rest = state["numpy"]
     out = {"python": state["python"], "numpy": (kind, np.asarray(words, dtype=np.uint32), *rest), "cpu": state["torch"]}
-    devices = list(state.get("cuda") or ())
-    if devices:
+    if devices := list(state.get("cuda") or ()):
         out["cuda"] = devices if every_device else devices[0]
     return out
 
@@ -233,9 +229,7 @@ def scheduler_file(folder: Path, rescaled: RescaledState, rates: Sequence[Any]) 
     """Return (``scheduler.pt`` at the step, the change or why there is none).
 
     Only schedulers whose rate is a function of the step can be brought to another one: torch's LambdaLR, as nearly all
-    of transformers' schedulers are.
-
-    ``rates``: learning rate of each param group at the step."""
+    of transformers' schedulers are. ``rates``: learning rate of each param group at the step."""
     path = folder / SCHEDULER
     if not path.is_file():
         return None, None
@@ -258,9 +252,8 @@ def _forget_later(state: dict[str, Any], step: int, notes: list[str]) -> None:
     log = state.get("log_history")
     if isinstance(log, list):
         steps = [entry.get("step") if isinstance(entry, Mapping) else None for entry in log]
-        state["log_history"] = [
-            entry for entry, at in zip(log, steps, strict=True) if not (isinstance(at, int) and at > step)
-        ]
+        pairs = zip(log, steps, strict=True)
+        state["log_history"] = [entry for entry, at in pairs if not (isinstance(at, int) and at > step)]
     best = state.get("best_global_step")
     known = isinstance(best, int) and best <= step
     if state.get("best_metric") is not None and not known:

@@ -44,10 +44,8 @@ def composite_certificate(
     """Build the certificate of a composite.
 
     A unit's ``source`` is its key in ``parts``. A mixture must not pass for a commit: unless all is of one commit,
-    ``save`` is not a save's name, and ``store_id`` is empty unless all is of one store.
-
-    ``parts``: checkpoints by source name; ``run_state`` names the reference. ``source_of`` and ``taken``: source and
-    slots of each fqn."""
+    ``save`` is not a save's name, and ``store_id`` is empty unless all is of one store. ``parts``: checkpoints by
+    source name; ``run_state`` names the reference. ``source_of`` and ``taken``: source and slots of each fqn."""
     reference = parts[run_state].checkpoint
     rows = _rows(parts, source_of, taken, run_state)
     used = {name: parts[name].checkpoint.certificate for name in dict.fromkeys([run_state, *source_of.values()])}

@@ -127,8 +127,7 @@ def choose_sources(recipe: Recipe, model: Model) -> SourceChoice:
     chosen = {fqn: rules[0].source for fqn, rules in claims.items() if rules}
     if recipe.rest is not None:
         chosen = {fqn: chosen.get(fqn, recipe.rest) for fqn in model.tensors}
-    left = [fqn for fqn in model.tensors if fqn not in chosen]
-    if left:
+    if left := [fqn for fqn in model.tensors if fqn not in chosen]:
         layers = listed(dict.fromkeys(model.tensors[fqn].layer for fqn in left))
         text = (
             f"{recipe.where}:{aside} no rule names {listed(left)} ({len(left)} of "
@@ -219,21 +218,18 @@ def _common_problems(checkpoints: Mapping[str, Checkpoint]) -> tuple[str, ...]:
     )
 
 
-def _framework_state(
-    checkpoints: Mapping[str, Checkpoint], source_of: Mapping[str, str], run_state: str
-) -> dict[str, Any]:
+def _framework_state(parts: Mapping[str, Checkpoint], source_of: Mapping[str, str], run_state: str) -> dict[str, Any]:
     found: dict[str, dict[str, Any]] = {"scalars": {}, "slots": {}}
     for fqn, name in source_of.items():
         for kind, by_fqn in found.items():
-            theirs = checkpoints[name].framework_state.get(kind) or {}
+            theirs = parts[name].framework_state.get(kind) or {}
             if fqn in theirs:
                 by_fqn[fqn] = theirs[fqn]
-    return {**checkpoints[run_state].framework_state, **found}
+    return {**parts[run_state].framework_state, **found}
 
 
 def _newer(checkpoint: Checkpoint, run_state: str) -> Iterator[str]:
-    newer = [unit for unit in checkpoint.certificate.units if unit.moving and unit.staleness < 0]
-    if newer:
+    if newer := [unit for unit in checkpoint.certificate.units if unit.moving and unit.staleness < 0]:
         layers = listed(dict.fromkeys(unit.layer for unit in newer))
         yield (
             f"{layers}: up to {counted(-min(unit.staleness for unit in newer), 'step')} newer than the run state of "
@@ -249,8 +245,7 @@ def model_differences(reference: Part, other: Part) -> Iterator[MergeError]:
             names = [fqn for fqn in one.checkpoint.tensors if fqn in more]
             yield MergeError(f"{listed(names)}: in {one}, but not in {two}; take checkpoints of one model")
     for aspect, part in _COMPARED.items():
-        differing = [fqn for fqn in ours if fqn in theirs and part(ours[fqn]) != part(theirs[fqn])]
-        if differing:
+        if differing := [fqn for fqn in ours if fqn in theirs and part(ours[fqn]) != part(theirs[fqn])]:
             first = differing[0]
             yield MergeError(
                 f"{listed(differing)}: {aspect} {part(ours[first])} in {reference} and {part(theirs[first])} in "
@@ -260,11 +255,9 @@ def model_differences(reference: Part, other: Part) -> Iterator[MergeError]:
     yield from _groups(reference, other)
 
 
-def optimizer_differences(
-    reference: Part, other: Part, fqns: Iterable[str], *, weights_only: bool
-) -> Iterator[MergeError]:
-    """Yield why parameters ``fqns`` cannot be taken from ``other`` with the reference's run state."""
-    problems = ((_problems(reference, other, fqn, weights_only=weights_only), fqn) for fqn in fqns)
+def optimizer_differences(first: Part, other: Part, fqns: Iterable[str], *, weights_only: bool) -> Iterator[MergeError]:
+    """Yield why parameters ``fqns`` cannot be taken from ``other`` with the run state of ``first``."""
+    problems = ((_problems(first, other, fqn, weights_only=weights_only), fqn) for fqn in fqns)
     for problem, affected in group_by_key((one, fqn) for found, fqn in problems for one in found).items():
         yield MergeError(f"{listed(affected)}: {problem}")
 

@@ -105,8 +105,7 @@ class MergeKitFile(Section):
 
 def from_mergekit(file: YamlFile) -> Recipe:
     """Build the recipe. ConfigError for an invalid file, UnsupportedError for a merge that changes the state."""
-    method = file.values.get("merge_method", "passthrough")
-    if method != "passthrough":
+    if (method := file.values.get("merge_method", "passthrough")) != "passthrough":
         raise UnsupportedError(
             f"{file.at(('merge_method',))}: merge_method {method!r} changes weights, which then no longer fit their "
             "optimizer state; only passthrough is supported"

@@ -126,8 +126,7 @@ def _outermost(name: str, blocks: Set[str]) -> str:
 
 def parse_dtype(text: str) -> str:
     """Return the safetensors name of an export dtype. UsageError for any other."""
-    found = _DTYPES.get(text.lower().removeprefix("torch."))
-    if found is None:
+    if (found := _DTYPES.get(text.lower().removeprefix("torch."))) is None:
         raise UsageError(f"dtype {text!r} is not supported; use float32, bfloat16 or float16")
     return found
 
@@ -235,17 +234,13 @@ def _of_blocks(model: Model, wanted: Callable[[int], bool]) -> list[str]:
 
 
 def _layers(pattern: str, model: Model) -> list[str]:
-    exact = model.below(pattern)
-    if exact:
+    if exact := model.below(pattern):
         return list(exact)
-    match = _RANGE.match(pattern)
-    if match is not None:
+    if (match := _RANGE.match(pattern)) is not None:
         return _range(pattern, match["head"], int(match["first"]), int(match["last"]), model)
-    found = [layer.name for layer in model.layers if fnmatch.fnmatchcase(layer.name, pattern)]
-    if found:
+    if found := [layer.name for layer in model.layers if fnmatch.fnmatchcase(layer.name, pattern)]:
         return found
-    inside = [fqn for fqn in model.tensors if fqn == pattern or fqn.startswith(f"{pattern}.")]
-    if inside:
+    if inside := [fqn for fqn in model.tensors if fqn == pattern or fqn.startswith(f"{pattern}.")]:
         record = model.tensors[inside[0]]
         raise ConfigError(
             f"{pattern!r} is a part of the layer {record.layer}: name it with `parameters: "
@@ -260,8 +255,7 @@ def _range(pattern: str, head: str, first: int, last: int, model: Model) -> list
         raise ConfigError(f"{pattern!r} ends before it begins; write the smaller number first")
     reach = min(last, first + len(model.layers))  # beyond it, layers are certainly missing
     found = {index: model.below(f"{head}{index}") for index in range(first, reach + 1)}
-    missing = [f"{head}{index}" for index, layers in found.items() if not layers]
-    if missing:
+    if missing := [f"{head}{index}" for index, layers in found.items() if not layers]:
         raise ConfigError(
             f"{pattern!r} (inclusive) names {listed(missing)}, which the model lacks; its layers: {model.outline()}"
         )

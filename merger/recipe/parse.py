@@ -102,8 +102,7 @@ def _require_known(file: YamlFile, values: RecipeFile, sources: dict[str, model.
             raise ConfigError(
                 f"{file.at(loc)}: {where} names the source {name!r}, which is not among `sources`: {listed(sources, 6)}"
             )
-    repeated = [name for name in values.parity or () if (values.parity or ()).count(name) > 1]
-    if repeated:
+    if repeated := [name for name in values.parity or () if (values.parity or ()).count(name) > 1]:
         raise ConfigError(f"{file.at(('parity',))}: parity names the source {repeated[0]!r} twice")
 
 

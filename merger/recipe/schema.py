@@ -14,7 +14,6 @@ from store.location import place_of
 from store.text import listed, suggestion
 
 EVERY = "(all)"  # key of `auxiliary` for all auxiliary layers
-
 Text = Annotated[pydantic.StrictStr, pydantic.StringConstraints(min_length=1)]
 
 
@@ -34,9 +33,7 @@ def _step(value: Any) -> int | str | None:
 Texts = Annotated[tuple[Text, ...], pydantic.BeforeValidator(_as_list), pydantic.Field(min_length=1)]  # one or several
 Ranges = Annotated[
     tuple[Annotated[str, pydantic.StringConstraints(pattern=r"^\d+(-\d+)?$")], ...],
-    pydantic.BeforeValidator(
-        lambda value: [str(item) for item in _as_list(value)] if not isinstance(value, dict) else value
-    ),
+    pydantic.BeforeValidator(lambda given: given if isinstance(given, dict) else [str(one) for one in _as_list(given)]),
     pydantic.Field(min_length=1),
 ]
 

@@ -117,8 +117,7 @@ def open_sources(recipe: Recipe, default: Path | None) -> OpenSources:
     by_name: dict[str, OpenSource] = {}
     errors: list[DriftpointError] = []
     for name, ref in recipe.sources.items():
-        path = ref.path or default
-        if path is None:
+        if (path := ref.path or default) is None:
             errors.append(UsageError(f"{recipe.where}: source {name!r} has no `path`: add one, or name SOURCE"))
             continue
         try:
