@@ -17,11 +17,8 @@ class TokenBucket:
     """A token bucket. rate: tokens per second, > 0. capacity: tokens, > 0. clock: monotonic seconds."""
 
     def __init__(self, rate: float, capacity: float, clock: Callable[[], float]) -> None:
-        self.rate = rate
-        self.capacity = capacity
-        self._clock = clock
-        self._level = 0.0
-        self._at = clock()
+        self.rate, self.capacity, self._clock = rate, capacity, clock
+        self._level, self._at = 0.0, clock()
 
     def available(self) -> float:
         """Return the tokens available now; below 0: a debt."""
@@ -231,8 +228,7 @@ class Account:
     def committed(self, written: float, seconds: float) -> None:
         """Settle the last save: payload bytes over all ranks, and seconds beside training."""
         for name, took in ((BYTES, written), (STORAGE, seconds)):
-            limit = self._limits.get(name)
-            if limit is not None:
+            if (limit := self._limits.get(name)) is not None:
                 limit.bucket.charge(took - limit.charged if limit.charged is not None else 0.0)
                 limit.charged = None
                 limit.pricing.learn(self._expected, took)

@@ -26,7 +26,6 @@ WINDOW = 32  # readings kept of each unit
 _EARLIEST = 2  # readings before EXPLODED applies: a layer may begin at zero, so that its first drift is huge
 _MIN_LAYERS = 3  # layers read together for which a median is taken
 _QUANTILE, _NORMAL_QUANTILE = 0.9, 1.2816  # a high quantile, and its value for a standard normal distribution
-
 Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]
 

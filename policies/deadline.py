@@ -115,10 +115,8 @@ class DeadlinePolicy:
     def _option(self, one: UnitStats, scale: float) -> tuple[Option, float]:
         """Return the coarsest encoding that removes damage, or else raw; and the damage that it removes."""
         drift = math.inf if one.drift is None or math.isnan(one.drift) else one.drift
-        gains = [
-            (option, scale * (drift * drift - option.error * option.error))
-            for option in options(one, self.encodings.get(one.unit.slot, RAW))
-        ]
+        found = options(one, self.encodings.get(one.unit.slot, RAW))
+        gains = [(option, scale * (drift * drift - option.error * option.error)) for option in found]
         return next((candidate for candidate in gains if candidate[1] > 0.0), gains[-1])
 
 

@@ -25,12 +25,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Limits:
-    """Upper limits of the interval.
+    """Upper limits of the interval."""
 
-    max_loss: seconds of training that an interruption may cost, without the restart. max_staleness: steps."""
-
-    max_loss: float = math.inf
-    max_staleness: int | None = None
+    max_loss: float = math.inf  # seconds of training that an interruption may cost, without the restart
+    max_staleness: int | None = None  # steps
 
 
 @dataclass(frozen=True)
@@ -60,9 +58,7 @@ def next_interval(now: int, measured: Measured, per_hour: float, limits: Limits)
 
     In order of precedence: at least 1; at most max_staleness; at least the time that a save takes to become durable,
     since a decision during a save cannot begin another; at most max_loss; Daly's optimum, damped. Until a step and a
-    save were measured: ``now``, within the known limits.
-
-    per_hour: expected interruptions, > 0."""
+    save were measured: ``now``, within the known limits. per_hour: expected interruptions, > 0."""
     least, most = _within(measured, limits)
     if measured.step is None or measured.cost is None:
         return _limited(now, "want of measurements", least, most, limits)

@@ -156,8 +156,7 @@ def _require_class(reference: str, found: object) -> type[Any]:
 
 
 def _wrap(reference: str, policy: Any, taken: Sequence[str]) -> UserPolicy:
-    lacking = [word for word in ("name", "needs_drift", "select") if not hasattr(policy, word)]
-    if lacking:
+    if lacking := [word for word in ("name", "needs_drift", "select") if not hasattr(policy, word)]:
         raise ConfigError(f"policy {reference} is no policy: it lacks {', '.join(lacking)}; {_GUIDE}")
     name, drift, spends = policy.name, policy.needs_drift, getattr(policy, "spends", False)
     if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= 64:
@@ -218,12 +217,10 @@ def policy_from(settings: Mapping[str, Any] | str) -> Policy:
 
     For example ``"full"`` or ``{"name": "threshold", "threshold": 0.01}``. A name that is not built in is loaded with
     :func:`load_user_policy`, which runs user code. Bounds are separate: see :func:`policies.bounds.bound`.
-
     Raises ConfigError if a name or parameter is unknown (the message suggests the nearest one), a parameter is missing,
     or a value is invalid."""
     name, parameters = _parts(settings)
-    kind = POLICIES.get(name)
-    if kind is None:
+    if (kind := POLICIES.get(name)) is None:
         return load_user_policy(name, parameters, taken=sorted(POLICIES))
     check_parameters(name, kind, parameters)
     if isinstance(parameters.get("inner"), str | Mapping):

@@ -49,7 +49,6 @@ def described(value: object) -> str:
 
 
 Refusal = Callable[[str, str], str | None]  # (slot, encoding) -> why it is not allowed, or None
-
 _MAX_REASON = 1000  # characters of a reason: every manifest has one for each unit of its save
 _MAX_FAILURE = 200
 
@@ -61,9 +60,7 @@ class PolicyError(UsageError):
 
     def __init__(self, policy: str, unit: Unit | None, what: str) -> None:
         super().__init__(f"policy {policy}: {what}" if unit is None else f"policy {policy}: {unit}: {what}")
-        self.policy = policy
-        self.unit = unit
-        self.what = what
+        self.policy, self.unit, self.what = policy, unit, what
 
 
 def check_shown(policy: str, stats: Sequence[UnitStats]) -> None:
@@ -79,7 +76,6 @@ def checked_answer(policy: str, stats: Sequence[UnitStats], answer: object, refu
     """Check a policy's return value, and copy it into a decision of plain values, in the order of ``stats``.
 
     A missing unit would silently grow stale; a lossy encoding under precision ``exact`` would change the state.
-
     Raises PolicyError unless exactly the units shown have a choice, or if a choice has no reason or an encoding that
     ``refusal`` refuses. With ``refusal`` None any name is allowed."""
     if not isinstance(answer, Decision):

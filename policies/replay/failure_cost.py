@@ -64,8 +64,7 @@ class Exposed:
     """Adds the exposure of one segment to ``sums``. Only moving units count: weights and optimizer slots."""
 
     def __init__(self, units: Sequence[TracedUnit], movement: Movement, sums: Exposure) -> None:
-        self._movement = movement
-        self._sums = sums
+        self._movement, self._sums = movement, sums
         self._units = [unit.unit for unit in units]
         self._counted = np.array([unit.moving and unit.slot not in (BUFFER, FROZEN) for unit in units], dtype=bool)
         slots = np.array([unit.slot for unit in units], dtype=object)

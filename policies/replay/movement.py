@@ -15,7 +15,6 @@ from policies.budget import GROWTH
 from policies.replay.recorded_run import DecisionPoint, RunSegment
 
 Vector = npt.NDArray[np.float64]
-
 EXPONENT = GROWTH / 2  # exponent x of distance ~ age^x if only one age is known; damage is its square
 _TINY = 1e-300
 

@@ -98,7 +98,7 @@ def run_of(trace: traces.Trace) -> Run:
         same_process, before = before is not None and job.started == before.started, job
         _require_one_job(job, lines)
         latest = max(
-            (line.seconds for line in lines if isinstance(line, traces.DecisionLine | traces.CommitLine)), default=0.0
+            (one.seconds for one in lines if isinstance(one, traces.DecisionLine | traces.CommitLine)), default=0.0
         )
         seconds[job.started] = max(seconds.get(job.started, 0.0), latest)
         segments += [one for one in _segments(job, lines, same_process) if one.decisions and one.units]
@@ -146,8 +146,7 @@ def _segment(
         elif isinstance(line, traces.CommitLine | traces.FailedLine):
             # Only one save runs at a time, so the line is about the newest save of its step.
             saves = (i for i in range(len(points) - 1, -1, -1) if points[i].saved)
-            at = next((i for i in saves if points[i].line.step == line.step), None)
-            if at is not None:
+            if (at := next((i for i in saves if points[i].line.step == line.step), None)) is not None:
                 committed = line if isinstance(line, traces.CommitLine) else None
                 points[at] = replace(points[at], commit=committed, failed=committed is None)
     moved = {line.step: line for line in lines if isinstance(line, traces.MovedLine)}

@@ -40,8 +40,7 @@ class _Replay:
     _movement: Movement
 
     def __init__(self, run: Run, plan: ReplayPlan) -> None:
-        self._run = run
-        self._plan = plan
+        self._run, self._plan = run, plan
         self._costs = plan.costs or run.costs
         self._sees_all = plan.policy.needs_drift or plan.sees_all
         self._state = ReplayState()
