@@ -16,7 +16,6 @@ from store.memory.layout import Tier
 from store.names import SaveId
 
 _log = logging.getLogger("driftpoint")
-
 _abandoned: list[torch.Tensor] = []  # stays pinned and mapped until the process ends
 
 

@@ -25,7 +25,6 @@ from store.resolve import Resolution, newest_resumable, resolve
 from store.schema import ManifestRecord
 
 _log = logging.getLogger("driftpoint")
-
 _BROADCAST_LIMIT = 64 << 20  # maximum bytes that rank 0 broadcasts
 
 
@@ -280,11 +279,8 @@ def _missing_pieces(
     if len(version.payloads) == len(version.parts):
         return set()
     first = version.records[0]
-    run_state = {
-        (part.rank, tensor.offset, tensor.nbytes)
-        for part in (first, version.records.get(rank, first))
-        for tensor in part.run_tensors
-    }
+    parts = (first, version.records.get(rank, first))
+    run_state = {(part.rank, tensor.offset, tensor.nbytes) for part in parts for tensor in part.run_tensors}
     try:
         entries = set() if adapter is None else _needed_entries(resolve(catalog, commit), version.save, adapter)
     except StoreError:

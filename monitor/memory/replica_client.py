@@ -17,7 +17,6 @@ from store.memory.layout import RECORD_LIMIT, parse_record, read_whole
 from store.names import SaveId
 
 _log = logging.getLogger("driftpoint")
-
 _SILENCE = 10.0  # seconds without a byte after which a peer counts as gone
 _RETRY_DELAYS = (5.0, 20.0, 60.0, 300.0)  # seconds without another attempt, by the number of failures in a row
 _JOIN_TIMEOUT = 2.0

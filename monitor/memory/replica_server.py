@@ -26,13 +26,11 @@ from store.segment import parse_part
 from store.storage.local import Files
 
 _log = logging.getLogger("driftpoint")
-
 _LOCK_TIMEOUT = 5.0  # seconds that the training thread waits for a transfer that was just aborted
 _MAX_CONNECTIONS = 256
 _ACCEPT_RETRY = 1.0
 _THREAD = "driftpoint-replica"
 _IDLE_TIMEOUT = 900.0  # seconds between two requests of a peer; in a resume all ranks may wait for one of them
-
 ServedPayloads = Mapping[tuple[SaveId, int], Path]  # files of payloads by version and rank
 
 

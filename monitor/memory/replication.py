@@ -128,8 +128,7 @@ class Replication:
 
     def offer(self, arena: Arena, slot: int, save: SaveId, keep: SaveId | None) -> None:
         """Send a sealed snapshot of this rank. ``keep``: the one that all peers have. Returns at once; any thread."""
-        sender = self._sender
-        if sender is not None:
+        if (sender := self._sender) is not None:
             sender.offer(save, *arena.files(slot), keep)
 
     def sending(self, latest: SaveId | None) -> tuple[ReplicationStatus, list[float]]:

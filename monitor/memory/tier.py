@@ -41,7 +41,6 @@ from store.memory.rescue import newest_whole
 from store.names import BUFFER, FROZEN, SaveId, Unit
 
 _log = logging.getLogger("driftpoint")
-
 _FAILURES = 3  # consecutive snapshots that may fail before the memory tier is turned off
 
 

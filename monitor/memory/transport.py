@@ -27,11 +27,8 @@ _CHUNK = 1 << 22
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _LOOPBACK = (int(socket.AF_INET), "127.0.0.1")
-
 Address = tuple[int, str]  # address family, and an address of this machine
-
 Endpoint = tuple[int, str, int]  # address family, address and port of a server
-
 R = TypeVar("R", bound=Record)
 
 

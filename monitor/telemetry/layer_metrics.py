@@ -17,7 +17,6 @@ from store.names import Unit, group_by_key
 from store.text import listed
 
 _log = logging.getLogger("driftpoint")
-
 _NAMED = 6  # maximum number of layers named in a log line
 
 

@@ -66,12 +66,11 @@ def log_startup(text: str) -> None:
 
 def warn_of_beginning(store: str) -> None:
     """Warn that nothing was resumed, in case that the user expected commits in the store."""
-    _log.warning(
+    text = (
         "training begins from nothing: there is no commit in %s. If there should be one, check the path and the mount. "
-        "Once the store exists, `store: {path: %s, create: false}` refuses a start without it",
-        store,
-        store,
+        "Once the store exists, `store: {path: %s, create: false}` refuses a start without it"
     )
+    _log.warning(text, store, store)
 
 
 class SaveLog(SaveListener):
@@ -92,8 +91,7 @@ class SaveLog(SaveListener):
         if self._encodings_checked:
             return
         self._encodings_checked = True
-        slots = {unit.slot for unit in event.sizes}
-        config = self._config
+        slots, config = {unit.slot for unit in event.sizes}, self._config
         unused = sorted(config.encodings().keys() - slots) if isinstance(config.encoding, dict) else []
         if unused:
             _log.warning("encoding: there is no slot %s; this job has %s", ", ".join(unused), ", ".join(sorted(slots)))
@@ -175,12 +173,11 @@ class SaveLog(SaveListener):
             where += f" and {counted(event.replayed, 'step')} of its journal"
         log_startup(f"resumed step {certificate.step} from {where} ({_kind(certificate)})")
         if event.step != certificate.step:
-            _log.warning(
+            text = (
                 "resume: the weights are at step %.4g on average, so counters and schedules resume from the save of "
-                "step %d, and later steps are repeated; see `resume:` in the configuration",
-                certificate.effective_step,
-                event.step,
+                "step %d, and later steps are repeated; see `resume:` in the configuration"
             )
+            _log.warning(text, certificate.effective_step, event.step)
         for note in event.notes:
             _log.warning("resume: %s", note)
         if event.fallbacks:
@@ -220,12 +217,8 @@ def _kind(certificate: Certificate) -> str:
 PATIENCE = 60.0  # seconds that the first decision waits for other ranks before it says so
 FORGOTTEN = 500  # optimizer steps without ``ckpt.step()``; more where a loop takes many between two calls, as in PPO
 _REPEATS = 5  # optimizer steps in a row, each after the same number of calls, at which these become suspect
-
 _Gradient = tuple[torch.Tensor, int]  # the smallest gradient, and how often it was written to
-
 _WITHOUT_POSITION = (torch.Generator, torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler)
-
-
 NESTED = "ckpt.save() within another call, by a signal handler or another thread, saves nothing: set a flag there"
 
 

@@ -30,7 +30,6 @@ from store.metrics_server import ServedMetrics
 from store.names import WEIGHTS, Unit
 
 _log = logging.getLogger("driftpoint")
-
 LAYER_SERIES = 512  # default number of layer slots with series of their own
 
 SKIPS = ("busy", "nothing", "withheld", "fenced", "storage", "disagree", "unreachable", "unsupported")
@@ -352,8 +351,5 @@ def _make(row: _Row, registry: CollectorRegistry) -> Counter | Gauge | Histogram
 
 def _readings(drift: Mapping[Unit, float], staleness: Mapping[Unit, int | None]) -> dict[Unit, DriftReading]:
     """Return the drift and staleness of weights, in which spikes are detected."""
-    return {
-        unit: DriftReading(value, age)
-        for unit, value in drift.items()
-        if unit.slot == WEIGHTS and (age := staleness.get(unit)) is not None
-    }
+    weights = ((unit, value, staleness.get(unit)) for unit, value in drift.items() if unit.slot == WEIGHTS)
+    return {unit: DriftReading(value, age) for unit, value, age in weights if age is not None}
