@@ -50,9 +50,8 @@ def adapter_for(target: Any) -> Adapter:
 
 
 def _is_engine(target: Any) -> bool:
-    return any(
-        base.__name__ == "DeepSpeedEngine" and base.__module__.startswith("deepspeed.") for base in type(target).__mro__
-    )
+    kinds = type(target).__mro__
+    return any(kind.__name__ == "DeepSpeedEngine" and kind.__module__.startswith("deepspeed.") for kind in kinds)
 
 
 def _named_adapter(targets: Mapping[Any, Any]) -> Adapter:

@@ -40,6 +40,10 @@ class Gradient(NamedTuple):
     pieces: Sequence[Piece]
 
 
+Slots = Mapping[str, Mapping[str, str]]  # dtypes by fqn and slot
+Groups = Sequence[Mapping[str, Any]]  # param groups as in a run state
+Values = Mapping[str, Any]  # hyperparameters, scalars or a run state, by name
+Action = Callable[[], None]
 _SAMPLE = 8  # elements at each end of a piece
 
 
@@ -172,14 +176,12 @@ class Adapter(Protocol):
     def held(self) -> list[Piece]:
         """Return all pieces on this rank, which a load has to fill."""
 
-    def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[FragmentPlace]:
+    def expected(self, slots: Slots) -> list[FragmentPlace]:
         """Return the places :meth:`held` will have after :meth:`prepare_load` with the same ``slots``.
 
         Changes nothing. Raises the errors that those two would raise."""
 
-    def prepare_load(
-        self, slots: Mapping[str, Mapping[str, str]], values: Mapping[Fragment, Any] = MappingProxyType({})
-    ) -> None:
+    def prepare_load(self, slots: Slots, values: Mapping[Fragment, Any] = MappingProxyType({})) -> None:
         """Create optimizer state before :meth:`held` is called; slots[fqn][slot] is its dtype.
 
         values: what the load will fill; new state may take over their host memory. What is not in it becomes zeros."""
@@ -203,9 +205,7 @@ class Adapter(Protocol):
         return {}
 
     def objects(self) -> Mapping[str, Any]:
-        """Return the framework's objects that load their own state (a learning-rate scheduler).
-
-        Keyed as their state is in :meth:`run_state`."""
+        """Return the framework's objects that load their own state (schedules), keyed as in :meth:`run_state`."""
 
     def attributes(self) -> Mapping[str, OptimizerAttributes]:
         """Return the attributes of this rank's optimizers and of wrappers around them, by name."""
@@ -241,9 +241,7 @@ class Adapter(Protocol):
     def new_gradients(self, number: int) -> list[Gradient]:
         """Return memory for the gradients of all that optimizer ``number`` updates; elements outside pieces are 0."""
 
-    def repeat_step(
-        self, number: int, groups: Sequence[Mapping[str, Any]], fqns: Set[str], gradients: Sequence[Gradient]
-    ) -> None:
+    def repeat_step(self, number: int, groups: Groups, fqns: Set[str], gradients: Sequence[Gradient]) -> None:
         """Take a step of optimizer ``number`` with the hyperparameters of a recorded one.
 
         fqns: parameters that had a gradient. gradients: of :meth:`new_gradients`, with their values."""
@@ -319,13 +317,10 @@ def _place(homes: Mapping[Home, list[int]], home: Home, rank: int) -> tuple[int,
     return (bisect_left(holders, rank), len(holders)) if home.ranks is None else (list(homes).index(home), len(homes))
 
 
-def wrap_methods(
-    target: Any, names: Sequence[str], hook: Callable[[], None] | None = None, *, then: Callable[[], None] | None = None
-) -> None:
+def wrap_methods(target: Any, names: Sequence[str], hook: Action | None = None, *, then: Action | None = None) -> None:
     """Call ``hook`` before and ``then`` after each call of these methods, if present: DeepSpeed's releases differ."""
     for name in names:
-        method = getattr(target, name, None)
-        if method is not None:
+        if (method := getattr(target, name, None)) is not None:
             if inspect.ismethod(method) and name not in vars(target):  # look it up at each call: it may be replaced
                 method = partial(_call_method, target, name)
             setattr(target, name, _wrapped(method, hook, then))
@@ -335,9 +330,7 @@ def _call_method(target: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     return getattr(type(target), name)(target, *args, **kwargs)
 
 
-def _wrapped(
-    method: Callable[..., Any], hook: Callable[[], None] | None, then: Callable[[], None] | None
-) -> Callable[..., Any]:
+def _wrapped(method: Callable[..., Any], hook: Action | None, then: Action | None) -> Callable[..., Any]:
     @wraps(method)
     def called(*args: Any, **kwargs: Any) -> Any:
         if hook is not None:

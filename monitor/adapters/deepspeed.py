@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from monitor.adapters import deepspeed_base
-from monitor.adapters.base import Adapter, Gradient, Piece
+from monitor.adapters.base import Adapter, Gradient, Groups, Piece
 from monitor.adapters.hyperparameters import describe_group, restore_groups
 from monitor.adapters.module_tensors import ModuleTensors, ParameterNames, slice_piece, whole_piece
 from monitor.adapters.pytorch import PyTorchAdapter
@@ -157,9 +157,7 @@ class _JournalAdapter(deepspeed_base.ZeroAdapter):
         made = [(flat, torch.zeros_like(flat.tensor)) for flat in self.flats()]
         return [Gradient(flat.tensor, memory, _pieces(flat, memory)) for flat, memory in made]
 
-    def repeat_step(
-        self, number: int, groups: Sequence[Mapping[str, Any]], fqns: Set[str], gradients: Sequence[Gradient]
-    ) -> None:
+    def repeat_step(self, number: int, groups: Groups, fqns: Set[str], gradients: Sequence[Gradient]) -> None:
         restore_groups(groups, self._groups())
         before = [one.owner.grad for one in gradients]
         for one in gradients:

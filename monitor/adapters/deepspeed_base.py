@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from monitor.adapters import optimizer_state
+from monitor.adapters import base, optimizer_state
 from monitor.adapters.base import Adapter, FragmentPlace, LiveValue, Piece, StateVersions, TensorInfo, wrap_methods
 from monitor.adapters.cpu_adam import powers_of
 from monitor.adapters.deepspeed_gradients import ReusedGradients
@@ -98,8 +98,7 @@ def load_engine_state(engine: Any, state: Mapping[str, Any]) -> None:
 
 def _counters(engine: Any, state: Mapping[str, Any]) -> dict[str, int]:
     saved = state.get("counters") or _counters_from_steps(engine, state)
-    missing = sorted({*_COUNTERS, "gradient_accumulation_steps"} - saved.keys())
-    if missing:
+    if missing := sorted({*_COUNTERS, "gradient_accumulation_steps"} - saved.keys()):
         raise ModelMismatchError(
             f"the saved counters lack {', '.join(missing)}: resume with the DeepSpeed version that saved them"
         )
@@ -144,8 +143,7 @@ def _scaler_updates(optimizer: Any, saved: Mapping[str, Any] | None) -> dict[str
         keys = [*scaler.state_dict()]  # none if it is disabled
     if saved is None or scaler is None or type(scaler).__name__ != saved["class"]:
         return {}
-    missing = [key for key in keys if key not in saved]
-    if missing:
+    if missing := [key for key in keys if key not in saved]:
         raise ModelMismatchError(
             f"the saved state of the loss scaler {saved['class']} lacks {', '.join(missing)}: it was saved by a scaler "
             "with other settings; configure it as in the run that was saved"
@@ -321,7 +319,7 @@ class ZeroAdapter(EngineAdapter, ABC):
         pieces = [*self._flat_pieces(), *sliced, *replicated, *self._buffers()]
         return [piece for piece in pieces if piece.fragment.numel]
 
-    def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[FragmentPlace]:
+    def expected(self, slots: base.Slots) -> list[FragmentPlace]:
         replicated, sliced = self._unpartitioned()
         places = [FragmentPlace(one.fragment, one.tensor.dtype) for one in [*sliced, *replicated, *self._buffers()]]
         for flat in self.flats():
@@ -332,9 +330,7 @@ class ZeroAdapter(EngineAdapter, ABC):
                 places += [FragmentPlace(Fragment(at.fqn, slot, at.start, at.numel), dtype) for at in flat.placements]
         return [place for place in places if place.fragment.numel]
 
-    def prepare_load(
-        self, slots: Mapping[str, Mapping[str, str]], values: Mapping[Fragment, Any] = MappingProxyType({})
-    ) -> None:
+    def prepare_load(self, slots: base.Slots, values: Mapping[Fragment, Any] = MappingProxyType({})) -> None:
         """Fit the slots of each flat partition to those that ``slots`` names for any parameter in it.
 
         Missing slots are created with zeros, others dropped. If ``slots`` names a slot for only some parameters of a
@@ -460,13 +456,10 @@ class ZeroAdapter(EngineAdapter, ABC):
             scalars[key] = optimizer_state.to_host(value, where)
         return slots, scalars
 
-    def _restored_scalars(
-        self, flat: FlatPartition, scalars: Mapping[str, Any], saved: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        group = self._base_optimizer.param_groups[flat.group]
-        return optimizer_state.restored_scalars(
-            self._base_optimizer, flat.tensor, group, scalars, saved.get("optimizer")
-        )
+    def _restored_scalars(self, flat: FlatPartition, scalars: base.Values, saved: base.Values) -> dict[str, Any]:
+        optimizer, kind = self._base_optimizer, saved.get("optimizer")
+        group = optimizer.param_groups[flat.group]
+        return optimizer_state.restored_scalars(optimizer, flat.tensor, group, scalars, kind)
 
     def _require_attributes(self, *attributes: str) -> None:
         for name in attributes:
@@ -477,5 +470,5 @@ class ZeroAdapter(EngineAdapter, ABC):
                 )
 
 
-def _wanted_slots(flat: FlatPartition, slots: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+def _wanted_slots(flat: FlatPartition, slots: base.Slots) -> dict[str, str]:
     return {slot: dtype for fqn in flat.fqns for slot, dtype in slots.get(fqn, {}).items()}

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from monitor.adapters import module_tensors
-from monitor.adapters.base import Home, Piece
+from monitor.adapters.base import Home, Piece, Values
 from monitor.adapters.identity import Identity
 from monitor.adapters.optimizer_state import AnyOptimizer, kind_of, slots_of
 from monitor.adapters.pytorch import PyTorchAdapter
@@ -37,10 +37,8 @@ class Share:
     count: int = 1
 
 
-def share_of(
-    shape: Sequence[int], mesh: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]
-) -> Share:
-    """Return the share of the rank at ``coordinate`` of a mesh of shape ``mesh``, of a tensor with a global ``shape``.
+def share_of(shape: Sequence[int], mesh: Sequence[int], place: Sequence[int], placements: Sequence[Placement]) -> Share:
+    """Return the share of the rank at ``place`` of a mesh of shape ``mesh``, of a tensor with a global ``shape``.
 
     Each mesh dimension in turn splits a dimension of the tensor as ``torch.chunk`` does: ceil(rows / ranks) each, and
     the last ranks get fewer or none. ``_StridedShard`` (``fully_shard`` over tensor parallelism) is applied after later
@@ -50,7 +48,7 @@ def share_of(
     split: dict[int, list[int]] = {}  # tensor dimension to the mesh dimensions that split it
     for index, placement in enumerate(placements):
         if placement.is_replicate():
-            number, count = number * mesh[index] + coordinate[index], count * mesh[index]
+            number, count = number * mesh[index] + place[index], count * mesh[index]
         elif mesh[index] > 1:
             split.setdefault(placement.dim, []).append(index)  # type: ignore[attr-defined]
     for dim, indices in split.items():
@@ -61,7 +59,7 @@ def share_of(
             if placements[index].split_factor != prod(mesh[one] for one in order if one > index):  # type: ignore[attr-defined]
                 raise ValueError(f"{list(placements)}: its rows do not follow each other")
         for index in order:
-            start, sizes[dim] = module_tensors.even_slice(sizes[dim], coordinate[index], mesh[index])
+            start, sizes[dim] = module_tensors.even_slice(sizes[dim], place[index], mesh[index])
             offsets[dim] += start
     return Share(Box(tuple(offsets if all(sizes) else [0] * len(shape)), tuple(sizes), tuple(shape)), number, count)
 
@@ -208,18 +206,14 @@ class DTensorAdapter(PyTorchAdapter):
     def _scalar(self, key: str, value: Any, fqn: str) -> Any:
         return local_of(value, f"{fqn} ({key})") if isinstance(value, DTensor) else value
 
-    def _restored_scalars(
-        self, fqn: str, parameter: nn.Parameter, group: Mapping[str, Any], saved: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def _restored_scalars(self, fqn: str, parameter: nn.Parameter, group: Values, saved: Values) -> dict[str, Any]:
         # State with a shape of its own, beside a DTensor parameter, is a DTensor too, replicated on every rank.
         scalars = super()._restored_scalars(fqn, parameter, group, saved)
         if not isinstance(parameter, DTensor):
             return scalars
         on_mesh = saved.get("on_mesh", {}).get(fqn, ())
-        return {
-            key: _replicated(value, parameter) if key in on_mesh or _is_shaped_tensor(value) else value
-            for key, value in scalars.items()
-        }
+        meshed = {key for key, value in scalars.items() if key in on_mesh or _is_shaped_tensor(value)}
+        return {key: _replicated(value, parameter) if key in meshed else value for key, value in scalars.items()}
 
     def _check_state(self) -> None:
         """Raise UnsupportedError for optimizer state whose position in the whole tensor is unknown."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from monitor.adapters.base import Adapter, FragmentPlace, LiveValue, Piece, TensorInfo
+from monitor.adapters.base import Adapter, FragmentPlace, LiveValue, Piece, Slots, TensorInfo
 from monitor.adapters.identity import version_of
 from monitor.distributed import Group
 from store.errors import ModelMismatchError, UnsupportedError
@@ -66,7 +66,7 @@ class SkipFrozenAdapter:
     def held(self) -> list[Piece]:
         return [piece for piece in self._inner.held() if self._is_saved(piece)]
 
-    def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[FragmentPlace]:
+    def expected(self, slots: Slots) -> list[FragmentPlace]:
         return [place for place in self._inner.expected(slots) if self._is_saved(place)]
 
     def identity(self) -> None:
@@ -82,8 +82,7 @@ class SkipFrozenAdapter:
     def check_run_state(self, state: Mapping[str, Any]) -> None:
         self._inner.check_run_state(state)
         saved, live = state.get(LEFT_OUT) or {}, self._fingerprints()
-        differing = sorted(fqn for fqn in saved.keys() | live.keys() if saved.get(fqn) != live.get(fqn))
-        if differing:
+        if differing := sorted(fqn for fqn in saved.keys() | live.keys() if saved.get(fqn) != live.get(fqn)):
             raise ModelMismatchError(
                 "the store holds no frozen weights (`frozen: skip`), and those of this job differ from those it was "
                 f"saved with: {listed(differing, 1)}. Load the same base model, in the same dtype, before "

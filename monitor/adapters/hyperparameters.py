@@ -15,7 +15,7 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 import torch
 
-from monitor.adapters.base import LiveValue
+from monitor.adapters.base import Groups, LiveValue
 from monitor.adapters.optimizer_state import equal, to_host
 from store.errors import ModelMismatchError
 from store.schema import digest
@@ -25,7 +25,6 @@ IMPLEMENTATION: Final = frozenset({"foreach", "fused", "capturable", "differenti
 """Hyperparameters that choose an implementation of the same step: a load keeps them as configured."""
 
 _LIVE = IMPLEMENTATION | {"param_names"}  # what a load keeps; names belong to the live grouping
-
 _CYCLED = frozenset({"betas", "momentum"})  # what OneCycleLR and CyclicLR move besides the learning rate
 _NOT_COMPARED = frozenset({"initial_lr", "param_names"})  # the first is compared as ``lr``
 _SCRIPTS = "the script's is used"
@@ -33,7 +32,6 @@ _KEPT = "the store's is used; `resume: {hyperparameters: script}` takes the scri
 _LONGEST = 80  # characters of a value in a message
 _PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _FEW = 64  # elements of a value that are looked at while training waits
-
 Prefer = Literal["store", "script"]
 Hyperparameters = Mapping[str, Mapping[str, Any]]  # by fqn
 LiveGroups = Sequence[tuple[Sequence[str], dict[str, Any]]]  # (fqns, param group) of each group of a live optimizer
@@ -56,7 +54,6 @@ class Constructed(NamedTuple):
 
 
 _COUNTERS = frozenset({"last_epoch", "_step_count", "last_batch_iteration"})  # in a schedule: where it stands
-
 _STEPS = tuple(dict.fromkeys(int(1.03**power) for power in range(470)))  # up to a million, 3 % apart
 
 
@@ -171,8 +168,7 @@ def reconcile(
     groups, kept = list[Mapping[str, Any]](), dict(script)
     saved = {fqn: group for group in framework["param_groups"] for fqn in group["params"]}
     for index, group in enumerate(live):
-        found = _of_group(saved, group)
-        if found is not None:
+        if (found := _of_group(saved, group)) is not None:
             now = _of_group(script, group) or _unmoved(group["hyper"])
             older = {key: value for key, value in _unmoved(found["hyper"]).items() if key in now}
             before = found.get("constructed") or {**now, **older}
@@ -275,11 +271,8 @@ def _shown(value: Any) -> str:
 
 def describe_group(fqns: Iterable[str], group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a param group as ``{"params": [fqn, ...], "hyper": {lr, betas, ...}}``."""
-    hyper = {
-        key: to_host(value, f"hyperparameter {key!r} of an optimizer param group")
-        for key, value in group.items()
-        if key != "params"
-    }
+    items = ((key, value) for key, value in group.items() if key != "params")
+    hyper = {key: to_host(value, f"hyperparameter {key!r} of an optimizer param group") for key, value in items}
     return {"params": list(fqns), "hyper": hyper}
 
 
@@ -295,18 +288,13 @@ def group_values(groups: Iterable[Mapping[str, Any]], name: str, first: int = 0)
 
 
 def other_members(
-    saved: Sequence[Mapping[str, Any]],
-    live: Sequence[Mapping[str, Any]],
-    held: Set[str],
-    before: Mapping[str, str],
-    now: Mapping[str, str],
+    saved: Groups, live: Groups, held: Set[str], before: Mapping[str, str], now: Mapping[str, str]
 ) -> tuple[list[str], list[str]]:
     """Return notes on parameters that only saved or only live groups have, and on those with another kind.
 
     held: in the live groups of all ranks. before, now: kinds. A frozen parameter may be in a group or not."""
-    old, own = (
-        {fqn for group in groups for fqn in group["params"]} & before.keys() & now.keys() for groups in (saved, live)
-    )
+    known = before.keys() & now.keys()
+    old, own = ({fqn for group in groups for fqn in group["params"]} & known for groups in (saved, live))
     gone = sorted(fqn for fqn in old - held if before[fqn] == "trainable")
     new = sorted(fqn for fqn in own - old if now[fqn] == "trainable" and old)
     lost = [f"the optimizer of the save had {listed(gone)}, and this one does not"] if gone else []
@@ -317,7 +305,7 @@ def other_members(
     return lost, [f"requires_grad of {listed(other)} is not as saved, which matters unless the loop sets it again"]
 
 
-def match_groups(saved: Sequence[Mapping[str, Any]], live: LiveGroups) -> list[Mapping[str, Any]]:
+def match_groups(saved: Groups, live: LiveGroups) -> list[Mapping[str, Any]]:
     """Return the saved hyperparameters of each live group, matched by the parameters in it, not by position.
 
     A group without parameters is matched by position, if there are as many groups. Changes nothing. Raises
@@ -334,7 +322,7 @@ def match_groups(saved: Sequence[Mapping[str, Any]], live: LiveGroups) -> list[M
     return matched
 
 
-def restore_groups(saved: Sequence[Mapping[str, Any]], live: LiveGroups) -> None:
+def restore_groups(saved: Groups, live: LiveGroups) -> None:
     """Restore saved hyperparameters of live groups. Raises the errors of :func:`match_groups` before any change."""
     taken: dict[tuple[str, int], Any] = {}  # saved values of tensors, which torch may have given to several groups
     for (_, group), hyper in zip(live, match_groups(saved, live), strict=True):

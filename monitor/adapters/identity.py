@@ -24,7 +24,6 @@ from store.state_tree import CONTAINERS
 
 T = TypeVar("T")
 Integers = npt.NDArray[np.int64]
-
 _VALUES = frozenset({bool, int, float, str, type(None)})
 PLAIN_TENSORS = frozenset({torch.Tensor, nn.Parameter})
 
@@ -92,13 +91,10 @@ class IdentityReader:
         self._guard: _MemoryGuard | None = None  # of the tensors of the last layout
 
     def read(self, module: nn.Module, optimizer: Any, others: Sequence[torch.Tensor] = ()) -> Identity | None:
-        """Return the identity, or None if the optimizer keeps state in a form that is not known.
-
-        others: Further tensors that pieces may lie in."""
+        """Return the identity; None for optimizer state of unknown form. others: tensors that pieces may lie in too."""
         states: Mapping[Any, Any] = optimizer.state
-        if not all(issubclass(kind, torch.Tensor) for kind in set(map(type, states))) or not {dict}.issuperset(
-            map(type, states.values())
-        ):
+        plain = {dict}.issuperset(map(type, states.values()))
+        if not plain or not all(issubclass(kind, torch.Tensor) for kind in set(map(type, states))):
             return None
         modules = modules_of(module)
         children = _flat([part._modules for part in modules])
@@ -135,9 +131,8 @@ class IdentityReader:
             kinds,
             list(map(id, slots)),
         ]
-        return Identity(
-            self._reuse_equal(layout, memory), memory, [one for one in grouped if one.requires_grad], entries.values
-        )
+        trained = [one for one in grouped if one.requires_grad]
+        return Identity(self._reuse_equal(layout, memory), memory, trained, entries.values)
 
     def _reuse_equal(self, layout: Sequence[Any], memory: Sequence[torch.Tensor]) -> Sequence[Any]:
         """Return the last layout if it is equal and ``memory`` is as it was then, otherwise ``layout``."""

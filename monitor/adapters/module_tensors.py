@@ -36,16 +36,14 @@ _NAME_OF: dict[torch.dtype, str] = {dtype: name for name, dtype in _TORCH_OF.ite
 
 def dtype_name(dtype: torch.dtype, tensor: str = "a tensor") -> str:
     """Return the safetensors name of a torch dtype. Raise UnsupportedError, naming ``tensor``, if there is none."""
-    name = _NAME_OF.get(dtype)
-    if name is None:
+    if (name := _NAME_OF.get(dtype)) is None:
         raise UnsupportedError(f"{tensor} has dtype {dtype}, which cannot be saved; supported: {', '.join(_TORCH_OF)}")
     return name
 
 
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of a safetensors name. Raise UnsupportedError for an unknown name."""
-    dtype = _TORCH_OF.get(name)
-    if dtype is None:
+    if (dtype := _TORCH_OF.get(name)) is None:
         raise UnsupportedError(f"unknown dtype {name!r} in a store; supported: {', '.join(_TORCH_OF)}")
     return dtype
 
@@ -81,8 +79,7 @@ class ParameterNames:
 
     def of(self, parameter: torch.Tensor, holder: str) -> str:
         """Return the fqn of a parameter that ``holder`` holds. Raise UnsupportedError if it is not in the model."""
-        name = self._by_id.get(id(parameter))
-        if name is None:
+        if (name := self._by_id.get(id(parameter))) is None:
             shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
             raise UnsupportedError(
                 f"{holder} holds a parameter of shape {shape} that is not in the model, so it would not be saved; add "
@@ -147,9 +144,7 @@ class ModuleTensors:
 
     def names(self) -> ParameterNames:
         """Return the canonical fqn of each parameter."""
-        return self.cache.get(
-            "names", lambda: ParameterNames({id(parameter): name for name, parameter in self.parameters().items()})
-        )
+        return self.cache.get("names", lambda: ParameterNames({id(one): fqn for fqn, one in self.parameters().items()}))
 
     def aliases(self) -> Mapping[str, tuple[str, ...]]:
         """Return the other names of tied tensors, by canonical fqn. Tensors with one name are absent."""
@@ -164,8 +159,7 @@ class ModuleTensors:
         first: dict[int, str] = {}
         out: dict[str, tuple[str, ...]] = {}
         for name, tensor in named:
-            canonical = first.setdefault(id(tensor), name)
-            if canonical != name:
+            if (canonical := first.setdefault(id(tensor), name)) != name:
                 out[canonical] = (*out.get(canonical, ()), name)
         return out
 
@@ -243,8 +237,7 @@ def whole_piece(fqn: str, slot: str, tensor: torch.Tensor, *, strided: bool = Fa
     Of a frozen parameter, which ``frozen: skip`` may leave out, only what ``detach()`` returns must be plain."""
     if tensor.is_meta:
         require_materialized(tensor, f"{fqn} ({slot})")
-    kind = special_kind(tensor.detach() if slot == FROZEN else tensor)
-    if kind is not None:
+    if (kind := special_kind(tensor.detach() if slot == FROZEN else tensor)) is not None:
         raise unstorable(fqn, kind)
     if tensor.is_conj() or tensor.is_neg():
         raise UnsupportedError(

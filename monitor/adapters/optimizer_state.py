@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from monitor.adapters.base import Values
 from monitor.adapters.module_tensors import special_kind, torch_dtype
 from store.errors import ModelMismatchError, UnstorableError, UnsupportedError
 from store.names import BUFFER, FROZEN, WEIGHTS
@@ -24,9 +25,7 @@ from store.state_tree import CONTAINERS, PACKED
 
 NOT_STATE: Final = frozenset({WEIGHTS, FROZEN, BUFFER})  # slots that are not optimizer state
 _NO_SLOTS = NOT_STATE | {"step"}
-
 _INT_STEP = frozenset({"SparseAdam", "LBFGS"})  # optimizers of torch whose step count is not a tensor
-
 _STACKED = 64  # elements of the largest scalars that are copied together
 
 
@@ -279,11 +278,8 @@ def require_storable(
         if type(state) is not dict:
             raise _unstorable(optimizer, "the state", name_of(parameter), f"a {type(state).__qualname__}")
         for key, value in state.items():
-            kind = (
-                _unstorable_kind(value, known)
-                if isinstance(key, str)
-                else f"the value of a key of type {type(key).__qualname__}"
-            )
+            unnamed = f"the value of a key of type {type(key).__qualname__}"
+            kind = _unstorable_kind(value, known) if isinstance(key, str) else unnamed
             if kind is not None:
                 raise _unstorable(optimizer, key, name_of(parameter), kind)
     _require_own_memory(optimizer, name_of)
@@ -382,10 +378,7 @@ def can_take_over(parameter: torch.Tensor) -> bool:
 
 
 def fit_slots(
-    optimizer: AnyOptimizer,
-    parameter: torch.Tensor,
-    wanted: Mapping[str, str],
-    values: Mapping[str, Any] = MappingProxyType({}),
+    optimizer: AnyOptimizer, parameter: torch.Tensor, wanted: Mapping[str, str], values: Values = MappingProxyType({})
 ) -> None:
     """Create the slots in ``wanted`` (slot -> dtype) and drop others. ``values``: by slot, see :func:`new_slot`."""
     state = optimizer.state.get(parameter, {})

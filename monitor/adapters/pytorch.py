@@ -154,7 +154,7 @@ class PyTorchAdapter(base.Adapter):
     def held(self) -> list[base.Piece]:
         return [replica.piece for replica in self._replicas() if replica.piece.fragment.numel]
 
-    def expected(self, slots: Mapping[str, Mapping[str, str]]) -> list[base.FragmentPlace]:
+    def expected(self, slots: base.Slots) -> list[base.FragmentPlace]:
         optimized = {fqn: parameter for fqn, parameter, _ in self._optimized()}
         places = [base.FragmentPlace(one.piece.fragment, one.piece.tensor.dtype) for one in self._replicas(optimized)]
         own = {place.fragment.fqn: place.fragment for place in places}
@@ -167,9 +167,7 @@ class PyTorchAdapter(base.Adapter):
                 places.append(base.FragmentPlace(fragment, dtype, new and optimizer_state.can_take_over(parameter)))
         return [place for place in places if place.fragment.numel]
 
-    def prepare_load(
-        self, slots: Mapping[str, Mapping[str, str]], values: Mapping[Fragment, Any] = MappingProxyType({})
-    ) -> None:
+    def prepare_load(self, slots: base.Slots, values: Mapping[Fragment, Any] = MappingProxyType({})) -> None:
         """Create the slots in ``slots`` that the optimizer lacks, and drop others."""
         for fqn, parameter, _ in self._optimized():
             wanted, live = slots.get(fqn, {}), self.optimizer.state.get(parameter, {})
@@ -305,9 +303,7 @@ class PyTorchAdapter(base.Adapter):
         made = [(fqn, parameter, torch.empty_like(parameter)) for fqn, parameter in trained]
         return [base.Gradient(one, memory, [self._replica(fqn, GRADIENT, memory).piece]) for fqn, one, memory in made]
 
-    def repeat_step(
-        self, number: int, groups: Sequence[Mapping[str, Any]], fqns: Set[str], gradients: Sequence[base.Gradient]
-    ) -> None:
+    def repeat_step(self, number: int, groups: base.Groups, fqns: Set[str], gradients: Sequence[base.Gradient]) -> None:
         optimizer = self._optimizers[number]
         restore_groups(groups, self._groups_of(number))
         optimizer.zero_grad(set_to_none=True)
@@ -458,13 +454,13 @@ class PyTorchAdapter(base.Adapter):
         # Frozen parameters in a group do not matter: ZeRO drops them from its groups.
         known = {fqn for group in saved["param_groups"] for fqn in group["params"]}
         parameters = self._inventory.parameters()
+        groups = self._groups()
         return [
-            ([fqn for fqn in fqns if fqn in known or parameters[fqn].requires_grad], group)
-            for fqns, group in self._groups()
+            ([fqn for fqn in fqns if fqn in known or parameters[fqn].requires_grad], group) for fqns, group in groups
         ]
 
     def _restored_scalars(
-        self, fqn: str, parameter: nn.Parameter, group: Mapping[str, Any], saved: Mapping[str, Any]
+        self, fqn: str, parameter: nn.Parameter, group: base.Values, saved: base.Values
     ) -> dict[str, Any]:
         owner = next(one for one in self._optimizers if any(group is own for own in one.param_groups))
         kind, several = saved.get("optimizer"), len(self._optimizers) > 1  # each parameter's class was compared
