@@ -1,6 +1,6 @@
 """What encoding, packing and differences leave of a save, and what they cost, on real training state.
 
-    python benchmarks/encoding.py [--parts bytes entropy speed stall] [--rates 1e-3 1e-4 1e-5] [--saves 17]
+    python benchmarks/encoding.py [--parts bytes entropy speed stall] [--rates 1e-3 1e-4 1e-5] [--saves 27]
                                  [--beta2 0.999] [--json FILE]
 
 A Llama of five million parameters learns to read bytes under bfloat16 autocast; then, from that one warm start, at
@@ -23,11 +23,12 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from benchmarks.encoding_bytes import SLOTS, TURNS, AtRate, Warm, at_one_rate  # noqa: E402
+from benchmarks.encoding_bytes import SLOTS, AtRate, Warm, at_one_rate  # noqa: E402
 from benchmarks.encoding_entropy import entropies  # noqa: E402
 from benchmarks.encoding_speed import encoders, packers, snapshots, stalls  # noqa: E402
 from benchmarks.figures import Figure, report  # noqa: E402
 from benchmarks.learner import Course, Shape, sources  # noqa: E402
+from monitor.save.encode import LIFE  # noqa: E402
 
 SHAPE = Shape(hidden=256, inner=688, layers=6, heads=4, windows=4, length=64)
 PARTS = ["bytes", "entropy", "speed", "stall"]
@@ -45,7 +46,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 1e-4, 1e-5])
-    parser.add_argument("--saves", type=int, default=2 * TURNS + 1, help="at each rate; a round of turns takes eight")
+    parser.add_argument("--saves", type=int, default=2 * (LIFE + 1) + 1, help="at each rate; two chains of differences")
     parser.add_argument("--rounds", type=int, default=15, help="of everything that is timed")
     parser.add_argument("--warm-up", type=int, default=300, help="steps of the pretraining")
     parser.add_argument("--beta2", type=float, default=0.999, help="of AdamW")

@@ -96,8 +96,8 @@ def _as(rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return rows.view(-1)[: values.numel()].view(values.shape)
 
 
-_WEIGHTS = {"fp32": "bf16"}
-_FIRST = {"exp_avg": "int8-shared-exponent"}
+_WEIGHTS = {"fp32": "int16-shared-exponent"}
+_FIRST = {"exp_avg": "int8-shared-exponent-128"}
 _SECOND = {"exp_avg_sq": "int8-log2"}
 
 # The bytes of rows with a change are those that were saved, not what their encoding would take.

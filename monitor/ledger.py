@@ -265,13 +265,15 @@ class _StoredUnit:
 def _stored_units(group: Group) -> dict[Unit, _StoredUnit]:
     by_unit = group_by_key((entry.unit, entry) for part in group.parts for entry in part.entries)
     # Fragments do not overlap, so if their elements add up to the unit's number, none is missing.
-    stored = {}
+    stored, bases = {}, dict[Unit, set[str]]()
+    for measure in (one for part in group.parts for one in part.measures if one.bases):
+        bases.setdefault(measure.unit, set()).update(measure.bases)
     for unit, entries in by_unit.items():
+        needed = {entry.base for entry in entries if entry.base is not None} | bases.get(unit, set())
         members = schema.members_digest(schema.members_of(entries))
         boxes = any(entry.box is not None for entry in entries)
         size = UnitSize(covered_numel(entries), sum(entry.nbytes for entry in entries), members, boxes)
-        bases = tuple(sorted({entry.base for entry in entries if entry.base is not None}))
-        stored[unit] = _StoredUnit(size, _encoding_of(entries), bases)
+        stored[unit] = _StoredUnit(size, _encoding_of(entries), tuple(sorted(needed)))
     return stored
 
 

@@ -8,15 +8,28 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from policies.base import UnitStats
-from store.encoding import ENCODINGS, INT8_BLOCK, INT8_LOG2, INT8_SHARED_EXPONENT, WRITABLE, encoding_named
+from store.encoding import (
+    ENCODINGS,
+    INT8_BLOCK,
+    INT8_LOG2,
+    INT8_SHARED_EXPONENT,
+    INT8_SHARED_EXPONENT_128,
+    INT16_SHARED_EXPONENT,
+    WRITABLE,
+    encoding_named,
+)
 from store.encoding.bfloat16 import BF16, BF16_INT8
 from store.names import RAW
 
-FINER: Mapping[str, tuple[str, ...]] = MappingProxyType({BF16: (BF16_INT8,), INT8_SHARED_EXPONENT: (INT8_BLOCK,)})
+FINER: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    dict.fromkeys((BF16, INT16_SHARED_EXPONENT), (BF16_INT8,))
+    | dict.fromkeys((INT8_SHARED_EXPONENT_128, INT8_SHARED_EXPONENT), (INT8_BLOCK,))
+)
 """Finer lossy encodings of the same slot."""
 
 TYPICAL_ERROR: Mapping[str, float] = MappingProxyType(
-    {RAW: 0.0, BF16: 1.7e-3, BF16_INT8: 6.6e-6, INT8_BLOCK: 6e-3, INT8_LOG2: 0.1, INT8_SHARED_EXPONENT: 0.19}
+    {RAW: 0.0, BF16: 1.7e-3, BF16_INT8: 6.6e-6, INT16_SHARED_EXPONENT: 1.5e-3, INT8_BLOCK: 6e-3}
+    | {INT8_LOG2: 0.1, INT8_SHARED_EXPONENT: 0.19, INT8_SHARED_EXPONENT_128: 0.23}
 )
 """Relative error of decoding 250,000 normal values (second moments: their squares), used until a unit has its own."""
 
@@ -63,11 +76,14 @@ DIVISORS = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta",
 """Slots that updates are divided by, in the optimizers of torch and DeepSpeed."""
 
 
+ROUNDING_TO_ZERO = (INT8_BLOCK, INT8_SHARED_EXPONENT_128, INT8_SHARED_EXPONENT, INT16_SHARED_EXPONENT)
+
+
 def explosive(slot: str, encoding: str) -> str | None:
     """Return why the slot must not be stored in this encoding, and an alternative; None if it may."""
     if encoding in ENCODINGS and encoding not in WRITABLE:
         return f"{encoding} can only be read: take {INT8_LOG2}"
-    if slot not in DIVISORS or encoding not in (INT8_BLOCK, INT8_SHARED_EXPONENT):
+    if slot not in DIVISORS or encoding not in ROUNDING_TO_ZERO:
         return None
     return (
         f"{slot} divides the updates, and {encoding} rounds its small values to zero: take {INT8_LOG2}, which keeps "

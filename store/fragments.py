@@ -61,6 +61,13 @@ class Source(NamedTuple):
     entry: Entry
     base: "Source | None" = None
 
+    def chain(self) -> "Iterator[Source]":
+        """Yield the fragment itself, its base, the base of that, and so on."""
+        source: Source | None = self
+        while source is not None:
+            yield source
+            source = source.base
+
     @property
     def fqn(self) -> str:
         return self.entry.fqn
@@ -353,21 +360,22 @@ def stored_slot(index: FragmentIndex[Source], fragment: Fragment) -> str | None:
 
 
 class FragmentReader:
-    """Reads one stored fragment and its base once."""
+    """Reads one stored fragment and its bases once."""
 
     def __init__(self, files: Readable, source: Source) -> None:
         self._source = source
-        self._own = StoredBytes(files, source)
-        self._base = None if source.base is None else StoredBytes(files, source.base)
+        self._chain = [(one, StoredBytes(files, one)) for one in source.chain()]
         self.at_fault: SaveId = source.part.save  # after an error: the save whose bytes are damaged or cannot be read
 
     def chunks(self, out: Values | None = None) -> Iterator[Values]:
         """Yield the values: float32 from lossy encodings, in ``out`` if given, bytes of ``entry.dtype`` from raw.
 
         Raises DamagedError, perhaps after the last chunk, if stored bytes are not those written; StorageError."""
-        entry, own = self._source.entry, self._own
+        entry, (_, own) = self._source.entry, self._chain[0]
         encoding, state = encoding_named(entry.encoding), xxhash.xxh3_128()
-        base = None if self._base is None else BaseEntry(self._base.read, self._base.packed)
+        base: BaseEntry | None = None
+        for _, stored in reversed(self._chain[1:]):
+            base = BaseEntry(stored.read, stored.packed, base)
         try:
             encoded = encoded_chunks(own.read, entry.numel, entry.dtype, encoding, packed=own.packed, base=base)
             for size, chunk in zip(chunk_sizes(entry.numel), encoded, strict=True):
@@ -375,9 +383,8 @@ class FragmentReader:
                     state.update(chunk.data)
                 yield encoding.decode(chunk, size, entry.dtype, None if out is None else out[:size])
                 out = None if out is None else out[size:]
-            for stored in (self._base, own):
-                if stored is not None:
-                    stored.check()
+            for _, stored in reversed(self._chain):
+                stored.check()
         except (DamagedError, StorageError):
             self._find_fault()
             raise
@@ -385,13 +392,13 @@ class FragmentReader:
             check_encoded(self._source, state.hexdigest())
 
     def _find_fault(self) -> None:
-        # Damage of a base shows as damage of the fragment that depends on it, so check the base first.
-        if self._base is None or self._source.base is None:
-            return
-        try:
-            self._base.check()
-        except (DamagedError, StorageError):
-            self.at_fault = self._source.base.part.save
+        # Damage of a base shows as damage of the fragments that depend on it, so check the bases first.
+        for source, stored in reversed(self._chain[1:]):
+            try:
+                stored.check()
+            except (DamagedError, StorageError):
+                self.at_fault = source.part.save
+                return
 
 
 def check_encoded(source: Source, unpacked_hash: str) -> None:

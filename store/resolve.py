@@ -2,11 +2,12 @@
 
 A damaged unit falls back to its own previous version, found through older manifests, and not to the previous
 checkpoint. A version is damaged by its records (missing part, wrong size), or because a reader found bytes that do not
-match their hash and resolves again with that version in ``bad``. A base is never a difference itself."""
+match their hash and resolves again with that version in ``bad``. A base may be a difference itself."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 
 from store.catalog import Catalog, LoadedGroup, noting, resume_order
 from store.encoding import encoding_named
@@ -19,17 +20,21 @@ from store.text import listed
 Key = tuple[str, str, str, int, int, Box | None, str, str]
 """A save name, and the fields a fragment has in common with its base."""
 
+Stored = tuple[PartRecord, Entry]
+
+LONGEST_CHAIN = 1 << 10  # of differences to differences: far more than are written, so only forged records reach it
+
 
 def with_bases(stored: Sequence[tuple[PartRecord, Entry]], groups: Iterable[LoadedGroup]) -> tuple[Source, ...]:
     """Return stored fragments of one unit with their bases from ``groups``. Raises DamagedError if one is missing."""
     units = {entry.unit for _, entry in stored if entry.base is not None}
     bases = index_bases(pair for group in groups for unit in units for pair in group.by_unit.get(unit, ()))
-    return tuple(Source(part, entry, _base_of(part, entry, bases)) for part, entry in stored)
+    return tuple(with_base(part, entry, bases.get) for part, entry in stored)
 
 
-def index_bases(stored: Iterable[tuple[PartRecord, Entry]]) -> dict[Key, Source]:
-    """Index the fragments that can be bases by the :func:`base_key` of the differences to them."""
-    return {whole_key(part, entry): Source(part, entry) for part, entry in stored if entry.base is None}
+def index_bases(stored: Iterable[Stored]) -> dict[Key, Stored]:
+    """Index fragments by the :func:`base_key` of the differences to them."""
+    return {own_key(part, entry): (part, entry) for part, entry in stored}
 
 
 def base_key(entry: Entry) -> Key | None:
@@ -37,21 +42,27 @@ def base_key(entry: Entry) -> Key | None:
     return None if entry.base is None else _key(entry.base, entry)
 
 
-def whole_key(part: PartRecord, entry: Entry) -> Key:
+def own_key(part: PartRecord, entry: Entry) -> Key:
     """Return the key of the entry itself in :func:`index_bases`."""
     return _key(part.save.name, entry)
 
 
-def _base_of(part: PartRecord, entry: Entry, bases: Mapping[Key, Source]) -> Source | None:
-    key = base_key(entry)
-    if key is None:
-        return None
-    if key not in bases:
-        raise DamagedError(
-            f"save {part.save} holds elements {entry.start} to {entry.stop} of {entry.fqn}/{entry.slot} as the "
-            f"difference to {entry.base}, which does not hold them as {entry.encoding}"
-        )
-    return bases[key]
+def with_base(part: PartRecord, entry: Entry, find: Callable[[Key], Stored | None]) -> Source:
+    """Return a stored fragment with its base, that one's base, and so on. Raises DamagedError if one is missing."""
+    chain = [(part, entry)]
+    while (key := base_key(entry)) is not None:
+        found = find(key)
+        if found is None or len(chain) > LONGEST_CHAIN:
+            raise DamagedError(
+                f"save {part.save} holds elements {entry.start} to {entry.stop} of {entry.fqn}/{entry.slot} as the "
+                f"difference to {entry.base}, which does not hold them as {entry.encoding}"
+            )
+        chain.append(found)
+        part, entry = found
+    source = Source(*chain.pop())
+    while chain:
+        source = Source(*chain.pop(), source)
+    return source
 
 
 def _key(save: str, entry: Entry) -> Key:
@@ -195,10 +206,10 @@ def _require_undamaged(
     for source in sources:
         if RejectedVersion(source.part.save, record.unit, source.entry.fragment) in bad:
             raise DamagedError(f"{record.unit}: version {_describe_rejected(catalog, source.part.save)}")
-        base = source.base
-        if base is not None and RejectedVersion(base.part.save, record.unit, source.entry.fragment) in bad:
-            described = _describe_rejected(catalog, base.part.save, base=True)
-            raise DamagedError(f"{record.unit}: version {record.save} is the difference to {described}")
+        for base in islice(source.chain(), 1, None):
+            if RejectedVersion(base.part.save, record.unit, source.entry.fragment) in bad:
+                described = _describe_rejected(catalog, base.part.save, base=True)
+                raise DamagedError(f"{record.unit}: version {record.save} is the difference to {described}")
 
 
 def _describe_rejected(catalog: Catalog, save: SaveId, *, base: bool = False) -> str:

@@ -118,12 +118,13 @@ def sealed_text(data: bytes, what: str) -> bytes:
 
 
 FORMAT = 1
-READER = 5
+READER = 6
 """Newest reader version. 2 knows ``differs`` of manifests, which version 1 would ignore and call exact; 3 knows the
 encodings in :data:`READER_OF_ENCODING`; 4 knows fragments that are boxes, which others would take for flat ranges; 5
-knows ``weights_only``, which others would resume."""
+knows ``weights_only``, which others would resume; 6 knows bases that have a base themselves."""
 
 READER_OF_ENCODING = {"int8-log2": 3, "int8-shared-exponent": 3}  # lowest reader version that knows it, if above 1
+READER_OF_ENCODING |= {"int8-shared-exponent-128": 6, "int16-shared-exponent": 6}
 
 Natural = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -263,6 +264,7 @@ class MeasureRecord(UnitPiece, frozen=True, kw_only=True):
     finite: bool
     error_sq: Ratio = 0.0  # squared L2 norm of the encoding error
     decoded_sq: Ratio = 0.0  # both are 0 for lossless encodings
+    bases: tuple[SaveName, ...] = ()  # saves that its fragments need, as differences to them or through their bases
 
 
 class PartRecord(SavePiece, frozen=True, kw_only=True):
@@ -357,7 +359,8 @@ class ManifestRecord(SavePiece, frozen=True, kw_only=True, dict=True, gc=True):
     @property
     def reader(self) -> int:
         """Lowest reader version that does not misread it."""
-        known = (max(READER_OF_ENCODING.get(unit.encoding, 1), 4 * unit.boxes) for unit in self.units)
+        units = ((unit.encoding, unit.boxes, len(unit.bases) > 1) for unit in self.units)
+        known = (max(READER_OF_ENCODING.get(name, 1), 4 * boxes, 6 * chained) for name, boxes, chained in units)
         return max(1, 2 * bool(self.differs), 5 * self.weights_only, *known)
 
     @property

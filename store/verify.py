@@ -19,7 +19,16 @@ from store.errors import DamagedError, MissingError, NothingToResumeError, Stora
 from store.fragments import Readable, Source, StoredBytes, check_encoded
 from store.journal import find_chain, journal_catalog, recorded
 from store.names import SEGMENTS, SaveId, part_path, payload_path
-from store.resolve import Key, RejectedVersion, Resolution, base_key, index_bases, newest_resumable, resolve, whole_key
+from store.resolve import (
+    RejectedVersion,
+    Resolution,
+    base_key,
+    index_bases,
+    newest_resumable,
+    own_key,
+    resolve,
+    with_base,
+)
 from store.schema import Entry, PartRecord
 from store.segment import check_header, check_payload_size, present_parts, read_leaves, read_part
 from store.storage.local import list_or_empty
@@ -34,16 +43,25 @@ class Finding:
 
 
 def check_with_differences(files: Readable, base: Source, differences: Sequence[Source]) -> list[Finding]:
-    """Check a fragment and the differences to it; with a damaged base, only the differences' own bytes."""
-    first, others = _Member(files, base), [_Member(files, source) for source in differences]
+    """Check a fragment, and the differences to it and to each other, each after its base.
+
+    Of a difference to what is damaged, only its own bytes are checked."""
+    members = [_Member(files, source) for source in (base, *differences)]
+    places = {own_key(one.source.part, one.source.entry): place for place, one in reversed([*enumerate(members)])}
+    bases = [places[key] if (key := base_key(one.source.entry)) in places else None for one in members]
+    after = [[place for place, of in enumerate(bases) if of == number] for number in range(len(members))]
     for size in chunk_sizes(base.entry.numel):
-        chunk = first.chunk(size)
-        if chunk is None:
-            break
-        for one in others:
-            one.chunk(size, chunk)
-    findings = [_finding(base, partial(first.check, well_based=True))]
-    findings += [_finding(one.source, partial(one.check, well_based=findings[0] is None)) for one in others]
+        waiting: list[tuple[int, Bytes | None]] = [(0, None)]  # members, and the chunk of their base
+        while waiting:
+            place, chunk = waiting.pop()
+            chunk = members[place].chunk(size, chunk)
+            waiting += [(one, chunk) for one in after[place]] if chunk is not None else ()
+    findings: list[Finding | None] = []
+    whole: list[bool] = []
+    for one, of in zip(members, bases, strict=True):
+        based = of is None or whole[of]
+        findings.append(_finding(one.source, partial(one.check, well_based=based)))
+        whole.append(based and findings[-1] is None)
     return [finding for finding in findings if finding is not None]
 
 
@@ -211,16 +229,18 @@ class _Checker:
         self._unreadable: dict[SaveId, list[str]] = {}  # problems of manifests
         self.found: list[tuple[SaveId, str]] = []  # problems of segment groups
         self._needs: dict[SaveId, set[SaveId]] = {}  # the groups that each commit needs
-        self._whole: dict[Key, Source] = {}
-        self._differences: dict[Key, list[Source]] = {}
+        self._families: dict[int, list[Source]] = {}  # by the id of a whole entry: itself, and what rests on it
+        self._rooted: set[int] = set()  # ids of all entries in families
 
     def check(self, groups: Sequence[LoadedGroup]) -> None:
         stored = [(part, entry) for group in groups for part in group.parts.values() for entry in part.entries]
-        self._whole = index_bases(stored)
+        known = index_bases(stored)
         for part, entry in stored:
-            key = base_key(entry)
-            if key is not None and key in self._whole:
-                self._differences.setdefault(key, []).append(Source(part, entry, self._whole[key]))
+            with suppress(DamagedError):  # if a commit needs the base, resolving reports it
+                source = with_base(part, entry, known.get)
+                *_, root = source.chain()
+                self._families.setdefault(id(root.entry), []).append(source)
+                self._rooted.add(id(entry))
         for group in groups:
             self._note(group.save, group.problems)
             if group.problems:
@@ -268,13 +288,11 @@ class _Checker:
         self._read(sum(tensor.nbytes for tensor in part.run_tensors))
 
     def _check_entry(self, part: PartRecord, entry: Entry) -> None:
-        """Check an entry with all differences to it; a difference is checked with its base."""
-        key = base_key(entry)
-        if key is None:
-            source, key = Source(part, entry), whole_key(part, entry)
-            differences = self._differences.get(key, []) if self._whole[key].entry is entry else []
-            self._record([source, *differences], check_with_differences(self._catalog.files, source, differences))
-        elif key not in self._whole:  # if a commit needs the base, resolving reports it
+        """Check an entry with all that rests on it; a difference is checked with its base."""
+        if id(entry) in self._families:
+            family = sorted(self._families[id(entry)], key=lambda source: sum(1 for _ in source.chain()))
+            self._record(family, check_with_differences(self._catalog.files, family[0], family[1:]))
+        elif id(entry) not in self._rooted:
             source = Source(part, entry)
             finding = check_stored(self._catalog.files, source)
             self._record([source], [] if finding is None else [finding])

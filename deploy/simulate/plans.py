@@ -20,7 +20,7 @@ from policies.replay.recorded_run import Costs, Run, chosen, widest
 from policies.replay.state import ReplayPlan
 from store.config_file import parse_yaml
 from store.errors import ConfigError, UsageError
-from store.names import RAW, WEIGHTS
+from store.names import RAW
 
 _ELSEWHERE = {"store", "metrics", "retention", "timeouts", "trace", "resume", "layers", "drift"}
 """Sections of the configuration that do not affect which units are saved at which step."""
@@ -48,13 +48,13 @@ def knows_policy(run: Run) -> bool:
 
 
 def _recorded_preset(run: Run) -> Mapping[str, Any]:
-    """Return the setting ``encoding`` by slot if, by its name, an earlier release stored moments in other encodings."""
+    """Return the setting ``encoding`` by slot if, by its name, an earlier release stored it in other encodings."""
     name, stored = run.settings.get("encoding"), defaultdict[str, set[str]](set)
     preset = ENCODINGS.get(name, {}) if isinstance(name, str) else {}
     for segment in run.segments:
         for index, encoding in itertools.chain(*(point.line.saved.items() for point in segment.decisions)):
             stored[segment.units[index].slot] |= {encoding} - {RAW}
-    others = {slot for slot, now in preset.items() if slot != WEIGHTS and stored[slot] and now not in stored[slot]}
+    others = {slot for slot, now in preset.items() if stored[slot] and now not in stored[slot]}
     return {"encoding": {**preset, **{slot: min(stored[slot]) for slot in others}}} if others else {}
 
 

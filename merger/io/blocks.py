@@ -86,7 +86,7 @@ class StoredFragment:
     @property
     def nbytes(self) -> int:
         """Stored bytes that a pass reads: its own and those of its base, which each difference to it reads again."""
-        return sum(one.entry.nbytes for one in (self.source, self.source.base) if one is not None)
+        return sum(one.entry.nbytes for one in self.source.chain())
 
     @property
     def memory(self) -> int:

@@ -15,14 +15,14 @@ from pydantic_core import PydanticCustomError
 from policies.accounting import BYTES, STALL, STORAGE, Account, TokenBucket
 from policies.registry import POLICIES
 from store.daemon_protocol import log_path
-from store.encoding import BF16, BF16_INT8, INT8_BLOCK, INT8_LOG2, INT8_SHARED_EXPONENT, WRITABLE
+from store.encoding import BF16_INT8, INT8_BLOCK, INT8_LOG2, INT8_SHARED_EXPONENT_128, INT16_SHARED_EXPONENT, WRITABLE
 from store.metrics_server import LOOPBACK, EndpointSecurity, Tls
 from store.names import WEIGHTS
 from store.storage.bucket import ObjectOptions
 
 ENCODINGS: Final[Mapping[str, Mapping[str, str]]] = {
     "raw": {},
-    "compact": {WEIGHTS: BF16, "exp_avg": INT8_SHARED_EXPONENT, "exp_avg_sq": INT8_LOG2},
+    "compact": {WEIGHTS: INT16_SHARED_EXPONENT, "exp_avg": INT8_SHARED_EXPONENT_128, "exp_avg_sq": INT8_LOG2},
     "careful": {WEIGHTS: BF16_INT8, "exp_avg": INT8_BLOCK, "exp_avg_sq": INT8_LOG2},
 }
 """Presets: the encoding of each slot. Slots that a preset does not name are raw."""

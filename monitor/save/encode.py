@@ -1,8 +1,8 @@
 """Encode and compress the fragments of a save, also as deltas to earlier saves.
 
-A fragment is stored whole once (its base), and then as deltas to that base as long as this pays: with a base of F bytes
-and deltas that grow as the state moves on, the mean size of a save is least if a new base is made as soon as the next
-delta would be larger than the mean so far. The encoded bytes of bases stay in host memory.
+A fragment is stored whole once, and then as deltas, each to the save before, since neighbours differ least. A chain of
+deltas ends after a number of saves: a resume reads all of them, and a damaged one costs those after it. The encoded
+bytes of the newest save stay in host memory.
 
 A segment's zstd level is the highest whose measured writing time stays within a share of the time between saves.
 
@@ -38,10 +38,10 @@ LEVELS: tuple[int | None, ...] = (None, 1, 3, 6)
 
 SHARE = 0.5  # share of the time between two saves that writing a segment may take
 
-LIFE = 16  # most deltas to one base. It bounds the damage of a corrupt base, for a sixteenth of a full save each
+LIFE = 12  # most deltas between two saves of a fragment as a whole
 
 _REST = 16  # saves without deltas of a fragment after a delta did not pay
-_PAYS = 0.9  # a first delta larger than this share of its base does not pay
+_PAYS = 0.9  # a delta larger than this share of the whole does not pay
 
 _LEAST_SUM = 1e-20  # Float32 sums of squares above this lose less than float32 precision to squares that underflow
 
@@ -98,31 +98,18 @@ class LevelChooser:
         return nbytes * (cost.seconds + cost.ratio * self._write_seconds)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Base:
-    """A fragment stored whole, and the sizes of the deltas to it."""
+    """The newest lasting version of a fragment, to which the next delta is taken."""
 
-    save: str
+    saves: tuple[str, ...]  # its own, and those that it needs, back to the one that holds the fragment whole
     encoding: str
     dtype: str
     chunks: tuple[Bytes, ...]  # encoded
-    full: int  # compressed bytes of the base
-    spent: int = 0  # compressed bytes of all deltas
-    count: int = 0  # deltas
-    last: int = 0  # compressed bytes of the last delta
-    growth: int = 0  # compressed bytes by which the last delta is larger than the one before
+    full: int  # compressed bytes of the whole
 
     def fits(self, data: EncodedEntry) -> bool:
-        return (self.encoding, self.dtype) == (data.encoding.name, data.dtype)
-
-    def pays(self) -> bool:
-        """Return whether the next delta is expected to be no larger than the mean save so far."""
-        smaller = self.last + max(0, self.growth) <= (self.full + self.spent) / (1 + self.count)
-        return smaller and self.count < LIFE
-
-    def note(self, nbytes: int) -> None:
-        self.growth = nbytes - self.last if self.count else 0
-        self.spent, self.count, self.last = self.spent + nbytes, self.count + 1, nbytes
+        return (self.encoding, self.dtype) == (data.encoding.name, data.dtype) and len(self.saves) <= LIFE
 
 
 @dataclass
@@ -143,13 +130,13 @@ class SavePacking:
         retained: list[Bytes] = []
         if self.level is not None:
             base = self.bases.get(fragment) if self.differences else None
-            if base is not None and base.fits(data) and base.pays():
-                data.packing, data.base = Packing(self.level, base.chunks), base.save
+            if base is not None and base.fits(data):
+                data.packing, data.bases = Packing(self.level, base.chunks), base.saves
             else:
                 data.packing = Packing(self.level)
-                moving = unit.slot not in (FROZEN, BUFFER)  # others rarely change, so a base would not be used
-                if self.differences and self.lasting and moving and fragment not in self.resting:
-                    data.chunks = _retaining(data.chunks, retained)
+            moving = unit.slot not in (FROZEN, BUFFER)  # others rarely change, so a base would not be used
+            if self.differences and self.lasting and moving and fragment not in self.resting:
+                data.chunks = _retaining(data.chunks, retained)
         self.made.append((unit, fragment, data, retained))
         return data
 
@@ -189,29 +176,24 @@ class Packer:
         for unit, fragment, data, retained in done.made:
             if not moved(unit):
                 continue
-            if data.base is not None:
-                self._note_delta(fragment, data.written)
-            elif retained:
-                self._bases[fragment] = _Base(
-                    done.save.name, data.encoding.name, data.dtype, tuple(retained), data.written
-                )
-            else:
-                self._bases.pop(fragment, None)
-        self._bases = {fragment: base for fragment, base in self._bases.items() if base.save in reached}
+            base = self._bases.get(fragment) if data.bases else None
+            if data.bases and (base is None or not retained):
+                continue  # the job rolled back while this was written, or the save was a forced one
+            full = data.written if base is None else base.full
+            if retained and (base is None or data.written <= _PAYS * full):
+                saves = (done.save.name, *data.bases)
+                self._bases[fragment] = _Base(saves, data.encoding.name, data.dtype, tuple(retained), full)
+                continue
+            self._bases.pop(fragment, None)
+            if base is not None:
+                self._resting[fragment] = _REST
+        kept = (item for item in self._bases.items() if all(save in reached for save in item[1].saves))
+        self._bases = dict(kept)
 
     def reset(self) -> None:
         """Forget all bases: the job rolled back, perhaps because earlier saves are damaged."""
         self._bases = {}
         self._resting = {}
-
-    def _note_delta(self, fragment: Fragment, nbytes: int) -> None:
-        base = self._bases.get(fragment)
-        if base is None:
-            return  # the job rolled back while this was written
-        base.note(nbytes)
-        if base.count == 1 and nbytes > _PAYS * base.full:
-            del self._bases[fragment]
-            self._resting[fragment] = _REST
 
 
 def _retaining(chunks: Callable[[], Iterable[Bytes]], retained: list[Bytes]) -> Callable[[], Iterable[Bytes]]:
@@ -286,6 +268,7 @@ class UnitEncoding(NamedTuple):
     fragments: tuple[StagedFragment, ...]
     lossy: bool
     lost: EncodingLoss
+    bases: tuple[str, ...]  # saves that they need
 
 
 def encode_unit(
@@ -299,7 +282,7 @@ def encode_unit(
 
     Writing them with a lossy encoding replaces the copies by the decoded values, which a resume would give back, so
     that drift is measured against them from then on. Background thread only."""
-    lost, made = EncodingLoss(), []
+    lost, made, bases = EncodingLoss(), [], set[str]()
     for fragment, staged in zip(fragments, copies, strict=True):
         copy = staged if isinstance(staged, torch.Tensor) else staged.copy
         if isinstance(staged, LateCopy):
@@ -319,8 +302,10 @@ def encode_unit(
         data: Data = RawBytes(copy)
         if chosen != RAW or packing.active or isinstance(staged, LateCopy):
             data = packing.packed(unit, fragment, EncodedEntry(encoding_named(chosen), fragment.numel, dtype, chunks))
+            bases.update(data.bases)
         made.append(StagedFragment(layer=unit.layer, **region, dtype=dtype, encoding=chosen, data=data))
-    return UnitEncoding(tuple(made), any(not encoding_named(one.encoding).lossless for one in made), lost)
+    lossy = any(not encoding_named(one.encoding).lossless for one in made)
+    return UnitEncoding(tuple(made), lossy, lost, tuple(sorted(bases)))
 
 
 class RawBytes(Struct, frozen=True, gc=False):

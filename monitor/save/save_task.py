@@ -296,7 +296,7 @@ class _Encoding:
         encoding = unit.encoding if healthy else RAW  # non-finite values are never committed
         sources = unit.late or unit.encoded or unit.copies
         encoded = encode_unit(unit.unit, encoding, unit.fragments, sources, task.packing)
-        self.fragments, self._lost = encoded.fragments, encoded.lost
+        self.fragments, self._lost, self._bases = encoded.fragments, encoded.lost, encoded.bases
         self.lossy = encoded.lossy  # writing its fragments changes the copies
         self.record = Once(self._measure)
         if unit.late and unit.unit not in task.progress.metered:
@@ -311,7 +311,7 @@ class _Encoding:
         assert self._before is not None
         if self._unit.unit not in self._task.progress.metered:
             self._task.meter_stage(self._unit)
-        return self._before.replace(**vars(self._lost))
+        return self._before.replace(**vars(self._lost), bases=self._bases)
 
     def _measure_copies(self) -> MeasureRecord:
         measure = self._task.meter.measure(self._unit.unit, self._unit.copies)

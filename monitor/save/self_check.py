@@ -30,7 +30,7 @@ from store.encoding import encoding_named
 from store.errors import DamagedError, StorageError
 from store.fragments import FragmentReader, Source
 from store.names import BUFFER, FROZEN, WEIGHTS, Fragment, SaveId
-from store.resolve import base_key, index_bases
+from store.resolve import Key, Stored, index_bases, with_base
 from store.schema import digest
 from store.segment import SegmentDraft, read_leaves, read_part
 from store.state_tree import Leaf
@@ -206,7 +206,7 @@ class SelfCheck:
             for entry in part.entries:
                 if self.stopped.is_set():
                     return
-                self._add(self._compare(files, bases.source(Source(part, entry))))
+                self._add(self._compare(files, with_base(part, entry, bases.find)))
             missing = self.samples.keys() - {entry.fragment for entry in part.entries}
             self._add(f"{one.fqn}/{one.slot} is missing in what was saved" for one in missing)
             if not self.found:
@@ -272,19 +272,14 @@ class _Bases:
 
     def __init__(self, files: Files, store_id: str, rank: int) -> None:
         self._files, self._store_id, self._rank = files, store_id, rank
-        self._known: dict[str, Mapping[Any, Source]] = {}
+        self._known: dict[str, Mapping[Key, Stored]] = {}
 
-    def source(self, source: Source) -> Source:
-        name = source.entry.base
-        if name is None:
-            return source
+    def find(self, key: Key) -> Stored | None:
+        name = key[0]
         if name not in self._known:
             part = read_part(self._files, self._store_id, SaveId.parse(name), self._rank)
             self._known[name] = index_bases((part, entry) for entry in part.entries)
-        base = self._known[name].get(base_key(source.entry))
-        if base is None:
-            raise DamagedError(f"{source.entry.fqn}/{source.entry.slot} has no base in save {name}")
-        return Source(source.part, source.entry, base)
+        return self._known[name].get(key)
 
 
 class SelfChecker:

@@ -18,6 +18,7 @@ import torch
 
 from store.encoding import CHUNK, bfloat16, chunk_sizes, encoding_named, int8, log2, shared_exponent
 from store.encoding.base import BLOCK, PIECE, Bytes, lanes_bytes
+from store.encoding.shared_exponent import SharedExponent
 from store.errors import DamagedError
 
 MOST_CHUNKS = 64  # encoded at once on a device, where launching kernels for each chunk would take longer
@@ -83,23 +84,23 @@ def pieces(numel: int, device: torch.device) -> Iterator[slice]:
         yield slice(start, min(start + step, numel))
 
 
-def block_pieces(values: torch.Tensor) -> Iterator[tuple[slice, slice, torch.Tensor]]:
-    """Yield elements, their blocks, and the values as (blocks, 64); a shorter last block is alone, padded with 0."""
+def block_pieces(values: torch.Tensor, size: int = BLOCK) -> Iterator[tuple[slice, slice, torch.Tensor]]:
+    """Yield elements, their blocks, and the values as (blocks, size); a shorter last block is alone, padded with 0."""
     numel = values.numel()
-    whole = numel - numel % BLOCK
+    whole = numel - numel % size
     for piece in pieces(whole, values.device):
-        yield piece, slice(piece.start // BLOCK, piece.stop // BLOCK), values[piece].view(-1, BLOCK)
+        yield piece, slice(piece.start // size, piece.stop // size), values[piece].view(-1, size)
     if whole < numel:
-        last = torch.zeros(1, BLOCK, dtype=torch.float32, device=values.device)
+        last = torch.zeros(1, size, dtype=torch.float32, device=values.device)
         last[0, : numel - whole] = values[whole:]
-        yield slice(whole, numel), slice(whole // BLOCK, whole // BLOCK + 1), last
+        yield slice(whole, numel), slice(whole // size, whole // size + 1), last
 
 
 class Scratch:
     """Buffers for intermediate results of one piece, allocated once for a chunk: new memory costs page faults."""
 
-    def __init__(self, values: torch.Tensor, count: int) -> None:
-        size = max(BLOCK, min(PIECE, values.numel()) if values.device.type == "cpu" else values.numel())
+    def __init__(self, values: torch.Tensor, count: int, block: int = BLOCK) -> None:
+        size = max(block, min(PIECE, values.numel()) if values.device.type == "cpu" else values.numel())
         self._made = [torch.empty(size, dtype=torch.float32, device=values.device) for _ in range(count)]
         self._shape, self._like = torch.Size((size,)), self._made
 
@@ -184,56 +185,65 @@ class Int8Log2Encoder(Encoder):
             bits.bitwise_right_shift_(1).bitwise_left_shift_(23).add_(odd, alpha=log2.ROOT_2).mul_(some)
 
 
-class Int8SharedExponentEncoder(Encoder):
-    """``int8-shared-exponent``, defined in :mod:`store.encoding.shared_exponent`.
+class SharedExponentEncoder(Encoder):
+    """The encodings of :mod:`store.encoding.shared_exponent`.
 
     Scales come from minima and maxima of integers; multiplying by a power of two is exact."""
 
     limits = -2.55e38, 2.55e38
 
+    def __init__(self, form: SharedExponent) -> None:
+        self._form, self._dtype = form, torch.uint8 if form.width == 1 else torch.int16
+
     def encode(self, values: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         if not values.numel():
             return true_on(values.device)
-        scratch, numel = Scratch(values, 2), values.numel()
-        usual = torch.empty(int8.block_count(numel), dtype=torch.int32, device=values.device)
+        size, numel = self._form.block, values.numel()
+        scratch = Scratch(values, 2, size)
+        usual = torch.empty(self._form.blocks(numel), dtype=torch.int32, device=values.device)
         large = torch.empty_like(usual)
-        for _, blocks, block in block_pieces(values):
+        for _, blocks, block in block_pieces(values, size):
             magnitude = torch.abs(block, out=scratch.like(block)[0]).view(torch.int32)
             largest = magnitude
-            while (half := largest.shape[1] // 2) >= shared_exponent.GROUPS:
+            while (half := largest.shape[1] // 2) >= self._form.groups:
                 largest = torch.maximum(largest[:, :half], largest[:, half:], out=largest[:, :half])
             torch.amin(largest, 1, out=usual[blocks])
             torch.amax(largest, 1, out=large[blocks])
-        exponents = _shared_exponents(usual, large)
+        exponents = self._exponents(usual, large, self._form.finest(numel))
         # 0, not a power of two, where the exponent is 0: those blocks are zero.
         inverse = (254 - exponents).mul_(exponents.clamp(max=1)).bitwise_left_shift_(shared_exponent.FRACTION)
         by = inverse.view(torch.float32).unsqueeze(1)
-        codes, out[numel:] = out[:numel].view(torch.int8), exponents
-        for elements, blocks, block in block_pieces(values):
+        stored, out[self._form.width * numel :] = out[: self._form.width * numel], exponents
+        for elements, blocks, block in block_pieces(values, size):
             work, code = scratch.like(block)
             code = code.view(torch.int32).copy_(torch.mul(block, by[blocks], out=work).round_())
-            zigzag = torch.bitwise_right_shift(code, 31, out=work.view(torch.int32)).bitwise_xor_(code.mul_(2))
-            codes[elements] = zigzag.view(-1)[: elements.stop - elements.start]
+            if self._form.width == 1:  # zigzag
+                code = torch.bitwise_right_shift(code, 31, out=work.view(torch.int32)).bitwise_xor_(code.mul_(2))
+            at = slice(self._form.width * elements.start, self._form.width * elements.stop)
+            stored[at] = code.view(-1)[: elements.stop - elements.start].to(self._dtype).view(torch.uint8)
         return large.amax() < shared_exponent.TOO_LARGE
 
     def decode(self, data: torch.Tensor, out: torch.Tensor) -> None:
-        numel, scratch = out.numel(), Scratch(out, 1)
-        scales = data[numel:].int().bitwise_left_shift_(shared_exponent.FRACTION).view(torch.float32)
+        size, numel, scratch = self._form.block, out.numel(), Scratch(out, 1)
+        stored, exponents = data[: self._form.width * numel], data[self._form.width * numel :]
+        scales = exponents.int().bitwise_left_shift_(shared_exponent.FRACTION).view(torch.float32)
         for piece in pieces(numel, out.device):
-            zigzag = out[piece].view(torch.int32).copy_(data[piece])
-            sign = torch.bitwise_and(zigzag, 1, out=scratch.like(out[piece])[0].view(torch.int32)).neg_()
-            code = zigzag.bitwise_right_shift_(1).bitwise_xor_(sign)
-            by = scales[piece.start // BLOCK : int8.block_count(piece.stop)].repeat_interleave(BLOCK)
+            code = stored[self._form.width * piece.start : self._form.width * piece.stop]
+            code = out[piece].view(torch.int32).copy_(aligned(code).view(self._dtype))
+            if self._form.width == 1:
+                sign = torch.bitwise_and(code, 1, out=scratch.like(code)[0].view(torch.int32)).neg_()
+                code.bitwise_right_shift_(1).bitwise_xor_(sign)
+            by = scales[piece.start // size : self._form.blocks(piece.stop)].repeat_interleave(size)
             torch.mul(code, by[: code.numel()], out=out[piece])
 
-
-def _shared_exponents(usual: torch.Tensor, large: torch.Tensor) -> torch.Tensor:
-    """Return the exponents of the scales, plus 127, or 0, from the bits of two magnitudes of each block."""
-    by_usual = usual.add_(shared_exponent.ROUND_USUAL).bitwise_right_shift_(shared_exponent.FRACTION)
-    by_large = (large + shared_exponent.ROUND_LARGE).bitwise_right_shift_(shared_exponent.FRACTION)
-    exponents = torch.maximum(by_usual - shared_exponent.LESS_USUAL, by_large - shared_exponent.LESS_LARGE)
-    least = shared_exponent.LEAST
-    return exponents.clamp_(min=least).mul_(large > (least - 1) << shared_exponent.FRACTION)
+    def _exponents(self, usual: torch.Tensor, large: torch.Tensor, below_usual: int) -> torch.Tensor:
+        """Return the exponents of the scales, plus 127, or 0, from the bits of two magnitudes of each block."""
+        made = []
+        for bits, below in ((usual, below_usual), (large, self._form.below_large)):
+            rounded = (bits + self._form.rounding(below)).bitwise_right_shift_(shared_exponent.FRACTION)
+            made.append(rounded.sub_(below))
+        least = shared_exponent.LEAST
+        return torch.maximum(*made).clamp_(min=least).mul_(large > (least - 1) << shared_exponent.FRACTION)
 
 
 class Bf16Encoder(Encoder):
@@ -297,7 +307,14 @@ _ENCODERS: dict[str, Encoder] = {
     bfloat16.BF16_INT8: Bf16Int8Encoder(),
     int8.INT8_BLOCK: Int8BlockEncoder(),
     log2.INT8_LOG2: Int8Log2Encoder(),
-    shared_exponent.INT8_SHARED_EXPONENT: Int8SharedExponentEncoder(),
+    **{
+        form.name: SharedExponentEncoder(form)
+        for form in (
+            shared_exponent.Int8SharedExponent(),
+            shared_exponent.Int8SharedExponent128(),
+            shared_exponent.Int16SharedExponent(),
+        )
+    },
 }
 
 

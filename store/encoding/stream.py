@@ -18,10 +18,21 @@ Read = Callable[[int], memoryview]  # returns the next bytes of an entry, fewer 
 
 @dataclass(frozen=True)
 class BaseEntry:
-    """The stored bytes of a base, which has no base itself."""
+    """The stored bytes of a base, and those of the base that it has in turn."""
 
     read: Read
     packed: bool
+    base: "BaseEntry | None" = None
+
+    def next_chunk(self, lanes: Sequence[Lane]) -> Bytes:
+        """Return its next encoded chunk. Raises DamagedError."""
+        return next_chunk(self.read, lanes, self.packed, None if self.base is None else self.base.next_chunk(lanes))
+
+    def require_end(self) -> None:
+        """Raise DamagedError if it, or a base of it, has more bytes than its chunks."""
+        require_end(self.read)
+        if self.base is not None:
+            self.base.require_end()
 
 
 @dataclass(frozen=True)
@@ -67,10 +78,10 @@ def encoded_chunks(
         raise DamagedError("an entry that is not packed cannot be the difference to another one")
     for size in chunk_sizes(numel):
         lanes = encoding.lanes(size, dtype)
-        yield next_chunk(read, lanes, packed, None if base is None else next_chunk(base.read, lanes, base.packed))
+        yield next_chunk(read, lanes, packed, None if base is None else base.next_chunk(lanes))
     require_end(read)
     if base is not None:
-        require_end(base.read)
+        base.require_end()
 
 
 def next_chunk(read: Read, lanes: Sequence[Lane], packed: bool, base: Bytes | None = None) -> Bytes:
@@ -106,14 +117,18 @@ class EncodedEntry:
     dtype: str
     chunks: Callable[[], Iterable[Bytes]]  # returns the encoded chunks anew at every call
     packing: Packing | None = None  # None to write the chunks unpacked
-    base: str | None = None  # name of the save of ``packing.base``
+    bases: tuple[str, ...] = ()  # names of the save of ``packing.base``, and of those that this one needs in turn
     written: int = 0  # bytes produced so far
     seconds: float = 0.0  # time spent producing them, without writing
     _hash: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128, repr=False)
 
     def __post_init__(self) -> None:
-        if (self.base is not None) != (self.packing is not None and self.packing.base is not None):
+        if bool(self.bases) != (self.packing is not None and self.packing.base is not None):
             raise ValueError("a difference needs the name of its base, and nothing else does")
+
+    @property
+    def base(self) -> str | None:
+        return self.bases[0] if self.bases else None
 
     @property
     def nbytes(self) -> int:

@@ -18,7 +18,9 @@ from store.encoding import (
     ENCODINGS,
     INT8_LOG2,
     INT8_SHARED_EXPONENT,
+    INT8_SHARED_EXPONENT_128,
     INT8_SQRT_BLOCK,
+    INT16_SHARED_EXPONENT,
     RAW,
     WRITABLE,
     Encoding,
@@ -36,9 +38,11 @@ from tests.support.reference_encodings import ValuesError, encode_chunk
 Floats = NDArray[np.float32]
 READ = sorted(ENCODINGS)
 LOSSY = [name for name in WRITABLE if not ENCODINGS[name].lossless]
-SIZES = (0, 1, 2, 63, 64, 65, 127, 128, 1000, PIECE - 1, PIECE + 65, CHUNK, CHUNK + 1, 2 * CHUNK + 77)
+SIZES = (0, 1, 2, 63, 64, 65, 127, 128, 1000, 4096, 4097, PIECE - 1, PIECE + 65, CHUNK, CHUNK + 1, 2 * CHUNK + 77)
 LARGEST = 3.3e38
-RANGE = {INT8_LOG2: 5.1e9, INT8_SHARED_EXPONENT: 2.55e38}
+RANGE = {INT8_LOG2: 5.1e9} | dict.fromkeys(
+    (INT8_SHARED_EXPONENT_128, INT8_SHARED_EXPONENT, INT16_SHARED_EXPONENT), 2.55e38
+)
 """Of those that hold less."""
 
 
@@ -72,7 +76,9 @@ def fitting(encoding: Encoding, values: Floats) -> Floats:
 @st.composite
 def floats(draw: st.DrawFn) -> Floats:
     """Finite values: any bits, one scale, many scales, subnormal ones, zeros of both signs, powers of two."""
-    numel = draw(st.integers(0, 3 * BLOCK + 1))
+    numel = draw(
+        st.integers(0, 3 * BLOCK + 1) | st.integers(64 * BLOCK - 2, 130 * BLOCK) | st.integers(255 * BLOCK, 258 * BLOCK)
+    )
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     exponent = draw(st.floats(-46, 38.4))
     with np.errstate(over="ignore"):
@@ -308,7 +314,7 @@ def test_decoding_any_bytes_gives_finite_values_or_damage(data: bytes, name: str
        exponent=st.integers(-30, 37))  # fmt: skip
 def test_the_relative_bound_holds_over_many_values(seed: int, shape: str, exponent: int) -> None:
     rng = np.random.default_rng(seed)
-    numel = int(rng.integers(1, 5 * BLOCK))
+    numel = int(rng.integers(1, 5 * BLOCK) if seed % 2 else rng.integers(63 * BLOCK, 300 * BLOCK))
     made = rng.standard_normal(numel)
     if shape == "one in each block":
         made = np.where(np.arange(numel) % BLOCK == 0, 1.0, rng.uniform(0, 1e-4, numel))

@@ -92,7 +92,7 @@ BASED: dict[str, Callable[[SimulatedFiles, list[SaveId]], None]] = {
     "not packed": lambda f, s: forge(f, part_path(s[3], 0), _entries(packing=None)),
     "a base that is not there": lambda f, s: forge(f, part_path(s[3], 0), _entries(base="00000099-000001")),
     "itself as base": lambda f, s: forge(f, part_path(s[3], 0), _entries(base=s[3].name)),
-    "a difference as base": lambda f, s: forge(f, part_path(s[3], 0), _entries(base=s[2].name)),
+    "the base of the base": lambda f, s: forge(f, part_path(s[3], 0), _entries(base=s[1].name)),
     "a later save as base": lambda f, s: forge(f, part_path(s[2], 0), _entries(base=s[3].name)),
     "a circle of bases": lambda f, s: (
         forge(f, part_path(s[2], 0), _entries(base=s[3].name)),
@@ -100,6 +100,7 @@ BASED: dict[str, Callable[[SimulatedFiles, list[SaveId]], None]] = {
     ),
     "a path as base": lambda f, s: forge(f, part_path(s[3], 0), _entries(base="../../../etc")),
     "bases of the units": lambda f, s: forge(f, manifest_path(s[3]), _units(bases=["99999999-000001"])),
+    "only the nearest base of the units": lambda f, s: forge(f, manifest_path(s[3]), _units(bases=[s[2].name])),
     "no bases of the units": lambda f, s: forge(f, manifest_path(s[3]), _units(bases=[])),
     "a path as base of the units": lambda f, s: forge(f, manifest_path(s[3]), _units(bases=["../../../etc"])),
 }  # fmt: skip

@@ -1,15 +1,16 @@
 """Testing the tests of encodings and bases: each safeguard taken out in turn must be caught, by the layer named.
 
-BASES prunes a store of differences, BASED flips bytes of a difference and of its base, WRONG BASE names another base
-than the one used, CHAIN takes differences to differences, NEVER CHAINED believes that nobody does, CONTAINER opens
-payloads with another reader, LATE HEADER loses power. Each check passes without the mutant.
+BASES prunes a store of differences, BASED flips bytes of a difference and of its bases, WRONG BASE names another base
+than the one used, CHAIN lists the nearest bases alone, ALL BASES believes that nobody does, CONTAINER opens payloads
+with another reader, LATE HEADER loses power. Each check passes without the mutant.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ import store.segment
 from store.catalog import Catalog, open_catalog
 from store.fragments import Source, StoredBytes
 from store.names import SaveId, Unit, payload_path
-from store.resolve import newest_resumable, whole_key
+from store.resolve import base_key, newest_resumable
 from store.retention import execute, plan_prune
 from store.schema import Entry, PartRecord, digest
 from store.segment import Item, Payload, PayloadPiece, read_part
@@ -31,7 +32,7 @@ from tests.crash.damage import flip
 from tests.crash.models import RANKS, VARIED
 from tests.crash.simulated import SimulatedFiles, every_crash
 from tests.crash.test_mutants import Make, caught, patched_everywhere
-from tests.crash.workload import RETENTION, Job, Memory, Save
+from tests.crash.workload import RETENTION, Job, Memory
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +66,7 @@ def bases(make: Make = SimulatedFiles) -> None:
 def based(make: Make = SimulatedFiles) -> None:
     """BASED: a byte of a fragment, and one of its base; each is found and costs that unit alone."""
     job = Varied(make(), Memory(), saves=4)
-    for save, wanted in ((job.saves[3], job.saves[2]), (job.saves[1], job.saves[0])):
+    for save, wanted in pairwise(reversed(job.saves)):
         part = read_part(job.files, job.catalog.store_id, save, 1)
         for entry in part.entries:
             hurt = SimulatedFiles(job.files.disk.copied())
@@ -101,17 +102,16 @@ def wrong_base(make: Make = SimulatedFiles) -> None:
     assert any("does not unpack" in problem for problem in report.problems)
 
 
-class Chained(Varied):
-    """Takes differences to the save before, whatever that is."""
+class Forgetful(Varied):
+    """Lists the nearest bases alone, and not those that they need in turn."""
 
-    def commit(self, save: Save) -> None:
-        super().commit(save)
-        self.whole.update(dict.fromkeys(save.units, save.id))
+    def bases_of(self, unit: Unit) -> tuple[str, ...]:
+        return super().bases_of(unit)[:1]
 
 
 def chain(make: Make = SimulatedFiles) -> None:
-    """CHAIN: a difference to a difference is refused from its records, before a byte is read."""
-    job = Chained(make(), Memory(), saves=4)
+    """CHAIN: a difference to a difference, whose base is not listed, is refused before a byte is read."""
+    job = Forgetful(make(), Memory(), saves=4)
     resolution, _ = newest_resumable(open_catalog(job.files))
     assert {version.save for version in resolution.versions.values()} == {job.saves[2]}
     assert "does not hold them" in resolution.problems[0]
@@ -120,8 +120,8 @@ def chain(make: Make = SimulatedFiles) -> None:
     assert_true_to_write(read_newest(open_catalog(job.files)))
 
 
-def never_chained(make: Make = SimulatedFiles, kind: type[Varied] = Varied) -> None:
-    """NEVER CHAINED: what a job acknowledged is whole, all the way down."""
+def all_bases(make: Make = SimulatedFiles, kind: type[Varied] = Varied) -> None:
+    """ALL BASES: what a job acknowledged is whole, all the way down."""
     files, journal = make(), Memory()
     kind(files, journal, saves=4)
     check_undamaged(files)
@@ -160,7 +160,7 @@ LAYERS = {
     "BASED": based,
     "WRONG BASE": wrong_base,
     "CHAIN": chain,
-    "NEVER CHAINED": never_chained,
+    "ALL BASES": all_bases,
     "CONTAINER": container,
     "LATE HEADER": late_header,
 }
@@ -219,15 +219,16 @@ def reached_without_bases(catalog: Catalog, save: SaveId) -> dict[SaveId, int]:
     return {one: manifest.groups[one.name].payload_bytes for one in reached}
 
 
-def stored_at_all(stored: Iterable[tuple[PartRecord, Entry]]) -> dict[Any, Source]:
-    """Differences may be bases."""
-    return {whole_key(part, entry): Source(part, entry) for part, entry in stored}
+def nearest_base(part: PartRecord, entry: Entry, find: Callable[[Any], Any]) -> Source:
+    """A base is taken for whole."""
+    key = base_key(entry)
+    return Source(part, entry, None if key is None else Source(*find(key)))
 
 
 CODE_MUTANTS: dict[str, tuple[str, str, object]] = {
     "bases forgotten by a prune": ("BASES", "_groups_of", reached_without_bases),
     "hash of encoded bytes not checked": ("WRONG BASE", "check_encoded", lambda source, found: None),
-    "a base that is a difference itself": ("CHAIN", "index_bases", stored_at_all),
+    "a base taken for whole": ("CHAIN", "with_base", nearest_base),
     "header written before the data is known": ("CONTAINER", "write_payload", header_first),
 }
 
@@ -239,8 +240,8 @@ def test_a_dropped_safeguard_is_caught(monkeypatch: pytest.MonkeyPatch, mutant: 
     assert caught(LAYERS[layer]), f"{mutant} survives {layer}"
 
 
-def test_a_job_that_takes_differences_to_differences_is_caught() -> None:
-    assert caught(partial(never_chained, kind=Chained))
+def test_a_job_that_forgets_what_bases_need_is_caught() -> None:
+    assert caught(partial(all_bases, kind=Forgetful))
 
 
 def test_stored_bytes_that_nobody_checks_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:

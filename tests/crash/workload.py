@@ -97,8 +97,8 @@ class Job:
         self.files = files
         self.journal = journal
         self.model = model
-        self.whole: dict[Unit, SaveId] = {}
-        """The save that holds a unit whole, to take differences to."""
+        self.chains: dict[Unit, tuple[SaveId, ...]] = {}
+        """The newest save of a unit, and those that it needs."""
         self.count = dict.fromkeys(model.units, 0)
         """How often this incarnation committed a unit."""
         self.catalog: Catalog = open_or_create(files)
@@ -144,13 +144,16 @@ class Job:
         self.last, self.again = manifest, set()
         self.groups |= manifest.groups
         for unit in save.units:
-            if self.base_of(unit) is None:
-                self.whole[unit] = save.id
+            self.chains[unit] = (save.id, *(self.chains[unit] if self.base_of(unit) is not None else ()))
             self.count[unit] += 1
 
     def base_of(self, unit: Unit) -> SaveId | None:
         """What the next version of a unit is the difference to."""
-        return self.whole[unit] if self.model.varied and self.count[unit] % 4 >= 2 else None
+        return self.chains[unit][0] if self.model.varied and self.count[unit] % 4 >= 2 else None
+
+    def bases_of(self, unit: Unit) -> tuple[str, ...]:
+        """What the next version of a unit needs. Only a mutant leaves some out."""
+        return tuple(save.name for save in self.chains[unit]) if self.base_of(unit) is not None else ()
 
     def base_named(self, unit: Unit) -> SaveId | None:
         """What the store is told of it. Only a mutant tells a lie."""
@@ -203,7 +206,7 @@ class Job:
         return UnitRecord(
             layer=unit.layer, slot=unit.slot, save=save.id.name, encoding=encoding_of(unit),
             numel=sum(entry.numel for entry in stored), nbytes=sum(entry.nbytes for entry in stored),
-            drift=0.0, staleness=0, moving=True, bases=tuple({entry.base for entry in stored if entry.base}),
+            drift=0.0, staleness=0, moving=True, bases=self.bases_of(unit),
         )  # fmt: skip
 
     def _fragments(self, save: Save, rank: int) -> list[StagedFragment]:
@@ -231,7 +234,7 @@ class Job:
             packing = Packing(1, chunks(base))
         elif (self.model.units.index(unit) + self.count[unit]) % 2:
             packing = Packing(1)
-        return EncodedEntry(encoding, numel, "F32", chunks, packing, None if named is None else named.name)
+        return EncodedEntry(encoding, numel, "F32", chunks, packing, () if named is None else (named.name,))
 
 
 def run(files: Files, journal: Journal, saves: int = 5, model: Model = PLAIN) -> None:

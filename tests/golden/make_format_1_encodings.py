@@ -84,6 +84,21 @@ STORES: dict[str, tuple[tuple[int, ...], dict[Unit, Kept]]] = {
             Unit("long", "exp_avg"): Kept("int8-shared-exponent", True),
         },
     ),
+    "int8-shared-exponent-128": (
+        (10, 20),
+        {
+            Unit("block", "exp_avg"): Kept("int8-shared-exponent-128"),
+            Unit("long", "exp_avg"): Kept("int8-shared-exponent-128", True),
+        },
+    ),
+    "int16-shared-exponent": (
+        (10, 20),
+        {
+            Unit("block", "fp32"): Kept("int16-shared-exponent"),
+            Unit("grid", "fp32"): Kept("int16-shared-exponent"),
+            Unit("long", "fp32"): Kept("int16-shared-exponent", True),
+        },
+    ),
     "split-planes": (
         (10, 20),
         {Unit("grid", "fp32"): Kept("bf16", True), Unit("grid", "exp_avg_sq"): Kept("int8-log2", True)},
@@ -154,7 +169,7 @@ def _staged(unit: Unit, kept: Kept, fqn: str, save: SaveId, first: SaveId) -> St
     packing = Packing(3) if kept.packed else None
     if save != first:
         packing = Packing(3, chunks(first.step))
-    data = EncodedEntry(encoding, numel, "F32", chunks, packing, None if save == first else first.name)
+    data = EncodedEntry(encoding, numel, "F32", chunks, packing, () if save == first else (first.name,))
     return StagedFragment(unit.layer, unit.slot, fqn, 0, numel, "F32", kept.encoding, data)
 
 

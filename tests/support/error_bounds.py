@@ -22,9 +22,9 @@ def error_bound(encoding: Encoding, values: NDArray[Any]) -> _Floats:
     return _BOUNDS[encoding.name](values.astype(np.float64))
 
 
-def _in_blocks(bound: Callable[[_Floats], _Floats]) -> Callable[[_Floats], _Floats]:
+def _in_blocks(bound: Callable[[_Floats], _Floats], size: int = BLOCK) -> Callable[[_Floats], _Floats]:
     def bounds(values: _Floats) -> _Floats:
-        blocks = np.zeros((-(-values.size // BLOCK), BLOCK))
+        blocks = np.zeros((-(-values.size // size), size))
         blocks.reshape(-1)[: values.size] = values
         return bound(blocks).reshape(-1)[: values.size]
 
@@ -52,12 +52,16 @@ def _int8_log2(values: _Floats) -> _Floats:
     return np.where(values == 0, 0, np.maximum(near, np.where(values < least, least - values, 0)))
 
 
-def _shared_exponent(blocks: _Floats) -> _Floats:
+def _shared_exponent(groups: int, by_usual: float, by_large: float) -> Callable[[_Floats], _Floats]:
     """No more than the value itself, nor than half a scale as large as the block can get."""
-    magnitudes = np.abs(blocks)
-    usual = magnitudes.reshape(-1, BLOCK // 4, 4).max(axis=1).min(axis=1, keepdims=True)
-    scale = np.maximum(np.maximum(usual / 1.75, magnitudes.max(axis=1, keepdims=True) / 63.75), LEAST_SCALE)
-    return np.minimum(magnitudes, scale / 2)
+
+    def bounds(blocks: _Floats) -> _Floats:
+        magnitudes = np.abs(blocks)
+        usual = magnitudes.reshape(len(blocks), -1, groups).max(axis=1).min(axis=1, keepdims=True)
+        large = magnitudes.max(axis=1, keepdims=True)
+        return np.minimum(magnitudes, np.maximum(np.maximum(usual / by_usual, large / by_large), LEAST_SCALE) / 2)
+
+    return bounds
 
 
 _BOUNDS: Mapping[str, Callable[[_Floats], _Floats]] = {
@@ -67,6 +71,8 @@ _BOUNDS: Mapping[str, Callable[[_Floats], _Floats]] = {
     "bf16+int8": lambda values: np.maximum(np.abs(values) * 2.0**-15, 2.0**-141),
     "int8-block": _in_blocks(_int8_block),
     "int8-log2": _int8_log2,
-    "int8-shared-exponent": _in_blocks(_shared_exponent),
+    "int8-shared-exponent": _in_blocks(_shared_exponent(4, 1.75, 63.75)),
+    "int8-shared-exponent-128": _in_blocks(_shared_exponent(4, 1.75, 63.75), 2 * BLOCK),
+    "int16-shared-exponent": _in_blocks(_shared_exponent(64, 255.75, 16383.75), 64 * BLOCK),
     "int8-sqrt-block": _in_blocks(_int8_sqrt_block),
 }

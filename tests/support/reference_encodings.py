@@ -15,7 +15,9 @@ from store.encoding import (
     INT8_BLOCK,
     INT8_LOG2,
     INT8_SHARED_EXPONENT,
+    INT8_SHARED_EXPONENT_128,
     INT8_SQRT_BLOCK,
+    INT16_SHARED_EXPONENT,
     Encoding,
     bfloat16,
     int8,
@@ -23,6 +25,12 @@ from store.encoding import (
     shared_exponent,
 )
 from store.encoding.base import Bytes, Values, lanes_bytes
+from store.encoding.shared_exponent import (
+    Int8SharedExponent,
+    Int8SharedExponent128,
+    Int16SharedExponent,
+    SharedExponent,
+)
 
 Floats = NDArray[np.float32]
 
@@ -86,30 +94,48 @@ def _int8_log2(values: Floats) -> tuple[NDArray[np.uint8]]:
 
 
 def _int8_shared_exponent(values: Floats) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    blocks = _blocks(values)
-    exponents = _shared_exponents(blocks)
+    return _zigzag(values, Int8SharedExponent())
+
+
+def _int8_shared_exponent_128(values: Floats) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    return _zigzag(values, Int8SharedExponent128())
+
+
+def _zigzag(values: Floats, form: SharedExponent) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    code, exponents = _shared_exponent(values, form)
+    code = code.astype(np.int8)
+    return ((code << 1) ^ (code >> 7)).view(np.uint8), exponents
+
+
+def _int16_shared_exponent(values: Floats) -> tuple[NDArray[np.int16], NDArray[np.uint8]]:
+    code, exponents = _shared_exponent(values, Int16SharedExponent())
+    return code.astype("<i2"), exponents
+
+
+def _shared_exponent(values: Floats, form: SharedExponent) -> tuple[Floats, NDArray[np.uint8]]:
+    blocks = _blocks(values, form.block)
+    exponents = _shared_exponents(blocks, form, form.finest(values.size))
     inverse = np.where(exponents > 0, 254 - exponents << shared_exponent.FRACTION, 0).astype("<u4").view("<f4")
-    code = np.rint(blocks * inverse[:, None]).astype(np.int8).reshape(-1)[: values.size]
-    return ((code << 1) ^ (code >> 7)).view(np.uint8), exponents.astype(np.uint8)
+    return np.rint(blocks * inverse[:, None]).reshape(-1)[: values.size], exponents.astype(np.uint8)
 
 
-def _shared_exponents(blocks: Floats) -> NDArray[np.int32]:
+def _shared_exponents(blocks: Floats, form: SharedExponent, below: int) -> NDArray[np.int32]:
     """The exponent of each block's scale, plus 127, or 0."""
     largest = blocks.view("<i4") & 0x7FFFFFFF
-    while largest.shape[1] > shared_exponent.GROUPS:
+    while largest.shape[1] > form.groups:
         largest = np.maximum(largest[:, : largest.shape[1] // 2], largest[:, largest.shape[1] // 2 :])
     usual, large = largest.min(axis=1), largest.max(axis=1)
     if int(large.max()) >= shared_exponent.TOO_LARGE:
-        raise ValuesError("int8-shared-exponent holds no NaN, no infinity and nothing above 2.55e38")
+        raise ValuesError("a shared exponent holds no NaN, no infinity and nothing above 2.55e38")
     fraction, least = shared_exponent.FRACTION, shared_exponent.LEAST
-    by_usual = (usual + shared_exponent.ROUND_USUAL >> fraction) - shared_exponent.LESS_USUAL
-    by_large = (large + shared_exponent.ROUND_LARGE >> fraction) - shared_exponent.LESS_LARGE
+    by_usual = (usual + form.rounding(below) >> fraction) - below
+    by_large = (large + form.rounding(form.below_large) >> fraction) - form.below_large
     return np.where(large > least - 1 << fraction, np.maximum(np.maximum(by_usual, by_large), least), 0)
 
 
-def _blocks(values: Floats) -> Floats:
-    """The values of shape (blocks, 64), the last block padded with zeros."""
-    blocks = np.zeros((int8.block_count(values.size), BLOCK), np.float32)
+def _blocks(values: Floats, size: int = BLOCK) -> Floats:
+    """The values of shape (blocks, size), the last block padded with zeros."""
+    blocks = np.zeros((-(-values.size // size), size), np.float32)
     blocks.reshape(-1)[: values.size] = values
     return blocks
 
@@ -151,6 +177,8 @@ _ENCODERS = {
     BF16_INT8: _bf16_int8,
     INT8_BLOCK: _int8_block,
     INT8_LOG2: _int8_log2,
+    INT8_SHARED_EXPONENT_128: _int8_shared_exponent_128,
     INT8_SHARED_EXPONENT: _int8_shared_exponent,
     INT8_SQRT_BLOCK: sqrt_block,
+    INT16_SHARED_EXPONENT: _int16_shared_exponent,
 }

@@ -253,7 +253,7 @@ class StoreBuilder:
             "F32",
             partial(self._encoded, unit, step, start, stop),
             packing,
-            None if how.base is None else how.base.name,
+            () if how.base is None else (how.base.name,),
         )
 
     def _encoded(self, unit: Unit, step: int, start: int, stop: int) -> list[Bytes]:

@@ -127,7 +127,10 @@ QUIET = {"metrics": {"enabled": False}}
                 "fewer where that is over 80% of its disk; no metrics (metrics.enabled: false); nothing to resume"
             ),
         ),
-        ({"every": 1, "encoding": "compact"}, "not exact: rounded to bf16, int8-log2, int8-shared-exponent), random"),
+        (
+            {"every": 1, "encoding": "compact"},
+            "not exact: rounded to int16-shared-exponent, int8-log2, int8-shared-exponent-128), random",
+        ),
         (
             {"policy": "parity", "every": 1},
             "saving the choice of policy parity from 5 layers (266 parameters, stored without rounding), random",

@@ -73,7 +73,7 @@ BROKEN = {
     "unknown encoding": (
         selecting("return Decision({one.unit: Choice('bf17', 'x') for one in stats})"),
         ANSWERS,
-        r"encoding 'bf17' is unknown; there is bf16, bf16\+int8, int8-block, int8-log2, int8-shared-exponent, raw",
+        r"encoding 'bf17' is unknown; there is bf16, bf16\+int8, int16-shared-exponent, int8-block, int8-log2",
     ),
     "encoding that explodes": (
         selecting("return Decision({one.unit: Choice('int8-block', 'x') for one in stats})"),

@@ -28,13 +28,13 @@ BF16, SQRT = Unit("few.0", "fp32"), Unit("few.0", "exp_avg_sq")
 
 @pytest.fixture
 def job(files: SimulatedFiles) -> Job:
-    """A small job that stores units whole, whole, as a difference to the second version, and once more."""
+    """A small job that stores units whole, whole, as the difference to that, and as the difference to this one."""
     return Job(files, Memory(), VARIED)
 
 
 @pytest.fixture
 def saves(job: Job) -> list[SaveId]:
-    """Four full commits: two whole, two of differences to the second."""
+    """Four full commits: two whole, two of differences, each to the one before."""
     return [job.save(everything=True) for _ in range(4)]
 
 
@@ -70,27 +70,26 @@ def prune(job: Job, retention: Retention = ONE) -> list[str]:
 def test_records_say_what_rests_on_what(job: Job, saves: list[SaveId]) -> None:
     resolution = resolve(open_catalog(job.files), saves[3])
     assert resolution.problems == ()
-    assert {unit.bases for unit in resolution.manifest.units} == {(saves[1].name,)}
-    assert set(resolution.manifest.groups) == {saves[1].name, saves[3].name}
+    assert {unit.bases for unit in resolution.manifest.units} == {(saves[2].name, saves[1].name)}
+    assert set(resolution.manifest.groups) == {save.name for save in saves[1:]}
     for source in resolution.sources():
-        assert source.base is not None
-        assert (source.base.part.save, source.base.base) == (saves[1], None)
-        assert source.base.entry.fragment == source.entry.fragment
+        assert [one.part.save for one in source.chain()] == [saves[3], saves[2], saves[1]]
+        assert {one.entry.fragment for one in source.chain()} == {source.entry.fragment}
 
 
 def test_a_prune_keeps_a_base_as_long_as_a_kept_commit_rests_on_it(job: Job, saves: list[SaveId]) -> None:
-    assert prune(job) == [saves[0].name, saves[1].name, saves[3].name]  # the first: it rests on no base of the last
+    assert prune(job) == [save.name for save in saves]  # the first: it rests on no base of the last
     whole = job.save(everything=True)
     assert_true_to_write(read_commit(open_catalog(job.files), whole))
     two = Retention(keep_last=2, log_spaced=False)
-    assert prune(job, two) == [saves[1].name, saves[3].name, whole.name]
+    assert prune(job, two) == [*(save.name for save in saves[1:]), whole.name]
     assert prune(job) == [whole.name]
 
 
 def test_a_base_stays_while_one_unit_of_many_rests_on_it(job: Job, saves: list[SaveId]) -> None:
     """Units in turn: half of them are stored whole again, the others are still differences."""
     fifth = job.save()
-    assert prune(job) == [saves[0].name, saves[1].name, saves[3].name, fifth.name]
+    assert prune(job) == [*(save.name for save in saves), fifth.name]
     sixth = job.save()
     assert prune(job) == [fifth.name, sixth.name]
 
@@ -98,7 +97,7 @@ def test_a_base_stays_while_one_unit_of_many_rests_on_it(job: Job, saves: list[S
 def test_a_base_of_the_proven_commit_stays(job: Job, saves: list[SaveId]) -> None:
     job.prove()
     later = [job.save(everything=True) for _ in range(3)]
-    assert prune(job) == [saves[1].name, saves[3].name, later[0].name, later[1].name, later[2].name]
+    assert prune(job) == [save.name for save in (*saves[1:], *later)]
     assert_true_to_write(read_commit(open_catalog(job.files), saves[3]))
 
 
@@ -155,6 +154,7 @@ def test_a_version_in_an_older_manifest_falls_back_from_there(job: Job) -> None:
     assert {base for unit in resolve(open_catalog(job.files), saves[5]).manifest.units for base in unit.bases} == {
         saves[1].name,
         saves[2].name,
+        saves[3].name,
     }
     hurt(job, saves[2], older[0])
     assert versions(job) == {**healthy, older[0]: saves[0]}

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from store.catalog import open_catalog
 from store.encoding import CHUNK, ENCODINGS
-from store.encoding.base import Bytes
+from store.encoding.base import Bytes, chunk_sizes
 from store.encoding.stream import EncodedEntry, Packing
-from store.errors import StorageError
+from store.errors import DamagedError, StorageError
 from store.fragments import FragmentReader, Source
 from store.names import SaveId, part_path
 from store.schema import PartRecord, digest
@@ -48,7 +48,9 @@ def write(files: SimulatedFiles, step: int, *fragments: StagedFragment) -> PartR
 
 
 def staged(encoding: str, values: NDArray[Any], packing: Packing | None, base: str | None = None, **kwargs: Any) -> Any:
-    data = EncodedEntry(ENCODINGS[encoding], values.size, "F32", lambda: chunks_of(encoding, values), packing, base)
+    data = EncodedEntry(
+        ENCODINGS[encoding], values.size, "F32", lambda: chunks_of(encoding, values), packing, (base,) if base else ()
+    )
     return StagedFragment("l", "fp32", "l.w", 0, values.size, "F32", encoding, data, **kwargs)
 
 
@@ -135,6 +137,46 @@ class Flipped:
 def place(source: Source, at: int) -> tuple[str, int]:
     path = f"segments/{source.part.save}/rank-00000.safetensors"
     return path, source.part.header_bytes + source.entry.offset + at % source.entry.nbytes
+
+
+def chained(files: SimulatedFiles, encoding: str, versions: Iterable[NDArray[Any]]) -> tuple[Source, list[Source]]:
+    """A whole fragment, and the differences to it and to each other."""
+    source, before, found = None, None, []
+    for step, values in enumerate(versions, 1):
+        packing = Packing(1, None if before is None else chunks_of(encoding, before))
+        part = write(files, step, staged(encoding, values, packing, source and source.part.save.name))
+        source, before = Source(part, part.entries[0], source), values
+        found.append(source)
+    return found[0], found[1:]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("numel", [NUMEL, 100, 0])
+def test_a_chain_is_read_once_and_comes_back(files: SimulatedFiles, encoding: str, numel: int) -> None:
+    values = np.abs(noise(0, numel))
+    versions = [values * (1 + 0.01 * step) for step in range(4)]
+    base, others = chained(files, encoding, versions)
+    counting = Counting(files)
+    assert check_with_differences(counting, base, others) == []
+    assert sum(stop - start for _, start, stop in counting.spans) == sum(s.entry.nbytes for s in (base, *others))
+    for source, made in zip((base, *others), versions, strict=True):
+        encoded = (encode_chunk(ENCODINGS[encoding], chunk) for chunk in iter_chunks(made.astype("<f4")))
+        parts = zip(encoded, chunk_sizes(numel), strict=True)
+        wanted = [ENCODINGS[encoding].decode(chunk, size, "F32").view("<f4") for chunk, size in parts]
+        found = [chunk.view("<f4") for chunk in FragmentReader(files, source).chunks()]
+        assert all(map(np.array_equal, found, wanted))
+
+
+@pytest.mark.parametrize("at", [0, 5, 1000, -1])
+def test_in_a_chain_only_the_one_that_is_damaged_is_told(files: SimulatedFiles, at: int) -> None:
+    base, others = chained(files, "int8-block", [noise(seed) for seed in range(4)])
+    for hurt in (base, *others):
+        flipped = Flipped(files, dict([place(hurt, at)]))
+        assert [one.source for one in check_with_differences(flipped, base, others)] == [hurt]
+        reader = FragmentReader(Flipped(files, dict([place(hurt, at)])), others[-1])
+        with pytest.raises(DamagedError):
+            list(reader.chunks())
+        assert reader.at_fault == hurt.part.save
 
 
 @pytest.mark.parametrize("at", [0, 5, 1000, -1])

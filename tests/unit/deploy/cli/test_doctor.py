@@ -305,7 +305,7 @@ class TestStore:
 class TestPlan:
     def test_bytes_of_a_parameter(self) -> None:
         assert bytes_each({}) == 12
-        assert bytes_each(Config(encoding="compact").encodings()) == 4 + 1 / 64
+        assert bytes_each(Config(encoding="compact").encodings()) == pytest.approx(4 + 1 / 128 + 1 / 4096)
 
     def test_commits_side_by_side(self) -> None:
         few = Config.model_validate({"every": 100, "retention": {"keep_last": 2, "log_spaced": False}})

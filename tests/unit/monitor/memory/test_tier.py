@@ -130,10 +130,14 @@ def test_encoded_versions_take_a_third_and_are_not_called_exact(store: Path) -> 
     assert two.ckpt.resume() == 5
     certificate = two.ckpt.certificate
     assert certificate is not None and not certificate.exact
-    assert {unit.encoding for unit in certificate.units if unit.moving} == {"bf16", "int8-log2", "int8-shared-exponent"}
-    assert 0 < (certificate.max_error or 0) < 0.3
+    assert {unit.encoding for unit in certificate.units if unit.moving} == {
+        "int16-shared-exponent",
+        "int8-shared-exponent-128",
+        "int8-log2",
+    }
+    assert 0 < (certificate.max_error or 0) < 0.6
     for name, value in two.weights().items():
-        bound = 0.3 if "exp_avg" in name else 0.02
+        bound = 0.6 if "exp_avg" in name else 0.02
         assert (value - kept[name]).norm() <= bound * kept[name].norm(), name
     two.ckpt.close()
 

@@ -69,16 +69,16 @@ class Job:
 def test_a_layer_that_is_frozen_and_thawed_begins_with_a_new_base(tmp_path: Path) -> None:
     with Job(tmp_path, retention={"keep_last": 1, "log_spaced": False}) as job:
         job.train(3)
-        assert job.base_of("1.weight") == "00000001-000001"
+        assert job.base_of("1.weight") == "00000002-000001"
         freeze(job.model[1], True)
         job.train(1)
-        assert job.base_of("0.weight") == "00000001-000001"
+        assert job.base_of("0.weight") == "00000003-000001"
         job.ckpt.save(wait=True)  # raw: nothing rests on the first save any more
         job.train(1)
         freeze(job.model[1], False)
         job.train(3)
         assert job.newest().step == 8
-        assert job.base_of("1.weight") == "00000006-000002"
+        assert job.base_of("1.weight") == "00000007-000002"
         live = {name: value.to(torch.bfloat16) for name, value in job.model.named_parameters()}
     assert verify(open_catalog(LocalFiles(tmp_path))).ok
     with Job(tmp_path) as resumed:
@@ -93,7 +93,7 @@ def test_going_back_leaves_the_bases_of_this_process_behind(tmp_path: Path) -> N
         job.train(1)
         job.ckpt.save(wait=True)  # raw: another version, which is whole
         job.train(3)
-        assert job.base_of("0.weight") == "00000002-000002"
+        assert job.base_of("0.weight") == "00000003-000002"
         damage(tmp_path, SaveId(2, 2), "0.weight")
         job.step = job.ckpt.resume()
         job.train(3)
@@ -112,7 +112,7 @@ def test_a_save_that_fails_is_no_base(tmp_path: Path) -> None:
         files.before = nothing
         job.train(3)
         assert job.newest() == SaveId(4, 1)
-        assert job.base_of("0.weight") == "00000002-000001"
+        assert job.base_of("0.weight") == "00000003-000001"
     assert verify(open_catalog(LocalFiles(tmp_path))).ok
 
 
@@ -141,14 +141,15 @@ def test_memory_is_that_of_the_encoded_bases(tmp_path: Path) -> None:
 @pytest.mark.parametrize("staging", ["eager", "lazy"])
 @pytest.mark.parametrize("large", [1e20, 3e38])
 def test_values_whose_squares_are_too_large_for_float32(tmp_path: Path, large: float, staging: str) -> None:
-    with Job(tmp_path, encoding="compact", staging=staging) as job:
+    encoding = {"fp32": "bf16", "exp_avg_sq": "int8-log2"}
+    with Job(tmp_path, encoding=encoding, staging=staging) as job:
         job.train(2)
         with torch.no_grad():
             job.model[0].weight[0, 0] = large
             job.optimizer.state[job.model[0].weight]["exp_avg_sq"][1, 1] = large
         assert decide_without_update(job.ckpt).skipped is None
         job.ckpt.flush()
-    with Job(tmp_path, encoding="compact") as resumed:
+    with Job(tmp_path, encoding=encoding) as resumed:
         assert resumed.step == 3
         assert resumed.model[0].weight[0, 0] == torch.tensor(large).bfloat16().float()
         found = {(u.layer, u.slot): u.drift for u in resumed.ckpt.certificate.units}  # type: ignore[union-attr]

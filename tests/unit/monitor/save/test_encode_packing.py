@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -57,7 +56,7 @@ class Run:
     def settle(self, save: SavePacking, made: EncodedEntry, *, committed: bool = True, dropped: bool = False) -> None:
         moved = committed and not dropped
         if moved:  # the manifest names what its units rest on
-            self.reached = {save.save.name, *({made.base} if made.base else set())}
+            self.reached = {save.save.name, *made.bases}
         self.packer.settle(save, 0.1, lambda unit: moved and unit == UNIT, self.reached)
 
 
@@ -69,57 +68,55 @@ def moved(values: np.ndarray, by: float, seed: int = 99) -> np.ndarray:
     return (values * (1 + by * normal(seed, values.size))).astype(np.float32)
 
 
-def test_the_first_save_is_whole_and_the_next_ones_rest_on_it() -> None:
+def names(first: int, last: int) -> tuple[str, ...]:
+    """Of the saves of these steps, the newest first."""
+    return tuple(SaveId(step, 1).name for step in range(last, first - 1, -1))
+
+
+def test_the_first_save_is_whole_and_each_next_one_rests_on_the_one_before() -> None:
     run, values = Run(), normal(1)
-    assert run.save(values).base is None
+    assert run.save(values).bases == ()
     for step in range(2, 6):
         made = run.save(moved(values, 1e-6, step))
-        assert made.base == "00000001-000001"
+        assert (made.base, made.bases) == (SaveId(step - 1, 1).name, names(1, step - 1))
         assert made.written < 0.6 * NUMEL * 4
+
+
+def test_a_forced_save_rests_on_the_one_before_and_is_no_base() -> None:
+    run, values = Run(), normal(1)
+    run.save(values)
+    run.step += 1
+    save = run.packer.begin(SaveId(run.step, 1), 4 * NUMEL, None, lasting=False)
+    made = run.add(save, values)
+    run.settle(save, made)
+    assert made.bases == names(1, 1)
+    assert run.save(values).bases == names(1, 1)
 
 
 def test_what_did_not_change_costs_next_to_nothing() -> None:
     run, values = Run(), normal(1)
     run.save(values)
-    assert [run.save(values).base for _ in range(LIFE)] == ["00000001-000001"] * LIFE
-    assert run.save(values).base is None  # no base lives for ever
+    assert [run.save(values).bases for _ in range(LIFE)] == [names(1, step) for step in range(1, LIFE + 1)]
+    assert run.save(values).base is None  # no chain goes on for ever
     made = [run.save(values) for _ in range(LIFE)]
-    assert {one.base for one in made} == {SaveId(LIFE + 2, 1).name}
+    assert [one.bases[-1] for one in made] == [SaveId(LIFE + 2, 1).name] * LIFE
     assert max(one.written for one in made) < 200
 
 
-def test_a_new_base_is_made_when_the_next_difference_would_exceed_the_mean() -> None:
-    run, values, sizes, bases = Run(), normal(1), [], []
-    for step in range(1, 40):
-        made = run.save(moved(values, 1e-6 * step), BF16)
-        values = moved(values, 2e-4, 1000 + step)
-        sizes.append(made.written)
-        bases.append(made.base)
-    whole = [step for step, base in enumerate(bases) if base is None]
-    assert 2 <= len(whole) <= 20 and whole[0] == 0
-    for first, after in pairwise(whole):
-        since = sizes[first:after]
-        mean = sum(since) / len(since)
-        expected = since[-1] + (max(0, since[-1] - since[-2]) if len(since) > 2 else 0)
-        assert expected > mean or len(since) == 1 + LIFE  # one more would have raised it, or was one too many
-        for count in range(3, len(since)):
-            last, before, so_far = since[count - 1], since[count - 2], sum(since[:count]) / count
-            assert last + max(0, last - before) <= so_far  # and none before would
-
-
-def test_growing_differences_cost_less_than_never_making_a_new_base(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("monitor.save.encode.LIFE", 1 << 30)  # the rule of the mean by itself
-
-    def total(renew: bool) -> int:
-        run, values, written = Run(), normal(1), 0
-        for step in range(60):
-            if not renew and run.fragment in run.bases:
-                run.bases[run.fragment].full = 1 << 60  # never dearer than the mean
-            written += run.save(values, BF16).written
-            values = moved(values, 2e-3, step)
-        return written
-
-    assert total(renew=True) < total(renew=False)
+def test_a_chain_costs_less_than_differences_to_one_base() -> None:
+    """As far as the state moves on: ten saves, each the difference to the one before, against the first."""
+    run, first, chained = Run(), normal(1), 0
+    values = first
+    run.save(values, BF16)
+    for step in range(10):
+        values = moved(values, 2e-3, step)
+        chained += run.save(values, BF16).written
+    apart, values = 0, first
+    for step in range(10):
+        values, other = moved(values, 2e-3, step), Run()
+        other.save(first, BF16)
+        apart += other.save(values, BF16).written
+    assert chained < 0.9 * apart
 
 
 def test_a_fragment_whose_differences_do_not_pay_rests_for_sixteen_saves() -> None:
@@ -157,7 +154,17 @@ def test_a_save_that_is_not_committed_is_no_base_and_no_lesson(how: dict[str, bo
     run.save(normal(2), **how)  # a difference that does not pay, but did not come about
     assert run.save(values).base == "00000002-000001"
     run.save(values, BF16, **how)
-    assert run.save(values).base == "00000002-000001"
+    assert run.save(values).bases == ("00000004-000001", "00000002-000001")
+
+
+@pytest.mark.parametrize("lost", [1, 2, 3])
+def test_a_chain_of_which_the_newest_commit_lacks_a_save_is_left(lost: int) -> None:
+    run, values = Run(), normal(1)
+    for _ in range(3):
+        run.save(values)
+    other = run.begin()
+    run.packer.settle(other, 0.1, lambda unit: True, {*names(1, 4)} - {SaveId(lost, 1).name})
+    assert run.save(values).base is None
 
 
 def test_a_base_that_the_newest_commit_does_not_rest_on_is_left() -> None:

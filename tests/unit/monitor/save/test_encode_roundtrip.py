@@ -16,11 +16,12 @@ import monitor
 import policies.encodings
 from monitor.config.schema import ENCODINGS
 from monitor.save import torch_codecs
+from monitor.save.encode import LIFE
 from store.catalog import open_catalog
 from store.encoding import ENCODINGS as BY_NAME
 from store.encoding import INT8_SQRT_BLOCK, RAW, encoding_named
 from store.errors import ConfigError
-from store.names import SaveId
+from store.names import SaveId, Unit
 from store.resolve import newest_resumable
 from store.schema import Entry
 from store.storage.local import LocalFiles
@@ -179,18 +180,28 @@ def test_differences_are_taken_to_a_base_while_they_pay(tmp_path: Path) -> None:
     first = {(e.fqn, e.slot): e for e in entries(tmp_path, 1)}
     last = {(e.fqn, e.slot): e for e in entries(tmp_path, 8)}
     weight = ("0.weight", "fp32")
-    assert first[weight].base is None and last[weight].base == "00000001-000001"
+    assert first[weight].base is None and last[weight].base == "00000007-000001"
     assert last[weight].nbytes < 0.5 * first[weight].nbytes
     manifest = open_catalog(LocalFiles(tmp_path)).manifest(SaveId(8, 1))
     assert "00000001-000001" in manifest.groups
 
 
-def test_a_base_is_made_anew_when_differences_grow(tmp_path: Path) -> None:
-    with Job(tmp_path, lr=1e-3, encoding={"fp32": "bf16"}, packing=1, differences=True) as job:
-        job.train(40)
-    bases = {e.base for step in range(30, 41) if (tmp_path / f"manifests/{step:08d}-000001.json").exists()
-             for e in entries(tmp_path, step) if e.fqn == "0.weight" and e.slot == "fp32"}  # fmt: skip
-    assert bases and "00000001-000001" not in bases
+def test_a_manifest_lists_all_that_a_chain_needs_and_chains_end(tmp_path: Path) -> None:
+    with Job(tmp_path, lr=1e-4, encoding={"fp32": "bf16"}, packing=1, differences=True,
+             retention={"keep_last": 99}) as job:  # fmt: skip
+        job.train(2 * LIFE + 3)
+    catalog, whole, chain = open_catalog(LocalFiles(tmp_path)), list[int](), list[str]()
+    for save in reversed(catalog.saves()):
+        entry = next(e for e in entries(tmp_path, save.step) if (e.fqn, e.slot) == ("0.weight", "fp32"))
+        if entry.base is None:
+            whole.append(save.step)
+            chain = []
+        assert entry.base == (chain[-1] if chain else None)
+        unit = next(one for one in catalog.manifest(save).units if one.unit == Unit("0", "fp32"))
+        assert set(chain) <= set(unit.bases) <= set(catalog.manifest(save).groups)
+        chain.append(save.name)
+    assert whole == [1, LIFE + 2, 2 * LIFE + 3]
+    assert catalog.record.reader == 6
 
 
 def test_a_damaged_base_costs_what_depends_on_it(tmp_path: Path) -> None:
@@ -240,7 +251,7 @@ def test_a_store_of_an_earlier_release_is_resumed_and_continued(
         patch.setitem(torch_codecs._ENCODERS, INT8_SQRT_BLOCK, EarlierEncoder())
         patch.setattr(policies.encodings, "WRITABLE", sorted(BY_NAME))
         with Job(tmp_path, encoding={"exp_avg_sq": INT8_SQRT_BLOCK}, **differences) as job:
-            job.train(4)
+            job.train(2)
             live = job.state()
     with pytest.raises(ConfigError, match="can only be read: take int8-log2"):
         Job(tmp_path, encoding={"exp_avg_sq": INT8_SQRT_BLOCK})
@@ -254,11 +265,11 @@ def test_a_store_of_an_earlier_release_is_resumed_and_continued(
         resumed.train(2)
     catalog = open_catalog(LocalFiles(tmp_path))
     assert {unit.encoding for unit in catalog.manifest(catalog.saves()[0]).units} == {
-        "bf16",
+        "int16-shared-exponent",
+        "int8-shared-exponent-128",
         "int8-log2",
-        "int8-shared-exponent",
     }
-    assert catalog.record.reader == 3
+    assert catalog.record.reader == 6
     assert verify(catalog).ok
 
 

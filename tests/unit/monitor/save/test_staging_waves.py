@@ -99,7 +99,7 @@ def test_waves_store_what_whole_copies_do(tmp_path: Path, settings: dict[str, An
         trained(tmp_path / name, **settings, staging=chosen)
         for name, chosen in {"whole": mode, "waves": staging(mode)}.items()
     )
-    assert whole == waves and others == pytest.approx(norms, rel=1e-6, abs=0.0)
+    assert whole == waves and others == pytest.approx(norms, rel=1e-5, abs=0.0)  # some are float32 sums
 
 
 class Mixed(torch.nn.Module):

@@ -13,13 +13,15 @@ def test_every_encoding_is_registered_under_its_own_name() -> None:
     assert sorted(ENCODINGS) == [
         "bf16",
         "bf16+int8",
+        "int16-shared-exponent",
         "int8-block",
         "int8-log2",
         "int8-shared-exponent",
+        "int8-shared-exponent-128",
         "int8-sqrt-block",
         "raw",
     ]
-    assert sorted(WRITABLE) == ["bf16", "bf16+int8", "int8-block", "int8-log2", "int8-shared-exponent", "raw"]
+    assert sorted(WRITABLE) == sorted(ENCODINGS.keys() - {"int8-sqrt-block"})
     assert all(encoding_named(name).name == name for name in ENCODINGS)
     assert [name for name, encoding in ENCODINGS.items() if encoding.lossless] == ["raw"]
 
@@ -54,6 +56,7 @@ def test_chunks_and_pieces_are_whole_blocks() -> None:
         ("int8-block", 0, 0),
         ("int8-log2", 3 * CHUNK + 1, 3 * CHUNK + 1),
         ("int8-shared-exponent", 3 * CHUNK + 1, 3 * CHUNK + 1 + 3 * CHUNK // 64 + 1),
+        ("int16-shared-exponent", 3 * CHUNK + 1, 2 * (3 * CHUNK + 1) + 3 * CHUNK // 4096 + 1),
     ],
 )
 def test_stored_sizes(name: str, numel: int, nbytes: int) -> None:
