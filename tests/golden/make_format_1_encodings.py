@@ -73,6 +73,15 @@ STORES: dict[str, tuple[tuple[int, ...], dict[Unit, Kept]]] = {
             Unit("long", "exp_avg"): Kept("bf16+int8", True),
         },
     ),
+    "chain": (
+        (10, 20, 30, 40),
+        {
+            Unit("block", "fp32"): Kept("int16-shared-exponent", True),
+            Unit("block", "exp_avg"): Kept("int8-shared-exponent-128"),
+            Unit("grid", "exp_avg_sq"): Kept("int8-log2", True),
+            Unit("long", "fp32"): Kept("raw", True),
+        },
+    ),
     "int8-log2": (
         (10, 20),
         {Unit("block", "exp_avg_sq"): Kept("int8-log2"), Unit("long", "exp_avg_sq"): Kept("int8-log2", True)},
@@ -134,14 +143,15 @@ def names(unit: Unit) -> list[str]:
 
 
 def write(root: Path, steps: tuple[int, ...], units: Mapping[Unit, Kept]) -> None:
-    """Each save holds all units; what follows the first is stored as the difference to it."""
+    """Each save holds all units; what follows the first is the difference to it, or in ``chain`` to the one before."""
     files = LocalFiles(root)
     store_id = open_or_create(files).store_id
     epoch = claim_epoch(files, store_id).epoch
     saves = [SaveId(step, epoch) for step in steps]
     groups: dict[str, GroupRecord] = {}
-    for save in saves:
-        staged = [_staged(unit, kept, fqn, save, saves[0]) for unit, kept in units.items() for fqn in names(unit)]
+    for number, save in enumerate(saves):
+        bases = () if save == saves[0] else tuple(saves[:number][::-1]) if root.name == "chain" else (saves[0],)
+        staged = [_staged(unit, kept, fqn, save, bases) for unit, kept in units.items() for fqn in names(unit)]
         write_segment(files, SegmentDraft(store_id, save, 0, 1, PLAN, staged, None, (), {}))
         group = wait_for_group(files, Expected(store_id, save, 1, PLAN), timeout=0)
         groups[save.name] = group.record
@@ -152,33 +162,33 @@ def write(root: Path, steps: tuple[int, ...], units: Mapping[Unit, Kept]) -> Non
             layers=tuple(LayerRecord(name=layer, block=True) for layer in dict.fromkeys(u.layer for u in units)),
             tensors={fqn: TensorRecord(layer=unit.layer, shape=(NUMEL[fqn],), dtype="F32", kind="trainable")
                      for unit in units for fqn in names(unit)},
-            groups={name: groups[name] for name in dict.fromkeys((saves[0].name, save.name))},
-            units=tuple(_record(unit, kept, save, saves[0], group.parts[0].entries) for unit, kept in units.items()),
+            groups={one.name: groups[one.name] for one in (save, *bases)},
+            units=tuple(_record(unit, kept, save, bases, group.parts[0].entries) for unit, kept in units.items()),
         )  # fmt: skip
         commit(files, manifest)
         hint_latest(files, save)
     (root.parent / f"{root.name}.expected.json").write_text(json.dumps(dict(_read(files)), indent=1) + "\n")
 
 
-def _staged(unit: Unit, kept: Kept, fqn: str, save: SaveId, first: SaveId) -> StagedFragment:
+def _staged(unit: Unit, kept: Kept, fqn: str, save: SaveId, bases: tuple[SaveId, ...]) -> StagedFragment:
     encoding, numel = ENCODINGS[kept.encoding], NUMEL[fqn]
 
     def chunks(step: int = save.step) -> list[Bytes]:
         return [encode_chunk(encoding, chunk) for chunk in iter_chunks(value(fqn, unit.slot, step))]
 
     packing = Packing(3) if kept.packed else None
-    if save != first:
-        packing = Packing(3, chunks(first.step))
-    data = EncodedEntry(encoding, numel, "F32", chunks, packing, () if save == first else (first.name,))
+    if bases:
+        packing = Packing(3, chunks(bases[0].step))
+    data = EncodedEntry(encoding, numel, "F32", chunks, packing, tuple(base.name for base in bases))
     return StagedFragment(unit.layer, unit.slot, fqn, 0, numel, "F32", kept.encoding, data)
 
 
-def _record(unit: Unit, kept: Kept, save: SaveId, first: SaveId, entries: tuple[Any, ...]) -> UnitRecord:
+def _record(unit: Unit, kept: Kept, save: SaveId, bases: tuple[SaveId, ...], entries: tuple[Any, ...]) -> UnitRecord:
     return UnitRecord(
         layer=unit.layer, slot=unit.slot, save=save.name, encoding=kept.encoding,
         numel=sum(NUMEL[fqn] for fqn in names(unit)), drift=0.001, staleness=0, moving=True, error=0.001,
         nbytes=sum(entry.nbytes for entry in entries if entry.unit == unit),
-        bases=() if save == first else (first.name,),
+        bases=tuple(base.name for base in bases),
     )  # fmt: skip
 
 
