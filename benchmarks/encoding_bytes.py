@@ -21,7 +21,6 @@ from benchmarks.turns import TurnsConfig
 from monitor.config.load import Config
 from store.names import WEIGHTS
 
-EVERY = 10
 TURNS = 8
 SLOTS = ("fp32", "exp_avg", "exp_avg_sq")
 
@@ -88,14 +87,14 @@ class Warm:
         return learner
 
 
-def at_one_rate(warm: Warm, rate: float, saves: int, folder: Path) -> AtRate:
-    """Train on and save every 10 steps, in every way."""
+def at_one_rate(warm: Warm, rate: float, saves: int, every: int, folder: Path) -> AtRate:
+    """Train on and save every so many steps, in every way."""
     learner, drifts = warm.at(rate), []
     seen: dict[str, list[SaveBytes]] = {name: [] for name in (*PLAIN, *LASTING)}
-    with _attached(learner, {**PLAIN, **LASTING}, folder) as ckpts:
+    with _attached(learner, {**PLAIN, **LASTING}, every, folder) as ckpts:
         before = None
         for number in range(saves):
-            for _ in range(EVERY):
+            for _ in range(every):
                 learner.step()
                 reports = {name: ckpt.step() for name, ckpt in ckpts.items()}
             for name, ckpt in ckpts.items():
@@ -126,9 +125,9 @@ def _seen(saves: list[SaveBytes], parameters: int) -> Seen:
 
 @contextmanager
 def _attached(
-    learner: Learner, ways: Mapping[str, Mapping[str, Any]], folder: Path
+    learner: Learner, ways: Mapping[str, Mapping[str, Any]], every: int, folder: Path
 ) -> Iterator[dict[str, monitor.Checkpointer]]:
-    ckpts = {name: attached(learner, folder / name, {"every": EVERY, **settings}) for name, settings in ways.items()}
+    ckpts = {name: attached(learner, folder / name, {"every": every, **settings}) for name, settings in ways.items()}
     try:
         yield ckpts
     finally:

@@ -1,7 +1,7 @@
-"""What differences of bf16 weights could take at least: entropies, on real training state.
+"""What differences of weights could take at least: entropies, on real training state.
 
-A packer that knows the distribution of its values takes their entropy. Context, such as the exponent of the base, or
-a prediction from the moments of the two saves, makes it smaller. Nothing here is stored.
+A packer that knows the distribution of its values takes their entropy. A prediction from the moments of the two saves
+makes it smaller. Nothing here is stored.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import torch
 
 from benchmarks.figures import Figure
 from benchmarks.learner import Learner
+from monitor.save.torch_codecs import encoder_named
+from store.encoding import INT16_SHARED_EXPONENT, encoding_named
 
 EVERY = 10
 SETTLING = 50
@@ -25,10 +27,12 @@ Codes = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class State:
-    """Weights, and the update that AdamW would take with the moments alone."""
+    """Weights, the update that AdamW would take with the moments alone, codes of the weights, and their scales."""
 
     weights: Values
     update: Values
+    codes: Codes
+    scales: Values
 
 
 def entropies(learner: Learner, distances: tuple[int, ...] = (1, 4, 8)) -> list[Figure]:
@@ -49,7 +53,7 @@ def entropies(learner: Learner, distances: tuple[int, ...] = (1, 4, 8)) -> list[
 
 
 def _state(learner: Learner) -> State:
-    weights, updates = [], []
+    weights, updates, coded = [], [], []
     for group in learner.optimizer.param_groups:
         beta1, beta2 = group["betas"]
         for parameter in group["params"]:
@@ -58,29 +62,35 @@ def _state(learner: Learner) -> State:
             root = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt() + group["eps"]
             weights.append(parameter.detach().flatten())
             updates.append((-group["lr"] * state["exp_avg"] / (1 - beta1**step) / root).flatten())
-    return State(torch.cat(weights).numpy().copy(), torch.cat(updates).numpy())
+            coded.append(_coded(weights[-1]))
+    codes, scales = (np.concatenate(arrays) for arrays in zip(*coded, strict=True))
+    return State(torch.cat(weights).numpy().copy(), torch.cat(updates).numpy(), codes, scales)
+
+
+def _coded(weights: torch.Tensor) -> tuple[Codes, Values]:
+    """Codes of one parameter, in one chunk, and the scale of each."""
+    encoding = encoding_named(INT16_SHARED_EXPONENT)
+    data = torch.empty(encoding.stored_bytes(weights.numel(), "F32"), dtype=torch.uint8)
+    encoder_named(INT16_SHARED_EXPONENT).encode(weights, data)
+    codes = data[: 2 * weights.numel()].view(torch.int16).numpy().astype(np.int64)
+    exponents = data[2 * weights.numel() :].numpy().astype(np.int64) - 127
+    block = -(-weights.numel() // exponents.size) if exponents.size == 1 else 4096
+    return codes, np.repeat(np.exp2(exponents), block)[: codes.size].astype(np.float32)
 
 
 def _of(base: State, after: State) -> dict[str, float]:
     """The prediction is the best sum of both updates; two numbers for all weights, which take no room."""
-    before, now = _codes(base.weights), _codes(after.weights)
-    exponents = np.abs(before) >> 7
     updates = np.stack((after.update, base.update), axis=1)
     factors, *_ = np.linalg.lstsq(updates, after.weights - base.weights, rcond=None)
-    predicted = _codes(_rounded(base.weights) + (updates @ factors).astype(np.float32))
+    predicted = base.codes + np.rint((updates @ factors) / base.scales).astype(np.int64)
     return {
-        "difference": _entropy(now - before),
-        "difference, exponent known": _given(now - before, exponents),
-        "predicted from moments": _entropy(now - predicted),
-        "predicted, exponent known": _given(now - predicted, exponents),
+        "bf16": _entropy(_bfloat16(after.weights) - _bfloat16(base.weights)),
+        "int16-shared-exponent": _entropy(after.codes - base.codes),
+        "the same, predicted from moments": _entropy(after.codes - predicted),
     }
 
 
-def _rounded(values: Values) -> Values:
-    return np.asarray(torch.from_numpy(values).bfloat16().float().numpy())
-
-
-def _codes(values: Values) -> Codes:
+def _bfloat16(values: Values) -> Codes:
     """The numbers of bf16 in their order, so that neighbours differ by one."""
     bits = torch.from_numpy(values.copy()).bfloat16().view(torch.int16).numpy().astype(np.int64)
     return np.where(bits < 0, -(bits & 0x7FFF), bits)
@@ -90,8 +100,3 @@ def _entropy(codes: Codes) -> float:
     """Bytes a value of the best code that knows how often each occurs."""
     share = np.unique(codes, return_counts=True)[1] / codes.size
     return float(-(share * np.log2(share)).sum() / 8)
-
-
-def _given(codes: Codes, context: Codes) -> float:
-    parts = (codes[context == one] for one in np.unique(context))
-    return float(sum(part.size * _entropy(part) for part in parts) / codes.size)

@@ -23,6 +23,8 @@ from store.encoding import (
     INT8_BLOCK,
     INT8_LOG2,
     INT8_SHARED_EXPONENT,
+    INT8_SHARED_EXPONENT_128,
+    INT16_SHARED_EXPONENT,
     chunk_sizes,
     encoding_named,
 )
@@ -32,8 +34,10 @@ from store.encoding.compression import FRAME_HEADER, pack_chunk, unpack_body
 GOAL = 1.0
 """Seconds for a gigabyte of float32: 1 GB/s."""
 
-MOMENTS = {INT8_BLOCK: "exp_avg", INT8_SHARED_EXPONENT: "exp_avg", INT8_LOG2: "exp_avg_sq"}
-OF_SLOT = {BF16: "fp32", BF16_INT8: "fp32", **MOMENTS}
+MOMENTS = dict.fromkeys((INT8_BLOCK, INT8_SHARED_EXPONENT, INT8_SHARED_EXPONENT_128), "exp_avg") | {
+    INT8_LOG2: "exp_avg_sq"
+}
+OF_SLOT = dict.fromkeys((BF16, BF16_INT8, INT16_SHARED_EXPONENT), "fp32") | MOMENTS
 
 SAVED = {
     "raw": {},
@@ -79,7 +83,7 @@ def encoders(state: Snapshots, rounds: int) -> list[Figure]:
 def packers(state: Snapshots, rounds: int) -> list[Figure]:
     """Packing what is encoded: by itself, and as the difference to what it was ten steps earlier; and back."""
     figures = []
-    for name in (BF16, *MOMENTS):
+    for name in (BF16, INT16_SHARED_EXPONENT, *MOMENTS):
         values, older = state.now[OF_SLOT[name]], state.before[OF_SLOT[name]]
         chunks, bases = _encoded(name, values), _encoded(name, older)
         for level in (1, 3):
