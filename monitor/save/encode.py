@@ -1,8 +1,10 @@
 """Encode and compress the fragments of a save, also as deltas to earlier saves.
 
 A fragment is stored whole once, and then as deltas, each to the save before, since neighbours differ least. A chain of
-deltas ends after a number of saves: a resume reads all of them, and a damaged one costs those after it. The encoded
-bytes of the newest save stay in host memory.
+deltas ends after a number of saves: a resume reads all of them, and a damaged one costs those after it. The next chain
+begins with a delta to the whole, which takes about half of its bytes, and after a few chains it is stored whole again.
+On the first whole of a process rests one chain only: damage of it would cost all commits, while later ones have older
+commits beside them that retention keeps. The encoded bytes of the whole and of the newest save stay in host memory.
 
 A segment's zstd level is the highest whose measured writing time stays within a share of the time between saves.
 
@@ -10,7 +12,7 @@ The background thread encodes, one save at a time; the training thread settles a
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, pairwise
 from typing import ClassVar, Literal, NamedTuple
@@ -38,7 +40,8 @@ LEVELS: tuple[int | None, ...] = (None, 1, 3, 6)
 
 SHARE = 0.5  # share of the time between two saves that writing a segment may take
 
-LIFE = 12  # most deltas between two saves of a fragment as a whole
+LIFE = 12  # most deltas that a version needs
+CHAINS = 4  # most chains that begin at one whole, unless it is the first
 
 _REST = 16  # saves without deltas of a fragment after a delta did not pay
 _PAYS = 0.9  # a delta larger than this share of the whole does not pay
@@ -100,16 +103,24 @@ class LevelChooser:
 
 @dataclass(frozen=True)
 class _Base:
-    """The newest lasting version of a fragment, to which the next delta is taken."""
+    """A version of a fragment to which a delta may be taken: the whole, or the newest lasting one."""
 
     saves: tuple[str, ...]  # its own, and those that it needs, back to the one that holds the fragment whole
     encoding: str
     dtype: str
     chunks: tuple[Bytes, ...]  # encoded
     full: int  # compressed bytes of the whole
+    chains: int  # that begin at the whole
+    whole: "_Base | None" = None  # None: itself
 
     def fits(self, data: EncodedEntry) -> bool:
-        return (self.encoding, self.dtype) == (data.encoding.name, data.dtype) and len(self.saves) <= LIFE
+        return (self.encoding, self.dtype) == (data.encoding.name, data.dtype)
+
+    def next(self) -> "_Base | None":
+        """Return what the next delta is taken to; None to store the fragment whole."""
+        if len(self.saves) <= LIFE:
+            return self
+        return replace(self.whole, chains=self.chains + 1) if self.whole and self.chains < CHAINS else None
 
 
 @dataclass
@@ -129,8 +140,9 @@ class SavePacking:
         """Set how ``data`` is compressed, and return it."""
         retained: list[Bytes] = []
         if self.level is not None:
-            base = self.bases.get(fragment) if self.differences else None
-            if base is not None and base.fits(data):
+            newest = self.bases.get(fragment) if self.differences else None
+            base = newest.next() if newest is not None and newest.fits(data) else None
+            if base is not None:
                 data.packing, data.bases = Packing(self.level, base.chunks), base.saves
             else:
                 data.packing = Packing(self.level)
@@ -176,16 +188,19 @@ class Packer:
         for unit, fragment, data, retained in done.made:
             if not moved(unit):
                 continue
-            base = self._bases.get(fragment) if data.bases else None
-            if data.bases and (base is None or not retained):
+            newest = self._bases.get(fragment) if data.bases else None
+            base = None if newest is None else newest.next()
+            if data.bases and (base is None or base.saves != data.bases or not retained):
                 continue  # the job rolled back while this was written, or the save was a forced one
-            full = data.written if base is None else base.full
-            if retained and (base is None or data.written <= _PAYS * full):
-                saves = (done.save.name, *data.bases)
-                self._bases[fragment] = _Base(saves, data.encoding.name, data.dtype, tuple(retained), full)
+            if retained and (base is None or data.written <= _PAYS * base.full):
+                saves, kind = (done.save.name, *data.bases), (data.encoding.name, data.dtype)
+                version = _Base(saves, *kind, tuple(retained), data.written, 1 if fragment in self._bases else CHAINS)
+                if base is not None:
+                    version = replace(version, full=base.full, chains=base.chains, whole=base.whole or base)
+                self._bases[fragment] = version
                 continue
             self._bases.pop(fragment, None)
-            if base is not None:
+            if base is newest is not None:
                 self._resting[fragment] = _REST
         kept = (item for item in self._bases.items() if all(save in reached for save in item[1].saves))
         self._bases = dict(kept)

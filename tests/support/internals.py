@@ -48,7 +48,8 @@ def packer_of(ckpt: monitor.Checkpointer) -> Packer:
 
 def base_bytes(packer: Packer) -> int:
     """Return the bytes of all bases that are kept for differences."""
-    return sum(chunk.nbytes for base in packer._bases.values() for chunk in base.chunks)
+    kept = [one for base in packer._bases.values() for one in (base, base.whole) if one is not None]
+    return sum(chunk.nbytes for base in kept for chunk in base.chunks)
 
 
 def session_of(ckpt: monitor.Checkpointer) -> StoreSession:

@@ -135,7 +135,8 @@ def test_memory_is_that_of_the_encoded_bases(tmp_path: Path) -> None:
         weights = sum(p.numel() for p in job.model.parameters())
         blocks = sum(-(-p.numel() // 64) for p in job.model.parameters())
         steps = 4 * len(list(job.model.parameters()))
-        assert 0 < base_bytes(packer_of(job.ckpt)) <= weights * 4 + 8 * blocks + steps
+        saved = weights * 3 + 8 * blocks + steps  # first moments differ too much to be kept
+        assert saved < base_bytes(packer_of(job.ckpt)) <= 2 * saved  # the whole, and the newest
 
 
 @pytest.mark.parametrize("staging", ["eager", "lazy"])

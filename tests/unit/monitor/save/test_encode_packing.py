@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from monitor.save.encode import LIFE, Packer, SavePacking
+from monitor.save.encode import CHAINS, LIFE, Packer, SavePacking
 from store.encoding import BF16, INT8_BLOCK, RAW, encoding_named
 from store.encoding.base import CHUNK, Bytes
 from store.encoding.stream import EncodedEntry
@@ -97,10 +97,28 @@ def test_what_did_not_change_costs_next_to_nothing() -> None:
     run, values = Run(), normal(1)
     run.save(values)
     assert [run.save(values).bases for _ in range(LIFE)] == [names(1, step) for step in range(1, LIFE + 1)]
-    assert run.save(values).base is None  # no chain goes on for ever
-    made = [run.save(values) for _ in range(LIFE)]
-    assert [one.bases[-1] for one in made] == [SaveId(LIFE + 2, 1).name] * LIFE
-    assert max(one.written for one in made) < 200
+    assert run.save(values).base is None  # on the first whole rests one chain
+    whole = names(run.step, run.step)
+    for _ in range(CHAINS):  # each begins at the whole
+        first = run.step + 1
+        made = [run.save(values) for _ in range(LIFE)]
+        assert [one.bases for one in made] == [(*names(first, first + number - 1), *whole) for number in range(LIFE)]
+        assert max(one.written for one in made) < 200
+    assert run.save(values).base is None  # none lives for ever
+
+
+def test_a_chain_that_would_begin_with_too_much_begins_with_a_whole() -> None:
+    run, values = Run(), normal(1)
+    for _ in range(1 + LIFE):
+        run.save(values, BF16)
+    whole = [run.save(values, BF16)]
+    for step in range(LIFE):
+        values = moved(values, 1e-2, step)
+        assert run.save(values, BF16).base is not None
+    made = [run.save(moved(values, 10.0), BF16), run.save(values, BF16), run.save(values, BF16)]
+    assert whole[0].bases == made[1].bases == ()
+    assert made[0].bases == names(LIFE + 2, LIFE + 2)  # and it did not pay
+    assert made[2].bases == names(run.step - 1, run.step - 1)
 
 
 def test_a_chain_costs_less_than_differences_to_one_base() -> None:

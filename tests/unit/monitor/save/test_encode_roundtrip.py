@@ -189,18 +189,20 @@ def test_differences_are_taken_to_a_base_while_they_pay(tmp_path: Path) -> None:
 def test_a_manifest_lists_all_that_a_chain_needs_and_chains_end(tmp_path: Path) -> None:
     with Job(tmp_path, lr=1e-4, encoding={"fp32": "bf16"}, packing=1, differences=True,
              retention={"keep_last": 99}) as job:  # fmt: skip
-        job.train(2 * LIFE + 3)
-    catalog, whole, chain = open_catalog(LocalFiles(tmp_path)), list[int](), list[str]()
+        job.train(3 * LIFE + 4)
+    catalog, first, begun, chain = open_catalog(LocalFiles(tmp_path)), "", list[int](), list[str]()
     for save in reversed(catalog.saves()):
         entry = next(e for e in entries(tmp_path, save.step) if (e.fqn, e.slot) == ("0.weight", "fp32"))
         if entry.base is None:
-            whole.append(save.step)
-            chain = []
+            first, chain = save.name, []
+        elif entry.base == first:
+            begun.append(save.step)
+            chain = [first]
         assert entry.base == (chain[-1] if chain else None)
         unit = next(one for one in catalog.manifest(save).units if one.unit == Unit("0", "fp32"))
         assert set(chain) <= set(unit.bases) <= set(catalog.manifest(save).groups)
         chain.append(save.name)
-    assert whole == [1, LIFE + 2, 2 * LIFE + 3]
+    assert begun == [2, LIFE + 3, 2 * LIFE + 3, 3 * LIFE + 3]
     assert catalog.record.reader == 6
 
 
