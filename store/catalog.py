@@ -61,6 +61,7 @@ class CommitSummary:
     groups: dict[SaveId, int]  # segment groups that it reaches, with their payload bytes
     versions: frozenset[str]  # saves that hold its units or their bases
     bases: frozenset[str]
+    chained: frozenset[str]  # bases, and the saves that hold differences to them
     whole: bool
     previous: str | None  # the commit that it continues
 

@@ -22,7 +22,7 @@ Key = tuple[str, str, str, int, int, Box | None, str, str]
 
 Stored = tuple[PartRecord, Entry]
 
-LONGEST_CHAIN = 1 << 10  # of differences to differences: far more than are written, so only forged records reach it
+LONGEST_CHAIN = 64  # of differences to differences: far more than are written, so only forged records reach it
 
 
 def with_bases(stored: Sequence[tuple[PartRecord, Entry]], groups: Iterable[LoadedGroup]) -> tuple[Source, ...]:

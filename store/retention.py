@@ -15,7 +15,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import islice
 
 from store import names as paths
 from store.catalog import Catalog, CommitSummary, CommitSurvey, LoadedGroup, find_lineage, newest_first, open_catalog
@@ -23,7 +22,7 @@ from store.errors import ConfigError, DamagedError, FencedError, MissingError, S
 from store.location import free_bytes
 from store.names import SaveId, group_by_key
 from store.resolve import with_bases
-from store.schema import ManifestRecord
+from store.schema import ManifestRecord, UnitRecord
 from store.session import newest_epoch, require_newest
 from store.storage.atomic import final_name, is_temporary, remove_all
 from store.storage.local import Files, LocalFiles, list_or_empty
@@ -114,8 +113,8 @@ class PrunePlan:
     """Commits that the plan was made for."""
 
 
-def bytes_to_free(catalog: Catalog, retention: Retention, *, failed: bool = False) -> int:
-    """Return the bytes that the store must free until another full save fits; 0 if it fits, or if that is unknown.
+def bytes_to_free(catalog: Catalog, retention: Retention, *, failed: bool = False, saves: int = 1) -> int:
+    """Return the bytes that the store must free until so many full saves fit; 0 if they fit, or if that is unknown.
 
     ``failed``: whether a save failed for want of space. Then something must be freed even if there seems to be room: a
     quota, for example, is not seen in advance."""
@@ -126,7 +125,7 @@ def bytes_to_free(catalog: Catalog, retention: Retention, *, failed: bool = Fals
     if free is None:
         return least
     payload = next(iter(commits.values())).full_bytes
-    needed = payload + payload // 50 + _RECORDS
+    needed = saves * (payload + payload // 50 + _RECORDS)
     short = needed - free
     if retention.max_share is not None:
         held = sum({group: size for one in commits.values() for group, size in one.groups.items()}.values())
@@ -328,11 +327,15 @@ def _give_up(garbage: _Garbage, keep: Set[SaveId], spare: Sequence[SaveId], want
 
 
 def _with_other_bases(commits: Mapping[SaveId, CommitSummary], whole: Sequence[SaveId]) -> set[SaveId]:
-    """Return older commits such that for each base of the newest commit one of them does not need it, if possible."""
-    others: set[SaveId] = set()
-    for base in sorted(commits[whole[0]].bases):
-        if all(base in commits[save].versions for save in others):
-            others.update(islice((save for save in whole[1:] if base not in commits[save].versions), 1))
+    """Return older commits such that for each base of the newest commit one of them does not need it, if possible.
+
+    Those of the same chain are among them, which need nothing more. So damage of a save costs no more than it must."""
+    newest, others = commits[whole[0]], set[SaveId]()
+    for name in sorted(newest.chained, reverse=True):
+        if all(name in commits[save].versions for save in others):
+            other = next((save for save in whole[1:] if name not in commits[save].versions), None)
+            if other is not None and (name in newest.bases or commits[other].groups.keys() <= newest.groups.keys()):
+                others.add(other)
     return others
 
 
@@ -406,13 +409,20 @@ def _summary(catalog: Catalog, save: SaveId) -> CommitSummary:
             raise StorageError(group.problems[-1])
     bases = frozenset(base for unit in manifest.units for base in unit.bases)
     return CommitSummary(
-        full_bytes=sum(unit.nbytes for unit in manifest.units),
+        full_bytes=sum(_whole_bytes(unit, groups) for unit in manifest.units),
         groups=sizes,
         versions=bases.union(unit.save for unit in manifest.units),
         bases=bases,
+        chained=bases.union(unit.save for unit in manifest.units if unit.bases),
         previous=manifest.previous,
         whole=not any(group.problems for group in groups.values()) and _has_all_bases(manifest, groups),
     )
+
+
+def _whole_bytes(unit: UnitRecord, groups: Mapping[str, LoadedGroup]) -> int:
+    """Return the bytes of a unit's version or, if one that it is the difference to takes more, those of that one."""
+    stored = (groups[name].by_unit.get(unit.unit, ()) for name in unit.bases if name in groups)
+    return max(unit.nbytes, *(sum(entry.nbytes for _, entry in found) for found in stored), 0)
 
 
 def _groups_of(catalog: Catalog, save: SaveId) -> dict[SaveId, int]:

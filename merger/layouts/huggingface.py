@@ -204,8 +204,9 @@ def working_dtypes(certificate: Certificate) -> tuple[str, ...]:
 def _dtype_notes(certificate: WeightsCertificate) -> Iterator[str]:
     for one in certificate.written:
         if one.working:
+            live = "" if certificate.lossy else ", which the run computes with"  # others come from rounded masters
             yield (
-                f"these are the working weights, which the run computes with: its {one.held} master weights rounded "
+                f"these are the working weights{live}: its {one.held} master weights rounded "
                 f"to {one.written}; --dtype {one.held} writes the master weights themselves"
             )
         else:

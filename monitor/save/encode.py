@@ -1,10 +1,14 @@
 """Encode and compress the fragments of a save, also as deltas to earlier saves.
 
-A fragment is stored whole once, and then as deltas, each to the save before, since neighbours differ least. A chain of
-deltas ends after a number of saves: a resume reads all of them, and a damaged one costs those after it. The next chain
-begins with a delta to the whole, which takes about half of its bytes, and after a few chains it is stored whole again.
-On the first whole of a process rests one chain only: damage of it would cost all commits, while later ones have older
-commits beside them that retention keeps. The encoded bytes of the whole and of the newest save stay in host memory.
+A fragment is stored whole once, and then as deltas. In a lossy encoding each is taken to the save before, since
+neighbours differ least. Such a chain ends after a number of saves: a resume reads all of them, and a damaged one costs
+those after it. The next chain begins with a delta to the whole, which takes about half of its bytes, and after a few
+chains it is stored whole again. On the first whole of a process rests one chain only: damage of it would cost all
+commits, while later ones have older commits beside them that retention keeps.
+
+In a lossless encoding neighbours hardly differ less, since low bits are noise, and all deltas are taken to the whole,
+as long as the next one is expected to be no larger than the mean save so far. The encoded bytes of the whole, and of
+the newest save of a chain, stay in host memory.
 
 A segment's zstd level is the highest whose measured writing time stays within a share of the time between saves.
 
@@ -40,8 +44,9 @@ LEVELS: tuple[int | None, ...] = (None, 1, 3, 6)
 
 SHARE = 0.5  # share of the time between two saves that writing a segment may take
 
-LIFE = 12  # most deltas that a version needs
+LIFE = 8  # most deltas that a version needs
 CHAINS = 4  # most chains that begin at one whole, unless it is the first
+LOSSLESS_LIFE = 16  # most deltas to one whole in a lossless encoding
 
 _REST = 16  # saves without deltas of a fragment after a delta did not pay
 _PAYS = 0.9  # a delta larger than this share of the whole does not pay
@@ -112,12 +117,20 @@ class _Base:
     full: int  # compressed bytes of the whole
     chains: int  # that begin at the whole
     whole: "_Base | None" = None  # None: itself
+    deltas: tuple[int, ...] = ()  # compressed bytes of those to it, in a lossless encoding
+
+    @property
+    def lossless(self) -> bool:
+        return encoding_named(self.encoding).lossless
 
     def fits(self, data: EncodedEntry) -> bool:
         return (self.encoding, self.dtype) == (data.encoding.name, data.dtype)
 
     def next(self) -> "_Base | None":
         """Return what the next delta is taken to; None to store the fragment whole."""
+        if self.lossless:
+            mean = (self.full + sum(self.deltas)) / (1 + len(self.deltas))
+            return self if len(self.deltas) < LOSSLESS_LIFE and sum(self.deltas[-1:]) <= mean else None
         if len(self.saves) <= LIFE:
             return self
         return replace(self.whole, chains=self.chains + 1) if self.whole and self.chains < CHAINS else None
@@ -146,8 +159,9 @@ class SavePacking:
                 data.packing, data.bases = Packing(self.level, base.chunks), base.saves
             else:
                 data.packing = Packing(self.level)
+            lasts = self.lasting and not (base is not None and base.lossless)
             moving = unit.slot not in (FROZEN, BUFFER)  # others rarely change, so a base would not be used
-            if self.differences and self.lasting and moving and fragment not in self.resting:
+            if self.differences and lasts and moving and fragment not in self.resting:
                 data.chunks = _retaining(data.chunks, retained)
         self.made.append((unit, fragment, data, retained))
         return data
@@ -174,11 +188,19 @@ class Packer:
         bases, resting = {} if alone else self._bases, frozenset(self._resting)
         return SavePacking(save, active, chosen, self._differences, bases, resting, lasting)
 
-    def settle(self, done: SavePacking, seconds: float, moved: Callable[[Unit], bool], reached: Container[str]) -> None:
+    def settle(
+        self,
+        done: SavePacking,
+        seconds: float,
+        moved: Callable[[Unit], bool],
+        reached: Container[str],
+        alone: bool = False,
+    ) -> None:
         """Learn from a finished save, and update the bases.
 
         ``seconds``: time to write the segment, 0 if that failed. ``moved``: whether a unit's committed version is now
-        that of this save. ``reached``: saves that the newest commit refers to; others may be pruned at any time."""
+        that of this save. ``reached``: saves that the newest commit refers to; others may be pruned at any time.
+        ``alone``: whether the next save should need no other one, for want of room."""
         if seconds > 0.0:
             made = [data for _, _, data, _ in done.made]
             nbytes = sum(data.encoding.stored_bytes(data.numel, data.dtype) for data in made)
@@ -190,8 +212,11 @@ class Packer:
                 continue
             newest = self._bases.get(fragment) if data.bases else None
             base = None if newest is None else newest.next()
-            if data.bases and (base is None or base.saves != data.bases or not retained):
+            if data.bases and (base is None or base.saves != data.bases or not (retained or base.lossless)):
                 continue  # the job rolled back while this was written, or the save was a forced one
+            if base is not None and base.lossless and (base.deltas or data.written <= _PAYS * base.full):
+                self._bases[fragment] = replace(base, deltas=(*base.deltas, data.written))
+                continue
             if retained and (base is None or data.written <= _PAYS * base.full):
                 saves, kind = (done.save.name, *data.bases), (data.encoding.name, data.dtype)
                 version = _Base(saves, *kind, tuple(retained), data.written, 1 if fragment in self._bases else CHAINS)
@@ -203,7 +228,7 @@ class Packer:
             if base is newest is not None:
                 self._resting[fragment] = _REST
         kept = (item for item in self._bases.items() if all(save in reached for save in item[1].saves))
-        self._bases = dict(kept)
+        self._bases = {} if alone else dict(kept)
 
     def reset(self) -> None:
         """Forget all bases: the job rolled back, perhaps because earlier saves are damaged."""

@@ -47,6 +47,7 @@ class _Outcome(NamedTuple):
     committed: bool
     dropped: tuple[Unit, ...]  # units with NaN or Inf
     attempted: bool  # the manifest may exist
+    short: bool  # the next save should be whole, while there is room for it
     groups: tuple[str, ...]  # segment groups that the next commit may refer to
 
 
@@ -231,9 +232,8 @@ class Saver:
     def settle_commit(self, step: int, timeout: float) -> str | None:
         """Wait at most so many seconds for the pending save, and finish it on all ranks. Collective.
 
-        The ranks meet from time to time, so that none waits for one whose part failed.
-
-        Return None if it is committed, ``busy`` if a rank is still writing, else ``failed``."""
+        The ranks meet from time to time, so that none waits for one whose part failed. Return None if it is committed,
+        ``busy`` if a rank is still writing, else ``failed``."""
         until = time.monotonic() + timeout
         while True:
             self.wait(max(0.0, min(until - time.monotonic(), _MEETING)))
@@ -412,8 +412,8 @@ class Saver:
         """Return what rank 0 tells the others of its finished save."""
         commit = _commit_of(pending, done)
         sick = commit.dropped if commit else done.error.units if isinstance(done.error, errors.NotFiniteError) else ()
-        groups = commit.manifest.groups if commit else self._job.ledger.groups
-        return _Outcome(commit is not None, tuple(sick), pending.task.progress.attempted, tuple(groups))
+        groups, progress = commit.manifest.groups if commit else self._job.ledger.groups, pending.task.progress
+        return _Outcome(commit is not None, tuple(sick), progress.attempted, progress.short, tuple(groups))
 
     def _finish(
         self, pending: _Pending, done: TaskResult[SaveResult | None], outcome: _Outcome, full: bool
@@ -424,7 +424,7 @@ class Saver:
         self._committed, self.dropped = outcome.committed, outcome.dropped
         moved_units = pending.saved - set(outcome.dropped) if outcome.committed else frozenset()
         groups = frozenset(outcome.groups)
-        self._packer.settle(task.packing, progress.write_seconds, moved_units.__contains__, groups)
+        self._packer.settle(task.packing, progress.write_seconds, moved_units.__contains__, groups, outcome.short)
         self._meter.settle({one.unit: one.unit in moved_units for one in task.staged if one.unit in progress.metered})
         self._stager.unstage_all(task.staged)
         self._job.table.lost -= moved_units

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, deserialize
 import store.segment
 from store.catalog import Catalog, open_catalog
 from store.fragments import Source, StoredBytes
-from store.names import SaveId, Unit, payload_path
+from store.names import SaveId, Unit, manifest_path, payload_path
 from store.resolve import base_key, newest_resumable
 from store.retention import execute, plan_prune
 from store.schema import Entry, PartRecord, digest
@@ -28,7 +28,7 @@ from store.storage.atomic import write_new
 from store.storage.local import Files, NewFile
 from store.verify import verify
 from tests.crash.checker import assert_true_to_write, check_reading, check_undamaged, promised, read_newest
-from tests.crash.damage import flip
+from tests.crash.damage import flip, remove
 from tests.crash.models import RANKS, VARIED
 from tests.crash.simulated import SimulatedFiles, every_crash
 from tests.crash.test_mutants import Make, caught, patched_everywhere
@@ -49,9 +49,11 @@ def bases(make: Make = SimulatedFiles) -> None:
     """BASES: what kept commits rest on is older than the oldest of them."""
     files, journal = make(), Memory()
     job = Varied(files, journal, saves=4)
+    journal.note("dropping", saves=[job.saves[1].name])
+    remove(files, manifest_path(job.saves[1]))  # else this commit would keep what the last one rests on
     plan = plan_prune(open_catalog(files), RETENTION)
-    # The first commit stays, as it rests on no base of the last; the second's segments stay, as bases.
-    assert [plan.groups, plan.manifests] == [(), (job.saves[1],)]
+    # The first commit stays, as it rests on no base of the last.
+    assert [plan.groups, plan.manifests] == [(), ()]
     journal.note("dropping", saves=[save.name for save in plan.manifests])
     execute(files, plan)
     check_reading(files, promised(journal.events))

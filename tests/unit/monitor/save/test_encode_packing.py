@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
-from monitor.save.encode import CHAINS, LIFE, Packer, SavePacking
+from monitor.save.encode import CHAINS, LIFE, LOSSLESS_LIFE, Packer, SavePacking
 from store.encoding import BF16, INT8_BLOCK, RAW, encoding_named
 from store.encoding.base import CHUNK, Bytes
 from store.encoding.stream import EncodedEntry
@@ -30,7 +31,7 @@ class Run:
         self.reached: set[str] = set()
 
     def save(
-        self, values: np.ndarray, encoding: str = RAW, *, committed: bool = True, dropped: bool = False
+        self, values: np.ndarray, encoding: str = BF16, *, committed: bool = True, dropped: bool = False
     ) -> EncodedEntry:
         save = self.begin()
         made = self.add(save, values, encoding)
@@ -46,7 +47,7 @@ class Run:
         self.step += 1
         return self.packer.begin(SaveId(self.step, 1), 4 * NUMEL, None)
 
-    def add(self, save: SavePacking, values: np.ndarray, encoding: str = RAW) -> EncodedEntry:
+    def add(self, save: SavePacking, values: np.ndarray, encoding: str = BF16) -> EncodedEntry:
         known = encoding_named(encoding)
         chunks: list[Bytes] = [encode_chunk(known, values[at : at + CHUNK]) for at in range(0, values.size, CHUNK)]
         made = save.packed(UNIT, self.fragment, EncodedEntry(known, values.size, "F32", lambda: iter(chunks)))
@@ -79,18 +80,44 @@ def test_the_first_save_is_whole_and_each_next_one_rests_on_the_one_before() -> 
     for step in range(2, 6):
         made = run.save(moved(values, 1e-6, step))
         assert (made.base, made.bases) == (SaveId(step - 1, 1).name, names(1, step - 1))
-        assert made.written < 0.6 * NUMEL * 4
+        assert made.written < 0.6 * NUMEL * 2
 
 
-def test_a_forced_save_rests_on_the_one_before_and_is_no_base() -> None:
+def test_without_loss_all_differences_are_to_one_whole() -> None:
     run, values = Run(), normal(1)
-    run.save(values)
+    run.save(values, RAW)
+    assert [run.save(values, RAW).bases for _ in range(LOSSLESS_LIFE)] == [names(1, 1)] * LOSSLESS_LIFE
+    assert base_bytes(run.packer) == 4 * NUMEL
+    assert run.save(values, RAW).bases == ()
+    assert run.save(values, RAW).bases == names(LOSSLESS_LIFE + 2, LOSSLESS_LIFE + 2)
+
+
+def test_without_loss_a_whole_is_made_anew_when_the_last_difference_exceeds_the_mean() -> None:
+    run, values, sizes, bases = Run(), normal(1), [], []
+    for step in range(1, 40):
+        made = run.save(values, RAW)
+        values = moved(values, 3e-5 * 2 ** (step % 7), step)
+        sizes.append(made.written)
+        bases.append(made.base)
+    whole = [step for step, base in enumerate(bases) if base is None]
+    assert 3 <= len(whole) <= 20 and whole[0] == 0
+    for first, after in pairwise(whole):
+        since = sizes[first:after]
+        assert since[-1] > sum(since) / len(since) or len(since) == 1 + LOSSLESS_LIFE
+        for count in range(2, len(since)):
+            assert since[count - 1] <= sum(since[:count]) / count
+
+
+@pytest.mark.parametrize("encoding", [RAW, BF16])
+def test_a_forced_save_rests_on_the_one_before_and_is_no_base(encoding: str) -> None:
+    run, values = Run(), normal(1)
+    run.save(values, encoding)
     run.step += 1
     save = run.packer.begin(SaveId(run.step, 1), 4 * NUMEL, None, lasting=False)
-    made = run.add(save, values)
+    made = run.add(save, values, encoding)
     run.settle(save, made)
     assert made.bases == names(1, 1)
-    assert run.save(values).bases == names(1, 1)
+    assert run.save(values, encoding).bases == names(1, 1)
 
 
 def test_what_did_not_change_costs_next_to_nothing() -> None:
@@ -122,15 +149,15 @@ def test_a_chain_that_would_begin_with_too_much_begins_with_a_whole() -> None:
 
 
 def test_a_chain_costs_less_than_differences_to_one_base() -> None:
-    """As far as the state moves on: ten saves, each the difference to the one before, against the first."""
+    """As far as the state moves on: saves that are each the difference to the one before, against the first."""
     run, first, chained = Run(), normal(1), 0
     values = first
     run.save(values, BF16)
-    for step in range(10):
+    for step in range(LIFE):
         values = moved(values, 2e-3, step)
         chained += run.save(values, BF16).written
     apart, values = 0, first
-    for step in range(10):
+    for step in range(LIFE):
         values, other = moved(values, 2e-3, step), Run()
         other.save(first, BF16)
         apart += other.save(values, BF16).written
@@ -171,7 +198,7 @@ def test_a_save_that_is_not_committed_is_no_base_and_no_lesson(how: dict[str, bo
     assert run.save(values).base is None
     run.save(normal(2), **how)  # a difference that does not pay, but did not come about
     assert run.save(values).base == "00000002-000001"
-    run.save(values, BF16, **how)
+    run.save(values, RAW, **how)
     assert run.save(values).bases == ("00000004-000001", "00000002-000001")
 
 
