@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import islice
 
 from store import names as paths
 from store.catalog import Catalog, CommitSummary, CommitSurvey, LoadedGroup, find_lineage, newest_first, open_catalog
@@ -329,14 +330,18 @@ def _give_up(garbage: _Garbage, keep: Set[SaveId], spare: Sequence[SaveId], want
 def _with_other_bases(commits: Mapping[SaveId, CommitSummary], whole: Sequence[SaveId]) -> set[SaveId]:
     """Return older commits such that for each base of the newest commit one of them does not need it, if possible.
 
-    Those of the same chain are among them, which need nothing more. So damage of a save costs no more than it must."""
+    Commits of the same chain are added where they need nothing more, so that damage of a save costs no more than it
+    must."""
     newest, others = commits[whole[0]], set[SaveId]()
-    for name in sorted(newest.chained, reverse=True):
-        if all(name in commits[save].versions for save in others):
-            other = next((save for save in whole[1:] if name not in commits[save].versions), None)
-            if other is not None and (name in newest.bases or commits[other].groups.keys() <= newest.groups.keys()):
-                others.add(other)
-    return others
+
+    def newest_without(name: str) -> Iterator[SaveId]:
+        return islice((save for save in whole[1:] if name not in commits[save].versions), 1)
+
+    for base in sorted(newest.bases):
+        if all(base in commits[save].versions for save in others):
+            others.update(newest_without(base))
+    in_chain = {save for name in newest.chained for save in newest_without(name)}
+    return others | {save for save in in_chain if commits[save].groups.keys() <= newest.groups.keys()}
 
 
 def execute(files: Files, plan: PrunePlan) -> None:

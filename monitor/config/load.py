@@ -172,8 +172,14 @@ class Config(sections.Settings):
         return Retention(**self.retention.model_dump())
 
     def most_commits(self) -> int:
-        """Return the most commits that exist at a time in a long run, with the one being written."""
-        return most_commits(self.retention_rule(), 100 if self.every == "auto" else self.every)
+        """Return the most commits that exist at a time in a long run, with the one being written.
+
+        What differences need is counted as a chain of more."""
+        kept = most_commits(self.retention_rule(), 100 if self.every == "auto" else self.every)
+        return kept + _CHAIN * self.differences
+
+
+_CHAIN = 8  # commits that take about the bytes that differences keep from being pruned
 
 
 def bytes_each(encodings: Mapping[str, str]) -> float:

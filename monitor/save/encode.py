@@ -130,7 +130,9 @@ class _Base:
         """Return what the next delta is taken to; None to store the fragment whole."""
         if self.lossless:
             mean = (self.full + sum(self.deltas)) / (1 + len(self.deltas))
-            return self if len(self.deltas) < LOSSLESS_LIFE and sum(self.deltas[-1:]) <= mean else None
+            before, last = (0, 0, *self.deltas)[-2:]
+            expected = last + max(0, last - before) if len(self.deltas) > 1 else last
+            return self if len(self.deltas) < LOSSLESS_LIFE and expected <= mean else None
         if len(self.saves) <= LIFE:
             return self
         return replace(self.whole, chains=self.chains + 1) if self.whole and self.chains < CHAINS else None

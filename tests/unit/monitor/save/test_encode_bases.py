@@ -139,6 +139,35 @@ def test_memory_is_that_of_the_encoded_bases(tmp_path: Path) -> None:
         assert saved < base_bytes(packer_of(job.ckpt)) <= 2 * saved  # the whole, and the newest
 
 
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_damage_in_a_chain_costs_no_more_than_it_must(tmp_path: Path, keep: int) -> None:
+    """Whatever retention keeps otherwise, the version before the damaged one stands in: its bytes are there."""
+    with Job(tmp_path, retention={"keep_last": keep, "log_spaced": False}) as job:
+        job.train(7)
+        assert job.base_of("0.weight") == "00000006-000001"
+    damage(tmp_path, SaveId(5, 1), "0.weight")
+    with Job(tmp_path) as resumed:
+        assert resumed.ckpt.certificate is not None
+        fallen = {unit.layer: unit.save for unit in resumed.ckpt.certificate.units if unit.fallback}
+        assert fallen == {"0": "00000004-000001"}
+
+
+def test_where_there_is_little_room_no_save_needs_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Job(tmp_path, retention={"keep_last": 1, "log_spaced": False}) as job:
+        job.train(3)
+        assert job.base_of("0.weight") == "00000002-000001"
+        whole = sum(path.stat().st_size for path in (tmp_path / "segments/00000001-000001").iterdir())
+        monkeypatch.setattr("store.retention.free_bytes", lambda files: 3 * (whole + (1 << 16)) // 2)
+        job.train(2)  # after the first of them it is known
+        assert job.base_of("0.weight") is None
+        job.train(1)
+        assert job.base_of("0.weight") is None
+        assert len(list((tmp_path / "segments").iterdir())) == 1, "the chain is gone"
+        monkeypatch.undo()
+        job.train(2)
+        assert job.base_of("0.weight") == "00000007-000001"
+
+
 @pytest.mark.parametrize("staging", ["eager", "lazy"])
 @pytest.mark.parametrize("large", [1e20, 3e38])
 def test_values_whose_squares_are_too_large_for_float32(tmp_path: Path, large: float, staging: str) -> None:
