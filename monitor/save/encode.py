@@ -44,7 +44,7 @@ LEVELS: tuple[int | None, ...] = (None, 1, 3, 6)
 
 SHARE = 0.5  # share of the time between two saves that writing a segment may take
 
-LIFE = 8  # most deltas that a version needs
+LIFE = 12  # most deltas that a version needs
 CHAINS = 4  # most chains that begin at one whole, unless it is the first
 LOSSLESS_LIFE = 16  # most deltas to one whole in a lossless encoding
 
