@@ -68,6 +68,9 @@ FP32 = [
 CASES = [*LOSSES, *PACKED, *COMPOSITES, *TAMPERED, *UPDATES, *FP32]
 ELSEWHERE = [*LOSSES, *PACKED, *FP32]
 LOSSY = [case for case in CASES if case["settings"]["encoding"] != "raw"]
+SHARED = [case for case in CASES if case["settings"]["encoding"] == "compact"]
+"""Whose weights are whole multiples of a step, and not the bfloat16 values that they train with."""
+NEAR = 2e-3
 MOST = 1.5
 
 
@@ -136,7 +139,8 @@ def test_the_next_losses_are_those_of_the_uninterrupted_run(launched: Launched, 
     for rank in (0, 1):
         wanted = launched.one("straight", case=case["name"], rank=rank, step=case["saved"])["losses"]
         assert len(wanted) == 2
-        assert launched.one("continued", case=case["name"], rank=rank, step=case["saved"])["losses"] == wanted
+        found = launched.one("continued", case=case["name"], rank=rank, step=case["saved"])["losses"]
+        assert found == (pytest.approx(wanted, rel=NEAR) if case in SHARED else wanted)
 
 
 def test_differences_without_rounding_resume_as_if_nothing_had_been(launched: Launched) -> None:
@@ -152,7 +156,8 @@ def test_differences_without_rounding_resume_as_if_nothing_had_been(launched: La
 def test_differences_were_what_was_read(launched: Launched, directory: Path, case: Case) -> None:
     found = entries(directory / case["name"], case["saved"])
     assert {entry.packing for entry in found if entry.slot == "fp32"} == {"split-planes"}
-    assert {entry.base for entry in found} >= {f"{case['every']:08d}-000001"}
+    base = case["saved"] - case["every"] if case in LOSSY else case["every"]  # the save before, or the whole
+    assert {entry.base for entry in found} >= {f"{base:08d}-000001"}
 
 
 @pytest.mark.parametrize("case", TAMPERED, ids=names(TAMPERED))
@@ -171,7 +176,7 @@ def test_another_world_size_and_stage_gets_the_same_state(elsewhere: Launched, c
 
 
 @pytest.mark.parametrize("case", [*LOSSES, *PACKED], ids=names([*LOSSES, *PACKED]))
-def test_the_weights_it_computes_with_are_the_same_to_the_bit(
+def test_the_weights_it_computes_with_are_the_same_to_the_bit_unless_they_share_steps(
     launched: Launched, elsewhere: Launched, case: Case
 ) -> None:
     straight = {one["loss"] for one in launched.of("evaluated", case=case["name"], of="straight")}
@@ -179,7 +184,8 @@ def test_the_weights_it_computes_with_are_the_same_to_the_bit(
     for ranks, of in ((2, launched), (3, elsewhere)):
         found = of.of("evaluated", case=case["name"], of="resumed")
         assert len(found) == ranks
-        assert {one["loss"] for one in found} == straight
+        for one in found:
+            assert one["loss"] == (pytest.approx(*straight, rel=NEAR) if case in SHARED else min(straight))
 
 
 @pytest.mark.parametrize("case", UPDATES, ids=names(UPDATES))
