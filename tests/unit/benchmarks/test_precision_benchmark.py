@@ -83,7 +83,7 @@ def test_exact_resumes_end_where_the_uninterrupted_run_was(tmp_path: Path) -> No
     assert compact.loss != exact.loss
     assert compact.loss == pytest.approx(exact.loss, abs=0.1)
     assert exact.save_bytes == 12.0
-    assert 4.01 < compact.save_bytes < 4.1  # the small norms' blocks are not full
+    assert 4.008 < compact.save_bytes < 4.1  # the small norms' blocks are not full
 
 
 def test_rows_without_a_policy_of_their_own_save_everything() -> None:
