@@ -49,7 +49,7 @@ VARIED = Model(
     ("fp32", "exp_avg", "exp_avg_sq"),
     {Unit("few.0", "fp32"): "bf16", Unit("few.0", "exp_avg"): "int8-shared-exponent",
      Unit("few.0", "exp_avg_sq"): "int8-log2", Unit("few.1", "fp32"): "bf16+int8",
-     Unit("few.1", "exp_avg"): RAW, Unit("few.1", "exp_avg_sq"): "bf16"},
+     Unit("few.1", "exp_avg"): RAW, Unit("few.1", "exp_avg_sq"): "int16-shared-exponent"},
 )  # fmt: skip
 
 TENSORS = {**PLAIN.tensors, **VARIED.tensors}
